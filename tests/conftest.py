@@ -1,0 +1,118 @@
+"""What all tests share: one pool of gloo workers for every test that needs several processes."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class WorkerError(AssertionError):
+    """A function sent to the pool raised, hung or died; holds the traceback of the rank to blame."""
+
+
+class Pool:
+    """Gloo workers that live as long as the test session.
+
+    `run(fn, *args, world=4)` calls `fn(context, *args)` on `world` ranks, in a process group of their own, and returns
+    their results by rank. `fn` is a function at the top of a test module, arguments and results can be pickled.
+    A worker that fails, hangs or dies is replaced, so the next test starts afresh.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._jobs = 0
+        self._workers: dict[int, tuple[subprocess.Popen[bytes], Connection]] = {}
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world: int = 4,
+        mesh: Mapping[str, int] | None = None,
+        timeout: float = 300,
+    ) -> list[Any]:
+        """`mesh` defaults to one axis `x` of `world` devices. WorkerError carries the failing rank's traceback."""
+        self._jobs += 1
+        job = {
+            "module": fn.__module__, "path": inspect.getsourcefile(fn), "function": fn.__qualname__, "world": world,
+            "mesh": dict(mesh or {"x": world}), "timeout": timeout, "args": pickle.dumps(args),
+            "store": str(self._folder / f"store-{self._jobs}"),
+        }  # fmt: skip
+        pipes = {self._worker(rank): rank for rank in range(world)}
+        for pipe in pipes:
+            pipe.send(job)
+        results: dict[int, Any] = {}
+        errors: list[tuple[bool, int, str]] = []
+        deadline = time.monotonic() + timeout
+        while pipes and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(pipes), left):
+                assert isinstance(pipe, Connection)
+                rank = pipes.pop(pipe)
+                try:
+                    state, content = pipe.recv()
+                except (EOFError, ConnectionError):
+                    state, content = "died", f"worker {rank} died\n{self._log(rank)}"
+                if state == "done":
+                    results[rank] = pickle.loads(content)
+                else:
+                    errors.append((state == "lost", rank, content))
+                    self._drop(rank, kill=state == "died")
+                    deadline = min(deadline, time.monotonic() + 2)
+        for rank in pipes.values():
+            if not errors:
+                errors.append((False, rank, f"no answer within {timeout} s\n{self._log(rank)}"))
+            self._drop(rank, kill=True)
+        if errors:
+            _, rank, text = min(errors, key=lambda error: error[0])
+            raise WorkerError(f"rank {rank} of {world} failed in {fn.__name__}:\n{text}")
+        return [results[rank] for rank in range(world)]
+
+    def _worker(self, rank: int) -> Connection:
+        if rank in self._workers and self._workers[rank][0].poll() is None:
+            return self._workers[rank][1]
+        mine, theirs = Pipe()
+        with (self._folder / f"worker-{rank}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("pool_worker.py")), str(rank), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            )  # fmt: skip
+        theirs.close()
+        self._workers[rank] = (process, mine)
+        return mine
+
+    def _drop(self, rank: int, *, kill: bool) -> None:
+        """Forgets a worker: the next run starts another in its place."""
+        process, pipe = self._workers.pop(rank)
+        if kill:
+            process.kill()
+        pipe.close()
+        process.wait(timeout=30)
+
+    def _log(self, rank: int) -> str:
+        return (self._folder / f"worker-{rank}.log").read_text(errors="replace")[-3000:]
+
+    def close(self) -> None:
+        for rank in list(self._workers):
+            self._drop(rank, kill=True)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """The one pool of workers of all multi-process tests; processes start when they are first needed."""
+    with tempfile.TemporaryDirectory(prefix="tpshard-pool-") as folder:
+        shared = Pool(Path(folder))
+        yield shared
+        shared.close()

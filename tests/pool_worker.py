@@ -1,0 +1,70 @@
+"""A worker of the tests' pool: runs functions that the tests send, each in a fresh process group."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any
+
+
+def load(name: str, path: str) -> ModuleType:
+    """The test's module under the name that pytest gave it, so that its classes travel both ways."""
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == path:
+        return known
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(job: dict[str, Any], rank: int) -> Any:
+    from tpshard.parallelism.mesh import Mesh
+    from tpshard.parallelism.runtime.context import connect
+    from tpshard.parallelism.runtime.place import Place
+
+    function: Any = load(job["module"], job["path"])
+    for part in job["function"].split("."):
+        function = getattr(function, part)
+    place = Place(rank, job["world"], rank, job["world"], f"file:{job['store']}", "tpshard")
+    with connect(place, Mesh(job["mesh"]), start_s=job["timeout"], step_s=job["timeout"], watch=False) as context:
+        return function(context, *pickle.loads(job["args"]))
+
+
+def main(rank: int, fd: int) -> None:
+    pipe = Connection(fd)
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import _unregister_all_process_groups
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = ("done", pickle.dumps(run(job, rank)))
+        except BaseException as error:
+            from tpshard.parallelism.runtime.report import is_lost_peer
+
+            answer = ("lost" if is_lost_peer(error) else "failed", traceback.format_exc())
+            pipe.send(answer)
+            # Leaving the group politely would wait for the others: forget it, and let this process serve again.
+            if dist.is_initialized():
+                os._exit(0)
+            continue
+        finally:
+            _unregister_all_process_groups()
+        pipe.send(answer)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
