@@ -1,0 +1,388 @@
+"""A tree of nodes against the schema: values where they fit, and a mistake for each one that does not."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from tpshard.recipes import schema
+from tpshard.recipes.constraints import Alone, Bytes, Constraint
+from tpshard.recipes.diagnostic import Diagnostic, Mistakes, Source
+from tpshard.recipes.nodes import Node, scalar, trap
+from tpshard.recipes.section import Section, default_of, field_names, malformed, mentions, resolved
+
+
+class _Bad:
+    """Stands for a value that was refused; the mistake is already noted."""
+
+
+BAD = _Bad()
+
+
+def hints(cls: type[Section]) -> dict[str, Any]:
+    """Field to type, with its constraints."""
+    return _hints(typing.cast(Any, cls))
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    found = typing.get_type_hints(cls, include_extras=True)
+    return {name: found[name] for name in field_names(cls)}
+
+
+def alternatives(hint: Any) -> list[tuple[Any, tuple[Constraint, ...]]]:
+    """The types a value may have, each with its constraints."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return [found for part in get_args(hint) for found in alternatives(part)]
+    if origin is Annotated:
+        base, *constraints = get_args(hint)
+        return [(inner, (*more, *constraints)) for inner, more in alternatives(base)]
+    return [(hint, ())]
+
+
+def section_of(hint: Any) -> type[Section] | None:
+    """The section that a map at this place is, if there is only one."""
+    found = [base for base, _ in alternatives(hint) if isinstance(base, type) and issubclass(base, Section)]
+    return found[0] if len(found) == 1 else None
+
+
+def wholly_section(hint: Any) -> type[Section] | None:
+    """The section that stands at this place and nothing else does, but for null."""
+    bases = [base for base, _ in alternatives(hint) if base is not type(None)]
+    return section_of(hint) if len(bases) == 1 else None
+
+
+def mapping_of(hint: Any) -> tuple[Any, Any] | None:
+    """Key and value type where free keys may stand."""
+    for base, _ in alternatives(hint):
+        if get_origin(base) in (Mapping, dict):
+            return get_args(base)
+    return None
+
+
+def expected(hint: Any) -> str:
+    """What may stand here, in words."""
+    words = [_words(base, constraints) for base, constraints in alternatives(hint)]
+    return join(dict.fromkeys(words))
+
+
+def join(words: Iterable[str]) -> str:
+    """a, b or c"""
+    *most, last = list(words)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """The one of `known` that `word` was probably meant to be, or nothing."""
+    close = difflib.get_close_matches(word.lower(), list(known), 1, 0.6)
+    return close[0] if close else ""
+
+
+@cache
+def homes() -> dict[str, list[str]]:
+    """Key to the paths at which it stands, to find a key that is written in the wrong section."""
+    found: dict[str, list[str]] = {}
+
+    def visit(cls: type[Section], prefix: str) -> None:
+        for name, hint in hints(cls).items():
+            found.setdefault(name, []).append(prefix + name)
+            inner = section_of(hint)
+            if inner is not None:
+                visit(inner, f"{prefix}{name}.")
+
+    visit(schema.Recipe, "")
+    return found
+
+
+class Checker:
+    """Walks one tree. `mistakes` has everything that is wrong, `places` every key that was given."""
+
+    def __init__(self) -> None:
+        self.mistakes: list[Diagnostic] = []
+        self.places: dict[str, tuple[Source, Source]] = {}
+        """Path to where its key and its value stand."""
+        self.bad: set[str] = set()
+        """Paths whose value was refused."""
+
+    def wrong(self, path: str, message: str, where: Source, why: str = "", fix: str = "") -> _Bad:
+        self.bad.add(path)
+        self.mistakes.append(Diagnostic(message, where=where, why=why, fix=fix))
+        return BAD
+
+    def section(self, node: Node, cls: type[Section], path: str) -> Any:
+        """An instance of `cls`; a refused value leaves its default, so that the rest can still be checked."""
+        given: dict[str, Any] = {}
+        lazy: dict[str, Source] = {}
+        known = hints(cls)
+        for key, value in node.entries:
+            inside = f"{path}.{key.text}" if path else key.text
+            if key.text not in known:
+                self.unknown(key, inside, path, list(known))
+                continue
+            self.places[inside] = (key.source, value.source)
+            item = cls.__dataclass_fields__[key.text]  # type: ignore[attr-defined]
+            if "derived" in item.metadata and value.kind == "scalar" and scalar(value) is None:
+                continue
+            found = self.value(value, known[key.text], inside)
+            if found is not BAD:
+                given[key.text] = found
+                if mentions(found):
+                    lazy[key.text] = value.source
+        for item in fields(cls):  # type: ignore[arg-type]
+            if item.name not in given and default_of(item) is MISSING:
+                if not any(key.text == item.name for key, _ in node.entries):
+                    self.missing(node, item.name, path)
+                if item.name != "model":
+                    return BAD
+                given["model"] = schema.Model()
+        made = cls(**given)
+        for name, value in made.stored().items():
+            if name not in lazy and mentions(value):
+                lazy[name] = default_source(f"{path}.{name}", value)
+        object.__setattr__(made, "_lazy", lazy)
+        return made
+
+    def missing(self, node: Node, name: str, path: str) -> None:
+        fix = "`model: {preset: tiny}` is enough" if name == "model" else ""
+        self.wrong(
+            f"{path}.{name}".strip("."), f"the key `{f'{path}.{name}'.strip('.')}` is missing", node.source, fix=fix
+        )
+
+    def unknown(self, key: Node, inside: str, path: str, known: list[str]) -> None:
+        close = suggestion(key.text, known)
+        if path == "" and key.text == "extends":
+            known = [*known, "extends"]
+        if close:
+            fix = f"did you mean `{close}`?"
+        elif len(places := homes().get(key.text, [])) == 1:
+            fix = f"it belongs to `{places[0]}`"
+        else:
+            fix = f"known here: {', '.join(known)}"
+        self.wrong(
+            inside, f"unknown key `{inside}`", key.source, why="did you mean another?" if not fix else "", fix=fix
+        )
+
+    def value(self, node: Node, hint: Any, path: str) -> Any:
+        if node.kind == "map":
+            return self.map(node, hint, path)
+        if node.kind == "list":
+            return self.sequence(node, hint, path)
+        return self.scalar(node, hint, path)
+
+    def map(self, node: Node, hint: Any, path: str) -> Any:
+        options = [base for base, _ in alternatives(hint)]
+        sections = [base for base in options if isinstance(base, type) and issubclass(base, Section)]
+        if sections:
+            names = {key.text for key, _ in node.entries}
+            best = max(sections, key=lambda cls: len(names & set(hints(cls))))
+            if len(sections) > 1 and not names & set(hints(best)):
+                legal = join("{" + ", ".join(hints(cls)) + "}" for cls in sections)
+                return self.wrong(path, f"`{path}` is none of the maps that may stand here", node.source, fix=legal)
+            return self.section(node, best, path)
+        if (pair := mapping_of(hint)) is not None:
+            return self.mapping(node, pair, path)
+        if Any in options:
+            return self.plain(node, path)
+        return self.mistyped(node, hint, path)
+
+    def mapping(self, node: Node, pair: tuple[Any, Any], path: str) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for key, value in node.entries:
+            inside = f"{path}.{key.text}"
+            self.places[inside] = (key.source, value.source)
+            if self.value(Node("scalar", key.source, key.text), pair[0], inside) is BAD:
+                continue
+            found = self.value(value, pair[1], inside)
+            if found is not BAD:
+                made[key.text] = found
+        return made
+
+    def sequence(self, node: Node, hint: Any, path: str) -> Any:
+        options = [base for base, _ in alternatives(hint)]
+        if Any in options:
+            return self.plain(node, path)
+        shapes = [get_args(base) for base in options if get_origin(base) is tuple]
+        if not shapes:
+            return self.mistyped(node, hint, path)
+        shape = shapes[0]
+        if len(shape) == 2 and shape[1] is Ellipsis:
+            kinds = [shape[0]] * len(node.items)
+        elif len(shape) != len(node.items):
+            message = f"`{path}` has {len(node.items)} values; {len(shape)} are expected"
+            return self.wrong(path, message, node.source)
+        else:
+            kinds = list(shape)
+        found = [self.value(item, kind, path) for item, kind in zip(node.items, kinds, strict=True)]
+        return BAD if any(value is BAD for value in found) else tuple(found)
+
+    def plain(self, node: Node, path: str) -> Any:
+        """Data without a schema, such as a user's own arguments; only the traps are refused."""
+        if node.kind == "map":
+            return self.mapping(node, (str, Any), path)
+        if node.kind == "list":
+            found = [self.plain(item, path) for item in node.items]
+            return BAD if any(value is BAD for value in found) else tuple(found)
+        if (read_as := trap(node)) is not None:
+            return self.trapped(node, read_as, [str], path)
+        found_value = scalar(node)
+        if isinstance(found_value, str) and (words := malformed(found_value)):
+            return self.wrong(path, words, node.source)
+        return found_value
+
+    def scalar(self, node: Node, hint: Any, path: str) -> Any:
+        options = alternatives(hint)
+        bases = [base for base, _ in options]
+        if Any in bases:
+            return self.plain(node, path)
+        if (read_as := trap(node)) is not None:
+            return self.trapped(node, read_as, bases, path)
+        value = scalar(node)
+        if isinstance(value, str) and "${" in value:
+            # the one name that needs no environment, in the one place where it is of use
+            if words := malformed(value.replace("${name}", "") if path == "run.dir" else value):
+                return self.wrong(path, words, node.source, fix='write "${oc.env:NAME,default}"')
+            if str not in bases:
+                return self.completed(node, value, hint, path)
+        alone = next((base for base, constraints in options if any(isinstance(c, Alone) for c in constraints)), None)
+        if alone is not None:
+            if value is None:
+                return ()
+            found = self.value(node, get_args(alone)[0], path)
+            return BAD if found is BAD else (found,)
+        fits = [(v, c) for base, c in options if (v := _as(value, base, c)) is not BAD]
+        if not fits:
+            return self.mistyped(node, hint, path)
+        made, constraints = fits[0]
+        if isinstance(made, float) and not math.isfinite(made):
+            return self.wrong(
+                path, f"`{path}: {node.text}` is not finite", node.source, f"must be {self.legal(options)}"
+            )
+        for constraint in constraints:
+            if made is not None and constraint.wrong(made):
+                words = f"must be {constraint.legal()}"
+                close = suggestion(str(made), getattr(constraint, "names", ()))
+                fix = f"did you mean {close}?" if close else ""
+                return self.wrong(path, f"`{path}: {_short(node.text)}` is not allowed", node.source, words, fix)
+        return made
+
+    def completed(self, node: Node, value: str, hint: Any, path: str) -> Any:
+        """A number or choice from the environment: checked like one in the file, so it must be known now."""
+        try:
+            text = resolved(value, node.source)
+        except Mistakes as mistakes:
+            self.bad.add(path)
+            self.mistakes.extend(mistakes.diagnostics)
+            return BAD
+        return self.scalar(Node("scalar", node.source, text, True), hint, path)
+
+    def trapped(self, node: Node, read_as: str, bases: list[Any], path: str) -> _Bad:
+        digits = node.text.lstrip("+-0").isdigit()
+        if bool in bases:
+            fix = "write true or false"
+        elif (int in bases or float in bases) and digits:
+            fix = f"write {node.text.lstrip('+-0')}, or {read_as}, whichever is meant"
+        elif str in bases:
+            fix = f'write "{node.text}" with quotes'
+        else:
+            fix = "write " + join(dict.fromkeys(_words(base, ()) for base in bases))
+        message = f"unquoted `{node.text}` is read as {read_as} by YAML 1.1"
+        return self.wrong(path, message, node.source, f"`{path}`", fix)
+
+    def mistyped(self, node: Node, hint: Any, path: str) -> _Bad:
+        options = alternatives(hint)
+        choices = [str(c) for base, _ in options if get_origin(base) is Literal for c in get_args(base)]
+        if node.kind != "scalar":
+            found = "a list" if node.kind == "list" else "a map"
+            return self.wrong(path, f"`{path}` is {found}", node.source, why=f"must be {self.legal(options)}")
+        value = scalar(node)
+        shown = _short(node.text) if node.text else "null"
+        if isinstance(value, str) and choices:
+            close = suggestion(value, choices)
+            message = f"`{path}: {shown}` is not one of the choices"
+            fix = f"did you mean {close}?" if close else ""
+            return self.wrong(path, message, node.source, f"must be {expected(hint)}", fix)
+        fix = ""
+        numbers = any(base in (int, float) for base, _ in options)
+        if isinstance(value, str) and not node.plain and numbers and _as_number(node) is not None:
+            fix = f"remove the quotes: {node.text}"
+        elif value is not None and not isinstance(value, str) and any(base is str for base, _ in options):
+            fix = f'quote it if it is meant as text: "{shown}"'
+        message = f"`{path}: {shown}` is {_kind(value)}"
+        return self.wrong(path, message, node.source, f"must be {self.legal(options)}", fix)
+
+    def legal(self, options: list[tuple[Any, tuple[Constraint, ...]]]) -> str:
+        words = []
+        for base, constraints in options:
+            limits = [c.legal() for c in constraints if not isinstance(c, Alone | Bytes)]
+            words.append(", ".join([_words(base, constraints), *limits]))
+        return join(dict.fromkeys(words))
+
+
+def default_source(path: str, value: Any) -> Source:
+    """Where a value comes from that nobody wrote."""
+    return Source(f"<default {path}>", 0, 0, f"{path}: {value}")
+
+
+def _as(value: Any, base: Any, constraints: tuple[Constraint, ...]) -> Any:
+    """`value` as a `base`, or BAD."""
+    if get_origin(base) is Literal:
+        same = [c for c in get_args(base) if c == value and type(c) is type(value)]
+        return same[0] if same else BAD
+    if base is type(None):
+        return None if value is None else BAD
+    if isinstance(value, bool) or base is bool:
+        return value if base is bool and isinstance(value, bool) else BAD
+    if base is int:
+        if isinstance(value, str):
+            sizes = [c.read(value) for c in constraints if isinstance(c, Bytes)]
+            return sizes[0] if sizes and sizes[0] is not None else BAD
+        if isinstance(value, float) and value.is_integer():
+            return int(value)  # 1e5 steps
+        if isinstance(value, float) and not math.isfinite(value):
+            return value
+        return value if isinstance(value, int) else BAD
+    if base is float:
+        return float(value) if isinstance(value, int | float) else BAD
+    if base is str:
+        return value if isinstance(value, str) else BAD
+    return BAD
+
+
+def _as_number(node: Node) -> float | None:
+    value = scalar(Node("scalar", node.source, node.text, True))
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _words(base: Any, constraints: tuple[Constraint, ...]) -> str:
+    if any(isinstance(c, Bytes) for c in constraints):
+        return "a number of bytes such as 70GiB"
+    if get_origin(base) is Literal:
+        return join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in get_args(base))
+    if isinstance(base, type) and issubclass(base, Section):
+        return "a map of " + ", ".join(hints(base))
+    if get_origin(base) is tuple:
+        inner = get_args(base)
+        return "a list of lists" if get_origin(inner[0]) is tuple else "a list"
+    if get_origin(base) in (Mapping, dict):
+        return "a map"
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(base, "a value")
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true or false"
+    return "text" if isinstance(value, str) else "a number"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,193 @@
+"""One type for everything that can be wrong with what a user gave; text, colour and JSON are renderers of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal
+
+
+class Exit(IntEnum):
+    """What the process says to whoever started it."""
+
+    DONE = 0
+    BUG = 1
+    USAGE = 2
+    RECIPE = 3
+    """The recipe is wrong by itself."""
+    FIT = 4
+    """Model, mesh and device do not fit each other."""
+    MACHINE = 5
+    """This machine does not fit the recipe: device, package, port, world size."""
+    DATA = 6
+    CHECKPOINT = 7
+    NONFINITE = 8
+    WORKER_LOST = 9
+    PREEMPTED = 75
+    INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Source:
+    """A place in a recipe or in an override. Lines and columns count from 1, columns in characters."""
+
+    file: str
+    line: int
+    col: int
+    text: str
+    """The whole line, without its end."""
+    width: int = 1
+    """How many characters the caret underlines."""
+
+    def __str__(self) -> str:
+        """`file:line:col`; a value that nobody wrote (line 0) is named by `file` alone."""
+        return f"{self.file}:{self.line}:{self.col}" if self.line else self.file
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """One mistake: what is wrong, where, why, and what would be legal."""
+
+    message: str
+    exit: Exit = Exit.RECIPE
+    where: Source | None = None
+    why: str = ""
+    """A few words that stand beside the caret."""
+    fix: str = ""
+    severity: Literal["error", "warning"] = "error"
+    also: tuple[tuple[Source, str], ...] = ()
+    """Further places that take part in the mistake, each with a few words."""
+
+
+class Mistakes(Exception):
+    """Everything that is wrong, found at once. The command line renders it to stderr and exits with `exit`."""
+
+    def __init__(self, diagnostics: Iterable[Diagnostic]):
+        self.diagnostics: tuple[Diagnostic, ...] = tuple(diagnostics)
+        super().__init__(self.diagnostics)
+
+    @classmethod
+    def one(
+        cls,
+        message: str,
+        *,
+        exit: Exit = Exit.RECIPE,
+        where: Source | None = None,
+        why: str = "",
+        fix: str = "",
+        also: tuple[tuple[Source, str], ...] = (),
+    ) -> Mistakes:
+        return cls([Diagnostic(message, exit, where, why, fix, "error", also)])
+
+    @property
+    def exit(self) -> Exit:
+        """The lowest of 2 to 5 among the errors; failing those, the lowest of what is there."""
+        codes = [d.exit for d in self.diagnostics if d.severity == "error"]
+        static = [code for code in codes if Exit.USAGE <= code <= Exit.MACHINE]
+        return min(static or codes, default=Exit.BUG)
+
+    def __str__(self) -> str:
+        return as_text(self.diagnostics)
+
+
+_COLORS = {"error": "1;31", "warning": "1;33", "place": "36", "fix": "32"}
+
+
+def as_text(diagnostics: Sequence[Diagnostic], *, color: bool = False, width: int = 0) -> str:
+    """The screen: one block a diagnostic, like a compiler's. `width` cuts source lines around the caret; 0 does not."""
+    return "\n".join(_block(d, color, width) for d in diagnostics)
+
+
+def as_json(diagnostics: Sequence[Diagnostic]) -> list[dict[str, Any]]:
+    """The same for programs: positions from 1, `end_col` exclusive, null where there is no place."""
+    return [
+        {
+            "severity": d.severity,
+            "exit": int(d.exit),
+            "message": d.message,
+            **_place(d.where),
+            "why": d.why,
+            "fix": d.fix,
+            "also": [{**_place(source), "why": words} for source, words in d.also],
+        }
+        for d in diagnostics
+    ]
+
+
+def dumps(diagnostics: Sequence[Diagnostic]) -> str:
+    """`as_json` as one document, with whether there is any error."""
+    return json.dumps(
+        {
+            "schema": 1,
+            "ok": all(d.severity != "error" for d in diagnostics),
+            "exit": int(Mistakes(diagnostics).exit) if any(d.severity == "error" for d in diagnostics) else 0,
+            "diagnostics": as_json(diagnostics),
+        },
+        indent=2,
+    )
+
+
+def printable(text: str) -> str:
+    """`text` without anything a terminal would obey: a recipe of somebody else's must not move the cursor."""
+    return re.sub(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]", _escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found.group().encode("unicode_escape").decode("ascii")
+
+
+def _place(source: Source | None) -> dict[str, Any]:
+    if source is None:
+        return {"file": None, "line": None, "col": None, "end_col": None, "text": None}
+    return {
+        "file": source.file,
+        "line": source.line,
+        "col": source.col,
+        "end_col": source.col + source.width,
+        "text": source.text,
+    }
+
+
+def _block(d: Diagnostic, color: bool, width: int) -> str:
+    def paint(text: str, kind: str) -> str:
+        return f"\x1b[{_COLORS[kind]}m{text}\x1b[0m" if color else text
+
+    lines = [f"{paint(d.severity, d.severity)}: {printable(d.message)}"]
+    places = [(d.where, d.why)] if d.where else []
+    places += list(d.also)
+    gutter = max([len(str(source.line)) for source, _ in places], default=1)
+    for number, (source, words) in enumerate(places):
+        arrow = "-->" if number == 0 else ":::"
+        lines.append(f"{' ' * (gutter + 1)}{paint(arrow, 'place')} {printable(str(source))}")
+        if source.line:
+            text, start = _window(source, width - gutter - 3 if width else 0)
+            lines.append(f"{' ' * gutter} {paint('|', 'place')}")
+            lines.append(f"{source.line:>{gutter}} {paint('|', 'place')} {printable(text)}")
+            lead = _blank(printable(text[: source.col - 1 - start]))
+            carets = "^" * max(1, min(source.width, len(text) - (source.col - 1 - start)))
+            mark = paint(carets, d.severity) + (f" {printable(words)}" if words else "")
+            lines.append(f"{' ' * gutter} {paint('|', 'place')} {lead}{mark}")
+        elif words:
+            lines.append(f"{' ' * gutter} {paint('=', 'place')} {printable(words)}")
+    if d.where is None and d.why:
+        lines.append(f"  why: {printable(d.why)}")
+    if d.fix:
+        lines.append(f"  {paint('fix', 'fix')}: {printable(d.fix)}")
+    return "\n".join(lines) + "\n"
+
+
+def _blank(text: str) -> str:
+    # tabs stay tabs, so that the caret lines up however wide the terminal draws them
+    return "".join("\t" if c == "\t" else " " for c in text)
+
+
+def _window(source: Source, width: int) -> tuple[str, int]:
+    """The part of the line to show, and at which character it starts."""
+    limit = max(width, 20) if width else 200
+    if len(source.text) <= limit:
+        return source.text, 0
+    start = max(0, min(source.col - 1 - limit // 3, len(source.text) - limit))
+    return source.text[start : start + limit], start

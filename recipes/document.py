@@ -1,0 +1,212 @@
+"""The schema for those who read it: documentation of each key, JSON Schema for editors, completion for shells."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
+from functools import cache
+from typing import Any, Literal, get_args, get_origin
+
+from tpshard.recipes import schema
+from tpshard.recipes.check import alternatives, expected, hints, join, mapping_of, section_of, wholly_section
+from tpshard.recipes.constraints import Alone, Bytes, Constraint, NameOrFile, Size
+from tpshard.recipes.section import Section, default_of
+from tpshard.recipes.write import as_data
+
+
+@cache
+def texts() -> dict[str, dict[str, str]]:
+    """Section to key to the docstring under it in the schema's source."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if isinstance(node, ast.ClassDef):
+            keys = found.setdefault(node.name, {})
+            for item, after in zip(node.body, node.body[1:]):
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                    text = after.value.value if _is_text(after) else None  # type: ignore[attr-defined]
+                    if text is not None:
+                        keys[item.target.id] = inspect.cleandoc(text).replace("\n", " ")
+    return found
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of a recipe file, with the documentation of every key, as editors show it."""
+    definitions: dict[str, Any] = {}
+    top = _object(schema.Recipe, definitions)
+    extends = {"type": "string", "description": "A recipe to start from: a path beside this file, or a shipped name."}
+    top["properties"] = {"extends": extends, **top["properties"]}
+    top["required"] = []  # what `extends` may bring
+    top["anyOf"] = [{"required": ["model"]}, {"required": ["extends"]}]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "tpshard recipe",
+        **top,
+        "$defs": definitions,
+    }
+
+
+def _object(cls: type[Section], definitions: dict[str, Any]) -> dict[str, Any]:
+    properties, required = {}, []
+    for key, hint in hints(cls).items():
+        item = cls.__dataclass_fields__[key]  # type: ignore[attr-defined]
+        made = _schema(hint, definitions)
+        words = texts().get(cls.__name__, {}).get(key, "")
+        if "derived" in item.metadata:
+            made = {"anyOf": [made, {"type": "null"}]}
+            words += f" Default: {item.metadata['derived']}."
+        elif (value := default_of(item)) is MISSING:
+            required.append(key)
+        elif value is not None and not isinstance(value, Section):
+            made["default"] = as_data(value)
+        properties[key] = {"description": words, **made}
+    return {
+        "type": "object",
+        "description": inspect.cleandoc(cls.__doc__ or ""),
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
+
+
+def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    made = [_one(base, constraints, definitions) for base, constraints in alternatives(hint)]
+    if len(made) > 1:
+        return {"anyOf": made}
+    return made[0]
+
+
+def _one(base: Any, constraints: tuple[Constraint, ...], definitions: dict[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any]
+    if base is Any:
+        made = {}
+    elif get_origin(base) is Literal:
+        made = {"enum": list(get_args(base))}
+    elif isinstance(base, type) and issubclass(base, Section):
+        if base.__name__ not in definitions:
+            definitions[base.__name__] = {}
+            definitions[base.__name__] = _object(base, definitions)
+        made = {"$ref": f"#/$defs/{base.__name__}"}
+    elif get_origin(base) in (Mapping, dict):
+        key, value = get_args(base)
+        made = {"type": "object", "additionalProperties": _schema(value, definitions)}
+        names = {k: v for _, limits in alternatives(key) for limit in limits for k, v in limit.json().items()}
+        if names:
+            made["propertyNames"] = names
+    elif get_origin(base) is tuple:
+        made = _array(get_args(base), definitions)
+    else:
+        names_of = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+        made = {"type": names_of[base]}
+    for constraint in constraints:
+        made |= constraint.json()
+    if any(isinstance(c, Bytes) for c in constraints):
+        made = {"anyOf": [made, {"type": "string", "pattern": r"^[0-9.]+ *[kKMGT]?i?B?$"}]}
+    if any(isinstance(c, Alone) for c in constraints):
+        made = {"anyOf": [made, made["items"], {"type": "null"}]}
+    if base in (int, float, bool):
+        made = {"anyOf": [made, {"type": "string", "pattern": r"^\$\{oc\.env:"}]}
+    return made
+
+
+def _array(shape: tuple[Any, ...], definitions: dict[str, Any]) -> dict[str, Any]:
+    if len(shape) == 2 and shape[1] is Ellipsis:
+        return {"type": "array", "items": _schema(shape[0], definitions)}
+    items = [_schema(part, definitions) for part in shape]
+    return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the schema, as a reader needs it."""
+
+    path: str
+    legal: str
+    default: str
+    text: str
+
+
+def keys(prefix: str = "") -> list[Key]:
+    """Every key that holds a value, in the order of the schema, below `prefix`."""
+    found: list[Key] = []
+
+    def visit(cls: type[Section], at: str) -> None:
+        for name, hint in hints(cls).items():
+            item = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
+            inner = wholly_section(hint)
+            value = default_of(item)
+            if inner is None:
+                told = item.metadata.get("derived") or ("required" if value is MISSING else _plain(value))
+                found.append(Key(at + name, legal(hint), told, texts()[cls.__name__].get(name, "")))
+            else:
+                visit(inner, f"{at}{name}.")
+
+    visit(schema.Recipe, "")
+    return [key for key in found if key.path == prefix or key.path.startswith(f"{prefix}.") or not prefix]
+
+
+def legal(hint: Any) -> str:
+    """What a value may be, in words, limits included."""
+    words = []
+    for base, constraints in alternatives(hint):
+        limits = [c.legal() for c in constraints]
+        named = any(isinstance(c, NameOrFile | Alone | Bytes | Size) for c in constraints)
+        words.append(limits[0] if named else ", ".join([expected(base), *limits]))
+    return join(dict.fromkeys(words))
+
+
+def _plain(value: Any) -> str:
+    data = as_data(value)
+    return json.dumps(data).replace('"', "") if not isinstance(data, str) else data
+
+
+def completions(incomplete: str) -> list[tuple[str, str]]:
+    """What may continue an override `key.path=value`, each with its documentation: keys one level at a time, and after
+    `=` the values of a key that has few."""
+    path, equals, value = incomplete.partition("=")
+    parts = path.split(".")
+    cls: type[Section] = schema.Recipe
+    for depth, part in enumerate(parts[:-1]):
+        hint = hints(cls).get(part)
+        inner = section_of(hint) if hint is not None else None
+        if inner is None:
+            return _free(hint, ".".join(parts[: depth + 1]), parts[depth + 1 :], incomplete) if hint is not None else []
+        cls = inner
+    known = hints(cls)
+    prefix = ".".join(parts[:-1]) + ("." if len(parts) > 1 else "")
+    if equals:
+        hint = known.get(parts[-1])
+        return [(f"{path}={v}", "") for v in _values(hint) if v.startswith(value)] if hint is not None else []
+    found = []
+    for key, hint in known.items():
+        if key.startswith(parts[-1]):
+            below = wholly_section(hint) is not None or mapping_of(hint) is not None
+            found.append((f"{prefix}{key}{'.' if below else '='}", texts().get(cls.__name__, {}).get(key, "")))
+    return found
+
+
+def _free(hint: Any, path: str, rest: list[str], incomplete: str) -> list[tuple[str, str]]:
+    """Names that usually stand where any may."""
+    usual = {"mesh": ("dp", "fsdp", "tp"), "serve.mesh": ("tp",), "sharding.rules": schema.LOGICAL_AXES}.get(path, ())
+    if mapping_of(hint) is None or len(rest) != 1 or "=" in incomplete:
+        return []
+    return [(f"{path}.{name}=", "") for name in usual if name.startswith(rest[0])]
+
+
+def _values(hint: Any) -> list[str]:
+    found = []
+    for base, constraints in alternatives(hint):
+        if get_origin(base) is Literal:
+            found += [str(choice) for choice in get_args(base)]
+        elif base is bool:
+            found += ["true", "false"]
+        elif base is type(None):
+            found.append("null")
+        found += [name for limit in constraints for name in getattr(limit, "names", ())]
+    return found

@@ -1,0 +1,129 @@
+"""`extends`: the files that a recipe stands on, from the base to the recipe itself."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+from tpshard.recipes.check import suggestion
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
+from tpshard.recipes.nodes import MAX_BYTES, Node, compose, read
+
+MAX_CHAIN = 16
+
+
+@cache
+def builtins() -> dict[str, Path]:
+    """The shipped recipes, by name."""
+    return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
+
+
+def layers(path: Path, found: list[Diagnostic]) -> list[Node]:
+    """The trees of the recipe and of what it extends, base first, `extends` itself taken out.
+
+    Mistakes that leave a tree are added to `found`. Raises `Mistakes` when a file cannot be read, is no YAML, lies
+    outside the recipe's tree, or extends itself; the message shows the chain.
+    """
+    return _climb(path, _read(path, None, found), _roots(path), [path], found)
+
+
+def layers_of_text(text: str, file: str, found: list[Diagnostic]) -> list[Node]:
+    """The same for a recipe that is no file; what it extends is relative to where the command runs."""
+    here = Path.cwd()
+    return _climb(here / "text", compose(text, file, found), [here.resolve()], [Path(file)], found)
+
+
+def _climb(path: Path, tree: Node, roots: list[Path], chain: list[Path], found: list[Diagnostic]) -> list[Node]:
+    node = tree.get("extends")
+    if node is None:
+        return [tree]
+    rest = Node("map", tree.source, entries=tuple((k, v) for k, v in tree.entries if k.text != "extends"))
+    if node.kind != "scalar" or not node.text:
+        raise Mistakes.one(
+            "`extends` is the path of one file or the name of a shipped recipe",
+            where=node.source,
+            fix="for example `extends: llama3-8b` or `extends: ../base.yaml`",
+        )
+    base = _base(path, node, roots, chain)
+    if any(_same(base, earlier) for earlier in chain):
+        raise Mistakes.one(
+            f"`extends` goes round in a circle: {_shown([*chain, base])}", where=node.source, why="back to the start"
+        )
+    if len(chain) >= MAX_CHAIN:
+        raise Mistakes.one(f"`extends` goes on for more than {MAX_CHAIN} files: {_shown(chain)}", where=node.source)
+    return [*_climb(base, _read(base, (node.source, chain), found), roots, [*chain, base], found), rest]
+
+
+def _base(path: Path, node: Node, roots: list[Path], chain: list[Path]) -> Path:
+    name = node.text
+    if "/" not in name and not name.endswith((".yaml", ".yml")):
+        if name in builtins():
+            return builtins()[name]
+        close = suggestion(name, builtins())
+        raise Mistakes.one(
+            f"there is no shipped recipe `{name}` to extend: {_shown(chain)} -> {name}",
+            where=node.source,
+            why="not found",
+            fix=f"did you mean {close}?"
+            if close
+            else f"shipped: {', '.join(builtins())}; or a path such as ./{name}.yaml",
+        )
+    base = Path(os.path.normpath(path.parent / name))
+    inside = base.resolve()
+    if os.path.isabs(name) or not any(inside.is_relative_to(root) for root in roots):
+        raise Mistakes.one(
+            f"`extends: {name}` leads out of the recipe's tree: {_shown(chain)} -> {name}",
+            where=node.source,
+            why="absolute" if os.path.isabs(name) else "outside of " + " and ".join(dict.fromkeys(map(str, roots))),
+            fix="extend a file beside the recipe, or a shipped recipe by its name",
+        )
+    return base
+
+
+def _roots(path: Path) -> list[Path]:
+    """What counts as the recipe's tree: its folder, and those above it where the command runs or a project begins."""
+    folder = path.resolve().parent
+    above = [folder, *folder.parents]
+    here = Path.cwd().resolve()
+    project = next((p for p in above if (p / ".git").exists() or (p / "pyproject.toml").exists()), None)
+    roots = [folder]
+    if here in above:
+        roots.append(here)
+    if project is not None:
+        roots.append(project)
+    return [min(roots, key=lambda root: len(root.parts))]
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def _shown(chain: list[Path]) -> str:
+    return " -> ".join(map(str, chain))
+
+
+def _read(path: Path, asked: tuple[Source, list[Path]] | None, found: list[Diagnostic]) -> Node:
+    where = asked[0] if asked else None
+    chain = f": {_shown([*asked[1], path])}" if asked else ""
+    try:
+        if not path.is_file():
+            raise FileNotFoundError
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        code = Exit.RECIPE if asked else Exit.USAGE
+        raise Mistakes.one(f"there is no file {path}{chain}", exit=code, where=where, why="not found") from None
+    except OSError as error:
+        code = Exit.RECIPE if asked else Exit.USAGE
+        raise Mistakes.one(f"cannot read {path}: {error.strerror}{chain}", exit=code, where=where) from None
+    try:
+        return read(data, str(path), found)
+    except Mistakes as mistakes:
+        if not asked:
+            raise
+        note = (asked[0], "extended here")
+        raise Mistakes(
+            Diagnostic(d.message, d.exit, d.where, d.why, d.fix, d.severity, (*d.also, note))
+            for d in mistakes.diagnostics
+        ) from None

@@ -1,0 +1,359 @@
+"""Whether a recipe fits its model and its mesh: patterns, ranks and divisibility, told before anything is built.
+
+Works on plain numbers and on the names that the models of this package give their tensors, so it needs no torch. A
+module of the user's own has other names; for it only `laws` hold, and building it tells the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tpshard.recipes.check import join
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Source
+from tpshard.recipes.patterns import covers, matches, nearest
+from tpshard.recipes.schema import LOGICAL_AXES, Recipe
+
+
+class Numbers(Protocol):
+    """What is read of a model's configuration; `tpshard.models.presets.ModelConfig` is one."""
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def mlp(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def max_seq(self) -> int: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
+    @property
+    def attention_bias(self) -> bool: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+
+
+Dims = tuple[str, ...]
+
+_WORDS = {
+    "batch": "sequences of a step",
+    "seq": "tokens of a sequence",
+    "embed": "columns of the residual stream",
+    "heads": "heads",
+    "kv_heads": "KV heads",
+    "head_dim": "numbers of a head",
+    "mlp": "columns of the MLP",
+    "vocab": "tokens of the vocabulary",
+}
+
+
+def parameters(c: Numbers) -> dict[str, Dims]:
+    """Name to dims of every parameter, as `models` names them; tied ones once."""
+    llama = c.family == "llama"
+    norms: dict[str, Dims] = {"weight": ("embed",)} if llama else {"weight": ("embed",), "bias": ("embed",)}
+    attention: dict[str, Dims] = {"wq": ("heads", "embed"), "wk": ("kv_heads", "embed"), "wv": ("kv_heads", "embed")}
+    attention["wo"] = ("embed", "heads")
+    mlp: dict[str, Dims] = {"gate": ("mlp", "embed")} if llama else {}
+    mlp |= {"up": ("mlp", "embed"), "down": ("embed", "mlp")}
+    found: dict[str, Dims] = {"tok_embed.weight": ("vocab", "embed")}
+    if not llama:
+        found["pos_embed.weight"] = ("positions", "embed")
+    for n in range(c.layers):
+        for room, linears, bias in (("attention", attention, c.attention_bias), ("mlp", mlp, c.mlp_bias)):
+            found |= {f"layers.{n}.{room}_norm.{part}": dims for part, dims in norms.items()}
+            for name, dims in linears.items():
+                found[f"layers.{n}.{room}.{name}.weight"] = dims
+                if bias:
+                    found[f"layers.{n}.{room}.{name}.bias"] = dims[:1]
+    found |= {f"norm.{part}": dims for part, dims in norms.items()}
+    if not c.tie_embeddings:
+        found["output.weight"] = ("vocab", "embed")
+    return found
+
+
+def activations(c: Numbers) -> dict[str, Dims]:
+    """Name to dims of every named value of a step: its inputs, and what the models name on the way."""
+    inputs = ("tokens", "targets", "documents", "positions")
+    found: dict[str, Dims] = dict.fromkeys(inputs, ("batch", "seq"))
+    found["embedded"] = ("batch", "seq", "embed")
+    for n in range(c.layers):
+        found[f"layers.{n}.attention.q"] = ("batch", "seq", "heads", "head_dim")
+        found[f"layers.{n}.attention.k"] = ("batch", "seq", "kv_heads", "head_dim")
+        found[f"layers.{n}.attention.v"] = ("batch", "seq", "kv_heads", "head_dim")
+        found[f"layers.{n}.attention.attended"] = ("batch", "seq", "heads", "head_dim")
+        found[f"layers.{n}.mlp.hidden"] = ("batch", "seq", "mlp")
+        found[f"layers.{n}.residual"] = ("batch", "seq", "embed")
+    found["logits"] = ("batch", "seq", "vocab")
+    return found
+
+
+def sizes(recipe: Recipe, c: Numbers) -> dict[str, int]:
+    """Dim to how many pieces it can be cut into: heads count as heads, not as columns."""
+    return {
+        "batch": recipe.batch.global_sequences,
+        "seq": recipe.model.seq_len,
+        "embed": c.width,
+        "heads": c.heads,
+        "kv_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "mlp": c.mlp,
+        "vocab": c.vocab,
+        "positions": c.max_seq,
+    }
+
+
+def devices(recipe: Recipe) -> int | None:
+    """How many devices the recipe is for, where it says; None where only the machine knows."""
+    if recipe.cluster is not None:
+        return recipe.cluster.nodes * recipe.cluster.devices_per_node
+    return None if -1 in recipe.mesh.values() else math.prod(recipe.mesh.values())
+
+
+def misfits(recipe: Recipe, c: Numbers | None, *, world: int | None = None) -> list[Diagnostic]:
+    """Every way in which recipe, model and mesh do not fit.
+
+    `c` is None for a model whose numbers are not known. `world` is the number of devices where the recipe leaves it to
+    the machine; while it is not known either, axes of size -1 are taken to fit.
+    """
+    world = devices(recipe) if world is None else world
+    mesh = {axis: size for axis, size in recipe.mesh.items() if size != -1}
+    fixed = math.prod(mesh.values())
+    whole = world is None or (world % fixed == 0 if len(mesh) < len(recipe.mesh) else world == fixed)
+    if world is not None and whole:
+        mesh = recipe.mesh_on(world)
+    # a mesh that the cluster refuses will change, and with it the number of data ranks
+    found = list(_batch(recipe, mesh)) if whole else []
+    if c is not None:
+        fit = _Fit(recipe, c, mesh, world)
+        found += [*fit.names(), *fit.axes_once(), *fit.uneven(), *fit.positions()]
+    return found
+
+
+def _batch(recipe: Recipe, mesh: Mapping[str, int]) -> Iterator[Diagnostic]:
+    """A step's sequences are dealt to the data ranks in whole micro-batches."""
+    axes = recipe.sharding.rules.get("batch", ())
+    if any(axis not in mesh for axis in axes):
+        return
+    ranks = math.prod(mesh[axis] for axis in axes)
+    total, each = recipe.batch.global_sequences, recipe.batch.per_device
+    pair = (recipe.where("mesh"), " x ".join(f"{axis} {mesh[axis]}" for axis in axes))
+    if total % ranks:
+        if recipe.sharding.on_uneven == "pad":
+            return
+        below = total // ranks * ranks
+        yield Diagnostic(
+            f"{total} sequences a step cannot be dealt evenly to {ranks} data ranks",
+            exit=Exit.FIT,
+            where=recipe.where("batch.global_sequences"),
+            why=f"{total} = {total // ranks} x {ranks} + {total % ranks}",
+            fix=f"batch.global_sequences: {join(str(n) for n in (below, below + ranks) if n)}",
+            also=(pair,),
+        )
+    elif each is not None and total // ranks % each:
+        share = total // ranks
+        legal = [n for n in range(1, share + 1) if share % n == 0]
+        yield Diagnostic(
+            f"{share} sequences a step and device do not split into micro-batches of {each}",
+            exit=Exit.FIT,
+            where=recipe.where("batch.per_device"),
+            why=f"{total} / {ranks} data ranks = {share}",
+            fix=f"batch.per_device: {join(map(str, sorted(sorted(legal, key=lambda n: abs(n - each))[:4])))}",
+            also=(pair,),
+        )
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A dim that mesh axes cut, and who says so."""
+
+    dim: str
+    axes: tuple[str, ...]
+    path: str
+    tensor: str
+
+
+class _Fit:
+    """The checks that need the model's numbers."""
+
+    def __init__(self, recipe: Recipe, c: Numbers, mesh: Mapping[str, int], world: int | None):
+        self.recipe, self.c, self.mesh, self.world = recipe, c, mesh, world
+        self.parameters = parameters(c)
+        self.tensors = {**self.parameters, **activations(c)}
+        self.sizes = sizes(recipe, c)
+        self.model = recipe.model.preset or recipe.model.stored()["hf"] or "the model"
+
+    def names(self) -> Iterator[Diagnostic]:
+        """Patterns match something, and have as many entries as what they match has dims."""
+        sharding = self.recipe.sharding
+        given: list[tuple[str, str, Sequence[object]]] = []
+        given += [(f"sharding.annotate.{pattern}", pattern, dims) for pattern, dims in sharding.annotate.items()]
+        given += [(f"sharding.pin.{pattern}", pattern, dims) for pattern, dims in sharding.pin.items()]
+        for path, pattern, dims in given:
+            matched = [name for name in self.tensors if matches(pattern, name)]
+            if not matched:
+                yield self.nothing(path, pattern, list(self.tensors))
+            wrong = [name for name in matched if len(self.tensors[name]) != len(dims)]
+            if wrong:
+                shape = self.tensors[wrong[0]]
+                yield Diagnostic(
+                    f"`{pattern}` has {len(dims)} entries, and `{wrong[0]}` has {len(shape)} dims",
+                    where=self.recipe.where(path),
+                    why=f"its dims are [{', '.join(shape)}]",
+                    fix=f"give {len(shape)} entries" + (", or a narrower pattern" if len(wrong) < len(matched) else ""),
+                )
+        yield from self.units()
+
+    def units(self) -> Iterator[Diagnostic]:
+        """Patterns of `wrap` and `bucket` match modules or parameters. The default may speak of what is not there."""
+        lists = {"fsdp.wrap": self.recipe.fsdp.wrap, "fsdp.bucket": self.recipe.fsdp.bucket}
+        for path, units in lists.items():
+            if not isinstance(units, tuple) or not self.recipe.where(path).line:
+                continue
+            patterns = [p for unit in units for p in ((unit,) if isinstance(unit, str) else unit)]
+            for pattern in patterns:
+                tied = self.c.tie_embeddings and pattern in ("output", "output.weight")
+                if not tied and not any(covers(pattern, name) for name in self.parameters):
+                    yield self.nothing(path, pattern, list(self.parameters))
+
+    def nothing(self, path: str, pattern: str, known: list[str]) -> Diagnostic:
+        close = nearest(pattern, known)
+        return Diagnostic(
+            f"the pattern `{pattern}` matches nothing in {self.model}",
+            where=self.recipe.where(path),
+            fix=f"did you mean `{close}`?" if close else "`tpshard plan` lists the names of parameters and activations",
+        )
+
+    def axes_once(self) -> Iterator[Diagnostic]:
+        """What the rules make of a tensor's dims cuts it over each axis once."""
+        rules = self.recipe.sharding.rules
+        told: set[tuple[str, str, str]] = set()
+        for name, dims in self.tensors.items():
+            if any(matches(p, name) for p in (*self.recipe.sharding.pin, *self.recipe.sharding.annotate)):
+                continue
+            seen: dict[str, str] = {}
+            for dim in dims:
+                for axis in dict.fromkeys(rules.get(dim, ())):
+                    first = seen.setdefault(axis, dim)
+                    if first != dim and (axis, first, dim) not in told and (axis, dim, first) not in told:
+                        told.add((axis, first, dim))
+                        yield Diagnostic(
+                            f"`{name}` would be cut over `{axis}` twice",
+                            where=self.recipe.where(f"sharding.rules.{dim}"),
+                            why=f"its dims are [{', '.join(dims)}]",
+                            fix=f"another axis for {first} or {dim}, or a pin for this tensor",
+                            also=((self.recipe.where(f"sharding.rules.{first}"), f"{first} is cut over {axis} too"),),
+                        )
+
+    def uses(self) -> Iterator[_Use]:
+        """Every computed dim that a rule, an annotation or a pin cuts."""
+        sharding = self.recipe.sharding
+        ruled = {dim for dims in self.tensors.values() for dim in dims}
+        for dim, axes in sharding.rules.items():
+            if dim in ruled and dim not in ("batch", "kv_heads"):
+                yield _Use(dim, axes, f"sharding.rules.{dim}", "")
+        for pattern, names in sharding.annotate.items():
+            for tensor in self.matched(pattern, len(names)):
+                for dim, logical in zip(self.tensors[tensor], names):
+                    if logical and logical not in LOGICAL_AXES and logical in sharding.rules:
+                        yield _Use(dim, sharding.rules[logical], f"sharding.annotate.{pattern}", tensor)
+        for pattern, pinned in sharding.pin.items():
+            for tensor in self.matched(pattern, len(pinned)):
+                for dim, axes in zip(self.tensors[tensor], pinned):
+                    if axes and dim != "batch":
+                        yield _Use(dim, axes, f"sharding.pin.{pattern}", tensor)
+
+    def matched(self, pattern: str, rank: int) -> list[str]:
+        return [name for name, dims in self.tensors.items() if matches(pattern, name) and len(dims) == rank]
+
+    def uneven(self) -> Iterator[Diagnostic]:
+        """Axes divide the dims that they cut; KV heads may be fewer than what cuts the heads, if that is a multiple."""
+        if self.recipe.sharding.on_uneven == "pad":
+            return
+        told: set[tuple[str, tuple[str, ...]]] = set()
+        for use in self.uses():
+            if (use.dim, use.axes) in told or any(axis not in self.mesh for axis in use.axes):
+                continue
+            told.add((use.dim, use.axes))
+            ways = math.prod(self.mesh[axis] for axis in use.axes)
+            if self.fits(use.dim, ways):
+                continue
+            cut = [axis for axis in use.axes if self.mesh[axis] > 1]
+            axis = cut[-1]
+            size = f"`mesh.{axis}: {ways}`" if len(cut) == 1 else " x ".join(f"{a} {self.mesh[a]}" for a in cut)
+            verb = "does" if len(cut) == 1 else "do"
+            numbers = f"{self.sizes[use.dim]:,} {_WORDS.get(use.dim, use.dim)}"
+            kv = f", {self.c.kv_heads} KV heads" if use.dim == "heads" and self.c.kv_heads != self.c.heads else ""
+            legal = self.legal(axis)
+            fix = f"{axis} {join(map(str, legal))}; or " if legal else ""
+            yield Diagnostic(
+                f"{size} {verb} not divide the {numbers} of {self.model}"
+                + (f" evenly: {ways} x {self.sizes[use.dim] / ways:.4g}" if len(cut) > 1 else ""),
+                exit=Exit.FIT,
+                where=self.recipe.where(f"mesh.{axis}"),
+                why=numbers + kv,
+                fix=f"{fix}sharding.on_uneven: pad",
+                also=_written(self.recipe.where(use.path), f"cuts {use.tensor or use.dim} over {', '.join(use.axes)}"),
+            )
+        yield from self.replicated()
+
+    def fits(self, dim: str, ways: int) -> bool:
+        if dim == "heads" and self.c.kv_heads % ways and ways % self.c.kv_heads:
+            return False
+        if dim == "kv_heads" and ways % self.c.kv_heads == 0:
+            return True
+        return self.sizes[dim] % ways == 0
+
+    def legal(self, axis: str) -> list[int]:
+        """Sizes of an axis with which everything fits, those around the present one."""
+        uses = [use for use in self.uses() if axis in use.axes and all(a in self.mesh for a in use.axes)]
+        others = {use: math.prod(self.mesh[a] for a in use.axes if a != axis) for use in uses}
+        free = -1 in self.recipe.mesh.values()
+        fixed = math.prod(s for a, s in self.recipe.mesh.items() if a != axis and s != -1)
+        found = []
+        for size in range(1, max(self.world or 0, 64) + 1):
+            held = self.world is None or not self.recipe.cluster or (free and self.world % (size * fixed) == 0)
+            if (held or not free) and all(self.fits(use.dim, size * ways) for use, ways in others.items()):
+                found.append(size)
+        nearby = sorted(found, key=lambda size: abs(math.log(size / self.mesh[axis])))[:5]
+        return sorted(nearby)
+
+    def replicated(self) -> Iterator[Diagnostic]:
+        axes = self.recipe.sharding.rules.get("heads", ())
+        ways = math.prod(self.mesh.get(axis, 1) for axis in axes)
+        if self.c.kv_heads < ways and ways % self.c.kv_heads == 0 and self.c.heads % ways == 0:
+            last = next(axis for axis in reversed(axes) if self.mesh.get(axis, 1) > 1)
+            yield Diagnostic(
+                f"each of the {self.c.kv_heads} KV heads is kept by {ways // self.c.kv_heads} devices",
+                where=self.recipe.where(f"mesh.{last}"),
+                why=f"{ways} ways, {self.c.heads} heads, {self.c.kv_heads} KV heads",
+                severity="warning",
+            )
+
+    def positions(self) -> Iterator[Diagnostic]:
+        if self.c.family != "llama" and self.recipe.model.seq_len > self.c.max_seq:
+            yield Diagnostic(
+                f"sequences of {self.recipe.model.seq_len:,} tokens, and {self.model} has {self.c.max_seq:,} positions",
+                exit=Exit.FIT,
+                where=self.recipe.where("model.seq_len"),
+                fix=f"model.seq_len: {self.c.max_seq}, or model.max_seq: {self.recipe.model.seq_len}",
+            )
+
+
+def _written(source: Source, words: str) -> tuple[tuple[Source, str], ...]:
+    return ((source, words),) if source.line else ()
+
+
+__all__ = ["activations", "devices", "misfits", "parameters", "sizes"]

@@ -1,0 +1,255 @@
+"""What must hold between the keys of one recipe. Each law is a function that yields mistakes; `check` runs those whose
+keys are sound, so that one mistake is told once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from tpshard.recipes.check import suggestion
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
+from tpshard.recipes.schema import LOGICAL_AXES, Recipe
+
+Law = Callable[[Recipe], Iterator[Diagnostic]]
+
+
+def check(recipe: Recipe, bad: Collection[str]) -> list[Diagnostic]:
+    """Every broken law, but for those that read a key in `bad` (already reported)."""
+    return [d for law, keys in LAWS if not touches(keys, bad) for d in law(recipe)]
+
+
+def touches(keys: tuple[str, ...], bad: Collection[str]) -> bool:
+    """Whether one of the bad paths lies on the way to, or under, one of the keys."""
+    return any(b == k or b.startswith(k + ".") or k.startswith(b + ".") for k in keys for b in bad)
+
+
+def one_model(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Exactly one of preset, hf and module; args only for a module."""
+    model = recipe.model
+    named = [key for key in model.exclusive if model.stored()[key] is not None]
+    if not named:
+        fix = "preset: tiny, or hf: FOLDER, or module: package:Class"
+        yield Diagnostic("`model` names no model", where=recipe.where("model"), fix=fix)
+    if len(named) > 1:
+        yield Diagnostic(
+            f"`model` names {len(named)} models",
+            where=recipe.where(f"model.{named[1]}"),
+            why="one too many",
+            fix=f"keep one of {', '.join(named)}",
+            also=((recipe.where(f"model.{named[0]}"), "the other"),),
+        )
+    if model.args and model.module is None:
+        yield Diagnostic("`model.args` are for `model.module`", where=recipe.where("model.args"), why="no module here")
+
+
+def one_rest(recipe: Recipe) -> Iterator[Diagnostic]:
+    """At most one axis is the rest."""
+    for path, mesh in (("mesh", recipe.mesh), ("serve.mesh", recipe.serve.mesh)):
+        rest = [axis for axis, size in mesh.items() if size == -1]
+        if len(rest) > 1:
+            yield Diagnostic(
+                f"{len(rest)} axes of `{path}` are -1",
+                where=recipe.where(f"{path}.{rest[1]}"),
+                why="only one can be the rest",
+                also=((recipe.where(f"{path}.{rest[0]}"), "the first"),),
+            )
+
+
+def mesh_on_cluster(recipe: Recipe) -> Iterator[Diagnostic]:
+    """The mesh uses the devices of the cluster, all of them."""
+    if recipe.cluster is not None and sum(size == -1 for size in recipe.mesh.values()) <= 1:
+        nodes, each = recipe.cluster.nodes, recipe.cluster.devices_per_node
+        also = ((recipe.where("cluster"), f"{nodes} x {each} devices"),)
+        wrong = _misfit(recipe, nodes * each, also)
+        if wrong is not None:
+            yield wrong
+
+
+def mesh_on(recipe: Recipe, devices: int) -> dict[str, int]:
+    """The mesh with -1 replaced by what is left of `devices`. Raises `Mistakes` (exit 5) when they do not fit."""
+    wrong = _misfit(recipe, devices, ())
+    if wrong is not None:
+        raise Mistakes([wrong])
+    rest = devices // math.prod(size for size in recipe.mesh.values() if size != -1)
+    return {axis: rest if size == -1 else size for axis, size in recipe.mesh.items()}
+
+
+def _misfit(recipe: Recipe, world: int, also: tuple[tuple[Source, str], ...]) -> Diagnostic | None:
+    product = math.prod(size for size in recipe.mesh.values() if size != -1)
+    rest = -1 in recipe.mesh.values()
+    if world % product == 0 if rest else product == world:
+        return None
+    sizes = " x ".join(f"{axis} {size}" for axis, size in recipe.mesh.items() if size != 1)
+    near = [
+        "{" + ", ".join(f"{axis}: {size}" for axis, size in mesh.items() if size != 1) + "}"
+        for mesh in nearest_meshes(recipe.mesh, world)[:3]
+    ]
+    return Diagnostic(
+        f"the mesh {sizes or '1'} does not fit {world} devices",
+        exit=Exit.MACHINE,
+        where=recipe.where("mesh"),
+        why=f"{product} does not divide {world}" if rest else f"the product is {product}",
+        fix="mesh: " + " or ".join(near) if near else f"sizes whose product is {world}",
+        also=also,
+    )
+
+
+def nearest_meshes(mesh: Mapping[str, int], world: int) -> list[dict[str, int]]:
+    """Meshes on `world` devices that differ from `mesh` in one axis, closest first."""
+    fixed = {axis: size for axis, size in mesh.items() if size != -1}
+    found = []
+    for axis in mesh:
+        others = math.prod(size for other, size in fixed.items() if other != axis)
+        if world % others == 0:
+            size = world // others
+            found.append((abs(math.log(size / max(fixed.get(axis, size), 1))), {**mesh, axis: size}))
+    if -1 in mesh.values():
+        for axis, size in fixed.items():
+            others = math.prod(s for a, s in fixed.items() if a != axis)
+            legal = [d for d in range(1, world + 1) if world % (d * others) == 0]
+            if legal:
+                best = min(legal, key=lambda d: abs(math.log(d / size)))
+                found.append((abs(math.log(best / size)), {**mesh, axis: best}))
+    meshes: list[dict[str, int]] = []
+    for _, candidate in sorted(found, key=lambda pair: pair[0]):
+        if candidate not in meshes and candidate != mesh:
+            meshes.append(candidate)
+    return meshes
+
+
+def known_axes(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Rules, pins and fsdp.axis name axes of the mesh."""
+    uses = [(f"sharding.rules.{name}", axes) for name, axes in recipe.sharding.rules.items()]
+    uses += [
+        (f"sharding.pin.{name}", tuple(a for dim in dims for a in dim)) for name, dims in recipe.sharding.pin.items()
+    ]
+    uses.append(("fsdp.axis", (recipe.fsdp.axis,)))
+    for path, axes in uses:
+        for axis in dict.fromkeys(axes):
+            if axis not in recipe.mesh:
+                close = suggestion(axis, recipe.mesh)
+                yield Diagnostic(
+                    f"`{path}` uses the mesh axis `{axis}`, which does not exist",
+                    where=recipe.where(path),
+                    why=f"the mesh has {', '.join(recipe.mesh)}",
+                    fix=f"did you mean {close}?" if close else f"add it: mesh: {{..., {axis}: 2}}",
+                    also=((recipe.where("mesh"), "the mesh"),),
+                )
+
+
+def used_axes(recipe: Recipe) -> Iterator[Diagnostic]:
+    """An axis that nothing uses would waste its devices."""
+    used = {axis for axes in recipe.sharding.rules.values() for axis in axes} | {recipe.fsdp.axis}
+    used |= {axis for dims in recipe.sharding.pin.values() for dim in dims for axis in dim}
+    if not used <= set(recipe.mesh):
+        return  # an axis misspelt where it is used would be told twice
+    for axis, size in recipe.mesh.items():
+        if axis not in used and not (axis in ("dp", "fsdp", "tp") and size == 1):
+            yield Diagnostic(
+                f"nothing uses the mesh axis `{axis}`",
+                where=recipe.where(f"mesh.{axis}"),
+                why="its devices would all do the same",
+                fix=f"name it in sharding.rules, sharding.pin or fsdp.axis, as in rules: {{batch: [dp, fsdp, {axis}]}}",
+            )
+
+
+def known_logical_axes(recipe: Recipe) -> Iterator[Diagnostic]:
+    """A rule is for a dim that tensors have; names of one's own come from annotations, or from one's own module."""
+    if recipe.model.module is not None:
+        return
+    annotated = {name for names in recipe.sharding.annotate.values() for name in names if name}
+    for name in recipe.sharding.rules:
+        if name not in LOGICAL_AXES and name not in annotated:
+            close = suggestion(name, [*LOGICAL_AXES, *annotated])
+            yield Diagnostic(
+                f"no tensor has a dim called `{name}`",
+                where=recipe.where(f"sharding.rules.{name}"),
+                why="the rule would do nothing",
+                fix=f"did you mean {close}?" if close else f"dims are {', '.join(LOGICAL_AXES)}, or those in annotate",
+            )
+    for pattern, names in recipe.sharding.annotate.items():
+        for name in filter(None, names):
+            if name not in LOGICAL_AXES and name not in recipe.sharding.rules:
+                close = suggestion(name, [*LOGICAL_AXES, *recipe.sharding.rules])
+                yield Diagnostic(
+                    f"the logical axis `{name}` has no rule and is no dim of the model",
+                    where=recipe.where(f"sharding.annotate.{pattern}"),
+                    why="the annotation would do nothing",
+                    fix=f"did you mean {close}?" if close else f"add a rule: {name}: tp",
+                )
+
+
+def axis_once(recipe: Recipe) -> Iterator[Diagnostic]:
+    """A mesh axis cuts a tensor once: in a rule, in a pin, and in what the rules make of an annotation."""
+    rules = recipe.sharding.rules
+    for name, axes in rules.items():
+        for axis in sorted({a for a in axes if axes.count(a) > 1}):
+            yield Diagnostic(
+                f"`{axis}` stands twice in the rule for `{name}`", where=recipe.where(f"sharding.rules.{name}")
+            )
+    for pattern, dims in recipe.sharding.pin.items():
+        flat = [axis for dim in dims for axis in dim]
+        for axis in sorted({a for a in flat if flat.count(a) > 1}):
+            yield Diagnostic(
+                f"`{axis}` stands twice in the pin of `{pattern}`",
+                where=recipe.where(f"sharding.pin.{pattern}"),
+                why="an axis cuts one dim of a tensor",
+            )
+    for pattern, names in recipe.sharding.annotate.items():
+        seen: dict[str, str] = {}
+        for name in filter(None, names):
+            for axis in dict.fromkeys(rules.get(name, ())):
+                if axis in seen:
+                    first = seen[axis]
+                    twice = f"`{first}` twice" if first == name else f"`{first}` and `{name}`"
+                    yield Diagnostic(
+                        f"`{pattern}` would be cut over `{axis}` twice",
+                        where=recipe.where(f"sharding.annotate.{pattern}"),
+                        why=f"{twice} are both cut over {axis}" if first != name else f"{twice}, cut over {axis}",
+                        fix="give one of its dims another rule, or null here",
+                        also=tuple(
+                            (recipe.where(f"sharding.rules.{n}"), f"{n} -> {', '.join(rules[n])}")
+                            for n in dict.fromkeys((first, name))
+                        ),
+                    )
+                else:
+                    seen[axis] = name
+
+
+def steps_hold_warmup(recipe: Recipe) -> Iterator[Diagnostic]:
+    if recipe.schedule.warmup_steps > recipe.train.steps:
+        yield Diagnostic(
+            f"{recipe.schedule.warmup_steps:,} steps of warm-up in a run of {recipe.train.steps:,}",
+            where=recipe.where("schedule.warmup_steps"),
+            why="the peak is never reached",
+            severity="warning",
+        )
+
+
+def experts_hold_top_k(recipe: Recipe) -> Iterator[Diagnostic]:
+    model = recipe.model
+    if model.top_k is not None and model.experts is not None and model.top_k > model.experts:
+        yield Diagnostic(
+            f"`model.top_k: {model.top_k}` of {model.experts} experts",
+            where=recipe.where("model.top_k"),
+            why=f"must be at most {model.experts}",
+        )
+
+
+def no_pipeline(recipe: Recipe) -> Iterator[Diagnostic]:
+    if recipe.pipeline is not None:
+        yield Diagnostic("`pipeline` is reserved", where=recipe.where("pipeline"), fix="leave it out, or null")
+
+
+LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
+    (one_model, ("model",)),
+    (one_rest, ("mesh", "serve.mesh")),
+    (mesh_on_cluster, ("mesh", "cluster")),
+    (known_axes, ("mesh", "sharding.rules", "sharding.pin", "fsdp.axis")),
+    (used_axes, ("mesh", "sharding.rules", "sharding.pin", "fsdp.axis")),
+    (known_logical_axes, ("sharding.rules", "sharding.annotate", "model.module")),
+    (axis_once, ("sharding",)),
+    (steps_hold_warmup, ("schedule.warmup_steps", "train.steps")),
+    (experts_hold_top_k, ("model.top_k", "model.experts")),
+    (no_pipeline, ("pipeline",)),
+)

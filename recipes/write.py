@@ -1,0 +1,66 @@
+"""A recipe back to YAML: complete, interpolations as written, secrets masked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from tpshard.recipes.diagnostic import Source
+from tpshard.recipes.nodes import Node, scalar, trap
+from tpshard.recipes.section import Section
+
+MASK = "***"
+_SECRET = re.compile("key|apikey|token|secret|password|passwd|passphrase|pwd|credentials?|auth|bearer")
+
+
+def to_yaml(recipe: Section) -> str:
+    """The text of a file that loads to an equal recipe, but for secrets."""
+    form: dict[str, Any] = {"sort_keys": False, "width": 110, "default_flow_style": None, "allow_unicode": True}
+    return str(yaml.dump(as_data(recipe), Dumper=_Dumper, **form))
+
+
+def as_data(value: Any, name: str = "") -> Any:
+    """A recipe or a part of it as maps, lists and scalars; keys that are null by default and unset are left out."""
+    if isinstance(value, Section):
+        items = value.stored().items()
+        fields = type(value).__dataclass_fields__  # type: ignore[attr-defined]
+        left_out = {k for k, v in items if (v is None and fields[k].default is None) or k in value._unsaved}
+        return {k: as_data(v, k) for k, v in items if k not in left_out}
+    if isinstance(value, Mapping):
+        return {k: as_data(v, k) for k, v in value.items()}
+    if looks_secret(name) and value is not None and not isinstance(value, bool):
+        return masked(value)
+    if isinstance(value, tuple | list):
+        return [as_data(item) for item in value]
+    return value
+
+
+def looks_secret(key: str) -> bool:
+    """Whether a key by its name holds something that must not be saved: `api_key`, `hfToken`, `PASSWORD`."""
+    words = re.findall(r"[a-z]+|[A-Z]+(?![a-z])|[A-Z][a-z]*", key)
+    return any(_SECRET.fullmatch(word.lower()) for word in words)
+
+
+def masked(value: Any) -> Any:
+    """An interpolation keeps its name and loses its default; anything else is hidden."""
+    if isinstance(value, str) and (found := re.fullmatch(r"\$\{(oc\.env:[A-Za-z0-9_]+)(,.*)?\}", value, re.DOTALL)):
+        return f"${{{found[1]}{',' + MASK if found[2] else ''}}}"
+    return MASK
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what any version of YAML reads alike."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    plain = Node("scalar", Source("", 0, 0, ""), text, True)
+    honest = isinstance(scalar(plain), str) and trap(plain) is None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if honest else '"')
+
+
+_Dumper.add_representer(str, _text)

@@ -1,0 +1,250 @@
+"""Recipe, model and mesh fit each other, or it is said how they would, before anything is built."""
+
+from __future__ import annotations
+
+import pytest
+from tpshard.models.presets import PRESETS, ModelConfig, preset
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
+from tpshard.recipes.fit import activations, misfits, parameters
+from tpshard.recipes.laws import mesh_on, nearest_meshes
+from tpshard.recipes.load import loads
+
+
+def errors(text: str, name: str = "tiny", **overrides: object) -> list[Diagnostic]:
+    recipe = loads(f"model: {{preset: {name}}}\n{text}", file="r.yaml")
+    return [d for d in misfits(recipe, preset(name, overrides)) if d.severity == "error"]
+
+
+def law(text: str) -> tuple[Diagnostic, ...]:
+    with pytest.raises(Mistakes) as caught:
+        loads(f"model: {{preset: tiny}}\n{text}", file="r.yaml")
+    return caught.value.diagnostics
+
+
+def lines(d: Diagnostic) -> list[int]:
+    assert d.where is not None
+    return [d.where.line, *(source.line for source, _ in d.also)]
+
+
+@pytest.mark.parametrize("name", ["tiny", "granite-tiny"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_table_of_parameters_is_that_of_the_models(name: str, tied: bool) -> None:
+    from tpshard.models import build
+    from tpshard.models.dims import param_dims
+
+    config = preset(name, {"tie_embeddings": tied})
+    assert parameters(config) == param_dims(build(config))
+
+
+@pytest.mark.parametrize("name", ["tiny", "granite-tiny"])
+def test_the_table_of_activations_is_that_of_the_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from tpshard.models import build, granite, llama
+
+    said: set[tuple[str, ...]] = set()
+
+    def noted(x: torch.Tensor, label: str, *dims: str) -> torch.Tensor:
+        said.add((label, *dims))
+        return x
+
+    monkeypatch.setattr(llama, "name", noted)
+    monkeypatch.setattr(granite, "name", noted)
+    build(PRESETS[name], device="meta")(torch.zeros(1, 8, dtype=torch.int64, device="meta"))
+    inputs = ("tokens", "targets", "documents", "positions")
+    table = {(key.split(".")[-1], *dims) for key, dims in activations(PRESETS[name]).items() if key not in inputs}
+    assert table == said
+
+
+def test_tp_that_does_not_divide_names_the_sizes_that_do() -> None:
+    (heads, mlp) = errors("mesh: {fsdp: 4, tp: 3}", "llama3-8b")  # 128,256 rows of the vocabulary are a multiple of 3
+    assert heads.message == "`mesh.tp: 3` does not divide the 32 heads of llama3-8b"
+    assert (heads.exit, heads.why) == (Exit.FIT, "32 heads, 8 KV heads")
+    assert str(heads.where) == "r.yaml:2:21"
+    assert "14,336 columns of the MLP" in mlp.message
+    assert heads.fix == mlp.fix == "tp 1, 2, 4, 8 or 16; or sharding.on_uneven: pad"
+
+
+def test_padding_allows_any_size() -> None:
+    assert errors("mesh: {tp: 3}\nsharding: {on_uneven: pad}") == []
+    assert errors("mesh: {fsdp: 3}\nsharding: {on_uneven: pad}") == []
+
+
+def test_sizes_offered_fit() -> None:
+    text = "cluster: {device: h100-sxm-80g, nodes: 3, devices_per_node: 8}\nmesh: {fsdp: -1, tp: 6}"
+    found = errors(text, "llama3-8b")[0]
+    assert found.fix == "tp 1, 2, 4 or 8; or sharding.on_uneven: pad"
+    for tp in (1, 2, 4, 8):
+        text = f"cluster: {{device: h100-sxm-80g, nodes: 3, devices_per_node: 8}}\nmesh: {{fsdp: -1, tp: {tp}}}\n"
+        assert errors(text + "batch: {global_sequences: 96}", "llama3-8b") == []
+
+
+def test_kv_heads_may_be_fewer_than_tp_and_it_is_said() -> None:
+    recipe = loads("model: {preset: llama3-8b}\nmesh: {tp: 16}")
+    (note,) = misfits(recipe, PRESETS["llama3-8b"])
+    assert (note.severity, note.message) == ("warning", "each of the 8 KV heads is kept by 2 devices")
+    assert "12 heads" in errors("mesh: {tp: 6}", heads=12, kv_heads=4, vocab=2052)[0].message
+
+
+def test_two_axes_on_one_dim_must_divide_it_together() -> None:
+    text = "mesh: {dp: 2, tp: 3}\nsharding: {rules: {mlp: [dp, tp]}}"
+    assert errors(text) == []
+    (found,) = errors(text, mlp=386)
+    assert found.exit == Exit.FIT
+    assert "dp 2 x tp 3 do not divide the 386 columns of the MLP" in found.message
+    assert lines(found) == [2, 3]
+
+
+def test_pins_and_annotations_are_divided_too() -> None:
+    assert "heads" in errors('mesh: {tp: 16}\nsharding: {rules: {}, pin: {"layers.*.attention.wq.weight": [tp, null]}}',
+                             kv_heads=1)[0].message  # fmt: skip
+    recipe = loads(
+        "model: {preset: tiny, seq_len: 255}\nmesh: {tp: 2}\n"
+        'sharding: {rules: {seq_sp: tp}, annotate: {"layers.*.residual": [batch, seq_sp, embed]}}'
+    )
+    (found,) = misfits(recipe, PRESETS["tiny"])
+    assert "255 tokens of a sequence" in found.message
+
+
+def test_patterns_that_match_nothing_are_told_with_a_suggestion() -> None:
+    text = (
+        "mesh: {tp: 2}\nsharding:\n  annotate:\n    layers.*.residul: [batch, seq, embed]\n"
+        "  pin:\n    tok_embd.weight: [tp, null]\nfsdp: {wrap: [layer.*, [norm]]}"
+    )
+    found = errors(text)
+    assert [(d.where.line, d.fix) for d in found if d.where] == [  # type: ignore[union-attr]
+        (5, "did you mean `layers.*.residual`?"),
+        (7, "did you mean `tok_embed.weight`?"),
+        (8, "did you mean `layers.*`?"),
+    ]
+    assert {d.exit for d in found} == {Exit.RECIPE}
+
+
+def test_the_default_units_may_speak_of_what_a_tied_model_lacks() -> None:
+    assert errors("", "llama3-1b") == []
+    assert errors("fsdp: {wrap: [layers.*, [norm, output]]}", "llama3-1b") == []
+
+
+def test_a_pin_of_another_rank_shows_the_dims() -> None:
+    (found,) = errors("mesh: {tp: 2}\nsharding: {pin: {tok_embed.weight: [tp]}}")
+    assert (found.exit, found.why) == (Exit.RECIPE, "its dims are [vocab, embed]")
+
+
+def test_rules_that_cut_a_tensor_twice_over_an_axis_show_both_lines() -> None:
+    found = errors("mesh: {tp: 2}\nsharding:\n  rules:\n    heads: tp\n    embed: tp")
+    twice = [d for d in found if "twice" in d.message]
+    assert twice and all(lines(d) in ([6, 5], [5, 6]) for d in twice)
+    assert {d.exit for d in twice} == {Exit.RECIPE}
+
+
+def test_an_annotation_that_cuts_twice_shows_the_rules() -> None:
+    (found,) = law(
+        "mesh: {tp: 2}\nsharding:\n  rules:\n    heads: tp\n    seq_sp: tp\n"
+        "  annotate:\n    layers.*.attention.q: [batch, seq_sp, heads, head_dim]"
+    )
+    assert lines(found) == [8, 6, 5]
+    (pinned,) = law("mesh: {tp: 2}\nsharding: {pin: {tok_embed.weight: [tp, tp]}}")
+    assert "twice" in pinned.message
+    (ruled,) = law("mesh: {tp: 2}\nsharding: {rules: {heads: [tp, tp]}}")
+    assert "twice" in ruled.message
+
+
+def test_unknown_axes_show_the_mesh() -> None:
+    rule, pin, axis = sorted(
+        law(
+            "mesh: {fsdp: 2, tp: 2}\nsharding:\n  rules: {heads: tpp}\n"
+            "  pin: {tok_embed.weight: [x, null]}\nfsdp: {axis: fsd}"
+        ),
+        key=lines,
+    )
+    assert (rule.fix, lines(rule)) == ("did you mean tp?", [4, 2])
+    assert lines(pin) == [5, 2]
+    assert axis.fix == "did you mean fsdp?"
+
+
+def test_an_axis_that_nothing_uses_is_told() -> None:
+    (found,) = law("mesh: {fsdp: 2, pp: 2}")
+    assert (found.message, lines(found)) == ("nothing uses the mesh axis `pp`", [2])
+    assert law("mesh: {tp: 2}\nsharding: {rules: {batch: [dp, fsdp]}}")[0].message == "nothing uses the mesh axis `tp`"
+    assert loads("model: {preset: tiny}\nmesh: {x: 2, tp: 2}\nsharding: {pin: {tok_embed.weight: [x, null]}, "
+                 "rules: {heads: tp}}").mesh["x"] == 2  # fmt: skip
+
+
+def test_a_rule_or_annotation_for_a_dim_that_does_not_exist_is_told() -> None:
+    (found,) = law("mesh: {tp: 2}\nsharding: {rules: {haeds: tp}}")
+    assert found.fix == "did you mean heads?"
+    (found,) = law("mesh: {tp: 2}\nsharding: {rules: {heads: tp}, annotate: {layers.*.residual: [batch, sq, embed]}}")
+    assert found.fix == "did you mean seq?"
+    assert loads("model: {module: 'a:B'}\nsharding: {rules: {channels: tp}}").sharding.rules == {"channels": ("tp",)}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fix"),
+    [
+        ("{fsdp: 4, tp: 3}", "mesh: {fsdp: 4, tp: 4}"),
+        ("{fsdp: -1, tp: 3}", "mesh: {fsdp: -1, tp: 4}"),
+        ("{dp: 3, fsdp: 4, tp: 2}", "mesh: {dp: 2, fsdp: 4, tp: 2}"),
+    ],
+)
+def test_a_mesh_that_is_not_the_cluster_names_the_nearest(mesh: str, fix: str) -> None:
+    (found,) = law(f"cluster: {{device: h100-sxm-80g, nodes: 2, devices_per_node: 8}}\nmesh: {mesh}")
+    assert found.exit == Exit.MACHINE
+    assert found.fix.startswith(fix)
+    assert lines(found) == [3, 2]
+
+
+def test_nearest_meshes_have_the_product() -> None:
+    import math
+
+    for world in (1, 6, 8, 30, 512):
+        for mesh in ({"dp": 3, "tp": 2}, {"fsdp": 7, "tp": 4}, {"dp": 1, "fsdp": 5, "tp": 1}):
+            assert all(math.prod(near.values()) == world for near in nearest_meshes(mesh, world))
+
+
+def test_the_rest_is_what_is_left() -> None:
+    recipe = loads("model: {preset: tiny}\nmesh: {dp: 2, fsdp: -1, tp: 2}")
+    assert mesh_on(recipe, 12) == {"dp": 2, "fsdp": 3, "tp": 2}
+    with pytest.raises(Mistakes) as caught:
+        mesh_on(recipe, 6)
+    assert caught.value.exit == Exit.MACHINE
+    assert "one can be the rest" in law("mesh: {dp: -1, fsdp: -1}")[0].why
+
+
+def test_a_batch_that_cannot_be_dealt_comes_with_numbers() -> None:
+    (found,) = errors("mesh: {dp: 3, fsdp: 2}\nbatch: {global_sequences: 16}")
+    assert (found.exit, found.why) == (Exit.FIT, "16 = 2 x 6 + 4")
+    assert found.fix == "batch.global_sequences: 12 or 18"
+    (found,) = errors("mesh: {fsdp: 2}\nbatch: {global_sequences: 16, per_device: 3}")
+    assert (found.exit, found.why) == (Exit.FIT, "16 / 2 data ranks = 8")
+    assert found.fix == "batch.per_device: 1, 2, 4 or 8"
+
+
+def test_positions_that_are_learned_have_an_end() -> None:
+    recipe = loads("model: {preset: granite-tiny, seq_len: 512}")
+    (found,) = misfits(recipe, PRESETS["granite-tiny"])
+    assert (found.exit, found.fix) == (Exit.FIT, "model.seq_len: 256, or model.max_seq: 512")
+    assert misfits(loads("model: {preset: tiny, seq_len: 512}"), PRESETS["tiny"]) == []
+
+
+def test_numbers_are_those_of_model_configs() -> None:
+    config: ModelConfig = PRESETS["tiny"]
+    misfits(loads("model: {preset: tiny}"), config)  # mypy holds the protocol; this holds the run
+
+
+def test_keys_of_the_model_are_those_of_its_configuration() -> None:
+    from dataclasses import fields
+
+    from tpshard.models.presets import DTYPES
+    from tpshard.recipes import schema
+    from tpshard.recipes.check import hints
+
+    known = set(hints(schema.Model)) - {"preset", "hf", "module", "args", "experts", "top_k"}
+    assert known == {f.name for f in fields(ModelConfig)} - {"family"}
+    assert set(schema.Preset.__args__) == set(PRESETS)
+    assert set(schema.Dtype.__args__) == set(DTYPES)
+
+
+def test_devices_named_are_those_described() -> None:
+    from tpshard.plan.devices import BUILTIN
+    from tpshard.recipes.schema import DEVICES
+
+    assert set(DEVICES) == set(BUILTIN)

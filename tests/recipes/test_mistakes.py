@@ -1,0 +1,274 @@
+"""Every mistake of a recipe is told at once, with its place and what would be legal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text, dumps
+from tpshard.recipes.extends import builtins
+from tpshard.recipes.load import load, loads
+
+
+def wrong(text: str, *overrides: str) -> tuple[Diagnostic, ...]:
+    with pytest.raises(Mistakes) as caught:
+        loads(text, overrides, file="a.yaml")
+    return caught.value.diagnostics
+
+
+def place(d: Diagnostic) -> tuple[int, int]:
+    assert d.where is not None
+    return d.where.line, d.where.col
+
+
+def pointed(d: Diagnostic) -> str:
+    """The characters that the caret underlines."""
+    assert d.where is not None
+    return d.where.text[d.where.col - 1 :][: d.where.width]
+
+
+def of_file(tmp_path: Path, data: bytes) -> tuple[Diagnostic, ...]:
+    path = tmp_path / "a.yaml"
+    path.write_bytes(data)
+    with pytest.raises(Mistakes) as caught:
+        load(path)
+    assert caught.value.exit == Exit.RECIPE
+    return caught.value.diagnostics
+
+
+def test_typos_at_any_depth_are_all_told_with_a_suggestion() -> None:
+    found = wrong(
+        "modle: {preset: tiny}\n"
+        "model:\n  presett: tiny\n"
+        "fsdp: {accumulate: {gathr: step}}\n"
+        "logging: {wandb: {prject: a}}\n"
+    )
+    typos = {d.message: d for d in found if d.message.startswith("unknown key")}
+    assert [(place(d), d.fix) for d in typos.values()] == [
+        ((1, 1), "did you mean `model`?"),
+        ((3, 3), "did you mean `preset`?"),
+        ((4, 21), "did you mean `gather`?"),
+        ((5, 19), "did you mean `project`?"),
+    ]
+    assert list(typos) == [f"unknown key `{k}`" for k in ("modle", "model.presett", "fsdp.accumulate.gathr",
+                                                          "logging.wandb.prject")]  # fmt: skip
+
+
+def test_a_key_in_the_wrong_section_is_sent_home() -> None:
+    (found,) = wrong("model: {preset: tiny}\nlr: 0.1\n")
+    assert found.fix == "it belongs to `optimizer.lr`"
+
+
+@pytest.mark.parametrize(
+    ("line", "mark", "legal"),
+    [
+        ("optimizer: {lr: -1}", "-1", "at least 0"),
+        ("optimizer: {lr: .nan}", ".nan", "a number"),
+        ("optimizer: {eps: .inf}", ".inf", "above 0"),
+        ("optimizer: {lr: fast}", "fast", "a number"),
+        ('train: {steps: "100"}', '"100"', "a whole number"),
+        ("train: {steps: 1e99}", "1e99", "at most"),
+        ("train: {steps: 1.5}", "1.5", "a whole number"),
+        ("train: {steps: true}", "true", "a whole number"),
+        ("train: {steps: null}", "null", "a whole number"),
+        ("train: {steps: [1]}", "[", "a whole number"),
+        ("mesh: {tp: 0}", "0", "at least 1"),
+        ("mesh: {tp: -2}", "-2", "-1 for the rest"),
+        ("mesh: 4", "4", "a map"),
+        ("compile: jit", "jit", "inductor or eager"),
+        ("compile: {a: 1}", "{", "inductor or eager"),
+        ("remat: some", "some", "none, full or selective"),
+        ("fsdp: {bucket: {mb: 0}}", "0", "above 0"),
+        ("fsdp: {memory_limit: lots}", "lots", "70GiB"),
+        ("fsdp: {reshard_after_forward: maybe}", "maybe", "true or false or auto"),
+        ("model: 3", "3", "a map of preset"),
+        ("quantize: {bits: 5}", "5", "2, 3, 4 or 8"),
+        ("quantize: {group_size: 12}", "12", "multiple of 8"),
+        ("serve: {port: 70000}", "70000", "at most 65,535"),
+        ("cluster: {device: h100}", "h100", "h100-sxm-80g"),
+        ("optimizer: {betas: [0.9, 1]}", "1", "below 1"),
+        ("optimizer: {betas: [0.9]}", "[", ""),
+        ("name: a/b", "a/b", "without slashes"),
+        ("name: 12", "12", "text"),
+    ],
+)
+def test_a_wrong_value_says_where_and_what_would_be_legal(line: str, mark: str, legal: str) -> None:
+    text = f"{line}\n" if line.startswith("model") else f"model: {{preset: tiny}}\n{line}\n"
+    found = wrong(text)
+    assert found[0].exit == Exit.RECIPE
+    assert found[0].where is not None and found[0].where.line == text.count("\n")
+    assert pointed(found[0]) == mark
+    assert legal in found[0].why
+
+
+def test_a_misspelt_choice_is_suggested() -> None:
+    assert wrong("model: {preset: llama3-8B}")[0].fix == "did you mean llama3-8b?"
+    assert wrong("model: {preset: tiny}\ncluster: {device: h100-sxm-80}")[0].fix == "did you mean h100-sxm-80g?"
+
+
+def test_numbers_are_read_as_people_write_them() -> None:
+    recipe = loads(
+        "model: {preset: tiny}\noptimizer: {lr: 3e-4}\ntrain: {steps: 1e3}\nbatch: {global_sequences: 1_024}"
+    )
+    assert (recipe.optimizer.lr, recipe.train.steps, recipe.batch.global_sequences) == (3e-4, 1000, 1024)
+    assert isinstance(recipe.train.steps, int)
+
+
+@pytest.mark.parametrize(
+    ("line", "mark", "read_as"),
+    [
+        ("mesh: {tp: 4096:1}", "4096:1", "read as 245761 by YAML 1.1"),
+        ("train: {steps: 010}", "010", "read as 8 by YAML 1.1"),
+        ("quantize: {sym: on}", "on", "read as true by YAML 1.1"),
+        ("name: no", "no", "read as false by YAML 1.1"),
+        ("name: 2024-01-02", "2024-01-02", "read as a date by YAML 1.1"),
+        ("on: 1", "on", "read as true by YAML 1.1"),
+        ("model.args: {no: 1}", "no", "read as false by YAML 1.1"),
+    ],
+)
+def test_what_yaml_1_1_reads_otherwise_is_refused(line: str, mark: str, read_as: str) -> None:
+    found = [d for d in wrong(f"model: {{preset: tiny}}\n{line}\n") if "YAML 1.1" in d.message]
+    assert len(found) == 1
+    assert found[0].message == f"unquoted `{mark}` is {read_as}"
+    assert pointed(found[0]) == mark
+    assert found[0].fix
+
+
+def test_quoted_traps_are_text() -> None:
+    recipe = loads('name: "on"\nmodel: {module: "a:B", args: {date: "2024-01-02", size: "010"}}')
+    assert recipe.name == "on"
+    assert recipe.model.args == {"date": "2024-01-02", "size": "010"}
+
+
+@pytest.mark.parametrize(
+    ("data", "line", "words"),
+    [
+        (b"", 1, "empty"),
+        (b"# nothing\n", 1, "empty"),
+        (b"- a\n- b\n", 1, "this is a list"),
+        (b"text\n", 1, "this is text"),
+        (b"model: {preset: tiny}\n---\nmodel: {preset: tiny}\n", 2, "second document"),
+        (b"model:\n\tpreset: tiny\n", 2, "a tab"),
+        (b"model: {preset: tiny\n", 2, "not YAML"),
+        (b"model: {preset: tiny}}\n", 1, "not YAML"),
+        (b"model: [a, b\nmesh: 3\n", 2, "not YAML"),
+        (b"\xef\xbb\xbfmodel: {preset: tiny}\n", 1, "byte order mark"),
+        ("model: {preset: tiny}\n".encode("utf-16"), 1, "UTF-16"),
+        (b"model: {preset: tiny}\nname: caf\xe9\n", 2, "0xe9 is not UTF-8"),
+        (b"model: {preset: tiny}\nname: a\x00b\n", 2, "U+0000"),
+        (b"model: !!python/object/apply:os.system ['touch owned']\n", 1, "python/object/apply:os.system"),
+        (b"model: !!python/name:os.system\n", 1, "!!python/name:os.system"),
+        (b"model: &a {preset: tiny}\nmesh: *b\n", 2, "names no anchor"),
+        (b"model: &a {args: *a}\n", 1, "contains itself"),
+        (b"base: &b {preset: tiny}\nmodel:\n  <<: *b\n", 3, "merge keys"),
+        (b"model: {? [a]: 1}\n", 1, "a key must be text"),
+        (b"a: " + b"[" * 100 + b"]" * 100, 1, "nested deeper"),
+        (b"#" * 2_000_000, 1, "at most"),
+    ],
+)
+def test_what_is_no_recipe_is_refused_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, line: int, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = of_file(tmp_path, data)
+    told = [d for d in found if words in d.message]
+    assert told and told[0].where is not None
+    assert told[0].where.line == line
+    assert [p.name for p in tmp_path.iterdir()] == ["a.yaml"]
+
+
+def test_an_alias_bomb_is_refused_before_it_is_written_out(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    (found,) = of_file(tmp_path, "\n".join(lines).encode())
+    assert "aliases" in found.message
+
+
+def test_duplicate_keys_show_both_places_and_hide_nothing() -> None:
+    found = wrong("model: {preset: tiny}\ntrain: {steps: 5}\ncompile: jit\ntrain: {steps: 6}\n")
+    twice = next(d for d in found if "twice" in d.message)
+    assert place(twice) == (4, 1)
+    assert [(s.line, s.col) for s, _ in twice.also] == [(2, 1)]
+    assert any("compile" in d.message for d in found)
+
+
+def test_all_mistakes_are_told_at_once_from_top_to_bottom() -> None:
+    found = wrong("compile: jit\nmesh: {tp: 0}\ntrian: {}\noptimizer: {lr: -1}\nschema: 1\n")
+    assert [place(d)[0] for d in found] == [1, 1, 2, 3, 4]
+    assert "`model` is missing" in " ".join(d.message for d in found)
+
+
+@pytest.mark.parametrize("version", ["99", "0", "-1", "two", "1.5", "[1]", "true"])
+def test_another_schema_names_the_supported_one(version: str) -> None:
+    (found,) = wrong(f"schema: {version}\nmodel: {{preset: tiny}}\nfuture: 1\n")
+    assert "supported: 1" in found.why
+    assert place(found) == (1, 9)
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "words"),
+    [
+        ("mesh.tp", Exit.USAGE, "no `=`"),
+        ("=3", Exit.USAGE, "no key"),
+        ("a..b=1", Exit.USAGE, "empty part"),
+        (".a=1", Exit.USAGE, "empty part"),
+        ("a.=1", Exit.USAGE, "empty part"),
+        ("train steps=1", Exit.USAGE, "space"),
+        ("train.stepz=1", Exit.RECIPE, "unknown key"),
+        ("train.steps.x=1", Exit.RECIPE, "nothing lies below"),
+        ("train.steps=x", Exit.RECIPE, "`train.steps: x`"),
+        ("train.steps=[1", Exit.RECIPE, "not YAML"),
+        ("train.steps=010", Exit.RECIPE, "read as 8"),
+        ("compile=!!python/name:os.system", Exit.RECIPE, "tag"),
+    ],
+)
+def test_overrides_are_checked_like_the_file(override: str, code: Exit, words: str) -> None:
+    with pytest.raises(Mistakes) as caught:
+        loads("model: {preset: tiny}", ["seed=1", override], file="a.yaml")
+    (found,) = caught.value.diagnostics
+    assert words in found.message + found.why
+    assert caught.value.exit == code
+    assert found.where is not None and found.where.file == "<override 2>"
+    assert found.where.text == override
+    assert str(found.where).startswith("<override 2>:1:")
+
+
+def test_usage_wins_over_the_recipe_and_that_over_fit() -> None:
+    def one(code: Exit) -> Diagnostic:
+        return Diagnostic("x", code)
+
+    assert Mistakes([one(Exit.FIT), one(Exit.RECIPE), one(Exit.MACHINE)]).exit == Exit.RECIPE
+    assert Mistakes([one(Exit.DATA), one(Exit.MACHINE)]).exit == Exit.MACHINE
+    assert Mistakes([one(Exit.CHECKPOINT)]).exit == Exit.CHECKPOINT
+    assert Mistakes([Diagnostic("x", Exit.USAGE, severity="warning"), one(Exit.FIT)]).exit == Exit.FIT
+
+
+SHIPPED = [path.read_text() for path in builtins().values()]
+JUNK = [*"{}[]:,\n\t*&'\"#-?|>%@`~<$\\\x00\u00e9", "null", "on", "010", "1:2", "${oc.env:A}", "!!x", "1e999", ".nan"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(SHIPPED),
+    st.lists(st.tuples(st.floats(0, 1), st.sampled_from(JUNK), st.integers(0, 6)), max_size=5),
+    st.lists(st.text("abc.=[]{}:$ \n\x00-1", max_size=12), max_size=2),
+)
+def test_whatever_is_written_there_is_an_answer(
+    text: str, edits: list[tuple[float, str, int]], overrides: list[str]
+) -> None:
+    for place_, junk, gone in edits:
+        at = int(place_ * len(text))
+        text = text[:at] + junk + text[at + gone :]
+    try:
+        recipe = loads(text, overrides)
+    except Mistakes as mistakes:
+        assert any(d.severity == "error" for d in mistakes.diagnostics)
+        assert Exit.USAGE <= mistakes.exit <= Exit.MACHINE
+        as_text(mistakes.diagnostics, color=True, width=40)
+        dumps(mistakes.diagnostics)
+        for d in mistakes.diagnostics:
+            assert d.where is not None and (d.where.line == 0 or d.where.col <= len(d.where.text) + 1)
+    else:
+        assert loads(recipe.to_yaml()) == recipe
