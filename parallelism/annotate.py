@@ -1,0 +1,62 @@
+"""`mesh_split`: GSPMD's annotation inside a model; and the boundary between stored and used parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tpshard.parallelism.mesh import Mesh
+
+_library = torch.library.Library("tpshard", "FRAGMENT")
+_library.define("mesh_split(Tensor(a) x, str[] axes, int[] dims_mapping) -> Tensor(a)")
+_library.define("boundary(Tensor(a) x, str kind, str name) -> Tensor(a)")
+
+
+def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.view(x.shape)
+
+
+class _Split(torch.autograd.Function):
+    """Identity whose gradient is annotated alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axes: list[str], mapping: list[int]) -> torch.Tensor:
+        ctx.axes, ctx.mapping = axes, mapping
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tpshard.mesh_split(x, axes, mapping)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return torch.ops.tpshard.mesh_split(grad, ctx.axes, ctx.mapping), None, None
+
+
+def _split(x: torch.Tensor, axes: list[str], mapping: list[int]) -> torch.Tensor:
+    return _Split.apply(x, axes, mapping)
+
+
+for _name in ("mesh_split", "boundary"):
+    _library.impl(_name, _same, "CompositeExplicitAutograd")
+_library.impl("mesh_split", _split, "Autograd")
+
+
+def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[int]) -> torch.Tensor:
+    """Annotates a tensor, and its gradient (GSPMD, section 3.1): per dim -1 (replicated) or the index of a mesh axis.
+
+    Full length: one entry per dim. Outside of `partition` it changes nothing. ValueError where it does not fit.
+    """
+    names = list(mesh.axes)
+    mapping = list(dims_mapping)
+    if len(mapping) != tensor.dim():
+        raise ValueError(f"dims_mapping {mapping} has {len(mapping)} entries for a tensor of {tensor.dim()} dims")
+    if any(not -1 <= i < len(names) for i in mapping):
+        raise ValueError(f"dims_mapping {mapping} names an axis that {mesh} does not have")
+    used = [i for i in mapping if i >= 0]
+    if len(set(used)) != len(used):
+        raise ValueError(f"dims_mapping {mapping} uses a mesh axis twice")
+    return torch.ops.tpshard.mesh_split(tensor, names, mapping)
+
+
+def boundary(tensor: torch.Tensor, kind: str, name: str) -> torch.Tensor:
+    """Where the parameter `name` leaves its storage (`kind` "parameter") or its gradient enters it ("gradient")."""
+    return torch.ops.tpshard.boundary(tensor, kind, name)

@@ -1,0 +1,360 @@
+"""Rewrites on the captured graph that make shardings pass: no in-place ops, products over any number of dims.
+
+`F.linear` on [batch, seq, embed] arrives as view + mm + view, and no sharding of seq passes a view that merges
+[batch, seq]. Folding the views into one contraction `bsk,nk->bsn` keeps every dim visible, for any module's code.
+"""
+
+from __future__ import annotations
+
+import math
+import string
+from typing import Any
+
+import torch
+from tpshard.parallelism.graph import Graph, Op, Ref, Value, map_refs
+
+aten = torch.ops.aten
+VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten._reshape_alias.default}
+IDENTITIES = {aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
+
+
+def contract(a: Any, b: Any, equation: str) -> Any:
+    """The contraction `torch.einsum(equation, a, b)`; a target in the global graph only."""
+    return torch.einsum(equation, a, b)
+
+
+def canonicalize(graph: Graph) -> None:
+    """Brings a captured graph into canonical form, in place; its meaning stays."""
+    remove_mutations(graph)
+    remove_identities(graph)
+    unify_permutes(graph)
+    fold_contractions(graph)
+    merge_views(graph)
+    graph.drop_dead()
+    rename(graph)
+
+
+def remove_identities(graph: Graph) -> None:
+    for op in graph.ops:
+        same_view = op.target in VIEWS and op.operands[0].shape == op.results[0].shape
+        if op.target in IDENTITIES or same_view:
+            graph.replace(op.results[0], op.operands[0])
+    graph.drop_dead()
+
+
+def remove_mutations(graph: Graph) -> None:
+    """`x.add_(y)` on a temporary becomes `x + y`, read by everything after it."""
+    replaced: dict[int, Value] = {}
+
+    def newest(value: Value) -> Value:
+        while id(value) in replaced:
+            value = replaced[id(value)]
+        return value
+
+    for op in graph.ops:
+        op.operands = [newest(v) for v in op.operands]
+        schema = getattr(op.target, "_schema", None)
+        if schema is None or not schema.is_mutable or writes_own_inputs(op):
+            continue
+        name = op.target.overloadpacket.__name__
+        functional = getattr(aten, name.rstrip("_"), None)
+        overload = getattr(functional, op.target._overloadname, None) if functional is not None else None
+        base = op.operands[0] if op.operands else None
+        aliased = (
+            base is None or base.producer is None or any(user.target in VIEWS for user in base.users if user is not op)
+        )
+        if overload is None or len(op.results) != 1 or (aliased and name != "copy_"):
+            raise ValueError(f"`{op.target}` changes a tensor in place where a view or an input may see it")
+        op.target = overload
+        assert base is not None
+        replaced[id(base)] = op.results[0]
+    graph.outputs = [newest(o) if isinstance(o, Value) else o for o in graph.outputs]
+    graph.refresh_users()
+
+
+def writes_own_inputs(op: Op) -> bool:
+    """Whether an op changes nothing but inputs of the graph that no other op reads, as a cache is, and gives back
+    something else: that may stay."""
+    schema = op.target._schema
+    if any(result.alias_info is not None for result in schema.returns):
+        return False
+    written = [a for a, given in zip(op.args, schema.arguments) if given.alias_info and given.alias_info.is_write]
+    values = [op.operands[a.index] if isinstance(a, Ref) else None for a in written]
+    return bool(values) and all(v is not None and v.producer is None and v.users == [op] for v in values)
+
+
+def unify_permutes(graph: Graph) -> None:
+    """transpose.int and t become permute: one op, one rule, one pattern."""
+    for op in graph.ops:
+        if op.target in (aten.transpose.int, aten.t.default, aten.numpy_T.default):
+            rank = op.operands[0].rank
+            order = list(range(rank))
+            if op.target is aten.transpose.int:
+                i, j = op.args[1] % rank, op.args[2] % rank
+            else:
+                i, j = (0, rank - 1) if rank == 2 else (0, 0)
+            order[i], order[j] = order[j], order[i]
+            op.target, op.args = aten.permute.default, (Ref(0), tuple(order))
+
+
+class Unmerged:
+    """A 2-d or 3-d operand of a product seen through views: its dims as groups of the dims of `base`."""
+
+    def __init__(self, base: Value, groups: list[tuple[int, ...]]):
+        self.base, self.groups = base, groups
+
+
+def unmerge(value: Value) -> Unmerged:
+    """Follows permutes, dim-merging views and broadcasts of size-1 steps back to the value that still has every dim."""
+    groups: list[tuple[int, ...]] = [(d,) for d in range(value.rank)]
+    while value.producer is not None and len(value.producer.operands) == 1:
+        op = value.producer
+        source = op.operands[0]
+        if op.target is aten.permute.default:
+            order = [d % source.rank for d in op.args[1]]
+            groups = [tuple(order[d] for d in group) for group in groups]
+        elif op.target in VIEWS:
+            merged = merge_map(source.shape, value.shape)
+            if merged is None:
+                break
+            groups = [tuple(s for d in group for s in merged[d]) for group in groups]
+        elif op.target is aten.unsqueeze.default:
+            new = op.args[1] % value.rank
+            groups = [tuple(d - (d > new) for d in group if d != new) for group in groups]
+        elif (op.target is aten.expand.default and source.shape == value.shape) or (op.target is aten.clone.default):
+            pass
+        else:
+            break
+        value = source
+    return Unmerged(value, groups)
+
+
+def merge_map(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+    """For a view that merges neighbouring dims or adds dims of size 1: each target dim's source dims; else None."""
+    out: list[tuple[int, ...]] = []
+    i = 0
+    for position, size in enumerate(target):
+        group: list[int] = []
+        have = 1
+        while i < len(source) and (have < size or (have == size and source[i] == 1 and size != 1)):
+            have *= source[i]
+            group.append(i)
+            i += 1
+        if size == 1 and i < len(source) and source[i] == 1:
+            group, i = [i], i + 1
+        if have != size:
+            return None
+        out.append(tuple(group))
+        del position
+    return out if i == len(source) else None
+
+
+def fold_contractions(graph: Graph) -> None:
+    """mm and bmm with their surrounding views become `contract` with an equation over all dims."""
+    ops: list[Op] = []
+    for op in graph.ops:
+        if op.target is aten.addmm.default and op.kwargs.get("alpha", 1) == op.kwargs.get("beta", 1) == 1:
+            product = Op(
+                f"{op.name}_mm", aten.mm.default, (Ref(0), Ref(1)), {}, op.operands[1:], [], op.module, op.phase
+            )
+            product.results = [Value(product.name, op.results[0].shape, op.results[0].dtype, product)]
+            _fold(graph, product, ops)
+            op.target, op.args, op.kwargs = aten.add.Tensor, (Ref(0), Ref(1)), {}
+            op.operands = [_result(ops), op.operands[0]]
+            _add_before_view(graph, op, ops)
+        elif op.target in (aten.mm.default, aten.bmm.default, aten.dot.default, aten.mv.default):
+            _fold(graph, op, ops)
+        elif op.target is aten.sum.dim_IntList:
+            _fold_sum(graph, op, ops)
+        else:
+            ops.append(op)
+    graph.ops = ops
+    graph.refresh_users()
+
+
+def _result(ops: list[Op]) -> Value:
+    return ops[-1].results[0]
+
+
+def _add_before_view(graph: Graph, op: Op, ops: list[Op]) -> None:
+    """view(x) + bias -> view(x + bias): the bias meets the dims that the product kept apart."""
+    view = ops[-1]
+    if view.target is aten.view.default and op.operands[1].rank == 1:
+        base, old = view.operands[0], op.results[0]
+        if base.shape[-1:] == old.shape[-1:]:
+            ops.pop()
+            op.operands = [base, op.operands[1]]
+            op.results = [Value(op.name, base.shape, old.dtype, op)]
+            ops.append(op)
+            again = Op(
+                f"{op.name}_view", aten.view.default, (Ref(0), old.shape), {}, op.results, [old], op.module, op.phase
+            )
+            old.producer, old.name = again, again.name
+            ops.append(again)
+            return
+    ops.append(op)
+
+
+def _fold_sum(graph: Graph, op: Op, ops: list[Op]) -> None:
+    """A sum over merged dims (the gradient of a bias) becomes a sum over the dims themselves."""
+    ops.append(op)
+    source = op.operands[0]
+    seen = unmerge(source)
+    dims = [d % source.rank for d in op.args[1]] if len(op.args) > 1 and op.args[1] else list(range(source.rank))
+    if seen.base is source or any(len(seen.groups[d]) != 1 for d in range(source.rank) if d not in dims):
+        return
+    kept = [seen.groups[d][0] for d in range(source.rank) if d not in dims]
+    if kept != sorted(kept) or len(seen.base.shape) != sum(len(g) for g in seen.groups):
+        return
+    old = op.results[0]
+    summed = tuple(sorted(b for d in dims for b in seen.groups[d]))
+    shape = tuple(seen.base.shape[b] for b in kept)
+    if not summed:
+        return
+    op.operands, op.args = [seen.base], (Ref(0), summed)
+    if shape != old.shape:
+        op.results = [Value(op.name, shape, old.dtype, op)]
+        view = Op(f"{op.name}_view", aten.view.default, (Ref(0), old.shape), {}, op.results, [old], op.module, op.phase)
+        old.producer, old.name = view, view.name
+        ops.append(view)
+
+
+def _fold(graph: Graph, op: Op, ops: list[Op]) -> None:
+    """One product, its operands seen through views, appended to `ops` (followed by a view to its own shape)."""
+    a: Unmerged | None
+    b: Unmerged | None
+    a, b = (unmerge(v) for v in op.operands)
+    if op.target is aten.mm.default:
+        roles_a, roles_b = "mk", "kn"
+    elif op.target is aten.bmm.default:
+        roles_a, roles_b = "Bmk", "Bkn"
+    elif op.target is aten.mv.default:
+        roles_a, roles_b = "mk", "k"
+    else:
+        roles_a, roles_b = "k", "k"
+    for role in sorted(set(roles_a) & set(roles_b)):
+        of_a, of_b = a.groups[roles_a.index(role)], b.groups[roles_b.index(role)]
+        if not _agree(a, of_a, b, of_b):
+            a, b = _merged(a, of_a, op, ops), _merged(b, of_b, op, ops)
+        if a is None or b is None:
+            a, b = _plain(op.operands[0]), _plain(op.operands[1])
+            break
+    letters = iter(string.ascii_lowercase)
+    names: dict[str, str] = {}
+    for roles, side in ((roles_a, a), (roles_b, b)):
+        for role, group in zip(roles, side.groups):
+            names.setdefault(role, "".join(next(letters) for _ in group))
+    out_roles = [r for r in ("B", "m", "n") if r in names]
+    out_letters = "".join(names[r] for r in out_roles)
+    equation = f"{_letters(a, roles_a, names)},{_letters(b, roles_b, names)}->{out_letters}"
+    sizes = {
+        letter: side.base.shape[d]
+        for roles, side in ((roles_a, a), (roles_b, b))
+        for role, group in zip(roles, side.groups)
+        for letter, d in zip(names[role], group)
+    }
+    shape = tuple(sizes[letter] for letter in out_letters)
+    old = op.results[0]
+    product = Op(op.name, contract, (Ref(0), Ref(1), equation), {}, [a.base, b.base], [], op.module, op.phase)
+    result = Value(old.name, shape, old.dtype, product)
+    product.results = [result]
+    ops.append(product)
+    if shape == old.shape:
+        graph.replace(old, result)
+    else:
+        view = Op(f"{op.name}_view", aten.view.default, (Ref(0), old.shape), {}, [result], [old], op.module, op.phase)
+        old.producer, old.name = view, f"{old.name}_view"
+        ops.append(view)
+
+
+def _agree(a: Unmerged, of_a: tuple[int, ...], b: Unmerged, of_b: tuple[int, ...]) -> bool:
+    return [a.base.shape[d] for d in of_a] == [b.base.shape[d] for d in of_b]
+
+
+def _merged(side: Unmerged | None, group: tuple[int, ...], op: Op, ops: list[Op]) -> Unmerged | None:
+    """The same operand with one group of neighbouring dims merged by a view; None where they are no neighbours."""
+    if side is None or len(group) == 1:
+        return side
+    if not group:
+        return None
+    first, count = group[0], len(group)
+    if group != tuple(range(first, first + count)):
+        return None
+    shape = list(side.base.shape)
+    shape[first : first + count] = [math.prod(shape[first : first + count])]
+    view = Op(f"{op.name}_merge", aten.view.default, (Ref(0), tuple(shape)), {}, [side.base], [], op.module, op.phase)
+    view.results = [Value(view.name, tuple(shape), side.base.dtype, view)]
+    ops.append(view)
+
+    def moved(d: int) -> int:
+        return d if d <= first else max(first, d - count + 1)
+
+    groups = [(first,) if g == group else tuple(moved(d) for d in g) for g in side.groups]
+    return Unmerged(view.results[0], groups)
+
+
+def _plain(value: Value) -> Unmerged:
+    return Unmerged(value, [(d,) for d in range(value.rank)])
+
+
+def _letters(side: Unmerged, roles: str, names: dict[str, str]) -> str:
+    letters = [""] * side.base.rank
+    for role, group in zip(roles, side.groups):
+        for letter, d in zip(names[role], group):
+            letters[d] = letter
+    return "".join(letters)
+
+
+def merge_views(graph: Graph) -> None:
+    """view(view(x)) -> view(x); a view to its source's own shape disappears; so do permutes that cancel."""
+    for op in graph.ops:
+        if op.target in VIEWS:
+            source = op.operands[0]
+            while source.producer is not None and source.producer.target in VIEWS:
+                source = source.producer.operands[0]
+            if source is not op.operands[0]:
+                op.operands[0].users.remove(op)
+                op.operands = [source]
+                source.users.append(op)
+            op.target, op.args = aten.view.default, (Ref(0), op.results[0].shape)
+            if source.shape == op.results[0].shape:
+                graph.replace(op.results[0], source)
+        elif op.target is aten.permute.default:
+            source, order = op.operands[0], [d % op.operands[0].rank for d in op.args[1]]
+            inner = source.producer
+            if inner is not None and inner.target is aten.permute.default:
+                first = [d % source.rank for d in inner.args[1]]
+                order = [first[d] for d in order]
+                op.operands[0].users.remove(op)
+                op.operands = [inner.operands[0]]
+                inner.operands[0].users.append(op)
+                op.args = (Ref(0), tuple(order))
+            if order == sorted(order):
+                graph.replace(op.results[0], op.operands[0])
+
+
+def rename(graph: Graph) -> None:
+    """Values named by the model get that name, prefixed by the module's path; their gradients end in `.grad`.
+
+    At a boundary the used parameter is `NAME.used`, its gradient `NAME.grad`, and the stored one `NAME.grad.stored`.
+    """
+    taken: dict[str, int] = {}
+    for op in graph.ops:
+        if str(op.target) == "tpshard.named.default":
+            label = f"{op.module}.{op.args[1]}" if op.module else str(op.args[1])
+            name = label + (".grad" if op.phase == "backward" else "")
+            taken[name] = taken.get(name, 0) + 1
+            op.results[0].name = name if taken[name] == 1 else f"{name}.{taken[name]}"
+            op.results[0].label = label
+            op.results[0].dims = tuple(op.args[2])
+        elif str(op.target) == "tpshard.boundary.default":
+            kind, name = op.args[1], op.args[2]
+            if kind == "parameter":
+                op.results[0].name = f"{name}.used"
+            else:
+                op.results[0].name = f"{name}.grad.stored"
+                if op.operands[0].producer is not None:
+                    op.operands[0].name = f"{name}.grad"
+
+
+__all__ = ["VIEWS", "canonicalize", "contract", "map_refs"]

@@ -1,0 +1,188 @@
+"""How each op is computed: one sharding of its factors, chosen by what it costs to bring everything there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from tpshard.parallelism.graph import Op, Value
+from tpshard.parallelism.mesh import Axes, Axis, merge, overlap, size_of, starts_with
+from tpshard.parallelism.propagate import project, unproject
+from tpshard.parallelism.reshard import cost, plan
+from tpshard.parallelism.rules.rule import Kind, Rule
+from tpshard.parallelism.sharding import Layout, is_even
+
+FLOPS_PER_BYTE = 1000.0
+"""Floating-point operations that a device does while it sends a byte; weighs replicated work against resharding."""
+
+Choice = dict[int, Axes]
+"""Factor -> axes."""
+
+
+INTENT = 100.0
+"""How much dearer it is to move an operand away from where an annotation put it: parameters stay where they are."""
+
+
+def choose(
+    op: Op,
+    rule: Rule,
+    homes: Sequence[Layout],
+    wanted: Sequence[Layout],
+    fixed: Sequence[bool] = (),
+    there: Sequence[Collection[Layout]] = (),
+) -> Choice:
+    """One common factor sharding for an op.
+
+    `homes`: the layouts that the operands have; `wanted`: the propagated layouts of the results. Where all agree that
+    is the choice; else the cheapest of: each tensor's own sharding, completed by the others'. A factor that needs its
+    whole dim gives its axes to a free batch dim where that is cheaper than gathering and computing it everywhere.
+    `fixed` marks operands that lie where an annotation put them. `there`: layouts of the operands
+    that another op fetches anyway. What several ops read is resharded once for all.
+    """
+    layouts = [*(h.dims for h in homes), *(w.dims for w in wanted)]
+    projected = [
+        project(dims, rule_dims, rule.sizes) for dims, rule_dims in zip(layouts, rule.tensors)
+    ]
+    busy = [axis for h in homes for axis in h.partial]
+    agreed = _agree(rule, projected, busy)
+    if agreed is not None and len(homes) == len(op.operands):
+        sane = _sane(rule, agreed)
+        if sane == agreed:
+            return agreed
+    order = sorted(range(len(projected)), key=lambda t: (-_bytes(op, t), t))
+    candidates: list[Choice] = []
+    for lead in order:
+        merged = _merge(rule, [projected[lead], *(projected[t] for t in order if t != lead)], busy)
+        for candidate in (merged, *_moved(rule, merged, projected)):
+            sane = _sane(rule, candidate)
+            if sane not in candidates:
+                candidates.append(sane)
+    if len(candidates) == 1:
+        return candidates[0]
+    return min(candidates, key=lambda c: _cost(op, rule, c, homes, wanted, fixed, there))
+
+
+def _bytes(op: Op, t: int) -> int:
+    values = [*op.operands, *op.results]
+    return values[t].bytes
+
+
+def _agree(rule: Rule, projected: Sequence[Mapping[int, Axes]], busy: Sequence[Axis]) -> Choice | None:
+    out: Choice = {}
+    taken: list[Axis] = list(busy)
+    for tensor in projected:
+        for f, axes in tensor.items():
+            if not axes:
+                continue
+            known = out.get(f)
+            if known is None:
+                if rule.kinds[f] is Kind.WHOLE or any(overlap(a, taken) for a in axes):
+                    return None
+                out[f] = axes
+                taken.extend(axes)
+            elif known != axes:
+                return None
+    return out
+
+
+def _merge(rule: Rule, projected: Sequence[Mapping[int, Axes]], busy: Sequence[Axis]) -> Choice:
+    """First come, first served; a longer list of the same factor may extend a shorter one."""
+    out: Choice = {}
+    for tensor in projected:
+        for f, axes in tensor.items():
+            if not axes or rule.kinds[f] is Kind.WHOLE:
+                continue
+            others = [a for g, taken in out.items() if g != f for a in taken] + list(busy)
+            have = out.get(f, ())
+            if not starts_with(axes, have):
+                continue
+            fitting: list[Axis] = []
+            for axis in axes:
+                if overlap(axis, others):
+                    break
+                fitting.append(axis)
+            if size_of(fitting) > size_of(have):
+                out[f] = merge(fitting)
+    return out
+
+
+def _moved(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Axes]]) -> list[Choice]:
+    """Choices in which the axes of a factor that must be whole go to a free factor instead."""
+    out: list[Choice] = []
+    used = [a for axes in base.values() for a in axes]
+    for tensor in projected:
+        for f, axes in tensor.items():
+            if rule.kinds[f] is not Kind.WHOLE or not axes or any(overlap(a, used) for a in axes):
+                continue
+            for g, kind in enumerate(rule.kinds):
+                if kind is Kind.PASS and rule.sizes[g] % (size_of(base.get(g, ())) * size_of(axes)) == 0:
+                    out.append({**base, g: merge((*base.get(g, ()), *axes))})
+    return out
+
+
+def _sane(rule: Rule, choice: Choice) -> Choice:
+    """Only what divides evenly, and within a dim no factor after one that is not fully sharded."""
+    out: Choice = {}
+    for f, axes in choice.items():
+        fitting: list[Axis] = []
+        for axis in axes:
+            uneven = rule.sizes[f] % (size_of(fitting) * axis.size) and not rule.padded
+            if rule.kinds[f] is Kind.WHOLE or uneven:
+                break
+            fitting.append(axis)
+        if fitting:
+            out[f] = merge(fitting)
+    for dims in rule.tensors:
+        for members in dims:
+            if len(members) < 2:
+                continue
+            full = True
+            for f in members:
+                if not full:
+                    out.pop(f, None)
+                full = full and size_of(out.get(f, ())) == rule.sizes[f]
+    return out
+
+
+def layout_of(rule: Rule, dims: Sequence[tuple[int, ...]], choice: Choice, result: bool) -> Layout:
+    """A tensor's layout under a choice; a result is partial over the sharded summed factors that it lacks."""
+    out = tuple(unproject(members, choice, rule.sizes) for members in dims)
+    if not result:
+        return Layout(out)
+    mine = {f for members in dims for f in members}
+    partial = [a for f, axes in choice.items() if rule.kinds[f] is Kind.REDUCE and f not in mine for a in axes]
+    return Layout(out, merge(sorted(partial)), rule.reduction)
+
+
+def _cost(
+    op: Op,
+    rule: Rule,
+    choice: Choice,
+    homes: Sequence[Layout],
+    wanted: Sequence[Layout],
+    fixed: Sequence[bool],
+    there: Sequence[Collection[Layout]],
+) -> float:
+    total = 0.0
+    for i, (value, home, dims) in enumerate(zip(op.operands, homes, rule.operands)):
+        need = layout_of(rule, dims, choice, False)
+        if home.partial:
+            need = Layout(need.dims, home.partial, home.kind) if not _clash(need, home) else need
+        if home != need and not (there and need in there[i]):
+            moved = cost(plan(value.shape, home, need, value.dtype.itemsize), value.shape, value.dtype.itemsize)
+            total += moved * INTENT if fixed and fixed[i] else moved / readers(value)
+    for value, want, dims in zip(op.results, wanted, rule.results):
+        made = layout_of(rule, dims, choice, True)
+        if made != want and is_even(value.shape, want):
+            total += cost(plan(value.shape, made, want, value.dtype.itemsize), value.shape, value.dtype.itemsize)
+    share = size_of(axis for f in rule.work for axis in choice.get(f, ()))
+    work = rule.flops or sum(v.numel for v in op.results)
+    return total + work / share / FLOPS_PER_BYTE
+
+
+def readers(value: Value) -> int:
+    """Ops among which the price of moving a value is shared."""
+    return max(1, len(set(value.users)))
+
+
+def _clash(need: Layout, home: Layout) -> bool:
+    return any(overlap(a, home.partial) for a in need.axes)

@@ -1,0 +1,240 @@
+"""What one operation or collective costs on a named device: plain numbers in, seconds out.
+
+Everything that prices anything reads this: the planner, automatic bucketing, the search. A `Device` is data (read from
+a file by whoever may read files); nothing here looks at the machine it runs on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from tpshard.parallelism.mesh import Axes, Mesh
+
+Wire = Literal["inside", "across", "none"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one device sends through, one direction.
+
+    `bandwidth` in bytes/s of one device; `shared` says that it is the whole host's, divided by its devices; `direct`
+    that it leads to one peer (no switch), so that a group of m devices of a host uses m - 1 of them.
+    """
+
+    bandwidth: float
+    latency_s: float
+    efficiency: float = 1.0
+    """Share of the bandwidth that a large ring collective reaches."""
+    slowdown: float = 0.0
+    """Share of the computing rate lost while a collective runs over this link."""
+    shared: bool = False
+    direct: bool = False
+    crowded_s: float = 0.0
+    """Latency of one hop where a host has more processes than cores; 0: `latency_s` times the turns they take."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator (or one CPU process) and the host and network it sits in. Rates in FLOP/s, sizes in bytes."""
+
+    name: str
+    kind: Literal["gpu", "cpu"]
+    backend: Literal["nccl", "gloo"]
+    memory_bytes: int
+    context_bytes: int
+    """Taken before the first tensor: driver context, communication library, compiled kernels."""
+    memory_bandwidth: float
+    rates: Mapping[str, float]
+    """Dense FLOP/s by dtype name (`bf16`, `fp16`, `fp32`, `fp8`)."""
+    host_devices: int
+    inside: Link
+    across: Link
+    matmul: float = 0.75
+    """Share of the dense rate that large matrix products reach."""
+    attention: float = 0.5
+    """Share of the dense rate that fused attention reaches, forward."""
+    attention_backward: float = 0.4
+    streaming: float = 0.85
+    """Share of the memory bandwidth that pointwise operations and reductions reach."""
+    op_s: float = 4e-6
+    """Least time of one operation run from a compiled graph."""
+    eager_op_s: float = 8e-6
+    """Least time of one operation issued by the interpreter."""
+    issue_s: float = 2e-5
+    """Time that issuing a collective and waiting for it takes from the computing lane."""
+    reserved: float = 1.05
+    """Bytes the allocator reserves for each byte allocated at the peak."""
+    step_s: float = 0.0
+    """What a step costs besides its operations: data, metrics, the host's loop."""
+    cores: int = 0
+    """CPU only: cores of the host, shared by its processes; the rates above are then the whole host's."""
+    fitted: Mapping[str, str] = field(default_factory=dict)
+    """Constant -> how it was fitted. A figure that rests on one of them is `calibrated`, else `roofline`."""
+
+    def shared_by(self, processes: int) -> Device:
+        """The device that one of `processes` on a host has. Only a CPU's cores and memory are shared.
+
+        Overheads grow where there are more processes than cores, since they then take turns.
+        """
+        if self.kind != "cpu" or processes <= 1:
+            return self
+        turns = max(1.0, processes / max(1, self.cores))
+        hop = self.inside.latency_s if turns == 1 else self.inside.crowded_s or self.inside.latency_s * turns
+        return replace(
+            self,
+            inside=replace(self.inside, latency_s=hop),
+            rates={dtype: rate / processes for dtype, rate in self.rates.items()},
+            memory_bandwidth=self.memory_bandwidth / processes,
+            memory_bytes=self.memory_bytes // processes,
+            op_s=self.op_s * turns,
+            eager_op_s=self.eager_op_s * turns,
+            issue_s=self.issue_s * turns,
+            step_s=self.step_s * turns,
+        )
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s of a matrix product in `dtype`; the next wider dtype's where the device has none of its own."""
+        for known in (_SHORT.get(dtype, dtype), "bf16" if dtype in _HALF else "fp32", "fp32"):
+            if known in self.rates:
+                return self.rates[known]
+        return max(self.rates.values())
+
+    @property
+    def provenance(self) -> str:
+        """`calibrated` where the constants that times rest on were fitted to measurements, else `roofline`."""
+        return "calibrated" if {"matmul", "streaming"} <= self.fitted.keys() else "roofline"
+
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "fp8"}
+_HALF = ("bf16", "fp16", "bfloat16", "float16", "int8", "int4", "fp8", "float8_e4m3fn")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where the members of a group of devices sit: `members` in all, on `hosts` hosts, `inside` of them on one."""
+
+    members: int
+    hosts: int
+    inside: int
+
+    @property
+    def wire(self) -> Wire:
+        return "none" if self.members <= 1 else "across" if self.hosts > 1 else "inside"
+
+
+class Topology:
+    """Which links the mesh's axes run over: device r sits on host r // devices_per_host."""
+
+    def __init__(self, mesh: Mesh, devices_per_host: int):
+        self.mesh = mesh
+        self.per_host = max(1, devices_per_host)
+        self._spans: dict[Axes, Span] = {}
+
+    @property
+    def hosts(self) -> int:
+        return -(-self.mesh.ranks // self.per_host)
+
+    def span(self, refs: Axes) -> Span:
+        """The worst group over these axes: the one on most hosts."""
+        found = self._spans.get(refs)
+        if found is None:
+            worst = Span(1, 1, 1)
+            for group in self.mesh.groups(refs):
+                hosts = len({rank // self.per_host for rank in group})
+                if hosts > worst.hosts or worst.members == 1:
+                    worst = Span(len(group), hosts, -(-len(group) // hosts))
+            found = self._spans[refs] = worst
+        return found
+
+
+@dataclass(frozen=True)
+class CommCost:
+    seconds: float
+    wire_bytes: int
+    """Bytes that one device sends."""
+    wire: Wire
+    algorithm: str
+
+
+def wire_bytes(kind: str, buffer: int, members: int, backend: str = "nccl") -> int:
+    """Bytes one device sends for a collective whose buffer (see `program.Collective.bytes`) has `buffer` bytes.
+
+    gloo's own reduce-scatter is an all-reduce of which each rank keeps its part, hence twice the ring's bytes.
+    """
+    if members <= 1:
+        return 0
+    if kind == "permute":
+        return buffer
+    rounds = 2 if kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo") else 1
+    return rounds * buffer * (members - 1) // members
+
+
+def bandwidth(device: Device, span: Span, per_host: int) -> float:
+    """Bytes/s at which one device of such a group sends, large messages, nothing else on the link."""
+    inside = device.inside
+    within = inside.bandwidth * inside.efficiency
+    if inside.direct:
+        within *= max(1, span.inside - 1)
+    if inside.shared:
+        # every device of the host takes part in a collective of its own group at the same time
+        within /= max(1, min(per_host, device.host_devices))
+    if span.hosts <= 1:
+        return within
+    across = device.across
+    # a ring leaves the host once for each of its members there, each through its own adapter
+    outside = across.bandwidth * across.efficiency * span.inside
+    if across.shared:
+        outside = across.bandwidth * across.efficiency * span.inside / max(1, per_host)
+    return min(within, outside) if span.inside > 1 else outside
+
+
+def collective(
+    device: Device, topology: Topology, kind: str, refs: Axes, buffer: int, algorithm: str | None = None
+) -> CommCost:
+    """Latency plus bytes over bandwidth. `algorithm` overrides what the backend does, e.g. `all_to_all` for a
+    reduce-scatter sent as an all-to-all and summed locally."""
+    span = topology.span(refs)
+    if span.members <= 1:
+        return CommCost(0.0, 0, "none", "none")
+    as_kind, as_backend = kind, device.backend
+    if algorithm == "all_to_all" and kind == "reduce_scatter":
+        as_kind, as_backend = "all_to_all", "nccl"
+    sent = wire_bytes(as_kind, buffer, span.members, as_backend)
+    rate = bandwidth(device, span, topology.per_host)
+    rounds = 2 if sent > buffer else 1
+    hop_in, hop_out = device.inside.latency_s, device.across.latency_s
+    ring = rounds * ((span.hosts - 1) * hop_out + (span.members - span.hosts) * hop_in)
+    tree = rounds * (math.ceil(math.log2(span.hosts)) * hop_out + math.ceil(math.log2(span.inside or 1)) * hop_in)
+    seconds = sent / rate + (min(ring, 2 * tree) if kind in ("all_reduce", "all_gather", "reduce_scatter") else tree)
+    name = {"permute": "point to point", "all_to_all": "pairwise"}.get(as_kind, "ring" if ring <= 2 * tree else "tree")
+    if kind == "reduce_scatter" and as_kind == kind and as_backend == "gloo":
+        name = "all-reduce, own part kept"
+    elif as_kind != kind:
+        name = "all-to-all and local sum"
+    if device.kind == "cpu" and kind in ("all_reduce", "reduce_scatter"):
+        seconds += buffer / (device.memory_bandwidth * device.streaming)
+    return CommCost(seconds, sent, span.wire, name)
+
+
+Work = Literal["matmul", "attention", "attention_backward", "stream", "free"]
+
+
+def operation(device: Device, work: Work, flops: int, moved: int, dtype: str, *, eager: bool) -> float:
+    """Seconds of one kernel: the larger of computing and moving bytes (the roofline), at the device's efficiencies.
+
+    `moved` counts bytes read and written in the device's memory.
+    """
+    if work == "free":
+        return 0.0
+    least = device.eager_op_s if eager else device.op_s
+    memory = moved / (device.memory_bandwidth * device.streaming)
+    if work == "stream":
+        return memory + least if device.kind == "cpu" else max(memory, least)
+    share = {"matmul": device.matmul, "attention": device.attention}.get(work, device.attention_backward)
+    compute = flops / (device.rate(dtype) * share)
+    if device.kind == "cpu":
+        return compute + least
+    return max(compute, memory, least)

@@ -1,0 +1,212 @@
+"""How much memory one device holds at each node of a program, by category, from the life of every value.
+
+A value is allocated when its node runs and freed after its last reader; what a collective reads or writes lives until
+its wait. Inputs belong to the caller and live throughout. Views hold what they look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+from tpshard.parallelism.fusion import Kernel, inputs_of, known, op_name, roots, views
+from tpshard.parallelism.program import Program
+
+CATEGORIES = (
+    "parameters", "gradients", "optimizer", "activations", "gathered", "logits_and_loss", "communication", "cache",
+    "temporary",
+)  # fmt: skip
+_INPUTS = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer", "cache": "cache"}
+
+
+@dataclass
+class Memory:
+    """Bytes of one device over the nodes of a program."""
+
+    peak_bytes: int
+    peak_index: int
+    """Index of the node at which the peak is reached."""
+    at_peak: dict[str, int]
+    curve: list[int]
+    """Bytes held while each node runs."""
+    by_category: dict[str, list[int]] = field(default_factory=dict)
+    largest: list[tuple[str, str, int]] = field(default_factory=list)
+    """At the peak: (value, category, bytes), largest first."""
+
+
+def liveness(
+    program: Program, kernels: Sequence[Kernel], *, always: Mapping[str, int] | None = None, reuse: bool = False
+) -> Memory:
+    """Memory over the program's nodes, in their order.
+
+    `always`: bytes by category that live throughout and are no inputs of the program (optimizer state, accumulated
+    gradients). `reuse`: a pointwise kernel may write over an operand that it is the last to read.
+    """
+    nodes = [kernel.node for kernel in kernels]
+    position = {node: i for i, node in enumerate(nodes)}
+    root = roots(nodes, views(nodes))
+    birth, death, size, category = _lives(program, kernels, nodes, position, root)
+
+    change: dict[str, list[int]] = {name: [0] * (len(nodes) + 2) for name in CATEGORIES}
+    for base, start in birth.items():
+        kind = category[base]
+        end = death[base]
+        change[kind][start] += size[base]
+        if end < len(nodes):
+            early = reuse and kernels[end].work == "stream" and end > start and kernels[end].written == size[base]
+            change[kind][end if early else end + 1] -= size[base]
+    for name, extra in (always or {}).items():
+        change[name][0] += extra
+
+    by_category: dict[str, list[int]] = {}
+    curve = [0] * len(nodes)
+    for name in CATEGORIES:
+        held, series = 0, []
+        for i in range(len(nodes)):
+            held += change[name][i]
+            series.append(held)
+        if any(series):
+            by_category[name] = series
+            curve = [a + b for a, b in zip(curve, series)]
+    peak_index = max(range(len(nodes)), key=curve.__getitem__) if nodes else 0
+    alive = [
+        (base.name, category[base], size[base])
+        for base, start in birth.items()
+        if start <= peak_index <= death[base] and size[base]
+    ]
+    alive.sort(key=lambda entry: (-entry[2], entry[0]))
+    return Memory(
+        curve[peak_index] if curve else 0,
+        peak_index,
+        {name: series[peak_index] for name, series in by_category.items()},
+        curve,
+        by_category,
+        alive[:12],
+    )
+
+
+def _lives(
+    program: Program,
+    kernels: Sequence[Kernel],
+    nodes: list[fx.Node],
+    position: dict[fx.Node, int],
+    root: dict[fx.Node, fx.Node],
+) -> tuple[dict[fx.Node, int], dict[fx.Node, int], dict[fx.Node, int], dict[fx.Node, str]]:
+    """Per storage: index of the node that allocates it, of its last use, its bytes and its category."""
+    end = len(nodes)
+    birth: dict[fx.Node, int] = {}
+    size: dict[fx.Node, int] = {}
+    category: dict[fx.Node, str] = {}
+    ports = iter(program.inputs)
+    for i, kernel in enumerate(kernels):
+        node = kernel.node
+        if node.op == "placeholder":
+            port = next(ports, None)
+            birth[node], size[node] = 0, port.local_bytes if port is not None else 0
+            category[node] = _INPUTS.get(port.kind, "temporary") if port is not None else "temporary"
+        elif kernel.written and root[node] is node:
+            birth[node], size[node] = i, kernel.written
+
+    death = dict(birth)
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    run = _run_at(kernels, position, root)
+    for node in nodes:
+        if node.op == "output":
+            continue
+        i = run[node]
+        for source in inputs_of(node):
+            base = root[source]
+            if base in death:
+                death[base] = max(death[base], i)
+                readers.setdefault(base, []).append(node)
+        if op_name(node) == "wait_tensor":
+            for issued in inputs_of(node):
+                for source in inputs_of(issued):  # what is being sent must stay until it has been
+                    if root[source] in death:
+                        death[root[source]] = max(death[root[source]], i)
+    results: dict[fx.Node, str] = {}
+    ends: list[fx.Node] = [source for node in nodes if node.op == "output" for source in _flat(node)]
+    for source, port in zip(ends, program.outputs):
+        base = root[source]
+        if base in death:
+            death[base] = end
+            results[base] = port.kind
+    for node in nodes:
+        if node.op == "placeholder" and node in death:
+            death[node] = end
+    for output in program.donated:
+        # the output's storage is the input's: it takes no room of its own
+        if output < len(ends) and root[ends[output]] in size and root[ends[output]].op != "placeholder":
+            size[root[ends[output]]] = 0
+    for base in birth:
+        if base not in category:
+            category[base] = results_category(results.get(base, "")) or _category(base, readers.get(base, []), root)
+    return birth, death, size, category
+
+
+def _run_at(
+    kernels: Sequence[Kernel], position: Mapping[fx.Node, int], root: Mapping[fx.Node, fx.Node]
+) -> dict[fx.Node, int]:
+    """When a node's operands are read: what stays inside a fused kernel is computed where the kernel writes."""
+    run = dict(position)
+    inner = {k.node for k in kernels if k.work == "stream" and not k.written}
+    for kernel in reversed(kernels):
+        node = kernel.node
+        if node in inner or (root[node] is not node and root[node] in inner):
+            run[node] = max([run[user] for user in node.users if user.op != "output"], default=run[node])
+    return run
+
+
+def results_category(kind: str) -> str:
+    return {"gradient": "gradients", "optimizer": "optimizer", "parameter": "parameters", "cache": "cache"}.get(
+        kind, ""
+    )
+
+
+def _category(base: fx.Node, readers: Sequence[fx.Node], root: Mapping[fx.Node, fx.Node]) -> str:
+    here = known(base)
+    if here.comm is not None:
+        moved = here.comm.of
+        if here.comm.kind == "all_gather" and moved == "parameter":
+            return "gathered"
+        if here.phase == "forward" and any(known(reader).phase in ("backward", "recompute") for reader in readers):
+            return "activations"
+        return "gradients" if moved == "gradient" else "communication"
+    # the head's weight gradient and what flows back from it are no logits
+    if "loss" in here.module or (
+        here.module.rpartition(".")[2] == "output" and (here.phase == "forward" or _wide(base, readers))
+    ):
+        return "logits_and_loss"
+    for reader in readers:
+        comm = known(reader).comm
+        if comm is not None:
+            if comm.of == "gradient":
+                return "gradients"
+            if comm.of == "parameter":
+                return "gathered"
+    sources = [known(root[source]).comm for source in inputs_of(base)]
+    if sources and all(c is not None and c.kind == "all_gather" and c.of == "parameter" for c in sources):
+        return "gathered"  # a copy into the parameter's shape
+    if here.phase == "forward" and any(known(reader).phase in ("backward", "recompute") for reader in readers):
+        return "activations"
+    return "activations" if here.phase == "recompute" else "temporary"
+
+
+def _wide(base: fx.Node, readers: Sequence[fx.Node]) -> bool:
+    shape = known(base).specs[0].shape if known(base).specs else ()
+    return len(shape) >= 3 and any("loss" in known(reader).module for reader in readers)
+
+
+def _flat(output: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+
+    def walk(arg: object) -> None:
+        if isinstance(arg, fx.Node):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            for part in arg:
+                walk(part)
+
+    walk(output.args)
+    return found

@@ -1,0 +1,86 @@
+"""One op on one device, with the axes of its factors chosen: what a rule's `local` sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+from tpshard.parallelism.choose import Choice, layout_of
+from tpshard.parallelism.graph import Op, map_refs
+from tpshard.parallelism.lower import Emitter, valid
+from tpshard.parallelism.mesh import Axes, size_of
+from tpshard.parallelism.program import INFO, Info, Spec, info
+from tpshard.parallelism.rules.rule import Rule
+from tpshard.parallelism.sharding import local_shape, local_size
+
+
+class LocalPart:
+    """One op on one device: what a rule's `local` sees (`rules.rule.LocalOp`)."""
+
+    def __init__(self, emitter: Emitter, op: Op, rule: Rule, choice: Choice, inputs: list[fx.Node]):
+        self.emitter, self.op, self.rule, self.choice, self.inputs = emitter, op, rule, choice, inputs
+        share = size_of(axis for f in rule.work for axis in choice.get(f, ()))
+        self.flops = rule.flops // share if rule.flops else 0
+
+    def axes(self, factor: int) -> Axes:
+        return self.choice.get(factor, ())
+
+    def size(self, factor: int) -> int:
+        return local_size(self.rule.sizes[factor], self.axes(factor))
+
+    def valid(self, factor: int) -> Any:
+        axes = tuple(tuple(a) for a in self.axes(factor))
+        return self.emitter.call(valid, (axes, self.rule.sizes[factor]), [])
+
+    def shape(self, result: int = 0) -> tuple[int, ...]:
+        value, dims = self.op.results[result], self.rule.results[result]
+        return local_shape(value.shape, layout_of(self.rule, dims, self.choice, False))
+
+    def operand_shape(self, operand: int) -> tuple[int, ...]:
+        value, dims = self.op.operands[operand], self.rule.operands[operand]
+        return local_shape(value.shape, layout_of(self.rule, dims, self.choice, False))
+
+    def offset(self, factor: int) -> Any:
+        return self.emitter.offset(self.axes(factor), self.size(factor))
+
+    def emit(
+        self, target: Any, *args: Any, shape: Sequence[int], dtype: Any = None, work: bool = False, **kwargs: Any
+    ) -> fx.Node:
+        """A node of the local op; `work` marks the one that does the op's FLOPs (default: none but `same`'s)."""
+        spec = Spec(tuple(shape), dtype or self.op.results[0].dtype)
+        node = self.emitter.call(target, args, [spec], kwargs)
+        if work or (not self.rule.saved and not self.rule.view):
+            self._count(node)
+        return node
+
+    def same(self, **kwargs: Any) -> Any:
+        return self.with_args(*self.op.args, **kwargs)
+
+    def with_args(self, *args: Any, **kwargs: Any) -> Any:
+        made = map_refs(tuple(args), lambda ref: self.inputs[ref.index])
+        keywords = {k: map_refs(v, lambda ref: self.inputs[ref.index]) for k, v in {**self.op.kwargs, **kwargs}.items()}
+        specs = [Spec(self.shape(i), r.dtype) for i, r in enumerate(self.op.results)]
+        node = self.emitter.call(self.op.target, made, specs, keywords)
+        self._count(node)
+        returns = getattr(getattr(self.op.target, "_schema", None), "returns", (None,))
+        if len(specs) == 1 and len(returns) == 1 and "List" not in str(returns[0].type if returns[0] else ""):
+            return node
+        parts = []
+        for i, spec in enumerate(specs):
+            part = self.emitter.graph.call_function(_getitem, (node, i))
+            part.meta[INFO] = Info((spec,), self.op.name, self.op.module, self.op.phase)
+            parts.append(part)
+        return parts
+
+    def _count(self, node: fx.Node) -> None:
+        if self.rule.flops:
+            node.meta[INFO] = replace(
+                info(node), flops=self.flops, global_flops=self.rule.flops, saved=self.rule.saved
+            )
+            self.flops = 0
+
+
+def _getitem(parts: Any, index: int) -> Any:
+    return parts[index]

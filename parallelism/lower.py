@@ -1,0 +1,314 @@
+"""Lowering: resharding steps as `_c10d_functional` nodes, and the nodes of one device's graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from tpshard.parallelism.mesh import Axes, Axis, Mesh, atoms, merge, size_of, split
+from tpshard.parallelism.program import INFO, Info, Spec, group_name, info, make_collective, offset
+from tpshard.parallelism.reshard import Step
+from tpshard.parallelism.sharding import Layout, local_shape, local_size
+
+aten = torch.ops.aten
+funcol = torch.ops._c10d_functional
+KINDS = {"gather": "all_gather", "scatter": "reduce_scatter", "reduce": "all_reduce", "exchange": "all_to_all",
+         "permute": "permute"}  # fmt: skip
+
+
+def transfers(axes: Axes, table: tuple[int, ...], length: int, receive: bool) -> list[int]:
+    """Split sizes of a permute as an all-to-all: this device sends its whole part to one other of its group.
+
+    `table[i]` is where member i (in mesh order) sends to. Evaluated, as `offset` is, where the rank is known.
+    """
+    raise RuntimeError("a program's split sizes are evaluated by the executor or the simulation, which know the rank")
+
+
+def valid(axes: Axes, size: int) -> int:
+    """How much of this device's part of a dim of `size` cut over `axes` is not padding; evaluated as `offset` is."""
+    raise RuntimeError("a program's valid sizes are evaluated by the executor or the simulation, which know the rank")
+
+
+def is_first(position: int) -> int:
+    """1 on the first coordinate, else 0: keeps a replicated value on one of the devices that will be summed."""
+    return int(position == 0)
+
+
+class Emitter:
+    """Appends nodes with their `Info` to one device's graph."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self.graph = fx.Graph()
+        self.origin = ""
+        self.module = ""
+        self.phase = "forward"
+        self.offsets: dict[tuple[Axes, int], fx.Node] = {}
+        self.prologue: fx.Node | None = None
+
+    def place(self, origin: str, module: str, phase: str) -> None:
+        """Where the nodes that follow come from."""
+        self.origin, self.module, self.phase = origin, module, phase
+
+    def input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        node = self.graph.placeholder(_identifier(name))
+        node.meta[INFO] = Info((Spec(tuple(shape), dtype),), origin=name)
+        self.prologue = node
+        return node
+
+    def call(
+        self, target: Any, args: Sequence[Any], specs: Sequence[Spec], kwargs: dict[str, Any] | None = None, **rest: Any
+    ) -> fx.Node:
+        node = self.graph.call_function(target, tuple(args), kwargs or {})
+        node.meta[INFO] = Info(tuple(specs), self.origin, self.module, self.phase, **rest)
+        return node
+
+    def move(self, target: Any, node: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:
+        return self.call(target, (node, *args), [Spec(tuple(shape), info(node).specs[0].dtype)])
+
+    def reshape(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+        shape = tuple(shape)
+        return node if info(node).specs[0].shape == shape else self.move(aten.reshape.default, node, shape, list(shape))
+
+    def permute(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
+        if list(order) == sorted(order):
+            return node
+        shape = info(node).specs[0].shape
+        return self.move(aten.permute.default, node, [shape[d] for d in order], list(order))
+
+    def offset(self, axes: Axes, stride: int) -> Any:
+        """Node of this device's index along `axes`, times `stride`; 0 where there are no axes."""
+        if not axes:
+            return 0
+        key = (axes, stride)
+        if key not in self.offsets:
+            with self.graph.inserting_after(self.prologue) if self.prologue else self.graph.inserting_before(None):
+                node = self.graph.call_function(offset, (tuple(tuple(a) for a in axes), stride))
+            node.meta[INFO] = Info((), "offset")
+            if self.prologue is None:
+                self.prologue = node
+            self.offsets[key] = node
+        return self.offsets[key]
+
+    # ---- one resharding step ------------------------------------------------------------------------------
+    def step(self, node: fx.Node, step: Step, shape: Sequence[int], **why: Any) -> fx.Node:
+        """Emits one step; `shape` is global. `why` goes into the collective's record."""
+        run = {
+            "gather": self._gather, "scatter": self._scatter, "reduce": self._reduce, "exchange": self._exchange,
+            "slice": self._slice, "mask": self._mask, "permute": self._permute,
+        }[step.kind]  # fmt: skip
+        return run(node, step, tuple(shape), why)
+
+    def _issue(self, op: Any, node: fx.Node, args: Sequence[Any], axes: Axes, spec: Spec, kind: str, nbytes: int,
+               why: dict[str, Any]) -> fx.Node:  # fmt: skip
+        comm = make_collective(self.mesh, KINDS[kind], axes, nbytes, spec.dtype, **why)
+        started = self.call(op, (node, *args, group_name(axes)), [spec], comm=comm)
+        return self.call(funcol.wait_tensor.default, (started,), [spec])
+
+    def _gather(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
+        axes = self.mesh.sorted(a for a, _, _ in step.parts)
+        single = self.single(step.parts)
+        local = info(node).specs[0]
+        n = size_of(axes)
+        out = Spec((local.shape[0] * n, *local.shape[1:]), local.dtype)
+        got = self._issue(funcol.all_gather_into_tensor.default, node, (n,), axes, out, "gather", out.bytes, why)
+        per_dim = {d: [a for a, source, _ in step.parts if source == d] for d in {s for _, s, _ in step.parts}}
+        per_dim = {d: _by_layout(found, step.before.dims[d]) for d, found in per_dim.items()}
+        spread = self.reshape(got, (*(a.size for a in single), *local.shape))
+        order: list[int] = []
+        for d in range(len(local.shape)):
+            order.extend(single.index(a) for a in per_dim.get(d, ()))
+            order.append(len(single) + d)
+        return self._joined(self.permute(spread, order), per_dim, step.after, shape)
+
+    def _joined(
+        self, node: fx.Node, per_dim: dict[int, list[Axis]], after: Layout, shape: tuple[int, ...]
+    ) -> fx.Node:
+        """Merges gathered axes, leading each dim, into the dim; inner to outer, padding cut off after each."""
+        wanted = local_shape(shape, after)
+        have = list(info(node).specs[0].shape)
+        for at in range(len(shape)):  # dims before `at` are merged already
+            axes = per_dim.get(at, [])
+            lengths = [wanted[at]]  # of the dim before each axis cut it, outer to inner
+            for axis in axes:
+                lengths.append(local_size(lengths[-1], (axis,)))
+            if all(long == axis.size * short for axis, long, short in zip(axes, lengths, lengths[1:])):
+                have[at : at + len(axes) + 1] = [wanted[at]]
+            else:
+                for i in range(len(axes) - 1, -1, -1):
+                    have[at + i : at + i + 2] = [axes[i].size * have[at + i + 1]]
+                    node = self.reshape(node, have)
+                    node = self._trim(node, at + i, lengths[i])
+                    have[at + i] = lengths[i]
+        return self.reshape(node, have)
+
+    def _trim(self, node: fx.Node, d: int, size: int) -> fx.Node:
+        have = info(node).specs[0].shape
+        if have[d] == size:
+            return node
+        return self.move(aten.slice.Tensor, node, (*have[:d], size, *have[d + 1 :]), d, 0, size)
+
+    def _grow(self, node: fx.Node, d: int, size: int) -> fx.Node:
+        """Pads the end of a dim that is about to be cut unevenly."""
+        have = info(node).specs[0].shape
+        if have[d] == size:
+            return node
+        widths = [0, 0] * (len(have) - 1 - d) + [0, size - have[d]]
+        return self.move(aten.constant_pad_nd.default, node, (*have[:d], size, *have[d + 1 :]), widths, 0)
+
+    def single(self, parts: Sequence[tuple[Axis, int, int]]) -> list[Axis]:
+        """The moved axes, one by one, in the order in which their group numbers its ranks."""
+        return sorted((a for a, _, _ in parts), key=self.mesh.key)
+
+    def _cut(self, node: fx.Node, step: Step) -> tuple[fx.Node, list[Axis], tuple[int, ...]]:
+        """Splits dims that receive axes into [axes..., part], the axes brought to the front in group order."""
+        single = self.single(step.parts)
+        have = list(info(node).specs[0].shape)
+        where: dict[Axis, int] = {}
+        rest: list[int] = []
+        at = 0
+        for d in range(len(step.after.dims)):
+            for axis in _by_layout([a for a, _, to in step.parts if to == d], step.after.dims[d]):
+                part = local_size(have[at], (axis,))
+                if part * axis.size != have[at]:
+                    node = self._grow(self.reshape(node, have), at, part * axis.size)
+                have[at : at + 1] = [axis.size, part]
+                where[axis] = at
+                at += 1
+            rest.append(at)
+            at += 1
+        result = tuple(have[r] for r in rest)
+        spread = self.permute(self.reshape(node, have), [*(where[a] for a in single), *rest])
+        n = size_of(single)
+        return self.reshape(spread, (n * result[0], *result[1:])), single, result
+
+    def _scatter(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
+        axes = self.mesh.sorted(a for a, _, _ in step.parts)
+        whole, single, part = self._cut(node, step)
+        held = info(whole).specs[0]
+        return self._issue(
+            funcol.reduce_scatter_tensor.default, whole, ("sum", size_of(single)), axes, Spec(part, held.dtype),
+            "scatter", held.bytes, why,
+        )  # fmt: skip
+
+    def _reduce(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
+        axes = self.mesh.sorted(a for a, _, _ in step.parts)
+        spec = info(node).specs[0]
+        return self._issue(funcol.all_reduce.default, node, (step.before.kind,), axes, spec, "reduce", spec.bytes, why)
+
+    def _exchange(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
+        axes = self.mesh.sorted(a for a, _, _ in step.parts)
+        n = size_of(axes)
+        whole, single, part = self._cut(node, step)
+        held = info(whole).specs[0]
+        sizes = [held.shape[0] // n] * n
+        got = self._issue(
+            funcol.all_to_all_single.default, whole, (sizes, sizes), axes, held, "exchange", held.bytes, why
+        )
+        spread = self.reshape(got, (*(a.size for a in single), *part))
+        order: list[int] = []
+        for d in range(len(part)):
+            came = _by_layout([a for a, source, _ in step.parts if source == d], step.before.dims[d])
+            order.extend(single.index(a) for a in came)
+            order.append(len(single) + d)
+        return self.reshape(self.permute(spread, order), local_shape(shape, step.after))
+
+    def _slice(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
+        for d in range(len(shape)):
+            added = _by_layout([a for a, _, to in step.parts if to == d], step.after.dims[d])
+            have = info(node).specs[0].shape
+            if not added:
+                continue
+            if have[d] % size_of(added) == 0:
+                node = self._narrow(node, d, merge(added), have[d] // size_of(added))
+                continue
+            for axis in added:
+                size = local_size(info(node).specs[0].shape[d], (axis,))
+                node = self._narrow(self._grow(node, d, size * axis.size), d, (axis,), size)
+        return node
+
+    def _narrow(self, node: fx.Node, d: int, axes: Axes, size: int) -> fx.Node:
+        have = info(node).specs[0].shape
+        start = self.offset(axes, size)
+        return self.move(aten.narrow.default, node, (*have[:d], size, *have[d + 1 :]), d, start, size)
+
+    def _mask(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
+        axes = self.mesh.sorted(a for a, _, _ in step.parts)
+        keep = self.call(is_first, (self.offset(axes, 1),), [])
+        return self.move(aten.mul.Scalar, node, info(node).specs[0].shape, keep)
+
+    def _permute(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
+        axes = self.mesh.sorted(a for a, _, _ in step.parts)
+        table = permutation_table(step.before, step.after, axes, [a for a, _, _ in step.parts])
+        spec = info(node).specs[0]
+        numel = math.prod(spec.shape)
+        flat = self.reshape(node, (numel,))
+        refs = tuple(tuple(a) for a in axes)
+        out, into = (self.call(transfers, (refs, table, numel, r), []) for r in (True, False))
+        got = self._issue(
+            funcol.all_to_all_single.default, flat, (out, into), axes, Spec((numel,), spec.dtype), "permute",
+            spec.bytes, why,
+        )  # fmt: skip
+        return self.reshape(got, spec.shape)
+
+
+def permutation_table(before: Layout, after: Layout, axes: Axes, parts: Sequence[Axis]) -> tuple[int, ...]:
+    """Where each member of the group over `axes` sends its piece; `parts` are what changed places, of equal sizes."""
+    cuts = atoms((*before.dims, *after.dims, axes, parts))
+    pairs = [
+        (p, q)
+        for s, t in zip(before.dims, after.dims)
+        for p, q in zip(split(s, cuts), split(t, cuts))
+        if p != q
+    ]
+    members = split(axes, cuts)
+    takes_from = {q: p for p, q in pairs}  # target axis -> source axis whose coordinate it continues
+    free_sources = [p for p, _ in pairs if p not in takes_from]
+    for q in [q for _, q in pairs if q not in {p for p, _ in pairs}]:
+        match = next(p for p in free_sources if p.size == q.size)
+        free_sources.remove(match)
+        takes_from[match] = q
+    sizes = [a.size for a in members]
+    table = []
+    for i in range(math.prod(sizes)):
+        coordinate = _unravel(i, sizes)
+        here = dict(zip(members, coordinate))
+        there = [here[takes_from.get(a, a)] for a in members]
+        position = 0
+        for c, n in zip(there, sizes):
+            position = position * n + c
+        table.append(position)
+    return tuple(table)
+
+
+def _unravel(index: int, sizes: Sequence[int]) -> list[int]:
+    out = []
+    for n in reversed(sizes):
+        out.append(index % n)
+        index //= n
+    return out[::-1]
+
+
+def _by_layout(axes: Sequence[Axis], order: Axes) -> list[Axis]:
+    """Axes of one dim in the order, outer to inner, in which the dim's layout has them."""
+
+    def key(axis: Axis) -> tuple[int, int]:
+        for i, placed in enumerate(order):
+            if placed.overlaps(axis):
+                return (i, axis.pre)
+        return (len(order), axis.pre)
+
+    return sorted(axes, key=key)
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)
+
+
+def retag(node: fx.Node, **changes: Any) -> None:
+    """Changes fields of a node's `Info`."""
+    node.meta[INFO] = replace(info(node), **changes)

@@ -1,0 +1,219 @@
+"""The device mesh: ordered, named axes with sizes, and the algebra of (sub-)axes. Needs no process group."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+
+class Axis(NamedTuple):
+    """A mesh axis, or a part of it: the axis of `n` devices seen as [pre, size, n // (pre * size)].
+
+    The whole axis is `(name, 1, n)`. Sub-axes make views free: a dim of 16 on 8 devices viewed as [2, 8] is the first
+    dim on x:(1)2 and the second on x:(2)4.
+    """
+
+    name: str
+    pre: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """Devices of the axis covered by this part and everything outside of it."""
+        return self.pre * self.size
+
+    def overlaps(self, other: Axis) -> bool:
+        return self.name == other.name and self.pre < other.end and other.pre < self.end
+
+
+Axes = tuple[Axis, ...]
+"""Axes of one dim, outer (major) to inner (minor)."""
+
+
+class Mesh:
+    """Named axes with sizes, outer to inner; device `r` has the row-major coordinate of `r`.
+
+    >>> Mesh({"x": 4, "y": 2}).groups([Axis("y", 1, 2)])
+    [[0, 1], [2, 3], [4, 5], [6, 7]]
+    """
+
+    def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]]):
+        pairs = tuple(axes.items()) if isinstance(axes, Mapping) else tuple(axes)
+        for name, size in pairs:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"mesh axis `{name}` has size {size!r}: a size is a whole number of at least 1")
+        if len({name for name, _ in pairs}) != len(pairs):
+            raise ValueError(f"a mesh axis is named twice in {[name for name, _ in pairs]}")
+        self.axes: dict[str, int] = dict(pairs)
+        self.order = {name: i for i, name in enumerate(self.axes)}
+        self.stride: dict[str, int] = {}
+        stride = 1
+        for name, size in reversed(pairs):
+            self.stride[name] = stride
+            stride *= size
+        self.ranks: int = stride
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.axes})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and list(self.axes.items()) == list(other.axes.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.axes.items()))
+
+    def axis(self, ref: str | Sequence[object] | Axis) -> Axis:
+        """An axis by name, or a sub-axis as (name, pre, size). ValueError where the mesh has no such axis."""
+        name, *part = (ref,) if isinstance(ref, str) else tuple(ref)
+        if name not in self.axes:
+            raise ValueError(f"the mesh has no axis `{name}`; its axes are {', '.join(self.axes) or 'none'}")
+        size = self.axes[str(name)]
+        if not part:
+            return Axis(str(name), 1, size)
+        if len(part) != 2 or not all(isinstance(p, int) and p >= 1 for p in part):
+            raise ValueError(f"a sub-axis is (name, pre, size), not {ref!r}")
+        pre, sub = int(part[0]), int(part[1])  # type: ignore[call-overload]
+        if size % (pre * sub):
+            raise ValueError(f"sub-axis {name}:({pre}){sub} does not divide the {size} devices of axis `{name}`")
+        return Axis(str(name), pre, sub)
+
+    def index(self, axis: Axis, rank: int) -> int:
+        """Position of device `rank` along a (sub-)axis."""
+        whole = (rank // self.stride[axis.name]) % self.axes[axis.name]
+        return (whole // (self.axes[axis.name] // axis.end)) % axis.size
+
+    def linear_index(self, axes: Sequence[Axis], rank: int) -> int:
+        """Position of device `rank` in the row-major order of `axes`."""
+        position = 0
+        for axis in axes:
+            position = position * axis.size + self.index(axis, rank)
+        return position
+
+    def key(self, axis: Axis) -> tuple[int, int]:
+        """Sorts axes in mesh order: the order in which ranks of a group are numbered."""
+        return (self.order[axis.name], axis.pre)
+
+    def sorted(self, axes: Iterable[Axis]) -> Axes:
+        return merge(sorted(axes, key=self.key))
+
+    def groups(self, axes: Iterable[Axis]) -> list[list[int]]:
+        """The groups of ranks that differ only along `axes`; each ascending, which is mesh order."""
+        steps = [
+            [i * self.stride[a.name] * (self.axes[a.name] // a.end) for i in range(a.size)] for a in self.sorted(axes)
+        ]
+        offsets = [sum(combination) for combination in itertools.product(*steps)]
+        bases = [r for r in range(self.ranks) if all(self.index(a, r) == 0 for a in self.sorted(axes))]
+        return [[base + offset for offset in offsets] for base in bases]
+
+
+def size_of(axes: Iterable[Axis]) -> int:
+    """Number of devices that a list of axes spreads over."""
+    return math.prod(axis.size for axis in axes)
+
+
+def merge(axes: Iterable[Axis]) -> Axes:
+    """Joins neighbouring parts of one axis: x:(1)2, x:(2)4 -> x:(1)8; drops parts of size 1."""
+    merged: list[Axis] = []
+    for axis in axes:
+        if axis.size == 1:
+            continue
+        if merged and merged[-1].name == axis.name and merged[-1].end == axis.pre:
+            merged[-1] = Axis(axis.name, merged[-1].pre, merged[-1].size * axis.size)
+        else:
+            merged.append(axis)
+    return tuple(merged)
+
+
+def overlap(axis: Axis, axes: Iterable[Axis]) -> bool:
+    return any(axis.overlaps(other) for other in axes)
+
+
+def atoms(lists: Iterable[Iterable[Axis]]) -> dict[str, list[int]]:
+    """Per axis name the sorted cut points (pre and end of every part) of all lists."""
+    cuts: dict[str, set[int]] = {}
+    for axes in lists:
+        for axis in axes:
+            cuts.setdefault(axis.name, set()).update((axis.pre, axis.end))
+    return {name: sorted(points) for name, points in cuts.items()}
+
+
+def split(axes: Iterable[Axis], cuts: Mapping[str, Sequence[int]]) -> Axes:
+    """Cuts every axis at the given points, so that two lists become comparable part by part."""
+    out: list[Axis] = []
+    for axis in axes:
+        points = [p for p in cuts.get(axis.name, ()) if axis.pre <= p <= axis.end] or [axis.pre, axis.end]
+        if any(b % a for a, b in itertools.pairwise(points)):
+            out.append(axis)
+            continue
+        out.extend(Axis(axis.name, a, b // a) for a, b in itertools.pairwise(points))
+    return tuple(out)
+
+
+def union(*lists: Iterable[Axis]) -> Axes:
+    """All parts that occur in any list, once each, sorted by name and part."""
+    known = [tuple(axes) for axes in lists]
+    cuts = atoms(known)
+    return merge(sorted({part for axes in known for part in split(axes, cuts)}))
+
+
+def difference(axes: Iterable[Axis], gone: Iterable[Axis]) -> Axes:
+    """The parts of `axes` that are not in `gone`."""
+    axes, gone = tuple(axes), tuple(gone)
+    return merge(part for part in split(axes, atoms((axes, gone))) if not overlap(part, gone))
+
+
+def covers(wide: Sequence[Axis], narrow: Sequence[Axis]) -> bool:
+    """Whether every part of `narrow` lies in `wide`, whatever the order."""
+    cuts = atoms((wide, narrow))
+    return set(split(narrow, cuts)) <= set(split(wide, cuts))
+
+
+def common_prefix(a: Sequence[Axis], b: Sequence[Axis]) -> Axes:
+    """The longest list of major (sub-)axes on which both lists agree."""
+    return _common_prefix(tuple(a), tuple(b))
+
+
+@lru_cache(maxsize=1 << 14)  # a program of thousands of operations asks the same few questions
+def _common_prefix(a: Axes, b: Axes) -> Axes:
+    cuts = atoms((a, b))
+    prefix = []
+    for left, right in zip(split(a, cuts), split(b, cuts)):
+        if left != right:
+            break
+        prefix.append(left)
+    return merge(prefix)
+
+
+def starts_with(longer: Sequence[Axis], shorter: Sequence[Axis]) -> bool:
+    return common_prefix(longer, shorter) == merge(shorter)
+
+
+def remainder(longer: Sequence[Axis], prefix: Sequence[Axis]) -> Axes:
+    """What is left of `longer` after its prefix `prefix`."""
+    return _remainder(tuple(longer), tuple(prefix))
+
+
+@lru_cache(maxsize=1 << 14)
+def _remainder(longer: Axes, prefix: Axes) -> Axes:
+    cuts = atoms((longer, prefix))
+    return merge(split(longer, cuts)[len(split(prefix, cuts)):])
+
+
+def without(axes: Sequence[Axis], taken: Iterable[Axis]) -> Axes:
+    """The longest prefix of `axes` free of `taken`; cuts a sub-axis where only its minor part is taken."""
+    return _without(tuple(axes), tuple(taken))
+
+
+@lru_cache(maxsize=1 << 14)
+def _without(axes: Axes, taken: Axes) -> Axes:
+    if not taken or not axes:
+        return axes
+    kept = []
+    for axis in split(axes, atoms((axes, taken))):
+        if overlap(axis, taken):
+            break
+        kept.append(axis)
+    return merge(kept)

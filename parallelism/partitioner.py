@@ -1,0 +1,365 @@
+"""partition: a graph and its shardings -> one device's `Program`, with every collective in it.
+
+Each op is computed in one common sharding of its factors; operands are resharded to it once per value and layout;
+sums stay partial while that pays, decided once per value for all that read it. (GSPMD, section 4.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from tpshard.parallelism.anchors import is_anchor, is_boundary, output
+from tpshard.parallelism.capture import capture
+from tpshard.parallelism.choose import Choice, choose, layout_of
+from tpshard.parallelism.graph import Graph, Op, Ref, Value
+from tpshard.parallelism.local import LocalPart
+from tpshard.parallelism.lower import Emitter
+from tpshard.parallelism.mesh import Axes, Mesh, covers, difference, merge, size_of, union, without
+from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, ValueRecord
+from tpshard.parallelism.propagate import Annotation, Shardings, propagate
+from tpshard.parallelism.reasons import Reasons
+from tpshard.parallelism.reshard import LATENCY_BYTES, cost, plan
+from tpshard.parallelism.rules.rule import Rule
+from tpshard.parallelism.sharding import Layout, Sharding, even, local_shape, replicated
+
+aten = torch.ops.aten
+def partition(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    mesh: Mesh,
+    in_shardings: Sequence[Any] | None = None,
+    out_shardings: Sequence[Any] | None = None,
+    names: Sequence[str] | None = None,
+) -> Program:
+    """Makes the per-device program of any traceable function of tensors (real or meta).
+
+    `in_shardings` and `out_shardings` have an entry per tensor, in the order of the flattened arguments or results:
+    None (free), or a tuple, closed, with per dim None, an axis or a tuple of axes; dims left out at the end are
+    replicated. No result is left partial. Raises ValueError where a sharding does not fit its tensor or the mesh.
+    """
+    graph = capture(fn, args, names)
+    mark_outputs(graph)
+    annotations: dict[Value, Annotation] = dict(split_annotations(graph, mesh))
+    results = [o for o in graph.outputs if isinstance(o, Value)]
+    for what, values, given in (("in", graph.inputs, in_shardings), ("out", results, out_shardings)):
+        if given is None:
+            continue
+        if len(given) != len(values):
+            raise ValueError(f"{what}_shardings has {len(given)} entries for {len(values)} tensors")
+        for i, (value, dims) in enumerate(zip(values, given)):
+            if dims is None:
+                continue
+            try:
+                sharding = Sharding.of(mesh, dims, value.rank)
+            except ValueError as error:
+                raise ValueError(f"{what}_shardings[{i}] of `{value.name}` {list(value.shape)}: {error}") from error
+            annotations[value] = Annotation(sharding, f"{what}_shardings[{i}] = {dims!r}")
+    return partition_graph(propagate(graph, mesh, annotations))
+
+
+def mark_outputs(graph: Graph) -> None:
+    """Ends every result in an identity of its own, named `return[i]`."""
+    marked: list[Value | Any] = []
+    for i, out in enumerate(graph.outputs):
+        if not isinstance(out, Value):
+            marked.append(out)
+            continue
+        phase = out.producer.phase if out.producer is not None else "forward"
+        op = Op(f"return_{i}", output, (Ref(0),), {}, [out], [], "", phase)
+        op.results = [Value(f"return[{i}]", out.shape, out.dtype, op)]
+        graph.ops.append(op)
+        marked.append(op.results[0])
+    graph.outputs = marked
+    graph.refresh_users()
+
+
+def split_annotations(graph: Graph, mesh: Mesh) -> Mapping[Value, Annotation]:
+    """The shardings of `mesh_split` inside the function."""
+    found = {}
+    for op in graph.ops:
+        if str(op.target) == "tpshard.mesh_split.default":
+            names = op.args[1]
+            dims = [None if i == -1 else names[i] for i in op.args[2]]
+            value = op.results[0]
+            found[value] = Annotation(Sharding.of(mesh, dims, value.rank), f"mesh_split `{op.name}`")
+    return found
+
+
+def partition_graph(shardings: Shardings, kinds: Mapping[Value, str] | None = None) -> Program:
+    """The program of a propagated graph. `kinds` says what inputs and outputs are (see `Port.kind`)."""
+    return _Partitioner(shardings, kinds or {}).run()
+
+
+class _Partitioner:
+    def __init__(self, shardings: Shardings, kinds: Mapping[Value, str]):
+        self.s, self.graph, self.mesh, self.kinds = shardings, shardings.graph, shardings.mesh, kinds
+        self.emitter = Emitter(self.mesh)
+        self.copies: dict[Value, dict[Layout, fx.Node]] = {}
+        self.home: dict[Value, Layout] = {}
+        self.choices: dict[Op, Choice] = {}
+        self.warnings: list[str] = []
+        self.reasons = Reasons(shardings)
+        self.asked: dict[Value, set[Layout]] = {}
+        """Layouts that products with parameters fetch of a value."""
+        self.partial: dict[Value, Axes] = {}
+        """Values that are partial sums as their op makes them."""
+        self.kept: dict[Value, Axes] = {}
+        """Those that stay so until an op or anchor further on."""
+        self.propagated = {v: self._even(v, Layout(s.dims)) for v, s in shardings.of.items()}
+
+    def _even(self, value: Value, layout: Layout) -> Layout:
+        """The part of a propagated layout that can be computed in: axes that divide their dim."""
+        if value in self.s.annotated and value.producer is None:
+            return layout
+        dims = []
+        for size, axes in zip(value.shape, layout.dims):
+            fitting: list[Any] = []
+            for axis in axes:
+                if not even(size, (*fitting, axis)):
+                    break
+                fitting.append(axis)
+            dims.append(merge(fitting))
+        return Layout(tuple(dims))
+
+    # ---- deciding: shardings of factors, and which sums stay partial ----------------------------------------
+    def decide(self) -> None:
+        """Forward passes choosing every op's factor sharding; then which partial sums are carried.
+
+        The first pass finds what the products with parameters fetch; the second lets all others use it.
+        """
+        self._choose_all(first=True)
+        self.kept = self._carried(self._choose_all(first=False))
+
+    def _is_fixed(self, value: Value) -> bool:
+        """A used parameter: it lies where an annotation put it, and is meant to be used there."""
+        return value.producer is not None and is_boundary(value.producer) and value.producer.args[1] == "parameter"
+
+    def _choose_all(self, first: bool) -> dict[Value, tuple[Axes, str]]:
+        for value in [*self.graph.inputs, *(v for v, _ in self.graph.constants.values())]:
+            self.home[value] = self.propagated[value] if value.producer is None else replicated(value.rank)
+        for value, _ in self.graph.constants.values():
+            self.home[value] = replicated(value.rank)
+        natural: dict[Value, tuple[Axes, str]] = {
+            v: (axes, "sum") for v in self.graph.inputs if (axes := self.s.of[v].unreduced)
+        }
+        for op in self.graph.ops:
+            rule = self.rule(op)
+            if is_anchor(op):
+                target = self._anchor_layout(op)
+                self.home[op.results[0]] = target
+                continue
+            homes = [self.home[v] for v in op.operands]
+            fixed = [self._is_fixed(v) for v in op.operands]
+            # What another op has fetched already costs nothing more.
+            there = [() if first else self.asked.get(v, ()) for v in op.operands]
+            choice = choose(op, rule, homes, [self.propagated[r] for r in op.results], fixed, there)
+            if first and any(fixed):
+                for value, dims in zip(op.operands, rule.operands):
+                    need = layout_of(rule, dims, choice, False)
+                    if need != self.home[value]:
+                        self.asked.setdefault(value, set()).add(need)
+            self.choices[op] = choice
+            for result, dims in zip(op.results, rule.results):
+                made = layout_of(rule, dims, choice, True)
+                if made.partial:
+                    natural[result] = (made.partial, made.kind)
+                    self.home[result] = self._resolved(result, made)
+                else:
+                    self.home[result] = self._pinned(result) or made
+        return natural
+
+    def _pinned(self, value: Value) -> Layout | None:
+        """Where an annotation that leaves nothing open puts a value between two operations."""
+        if value not in self.s.annotated or any(self.s.annotated[value].sharding.open) or not value.rank:
+            return None
+        return self.propagated[value]
+
+    def rule(self, op: Op) -> Rule:
+        return self.s.rules[op]
+
+    def _anchor_layout(self, op: Op) -> Layout:
+        value = op.results[0]
+        sharding = self.s.of[value]
+        if value in self.s.annotated or str(op.target) == "tpshard.boundary.default":
+            return Layout(sharding.dims, sharding.unreduced)
+        if op.target is output:
+            return self.home[op.operands[0]].whole()
+        return self.propagated[value]
+
+    def _resolved(self, value: Value, made: Layout) -> Layout:
+        """Where a partial value goes when it is summed: what propagation gave it, without losing what it has."""
+        want = self.propagated[value]
+        return want if any(want.dims) or not any(made.dims) else Layout(made.dims)
+
+    def _carried(self, natural: dict[Value, tuple[Axes, str]]) -> dict[Value, Axes]:
+        """The values that stay partial sums, and over which axes.
+
+        Carried only by an op that is linear in it and its only reader, to a result that is no larger (or, for a
+        widening cast, on its way to a gradient's storage), or read by an anchor, which resolves it where it belongs.
+        """
+        refused: set[Value] = set()
+        while True:
+            partial: dict[Value, Axes] = {v: axes for v, (axes, kind) in natural.items() if kind == "sum"}
+            for op in self.graph.ops:
+                rule = self.rule(op)
+                if is_anchor(op) or not rule.additive or len(op.results) != 1:
+                    continue
+                added = [op.operands[i] for i in rule.additive]
+                parts = [partial.get(v, ()) if v not in refused else () for v in added]
+                if not all(parts) and not (op.results[0].rank == 0 and any(parts)):
+                    continue
+                joined = parts[0]
+                if op.results[0].rank == 0:
+                    joined = union(*parts)
+                elif any(p != joined for p in parts):
+                    continue
+                own = partial.get(op.results[0], ())
+                partial[op.results[0]] = union(own, joined)
+            newly = {v for v in partial if v not in refused and not self._may_carry(v, partial)}
+            if not newly:
+                self.partial = partial
+                return {v: axes for v, axes in partial.items() if v not in refused}
+            refused |= newly
+
+    def _may_carry(self, value: Value, partial: Mapping[Value, Axes]) -> bool:
+        readers = set(value.users)
+        if len(readers) != 1:
+            return False
+        (op,) = readers
+        if is_anchor(op):
+            return True
+        rule = self.rule(op)
+        if len(op.results) != 1 or not {i for i, v in enumerate(op.operands) if v is value} <= set(rule.additive):
+            return False
+        result = op.results[0]
+        covered = covers(partial.get(result, ()), partial.get(value, ()))
+        if not covered or (partial.get(result) != partial.get(value) and value.rank):
+            return False
+        return result.bytes <= value.bytes or (result.numel == value.numel and self._to_storage(result))
+
+    def _to_storage(self, value: Value) -> bool:
+        while len(set(value.users)) == 1:
+            op = value.users[0]
+            if is_anchor(op):
+                return True
+            if not self.rule(op).additive or op.results[0].numel != value.numel:
+                return False
+            value = op.results[0]
+        return False
+
+    # ---- emitting -------------------------------------------------------------------------------------------
+    def run(self) -> Program:
+        self.decide()
+        for value in self.graph.inputs:
+            layout = Layout(self.home[value].dims, self.s.of[value].unreduced)
+            node = self.emitter.input(value.name, local_shape(value.shape, layout), value.dtype)
+            self.copies[value] = {layout: node}
+            self.home[value] = layout
+        for name, (value, _) in self.graph.constants.items():
+            node = self.emitter.graph.get_attr(name)
+            node.meta[INFO] = Info((Spec(value.shape, value.dtype),), origin=name)
+            self.copies[value] = {self.home[value]: node}
+        for op in self.graph.ops:
+            self.emitter.place(op.name, op.module, op.phase)
+            if is_anchor(op):
+                target = self._anchor_layout(op)
+                self.copies[op.results[0]] = {target: self.get(op.operands[0], target, op)}
+                self.home[op.results[0]] = target
+            else:
+                self.emit(op)
+        return self.finish()
+
+    def emit(self, op: Op) -> None:
+        rule, choice = self.rule(op), self.choices[op]
+        carried: Axes = ()
+        if rule.additive and len(op.results) == 1 and op.results[0] in self.partial:
+            own = layout_of(rule, rule.results[0], choice, True).partial
+            carried = difference(self.partial[op.results[0]], own)
+            # A partial sum lies whole on its axes: they cannot shard a dim of it as well.
+            choice = {f: kept for f, axes in choice.items() if (kept := without(axes, carried))}
+        inputs = []
+        for i, (value, dims) in enumerate(zip(op.operands, rule.operands)):
+            need = layout_of(rule, dims, choice, False)
+            if carried and i in rule.additive:
+                need = Layout(need.dims, carried)
+            inputs.append(self.get(value, need, op))
+        local = LocalPart(self.emitter, op, rule, choice, inputs)
+        made = rule.local(local) if rule.local is not None else local.same()
+        nodes = made if isinstance(made, list) else [made]
+        if not rule.known and size_of(a for v in op.operands for a in self.home[v].axes) > 1:
+            self.warnings.append(f"`{op.name}` ({op.target}) has no rule: its operands are gathered whole")
+        for result, dims, node in zip(op.results, rule.results, nodes):
+            layout = layout_of(rule, dims, choice, True)
+            if carried:
+                layout = Layout(layout.dims, union(layout.partial, carried))
+            self.copies[result] = {layout: node}
+            self.home[result] = layout
+            if layout.partial and result not in self.kept:
+                target = self._resolved(result, layout)
+                self.get(result, target, op)
+                del self.copies[result][layout]
+                self.home[result] = target
+            elif (pinned := self._pinned(result)) is not None and pinned != layout and not layout.partial:
+                self.get(result, pinned, op)
+                self.home[result] = pinned
+
+    def get(self, value: Value, layout: Layout, reader: Op) -> fx.Node:
+        """The node that holds `value` in `layout`: made once, by the cheapest way from a copy there is."""
+        copies = self.copies[value]
+        if layout in copies:
+            return copies[layout]
+        size = value.dtype.itemsize
+        latency = 0 if str(reader.target) == "tpshard.boundary.default" else LATENCY_BYTES
+        source, steps = min(
+            (
+                (have, plan(value.shape, have, layout, size, latency))
+                for have in copies
+                if not (have.partial and len(copies) > 1)
+            ),
+            key=lambda pair: cost(pair[1], value.shape, size),
+        )
+        node = copies[source]
+        for step in steps:
+            node = self.emitter.step(node, step, value.shape, **self.reasons.why(value, step, reader))
+        copies[layout] = node
+        return node
+
+    def finish(self) -> Program:
+        outputs, ports = [], []
+        for out in self.graph.outputs:
+            if isinstance(out, Value):
+                outputs.append(self.copies[out][self.home[out]])
+                ports.append(self._port(out))
+            else:
+                outputs.append(out)
+        node = self.emitter.graph.output(tuple(outputs))
+        node.meta[INFO] = Info(())
+        _drop_dead(self.emitter.graph)
+        given = self.s.annotated
+        records = {
+            v.name: ValueRecord(v.name, v.shape, v.dtype, self.home.get(v, self.propagated[v]), v in given, ())
+            for v in self.graph.values()
+        }
+        by_name = {v.name: v for v in self.graph.values()}
+        return Program(
+            self.mesh, self.emitter.graph, tuple(self._port(v) for v in self.graph.inputs), tuple(ports), records,
+            constants={name: tensor for name, (_, tensor) in self.graph.constants.items()},
+            warnings=list(dict.fromkeys(self.warnings)), in_tree=self.graph.in_tree, out_tree=self.graph.out_tree,
+            lazy_causes=lambda name: self.s.explain(by_name[name]),
+        )  # fmt: skip
+
+    def _port(self, value: Value) -> Port:
+        return Port(value.name, value.shape, value.dtype, self.home[value], self.kinds.get(value, "tensor"))
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    """Removes what nothing reads; a collective that nothing reads is removed too, alike on every rank."""
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op not in ("placeholder", "output"):
+            graph.erase_node(node)
+
+
+__all__ = ["mark_outputs", "partition", "partition_graph"]

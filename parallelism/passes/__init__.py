@@ -1,0 +1,1 @@
+"""Passes: functions from a Program to a Program."""

@@ -1,0 +1,134 @@
+"""Bucketing: the all-gathers (and reduce-scatters) of several parameters as one (SimpleFSDP, section 4.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from tpshard.parallelism.mesh import Axes
+from tpshard.parallelism.passes.copy import copied, reorder
+from tpshard.parallelism.program import INFO, Collective, Info, Program, Spec, info
+
+aten = torch.ops.aten
+funcol = torch.ops._c10d_functional
+
+
+def bucket(program: Program, groups: Sequence[Sequence[str]]) -> Program:
+    """Merges the parameter and gradient collectives of each group of parameter names into one.
+
+    One all-gather per group, phase, dtype and set of axes; likewise one reduce-scatter and, for replicas, one
+    all-reduce of shards. Members keep the group's order, which fixes the order of reduction. Values do not change, but
+    for the summation order of low-precision reductions that the backend chooses by buffer.
+    """
+    program, _ = copied(program)
+    unit = {name: i for i, group in enumerate(groups) for name in group}
+    rank = {name: i for i, group in enumerate(groups) for i, name in enumerate(group)}
+    names = {i: ", ".join(group) for i, group in enumerate(groups)}
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        sets: dict[tuple[int, str, str, Axes], list[fx.Node]] = {}
+        for node, comm in list(program.issues()):
+            if comm.kind == kind and comm.of in ("parameter", "gradient") and comm.value in unit and comm.members == 1:
+                key = (unit[comm.value], info(node).phase, comm.dtype, comm.refs)
+                sets.setdefault(key, []).append(node)
+        for key, nodes in sets.items():
+            if len(nodes) > 1:
+                nodes.sort(key=lambda n: rank[info(n).comm.value])  # type: ignore[union-attr]
+                _merge(program.graph, nodes, kind, names[key[0]])
+    topological(program.graph)
+    return program
+
+
+def _merge(graph: fx.Graph, nodes: list[fx.Node], kind: str, unit: str) -> None:
+    comms = [comm for n in nodes if (comm := info(n).comm) is not None]
+    first = info(nodes[0])
+    waits = [next(iter(n.users)) for n in nodes]
+    n = comms[0].size
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    last = max(nodes, key=order.__getitem__)
+
+    def call(
+        target: Any, args: tuple[Any, ...], shape: tuple[int, ...], comm: Collective | None = None
+    ) -> fx.Node:
+        node = graph.call_function(target, args)
+        spec = Spec(shape, first.specs[0].dtype)
+        node.meta[INFO] = Info((spec,), first.origin, first.module, first.phase, comm=comm, unit=unit)
+        return node
+
+    sent = [info(node.args[0]).specs[0].shape for node in nodes]  # type: ignore[arg-type]
+    lengths = [math.prod(shape) // (n if kind == "reduce_scatter" else 1) for shape in sent]
+    total = sum(lengths)
+    joined = replace(
+        comms[0],
+        bytes=sum(c.bytes for c in comms),
+        value=", ".join(c.value for c in comms),
+        members=sum(c.members for c in comms),
+        reason=f"bucket of {len(comms)}: {comms[0].reason}",
+    )
+    with graph.inserting_after(last):
+        anchor = graph.call_function(len)  # a place to insert before; erased below
+    with graph.inserting_before(anchor):
+        if kind == "reduce_scatter":
+            flat = [call(aten.reshape.default, (node.args[0], [n, k]), (n, k)) for node, k in zip(nodes, lengths)]
+            packed = call(aten.cat.default, (flat, 1), (n, total))
+            packed = call(aten.reshape.default, (packed, [n * total]), (n * total,))
+            started = call(nodes[0].target, (packed, *nodes[0].args[1:]), (total,), joined)
+            done = call(funcol.wait_tensor.default, (started,), (total,))
+            parts = call(aten.split_with_sizes.default, (done, lengths), ())
+            shapes = [info(node).specs[0].shape for node in nodes]
+        elif kind == "all_reduce":
+            flat = [call(aten.reshape.default, (node.args[0], [k]), (k,)) for node, k in zip(nodes, lengths)]
+            packed = call(aten.cat.default, (flat,), (total,))
+            started = call(nodes[0].target, (packed, *nodes[0].args[1:]), (total,), joined)
+            done = call(funcol.wait_tensor.default, (started,), (total,))
+            parts = call(aten.split_with_sizes.default, (done, lengths), ())
+            shapes = sent
+        else:
+            flat = [call(aten.reshape.default, (node.args[0], [k]), (k,)) for node, k in zip(nodes, lengths)]
+            packed = call(aten.cat.default, (flat,), (total,))
+            started = call(nodes[0].target, (packed, *nodes[0].args[1:]), (n * total,), joined)
+            done = call(funcol.wait_tensor.default, (started,), (n * total,))
+            done = call(aten.reshape.default, (done, [n, total]), (n, total))
+            parts = call(aten.split_with_sizes.default, (done, lengths, 1), ())
+            shapes = [info(node).specs[0].shape for node in nodes]
+        many = (n,) if kind == "all_gather" else ()
+        parts.meta[INFO] = replace(info(parts), specs=tuple(Spec((*many, k), first.specs[0].dtype) for k in lengths))
+        for i, (wait, shape) in enumerate(zip(waits, shapes)):
+            one = call(getitem, (parts, i), (*many, lengths[i]))
+            whole = call(aten.reshape.default, (one, list(shape)), tuple(shape))
+            wait.replace_all_uses_with(whole)
+    graph.erase_node(anchor)
+    for wait, node in zip(waits, nodes):
+        graph.erase_node(wait)
+        graph.erase_node(node)
+
+
+def getitem(parts: Sequence[object], index: int) -> object:
+    """One result of a node with several."""
+    return parts[index]
+
+
+def topological(graph: fx.Graph) -> None:
+    """Brings a graph's nodes into an order in which each comes after what it reads; otherwise they stay."""
+    order: list[fx.Node] = []
+    done: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        stack = [node]
+        while stack:
+            here = stack[-1]
+            if here in done:
+                stack.pop()
+                continue
+            missing = [operand for operand in here.all_input_nodes if operand not in done]
+            if missing:
+                stack.extend(reversed(missing))
+            else:
+                done.add(here)
+                order.append(here)
+                stack.pop()
+    reorder(graph, order)

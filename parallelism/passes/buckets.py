@@ -1,0 +1,99 @@
+"""Which parameters share a bucket: by unit, by size, or greedily under time and memory (SimpleFSDP, section 4.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+from tpshard.parallelism.program import Program, info
+
+Groups = list[list[str]]
+
+
+def by_unit(names: Sequence[str], unit_of: Callable[[str], str]) -> Groups:
+    """One bucket per FSDP unit; a parameter in no unit is gathered alone."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(unit_of(name) or f"alone:{name}", []).append(name)
+    return list(groups.values())
+
+
+def by_size(names: Sequence[str], sizes: Mapping[str, int], limit: float) -> Groups:
+    """Neighbours in order of use, as many as fit into `limit` bytes of gathered parameters; at least one each."""
+    groups: Groups = []
+    held = 0
+    for name in names:
+        if not groups or held + sizes[name] > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += sizes[name]
+    return groups
+
+
+def first_uses(program: Program) -> dict[str, int]:
+    """Per parameter the index of the first operation that reads it gathered."""
+    first: dict[str, int] = {}
+    names: dict[fx.Node, str] = {}
+    for i, node in enumerate(program.graph.nodes):
+        if node.op != "call_function":
+            continue
+        comm = info(node).comm
+        if comm is not None and comm.of == "parameter":
+            names[node] = comm.value
+            continue
+        for operand in node.all_input_nodes:
+            if operand in names:
+                if info(node).flops == 0 and len(node.all_input_nodes) == 1:
+                    names[node] = names[operand]
+                else:
+                    first.setdefault(names[operand], i)
+    return first
+
+
+def in_order_of_use(program: Program) -> list[str]:
+    """Gathered parameters in the order in which the program first reads them."""
+    first = first_uses(program)
+    return sorted(first, key=first.__getitem__)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter to a bucket-chooser: what its gather and its computing cost."""
+
+    name: str
+    bytes: int
+    """Gathered."""
+    compute_s: float
+    """Of the operations from its first use to the next parameter's, forward."""
+
+
+def greedy(pieces: Sequence[Piece], gather_s: Callable[[int], float], memory: float) -> Groups:
+    """Merges neighbours while the bucket's gather hides behind the computing of the bucket before it, and fits.
+
+    SimpleFSDP's auto-wrapper: a parameter joins the open bucket if the bucket's gather then still takes no longer than
+    the computing it is issued behind, and the gathered bytes of both stay within `memory`; merging saves the latency
+    of one collective. Where nothing hides the gather, merging is kept only while the latency saved is worth it:
+    the first bucket, which nothing hides, stays small.
+    """
+    groups: Groups = []
+    previous_compute = 0.0
+    open_bytes = open_compute = 0.0
+    previous_bytes = 0.0
+    for piece in pieces:
+        fits = previous_bytes + open_bytes + piece.bytes <= memory
+        hidden = gather_s(int(open_bytes + piece.bytes)) <= previous_compute
+        apart = gather_s(int(open_bytes)) + gather_s(piece.bytes) if open_bytes else 0.0
+        together = gather_s(int(open_bytes + piece.bytes))
+        # Exposed either way: worth it if what is sent on its own would cost more than it hides.
+        cheaper = bool(groups) and len(groups) > 1 and apart - together > piece.compute_s
+        if groups and fits and (hidden or cheaper):
+            groups[-1].append(piece.name)
+            open_bytes += piece.bytes
+            open_compute += piece.compute_s
+            continue
+        groups.append([piece.name])
+        previous_compute, previous_bytes = open_compute, open_bytes
+        open_bytes, open_compute = float(piece.bytes), piece.compute_s
+    return groups

@@ -1,0 +1,144 @@
+"""Recomputation: what the backward pass makes again instead of keeping (Chen et al. 2016; SimpleFSDP, section 4.3)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from torch import fx
+from tpshard.parallelism.passes.copy import copied
+from tpshard.parallelism.program import INFO, Program, info
+
+Keep = Callable[[fx.Node], bool]
+"""Whether a forward value that the backward pass reads is kept."""
+
+
+def recompute(program: Program, keep: Keep, reshard_after_forward: bool = True) -> Program:
+    """Lets the backward pass make again every forward value that `keep` refuses, from those that are kept.
+
+    With `reshard_after_forward` gathered parameters are never kept: the whole chain (cast, all-gather, wait, views) is
+    repeated, as SimpleFSDP does. What is made again is marked with phase `recompute`; where it is computed is the
+    schedule's business. Results do not change by a bit.
+    """
+    program, _ = copied(program)
+    graph = program.graph
+    gathered = parameter_values(program)
+    forward = [n for n in graph.nodes if n.op == "call_function" and info(n).phase == "forward"]
+    again: set[fx.Node] = set()
+    for node in forward:
+        if node in gathered:
+            if reshard_after_forward:
+                again.add(node)
+        elif not keep(node):
+            again.add(node)
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    clones: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or info(node).phase not in ("backward",):
+            continue
+        for operand in list(node.all_input_nodes):
+            if operand in again:
+                _make_again(graph, operand, node, again, clones, position)
+        node.args = fx.map_arg(node.args, lambda n: clones.get(n, n) if n in again else n)
+        node.kwargs = fx.map_arg(node.kwargs, lambda n: clones.get(n, n) if n in again else n)
+    return program
+
+
+def _make_again(
+    graph: fx.Graph,
+    node: fx.Node,
+    reader: fx.Node,
+    again: Collection[fx.Node],
+    clones: dict[fx.Node, fx.Node],
+    position: dict[fx.Node, int],
+) -> None:
+    """Clones `node` and what it needs of `again`, before `reader`."""
+    chain: list[fx.Node] = []
+    queue = [node]
+    seen: set[fx.Node] = set()
+    while queue:
+        here = queue.pop()
+        if here in clones or here in seen:
+            continue
+        seen.add(here)
+        chain.append(here)
+        queue.extend(operand for operand in here.all_input_nodes if operand in again)
+    with graph.inserting_before(reader):
+        for here in sorted(chain, key=position.__getitem__):
+            copy = graph.node_copy(here, lambda n: clones.get(n, n))
+            known = info(here)
+            # Work that is done a second time counts for the device, not for the model.
+            copy.meta[INFO] = replace(known, phase="recompute", global_flops=0)
+            clones[here] = copy
+
+
+def parameter_values(program: Program) -> set[fx.Node]:
+    """Gathered parameters: their all-gathers, waits, and everything made of parameters alone."""
+    kinds = [port.kind for port in program.inputs]
+    feeds = [n for n in program.graph.nodes if n.op == "placeholder"]
+    pure = {feed for feed, kind in zip(feeds, kinds) if kind == "parameter"}
+    found: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        if node.op != "call_function" or info(node).phase != "forward":
+            continue
+        if node.all_input_nodes and all(n in pure for n in node.all_input_nodes):
+            pure.add(node)
+            found.add(node)
+    return found
+
+
+# ---- what to keep ------------------------------------------------------------------------------------------------
+BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+
+
+def block_of(node: fx.Node) -> str:
+    """The layer that a node belongs to, `layers.3`; "" outside of layers."""
+    found = BLOCK.match(info(node).module) if node.op == "call_function" else None
+    return found[1] if found else ""
+
+
+def keep_all(node: fx.Node) -> bool:
+    """remat: none."""
+    return True
+
+
+def keep_layer_inputs(every: int = 1) -> Keep:
+    """remat: full, or {every: n}: of every n-th layer nothing but its input is kept."""
+
+    def keep(node: fx.Node) -> bool:
+        block = block_of(node)
+        if not block or int(block.rsplit(".", 1)[1]) % every:
+            return True
+        return any(block_of(user) != block for user in node.users if info(user).phase == "forward")
+
+    return keep
+
+
+def keep_selected(names: Collection[str] = ()) -> Keep:
+    """remat: selective, or a list: products, attention and what was sent for them are kept.
+
+    `names` are operations (`mm`, `attention`) or the modules whose product is kept (`wq`, `gate`).
+    """
+
+    def keep(node: fx.Node) -> bool:
+        block = block_of(node)
+        if not block or any(block_of(user) != block for user in node.users if info(user).phase == "forward"):
+            return True
+        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        sent = source is not None and source.op == "call_function" and info(source).comm is not None
+        part_of_saved = (
+            source is not None
+            and source.op == "call_function"
+            and info(source).saved
+            and (getattr(node.target, "__name__", "") == "_getitem")
+        )
+        return sent or (info(node).saved and named(node)) or (part_of_saved and source is not None and named(source))
+
+    def named(node: fx.Node) -> bool:
+        target = str(getattr(node.target, "overloadpacket", node.target))
+        module = info(node).module
+        known = (target, target.rpartition(".")[2], module, module.rpartition(".")[2])
+        return not names or any(name in known for name in names)
+
+    return keep

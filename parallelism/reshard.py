@@ -1,0 +1,357 @@
+"""From one layout to another: the cheapest sequence of collectives, by Dijkstra over layouts.
+
+Moves are all-gather, slice (free), all-to-all, reduce-scatter, all-reduce and permute; the cost of each is a latency
+plus its ring bytes. Moves of one kind that follow each other become one collective over several axes and dims.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tpshard.parallelism.mesh import Axes, Axis, atoms, common_prefix, merge, size_of, split
+from tpshard.parallelism.sharding import Layout, even, local_shape
+
+LATENCY_BYTES = 20_000
+"""What starting a collective costs, in bytes that could be sent meanwhile; only compares plans."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One move. `parts`: (axis, from dim, to dim); -1 where there is no such dim."""
+
+    kind: str
+    """gather, scatter (reduce-scatter), reduce (all-reduce), exchange (all-to-all), slice, mask or permute."""
+    parts: tuple[tuple[Axis, int, int], ...]
+    before: Layout
+    after: Layout
+
+
+def cost(steps: Sequence[Step], shape: Sequence[int], itemsize: int) -> float:
+    """Bytes that one device's ring sends, latencies included."""
+    whole = tuple(shape)
+    return sum(_price(s.kind, [a for a, _, _ in s.parts], s.before, s.after, whole, itemsize) for s in steps)
+
+
+def _price(
+    kind: str,
+    axes: Sequence[Axis],
+    before: Layout,
+    after: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    latency: int = LATENCY_BYTES,
+) -> float:
+    if kind in ("slice", "mask"):
+        return 0.001
+    n = size_of(axes)
+    held = math.prod(local_shape(shape, before)) * itemsize
+    made = math.prod(local_shape(shape, after)) * itemsize
+    ring = (n - 1) / n
+    moved = {
+        "gather": made * ring, "scatter": held * ring, "reduce": 2 * held * ring, "exchange": held * ring,
+        "permute": float(held),
+    }[kind]  # fmt: skip
+    return latency + moved
+
+
+@lru_cache(maxsize=100_000)
+def plan(
+    shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int = LATENCY_BYTES
+) -> tuple[Step, ...]:
+    """The cheapest steps from `source` to `target`; either may be padded (uneven), nothing between is.
+
+    The target's partial axes must be among the source's, or be unused by it (a replicated value becomes partial by a
+    mask: kept on one coordinate). `latency` in bytes; 0 where the collectives will share buckets.
+    """
+    source = _normal(source)
+    target = _normal(target)
+    if source == target:
+        return ()
+    steps: list[Step] = []
+    start = source
+    if not all(even(n, axes) for n, axes in zip(shape, source.dims)):  # undo storage padding first
+        dims = tuple(_even_prefix(n, axes) for n, axes in zip(shape, source.dims))
+        parts = tuple(
+            (axis, d, -1)
+            for d, (old, new) in enumerate(zip(source.dims, dims))
+            for axis in split(old, atoms((old, new)))[len(split(new, atoms((old, new)))) :]
+        )
+        start = Layout(dims, source.partial, source.kind)
+        steps.append(Step("gather", parts, source, start))
+    goal = target
+    tail: list[tuple[Axis, int]] = []
+    if not all(even(n, axes) for n, axes in zip(shape, target.dims)):  # pad into storage last
+        dims = tuple(_even_prefix(n, axes) for n, axes in zip(shape, target.dims))
+        for d, (whole, prefix) in enumerate(zip(target.dims, dims)):
+            cuts = atoms((whole, prefix))  # an uneven axis is never cut further: its parts would lie elsewhere
+            tail.extend((axis, d) for axis in split(whole, cuts)[len(split(prefix, cuts)) :])
+        pending = start.partial
+        waiting: list[Axis] = []
+        sliced: set[int] = set()  # dims of which an outer axis is already cut by slicing, after the scatter
+        for a, d in tail:
+            of = [p for p in split(pending, atoms((pending, (a,)))) if p.overlaps(a)]
+            if start.kind == "sum" and d not in sliced and size_of(of) == a.size:
+                waiting.append(a)
+            else:
+                sliced.add(d)
+        goal = Layout(dims, merge(sorted((*target.partial, *waiting))), start.kind)
+    steps.extend(_search(shape, start, goal, itemsize, latency))
+    if tail:
+        here = goal
+        for kind, chosen in (
+            ("scatter", [(a, d) for a, d in tail if a in waiting]),
+            ("slice", [(a, d) for a, d in tail if a not in waiting]),
+        ):
+            if not chosen:
+                continue
+            dims_list = list(here.dims)
+            for axis, d in chosen:
+                dims_list[d] = merge((*dims_list[d], axis))
+            gone = [a for a, _ in chosen]
+            cuts = atoms((here.partial, gone))
+            partial = merge(p for p in split(here.partial, cuts) if not any(p.overlaps(a) for a in gone))
+            after = Layout(tuple(dims_list), partial, here.kind)
+            steps.append(Step(kind, tuple((a, -1, d) for a, d in chosen), here, after))
+            here = after
+    return tuple(_join(steps))
+
+
+def _normal(layout: Layout) -> Layout:
+    return Layout(tuple(merge(d) for d in layout.dims), merge(sorted(layout.partial)), layout.kind)
+
+
+def _even_prefix(size: int, axes: Axes) -> Axes:
+    out: list[Axis] = []
+    for axis in axes:
+        if size % (size_of(out) * axis.size):
+            break
+        out.append(axis)
+    return merge(out)
+
+
+State = tuple[tuple[Axes, ...], Axes]
+Move = tuple[str, tuple[tuple[Axis, int, int], ...], State]
+
+
+def _search(shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int) -> list[Step]:
+    """The cheapest way; where that replicates what need not be, also among ways that exchange axes' places."""
+    cuts = atoms((*source.dims, source.partial, *target.dims, target.partial))
+    bound = max(_held(shape, source.dims, itemsize), _held(shape, target.dims, itemsize))
+    plain = _cheapest(shape, source, target, itemsize, latency, cuts, bound, False)
+    assert plain is not None, f"no way from {source.show()} to {target.show()} for shape {list(shape)}"
+    sent = [s for s in _join(plain[1]) if s.kind not in ("slice", "mask")]
+    swells = any(_held(shape, s.after.dims, itemsize) > bound for s in sent)
+    if len(sent) < 2 and not swells:
+        return plain[1]
+    ways = [plain]
+    for order in (1, -1):
+        fine = {name: _primes(points, order) for name, points in cuts.items()}
+        found = _cheapest(shape, source, target, itemsize, latency, fine, bound, True)
+        if found is not None:
+            ways.append(found)
+    return min(ways, key=lambda way: way[0])[1]
+
+
+def _held(shape: tuple[int, ...], dims: tuple[Axes, ...], itemsize: int) -> int:
+    return math.prod(local_shape(shape, Layout(dims))) * itemsize
+
+
+def _primes(points: Sequence[int], order: int) -> list[int]:
+    """Cut points refined to prime parts: any two axes then have parts that can change places."""
+    out = list(points[:1])
+    for a, b in itertools.pairwise(points):
+        rest, factors = b // a, []
+        for p in range(2, rest + 1):
+            while rest % p == 0:
+                factors.append(p)
+                rest //= p
+        for p in sorted(factors)[::order]:
+            out.append(out[-1] * p)
+    return out
+
+
+TRIES = 2000
+"""Layouts looked at in a search among ways that exchange axes' places."""
+
+
+def _cheapest(
+    shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int,
+    cuts: Mapping[str, Sequence[int]], bound: int, swaps: bool,
+) -> tuple[float, list[Step]] | None:  # fmt: skip
+    """Dijkstra over (layout, last kind of move); with its price, in which memory beyond `bound` counts."""
+    start: State = (tuple(split(d, cuts) for d in source.dims), split(source.partial, cuts))
+    goal: State = (tuple(split(d, cuts) for d in target.dims), split(target.partial, cuts))
+    if start == goal:
+        return 0.0, []
+    kind = source.kind
+    wanted = {a for d in goal[0] for a in d}
+    first = (start, "")
+    best: dict[tuple[State, str], float] = {first: 0.0}
+    came: dict[tuple[State, str], tuple[tuple[State, str], Move]] = {}
+    counter = itertools.count()
+    heap = [(0.0, next(counter), first)]
+    end = None
+    for tries in itertools.count():
+        if not heap or (swaps and tries > TRIES):
+            return None
+        spent, _, here = heapq.heappop(heap)
+        state, last = here
+        if state == goal:
+            end = here
+            break
+        if spent > best.get(here, math.inf):
+            continue
+        before = Layout(state[0], state[1])
+        for move in _moves(shape, state, goal, wanted, kind, swaps):
+            what, parts, after = move
+            price = _price(what, [a for a, _, _ in parts], before, Layout(*after), shape, itemsize, latency)
+            if last == what and what == "permute":
+                price = 0.001  # two permutes are one
+            elif last == what and what not in ("slice", "mask") and _joinable_parts(what, came[here][1][1], parts):
+                price -= latency * 0.999
+            over = _held(shape, after[0], itemsize) - bound
+            if over > 0 and swaps:
+                continue
+            if over > 0 and what == "gather":
+                price += SWELLING * over + latency
+            there = (after, what)
+            if spent + price < best.get(there, math.inf):
+                best[there] = spent + price
+                came[there] = (here, move)
+                heapq.heappush(heap, (spent + price, next(counter), there))
+    assert end is not None
+    path: list[Step] = []
+    at = end
+    while at != first:
+        previous, (what, parts, _) = came[at]
+        path.append(Step(what, parts, _layout(previous[0], kind), _layout(at[0], kind)))
+        at = previous
+    return best[end], path[::-1]
+
+
+SWELLING = 2.0
+"""Weight of a byte held beyond what source and target hold, against a byte sent."""
+
+
+def _layout(state: State, kind: str) -> Layout:
+    return Layout(tuple(merge(d) for d in state[0]), merge(state[1]), kind)
+
+
+def _moves(
+    shape: tuple[int, ...], state: State, goal: State, wanted: set[Axis], kind: str, swaps: bool
+) -> Iterator[Move]:
+    dims, partial = state
+    used = {a for d in dims for a in d} | set(partial)
+
+    def put(d: int, axes: Axes, rest: tuple[Axes, ...] = dims) -> tuple[Axes, ...]:
+        return (*rest[:d], axes, *rest[d + 1 :])
+
+    def fits(d: int, axes: Axes) -> bool:
+        return even(shape[d], axes)
+
+    for d, axes in enumerate(dims):
+        if not axes:
+            continue
+        last = axes[-1]
+        shorter = put(d, axes[:-1])
+        if axes != goal[0][d][: len(axes)]:
+            yield "gather", ((last, d, -1),), (shorter, partial)
+        for n in range(1, len(axes) + 1):  # the innermost n axes, together, so that their order stays
+            block = axes[-n:]
+            if block[0] not in wanted:
+                break
+            for e in range(len(dims)):
+                if e != d and fits(e, (*dims[e], *block)):
+                    after = put(e, (*dims[e], *block), put(d, axes[:-n]))
+                    yield "exchange", tuple((a, d, e) for a in block), (after, partial)
+    for axis in wanted - used:
+        for e in range(len(dims)):
+            if fits(e, (*dims[e], axis)):
+                yield "slice", ((axis, -1, e),), (put(e, (*dims[e], axis)), partial)
+    for i, axis in enumerate(partial):
+        rest = (*partial[:i], *partial[i + 1 :])
+        if axis in goal[1]:
+            continue
+        yield "reduce", ((axis, -1, -1),), (dims, rest)
+        for e in range(len(dims)):
+            if kind == "sum" and axis in wanted and fits(e, (*dims[e], axis)):
+                yield "scatter", ((axis, -1, e),), (put(e, (*dims[e], axis)), rest)
+    for axis in goal[1]:
+        if axis not in used:
+            yield "mask", ((axis, -1, -1),), (dims, tuple(sorted((*partial, axis))))
+    if swaps:
+        yield from _swaps(dims, partial, wanted - used)
+    elif partial == goal[1] and dims != goal[0]:
+        parts = _permutation(dims, goal[0])
+        if parts is not None:
+            yield "permute", parts, goal
+
+
+def _swaps(dims: tuple[Axes, ...], partial: Axes, unused: set[Axis]) -> Iterator[Move]:
+    """Two axes of one size that change places, or one that takes the place of another."""
+    places = [(d, i, axis) for d, axes in enumerate(dims) for i, axis in enumerate(axes)]
+
+    def put(rows: list[list[Axis]], moved: tuple[Axis, Axis]) -> Move:
+        parts = tuple((a, -1, -1) for a in sorted(moved))
+        return "permute", parts, (tuple(tuple(row) for row in rows), partial)
+
+    for n, (d, i, a) in enumerate(places):
+        for e, k, b in places[n + 1 :]:
+            if a.size == b.size:
+                rows = [list(axes) for axes in dims]
+                rows[d][i], rows[e][k] = b, a
+                yield put(rows, (a, b))
+        for b in sorted(unused):
+            if a.size == b.size:
+                rows = [list(axes) for axes in dims]
+                rows[d][i] = b
+                yield put(rows, (a, b))
+
+
+def _permutation(source: tuple[Axes, ...], target: tuple[Axes, ...]) -> tuple[tuple[Axis, int, int], ...] | None:
+    """Axes that change places, where every dim keeps its number of parts, position by position."""
+    if any([a.size for a in s] != [a.size for a in t] for s, t in zip(source, target)):
+        return None
+    changed = {a for s, t in zip(source, target) for p, q in zip(s, t) if p != q for a in (p, q)}
+    return tuple((a, -1, -1) for a in sorted(changed))
+
+
+def _join(steps: list[Step]) -> Iterator[Step]:
+    """Neighbouring moves of one kind, over different axes, as one."""
+    held: Step | None = None
+    for step in steps:
+        if held is not None and held.kind == step.kind == "permute":
+            moved = sorted({a for a, _, _ in (*held.parts, *step.parts)})
+            held = Step("permute", tuple((a, -1, -1) for a in moved), held.before, step.after)
+            continue
+        if held is not None and held.kind == step.kind and _joinable_parts(held.kind, held.parts, step.parts):
+            held = Step(held.kind, (*held.parts, *step.parts), held.before, step.after)
+            continue
+        if held is not None:
+            yield held
+        held = step
+    if held is not None:
+        yield held
+
+
+Parts = tuple[tuple[Axis, int, int], ...]
+
+
+def _joinable_parts(kind: str, a: Parts, b: Parts) -> bool:
+    if {x for x, _, _ in a} & {x for x, _, _ in b}:
+        return False
+    if kind == "exchange":  # a dim both given to and taken from cannot be done at once
+        given = {to for _, _, to in (*a, *b)}
+        taken = {source for _, source, _ in (*a, *b)}
+        return not given & taken
+    return True
+
+
+def common(a: Layout, b: Layout) -> Layout:
+    """The layout of the axes on which both agree."""
+    return Layout(tuple(common_prefix(x, y) for x, y in zip(a.dims, b.dims)))

@@ -1,0 +1,1 @@
+"""Rules: one per op, as a table of factors."""

@@ -1,0 +1,71 @@
+"""Causal attention as one op, forward and backward, with grouped queries."""
+
+from __future__ import annotations
+
+from tpshard.parallelism.graph import Op
+from tpshard.parallelism.rules.rule import Factors, Kind, Rule
+
+
+def attention(op: Op) -> Rule:
+    """`q[b s (kv g) d], k[b t kv d], v[b t kv d], documents[b s] -> out[b s (kv g) d], lse[b (kv g) s]`.
+
+    Query heads are kv x g, so that more devices than KV heads shard g and replicate the KV heads.
+    """
+    q, k = op.operands[:2]
+    factors = Factors()
+    b = factors.new(q.shape[0])
+    s = factors.new(q.shape[1], Kind.WHOLE)
+    t = s if k.shape[1] == q.shape[1] else factors.new(k.shape[1], Kind.WHOLE)
+    kv = factors.new(k.shape[2])
+    g = factors.new(q.shape[2] // k.shape[2])
+    d = factors.new(q.shape[3], Kind.WHOLE)
+    dv = d if op.operands[2].shape[3] == q.shape[3] else factors.new(op.operands[2].shape[3], Kind.WHOLE)
+    queries = ((b,), (s,), (kv, g), (d,))
+    keys, values = ((b,), (t,), (kv,), (d,)), ((b,), (t,), (kv,), (dv,))
+    documents = [((b,), (s,))] * (len(op.operands) - 3)
+    flops = 4 * q.numel * k.shape[1] // 2  # causal: half of the products count
+    return factors.rule(
+        [queries, keys, values, *documents], [((b,), (s,), (kv, g), (dv,)), ((b,), (kv, g), (s,))],
+        flops=flops, work=(b, kv, g), saved=True,
+    )  # fmt: skip
+
+
+def attention_backward(op: Op) -> Rule:
+    """`dout, q, k, v, out, lse, documents -> dq, dk, dv`: dk and dv are summed over the queries of a group."""
+    _, q, k = op.operands[:3]
+    factors = Factors()
+    b = factors.new(q.shape[0])
+    s = factors.new(q.shape[1], Kind.WHOLE)
+    kv = factors.new(k.shape[2])
+    g = factors.new(q.shape[2] // k.shape[2], Kind.REDUCE)
+    d = factors.new(q.shape[3], Kind.WHOLE)
+    queries = ((b,), (s,), (kv, g), (d,))
+    keys = ((b,), (s,), (kv,), (d,))
+    lse = ((b,), (kv, g), (s,))
+    documents = [((b,), (s,))] * (len(op.operands) - 6)
+    flops = 10 * q.numel * k.shape[1] // 2
+    return factors.rule(
+        [queries, queries, keys, keys, queries, lse, *documents], [queries, keys, keys],
+        flops=flops, work=(b, kv, g),
+    )  # fmt: skip
+
+
+def batch_and_heads(op: Op) -> Rule:
+    """Ops that treat every slice of the first two dims alike (torch's own attention, pooling): the rest is whole."""
+    lead = op.operands[0].shape[:2]
+    factors = Factors()
+    first = [(factors.new(n),) if n != 1 else () for n in lead]
+
+    def of(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        shared = len(shape) > 2 and shape[:2] == lead
+        whole = [(factors.new(n, Kind.WHOLE),) if n != 1 else () for n in shape]
+        return (*first, *whole[2:]) if shared else tuple(whole)
+
+    flops = 0
+    if "attention" in str(op.target):
+        q = op.operands[0]
+        flops = (10 if "backward" in str(op.target) else 4) * q.numel * op.operands[1].shape[2]
+    return factors.rule(
+        [of(v.shape) for v in op.operands], [of(v.shape) for v in op.results], flops=flops,
+        work=tuple(f for dim in first for f in dim), saved="attention" in str(op.target),
+    )  # fmt: skip

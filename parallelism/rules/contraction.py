@@ -1,0 +1,90 @@
+"""Products: contractions over any number of dims, and convolution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tpshard.parallelism.graph import Op
+from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule, product
+
+aten = torch.ops.aten
+
+
+def contract_rule(op: Op) -> Rule:
+    """`bsk,nk->bsn`: letters are factors, those not in the result are summed."""
+    inputs, out = op.args[2].split("->")
+    left, right = inputs.split(",")
+    a, b = op.operands
+    size = dict(zip(left + right, a.shape + b.shape))
+    factors = Factors()
+    letters = {c: factors.new(n, Kind.PASS if c in out else Kind.REDUCE) for c, n in size.items()}
+    return factors.rule(
+        [tuple((letters[c],) for c in left), tuple((letters[c],) for c in right)],
+        [tuple((letters[c],) for c in out)],
+        flops=2 * product(list(size.values())),
+        work=tuple(letters.values()),
+        local=local_contract,
+        saved=True,
+    )
+
+
+def local_contract(local: LocalOp) -> Any:
+    """Lowers an equation to views and one mm (or bmm): what a product costs least as."""
+    inputs, out = local.op.args[2].split("->")
+    left, right = inputs.split(",")
+    batch = [c for c in out if c in left and c in right]
+    rows = [c for c in out if c in left and c not in right]
+    columns = [c for c in out if c in right and c not in left]
+    summed = [c for c in left if c not in out]
+    size = dict(zip(left + right, local.operand_shape(0) + local.operand_shape(1)))
+    groups = {name: product([size[c] for c in letters]) for name, letters in
+              (("B", batch), ("M", rows), ("N", columns), ("K", summed))}
+
+    def arrange(index: int, have: str, first: list[str], second: list[str]) -> Any:
+        node = local.inputs[index]
+        want = batch + first + second
+        order = [have.index(c) for c in want]
+        shape = tuple(size[c] for c in want)
+        if order != sorted(order):
+            node = local.emit(aten.permute.default, node, order, shape=shape)
+        flat: tuple[int, ...] = (product([size[c] for c in first]), product([size[c] for c in second]))
+        flat = (groups["B"], *flat) if batch else flat
+        return node if shape == flat else local.emit(aten.reshape.default, node, list(flat), shape=flat)
+
+    x = arrange(0, left, rows, summed)
+    y = arrange(1, right, summed, columns)
+    flat = (groups["B"], groups["M"], groups["N"]) if batch else (groups["M"], groups["N"])
+    node = local.emit(aten.bmm.default if batch else aten.mm.default, x, y, shape=flat, work=True)
+    made = batch + rows + columns
+    shape = tuple(size[c] for c in made)
+    if shape != flat:
+        node = local.emit(aten.reshape.default, node, list(shape), shape=shape)
+    order = [made.index(c) for c in out]
+    if order != sorted(order):
+        node = local.emit(aten.permute.default, node, order, shape=tuple(size[c] for c in out))
+    return node
+
+
+def convolution(op: Op) -> Rule:
+    """Batch and output channels pass, input channels are summed; windows need the whole spatial dims."""
+    x, weight = op.operands[:2]
+    out = op.results[0]
+    groups, transposed = op.args[8], op.args[6]
+    factors = Factors()
+    batch = factors.new(x.shape[0])
+    channels_whole = groups != 1 or transposed
+    c_out = factors.new(out.shape[1], Kind.WHOLE if channels_whole else Kind.PASS)
+    c_in = factors.new(x.shape[1], Kind.WHOLE if channels_whole else Kind.REDUCE)
+    spatial_in = factors.dims(x.shape[2:], Kind.WHOLE)
+    spatial_out = factors.dims(out.shape[2:], Kind.WHOLE)
+    window = factors.dims(weight.shape[2:], Kind.WHOLE)
+    kernel = factors.dims(weight.shape[:2], Kind.WHOLE) if channels_whole else ((c_out,), (c_in,))
+    operands = [((batch,), (c_in,), *spatial_in), (*kernel, *window)]
+    if len(op.operands) > 2:  # a bias would be added once per device of a sharded sum: keep that sum whole
+        factors.kinds[c_in] = Kind.WHOLE
+        operands.append(((c_out,),))
+    flops = 2 * out.numel * product(weight.shape[1:])
+    return factors.rule(
+        operands, [((batch,), (c_out,), *spatial_out)], flops=flops, work=(batch, c_out, c_in), saved=True
+    )

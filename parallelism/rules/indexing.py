@@ -1,0 +1,239 @@
+"""Look-ups and updates by index: each device masks the indices that it does not own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tpshard.parallelism.graph import Op, Ref
+from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
+from tpshard.parallelism.rules.shape import mismatch
+
+aten = torch.ops.aten
+
+
+def owned(at: LocalOp, index: Any, factor: int, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Indices relative to this device's part, foreign ones set to 0, and the mask of the foreign ones."""
+    shifted = at.emit(aten.sub.Tensor, index, at.offset(factor), shape=shape, dtype=torch.int64)
+    below = at.emit(aten.lt.Scalar, shifted, 0, shape=shape, dtype=torch.bool)
+    above = at.emit(aten.ge.Scalar, shifted, at.size(factor), shape=shape, dtype=torch.bool)
+    foreign = at.emit(aten.logical_or.default, below, above, shape=shape, dtype=torch.bool)
+    return at.emit(aten.masked_fill.Scalar, shifted, foreign, 0, shape=shape, dtype=torch.int64), foreign
+
+
+def _unsqueezed(at: LocalOp, mask: Any, shape: tuple[int, ...], dim: int) -> tuple[Any, tuple[int, ...]]:
+    grown = (*shape[:dim], 1, *shape[dim:])
+    return at.emit(aten.unsqueeze.default, mask, dim, shape=grown, dtype=torch.bool), grown
+
+
+def embedding(op: Op) -> Rule:
+    """`vd,...->...d`: v is summed (masked): offset, mask, look-up, and a partial sum."""
+    table, index = op.operands
+    factors = Factors()
+    v = factors.new(table.shape[0], Kind.REDUCE)
+    d = factors.dims(table.shape[1:])
+    rows = factors.dims(index.shape)
+
+    def local(at: LocalOp) -> Any:
+        if not at.axes(v):
+            return at.with_args(Ref(0), Ref(1))
+        shape = at.operand_shape(1)
+        mine, foreign = owned(at, at.inputs[1], v, shape)
+        found = at.emit(aten.embedding.default, at.inputs[0], mine, shape=at.shape())
+        mask, _ = _unsqueezed(at, foreign, shape, len(shape))
+        return at.emit(aten.masked_fill.Scalar, found, mask, 0, shape=at.shape())
+
+    return factors.rule([((v,), *d), rows], [(*rows, *d)], local=local, work=(), flops=0)
+
+
+def embedding_backward(op: Op) -> Rule:
+    """Rows are summed into the table's gradient; a device of a sharded vocabulary adds only its own rows."""
+    grad, index = op.operands
+    out = op.results[0]
+    factors = Factors()
+    rows = factors.dims(index.shape)
+    for dim in rows:
+        for f in dim:
+            factors.kinds[f] = Kind.REDUCE
+    v = factors.new(out.shape[0])
+    d = factors.dims(out.shape[1:])
+
+    def local(at: LocalOp) -> Any:
+        padding, scale = op.args[3], op.args[4]
+        if not at.axes(v):
+            return at.with_args(Ref(0), Ref(1), at.size(v), padding, scale)
+        shape = at.operand_shape(1)
+        mine, foreign = owned(at, at.inputs[1], v, shape)
+        mask, _ = _unsqueezed(at, foreign, shape, len(shape))
+        kept = at.emit(aten.masked_fill.Scalar, at.inputs[0], mask, 0, shape=at.operand_shape(0))
+        return at.emit(op.target, kept, mine, at.size(v), -1, scale, shape=at.shape())
+
+    return factors.rule([(*rows, *d), rows], [((v,), *d)], local=local, additive=(0,), flops=grad.numel)
+
+
+def index_select(op: Op) -> Rule:
+    """x.index_select(dim, index): like an embedding along any dim."""
+    x, index = op.operands
+    dim = op.args[1] % max(x.rank, 1)
+    factors = Factors()
+    v = factors.new(x.shape[dim], Kind.REDUCE)
+    picked = factors.dims(index.shape)[0] if index.rank else ()
+    rest = {d: ((factors.new(n),) if n != 1 else ()) for d, n in enumerate(x.shape) if d != dim}
+
+    def local(at: LocalOp) -> Any:
+        if not at.axes(v):
+            return at.same()
+        shape = at.operand_shape(1)
+        mine, foreign = owned(at, at.inputs[1], v, shape)
+        found = at.emit(op.target, at.inputs[0], dim, mine, shape=at.shape())
+        view = tuple(shape[0] if d == dim else 1 for d in range(x.rank))
+        mask = at.emit(aten.reshape.default, foreign, list(view), shape=view, dtype=torch.bool)
+        return at.emit(aten.masked_fill.Scalar, found, mask, 0, shape=at.shape())
+
+    source = tuple((v,) if d == dim else rest[d] for d in range(x.rank))
+    out = tuple(picked if d == dim else rest[d] for d in range(x.rank))
+    return factors.rule([source, (picked,) if index.rank else ()], [out], local=local)
+
+
+def gather(op: Op) -> Rule:
+    """x.gather(dim, index): masked where the dim is sharded, as for the target logit of a sharded vocabulary."""
+    x, index = op.operands
+    if x.rank == 0 or index.rank == 0:
+        return mismatch(op, [], additive=())
+    dim = op.args[1] % x.rank
+    factors = Factors()
+    v = factors.new(x.shape[dim], Kind.REDUCE)
+    source: list[Dim] = []
+    picked: list[Dim] = []
+    for d, (n, m) in enumerate(zip(x.shape, index.shape)):
+        if d == dim:
+            source.append((v,))
+            picked.append((factors.new(m),) if m != 1 else ())
+        elif n == m:
+            shared = (factors.new(n),) if n != 1 else ()
+            source.append(shared)
+            picked.append(shared)
+        else:
+            source.append((factors.new(n, Kind.WHOLE),))
+            picked.append((factors.new(m, Kind.WHOLE),) if m != 1 else ())
+
+    def local(at: LocalOp) -> Any:
+        if not at.axes(v):
+            return at.same()
+        mine, foreign = owned(at, at.inputs[1], v, at.operand_shape(1))
+        found = at.emit(op.target, at.inputs[0], dim, mine, shape=at.shape())
+        return at.emit(aten.masked_fill.Scalar, found, foreign, 0, shape=at.shape())
+
+    return factors.rule([tuple(source), tuple(picked)], [tuple(picked)], local=local)
+
+
+def scatter(op: Op) -> Rule:
+    """scatter and scatter_add along a dim: a device of a sharded dim writes only what it owns."""
+    x, index = op.operands[:2]
+    src = op.operands[2] if len(op.operands) > 2 else None
+    if x.rank == 0 or (src is not None and src.shape != index.shape):
+        return mismatch(op, range(x.rank), additive=())
+    dim = op.args[1] % x.rank
+    adds = "scatter_add" in op.target.overloadpacket.__name__
+    factors = Factors()
+    v = factors.new(x.shape[dim])
+    target: list[Dim] = []
+    written: list[Dim] = []
+    for d, (n, m) in enumerate(zip(x.shape, index.shape)):
+        if d == dim:
+            target.append((v,))
+            written.append((factors.new(m, Kind.WHOLE),) if m != 1 else ())
+        elif n == m:
+            shared = (factors.new(n),) if n != 1 else ()
+            target.append(shared)
+            written.append(shared)
+        else:
+            target.append((factors.new(n, Kind.WHOLE),))
+            written.append((factors.new(m, Kind.WHOLE),) if m != 1 else ())
+
+    def local(at: LocalOp) -> Any:
+        if not at.axes(v):
+            return at.same()
+        shape = at.operand_shape(1)
+        mine, foreign = owned(at, at.inputs[1], v, shape)
+        if adds:
+            kept = at.emit(aten.masked_fill.Scalar, at.inputs[2], foreign, 0, shape=at.operand_shape(2))
+            return at.emit(op.target, at.inputs[0], dim, mine, kept, shape=at.shape())
+        # One row more than owned: what belongs to others is written there and cut off.
+        edge = at.emit(aten.masked_fill.Scalar, mine, foreign, at.size(v), shape=shape, dtype=torch.int64)
+        grown = tuple(n + 1 if d == dim else n for d, n in enumerate(at.shape()))
+        widths = [0, 0] * (x.rank - 1 - dim) + [0, 1]
+        padded = at.emit(aten.constant_pad_nd.default, at.inputs[0], widths, 0, shape=grown)
+        value = at.inputs[2] if src is not None else op.args[3]
+        made = at.emit(op.target, padded, dim, edge, value, shape=grown)
+        return at.emit(aten.slice.Tensor, made, dim, 0, at.size(v), shape=at.shape())
+
+    operands = [tuple(target), tuple(written)] + ([tuple(written)] if src is not None else [])
+    return factors.rule(operands, [tuple(target)], local=local, additive=(0, 2) if adds else ())
+
+
+def _indexed(op: Op, factors: Factors, picked_shape: tuple[int, ...]) -> tuple[
+    list[int], tuple[Dim, ...], tuple[Dim, ...], list[tuple[Dim, ...]], tuple[Dim, ...]
+]:
+    """Indexed dims of x, factors of x, of the dims that the indices give, of each index, and of x[indices]."""
+    x, slots = op.operands[0], op.args[1]
+    at_dims = [d for d, s in enumerate(slots) if isinstance(s, Ref)]
+    indices = [op.operands[s.index] for s in slots if isinstance(s, Ref)]
+    if any(i.dtype == torch.bool for i in indices):
+        raise ValueError("indexing by a boolean mask gives a result of unknown size: use torch.where")
+    together = at_dims == list(range(at_dims[0], at_dims[0] + len(at_dims)))
+    dims = tuple((factors.new(n, Kind.WHOLE if d in at_dims else Kind.PASS),) if n != 1 else ()
+                 for d, n in enumerate(x.shape))
+    rank = max(i.rank for i in indices)
+    start = at_dims[0] if together else 0
+    picked = factors.dims(picked_shape)
+    of = [
+        tuple(picked[rank - i.rank + d] if n == picked_shape[rank - i.rank + d] else () for d, n in enumerate(i.shape))
+        for i in indices
+    ]
+    rest = [dims[d] for d in range(x.rank) if d not in at_dims]
+    return at_dims, dims, picked, of, (*rest[:start], *picked, *rest[start:])
+
+
+def _picked_shape(op: Op) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*(op.operands[s.index].shape for s in op.args[1] if isinstance(s, Ref))))
+
+
+def index_rule(op: Op) -> Rule:
+    """x[i, j, ...] with tensors of indices: a single indexed dim is summed (masked), several are whole."""
+    x = op.operands[0]
+    factors = Factors()
+    at_dims, dims, _, of, out = _indexed(op, factors, _picked_shape(op))
+    if len(at_dims) > 1 or not dims[at_dims[0]]:
+        return factors.rule([dims, *of], [out], additive=(0,))
+    dim = at_dims[0]
+    (v,) = dims[dim]
+    factors.kinds[v] = Kind.REDUCE
+
+    def local(at: LocalOp) -> Any:
+        if not at.axes(v):
+            return at.same()
+        shape = at.operand_shape(1)
+        counted = at.emit(aten.remainder.Scalar, at.inputs[1], x.shape[dim], shape=shape, dtype=torch.int64)
+        mine, foreign = owned(at, counted, v, shape)
+        found = at.emit(op.target, at.inputs[0], [None] * dim + [mine], shape=at.shape())
+        view = tuple(shape) + (1,) * (x.rank - 1 - dim)
+        mask = at.emit(aten.reshape.default, foreign, list(view), shape=view, dtype=torch.bool)
+        return at.emit(aten.masked_fill.Scalar, found, mask, 0, shape=at.shape())
+
+    return factors.rule([dims, *of], [out], additive=(0,), local=local)
+
+
+def index_put(op: Op) -> Rule:
+    """x.index_put(indices, values): indexed and written dims are whole, the others pass."""
+    factors = Factors()
+    x, values = op.operands[0], op.operands[op.args[2].index]
+    _, dims, picked, of, out = _indexed(op, factors, _picked_shape(op))
+    for dim in picked:
+        for f in dim:
+            factors.kinds[f] = Kind.WHOLE
+    sizes = [factors.sizes[d[0]] if d else 1 for d in out]
+    lead = len(out) - values.rank
+    written = tuple(out[lead + d] if n == sizes[lead + d] else () for d, n in enumerate(values.shape))
+    assert len(op.operands) == len(of) + 2 and x is op.operands[0]
+    return factors.rule([dims, *of, written], [dims])

@@ -1,0 +1,32 @@
+"""Attention over a paged cache as one op: heads may be spread, rows and blocks not."""
+
+from __future__ import annotations
+
+from tpshard.parallelism.graph import Op
+from tpshard.parallelism.rules.rule import Factors, Kind, Rule
+
+
+def paged_attention(op: Op) -> Rule:
+    """`q[b t (kv g) d], k, v[b t kv d], pools[n s kv d], positions, slots, sequences[b t], tables[m w] -> q`.
+
+    Rows write to the pools, so every device that holds a KV head sees all rows. More devices than KV heads shard g and
+    replicate the KV heads and their pools.
+    """
+    q, k, _, pool = op.operands[:4]
+    factors = Factors()
+
+    def whole(size: int) -> int:
+        return factors.new(size, Kind.WHOLE)
+
+    b, t, d = whole(q.shape[0]), whole(q.shape[1]), whole(q.shape[3])
+    n, s = whole(pool.shape[0]), whole(pool.shape[1])
+    m, w = (whole(size) for size in op.operands[8].shape)
+    kv = factors.new(k.shape[2])
+    g = factors.new(q.shape[2] // k.shape[2])
+    queries, keys, pools = ((b,), (t,), (kv, g), (d,)), ((b,), (t,), (kv,), (d,)), ((n,), (s,), (kv,), (d,))
+    row = ((b,), (t,))
+    flops = 4 * q.numel * op.operands[8].shape[1] * pool.shape[1]
+    return factors.rule(
+        [queries, keys, keys, pools, pools, row, row, row, ((m,), (w,))], [queries],
+        flops=flops, work=(kv, g), saved=True,
+    )  # fmt: skip

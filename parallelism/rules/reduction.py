@@ -1,0 +1,96 @@
+"""Sums, maxima, and ops that need a whole dim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tpshard.parallelism.graph import Op, Ref
+from tpshard.parallelism.mesh import size_of
+from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule
+from tpshard.parallelism.rules.shape import mismatch
+
+aten = torch.ops.aten
+
+
+def _reduced(op: Op, position: int = 1) -> tuple[list[int], bool]:
+    rank = op.operands[0].rank
+    dims = op.args[position] if len(op.args) > position else op.kwargs.get("dim")
+    if isinstance(dims, int):
+        dims = [dims]
+    chosen = [d % rank for d in dims] if dims else list(range(rank))
+    return chosen, op.results[0].rank == rank
+
+
+def reduce(op: Op, reduction: str = "sum", sharded: Kind = Kind.REDUCE, position: int = 1, local: Any = None) -> Rule:
+    """Combines over dims; where one of them is sharded the result is partial."""
+    chosen, keep = _reduced(op, position)
+    factors = Factors()
+    source = op.operands[0].shape
+    dims = [(factors.new(n, sharded if d in chosen else Kind.PASS),) if n != 1 else () for d, n in enumerate(source)]
+    out = tuple(() if d in chosen else dims[d] for d in range(len(dims)) if keep or d not in chosen)
+    operands = [tuple(dims)] + [tuple(() for _ in v.shape) for v in op.operands[1:]]
+    linear = reduction == "sum" and sharded is Kind.REDUCE
+    plain = local is None and sharded is Kind.REDUCE
+
+    def without_padding(at: LocalOp) -> Any:
+        """Cuts the padding off the dims that are reduced, so that it is not counted."""
+        node = at.inputs[0]
+        shape = list(at.operand_shape(0))
+        for d in chosen:
+            for f in dims[d]:
+                if rule.sizes[f] % size_of(at.axes(f)):
+                    kept = at.valid(f)
+                    node = at.emit(aten.narrow.default, node, d, 0, kept, shape=shape, dtype=op.operands[0].dtype)
+        return at.same() if node is at.inputs[0] else at.emit(
+            op.target, node, *op.args[1:], shape=at.shape(), **op.kwargs
+        )
+
+    rule = factors.rule(
+        operands, [out] * len(op.results), reduction=reduction, additive=(0,) if linear else (),
+        flops=op.operands[0].numel, local=without_padding if plain else local, work=tuple(range(len(factors.sizes))),
+        padded=plain and reduction == "sum",
+    )  # fmt: skip
+    return rule
+
+
+def mean(op: Op) -> Rule:
+    """A mean over a sharded dim is the sum of the parts' sums over the whole length."""
+    chosen, _ = _reduced(op)
+    count = 1
+    for d in chosen:
+        count *= op.operands[0].shape[d]
+
+    def local(at: LocalOp) -> Any:
+        sharded = any(at.axes(f) for f, kind in enumerate(rule.kinds) if kind is Kind.REDUCE)
+        if not sharded:
+            return at.same()
+        keep = op.results[0].rank == op.operands[0].rank
+        total = at.emit(aten.sum.dim_IntList, at.inputs[0], chosen, keep, shape=at.shape(), **op.kwargs)
+        return at.emit(aten.div.Scalar, total, float(count), shape=at.shape())
+
+    rule = reduce(op, local=local)
+    return rule
+
+
+def whole_reduction(op: Op) -> Rule:
+    """argmax, prod, any: computed on the whole dim."""
+    return reduce(op, sharded=Kind.WHOLE)
+
+
+def along(op: Op, position: int = 1, default: int = -1) -> Rule:
+    """cumsum, sort, topk: the dim is whole, all others pass."""
+    dim = op.args[position] if len(op.args) > position else op.kwargs.get("dim", default)
+    rank = op.operands[0].rank
+    if rank == 0:
+        return mismatch(op, [], additive=())
+    linear = op.target is aten.cumsum.default
+    return mismatch(op, [dim], additive=(0,) if linear else ())
+
+
+def sums(dims: Sequence[int]) -> str:
+    return ", ".join(map(str, dims))
+
+
+__all__ = ["Ref", "along", "mean", "reduce", "whole_reduction"]

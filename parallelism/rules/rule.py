@@ -1,0 +1,138 @@
+"""What a rule is: an op described like an einsum, by factors.
+
+Three readers: propagation projects shardings onto factors and back, the partitioner picks one sharding of the factors
+and computes locally, the cost model reads FLOPs and bytes off the same factors. (Shardy: `sdy.op_sharding_rule`.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+from tpshard.parallelism.graph import Op, Value
+from tpshard.parallelism.mesh import Axes
+
+Dim = tuple[int, ...]
+"""The factors that one dim is made of, major to minor."""
+
+
+class Kind(Enum):
+    PASS = "pass"
+    """Sharding it shards the work, nothing else."""
+    REDUCE = "reduce"
+    """Summed over: results without it are partial where it is sharded."""
+    WHOLE = "whole"
+    """The computation needs the whole dim (sort, cumulative sum)."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Factors of every operand and result dim of one op."""
+
+    operands: tuple[tuple[Dim, ...], ...]
+    results: tuple[tuple[Dim, ...], ...]
+    sizes: tuple[int, ...]
+    kinds: tuple[Kind, ...]
+    reduction: str = "sum"
+    """How partial results combine: sum, max or min."""
+    additive: tuple[int, ...] = ()
+    """Operands in which the op is jointly linear: where all of them are partial sums, so is the result."""
+    flops: int = 0
+    """Of the whole op; a device does its share, by the factors in `work`."""
+    work: tuple[int, ...] = ()
+    """The factors that make up the work; sharding one of them divides it."""
+    local: Callable[[LocalOp], Any] | None = None
+    """Emits the op on one device's parts; None: the same op with the operands replaced."""
+    known: bool = True
+    """False for the rule of an op without one: everything whole."""
+    priority: int = 2
+    """0: pass-through ops (pointwise, views), propagated first; 2: the rest."""
+    saved: bool = False
+    """Worth keeping under selective recomputation (matmul, attention)."""
+    view: bool = False
+    """Moves no data and computes nothing."""
+    padded: bool = False
+    """Right on dims that are cut unevenly, whose last part is padded with anything."""
+
+    @property
+    def tensors(self) -> tuple[tuple[Dim, ...], ...]:
+        return self.operands + self.results
+
+
+class LocalOp(Protocol):
+    """What a rule's `local` sees: one op, on one device, with the factors' axes chosen."""
+
+    op: Op
+    inputs: list[Any]
+    """Nodes of the operands' local parts."""
+
+    def emit(self, target: Any, *args: Any, shape: Sequence[int], dtype: Any = None, **kwargs: Any) -> Any:
+        """Adds a node; `shape` is its local shape."""
+
+    def axes(self, factor: int) -> Axes:
+        """The axes that shard a factor."""
+
+    def size(self, factor: int) -> int:
+        """A factor's local size."""
+
+    def shape(self, result: int = 0) -> tuple[int, ...]:
+        """Local shape of a result."""
+
+    def operand_shape(self, operand: int) -> tuple[int, ...]: ...
+
+    def offset(self, factor: int) -> Any:
+        """Node (or 0) of this device's first global index along a factor."""
+
+    def valid(self, factor: int) -> Any:
+        """Node of how many indices of this device's part of a factor are not padding."""
+
+    def same(self, **kwargs: Any) -> Any:
+        """The same op on the local parts, with its keyword arguments updated."""
+
+    def with_args(self, *args: Any, **kwargs: Any) -> Any:
+        """The same op with other arguments; a `Ref` in them stands for an operand."""
+
+
+@dataclass
+class Factors:
+    """Collects factors while a rule is built."""
+
+    sizes: list[int] = field(default_factory=list)
+    kinds: list[Kind] = field(default_factory=list)
+
+    def new(self, size: int, kind: Kind = Kind.PASS) -> int:
+        self.sizes.append(size)
+        self.kinds.append(kind)
+        return len(self.sizes) - 1
+
+    def dims(self, shape: Sequence[int], kind: Kind = Kind.PASS) -> tuple[Dim, ...]:
+        """A factor of its own for each dim; none for dims of size 1."""
+        return tuple((self.new(n, kind),) if n != 1 else () for n in shape)
+
+    def rule(self, operands: Sequence[tuple[Dim, ...]], results: Sequence[tuple[Dim, ...]], **rest: Any) -> Rule:
+        if "work" not in rest:
+            rest["work"] = tuple(sorted({f for dims in results for dim in dims for f in dim} | {
+                f for dims in operands for dim in dims for f in dim if self.kinds[f] is Kind.REDUCE
+            }))
+        if "flops" not in rest:
+            rest["flops"] = 0
+        return Rule(tuple(operands), tuple(results), tuple(self.sizes), tuple(self.kinds), **rest)
+
+
+def tensor_shapes(values: Sequence[Value]) -> list[tuple[int, ...]]:
+    return [value.shape for value in values]
+
+
+def whole(op: Op) -> Rule:
+    """Every dim whole: right for any op, sharded for none."""
+    factors = Factors()
+    operands = [factors.dims(v.shape, Kind.WHOLE) for v in op.operands]
+    results = [factors.dims(v.shape, Kind.WHOLE) for v in op.results]
+    return factors.rule(operands, results, known=False)
+
+
+def product(sizes: Sequence[int]) -> int:
+    return math.prod(sizes)

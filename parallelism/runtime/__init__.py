@@ -1,0 +1,1 @@
+"""Processes, process groups and the execution of a Program."""

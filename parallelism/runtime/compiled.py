@@ -1,0 +1,52 @@
+"""`compile: inductor`: one rank's graph through torch's compiler, in the order that the schedule gave it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+Run = Callable[..., list[Tensor]]
+
+KEEP_ORDER: dict[str, Any] = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": False,
+    "allow_buffer_reuse": False,
+}
+"""What would undo prefetching: inductor moves a gather to its use, and lets buffers of running collectives go."""
+
+
+def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Run:
+    """Compiles a localized graph for tensors like `inputs`; the result takes and returns flat lists.
+
+    The graph is traced again, into the decompositions that inductor's lowerings expect. Raises RuntimeError with
+    inductor's own words where it cannot compile (no C++ compiler, for one).
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs]
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        return list(module(*tensors))
+
+    with torch.no_grad():
+        traced = make_fx(flat, decomposition_table=select_decomp_table(), tracing_mode="fake",
+                         _allow_non_fake_inputs=True)(*fakes)  # fmt: skip
+    output = next(node for node in reversed(traced.graph.nodes) if node.op == "output")
+    output.args = (tuple(output.args[0]),)
+    traced.recompile()
+    with config.patch(KEEP_ORDER), torch._guards.tracing(torch._guards.TracingContext(mode)):
+        run = compile_fx_inner(traced, fakes)
+
+    def call(*tensors: Tensor) -> list[Tensor]:
+        return list(run(list(tensors)))
+
+    return call

@@ -1,0 +1,291 @@
+"""`Context`: one worker of a run. Rank, device, process groups, and what all ranks have to agree on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.runtime import report
+from tpshard.parallelism.runtime.groups import Groups
+from tpshard.parallelism.runtime.place import Place
+from tpshard.parallelism.runtime.report import WorkerFault
+from tpshard.parallelism.runtime.stop import StopRequest, exit_code
+from tpshard.parallelism.runtime.watchdog import Doing, Watchdog
+
+MACHINE, WORKER_LOST = 5, 9
+
+
+@dataclass
+class Context:
+    """One worker among `world`, connected to the others.
+
+    Collectives of a program run on `groups`; decisions of the loop (`any`, `stop`, `agree`) run on the CPU over the
+    default group, whatever the device.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    device: torch.device
+    backend: str
+    """gloo on CPU; cpu:gloo,cuda:nccl on CUDA."""
+    store: dist.Store
+    groups: Groups
+    watchdog: Watchdog
+    stopping: StopRequest = field(default_factory=StopRequest)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.groups.mesh
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0 writes what is written once."""
+        return self.rank == 0
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to stop; `stop` is what all ranks agree on."""
+        return self.stopping.signal is not None
+
+    def largest(self, number: int) -> int:
+        """The largest of all ranks' numbers. Collective."""
+        if self.world == 1:
+            return number
+        shared = torch.tensor(number)
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        return int(shared)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank. Collective."""
+        return self.largest(int(flag)) > 0
+
+    def stop(self) -> int:
+        """Exit code (75, or 130 for Ctrl-C) once any rank was asked to stop, else 0; the same on all. Collective."""
+        return exit_code(self.largest(self.stopping.urgency))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value (plain data), by rank. Collective."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def from_main(self, value: Any) -> Any:
+        """Rank 0's value (plain data) on every rank. Collective."""
+        if self.world == 1:
+            return value
+        shared = [value]
+        dist.broadcast_object_list(shared, src=0)
+        return shared[0]
+
+    def barrier(self) -> None:
+        """Returns when every rank got here; over the CPU, so that it works while a device is out of memory."""
+        self.largest(0)
+
+    def agree(self, values: Mapping[str, str]) -> None:
+        """Checks before the first step that all ranks run the same thing. Collective.
+
+        `values` maps what is compared (recipe, program, torch) to its hash or version. WorkerFault (exit 5), the same
+        on every rank, names what differs and the ranks that differ from the majority.
+        """
+        everyone = self.gather((dict(values), socket.gethostname()))
+        if text := disagreement([one for one, _ in everyone], [host for _, host in everyone]):
+            raise WorkerFault(
+                text,
+                exit=MACHINE,
+                why="ranks that run different programs wait for each other for ever",
+                fix="install the same versions everywhere, and start every worker with the same recipe",
+            )
+
+    def close(self) -> None:
+        """Leaves the run in good order. Call it on all ranks, after the last collective."""
+        self.watchdog.close()
+        self.stopping.close()
+        self.groups.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def disagreement(values: list[Mapping[str, str]], hosts: list[str]) -> str:
+    """What differs between ranks, in a sentence; empty when nothing does."""
+    for key in values[0]:
+        seen = [one.get(key, "missing") for one in values]
+        usual = max(Counter(seen).items(), key=lambda item: (item[1], item[0] == seen[0]))[0]
+        odd = [rank for rank, value in enumerate(seen) if value != usual]
+        if odd:
+            names = ", ".join(f"rank {r} on {hosts[r]} has {seen[r][:16]}" for r in odd[:4])
+            more = f" (and {len(odd) - 4} more)" if len(odd) > 4 else ""
+            return f"the ranks do not agree on the {key}: {names}{more}, the others {usual[:16]}"
+    return ""
+
+
+@contextlib.contextmanager
+def connect(
+    place: Place,
+    mesh: Mesh,
+    *,
+    device: str = "cpu",
+    start_s: float = 600,
+    step_s: float = 600,
+    watch: bool = True,
+) -> Iterator[Context]:
+    """Joins the other workers and yields the Context; leaves them when the block ends without an error.
+
+    `device` is cpu or cuda. Collectives may take `step_s` (and the first ones `start_s`, which has to cover
+    compilation); the watchdog speaks up before they time out. WorkerFault (exit 5) where the mesh, the number of
+    workers or the device do not fit; (exit 9) where the others do not come within `start_s`.
+    """
+    if mesh.ranks != place.world:
+        raise WorkerFault(
+            f"the mesh {mesh.axes} has {mesh.ranks} devices, but {place.world} workers were started",
+            exit=MACHINE,
+            fix=f"start {mesh.ranks} workers, or use a mesh of {place.world} devices",
+        )
+    chosen = _device(device, place)
+    stopping = StopRequest()
+    if watch:
+        stopping.listen()
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    _choose_interface(place)
+    store = _store(place, start_s)
+    # The watchdog names the collective that hangs; the backend's own timeout, which does not, comes later.
+    limit = timedelta(seconds=max(start_s, step_s) + 60)
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.world, timeout=limit,
+            device_id=chosen if chosen.type == "cuda" else None,
+        )  # fmt: skip
+    except (RuntimeError, dist.DistError) as error:
+        raise WorkerFault(
+            f"rank {place.rank} could not join the {place.world} workers within {start_s:g} s: {error}",
+            exit=WORKER_LOST,
+            fix="see whether all workers were started, and whether they can reach each other",
+        ) from error
+    watchdog = Watchdog(place.rank, start_s)
+    groups = Groups(mesh, backend="nccl" if chosen.type == "cuda" else None)
+    context = Context(
+        place.rank, place.world, place.local_rank, chosen, backend, store, groups, watchdog, stopping
+    )  # fmt: skip
+    report.send("ready")
+    if watch:
+        watchdog.start()
+    yield context
+    # Only on the good path: after an error the others are gone or stuck, and leaving politely would wait for them.
+    watchdog.doing = Doing("leaving the run")
+    context.close()
+
+
+def _device(kind: str, place: Place) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count <= place.local_rank:
+        raise WorkerFault(
+            f"worker {place.local_rank} of this host needs a CUDA device of its own, but "
+            f"{'no CUDA device is' if count == 0 else f'only {count} are'} visible",
+            exit=MACHINE,
+            fix="check `tpshard doctor`; or choose `cluster.device: cpu`",
+        )
+    device = torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _store(place: Place, start_s: float) -> dist.Store:
+    kind, _, where = place.rendezvous.partition(":")
+    patience = timedelta(seconds=start_s)
+    if kind == "file":
+        store: dist.Store = dist.FileStore(where, place.world)
+        store.set_timeout(patience)
+        return store
+    if kind == "env":
+        return next(iter(dist.rendezvous("env://", rank=place.rank, world_size=place.world, timeout=patience)))[0]
+    host, _, port = where.rpartition(":")
+    return _tcp_store(host.strip("[]"), int(port), place, start_s)
+
+
+def _tcp_store(host: str, port: int, place: Place, start_s: float) -> dist.Store:
+    """Rank 0 listens on the rendezvous address alone (a TCPStore would listen on all); the others retry until then."""
+    patience = timedelta(seconds=start_s)
+    if place.rank == 0:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise WorkerFault(
+                f"rank 0 cannot listen on {host}:{port}: {error.strerror}",
+                exit=MACHINE,
+                fix="give --rendezvous an address of the first host and a free port",
+            ) from error
+        listener.listen(1024)
+        # The store owns the descriptor from here on.
+        return dist.TCPStore(
+            host, port, place.world, True, patience, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    deadline = time.monotonic() + start_s
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return dist.TCPStore(host, port, place.world, False, timedelta(seconds=max(1, min(left, 30))))
+        except (RuntimeError, dist.DistError) as error:
+            if time.monotonic() > deadline:
+                raise WorkerFault(
+                    f"rank {place.rank} found nobody at {host}:{port} within {start_s:g} s",
+                    exit=WORKER_LOST,
+                    why=str(error).splitlines()[0],
+                    fix="start the first host (node rank 0), and let the others reach that address and port",
+                ) from error
+            time.sleep(0.2)
+
+
+def _choose_interface(place: Place) -> None:
+    """Binds gloo and NCCL to loopback when all ranks are local, else to the interface that reaches the rendezvous.
+
+    Left to themselves both go by the host's name, which need not resolve, and listen where it leads.
+    """
+    if place.all_local:
+        name = loopback()
+    elif place.rendezvous.startswith("tcp:"):
+        host = place.rendezvous.removeprefix("tcp:").rpartition(":")[0].strip("[]")
+        name = interface_towards(host)
+    else:
+        name = ""
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def loopback() -> str:
+    """Name of the loopback interface."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
+
+
+def interface_towards(host: str) -> str:
+    """Name of the interface whose address this host uses to talk to `host`; empty when that cannot be told."""
+    import psutil
+
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # Sends nothing: it only looks up the route.
+            mine = probe.getsockname()[0]
+    except OSError:
+        return ""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == mine for entry in addresses):
+            return name
+    return ""

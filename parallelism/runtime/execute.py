@@ -1,0 +1,209 @@
+"""Runs a `Program` on this rank: the graph interpreted as it stands, collectives asynchronous until their wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from tpshard.parallelism.program import Collective, Program, info
+from tpshard.parallelism.runtime.compiled import compile_graph
+from tpshard.parallelism.runtime.context import Context
+from tpshard.parallelism.runtime.watchdog import Doing
+from tpshard.parallelism.sharding import show_axis
+from tpshard.parallelism.simulate import RANKED, evaluate
+
+aten = torch.ops.aten
+funcol = torch.ops._c10d_functional
+
+VIEWS = {aten.reshape.default, aten.permute.default, aten.slice.Tensor, aten.narrow.default, aten.expand.default,
+         aten.view.default, aten.unsqueeze.default, aten.select.int}  # fmt: skip
+"""What looks at an input's storage for as long as its result lives."""
+
+COMPUTING = Doing("computing")
+
+
+class Executor:
+    """Calls this rank's part of a program.
+
+    `executor(*inputs)` takes the local tensors of `program.inputs` and returns those of `program.outputs`, in order.
+    A gradient sum that the program donates is added to in place; other results are new tensors.
+
+    On gloo a reduce-scatter is sent as an all-to-all and summed here, in rank order: gloo's own is an all-reduce, which
+    sends twice as much and sums in another order (`ordered=False` leaves it as it is).
+    """
+
+    def __init__(self, program: Program, context: Context, *, ordered: bool | None = None, compiled: bool = False):
+        self.program, self.context = program, context
+        self.waited_s = 0.0
+        """Seconds spent waiting for collectives; on CUDA waiting happens on the device and is not seen here."""
+        context.groups.ensure(comm.refs for comm in program.collectives)
+        context.watchdog.describe = describe
+        if ordered is None:
+            ordered = context.device.type == "cpu"
+        self.module = localize(program, context.rank, context.device, None if compiled else self.wait, ordered)
+        self.compiled = compiled
+        self.run: Callable[..., list[Tensor]] | None = None if compiled else self.module
+        """None: to be compiled at the first call, for tensors like those."""
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            if self.run is None:
+                self.run = compile_graph(self.module, inputs)
+            return self.run(*inputs)
+
+    def wait(self, started: Tensor, node: fx.Node) -> Tensor:
+        """Waits for a collective; meanwhile the watchdog knows for which."""
+        self.context.watchdog.doing = node
+        begun = time.perf_counter()
+        done = funcol.wait_tensor.default(started)
+        self.waited_s += time.perf_counter() - begun
+        self.context.watchdog.progress += 1
+        self.context.watchdog.doing = COMPUTING
+        return done
+
+
+def describe(doing: object) -> Doing:
+    """What the watchdog says of a node that is being waited for."""
+    if isinstance(doing, fx.Node):
+        known = info(doing)
+        if known.comm is not None:
+            what = f"{known.comm.kind} over {over(known.comm)} ({known.comm.value or known.origin})"
+            return Doing(what, known.module or "the step", waiting=True)
+        return Doing(str(doing.target), known.module)
+    return doing if isinstance(doing, Doing) else Doing(str(doing))
+
+
+def over(comm: Collective) -> str:
+    """`fsdp, tp`"""
+    return ", ".join(show_axis(axis) for axis in comm.refs)
+
+
+def localize(
+    program: Program,
+    rank: int,
+    device: torch.device,
+    wait: Callable[[Tensor, fx.Node], Tensor] | None,
+    ordered: bool,
+) -> fx.GraphModule:
+    """The program's graph as one rank runs it: what depends on the rank is filled in, waits go through `wait`.
+
+    Without `wait` the graph is for a compiler: waits stay as they are, and nothing is done in place.
+    """
+    graph = fx.Graph()
+    made: dict[fx.Node, Any] = {}
+    in_place = _sums_in_place(program) if wait is not None else set()
+    taken = _taken_over(program, in_place) if wait is not None else {}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.target in RANKED:
+            made[node] = evaluate(node.target, node.args, program.mesh, rank)
+            continue
+        if node.op == "output":
+            graph.output([o for o in fx.map_arg(node.args[0], lambda n: made[n]) if o is not None])
+            continue
+        if node.op == "call_function" and node.target is funcol.wait_tensor.default:
+            made[node] = _waited(graph, node, made, wait, ordered)
+            continue
+        copy = graph.node_copy(node, lambda n: made[n])
+        made[node] = copy
+        if "device" in copy.kwargs:
+            copy.kwargs = {**copy.kwargs, "device": device}
+        if node in in_place:
+            copy.target = aten.add_.Tensor
+        if info(node).comm is not None:
+            _issued(graph, copy, ordered)
+        if node in taken:
+            made[node] = graph.call_function(aten.copy_.default, (made[taken[node]], copy))
+    graph.lint()
+    constants = {name: tensor.to(device) for name, tensor in program.constants.items()}
+    return fx.GraphModule(constants, graph)
+
+
+def _issued(graph: fx.Graph, node: fx.Node, ordered: bool) -> None:
+    """Collectives want memory without gaps; on gloo a reduce-scatter travels as an all-to-all."""
+    sent = node.args[0]
+    with graph.inserting_before(node):
+        packed = graph.call_function(aten.contiguous.default, (sent,))
+    node.args = (packed, *node.args[1:])
+    if ordered and node.target is funcol.reduce_scatter_tensor.default:
+        _, _, count, group = node.args
+        with graph.inserting_before(node):
+            pieces = graph.call_function(piece_sizes, (packed, count))
+        node.target = funcol.all_to_all_single.default
+        node.args = (packed, pieces, pieces, group)
+
+
+def _waited(
+    graph: fx.Graph, node: fx.Node, made: dict[fx.Node, Any], wait: Callable[[Tensor, fx.Node], Tensor] | None,
+    ordered: bool,
+) -> fx.Node:  # fmt: skip
+    started = node.args[0]
+    assert isinstance(started, fx.Node)
+
+    if wait is None:
+        done = graph.call_function(funcol.wait_tensor.default, (made[started],))
+    else:
+        done = graph.call_function(_waiting_for(started, wait), (made[started],))
+    if ordered and started.target is funcol.reduce_scatter_tensor.default:
+        return graph.call_function(reduce_pieces, (done, started.args[2], started.args[1]))
+    return done
+
+
+def _waiting_for(started: fx.Node, wait: Callable[[Tensor, fx.Node], Tensor]) -> Callable[[Tensor], Tensor]:
+    def wait_for(tensor: Tensor) -> Tensor:  # A graph calls functions that have a name.
+        return wait(tensor, started)
+
+    return wait_for
+
+
+def piece_sizes(tensor: Tensor, count: int) -> list[int]:
+    """Lengths of `count` equal pieces of dim 0."""
+    return [tensor.shape[0] // count] * count
+
+
+def reduce_pieces(tensor: Tensor, count: int, how: str) -> Tensor:
+    """[count * n, ...] -> [n, ...]: the pieces of all ranks reduced in rank order, as the simulation does."""
+    first, *rest = tensor.chunk(count)
+    total = first
+    for piece in rest:
+        total = total + piece if how == "sum" else torch.maximum(total, piece)
+    return total
+
+
+def _sums_in_place(program: Program) -> set[fx.Node]:
+    """Additions to a donated input that nothing else reads: they may write where the sum lies."""
+    feeds = [node for node in program.graph.nodes if node.op == "placeholder"]
+    results = _results(program.graph)
+    found = set()
+    for output, source in program.donated.items():
+        node, sum_before = results[output], feeds[source]
+        plain = isinstance(node, fx.Node) and node.target is aten.add.Tensor and not node.kwargs
+        if plain and node.args[0] is sum_before and list(sum_before.users) == [node] and node.args[1] is not sum_before:
+            found.add(node)
+    return found
+
+
+def _taken_over(program: Program, in_place: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Results that go where a donated input lies, once nothing reads it any more: new weights over old ones.
+
+    An update so needs no second copy of parameters and moments, only of the one at work.
+    """
+    feeds = [node for node in program.graph.nodes if node.op == "placeholder"]
+    position = {node: i for i, node in enumerate(program.graph.nodes)}
+    results = _results(program.graph)
+    found = {}
+    for output, source in program.donated.items():
+        node, feed = results[output], feeds[source]
+        if node.op != "call_function" or node in in_place or info(node).specs[0] != info(feed).specs[0]:
+            continue
+        still_read = any(position[user] > position[node] or user.target in VIEWS for user in feed.users)
+        if not still_read and node.target not in VIEWS:
+            found[node] = feed
+    return found
+
+
+def _results(graph: fx.Graph) -> Sequence[Any]:
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    return [o for o in output.args[0] if isinstance(o, fx.Node)]  # type: ignore[union-attr]

@@ -1,0 +1,64 @@
+"""Process groups: one for each set of (sub-)axes of the mesh, under the name by which a program's graph calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from tpshard.parallelism.mesh import Axes, Axis, Mesh
+from tpshard.parallelism.program import group_name
+
+# Typed with a NewType of str in some versions of torch and with str in others.
+_register: Callable[[str, dist.ProcessGroup], None] = c10d._register_process_group  # type: ignore[assignment]
+_unregister: Callable[[str], None] = c10d._unregister_process_group  # type: ignore[assignment]
+
+
+class Groups:
+    """This rank's process groups over sets of mesh axes.
+
+    Every rank creates the same groups in the same order, whatever order it asks for them in one `ensure`; within a
+    group the ranks ascend, which is mesh order (`dist.new_group` would sort them anyway). Each group is registered
+    under `group_name(axes)`, so that `_c10d_functional` ops of a graph name the same group on every rank.
+
+    >>> groups.ensure(collective.refs for collective in program.collectives)
+    """
+
+    def __init__(self, mesh: Mesh, *, backend: str | None = None):
+        if mesh.ranks != dist.get_world_size():
+            raise ValueError(
+                f"the mesh {mesh.axes} has {mesh.ranks} devices, but {dist.get_world_size()} workers were started"
+            )
+        self.mesh = mesh
+        self.backend = backend
+        self._made: dict[Axes, dist.ProcessGroup] = {}
+
+    def ensure(self, wanted: Iterable[Sequence[Axis]]) -> None:
+        """Creates the groups over these axes that do not exist yet. Collective: all ranks ask for the same set."""
+        missing = {axes for axes in map(self.mesh.sorted, wanted) if axes and axes not in self._made}
+        for axes in sorted(missing, key=lambda axes: [self.mesh.key(axis) + (axis.size,) for axis in axes]):
+            mine = None
+            for ranks in self.mesh.groups(axes):
+                group = dist.new_group(ranks, backend=self.backend, group_desc=group_name(axes))
+                if dist.get_rank() in ranks:
+                    mine = group
+            assert mine is not None, "the groups over any axes cover every rank"
+            _register(group_name(axes), mine)
+            self._made[axes] = mine
+
+    def get(self, axes: Sequence[Axis]) -> dist.ProcessGroup:
+        """The group over `axes`, in any order. KeyError when `ensure` was not asked for it."""
+        key = self.mesh.sorted(axes)
+        if key not in self._made:
+            raise KeyError(f"no process group over {group_name(key)}: `ensure` makes groups, on all ranks together")
+        return self._made[key]
+
+    def position(self, axes: Sequence[Axis]) -> int:
+        """This rank's position in the group over `axes`."""
+        return self.mesh.linear_index(self.mesh.sorted(axes), dist.get_rank())
+
+    def close(self) -> None:
+        """Forgets the groups, so that another mesh may use the same names."""
+        for axes in self._made:
+            _unregister(group_name(axes))
+        self._made.clear()

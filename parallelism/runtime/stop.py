@@ -1,0 +1,49 @@
+"""Requests to stop, which arrive as signals and are honoured between steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+from typing import Any
+
+POLITE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Signals that ask a run to save and end. The launcher starts its workers with these blocked, until `listen`."""
+
+_PREEMPTED, _INTERRUPTED = 75, 130
+
+
+class StopRequest:
+    """Remembers the first request to stop; a second Ctrl-C ends the process at once."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def listen(self) -> None:
+        """Installs the handlers (main thread only) and lets in what arrived while the process was starting."""
+        for number in POLITE:
+            self._before[number] = signal.signal(number, self._receive)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, POLITE)
+
+    def close(self) -> None:
+        """Restores the handlers found by `listen`."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.signal == signal.SIGINT:
+            os._exit(_INTERRUPTED)
+        if self.signal is None or number == signal.SIGINT:
+            self.signal = signal.Signals(number)
+
+    @property
+    def urgency(self) -> int:
+        """0: none, 1: preempted, 2: interrupted; the largest over all ranks decides."""
+        return 0 if self.signal is None else 2 if self.signal == signal.SIGINT else 1
+
+
+def exit_code(urgency: int) -> int:
+    """Exit code for an agreed urgency."""
+    return {0: 0, 1: _PREEMPTED, 2: _INTERRUPTED}[urgency]

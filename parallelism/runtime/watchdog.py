@@ -1,0 +1,127 @@
+"""The watchdog: a worker that makes no progress says where it is stuck, with its stacks, and ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpshard.parallelism.runtime import report
+
+_WORKER_LOST = 9
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What the worker is at: an operation of the program, and the module of the model that it belongs to."""
+
+    what: str
+    module: str = ""
+    waiting: bool = False
+    """True inside a collective, where others may be the ones to blame."""
+
+    def __str__(self) -> str:
+        return f"{self.what} of {self.module}" if self.module else self.what
+
+
+class Watchdog:
+    """Ends the worker when `beat` was not called for `limit_s` seconds.
+
+    The executor assigns `doing` (cheap: an object, no lock) before it waits for a collective; `describe` turns it
+    into words only when needed. Uses the monotonic clock. `limit_s` of the first beats covers compilation.
+    """
+
+    def __init__(self, rank: int, limit_s: float, *, on_stall: Callable[[str], None] | None = None):
+        self.rank = rank
+        self.limit_s = limit_s
+        self.doing: object = Doing("starting up")
+        self.describe: Callable[[object], Doing] = _as_doing
+        self.stacks_to: Path | None = None
+        """Folder for `rank-N.stacks.txt`; without one they go to stderr."""
+        self.step = 0
+        self.progress = 0
+        """Beats and collectives so far: the rank with the fewest is the one that the others wait for."""
+        self._deadline = time.monotonic() + limit_s
+        self._on_stall = on_stall or self._end
+        self._stop = threading.Event()
+        self._launcher = os.getppid() if report.REPORT_FD in os.environ else None
+        self._thread = threading.Thread(target=self._watch, name="tpshard-watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2)
+
+    def beat(self, step: int | None = None) -> None:
+        """Progress was made: a step ended, or part of it."""
+        self.progress += 1
+        if step is not None:
+            self.step = step
+        self._deadline = time.monotonic() + self.limit_s
+
+    @contextmanager
+    def allow(self, seconds: float, what: str) -> Iterator[None]:
+        """Gives a long operation (compilation, a checkpoint) its own limit."""
+        before, self.doing = self.doing, Doing(what)
+        limit, self.limit_s = self.limit_s, max(self.limit_s, seconds)
+        self.beat()
+        try:
+            yield
+        finally:
+            self.doing, self.limit_s = before, limit
+            self.beat()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(min(1.0, self.limit_s / 4)):
+            if self._launcher is not None and os.getppid() != self._launcher:
+                os._exit(_WORKER_LOST)  # The kernel kills us too; this is for kernels without PR_SET_PDEATHSIG.
+            if time.monotonic() > self._deadline:
+                self._on_stall(self.stall_text())
+                return
+
+    def stall_text(self) -> str:
+        doing = self.describe(self.doing)
+        return f"rank {self.rank} made no progress for {self.limit_s:g} s in step {self.step}, in {doing}"
+
+    def stacks(self) -> str:
+        """Python stacks of all threads."""
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file=file, all_threads=True)
+            file.seek(0)
+            return file.read().decode(errors="replace")
+
+    def _end(self, text: str) -> None:
+        stacks = self.stacks()
+        where = ""
+        if self.stacks_to is not None:
+            try:
+                path = self.stacks_to / f"rank-{self.rank}.stacks.txt"
+                path.write_text(f"{text}\n{stacks}")
+                where = f"\n  stacks: {path}"
+            except OSError:
+                pass  # A full disk must not keep the watchdog from ending the worker.
+        if not where:
+            where = "\n" + stacks
+        doing = self.describe(self.doing)
+        message = f"error: {text}{where}"
+        if not report.send("stalled", text=message, exit=_WORKER_LOST, progress=self.progress, waiting=doing.waiting):
+            sys.stderr.write(message + "\n")
+            sys.stderr.flush()
+            os._exit(_WORKER_LOST)
+        # The launcher compares all ranks, names the one to blame and ends everybody; do not wait for it for ever.
+        time.sleep(30)
+        os._exit(_WORKER_LOST)
+
+
+def _as_doing(value: object) -> Doing:
+    return value if isinstance(value, Doing) else Doing(str(value))

@@ -1,0 +1,197 @@
+"""All devices of a program in one process, in lock-step: the reference that real processes must equal bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from tpshard.parallelism.lower import transfers, valid
+from tpshard.parallelism.mesh import Axis, Mesh
+from tpshard.parallelism.program import Port, Program, offset, parse_group
+from tpshard.parallelism.sharding import Layout, local_size
+
+funcol = torch.ops._c10d_functional
+ISSUING = {
+    funcol.all_gather_into_tensor.default, funcol.all_reduce.default, funcol.reduce_scatter_tensor.default,
+    funcol.all_to_all_single.default,
+}  # fmt: skip
+
+RANKED = (offset, transfers, valid)
+"""Functions of the rank: what differs between the devices' runs of one graph."""
+
+
+def evaluate(target: Any, args: tuple[Any, ...], mesh: Mesh, rank: int) -> Any:
+    """What depends on the rank: `offset` and `transfers`."""
+    axes = tuple(Axis(*a) for a in args[0])
+    if target is offset:
+        return mesh.linear_index(axes, rank) * args[1]
+    if target is valid:
+        return block((args[1],), Layout((axes,)), mesh, rank)[0][1]
+    assert target is transfers
+    _, table, length, receive = args
+    me = mesh.linear_index(axes, rank)
+    if receive:
+        return [length if table[other] == me else 0 for other in range(len(table))]
+    return [length if other == table[me] else 0 for other in range(len(table))]
+
+
+def simulate(program: Program, global_args: Sequence[Any]) -> list[torch.Tensor]:
+    """Runs every device's graph on its part of the arguments and joins the results."""
+    mesh = program.mesh
+    arguments = [local_arguments(program, rank, global_args) for rank in range(mesh.ranks)]
+    results = run_lockstep(program, arguments)
+    joined = []
+    for i, port in enumerate(program.outputs):
+        joined.append(join(port, mesh, [result[i] for result in results]))
+    return joined
+
+
+def run_lockstep(
+    program: Program,
+    arguments: list[list[torch.Tensor]],
+    observe: Callable[[fx.Node, list[Any], list[Any]], None] | None = None,
+) -> list[list[torch.Tensor]]:
+    """The local results of every device, from the local arguments of every device.
+
+    `observe(node, operands, results)` sees every node that issues a collective, with the tensors of all ranks.
+    """
+    mesh = program.mesh
+    last = _last_uses(program.graph)
+    env: dict[fx.Node, list[Any]] = {}
+    feeds = iter(range(len(program.inputs)))
+    groups: dict[str, list[list[int]]] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            i = next(feeds)
+            env[node] = [arguments[rank][i] for rank in range(mesh.ranks)]
+        elif node.op == "get_attr":
+            env[node] = [program.constants[str(node.target)]] * mesh.ranks
+        elif node.op == "output":
+            flat = [o for o in node.args[0] if isinstance(o, fx.Node)]  # type: ignore[union-attr]
+            return [[env[o][rank] for o in flat] for rank in range(mesh.ranks)]
+        elif node.target in RANKED:
+            env[node] = [evaluate(node.target, node.args, mesh, rank) for rank in range(mesh.ranks)]
+        else:
+            env[node] = _run(node, env, mesh, groups)
+            if observe is not None and node.target in ISSUING:
+                observe(node, env[node.args[0]], env[node])  # type: ignore[index]
+        for dead in last.get(node, ()):
+            env.pop(dead, None)
+    raise AssertionError("a program ends in an output")
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    seen: set[fx.Node] = set()
+    out: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        for operand in node.all_input_nodes:
+            if operand not in seen:
+                seen.add(operand)
+                out.setdefault(node, []).append(operand)
+    return out
+
+
+def _run(node: fx.Node, env: dict[fx.Node, list[Any]], mesh: Mesh, groups: dict[str, list[list[int]]]) -> list[Any]:
+    def arguments(rank: int) -> tuple[Any, Any]:
+        return fx.node.map_arg((node.args, node.kwargs), lambda n: env[n][rank])  # type: ignore[return-value]
+
+    op = node.target
+    if getattr(op, "namespace", "") != "_c10d_functional":
+        out = []
+        for rank in range(mesh.ranks):
+            args, kwargs = arguments(rank)
+            out.append(op(*args, **kwargs))  # type: ignore[operator]
+        return out
+    if op is funcol.wait_tensor.default:
+        return env[node.args[0]]  # type: ignore[index]
+    name = str(node.args[-1])
+    if name not in groups:
+        groups[name] = mesh.groups(parse_group(name))
+    out = [None] * mesh.ranks
+    for group in groups[name]:
+        given = [arguments(rank)[0] for rank in group]
+        for rank, made in zip(group, _collective(op, given)):
+            out[rank] = made
+    return out
+
+
+def _collective(op: Any, given: list[Any]) -> list[torch.Tensor]:
+    tensors = [args[0] for args in given]
+    n = len(tensors)
+    if op is funcol.all_gather_into_tensor.default:
+        whole = torch.cat([t.contiguous() for t in tensors])
+        return [whole] * n
+    if op is funcol.all_reduce.default:
+        total = _combine(tensors, given[0][1])
+        return [total] * n
+    if op is funcol.reduce_scatter_tensor.default:
+        parts = [t.chunk(n) for t in tensors]
+        return [_combine([p[i] for p in parts], given[0][1]) for i in range(n)]
+    if op is funcol.all_to_all_single.default:
+        pieces = [list(t.split(list(args[2]))) for t, args in zip(tensors, given)]
+        return [torch.cat([pieces[source][i] for source in range(n)]) for i in range(n)]
+    raise AssertionError(f"no simulation of {op}")
+
+
+def _combine(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
+    """In rank order, as the executor's fixed-order reductions do."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor if how == "sum" else torch.maximum(total, tensor) if how == "max" else torch.minimum(
+            total, tensor
+        )
+    return total
+
+
+# ---- global <-> local -----------------------------------------------------------------------------------------
+def local_arguments(program: Program, rank: int, global_args: Sequence[Any]) -> list[torch.Tensor]:
+    """Device `rank`'s parts of the tensors among `global_args`, flattened, padded where storage is uneven."""
+    leaves = [leaf for leaf in pytree.tree_leaves(tuple(global_args)) if isinstance(leaf, torch.Tensor)]
+    if len(leaves) != len(program.inputs):
+        raise ValueError(f"{len(leaves)} tensors were given to a program of {len(program.inputs)} inputs")
+    return [cut(leaf, port.layout, program.mesh, rank) for leaf, port in zip(leaves, program.inputs)]
+
+
+def cut(tensor: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """One device's part of a global tensor; zeros where the last part is short."""
+    for dim, axes in enumerate(layout.dims):
+        for axis in axes:
+            size = local_size(tensor.shape[dim], (axis,))
+            start = mesh.index(axis, rank) * size
+            part = tensor.narrow(dim, min(start, tensor.shape[dim]), max(0, min(size, tensor.shape[dim] - start)))
+            if part.shape[dim] < size:
+                missing = list(part.shape)
+                missing[dim] = size - part.shape[dim]
+                part = torch.cat([part, part.new_zeros(missing)], dim)
+            tensor = part
+    return tensor.contiguous()
+
+
+def join(port: Port, mesh: Mesh, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The global tensor of all devices' parts: inverse of `cut`."""
+    out = parts[0].new_zeros(port.shape)
+    for rank in range(mesh.ranks):
+        blocks = block(port.shape, port.layout, mesh, rank)
+        view = out
+        mine = parts[rank]
+        for dim, (start, size) in enumerate(blocks):
+            view = view.narrow(dim, start, size)
+            mine = mine.narrow(dim, 0, size)
+        view.copy_(mine)
+    return out
+
+
+def block(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[int, int], ...]:
+    """Per dim the (start, size) of one device's part in the global tensor, without padding."""
+    out = []
+    for size, axes in zip(shape, layout.dims):
+        start, piece, end = 0, size, size
+        for axis in axes:  # the next axis cuts the padded piece, as `cut` and `local_size` do
+            piece = local_size(piece, (axis,))
+            start += mesh.index(axis, rank) * piece
+            end = min(end, start + piece)
+        out.append((min(start, size), max(0, end - start)))
+    return tuple(out)

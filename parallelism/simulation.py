@@ -1,0 +1,225 @@
+"""One device's step as two kinds of lanes, run in issue order: computing, and a lane per group of communication.
+
+The computing lane runs nodes in the program's order. A collective is handed to its group's lane when the computing
+lane gets there, runs behind the ones handed over before it, shares its link with those of other groups, and slows
+computing while it runs; its wait stops the computing lane until it is done. What the computing lane idles at waits is
+*exposed*.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from torch import fx
+from tpshard.parallelism.cost import CommCost, Device, Topology, collective
+from tpshard.parallelism.fusion import Compiled, Kernel, inputs_of, kernels, known, op_name, seconds
+from tpshard.parallelism.program import Collective, Program
+
+
+class Task(NamedTuple):
+    """One step of the computing lane: compute for `seconds`, hand over a collective, or wait for one."""
+
+    name: str
+    kind: Literal["compute", "issue", "wait"]
+    seconds: float
+    lane: str = "compute"
+    wire: str = "none"
+    of: int = -1
+    """For a wait: index of the task that issued what it waits for."""
+
+
+class Event(NamedTuple):
+    """Something that ran; `task` is the index of its task."""
+
+    name: str
+    lane: str
+    start: float
+    end: float
+    task: int
+
+
+@dataclass
+class Timeline:
+    """What happened when, in seconds from the start of the program."""
+
+    seconds: float
+    compute_s: float
+    """Sum of the computing lane's work, undisturbed."""
+    comm_s: float
+    """Time in which at least one collective ran."""
+    exposed_s: float
+    """Time in which the computing lane waited for one."""
+    slowed_s: float
+    """What collectives added to the computing lane by running beside it."""
+    events: list[Event] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)
+    """When each task was done on the computing lane."""
+    exposed: dict[int, float] = field(default_factory=dict)
+    """Index of the issuing task -> seconds the computing lane waited for it."""
+
+
+def simulate(tasks: Sequence[Task], slowdown: dict[str, float]) -> Timeline:
+    """Runs tasks in issue order. `slowdown`: wire -> share of the computing rate that a collective on it takes."""
+    return _Lanes(tasks, slowdown).run()
+
+
+class _Lanes:
+    def __init__(self, tasks: Sequence[Task], slowdown: dict[str, float]):
+        self.tasks = tasks
+        self.slowdown = slowdown
+        self.now = 0.0
+        self.lanes: dict[str, deque[int]] = {}
+        self.left = {i: t.seconds for i, t in enumerate(tasks) if t.kind == "issue"}
+        self.began: dict[int, float] = {}
+        self.done: set[int] = set()
+        self.running: list[int] = []
+        self.comm_s = self.slowed_s = 0.0
+        self.events: list[Event] = []
+
+    def run(self) -> Timeline:
+        compute_s = exposed_s = 0.0
+        at: list[float] = []
+        exposed: dict[int, float] = {}
+        for i, task in enumerate(self.tasks):
+            if task.kind == "compute":
+                if task.seconds > 0:
+                    compute_s += task.seconds
+                    start = self.now
+                    self._compute(task.seconds)
+                    self.events.append(Event(task.name, "compute", start, self.now, i))
+            elif task.kind == "issue":
+                self._hand_over(i)
+            else:
+                start = self.now
+                while task.of not in self.done:
+                    self._advance(self._next())
+                if self.now > start:
+                    waited = self.now - start
+                    exposed_s += waited
+                    exposed[task.of] = exposed.get(task.of, 0.0) + waited
+                    self.events.append(Event(f"wait {self.tasks[task.of].name}", "wait", start, self.now, i))
+            at.append(self.now)
+        while self.running:
+            step = self._next()
+            exposed_s += step
+            last = self.running[0]
+            exposed[last] = exposed.get(last, 0.0) + step
+            self._advance(step)
+        self.events.sort(key=lambda e: (e.start, e.task))
+        return Timeline(self.now, compute_s, self.comm_s, exposed_s, self.slowed_s, self.events, at, exposed)
+
+    def _hand_over(self, i: int) -> None:
+        lane = self.lanes.setdefault(self.tasks[i].lane, deque())
+        lane.append(i)
+        if len(lane) == 1:
+            self._begin(i)
+
+    def _begin(self, i: int) -> None:
+        self.began[i] = self.now
+        self.running.append(i)
+
+    def _sharing(self, i: int) -> int:
+        wire = self.tasks[i].wire
+        return sum(1 for j in self.running if self.tasks[j].wire == wire)
+
+    def _next(self) -> float:
+        """Seconds until the first running collective is done."""
+        return min(self.left[i] * self._sharing(i) for i in self.running)
+
+    def _advance(self, dt: float) -> None:
+        if not self.running:
+            self.now += dt
+            return
+        self.now += dt
+        self.comm_s += dt
+        finished = []
+        for i in self.running:
+            self.left[i] -= dt / self._sharing(i)
+            if self.left[i] <= 1e-12:
+                finished.append(i)
+        for i in finished:
+            self.running.remove(i)
+            self.done.add(i)
+            lane = self.lanes[self.tasks[i].lane]
+            lane.popleft()
+            self.events.append(Event(self.tasks[i].name, self.tasks[i].lane, self.began[i], self.now, i))
+        for i in finished:
+            lane = self.lanes[self.tasks[i].lane]
+            if lane and lane[0] not in self.began:
+                self._begin(lane[0])
+
+    def _compute(self, work: float) -> None:
+        while work > 0:
+            if not self.running:
+                self.now += work
+                return
+            lost = max(self.slowdown.get(self.tasks[i].wire, 0.0) for i in self.running)
+            rate = 1.0 - min(lost, 0.95)
+            step = min(self._next(), work / rate)
+            done = step * rate
+            self.slowed_s += step - done
+            work = work - done if work - done > 1e-12 else 0.0
+            self._advance(step)
+
+
+@dataclass
+class Priced:
+    """A program with what each node costs."""
+
+    program: Program
+    kernels: list[Kernel]
+    tasks: list[Task]
+    costs: dict[int, CommCost]
+    """Index of an issuing node -> cost of its collective."""
+    slowdown: dict[str, float]
+
+    def run(self) -> Timeline:
+        return simulate(self.tasks, self.slowdown)
+
+
+def price(program: Program, device: Device, devices_per_host: int, *, compiled: Compiled) -> Priced:
+    """Tasks of one run of `program`: a task for every node, in issue order.
+
+    `device` must already be the one a process has (`Device.shared_by`).
+    """
+    topology = Topology(program.mesh, devices_per_host)
+    parts = kernels(program, compiled=compiled)
+    index = {kernel.node: i for i, kernel in enumerate(parts)}
+    tasks: list[Task] = []
+    costs: dict[int, CommCost] = {}
+    for i, kernel in enumerate(parts):
+        node, comm = kernel.node, known(kernel.node).comm
+        if comm is not None and node.op == "call_function":
+            cost = comm_cost(device, topology, node, comm)
+            costs[i] = cost
+            tasks.append(Task(node.name, "issue", cost.seconds, lane_of(comm), cost.wire))
+        elif op_name(node) == "wait_tensor":
+            tasks.append(Task(node.name, "wait", 0.0, of=_issued(node, index)))
+        else:
+            tasks.append(Task(node.name, "compute", seconds(kernel, device)))
+    slowdown = {"inside": device.inside.slowdown, "across": device.across.slowdown}
+    return Priced(program, parts, tasks, costs, slowdown)
+
+
+def comm_cost(device: Device, topology: Topology, node: fx.Node, comm: Collective) -> CommCost:
+    """Cost of the collective that a node issues, as the backend runs it."""
+    # on a CPU the executor sends a reduce-scatter as an all-to-all and sums in rank order
+    algorithm = "all_to_all" if device.kind == "cpu" and comm.kind == "reduce_scatter" else None
+    cost = collective(device, topology, comm.kind, comm.refs, comm.bytes, algorithm)
+    return CommCost(cost.seconds + device.issue_s, cost.wire_bytes, cost.wire, cost.algorithm)
+
+
+def lane_of(comm: Collective) -> str:
+    """Lane of a collective: one per group of axes, as every process group has its own queue."""
+    return "+".join(a if isinstance(a, str) else f"{a[0]}:({a[1]}){a[2]}" for a in comm.axes)
+
+
+def _issued(wait: fx.Node, index: dict[fx.Node, int]) -> int:
+    """Index of the node that issued what `wait` waits for."""
+    node = inputs_of(wait)[0]
+    while known(node).comm is None and inputs_of(node):
+        node = inputs_of(node)[0]
+    return index[node]

@@ -1,0 +1,74 @@
+"""What the workers of test_launch.py run: `python launched_worker.py MODE [FOLDER]`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from tpshard.parallelism.runtime import place as places
+from tpshard.parallelism.runtime.place import Place
+from tpshard.parallelism.runtime.stop import StopRequest, exit_code
+from tpshard.parallelism.runtime.worker import run_worker
+
+
+def describe(error: BaseException) -> tuple[str, int]:
+    return f"error: {error}", getattr(error, "exit", 1)
+
+
+def work(mode: str, place: Place, folder: Path) -> int:
+    if mode == "environment":
+        print(os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"])
+        return 0
+    if mode == "silent-exit":
+        print("something only a native library says", file=sys.stderr)
+        os._exit(7 if place.rank == 1 else 0)
+    if mode in ("until-signal", "deaf"):
+        stopping = StopRequest()
+        time.sleep(0.3)  # A signal that comes before `listen` is held, not lost.
+        stopping.listen()
+        (folder / f"ready-{place.rank}").write_text(str(os.getpid()))
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and (mode == "deaf" or stopping.signal is None):
+            time.sleep(0.02)
+        return exit_code(stopping.urgency)
+    return connected(mode, place, folder)
+
+
+def connected(mode: str, place: Place, folder: Path) -> int:
+    import torch
+    import torch.distributed as dist
+    from tpshard.parallelism.mesh import Axis, Mesh
+    from tpshard.parallelism.runtime.context import connect
+    from tpshard.parallelism.runtime.watchdog import Doing
+
+    step_s = 1.5 if mode in ("hang", "frozen") else 60
+    with connect(place, Mesh({"tp": place.world}), start_s=60, step_s=step_s) as context:
+        if mode == "raise" and place.rank == 1:
+            raise ValueError("planted before the first collective")
+        context.groups.ensure([(Axis("tp", 1, place.world),)])
+        context.watchdog.limit_s = step_s
+        for step in range(100_000):
+            context.watchdog.beat(step)
+            if step == 3:
+                (folder / f"ready-{place.rank}").write_text(str(os.getpid()))
+            if mode == "frozen" and place.rank == 1 and step == 5:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if mode == "two-hosts" and step == 5:
+                return 0
+            if mode == "hang" and place.rank == 1 and step == 5:
+                context.watchdog.doing = Doing("reading data")
+                time.sleep(60)
+            context.watchdog.doing = Doing("all_reduce over tp", "layers.0.mlp", waiting=True)
+            dist.all_reduce(torch.ones(4))
+            time.sleep(0.01)
+    return 0
+
+
+if __name__ == "__main__":
+    here = places.find(os.environ)
+    assert here is not None
+    arguments = sys.argv[1:] + ["."]
+    sys.exit(run_worker(lambda: work(arguments[0], here, Path(arguments[1])), here, describe))

@@ -1,0 +1,117 @@
+"""The cost model against arithmetic done by hand."""
+
+import pytest
+from tpshard.parallelism.cost import Device, Link, Topology, collective, operation, wire_bytes
+from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.simulation import Task, simulate
+
+
+def make(**changes):
+    base = {
+        "name": "box", "kind": "gpu", "backend": "nccl", "memory_bytes": 80 << 30, "context_bytes": 0,
+        "memory_bandwidth": 1e12, "rates": {"bf16": 1e15, "fp32": 1e14}, "host_devices": 8, "matmul": 0.5,
+        "inside": Link(100e9, 0.0), "across": Link(10e9, 0.0), "streaming": 1.0, "op_s": 0.0, "eager_op_s": 0.0,
+        "issue_s": 0.0,
+    }  # fmt: skip
+    return Device(**{**base, **changes})
+
+
+def cost(device, axes, over, kind, buffer, per_host=8):
+    mesh = Mesh(axes)
+    return collective(device, Topology(mesh, per_host), kind, tuple(mesh.axis(a) for a in over), buffer)
+
+
+@pytest.mark.parametrize(("kind", "rounds"), [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)])
+def test_ring_bytes_inside_a_host(kind, rounds):
+    found = cost(make(), {"tp": 4}, ["tp"], kind, 4_000_000)
+    assert found.wire_bytes == rounds * 3_000_000
+    assert found.wire == "inside"
+    assert found.seconds == pytest.approx(rounds * 3_000_000 / 100e9)
+
+
+def test_a_reduce_scatter_of_gloo_sends_what_an_all_reduce_sends():
+    assert wire_bytes("reduce_scatter", 4_000, 4, "gloo") == wire_bytes("all_reduce", 4_000, 4)
+    assert wire_bytes("reduce_scatter", 4_000, 4, "nccl") * 2 == wire_bytes("all_reduce", 4_000, 4)
+
+
+def test_outer_axes_leave_the_host_and_use_the_adapters_of_all_members_there():
+    mesh = {"fsdp": 4, "tp": 4}
+    across = cost(make(), mesh, ["fsdp"], "all_gather", 8_000_000)
+    assert across.wire == "across"
+    # 2 of the 4 members share a host, so two adapters carry the ring's 6 MB
+    assert across.seconds == pytest.approx(6_000_000 / (2 * 10e9))
+    assert cost(make(), mesh, ["tp"], "all_gather", 8_000_000).wire == "inside"
+    alone = cost(make(), {"fsdp": 4, "tp": 8}, ["fsdp"], "all_gather", 8_000_000)
+    assert alone.seconds == pytest.approx(6_000_000 / 10e9)
+
+
+def test_a_shared_link_is_divided():
+    device = make(inside=Link(100e9, 0.0, shared=True), kind="cpu", cores=4)
+    found = cost(device, {"dp": 4}, ["dp"], "all_gather", 4_000_000, per_host=4)
+    assert found.seconds == pytest.approx(3_000_000 / 25e9)
+
+
+def test_direct_links_add_up_over_the_peers():
+    device = make(inside=Link(100e9, 0.0, direct=True))
+    two, four = (cost(device, {"tp": n}, ["tp"], "all_gather", n * 1_000_000) for n in (2, 4))
+    assert two.seconds == pytest.approx(1_000_000 / 100e9)
+    assert four.seconds == pytest.approx(3_000_000 / 300e9)
+
+
+def test_latency_grows_with_the_group():
+    device = make(across=Link(10e9, 1e-5), inside=Link(100e9, 1e-6))
+    small, large = (cost(device, {"fsdp": n}, ["fsdp"], "all_gather", 1024) for n in (16, 64))
+    assert small.seconds < large.seconds < 1e-3
+
+
+def test_the_roofline_takes_the_larger_side():
+    assert operation(make(), "matmul", 10**12, 1, "bf16", eager=False) == pytest.approx(2e-3)
+    assert operation(make(), "matmul", 1, 10**9, "bf16", eager=False) == pytest.approx(1e-3)
+    assert operation(make(), "stream", 0, 10**9, "bf16", eager=False) == pytest.approx(1e-3)
+
+
+def test_processes_share_a_cpu():
+    device = make(kind="cpu", cores=2, eager_op_s=1e-5).shared_by(4)
+    assert device.rate("fp32") == 1e14 / 4
+    assert device.memory_bytes == 20 << 30
+    assert device.eager_op_s == pytest.approx(2e-5)
+
+
+# ---- the two-lane simulation ----------------------------------------------------------------------------------
+
+
+def test_a_collective_behind_computing_is_not_exposed():
+    tasks = [Task("g", "issue", 1.0, "fsdp", "across"), Task("mm", "compute", 2.0), Task("w", "wait", 0, of=0)]
+    found = simulate(tasks, {})
+    assert (found.seconds, found.exposed_s, found.comm_s) == (2.0, 0.0, 1.0)
+
+
+def test_a_wait_at_once_is_exposed_wholly():
+    tasks = [Task("g", "issue", 1.0, "tp", "inside"), Task("w", "wait", 0, of=0), Task("mm", "compute", 2.0)]
+    found = simulate(tasks, {})
+    assert (found.seconds, found.exposed_s) == (3.0, 1.0)
+    assert found.exposed == {0: 1.0}
+
+
+def test_one_lane_runs_in_order_and_two_share_their_link():
+    one = [Task("a", "issue", 1.0, "fsdp", "across"), Task("b", "issue", 1.0, "fsdp", "across")]
+    two = [Task("a", "issue", 1.0, "fsdp", "across"), Task("b", "issue", 1.0, "dp", "across")]
+    apart = [Task("a", "issue", 1.0, "fsdp", "across"), Task("b", "issue", 1.0, "tp", "inside")]
+    waits = [Task("wb", "wait", 0, of=1), Task("wa", "wait", 0, of=0)]
+    assert simulate(one + waits, {}).seconds == 2.0
+    assert simulate(two + waits, {}).seconds == 2.0
+    assert simulate(apart + waits, {}).seconds == 1.0
+    ends = {e.name: e.end for e in simulate(one + waits, {}).events}
+    assert ends["a"] == 1.0
+
+
+def test_a_running_collective_slows_computing():
+    tasks = [Task("g", "issue", 1.0, "fsdp", "across"), Task("mm", "compute", 2.0), Task("w", "wait", 0, of=0)]
+    found = simulate(tasks, {"across": 0.5})
+    # half a second of work is done in the first second, the other 1.5 s undisturbed
+    assert found.seconds == pytest.approx(2.5)
+    assert found.slowed_s == pytest.approx(0.5)
+
+
+def test_what_is_never_waited_for_still_ends_before_the_step():
+    assert simulate([Task("g", "issue", 1.0, "fsdp", "across")], {}).exposed_s == 1.0

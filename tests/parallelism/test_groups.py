@@ -1,0 +1,130 @@
+"""The pool, the context and the process groups over mesh axes, on real gloo processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from tpshard.parallelism.mesh import Axis, Mesh
+from tpshard.parallelism.program import group_name
+from tpshard.parallelism.runtime.context import Context, disagreement
+from tpshard.parallelism.runtime.report import WorkerFault
+
+FSDP, TP = Axis("fsdp", 1, 2), Axis("tp", 1, 2)
+
+
+def members(context: Context) -> dict[str, list[int]]:
+    wanted = [(TP,), (FSDP,), (TP, FSDP)]
+    # Each rank asks in another order: creation must not follow it.
+    context.groups.ensure(wanted[context.rank % 3 :] + wanted[: context.rank % 3])
+    found = {}
+    for axes in wanted:
+        size = len(dist.get_process_group_ranks(context.groups.get(axes)))
+        mine = torch.tensor([context.rank])
+        name = group_name(context.mesh.sorted(axes))
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(mine, size, name)
+        found[name] = torch.ops._c10d_functional.wait_tensor(gathered).tolist()
+        assert found[name][context.groups.position(axes)] == context.rank
+    return found
+
+
+def test_groups_are_those_of_the_mesh_on_every_rank(pool: Any) -> None:
+    mesh = Mesh({"fsdp": 2, "tp": 2})
+    for rank, found in enumerate(pool.run(members, mesh=mesh.axes)):
+        for axes in ((TP,), (FSDP,), (FSDP, TP)):
+            expected = next(ranks for ranks in mesh.groups(axes) if rank in ranks)
+            assert found[group_name(axes)] == expected
+
+
+def sub_axis(context: Context) -> list[int]:
+    inner = Axis("x", 2, 2)
+    context.groups.ensure([(inner,), (Axis("x", 1, 2),)])
+    return dist.get_process_group_ranks(context.groups.get([inner]))
+
+
+def test_a_sub_axis_has_groups_of_its_own(pool: Any) -> None:
+    assert pool.run(sub_axis, mesh={"x": 4}) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def decide(context: Context) -> tuple[bool, bool, int, list[int], str]:
+    if context.rank == 1:
+        context.stopping.signal = signal.SIGTERM
+    first = context.stop()
+    return context.any(context.rank == 1), context.any(False), first, context.gather(context.rank), context.from_main(
+        f"from {context.rank}"
+    )
+
+
+def test_ranks_decide_alike(pool: Any) -> None:
+    assert pool.run(decide, world=2) == [(True, False, 75, [0, 1], "from 0")] * 2
+
+
+def differ(context: Context) -> tuple[str, int]:
+    context.agree({"recipe": "a"})
+    try:
+        context.agree({"recipe": "a", "program": "same" if context.rank != 2 else "other"})
+    except WorkerFault as fault:
+        return fault.message, fault.exit
+    return "", 0
+
+
+def test_the_rank_that_differs_is_named_on_all(pool: Any) -> None:
+    answers = pool.run(differ)
+    assert len(set(answers)) == 1
+    message, code = answers[0]
+    assert code == 5 and "program" in message and "rank 2" in message and "rank 1" not in message
+
+
+def test_disagreement_names_the_minority() -> None:
+    values = [{"torch": "2.11"}, {"torch": "2.13"}, {"torch": "2.13"}]
+    assert "rank 0 on a has 2.11" in disagreement(values, ["a", "b", "c"])
+    assert disagreement(values[1:], ["b", "c"]) == ""
+
+
+def listening(context: Context) -> list[str]:
+    context.groups.ensure([(Axis("x", 1, context.world),)])
+    return [c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+
+
+def test_workers_of_one_host_listen_on_loopback_only(pool: Any) -> None:
+    addresses = [ip for found in pool.run(listening, world=2) for ip in found]
+    assert addresses and set(addresses) <= {"127.0.0.1", "::1"}
+
+
+def fail_on_one(context: Context, culprit: int) -> int:
+    if context.rank == culprit:
+        raise ValueError("planted on one rank")
+    context.barrier()
+    return context.rank
+
+
+def die_on_one(context: Context, culprit: int) -> None:
+    if context.rank == culprit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    context.barrier()
+
+
+def wrong_world(context: Context) -> None:
+    time.sleep(60)
+
+
+def test_the_pool_survives_what_it_runs(pool: Any) -> None:
+    with pytest.raises(AssertionError, match=r"rank 1 of 2(?s:.*)planted on one rank"):
+        pool.run(fail_on_one, 1, world=2)
+    assert pool.run(fail_on_one, -1, world=2) == [0, 1]
+    with pytest.raises(AssertionError, match="worker 0 died"):
+        pool.run(die_on_one, 0, world=1)
+    with pytest.raises(AssertionError, match="no answer within"):
+        pool.run(wrong_world, world=1, timeout=1)
+    assert pool.run(fail_on_one, -1, world=2) == [0, 1]
+
+
+def test_a_mesh_of_another_size_is_refused(pool: Any) -> None:
+    with pytest.raises(AssertionError, match="has 4 devices, but 2 workers were started"):
+        pool.run(fail_on_one, -1, world=2, mesh={"fsdp": 4})

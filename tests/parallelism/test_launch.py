@@ -1,0 +1,223 @@
+"""The launcher: what it starts, how it ends, and what it leaves behind (nothing)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from tpshard.parallelism.runtime import place as places
+from tpshard.parallelism.runtime.launch import Nodes
+from tpshard.parallelism.runtime.report import WorkerFault, is_lost_peer
+
+WORKER = Path(__file__).with_name("launched_worker.py")
+LAUNCH = (
+    "import sys; from tpshard.parallelism.runtime.launch import launch;"
+    "assert 'torch' not in sys.modules, 'the launcher must start at once';"
+    "sys.exit(launch([], world=int(sys.argv[1]), command=[sys.executable, *sys.argv[2:]]))"
+)
+
+
+@contextmanager
+def launched(mode: str, world: int, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A launcher in its own session; afterwards no process of it may be left."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, str(world), str(WORKER), mode, str(folder)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    tree: list[psutil.Process] = []
+    try:
+        yield launcher
+    finally:
+        if launcher.poll() is None:
+            tree = psutil.Process(launcher.pid).children(recursive=True)
+            launcher.kill()
+            launcher.communicate()
+        _, alive = psutil.wait_procs(tree, timeout=5)
+        for process in alive:
+            process.kill()
+        assert not alive, f"left behind: {alive}"
+
+
+def workers(launcher: subprocess.Popen[str], folder: Path, world: int) -> list[psutil.Process]:
+    """Waits until every worker said it is ready; by rank."""
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("ready-*"))) < world:
+        assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()
+        time.sleep(0.05)
+    return [psutil.Process(int((folder / f"ready-{rank}").read_text())) for rank in range(world)]
+
+
+def gone(processes: list[psutil.Process], within: float = 5) -> bool:
+    return not psutil.wait_procs(processes, timeout=within)[1]
+
+
+def test_workers_find_their_place_in_the_environment(tmp_path: Path) -> None:
+    with launched("environment", 3, tmp_path) as launcher:
+        out, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0, err
+    assert out == "0 0 3 3\n"  # Rank 0 has the terminal; the others' output is kept aside.
+
+
+def test_an_exit_without_a_word_is_explained_by_what_the_worker_printed(tmp_path: Path) -> None:
+    with launched("silent-exit", 2, tmp_path) as launcher:
+        _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 7
+    assert err.index("something only a native library says") < err.index("rank 1 ended with exit code 7")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_a_polite_signal_reaches_every_worker(number: int, code: int, tmp_path: Path) -> None:
+    with launched("until-signal", 2, tmp_path) as launcher:
+        children = workers(launcher, tmp_path, 2)
+        launcher.send_signal(number)
+        launcher.communicate(timeout=20)
+        assert launcher.returncode == code
+        assert gone(children)
+
+
+def test_a_signal_during_start_up_is_held_until_the_worker_listens(tmp_path: Path) -> None:
+    with launched("until-signal", 1, tmp_path) as launcher:
+        while not psutil.Process(launcher.pid).children():
+            time.sleep(0.01)
+        launcher.send_signal(signal.SIGTERM)
+        launcher.communicate(timeout=20)
+        assert launcher.returncode == 75
+
+
+def test_the_second_ctrl_c_waits_for_nothing(tmp_path: Path) -> None:
+    with launched("deaf", 2, tmp_path) as launcher:
+        children = workers(launcher, tmp_path, 2)
+        launcher.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert launcher.poll() is None
+        launcher.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        launcher.communicate(timeout=20)
+        assert launcher.returncode == 130 and time.monotonic() - started < 8
+        assert gone(children)
+
+
+def test_workers_die_with_the_launcher(tmp_path: Path) -> None:
+    with launched("deaf", 2, tmp_path) as launcher:
+        children = workers(launcher, tmp_path, 2)
+        launcher.kill()
+        assert gone(children)
+
+
+def test_the_failing_ranks_own_error_is_the_last_thing_printed(tmp_path: Path) -> None:
+    with launched("raise", 2, tmp_path) as launcher:
+        _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1
+    assert err.rstrip().splitlines()[-1] == "error: planted before the first collective", err
+    assert "rank 1 of 2 failed" in err
+
+
+def test_a_killed_worker_ends_the_rest_and_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with launched("run", 2, tmp_path) as launcher:
+        children = workers(launcher, tmp_path, 2)
+        tree = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
+        sockets = [c for p in tree for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+        assert sockets and {c.laddr.ip for c in sockets} <= {"127.0.0.1", "::1"}
+        children[1].kill()
+        started = time.monotonic()
+        _, err = launcher.communicate(timeout=30)
+        assert time.monotonic() - started < 5
+        assert launcher.returncode == 9
+        assert "rank 1 was lost: killed by SIGKILL" in err
+        assert "rank 0" not in err, "the other ranks' broken connections are consequences"
+        assert gone(children)
+    assert set(os.listdir("/dev/shm")) <= before
+    mine = {c.laddr.port for c in sockets}
+    still = {c.laddr.port for c in psutil.net_connections() if c.status == psutil.CONN_LISTEN}
+    assert not mine & still
+
+
+def test_a_hanging_worker_is_named_with_what_the_others_wait_for(tmp_path: Path) -> None:
+    with launched("hang", 2, tmp_path) as launcher:
+        _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 9
+    assert "rank 0 made no progress for 1.5 s in step 5, in all_reduce over tp of layers.0.mlp" in err
+    blamed = err.index("error: rank 1 made no progress for 1.5 s in step 5, in reading data")
+    assert "time.sleep" in err[blamed:] or "launched_worker.py" in err[blamed:], "the stacks follow"
+
+
+def test_a_frozen_worker_is_named_though_it_cannot_answer(tmp_path: Path) -> None:
+    with launched("frozen", 2, tmp_path) as launcher:
+        _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 9
+    assert err.splitlines()[-1].startswith("error: rank 1 does not answer; rank 0 made no progress"), err
+
+
+def test_two_hosts_meet_at_the_given_address(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meet = f"127.0.0.1:{probe.getsockname()[1]}"
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, "2", str(WORKER), "two-hosts", str(tmp_path)], stderr=subprocess.PIPE,
+            env={**os.environ, **Nodes(2, rank, meet).environment(), "OMP_NUM_THREADS": "1"}, text=True,
+        )
+        for rank in (1, 0)
+    ]  # fmt: skip
+    assert [(host.communicate(timeout=60)[1], host.returncode) for host in hosts] == [("", 0), ("", 0)]
+
+
+SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
+
+
+def test_launchers_are_told_apart() -> None:
+    assert places.find({}) is None
+    torchrun = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+    found = places.find(torchrun)
+    assert found is not None and found.rendezvous == "env:" and not found.all_local
+    one_host = places.find(SRUN | {"SLURM_LOCALID": "3"})
+    assert one_host is not None and (one_host.rank, one_host.launcher) == (3, "slurm") and one_host.all_local
+    batch = {**SRUN, "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}
+    del batch["SLURM_STEP_ID"]
+    assert places.find(batch) is None, "a batch script is no step: it starts its own workers"
+    many = SRUN | {
+        "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_STEP_NODELIST": "gpu[03-04]",
+    }  # fmt: skip
+    found = places.find(many)
+    assert found is not None and found.rendezvous.startswith("tcp:gpu03:") and found.local_world == 2
+    with pytest.raises(ValueError, match="WORLD_SIZE"):
+        places.find({**torchrun, "WORLD_SIZE": "four"})
+    own = places.Place(2, 4, 2, 4, "file:/x", "tpshard")
+    assert places.find(own.environment()) == own
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"), [("gpu[03-05,9],head", "gpu03"), ("a,b", "a"), ("node7", "node7"), ("r[1-2]-ib", "r1-ib")]
+)
+def test_first_host(nodelist: str, host: str) -> None:
+    assert places.first_host(nodelist) == host
+
+
+def test_tasks_per_node() -> None:
+    assert places.tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"), True),
+        (RuntimeError("Connection reset by peer"), True),
+        (RuntimeError("shape '[2]' is invalid for input of size 3"), False),
+        (ValueError("connection closed by peer"), False),
+        (WorkerFault("rank 0 could not join: Connection closed by peer", exit=9), False),
+    ],
+)
+def test_consequences_are_told_from_causes(error: Exception, lost: bool) -> None:
+    assert is_lost_peer(error) is lost

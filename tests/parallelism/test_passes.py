@@ -1,0 +1,219 @@
+"""Passes change when things happen and what is kept, never what comes out."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from tpshard.parallelism.passes import buckets
+from tpshard.parallelism.passes.bucket import bucket
+from tpshard.parallelism.passes.recompute import keep_all, keep_layer_inputs, keep_selected, recompute
+from tpshard.parallelism.passes.schedule import schedule
+from tpshard.parallelism.program import Program, info
+from tpshard.programs import training
+from tpshard.programs.patterns import unit_of
+from tpshard.programs.setting import Setting
+from tpshard.recipes.load import loads
+
+WRAP = ("layers.*", ("tok_embed",), ("norm", "output"))
+LAYERS = 4
+
+
+@cache
+def step_program(mesh: str = "{fsdp: 2}") -> Program:
+    recipe = f"""
+name: small
+cluster: {{device: cpu}}
+mesh: {mesh}
+model:
+  {{preset: tiny, layers: {LAYERS}, seq_len: 16, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32}}
+batch: {{global_sequences: 8}}
+"""
+    return training.micro_program(Setting.of(loads(recipe)))
+
+
+def arguments(program: Program) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(0)
+    out = []
+    for port in program.inputs:
+        if port.kind == "parameter":
+            out.append(torch.randn(port.shape, generator=made) * 0.3)
+        elif port.kind == "gradient":
+            out.append(torch.zeros(port.shape))
+        elif port.name == "positions":
+            out.append(torch.arange(port.shape[1]).expand(port.shape).contiguous())
+        elif port.name == "documents":
+            out.append((torch.arange(port.shape[1]) >= 6).long().expand(port.shape).contiguous())
+        else:
+            out.append(torch.randint(0, 32, port.shape, generator=made))
+    return out
+
+
+def by_unit(program: Program) -> list[list[str]]:
+    return buckets.by_unit(buckets.in_order_of_use(program), lambda name: unit_of(name, WRAP))
+
+
+VARIANTS = {
+    "none": lambda p: recompute(p, keep_all),
+    "kept gathered": lambda p: recompute(p, keep_all, reshard_after_forward=False),
+    "full": lambda p: recompute(p, keep_layer_inputs()),
+    "every second": lambda p: recompute(p, keep_layer_inputs(2)),
+    "selective": lambda p: recompute(p, keep_selected()),
+    "chosen": lambda p: recompute(p, keep_selected(["attention"])),
+    "bucketed": lambda p: bucket(p, by_unit(p)),
+    "in one bucket": lambda p: bucket(recompute(p, keep_all), [buckets.in_order_of_use(p)]),
+    "by size": lambda p: bucket(p, buckets.by_size(buckets.in_order_of_use(p), Counter(), 1.0)),
+    "scheduled": lambda p: schedule(p, prefetch=2),
+    "all": lambda p: schedule(bucket(recompute(p, keep_selected()), by_unit(p)), prefetch=1),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_bit_changes(variant: str) -> None:
+    program = step_program()
+    given = arguments(program)
+    plain = program.simulate(*given)
+    for expected, found in zip(plain, VARIANTS[variant](program).simulate(*given)):
+        assert torch.equal(expected, found)
+
+
+def test_replicas_too() -> None:
+    program = step_program("{dp: 2, fsdp: 2}")
+    given = arguments(program)
+    for expected, found in zip(program.simulate(*given), VARIANTS["all"](program).simulate(*given)):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+class Live(TorchDispatchMode):
+    """Counts the bytes of storages that are alive, by watching each one until it goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.seen:
+                    self.seen.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return out
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self.seen.discard(key)
+        self.now -= nbytes
+
+
+def peak(program: Program) -> int:
+    given = arguments(program)
+    with Live() as live:
+        program.simulate(*given)
+    return live.peak
+
+
+def test_recomputation_takes_less_memory() -> None:
+    program = step_program()
+    kept = {name: peak(schedule(VARIANTS[name](program))) for name in ("none", "every second", "selective", "full")}
+    assert kept["full"] < kept["selective"] < kept["none"]
+    assert kept["full"] < kept["every second"] < kept["none"]
+
+
+def test_gathered_parameters_are_not_kept() -> None:
+    program = step_program()
+    again, kept = (schedule(VARIANTS[name](program)) for name in ("none", "kept gathered"))
+    assert peak(again) < peak(kept)
+    gathers = [sum(c.kind == "all_gather" and c.of == "parameter" for c in p.collectives) for p in (again, kept)]
+    # the embedding's table is not needed again: its gradient needs the indices alone
+    parameters = sum(port.kind == "parameter" for port in program.inputs)
+    assert gathers == [2 * parameters - 1, parameters]
+
+
+# ---- order ---------------------------------------------------------------------------------------------------------
+def events(program: Program) -> list[tuple[str, str, int]]:
+    """(issue | wait | use, what, index) of parameter gathers and gradient scatters, in the graph's order."""
+    out = []
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        comm = info(node).comm
+        if comm is not None and comm.of in ("parameter", "gradient"):
+            out.append(("issue", comm.of, comm.value))
+        elif "wait_tensor" in str(node.target):
+            source = info(node.args[0]).comm
+            if source is not None and source.of in ("parameter", "gradient"):
+                out.append(("wait", source.of, source.value))
+    return out
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_as_many_buckets_are_gathered_ahead_as_asked(prefetch: int) -> None:
+    program = step_program()
+    done = schedule(bucket(recompute(program, keep_all), by_unit(program)), prefetch=prefetch)
+    open_gathers = most = 0
+    for kind, what, _ in events(done):
+        if what == "parameter":
+            open_gathers += 1 if kind == "issue" else -1
+            most = max(most, open_gathers)
+    assert most == prefetch + 1
+
+
+def test_gradients_are_scattered_where_they_are_made() -> None:
+    program = step_program()
+    done = schedule(bucket(recompute(program, keep_all), by_unit(program)))
+    kinds = [kind for kind, what, _ in events(done) if what == "gradient"]
+    units = len(by_unit(program))
+    assert kinds.count("issue") == kinds.count("wait") == units
+    # each wait sinks behind the next scatter's issue, and no further
+    assert kinds == ["issue", "issue", "wait", "issue", "wait"] + ["issue", "wait"] * (units - 3) + ["wait"]
+    last_compute = [info(n).flops > 0 for n in done.graph.nodes if n.op == "call_function"]
+    first_scatter = next(
+        i for i, n in enumerate(n for n in done.graph.nodes if n.op == "call_function")
+        if (comm := info(n).comm) is not None and comm.of == "gradient"
+    )  # fmt: skip
+    assert any(last_compute[first_scatter:])
+
+
+def test_one_bucket_a_unit() -> None:
+    program = step_program("{dp: 2, fsdp: 2}")
+    done = bucket(recompute(program, keep_all), by_unit(program))
+    counted = Counter((c.kind, c.of) for c in done.collectives if c.of in ("parameter", "gradient"))
+    units = LAYERS + 2
+    assert counted == {
+        ("all_gather", "parameter"): 2 * units - 1, ("reduce_scatter", "gradient"): units,
+        ("all_reduce", "gradient"): units,
+    }  # fmt: skip
+    assert sum(c.bytes for c in done.collectives) == sum(c.bytes for c in recompute(program, keep_all).collectives)
+
+
+# ---- choosing ------------------------------------------------------------------------------------------------------
+def test_greedy_merges_what_hides_and_fits() -> None:
+    pieces = [buckets.Piece(f"p{i}", 10, 1.0) for i in range(6)]
+
+    def gather_s(size: int) -> float:
+        return 0.5 + size / 100
+
+    one_each = buckets.greedy(pieces, gather_s, memory=10)
+    assert one_each == [[piece.name] for piece in pieces]
+    merged = buckets.greedy(pieces, gather_s, memory=1000)
+    assert len(merged) < len(pieces)
+    assert [name for group in merged for name in group] == [piece.name for piece in pieces]
+    hidden_behind = 0.0
+    for group in merged[1:]:
+        assert gather_s(10 * len(group)) <= max(hidden_behind, gather_s(10)) or hidden_behind == 0.0
+        hidden_behind = float(len(group))
+
+
+def test_sizes_bound_a_bucket() -> None:
+    sizes = {"a": 5, "b": 5, "c": 20, "d": 1}
+    assert buckets.by_size(list(sizes), sizes, 10) == [["a", "b"], ["c"], ["d"]]

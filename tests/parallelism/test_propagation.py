@@ -1,0 +1,83 @@
+"""Tiny programs with the answer beside them: what propagation decides, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from tpshard.parallelism import Mesh, partition
+from tpshard.parallelism.capture import capture
+from tpshard.parallelism.partitioner import mark_outputs
+from tpshard.parallelism.propagate import Annotation, propagate
+from tpshard.parallelism.sharding import parse
+
+MESH = Mesh({"a": 2, "b": 2, "c": 2})
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    return torch.einsum("ij,jk->ik", x, y)
+
+
+CASES: list[
+    tuple[str, Callable[..., Any], list[tuple[int, ...]], list[str | None], list[str | None], list[str], list[str]]
+]
+CASES = [
+    ("both directions", product, [(8, 8), (8, 8)], ["[{a} {}]", None], ["[{?} {b}]"],
+     ["[{a} {}]", "[{?} {b,?}]"], ["[{a,?} {b}]"]),
+    ("a closed dim stays", lambda x, y: x + y, [(8, 8), (8, 8)], ["[{} {}]", "[{a} {b}]"], [None],
+     ["[{} {}]", "[{a} {b}]"], ["[{a,?} {b,?}]"]),
+    ("an axis that two dims want goes to the larger operand's", product, [(8, 4), (4, 16)],
+     ["[{a,b} {?}]", "[{?} {a,c}]"], [None], ["[{a,b} {?}]", "[{?} {a,c}]"], ["[{?} {a,c,?}]"]),
+    ("an operation's free dims come before its summed ones", product, [(32, 1024), (1024, 16)],
+     [None, "[{a,?} {b,?}]"], ["[{a,?} {b,?}]"], ["[{a,?} {?}]", "[{a,?} {b,?}]"], ["[{a,?} {b,?}]"]),
+    ("a later priority takes what is left", lambda x, y: x + y, [(8, 8), (8, 8)], ["[{a,?}p1 {?}p0]", "[{?} {a,b}]"],
+     [None], ["[{a,?}p1 {?}p0]", "[{?} {a,b}]"], ["[{?} {a,b,?}]"]),
+    ("a view splits an axis", lambda x: x.view(4, 4), [(16,)],
+     ["[{b,a,c}]"], [None], ["[{b,a,c}]"], ["[{b,a,?} {c,?}]"]),
+    ("a sum carries what it keeps", lambda x: x.sum(1), [(8, 8)], ["[{b} {a}]"], [None], ["[{b} {a}]"], ["[{b,?}]"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "fn", "shapes", "given", "wanted", "inputs", "outputs"), CASES, ids=[c[0] for c in CASES]
+)
+def test_answer(
+    what: str, fn: Callable[..., Any], shapes: list[tuple[int, ...]], given: list[str | None],
+    wanted: list[str | None], inputs: list[str], outputs: list[str],
+) -> None:  # fmt: skip
+    graph = capture(fn, [torch.empty(s, device="meta") for s in shapes])
+    mark_outputs(graph)
+    values = [*graph.inputs, *graph.outputs]
+    annotations = {
+        value: Annotation(parse(text, MESH), f"line {i}")
+        for i, (value, text) in enumerate(zip(values, [*given, *wanted], strict=True))
+        if text is not None
+    }
+    found = propagate(graph, MESH, annotations)
+    assert [found.of[v].show(MESH) for v in values] == [*inputs, *outputs], what
+    for value in values:
+        for dim, axes in enumerate(found.of[value].dims):
+            for axis in axes:
+                assert found.root(value, dim, axis).startswith("line ")
+
+
+def test_lost_conflicts_are_told() -> None:
+    graph = capture(lambda x, y: x + y, [torch.empty(8, 8, device="meta"), torch.empty(8, 8, device="meta")])
+    annotations = {
+        value: Annotation(parse(text, MESH), text) for value, text in zip(graph.inputs, ["[{a} {?}]", "[{?} {a}]"])
+    }
+    lost = propagate(graph, MESH, annotations).conflicts
+    assert next((c.value.shape, [axis.name for axis in c.axes], c.bytes) for c in lost) == ((8, 8), ["a"], 256)
+
+
+def test_explanation_ends_at_the_annotation() -> None:
+    program = partition(lambda x, w: torch.relu(x @ w).sum(), [torch.empty(8, 8), torch.empty(8, 16)], MESH,
+                        [("a",), (None, "b")])  # fmt: skip
+    (comm,) = program.collectives
+    assert comm.kind == "all_reduce" and comm.axes == ("a", "b")
+    relu = next(name for name in program.records if "relu" in name)
+    assert program.sharding_of(relu) == ("a", "b")
+    assert "in_shardings[0]" in program.explain(relu) and "in_shardings[1]" in program.explain(relu)

@@ -1,0 +1,122 @@
+"""Random functions with random shardings, also uneven ones: what the devices compute together is what one computes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from tpshard.parallelism import Program, partition
+from tpshard.parallelism.capture import capture
+from tpshard.parallelism.mesh import Axis, starts_with
+from tpshard.parallelism.partitioner import mark_outputs, split_annotations
+from tpshard.parallelism.program import info
+from tpshard.parallelism.propagate import Annotation, propagate
+from tpshard.parallelism.sharding import Sharding
+from tpshard.parallelism.simulate import join, local_arguments, run_lockstep
+
+
+def _sibling(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+programs = _sibling("random_programs")
+CASES, PARTS = 320, 8
+torch.set_num_threads(1)
+
+
+def _program(case: Any) -> Program:
+    return partition(case.fn, case.args, case.mesh, case.in_shardings, case.out_shardings)
+
+
+def _bytes_moved(node: fx.Node, operands: list[Tensor], results: list[Tensor]) -> int:
+    """The buffer that the ring cost multiplies, from the tensors themselves."""
+    if "all_gather" in str(node.target):
+        return results[0].nbytes
+    return operands[0].nbytes
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_devices_together_compute_what_one_does(part: int) -> None:
+    for seed in range(part, CASES, PARTS):
+        case = programs.case(seed)
+        expected = case.fn(*case.args)
+        told = f"seed {seed}: {case}"
+        try:
+            program = _program(case)
+            counted: list[tuple[str, int]] = []
+            results = run_lockstep(
+                program,
+                [local_arguments(program, rank, case.args) for rank in range(case.mesh.ranks)],
+                lambda node, given, made, into=counted: into.append((node.name, _bytes_moved(node, given, made))),
+            )
+        except Exception as error:
+            raise AssertionError(told) from error
+        for i, (port, want) in enumerate(zip(program.outputs, expected, strict=True)):
+            got = join(port, case.mesh, [mine[i] for mine in results])
+            torch.testing.assert_close(
+                got,
+                want,
+                rtol=1e-5,
+                atol=1e-5 * (1 + float(want.abs().max())),
+                msg=lambda m, i=i, told=told: f"{told}\nresult {i}: {m}",
+            )
+        for dims, port in zip(case.out_shardings or (), program.outputs):
+            if dims is not None:
+                assert port.layout.dims == Sharding.of(case.mesh, dims, len(port.shape)).dims, told
+        assert counted == [(node.name, comm.bytes) for node, comm in program.issues()], told
+        assert not any(port.layout.partial for port in program.outputs), told
+        _check_specs(program, results, told)
+
+
+def _check_specs(program: Program, results: list[list[Tensor]], told: str) -> None:
+    """The shapes that the program says are those that it has."""
+    output = program.nodes[-1]
+    flat = [node for node in output.args[0] if isinstance(node, fx.Node)]  # type: ignore[union-attr]
+    for i, node in enumerate(flat):
+        assert info(node).specs[0].shape == tuple(results[0][i].shape), told
+        assert info(node).specs[0].dtype == results[0][i].dtype, told
+
+
+@pytest.mark.parametrize("seed", range(CASES, CASES + 24))
+def test_propagation_keeps_its_laws(seed: int) -> None:
+    """Annotations stay and closed dims are not touched; twice is once; every axis has a chain to an annotation."""
+    case = programs.case(seed)
+    graph = capture(case.fn, case.args)
+    mark_outputs(graph)
+    given = dict(split_annotations(graph, case.mesh))
+    for value, dims in zip(graph.inputs, case.in_shardings):
+        if dims is not None:
+            given[value] = Annotation(Sharding.of(case.mesh, dims, value.rank), f"here:{value.name}")
+    once = propagate(graph, case.mesh, given)
+    for value, annotation in given.items():
+        for dim, axes in enumerate(annotation.sharding.dims):
+            assert once.of[value].dims[dim] == axes or annotation.sharding.open[dim], case
+            assert starts_with(once.of[value].dims[dim], axes), case
+    wheres = {a.where for a in given.values()}
+    for value, sharding in once.of.items():
+        flat: list[Axis] = list(sharding.axes)
+        for i, axis in enumerate(flat):
+            assert not any(axis.overlaps(other) for other in flat[i + 1 :]), (value, case)
+        for dim, axes in enumerate(sharding.dims):
+            for axis in axes:
+                assert once.root(value, dim, axis) in wheres, (value, dim, axis, case)
+    again = propagate(
+        graph, case.mesh, {v: Annotation(s, given[v].where if v in given else "first") for v, s in once.of.items()}
+    )
+    assert again.of == once.of, case
+
+
+@pytest.mark.parametrize("seed", range(0, 24, 3))
+def test_same_function_same_program(seed: int) -> None:
+    case = programs.case(seed)
+    assert _program(case).fingerprint == _program(programs.case(seed)).fingerprint
