@@ -1,0 +1,25 @@
+"""What is computed: plain modules that name their dims, and the mapping to Hugging Face folders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tpshard.models.assemble import build as build
+    from tpshard.models.assemble import build_module as build_module
+    from tpshard.models.blueprint import Blueprint as Blueprint
+    from tpshard.models.hf import from_hf as from_hf
+    from tpshard.models.hf import to_hf as to_hf
+
+_HOMES = {"Blueprint": "blueprint", "build": "assemble", "build_module": "assemble", "from_hf": "hf", "to_hf": "hf"}
+
+__all__ = ["Blueprint", "build", "build_module", "from_hf", "to_hf"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch when it is asked for: the presets beside it must not."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,70 @@
+"""Folders that appear whole or not at all: written beside their place, then renamed into it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+
+@contextmanager
+def written_aside(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+    """A fresh folder to write into; it becomes `out` when the block ends well, and is removed when it does not.
+
+    FileExistsError if `out` is a file or a folder with something in it, unless `overwrite` (a folder that holds the
+    working directory is never replaced). What a killed writer left behind is removed.
+    """
+    place = Path(out).absolute()
+    _check(place, overwrite)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    for left in place.parent.glob(f".{place.name}.writing-*"):
+        writer = left.name.rpartition("-")[2]
+        if writer.isdigit() and not psutil.pid_exists(int(writer)):
+            shutil.rmtree(left, ignore_errors=True)
+    aside = place.parent / f".{place.name}.writing-{os.getpid()}"
+    aside.mkdir()
+    try:
+        yield aside
+        for file in sorted(aside.rglob("*")):
+            _sync(file)
+        _sync(aside)
+        _check(place, overwrite)
+        _replace(aside, place)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    _sync(place.parent)
+
+
+def _check(place: Path, overwrite: bool) -> None:
+    if not os.path.lexists(place):
+        return
+    empty = place.is_dir() and not place.is_symlink() and not any(place.iterdir())
+    if not empty and not overwrite:
+        raise FileExistsError(f"{place} exists; name a new folder, or allow overwriting")
+    if overwrite and Path.cwd().is_relative_to(place.resolve()):
+        raise FileExistsError(f"{place} holds the working directory; it is not replaced")
+
+
+def _replace(aside: Path, place: Path) -> None:
+    if place.is_dir() and not place.is_symlink():
+        old = aside.with_name(aside.name.replace(".writing-", ".replaced-"))
+        place.rename(old)
+        aside.rename(place)
+        shutil.rmtree(old, ignore_errors=True)
+        return
+    if os.path.lexists(place):
+        place.unlink()
+    aside.rename(place)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,76 @@
+"""From a configuration to a module."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from tpshard.models.dims import param_dims
+from tpshard.models.granite import Granite
+from tpshard.models.init import initialize
+from tpshard.models.llama import Llama
+from tpshard.models.presets import ModelConfig
+
+
+def build(
+    config: ModelConfig, *, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> nn.Module:
+    """The model of `config`: tokens [batch, seq] -> logits [batch, seq, vocab]. On `meta` it has shapes only; on a
+    real device it begins with the values that `seed` gives."""
+    return _place(lambda: _FAMILIES[config.family](config), device, dtype, seed)
+
+
+def build_module(
+    path: str,
+    args: Mapping[str, Any] | None = None,
+    *,
+    device: torch.device | str = "meta",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> nn.Module:
+    """A user's own module, `package.module:Class`, called with `args`; it takes and gives what the models here do.
+    The package is looked for where Python looks, and in the working directory, as with `python -m`.
+
+    ValueError if it cannot be found, is not an nn.Module, keeps buffers (a step would have to spread and save them),
+    or does not name the dims of all its parameters (`param_dims`).
+    """
+    package, colon, attribute = path.partition(":")
+    if not (colon and package and attribute):
+        raise ValueError(f"`module: {path}` is not of the form package:Class")
+    try:
+        if importlib.util.find_spec(package.partition(".")[0]) is None and os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        cls: Any = importlib.import_module(package)
+        for part in attribute.split("."):
+            cls = getattr(cls, part)
+    except ImportError as error:
+        raise ValueError(f"`module: {path}`: {error}") from error
+    except AttributeError as error:
+        raise ValueError(f"`module: {path}`: {package} has no {attribute}") from error
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise ValueError(f"`module: {path}` is not a class of torch modules")
+    try:
+        model = _place(lambda: cls(**(args or {})), device, dtype, seed)
+    except TypeError as error:
+        raise ValueError(f"`module: {path}` does not take these args: {error}") from error
+    buffers = [label for label, _ in model.named_buffers()]
+    if buffers:
+        raise ValueError(f"`module: {path}` keeps the buffers {', '.join(buffers)}; compute them in forward instead")
+    param_dims(model)
+    return model
+
+
+_FAMILIES: dict[str, type[nn.Module]] = {"llama": Llama, "granite": Granite}
+
+
+def _place(make: Any, device: torch.device | str, dtype: torch.dtype, seed: int) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = make()
+    model = model.to(dtype)
+    return model if torch.device(device).type == "meta" else initialize(model, seed, device)

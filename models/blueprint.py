@@ -1,0 +1,111 @@
+"""Which model is meant, and where its values come from: a preset, a Hugging Face folder, or a module of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tpshard.models import presets
+from tpshard.models.assemble import build, build_module
+from tpshard.models.hf import HFFolder
+from tpshard.models.init import InitPlan, init_plan, initial_block
+from tpshard.models.presets import ModelConfig
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model that can be built, and whose initial values can be had block by block.
+
+    `config` is None for a module of the user's; `folder` is the Hugging Face folder that the values come from, if any.
+    """
+
+    config: ModelConfig | None = None
+    folder: str | None = None
+    module: str | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        preset: str | None = None,
+        hf: str | None = None,
+        module: str | None = None,
+        args: Mapping[str, Any] | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> Blueprint:
+        """From the keys of a recipe's `model`; exactly one of `preset`, `hf` and `module`.
+
+        ValueError names what is unknown, unsupported or does not fit, also overrides that a folder's weights do not.
+        """
+        if [preset, hf, module].count(None) != 2:
+            raise ValueError("a model is named by exactly one of preset, hf and module")
+        if module is not None:
+            if overrides:
+                raise ValueError(f"`module: {module}` takes args; it has no {', '.join(overrides)} to override")
+            return Blueprint(module=module, args=dict(args or {}))
+        if args:
+            raise ValueError("`args` are for a `module`; presets and folders take overrides")
+        if preset is not None:
+            return Blueprint(presets.preset(preset, overrides))
+        assert hf is not None
+        source = HFFolder(hf)
+        config = presets.override(source.config, overrides or {})
+        shapes = {name: tuple(parameter.shape) for name, parameter in build(config).named_parameters()}
+        if shapes != source.shapes:
+            changed = sorted(name for name in {*shapes, *source.shapes} if shapes.get(name) != source.shapes.get(name))
+            raise ValueError(f"the overrides {', '.join(overrides or {})} do not fit the weights in {hf}: {changed[0]}")
+        return Blueprint(config, folder=hf)
+
+    def build(
+        self, *, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> nn.Module:
+        """The module; on a real device with initial values, those of the folder where there is one."""
+        if self.config is None:
+            assert self.module is not None
+            return build_module(self.module, self.args, device=device, dtype=dtype, seed=seed)
+        if self.folder is None or torch.device(device).type == "meta":
+            return build(self.config, device=device, dtype=dtype, seed=seed)
+        model = build(self.config, dtype=dtype)
+        for name in self._source.shapes:
+            module, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module), leaf, nn.Parameter(self._source.read(name, dtype).to(device)))
+        return model
+
+    def initial_block(
+        self, name: str, starts: Sequence[int], sizes: Sequence[int], seed: int, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """As `models.init.initial_block`, from the folder where there is one."""
+        if self.folder is None:
+            return initial_block(self._plan, name, starts, sizes, seed, dtype)
+        return self._source.block(name, starts, sizes, dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that a checkpoint can keep; without the folder, whose values it replaces."""
+        if self.config is None:
+            return {"module": self.module, "args": dict(self.args)}
+        return {"config": asdict(self.config)}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Blueprint:
+        """What `to_json` gave. ValueError if it is something else."""
+        try:
+            if "module" in values:
+                return Blueprint(module=values["module"], args=values["args"])
+            numbers = dict(values["config"])
+            family = numbers.pop("family")
+            sizes = {key: numbers[key] for key in numbers if key != "rope_scaling"}
+            return Blueprint(presets.override(ModelConfig(family, **sizes), {"rope_scaling": numbers["rope_scaling"]}))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is no description of a model: {type(error).__name__}: {error}") from error
+
+    @cached_property
+    def _plan(self) -> InitPlan:
+        return init_plan(self.build())
+
+    @cached_property
+    def _source(self) -> HFFolder:
+        assert self.folder is not None
+        return HFFolder(self.folder)

@@ -1,0 +1,77 @@
+"""Names for the dims of parameters and activations, the only thing a model tells about how it may be spread.
+
+Parameters carry names on the module that owns them (`module.dims = {"weight": ("mlp", "embed")}`); activations pass
+through `name`, an identity. What the names are used for is nobody's business here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+DIMS = ("batch", "seq", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "expert")
+"""The dims that models of this package name. Modules of users may name others."""
+
+_library = torch.library.Library("tpshard", "FRAGMENT")
+_library.define("named(Tensor(a) x, str name, str[] dims) -> Tensor(a)")
+
+
+def _view(x: Tensor, name: str, dims: list[str]) -> Tensor:
+    return x.view_as(x)
+
+
+class _Name(torch.autograd.Function):
+    """Identity whose gradient bears the same name: a pin on a value is a pin on its gradient as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, dims: list[str]) -> Tensor:
+        ctx.name, ctx.dims = name, dims
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tpshard.named(x, name, dims)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return torch.ops.tpshard.named(grad, ctx.name, ctx.dims), None, None
+
+
+def _autograd(x: Tensor, name: str, dims: list[str]) -> Tensor:
+    return _Name.apply(x, name, dims)
+
+
+_library.impl("named", _view, "CompositeExplicitAutograd")
+_library.impl("named", _autograd, "Autograd")
+
+
+def name(x: Tensor, label: str, *dims: str) -> Tensor:
+    """`x` itself, with a name and a name per dim for whoever traces the model."""
+    assert x.dim() == len(dims), f"{label} has {x.dim()} dims, {len(dims)} are named: {dims}"
+    return torch.ops.tpshard.named(x, label, list(dims))
+
+
+def param_dims(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """The dims of every parameter by its name in `model.named_parameters()` (tied ones once, under their first name).
+
+    ValueError names every parameter that no module's `dims` tells of, or tells wrongly.
+    """
+    named: dict[str, tuple[str, ...]] = {}
+    for path, module in model.named_modules():
+        for local, dims in getattr(module, "dims", {}).items():
+            named[f"{path}.{local}" if path else local] = tuple(dims)
+    found: dict[str, tuple[str, ...]] = {}
+    wrong: list[str] = []
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name not in named:
+            wrong.append(f"`{parameter_name}` (shape {list(parameter.shape)}) has no named dims")
+        elif len(named[parameter_name]) != parameter.dim():
+            wrong.append(f"`{parameter_name}` has {parameter.dim()} dims, {named[parameter_name]} are named")
+        else:
+            found[parameter_name] = named[parameter_name]
+    if wrong:
+        raise ValueError(
+            "; ".join(wrong)
+            + '. Give the module that owns it `dims`, such as self.dims = {"weight": ("mlp", "embed")}, '
+            "or use tpshard.models.layers.Linear(..., dims=...)"
+        )
+    return found

@@ -1,0 +1,232 @@
+"""Models that travel: Hugging Face folders in and out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tpshard.models import hf_config, hf_files, hf_json
+from tpshard.models.aside import written_aside
+from tpshard.models.assemble import build
+from tpshard.models.hf_names import fuse, hf_modules, hf_tensors
+from tpshard.models.hf_quantized import DequantizedTensors
+from tpshard.models.presets import ModelConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_FLOATS = {"F64", "F32", "BF16", "F16"}
+_BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|transformer\.(h\.\d+\.attn\.)?(bias|masked_bias)")
+"""Constants that older writers saved beside the parameters."""
+
+
+class HFFolder:
+    """A model in a folder, readable by blocks of parameters: a rank reads what it needs and no more. The weights of a
+    GPTQ folder are read as the dense ones they stand for.
+
+    Everything is checked on opening, from headers alone: ValueError names what is not supported, missing, superfluous
+    or of the wrong shape.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.raw = hf_config.read_raw(self.folder)
+        self.quantized = bool(self.raw.get("quantization_config")) or (self.folder / "quantize_config.json").exists()
+        self.config: ModelConfig = hf_config.read_config(self.raw, quantized=self.quantized)
+        self.tensors = DequantizedTensors(self.folder) if self.quantized else hf_files.Tensors(self.folder)
+        if self.config.layers > len(self.tensors.names()):
+            raise ValueError(f"{self.folder}: {self.config.layers} layers and {len(self.tensors.names())} tensors")
+        self.shapes = {name: tuple(p.shape) for name, p in build(self.config).named_parameters()}
+        self._modules = hf_modules(self.config)
+        self._check()
+
+    def block(self, name: str, starts: Sequence[int], sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """[starts, starts + sizes) of parameter `name`; dtype defaults to that of the file."""
+        tensor, part = self._source(name)
+        if part is None:
+            value = self.tensors.block(tensor, starts, sizes)
+        elif part[0] == 1:
+            value = self.tensors.block(tensor, (part[2] + starts[0], *starts[1:]), sizes)
+        else:
+            whole = self._modules[name.rpartition(".")[0]].take(self.tensors.block(tensor))
+            value = whole[tuple(slice(a, a + n) for a, n in zip(starts, sizes))].clone()
+        return value if dtype is None else value.to(dtype)
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole of parameter `name`."""
+        shape = self.shapes[name]
+        return self.block(name, (0,) * len(shape), shape, dtype)
+
+    @property
+    def token_ids(self) -> dict[str, Any]:
+        """`bos_token_id` and its like, as config.json has them."""
+        return {key: value for key, value in self.raw.items() if key.endswith("_token_id")}
+
+    def _source(self, name: str) -> tuple[str, tuple[int, int, int, int] | None]:
+        module, _, leaf = name.rpartition(".")
+        home = self._modules[module]
+        return f"{home.module}.{leaf}", home.part
+
+    def _check(self) -> None:
+        wanted = hf_tensors(self.config, list(self.shapes))
+        wrong = [f"`{name}` is missing" for name in wanted if name not in self.tensors]
+        for name in self.tensors.names():
+            if name in wanted:
+                rows = sum(self.shapes[parameter][0] for parameter, _ in wanted[name])
+                shape = (rows, *self.shapes[wanted[name][0][0]][1:])
+                if self.tensors.shape(name) != shape:
+                    wrong.append(f"`{name}` is {list(self.tensors.shape(name))}, config.json makes it {list(shape)}")
+                elif self.tensors.dtype(name) not in _FLOATS:
+                    wrong.append(f"`{name}` is of dtype {self.tensors.dtype(name)}, which is not supported")
+            elif not _BUFFERS.fullmatch(name) and not self._tied(name):
+                wrong.append(f"`{name}` has no place in a {self.raw['model_type']} model")
+        if wrong:
+            more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
+            raise ValueError(f"{self.folder}: {'; '.join(wrong[:5])}{more}")
+
+    def _tied(self, name: str) -> bool:
+        """Whether this is a copy of the embedding table that its writer could have left out."""
+        if name != "lm_head.weight" or not self.config.tie_embeddings:
+            return False
+        table = f"{self._modules['tok_embed'].module}.weight"
+        if table in self.tensors and not torch.equal(self.tensors.block(name), self.tensors.block(table)):
+            raise ValueError(f"{self.folder}: `tie_word_embeddings` is set, but `lm_head.weight` is not `{table}`")
+        return True
+
+
+def from_hf(
+    folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> nn.Module:
+    """The model in a folder, ids [batch, seq] -> logits [batch, seq, vocab]. dtype defaults to config.json's.
+
+    ValueError names what is not supported or not sound, OSError what cannot be read.
+    """
+    source = HFFolder(folder)
+    dtype = DTYPES[source.config.dtype] if dtype is None else dtype
+    model = build(source.config, dtype=dtype)
+    for name in source.shapes:
+        module, _, leaf = name.rpartition(".")
+        value = source.read(name, dtype).to(device)
+        setattr(model.get_submodule(module), leaf, nn.Parameter(value))
+    return model
+
+
+def to_hf(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    tokenizer: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a model of this package as a folder that transformers reads; `tokenizer` names a folder whose tokenizer
+    goes along. ValueError if transformers has nothing like it, FileExistsError if the folder holds something."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, ModelConfig):
+        raise ValueError(f"{type(model).__name__} is not a model of tpshard; only those have a Hugging Face form")
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if any(parameter.is_meta for parameter in parameters.values()):
+        raise ValueError("the model is on the meta device: it has shapes and no values to write")
+    dtype = next(iter(parameters.values())).dtype
+    write_hf(
+        config, parameters.__getitem__, folder, dtype=dtype, tokenizer=tokenizer, overwrite=overwrite,
+        shard_bytes=shard_bytes,
+    )  # fmt: skip
+
+
+def write_hf(
+    config: ModelConfig,
+    read: Callable[[str], Tensor],
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype,
+    tokenizer: str | os.PathLike[str] | None = None,
+    token_ids: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """As `to_hf`, from a function that gives a parameter by name; holds one shard of `shard_bytes` at a time."""
+    names = {value: key for key, value in DTYPES.items()}
+    if dtype not in names:
+        raise ValueError(f"{dtype} is not a dtype of such folders; {', '.join(map(str, names))} are")
+    ids = _token_ids(Path(tokenizer)) if tokenizer is not None else {}
+    values = hf_config.write_config(replace(config, dtype=names[dtype]), names[dtype], ids | dict(token_ids or {}))
+    shapes = {name: p.shape for name, p in build(config).named_parameters()}
+    tensors = hf_tensors(config, list(shapes))
+    sizes = {
+        tensor: sum(shapes[parameter].numel() for parameter, _ in parts) * dtype.itemsize
+        for tensor, parts in tensors.items()
+    }
+    shards = _shards(sizes, shard_bytes)
+    with written_aside(folder, overwrite=overwrite) as aside:
+        for file, members in shards.items():
+            shard = {
+                tensor: fuse([(read(parameter).to("cpu", dtype), home) for parameter, home in tensors[tensor]])
+                for tensor in members
+            }
+            save_file({tensor: value.contiguous() for tensor, value in shard.items()}, aside / file, {"format": "pt"})
+            (aside / file).chmod(aside.stat().st_mode & 0o666)  # safetensors makes files that only the owner can read
+        if len(shards) > 1:
+            places = {tensor: file for file, members in shards.items() for tensor in members}
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+            _write_json(aside / hf_files.INDEX, index)
+        _write_json(aside / "config.json", values)
+        if tokenizer is not None:
+            copy_tokenizer(Path(tokenizer), aside)
+
+
+def copy_tokenizer(source: Path, target: Path) -> list[str]:
+    """Copy the files of a tokenizer, as far as the folder has them; their names. ValueError for one with code."""
+    copied = []
+    for name in hf_json.TOKENIZER:
+        if os.path.lexists(source / name):
+            if name == "tokenizer_config.json":
+                hf_json.refuse_code(hf_json.read_json(source, name), source / name)
+            shutil.copyfile(hf_json.inside(source, name), target / name)
+            copied.append(name)
+    return copied
+
+
+def _shards(sizes: Mapping[str, int], largest: int) -> dict[str, list[str]]:
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if groups[-1] and filled + size > largest:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    if len(groups) == 1:
+        return {hf_files.SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _token_ids(tokenizer: Path) -> dict[str, int]:
+    """The ids of the special tokens that a tokenizer's files name."""
+    if not ((tokenizer / "tokenizer.json").exists() and (tokenizer / "tokenizer_config.json").exists()):
+        return {}
+    vocabulary = hf_json.read_json(tokenizer, "tokenizer.json")
+    ids = {
+        entry["content"]: entry["id"]
+        for entry in vocabulary.get("added_tokens") or []
+        if isinstance(entry, dict) and isinstance(entry.get("id"), int) and isinstance(entry.get("content"), str)
+    }
+    settings = hf_json.read_json(tokenizer, "tokenizer_config.json")
+    found = {}
+    for kind in ("bos", "eos", "pad"):
+        token = settings.get(f"{kind}_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and text in ids:
+            found[f"{kind}_token_id"] = ids[text]
+    return found
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

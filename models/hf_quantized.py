@@ -1,0 +1,62 @@
+"""A GPTQ folder seen as a dense one: `P.weight` is computed from `P.qweight` and its companions when it is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+
+from torch import Tensor
+from tpshard.kernels.gptq_format import SUFFIXES, GPTQFolder
+from tpshard.models.hf_files import Tensors
+
+
+class DequantizedTensors(Tensors):
+    """As `Tensors`, with scales * (q - zero) in fp16, transposed to [outputs, inputs], for every quantized linear.
+
+    ValueError where the folder is not what its quantization_config says.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        super().__init__(folder)  # first: it refuses shards that lead out of the folder
+        self._quantized = GPTQFolder(self.folder)
+        if not self._quantized.modules:
+            raise ValueError(f"{self.folder} says that it is quantized, but holds no `qweight`")
+        self._weights = {f"{module}.weight": module for module in self._quantized.modules}
+        self._hidden = {f"{module}.{suffix}" for module in self._quantized.modules for suffix in SUFFIXES[:-1]}
+        self._dense = lru_cache(maxsize=1)(self._dequantize)  # blocks of one parameter are asked for in a row
+        for weight in self._weights:
+            if super().__contains__(weight):
+                raise ValueError(f"{self.folder} holds `{weight}` both dense and quantized")
+
+    def _dequantize(self, module: str) -> Tensor:
+        return self._quantized.linear(module).dequantize().T.contiguous()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights or (name not in self._hidden and super().__contains__(name))
+
+    def names(self) -> list[str]:
+        return sorted([*self._weights, *(name for name in super().names() if name not in self._hidden)])
+
+    def file(self, name: str) -> str:
+        module = self._weights.get(name)
+        return super().file(name if module is None else f"{module}.qweight")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        module = self._weights.get(name)
+        if module is None:
+            return super().shape(name)
+        config = self._quantized.config.of(module)
+        assert config is not None
+        words, outputs = super().shape(f"{module}.qweight")
+        return outputs, words * 32 // config.bits
+
+    def dtype(self, name: str) -> str:
+        return "F16" if name in self._weights else super().dtype(name)
+
+    def block(self, name: str, starts: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
+        module = self._weights.get(name)
+        if module is None:
+            return super().block(name, starts, sizes)
+        cut = tuple(slice(start, start + size) for start, size in zip(starts, sizes))
+        return self._dense(module)[cut].clone()

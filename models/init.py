@@ -1,0 +1,144 @@
+"""Initial values by block: any rank can make its own part of a parameter, and every mesh gets the same whole.
+
+A value depends on the seed, the parameter's name and the element's linear index in the global tensor, nothing else. It
+is computed with integers and one rounding, so that neither the block's shape nor the processor's vector width shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+_CHUNK = 1 << 18
+"""Elements made at a time, so that the 64-bit intermediates stay in cache."""
+
+
+@dataclass(frozen=True)
+class Initial:
+    """How one parameter begins: `mean` everywhere, plus a bell of standard deviation `std` (cut at 3.46 std)."""
+
+    shape: tuple[int, ...]
+    mean: float
+    std: float
+
+
+InitPlan = Mapping[str, Initial]
+
+
+def init_plan(model: nn.Module) -> dict[str, Initial]:
+    """How every parameter of `model` begins, by name.
+
+    Vectors called `bias` are 0, other vectors (norms) 1. Matrices [.., outputs, inputs] have std 1 / sqrt(inputs), so
+    that they keep the size of what they multiply; those that write to the residual stream are smaller by
+    sqrt(2 * layers) (GPT-2's rule). A module may say otherwise by `initial_std = {"weight": 0.1}`.
+    """
+    writers = 2 * getattr(getattr(model, "config", None), "layers", 1)
+    stds: dict[str, float] = {}
+    for path, module in model.named_modules():
+        for local, std in getattr(module, "initial_std", {}).items():
+            stds[f"{path}.{local}" if path else local] = float(std)
+    plan = {}
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        if name in stds:
+            plan[name] = Initial(shape, 0.0, stds[name])
+        elif parameter.dim() < 2:
+            plan[name] = Initial(shape, 0.0 if name.endswith("bias") else 1.0, 0.0)
+        else:
+            adds = name.endswith((".wo.weight", ".down.weight"))
+            plan[name] = Initial(shape, 0.0, (shape[-1] * (writers if adds else 1)) ** -0.5)
+    return plan
+
+
+def initial_block(
+    model_or_plan: nn.Module | InitPlan,
+    name: str,
+    starts: Sequence[int],
+    sizes: Sequence[int],
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Elements [starts, starts + sizes) of the initial value of parameter `name`, on the CPU.
+
+    ValueError if the parameter is unknown or the block is not inside it.
+    """
+    plan = init_plan(model_or_plan) if isinstance(model_or_plan, nn.Module) else model_or_plan
+    if name not in plan:
+        raise ValueError(f"the model has no parameter `{name}`")
+    initial = plan[name]
+    inside = len(starts) == len(sizes) == len(initial.shape) and all(
+        min(a, n) >= 0 and a + n <= whole for a, n, whole in zip(starts, sizes, initial.shape)
+    )
+    if not inside:
+        raise ValueError(f"block {list(starts)} + {list(sizes)} is not inside `{name}` {list(initial.shape)}")
+    block = torch.full(tuple(sizes), initial.mean, dtype=dtype)
+    if initial.std and block.numel():
+        _add_bell(block, initial, starts, _key(seed, name))
+    return block
+
+
+def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> nn.Module:
+    """Give every parameter of `model` (on `meta` or not) its initial value on `device`, in place."""
+    plan = init_plan(model)
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in plan}
+    for name, parameter in list(model.named_parameters()):
+        value = initial_block(plan, name, (0,) * parameter.dim(), tuple(parameter.shape), seed, parameter.dtype)
+        fresh = nn.Parameter(value.to(device), requires_grad=parameter.requires_grad)
+        setattr(owners[name], name.rpartition(".")[2], fresh)
+    return model
+
+
+def _key(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def _add_bell(block: Tensor, initial: Initial, starts: Sequence[int], key: int) -> None:
+    shape = initial.shape
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    row = torch.arange(starts[-1], starts[-1] + block.shape[-1], dtype=torch.int64)
+    rows = block.view(-1, block.shape[-1])
+    outer = torch.zeros((), dtype=torch.int64)
+    for start, size, stride in zip(starts[:-1], block.shape[:-1], strides[:-1]):
+        outer = outer.unsqueeze(-1) + torch.arange(start, start + size, dtype=torch.int64) * stride
+    outer = outer.reshape(-1, 1)
+    step = max(1, _CHUNK // block.shape[-1])
+    for first in range(0, rows.shape[0], step):
+        bits = _mix((outer[first : first + step] + row).add_(1).mul_(_GOLDEN).add_(key))
+        rows[first : first + step] += _bell(bits).mul_(initial.std).to(block.dtype)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """x >> bits as for unsigned words."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's finalizer (Steele, Lea and Flood 2014) on int64 words, which wrap around."""
+    x ^= _shifted(x, 30)
+    x *= _MIX_1
+    x ^= _shifted(x, 27)
+    x *= _MIX_2
+    x ^= _shifted(x, 31)
+    return x
+
+
+def _bell(bits: Tensor) -> Tensor:
+    """Four 16-bit uniforms summed: mean 0, variance 1 in float64, exact but for the last rounding."""
+    low = bits & 0x0000FFFF0000FFFF
+    pairs = low + (_shifted(bits, 16) & 0x0000FFFF0000FFFF)
+    total = (pairs & 0xFFFFFFFF) + _shifted(pairs, 32)
+    return (total - 2 * 65535).double().mul_(math.sqrt(3.0) / 65536)

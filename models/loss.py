@@ -1,0 +1,46 @@
+"""Cross-entropy that never needs a whole row of logits in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """Three reductions over the vocabulary forward (maximum, sum of exponentials, the target's logit), none backward.
+
+    Written out because autograd's own formula for log-softmax reduces once more in the backward pass, which costs a
+    collective where the vocabulary is spread.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+        x = logits.float()
+        counted = targets != ignore_index
+        index = torch.where(counted, targets, 0).unsqueeze(-1)
+        highest = x.amax(-1, keepdim=True)
+        log_sum = torch.log(torch.exp(x - highest).sum(-1, keepdim=True)) + highest
+        weight = counted.unsqueeze(-1).to(torch.float32)
+        loss = ((log_sum - x.gather(-1, index)) * weight).sum()
+        count = counted.sum()
+        ctx.save_for_backward(logits, log_sum, index, weight)
+        ctx.mark_non_differentiable(count)
+        return loss, count
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        logits, log_sum, index, weight = ctx.saved_tensors
+        scale = weight * grad
+        softmax = torch.exp(logits.float() - log_sum)
+        return (softmax * scale).scatter_add(-1, index, -scale).to(logits.dtype), None, None
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropy in nats, computed in fp32, and how many targets it sums.
+
+    logits: [batch, seq, vocab]; targets: [batch, seq] int64, `ignore_index` where nothing is to be predicted
+    -> (fp32 scalar, int64 scalar)
+    """
+    return _CrossEntropySum.apply(logits, targets, ignore_index)

@@ -1,0 +1,82 @@
+"""AdamW against torch's own, and what it does where something is not finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from tpshard.models.adamw import AdamW, Updated, adamw_update, decays
+
+SHAPES = {"a": (4, 6), "norm": (6,), "b": (3, 5, 2)}
+
+
+def tensors(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
+
+
+def step(
+    state: tuple[list[torch.Tensor], ...], grads: list[torch.Tensor], number: int, config: AdamW, lr: float, loss: float
+) -> Updated:
+    return adamw_update(
+        *state[:1], grads, *state[1:], torch.tensor(loss), torch.tensor(7), torch.tensor(lr),
+        torch.tensor(float(number)), decay=list(decays(SHAPES).values()), config=config,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_it_is_torchs_adamw_with_decay_groups_and_clipping(clip: float | None) -> None:
+    config = AdamW(betas=(0.9, 0.95), eps=1e-5, weight_decay=0.3, clip_grad_norm=clip)
+    start = tensors(0)
+    reference = [torch.nn.Parameter(p.clone()) for p in start]
+    groups = [
+        {"params": [p for p in reference if p.dim() >= 2], "weight_decay": 0.3},
+        {"params": [p for p in reference if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    theirs = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-5)
+    state = (start, [torch.zeros_like(p) for p in start], [torch.zeros_like(p) for p in start])
+    for number in range(1, 6):
+        summed = tensors(number)
+        for p, g in zip(reference, summed):
+            p.grad = g / 7
+        norm = torch.nn.utils.clip_grad_norm_(reference, clip if clip is not None else float("inf"))
+        for group in theirs.param_groups:
+            group["lr"] = 0.1 / number
+        theirs.step()
+        made = step(state, summed, number, config, 0.1 / number, 1.0)
+        assert made.finite and torch.allclose(made.grad_norm, norm)
+        state = (made.params, made.exp_avg, made.exp_avg_sq)
+    for mine, other in zip(state[0], reference):
+        torch.testing.assert_close(mine, other.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fault", ["gradient", "loss"])
+def test_what_is_not_finite_changes_nothing(fault: str) -> None:
+    state = (tensors(0), tensors(1), [t.abs() for t in tensors(2)])
+    grads = tensors(3)
+    if fault == "gradient":
+        grads[1][2] = float("inf")
+    made = step(state, grads, 3, AdamW(), 0.1, float("nan") if fault == "loss" else 1.0)
+    assert not made.finite
+    for old, new in zip(state, (made.params, made.exp_avg, made.exp_avg_sq)):
+        assert all(torch.equal(a, b) for a, b in zip(old, new))
+
+
+def test_it_traces_to_one_graph_without_writing_in_place() -> None:
+    state = (tensors(0), tensors(1), [t.abs() for t in tensors(2)])
+
+    def update(p: list, g: list, m: list, v: list) -> Updated:
+        return step((p, m, v), g, 2, AdamW(), 0.1, 1.0)
+
+    arguments = (state[0], tensors(3), state[1], state[2])
+    graph = make_fx(update)(*arguments)
+    names = {
+        node.target.name() for node in graph.graph.nodes if node.op == "call_function" and hasattr(node.target, "name")
+    }
+    assert not [name for name in names if name.partition(".")[0].endswith("_")], names
+    for mine, traced in zip(update(*arguments).params, graph(*arguments).params):
+        assert torch.equal(mine, traced)
+
+
+def test_vectors_are_not_decayed() -> None:
+    assert decays(SHAPES) == {"a": True, "norm": False, "b": True}
