@@ -1,0 +1,1 @@
+"""From a recipe to its programs: recipe -> model -> graph -> shardings -> Program, for all verbs alike."""

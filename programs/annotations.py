@@ -1,0 +1,158 @@
+"""What a recipe says about shardings, as annotations on the values of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from tpshard.parallelism.graph import Graph, Value
+from tpshard.parallelism.mesh import Axes, Mesh, merge, size_of
+from tpshard.parallelism.propagate import Annotation
+from tpshard.parallelism.sharding import Sharding
+from tpshard.parallelism.storage import used_values
+from tpshard.programs.patterns import matches
+from tpshard.programs.setting import Setting
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
+
+BATCH_DIMS = ("batch", "seq")
+
+
+def annotate(setting: Setting, graph: Graph, batch: Iterable[Value] = ()) -> dict[Value, Annotation]:
+    """Rules for parameters and the batch, patterns for anything named, pins over both.
+
+    A dim whose name has a rule is closed; the others are left to propagation. Raises Mistakes (exit 4) for a dim
+    that its axes do not divide where the recipe does not pad, (exit 3) for a pin or pattern of another rank.
+    """
+    reader = _Reader(setting)
+    found: dict[Value, Annotation] = {}
+    for name, values in used_values(graph).items():
+        for value in values:
+            reader.rules(found, value, name, setting.dims.get(name, ()))
+    for value in batch:
+        reader.rules(found, value, value.name, BATCH_DIMS[: value.rank])
+    for pattern, names in setting.recipe.sharding.annotate.items():
+        for value in reader.found(_named(graph, pattern), pattern, f"sharding.annotate.{pattern}"):
+            reader.pattern(found, value, pattern, names)
+    for pattern, dims in setting.recipe.sharding.pin.items():
+        for value in reader.found(_named(graph, pattern), pattern, f"sharding.pin.{pattern}"):
+            reader.pin(found, value, pattern, dims)
+    if reader.mistakes:
+        raise Mistakes(reader.mistakes)
+    return found
+
+
+def _named(graph: Graph, pattern: str) -> list[Value]:
+    """Values that a pattern means: parameters (used, and their gradients), inputs, activations and their gradients."""
+    used = {id(v): name for name, values in used_values(graph).items() for v in values}
+    parameters = set(used.values())
+    found = []
+    for value in graph.values():
+        label = used.get(id(value)) or value.label or (value.name if value.producer is None else "")
+        if label in parameters and id(value) not in used:
+            continue  # the stored one follows the used one
+        if label and matches(pattern, label):
+            found.append(value)
+    return found
+
+
+class _Reader:
+    def __init__(self, setting: Setting):
+        self.setting, self.recipe, self.mesh = setting, setting.recipe, setting.mesh
+        self.mistakes: list[Diagnostic] = []
+        self.said: set[str] = set()
+
+    def found(self, values: list[Value], pattern: str, path: str) -> list[Value]:
+        """The values of a pattern; a mistake where a module of the user's has none (presets are checked earlier)."""
+        if not values and self.setting.config is None:
+            known = ", ".join(list(self.setting.dims)[:6])
+            self.mistakes.append(
+                Diagnostic(
+                    f"`{pattern}` matches nothing in `{self.recipe.model.module}`",
+                    exit=Exit.RECIPE,
+                    where=self.recipe.where(path),
+                    why="the annotation would do nothing",
+                    fix=f"its parameters are {known}, ...; activations are those that it names",
+                )
+            )
+        return values
+
+    def axes(self, names: Sequence[str]) -> Axes:
+        return merge(self.mesh.axis(name) for name in names if self.mesh.axes.get(name, 1) > 1)
+
+    def rules(self, found: dict[Value, Annotation], value: Value, name: str, dims: Sequence[str]) -> None:
+        rules = self.recipe.sharding.rules
+        ruled = [d for d in dims if d in rules]
+        if not ruled:
+            return
+        axes = [self.axes(rules[d]) if d in rules else () for d in dims]
+        opened = tuple(d not in rules for d in dims)
+        where = "; ".join(f"{self.recipe.where(f'sharding.rules.{d}')} ({d}: {_show(rules[d])})" for d in ruled)
+        axes = [self.fits(value, i, a, name, f"sharding.rules.{dims[i]}") for i, a in enumerate(axes)]
+        found[value] = Annotation(Sharding(tuple(axes), opened), where)
+
+    def pattern(
+        self, found: dict[Value, Annotation], value: Value, pattern: str, names: Sequence[str | None]
+    ) -> None:
+        path = f"sharding.annotate.{pattern}"
+        if self.ranks_differ(value, pattern, len(names), path):
+            return
+        rules: Mapping[str, Sequence[str]] = self.recipe.sharding.rules
+        axes = [self.axes(rules.get(n, ())) if n is not None else () for n in names]
+        axes = [self.fits(value, i, a, pattern, path) for i, a in enumerate(axes)]
+        found[value] = self.closed(value, axes, path, pattern)
+
+    def closed(self, value: Value, axes: Sequence[Axes], path: str, pattern: str) -> Annotation:
+        """An activation's annotation comes after the parameters': it takes what their shardings leave."""
+        later = (1,) * value.rank if value.producer is not None and value.label else None
+        sharding = Sharding(tuple(axes), (False,) * value.rank, priority=later)
+        return Annotation(sharding, f"{self.recipe.where(path)} ({pattern})")
+
+    def pin(self, found: dict[Value, Annotation], value: Value, pattern: str, dims: Sequence[Sequence[str]]) -> None:
+        path = f"sharding.pin.{pattern}"
+        if self.ranks_differ(value, pattern, len(dims), path):
+            return
+        axes = [self.fits(value, i, self.axes(d), pattern, path) for i, d in enumerate(dims)]
+        found[value] = self.closed(value, axes, path, pattern)
+
+    def ranks_differ(self, value: Value, pattern: str, given: int, path: str) -> bool:
+        if given == value.rank:
+            return False
+        if path not in self.said:
+            self.said.add(path)
+            self.mistakes.append(
+                Diagnostic(
+                    f"`{pattern}` has {given} dims here, but {value.name} has {value.rank}: {list(value.shape)}",
+                    exit=Exit.RECIPE,
+                    where=self.recipe.where(path),
+                    fix=f"give {value.rank} entries" + (f", for {', '.join(value.dims)}" if value.dims else ""),
+                )
+            )
+        return True
+
+    def fits(self, value: Value, dim: int, axes: Axes, name: str, path: str) -> Axes:
+        """The axes as they are if they divide the dim; a mistake (or, padding, what divides) where they do not."""
+        size = value.shape[dim]
+        if size % size_of(axes) == 0:
+            return axes
+        if self.recipe.sharding.on_uneven == "pad":
+            return axes
+        if path not in self.said:
+            self.said.add(path)
+            names = ", ".join(f"{a.name} {a.size}" for a in axes)
+            divisors = [str(n) for n in range(1, size + 1) if size % n == 0 and n <= 4 * size_of(axes)]
+            self.mistakes.append(
+                Diagnostic(
+                    f"{size_of(axes)} devices ({names}) do not divide the {size} of dim {dim} of `{name}`",
+                    exit=Exit.FIT,
+                    where=self.recipe.where(path),
+                    why=f"{size} = {size_of(axes)} x {size // size_of(axes)} + {size % size_of(axes)}",
+                    fix=f"sizes that divide it: {', '.join(divisors[-6:])}; or sharding.on_uneven: pad",
+                )
+            )
+        return axes
+
+
+def _show(axes: Sequence[str]) -> str:
+    return axes[0] if len(axes) == 1 else "[" + ", ".join(axes) + "]"
+
+
+__all__ = ["Mesh", "annotate"]

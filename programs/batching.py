@@ -1,0 +1,75 @@
+"""How a step's sequences are dealt out: to data ranks, and on each of them to micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.schema import Recipe
+
+MOST_BY_DEFAULT = 8
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """`global_sequences` = `data_ranks` x `micro_batches` x `per_device`."""
+
+    global_sequences: int
+    data_ranks: int
+    per_device: int
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward and backward passes a step: gradients are summed over them."""
+        return self.global_sequences // (self.data_ranks * self.per_device)
+
+    @property
+    def sequences_each(self) -> int:
+        """Sequences of a step that one data rank reads."""
+        return self.global_sequences // self.data_ranks
+
+    def rows(self, data_rank: int) -> range:
+        """Rows of each global step that this data rank reads: contiguous, so that it opens the fewest files."""
+        return range(data_rank * self.sequences_each, (data_rank + 1) * self.sequences_each)
+
+    def __str__(self) -> str:
+        ranks = f"{self.data_ranks} data rank{'s' * (self.data_ranks != 1)}"
+        times = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"
+        return f"{self.global_sequences} sequences a step = {ranks} x {times} of {self.per_device}"
+
+
+def derive(recipe: Recipe, data_ranks: int) -> BatchPlan:
+    """The plan for so many data ranks.
+
+    Without `batch.per_device` a micro-batch is the largest divisor of a data rank's sequences that is at most 8.
+
+    Raises:
+        Mistakes: exit 4; the sequences do not divide.
+    """
+    total, given = recipe.batch.global_sequences, recipe.batch.per_device
+    if total % data_ranks:
+        raise Mistakes.one(
+            f"`batch.global_sequences: {total}` does not divide over {data_ranks} data ranks",
+            exit=Exit.FIT,
+            where=recipe.where("batch.global_sequences"),
+            why=f"{total % data_ranks} sequences would be left over",
+            fix=f"{_near(total, data_ranks)}, or a mesh with another number of data ranks",
+        )
+    each = total // data_ranks
+    if given is None:
+        return BatchPlan(total, data_ranks, max(n for n in range(1, MOST_BY_DEFAULT + 1) if each % n == 0))
+    if each % given:
+        divisors = [n for n in range(1, each + 1) if each % n == 0]
+        raise Mistakes.one(
+            f"`batch.per_device: {given}` does not divide the {each} sequences of a data rank",
+            exit=Exit.FIT,
+            where=recipe.where("batch.per_device"),
+            why=f"{total} sequences over {data_ranks} data ranks",
+            fix="per_device " + ", ".join(map(str, sorted(divisors, key=lambda n: (abs(n - given), n))[:3])),
+        )
+    return BatchPlan(total, data_ranks, given)
+
+
+def _near(total: int, data_ranks: int) -> str:
+    below = total // data_ranks * data_ranks
+    return f"{below} or {below + data_ranks}" if below else str(data_ranks)

@@ -1,0 +1,63 @@
+"""What is said of programs before they run: reshards that nothing asked for, dims cut unevenly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tpshard.parallelism.graph import Value
+from tpshard.parallelism.program import Program
+from tpshard.parallelism.propagate import Annotation
+from tpshard.parallelism.sharding import even
+from tpshard.programs.setting import Setting
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
+
+MOST = 5
+
+
+def check_reshards(setting: Setting, programs: Iterable[Program]) -> None:
+    """`sharding.on_reshard`: a collective that no annotation asks for stops (error), is told (warn) or passes (allow).
+
+    Raises Mistakes (exit 4), naming each with its reason.
+    """
+    how = setting.recipe.sharding.on_reshard
+    if how == "allow":
+        return
+    for program in programs:
+        found = [comm for comm in program.collectives if not comm.asked]
+        if not found:
+            continue
+        total = sum(comm.bytes for comm in found)
+        if how == "warn":
+            text = (
+                f"{len(found)} reshards that nothing asks for move {total / 1e6:.1f} MB; the first: {found[0].reason}"
+            )
+            if text not in program.warnings:
+                program.warnings.append(text)
+            continue
+        found.sort(key=lambda comm: -comm.bytes)
+        raise Mistakes(
+            [
+                Diagnostic(
+                    f"{comm.kind} of `{comm.value}`, {comm.bytes / 1e6:.1f} MB, which nothing in the recipe asks for",
+                    exit=Exit.FIT,
+                    where=setting.recipe.where("sharding.on_reshard"),
+                    why=comm.reason,
+                    fix=f"annotate `{comm.value}`, or sharding.on_reshard: warn",
+                )
+                for comm in found[:MOST]
+            ]
+        )
+
+
+def uneven_notes(annotations: dict[Value, Annotation]) -> list[str]:
+    """Dims that their axes do not divide (`on_uneven: pad`): stored padded, computed whole on every device."""
+    notes = []
+    for value, annotation in annotations.items():
+        for dim, axes in enumerate(annotation.sharding.dims):
+            if not even(value.shape[dim], axes) and ".grad" not in value.name:
+                names = ", ".join(axis.name for axis in axes)
+                notes.append(
+                    f"{names} does not divide dim {dim} of `{value.name}` ({value.shape[dim]}): it is stored padded, "
+                    "and operations that need it whole compute it on every device (see FLOP efficiency)"
+                )
+    return notes

@@ -1,0 +1,137 @@
+"""The programs of a server: one step over a paged cache, for a number of rows, partitioned like a training step.
+
+    step(tokens, positions, slots, sequences [1,rows], tables [m,w], wanted [n], pools, parameters) -> logits [n, vocab]
+
+A step's rows are tokens of any number of sequences: chunks of prompts and next tokens alike, so prefill and decode are
+the same program in two sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tpshard.kernels.paged_attention import paged_attention
+from tpshard.models.dims import param_dims
+from tpshard.models.presets import ModelConfig
+from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.partitioner import partition
+from tpshard.parallelism.program import Program
+
+Pools = list[tuple[Tensor, Tensor]]
+"""Per layer the blocks of keys and of values, each [blocks, block_size, kv_heads, head_dim]."""
+ROWS = ("tokens", "positions", "slots", "sequences", "tables", "wanted")
+"""The inputs that every step brings, in order; pools and parameters follow."""
+
+
+@dataclass
+class PagedCache:
+    """What a model's attention layers see of the paged cache."""
+
+    pools: Pools
+    positions: Tensor
+    slots: Tensor
+    sequences: Tensor
+    tables: Tensor
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k_pool, v_pool = self.pools[layer]
+        return paged_attention(
+            q, k, v, k_pool, v_pool, self.positions, self.slots, self.sequences, self.tables
+        )  # fmt: skip
+
+
+def step_function(model: nn.Module) -> Callable[..., Tensor]:
+    """`step` as above. Only the wanted rows reach the head: the final norm takes them out of the residual stream."""
+    norm = model.get_submodule("norm")
+
+    def step(
+        tokens: Tensor, positions: Tensor, slots: Tensor, sequences: Tensor, tables: Tensor, wanted: Tensor,
+        pools: Pools, parameters: dict[str, Tensor],
+    ) -> Tensor:  # fmt: skip
+        cache = PagedCache(pools, positions, slots, sequences, tables)
+        with _selecting(norm, wanted):
+            logits = torch.func.functional_call(
+                model, parameters, (tokens,), {"positions": positions, "cache": cache}, tie_weights=True
+            )
+        return logits.squeeze(0)
+
+    return step
+
+
+@contextlib.contextmanager
+def _selecting(norm: nn.Module, wanted: Tensor) -> Iterator[None]:
+    handle = norm.register_forward_pre_hook(lambda _module, args: (args[0].index_select(1, wanted),))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def make_pools(
+    config: ModelConfig, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str, kv_heads: int = 0
+) -> Pools:
+    """Zeroed pools of `blocks` usable blocks, and block 0; of `kv_heads` heads where a device holds a part."""
+    shape = (blocks + 1, block_size, kv_heads or config.kv_heads, config.head_dim)
+    return [
+        (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        for _ in range(config.layers)
+    ]
+
+
+def step_program(
+    model: nn.Module, config: ModelConfig, mesh: Mesh, *, rows: int, wanted: int, blocks: int, block_size: int
+) -> Program:
+    """The step of `model` (on meta, in the dtype it computes in) for one device of `mesh`, whose axis is `tp`.
+
+    Heads, mlp and vocab are spread over `tp`, and the cache with its heads; logits come out whole on every device.
+    Its first inputs are ROWS, then the pools (`layers.N.cache.k`, `.v`), then the parameters by name. ValueError where
+    tp fits neither heads nor KV heads.
+    """
+    tp = mesh.axes.get("tp", 1)
+    axes = _axes(config, tp)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    first = next(iter(parameters.values()))
+    pools = make_pools(config, blocks, block_size, first.dtype, "meta")
+    row = [torch.zeros(1, rows, dtype=torch.int64, device="meta") for _ in range(4)]
+    tables = torch.zeros(rows + 1, blocks, dtype=torch.int64, device="meta")
+    inputs: list[Any] = [*row, tables, torch.zeros(wanted, dtype=torch.int64, device="meta"), pools, parameters]
+    dims = param_dims(model)
+    names = [*ROWS, *(f"layers.{i}.cache.{x}" for i in range(config.layers) for x in "kv"), *parameters]
+    shardings: list[Any] = [
+        *((None,) * 2 for _ in range(5)),
+        (None,),
+        *((None, None, axes["kv_heads"], None) for _ in range(2 * config.layers)),
+        *(tuple(axes.get(dim) for dim in dims[name]) for name in parameters),
+    ]
+    with torch.no_grad():
+        return partition(step_function(model), inputs, mesh, shardings, [(None, None)], names)
+
+
+def _axes(config: ModelConfig, tp: int) -> dict[str, Any]:
+    """Dim name -> the axes it is spread over. More devices than KV heads hold them several times."""
+    if tp == 1:
+        return {"kv_heads": None}
+    if config.heads % tp or (config.kv_heads % tp and tp % config.kv_heads):
+        fit = [n for n in range(1, config.heads + 1) if _fits(config, n)]
+        raise ValueError(
+            f"tp {tp} does not fit {config.heads} heads and {config.kv_heads} KV heads; these do: "
+            f"{', '.join(map(str, fit))}"
+        )
+    kv: Any = "tp" if config.kv_heads % tp == 0 else ("tp", 1, config.kv_heads) if config.kv_heads > 1 else None
+    spread = {"heads": "tp", "kv_heads": kv}
+    spread |= {"mlp": "tp"} if config.mlp % tp == 0 else {}
+    return spread | ({"vocab": "tp"} if config.vocab % tp == 0 else {})
+
+
+def _fits(config: ModelConfig, tp: int) -> bool:
+    return config.heads % tp == 0 and (config.kv_heads % tp == 0 or tp % config.kv_heads == 0)
+
+
+def local_kv_heads(config: ModelConfig, tp: int) -> int:
+    """KV heads that one device of `tp` holds."""
+    return max(1, config.kv_heads // tp)

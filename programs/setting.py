@@ -1,0 +1,113 @@
+"""What a recipe settles before any graph: its model, mesh, dtypes, and how many sequences go where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+from tpshard.models import build
+from tpshard.models.assemble import build_module
+from tpshard.models.dims import param_dims
+from tpshard.models.presets import ModelConfig, override, preset
+from tpshard.parallelism.mesh import Axes, Axis, Mesh
+from tpshard.programs.batching import BatchPlan, derive
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.laws import mesh_on
+from tpshard.recipes.schema import Recipe
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def devices_of(recipe: Recipe) -> int:
+    """Devices that the recipe asks for: its cluster's, else what its mesh names; -1 without a cluster counts as 1."""
+    if recipe.cluster is not None:
+        return recipe.cluster.nodes * recipe.cluster.devices_per_node
+    product = 1
+    for size in recipe.mesh.values():
+        product *= size if size != -1 else 1
+    if -1 in recipe.mesh.values() and torch.cuda.is_available():
+        return max(product, torch.cuda.device_count())
+    return product
+
+
+def model_config(recipe: Recipe) -> ModelConfig | None:
+    """The numbers of the recipe's model; None for a module of the user's."""
+    model = recipe.model
+    if model.module is not None:
+        return None
+    given = model.overrides()
+    try:
+        if model.hf is not None:
+            from tpshard.models.hf_config import folder_config
+
+            return override(folder_config(model.hf), given)
+        return preset(str(model.preset), given)
+    except ValueError as error:
+        raise Mistakes.one(str(error), exit=Exit.RECIPE, where=recipe.where("model")) from error
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A recipe with everything that its programs need to be built."""
+
+    recipe: Recipe
+    mesh: Mesh
+    config: ModelConfig | None
+
+    @staticmethod
+    def of(recipe: Recipe, devices: int | None = None) -> Setting:
+        """Raises Mistakes where the mesh does not fit the devices or the model does not exist."""
+        sizes = mesh_on(recipe, devices if devices is not None else devices_of(recipe))
+        return Setting(recipe, Mesh(sizes), model_config(recipe))
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """On `meta`, in the master dtype; parameters are made shard by shard by whoever runs."""
+        if self.config is not None:
+            return build(self.config, dtype=self.master_dtype)
+        try:
+            return build_module(str(self.recipe.model.module), self.recipe.model.args, dtype=self.master_dtype)
+        except ValueError as error:
+            raise Mistakes.one(str(error), exit=Exit.RECIPE, where=self.recipe.where("model.module")) from error
+
+    @cached_property
+    def dims(self) -> dict[str, tuple[str, ...]]:
+        return param_dims(self.model)
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        return DTYPES[self.recipe.fsdp.master_dtype]
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        return DTYPES[self.recipe.fsdp.param_dtype]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return DTYPES[self.recipe.fsdp.reduce_dtype]
+
+    @property
+    def seq_len(self) -> int:
+        return self.recipe.model.seq_len
+
+    @property
+    def fsdp_axis(self) -> Axis | None:
+        name = self.recipe.fsdp.axis
+        return self.mesh.axis(name) if name in self.mesh.axes and self.mesh.axes[name] > 1 else None
+
+    @cached_property
+    def data_axes(self) -> Axes:
+        """The axes over which the batch is spread, outer to inner."""
+        names = self.recipe.sharding.rules.get("batch")
+        if names is None:
+            names = next((dims[0] for pattern, dims in self.recipe.sharding.pin.items() if pattern == "tokens"), ())
+        return tuple(self.mesh.axis(name) for name in names if self.mesh.axes.get(name, 1) > 1)
+
+    @cached_property
+    def batch(self) -> BatchPlan:
+        ranks = 1
+        for axis in self.data_axes:
+            ranks *= axis.size
+        return derive(self.recipe, ranks)

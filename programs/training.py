@@ -1,0 +1,284 @@
+"""The programs of a training run: one micro-batch, one optimizer update, one evaluation batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from tpshard.models.adamw import AdamW, adamw_update, decays
+from tpshard.models.loss import cross_entropy_sum
+from tpshard.parallelism.annotate import boundary
+from tpshard.parallelism.capture import Trail, capture
+from tpshard.parallelism.graph import Graph, Value
+from tpshard.parallelism.partitioner import mark_outputs, partition_graph
+from tpshard.parallelism.program import Program
+from tpshard.parallelism.propagate import Annotation, propagate
+from tpshard.parallelism.sharding import Layout, Sharding
+from tpshard.parallelism.storage import boundaries, propagate_stored
+from tpshard.programs.annotations import annotate
+from tpshard.programs.checks import check_reshards, uneven_notes
+from tpshard.programs.passes import apply
+from tpshard.programs.setting import DTYPES, Setting
+
+BATCH = ("tokens", "targets", "documents", "positions")
+"""Inputs [rows, seq_len] int64 of a micro-batch, in order."""
+
+
+@dataclass
+class TrainingPrograms:
+    """What a run executes, step after step.
+
+    `micro`: parameters, gradient sums, batch -> loss sum, token count, new gradient sums (donated).
+    `update`: parameters, gradient sums, both moments, loss sum, count, lr, number of the update -> new parameters and
+    moments (donated), gradient norm, whether all was finite. `evaluate`: parameters, batch -> loss sum, token count.
+    """
+
+    setting: Setting
+    micro: Program
+    update: Program
+    storage: dict[str, Layout]
+    """Per parameter how it, its summed gradient and its moments lie at rest."""
+    gather: Program | None = None
+    """`accumulate.gather: step`: stored parameters -> used ones, which then are what `micro` takes."""
+    reduce: Program | None = None
+    """`accumulate.reduce: last`: the sums, unsharded and unreduced, as `micro` leaves them -> stored sums."""
+
+    @cached_property
+    def evaluate(self) -> Program:
+        """Made when it is first asked for: a plan of the training step does without."""
+        return apply(self.setting, evaluate_program(self.setting, self.storage))
+
+    @property
+    def names(self) -> list[str]:
+        """Parameters, in the order of the programs' inputs."""
+        return [p.name for p in self.micro.inputs if p.kind == "parameter"]
+
+
+def build(setting: Setting) -> TrainingPrograms:
+    """Captures, propagates and partitions all programs of a training recipe. Raises Mistakes for what does not fit."""
+    micro = micro_program(setting)
+    storage = {p.name: p.layout for p in micro.inputs if p.kind == "parameter"}
+    update = update_program(setting, storage)
+    accumulate = setting.recipe.fsdp.accumulate
+    several = setting.batch.micro_batches > 1
+    gather = reduce = None
+    if several and accumulate.gather == "step":
+        gather = apply(setting, gather_program(setting, micro, storage))
+    if several and accumulate.reduce == "last":
+        reduce = apply(setting, reduce_program(setting, micro, storage))
+    if gather is not None or reduce is not None:
+        micro = micro_program(setting, micro, gathered=gather is not None, unreduced=reduce is not None)
+    check_reshards(setting, (micro,))
+    return TrainingPrograms(setting, apply(setting, micro), update, storage, gather, reduce)
+
+
+def _parameters(setting: Setting) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in setting.model.named_parameters()}
+
+
+def _batch(setting: Setting) -> dict[str, Tensor]:
+    rows = setting.batch.per_device * setting.batch.data_ranks
+    return {name: torch.empty(rows, setting.seq_len, dtype=torch.int64, device="meta") for name in BATCH}
+
+
+def _forward(setting: Setting, trail: Trail, used: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> tuple[
+    Tensor, Tensor
+]:
+    inputs = (batch["tokens"], batch["documents"], batch["positions"])
+    with trail.watch(setting.model):
+        logits = torch.func.functional_call(setting.model, dict(used), inputs)
+    trail.enter("loss")
+    loss, count = cross_entropy_sum(logits, batch["targets"])
+    trail.leave()
+    return loss, count
+
+
+def micro_program(
+    setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False
+) -> Program:
+    """Forward and backward of one micro-batch; gradients of the summed loss are added to the sums.
+
+    `gathered`: parameters come in used and cast, as `base` (the plain program) uses them. `unreduced`: the sums lie as
+    the gradients are made, whole on the data axes and not yet summed over them.
+    """
+    trail = Trail()
+    names = list(_parameters(setting))
+
+    def step(params: dict[str, Tensor], sums: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
+        used = {n: boundary(p.to(setting.param_dtype), "parameter", n).requires_grad_() for n, p in params.items()}
+        loss, count = _forward(setting, trail, used, batch)
+        with trail.backward(loss):
+            grads = torch.autograd.grad(loss, [used[n] for n in names])
+        added = []
+        for name, grad in zip(names, grads):
+            if not unreduced:
+                grad = boundary(grad.to(setting.reduce_dtype), "gradient", name)
+            added.append(sums[name] + grad.to(sums[name].dtype))
+        trail.flush()
+        return loss.detach(), count, added
+
+    params = _parameters(setting)
+    if gathered:
+        params = {n: p.to(setting.param_dtype) for n, p in params.items()}
+    sums = {n: p.to(DTYPES[setting.recipe.fsdp.accumulate.dtype]) for n, p in _parameters(setting).items()}
+    labels = [*params, *(f"{n}.grad_sum" for n in sums), *BATCH]
+    graph = capture(step, (params, sums, _batch(setting)), labels, trail)
+    mark_outputs(graph)
+    count = len(names)
+    inputs, outputs = graph.inputs, graph.outputs
+    kinds = dict.fromkeys(inputs[:count], "parameter") | dict.fromkeys(inputs[count : 2 * count], "gradient")
+    kinds |= dict.fromkeys(inputs[2 * count :], "batch")
+    kinds |= dict.fromkeys(outputs[2:], "gradient") | dict.fromkeys(outputs[:2], "scalar")
+    stored: dict[str, list[Value]] = {n: [] for n in names}
+    given: dict[Value, Annotation] = {}
+    for i, name in enumerate(names):
+        if gathered and base is not None:
+            given[inputs[i]] = _lies(base.records[f"{name}.used"].layout, f"how `{name}` is used")
+        else:
+            stored[name].append(inputs[i])
+        if unreduced and base is not None:
+            made = _lies(base.records[f"{name}.grad"].layout, f"how the gradient of `{name}` is made")
+            given[inputs[count + i]] = given[outputs[2 + i]] = made
+        else:
+            stored[name].append(inputs[count + i])
+    program = _partition(setting, graph, stored, inputs[2 * count :], kinds, given=given)
+    program.donated = {2 + i: count + i for i in range(count)}
+    return program
+
+
+def _lies(layout: Layout, where: str) -> Annotation:
+    return Annotation(Sharding(layout.dims, (False,) * len(layout.dims), unreduced=layout.partial), where)
+
+
+def gather_program(setting: Setting, base: Program, storage: Mapping[str, Layout]) -> Program:
+    """All parameters, cast and gathered once for all micro-batches of a step."""
+
+    def step(params: dict[str, Tensor]) -> Any:
+        return [boundary(p.to(setting.param_dtype), "parameter", n) for n, p in params.items()]
+
+    params = _parameters(setting)
+    used = {n: _lies(base.records[f"{n}.used"].layout, f"how `{n}` is used") for n in params}
+    return _between(setting, step, params, {n: _lies(storage[n], f"how `{n}` is stored") for n in params}, used)
+
+
+def reduce_program(setting: Setting, base: Program, storage: Mapping[str, Layout]) -> Program:
+    """Gradient sums of all micro-batches, reduced and sharded once, after the last."""
+
+    def step(sums: dict[str, Tensor]) -> Any:
+        return [boundary(s.to(setting.reduce_dtype), "gradient", n).to(s.dtype) for n, s in sums.items()]
+
+    sums = {n: p.to(DTYPES[setting.recipe.fsdp.accumulate.dtype]) for n, p in _parameters(setting).items()}
+    made = {n: _lies(base.records[f"{n}.grad"].layout, f"how the gradient of `{n}` is made") for n in sums}
+    return _between(setting, step, sums, made, {n: _lies(storage[n], f"how `{n}` is stored") for n in sums})
+
+
+def _between(
+    setting: Setting, step: Any, tensors: Mapping[str, Tensor], before: Mapping[str, Annotation],
+    after: Mapping[str, Annotation],
+) -> Program:  # fmt: skip
+    """A program that only brings each tensor from one layout to another."""
+    graph = capture(step, (dict(tensors),), list(tensors))
+    mark_outputs(graph)
+    annotations: dict[Value, Annotation] = {}
+    for name, start, end in zip(tensors, graph.inputs, graph.outputs):
+        annotations[start], annotations[end] = before[name], after[name]
+    for kind in ("parameter", "gradient"):
+        for name, (_, value) in boundaries(graph, kind).items():
+            annotations[value] = after[name]
+    kinds = dict.fromkeys([*graph.inputs, *graph.outputs], "parameter")
+    return partition_graph(propagate(graph, setting.mesh, annotations), kinds)
+
+
+def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program:
+    """The loss of one micro-batch of held-out text."""
+    trail = Trail()
+
+    def step(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
+        used = {n: boundary(p.to(setting.param_dtype), "parameter", n) for n, p in params.items()}
+        return _forward(setting, trail, used, batch)
+
+    params = _parameters(setting)
+    with torch.no_grad():
+        graph = capture(step, (params, _batch(setting)), [*params, *BATCH], trail)
+    mark_outputs(graph)
+    count = len(params)
+    stored = {n: [graph.inputs[i]] for i, n in enumerate(params)}
+    kinds = dict.fromkeys(graph.inputs[:count], "parameter") | dict.fromkeys(graph.inputs[count:], "batch")
+    kinds |= dict.fromkeys(graph.outputs, "scalar")
+    return _partition(setting, graph, stored, graph.inputs[count:], kinds, storage)
+
+
+def _partition(
+    setting: Setting, graph: Graph, stored: Mapping[str, list[Value]], batch: list[Value],
+    kinds: Mapping[Value, str], storage: Mapping[str, Layout] | None = None,
+    given: Mapping[Value, Annotation] | None = None,
+) -> Program:  # fmt: skip
+    annotations = annotate(setting, graph, batch) | dict(given or {})
+    where = f"{setting.recipe.where('fsdp.axis')} (fsdp.axis: {setting.recipe.fsdp.axis})"
+    if storage is not None:
+        for name, values in stored.items():
+            for value in values:
+                annotations[value] = Annotation(Sharding(storage[name].dims, (False,) * value.rank), where)
+        shardings = propagate_stored(graph, setting.mesh, annotations, {}, setting.data_axes, setting.fsdp_axis, where)
+    else:
+        shardings = propagate_stored(
+            graph, setting.mesh, annotations, stored, setting.data_axes, setting.fsdp_axis, where
+        )
+    program = partition_graph(shardings, kinds)
+    if setting.recipe.sharding.on_uneven == "pad":
+        program.warnings.extend(uneven_notes(annotate(setting, graph, batch)))
+    return program
+
+
+def update_program(setting: Setting, storage: Mapping[str, Layout]) -> Program:
+    """AdamW on the shards, with the true global norm of the gradients."""
+    o = setting.recipe.optimizer
+    config = AdamW((o.betas[0], o.betas[1]), o.eps, o.weight_decay, setting.recipe.train.clip_grad_norm)
+    params = _parameters(setting)
+    names = list(params)
+    decayed = decays({n: tuple(p.shape) for n, p in params.items()})
+    sums_dtype = DTYPES[setting.recipe.fsdp.accumulate.dtype]
+    count = len(names)
+
+    def step(*flat: Tensor) -> Any:
+        p, g, m, v = (list(flat[i * count : (i + 1) * count]) for i in range(4))
+        loss, tokens, lr, update = flat[4 * count :]
+        made = adamw_update(p, g, m, v, loss, tokens, lr, update, decay=[decayed[n] for n in names], config=config)
+        return [*made.params, *made.exp_avg, *made.exp_avg_sq, made.grad_norm, made.finite]
+
+    def like(dtype: torch.dtype) -> list[Tensor]:
+        return [torch.empty_like(p, dtype=dtype) for p in params.values()]
+
+    scalars = [torch.empty((), dtype=torch.int64 if i == 1 else torch.float32, device="meta") for i in range(4)]
+    moments = [*like(setting.master_dtype), *like(setting.master_dtype)]
+    arguments = [*params.values(), *like(sums_dtype), *moments, *scalars]
+    labels = [*names, *(f"{n}.{k}" for k in ("grad_sum", "exp_avg", "exp_avg_sq") for n in names),
+              "loss_sum", "count", "lr", "update"]  # fmt: skip
+    graph = capture(step, arguments, labels)
+    for op in graph.ops:
+        op.phase = "update"
+    mark_outputs(graph)
+    annotations = {}
+    kinds: dict[Value, str] = {}
+    for i, value in enumerate(graph.inputs[: 4 * count]):
+        name = names[i % count]
+        annotations[value] = Annotation(
+            Sharding(storage[name].dims, (False,) * value.rank), f"how `{name}` is stored"
+        )
+        kinds[value] = ("parameter", "gradient", "optimizer", "optimizer")[i // count]
+    for i, value in enumerate(graph.outputs[: 3 * count]):
+        name = names[i % count]
+        annotations[value] = Annotation(
+            Sharding(storage[name].dims, (False,) * value.rank), f"how `{name}` is stored"
+        )
+        kinds[value] = ("parameter", "optimizer", "optimizer")[i // count]
+    program = partition_graph(propagate(graph, setting.mesh, annotations), kinds)
+    program.donated = {i: i if i < count else i + count for i in range(3 * count)}
+    return program
+
+
+__all__ = ["BATCH", "TrainingPrograms", "build"]

@@ -1,0 +1,119 @@
+"""What a recipe leaves open or asks to be told of: buckets, kept parameters, reshards, uneven dims."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tpshard.models.loss import cross_entropy_sum
+from tpshard.parallelism.program import Program
+from tpshard.programs import training
+from tpshard.programs.passes import apply
+from tpshard.programs.setting import Setting
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.load import loads
+
+RECIPE = """
+name: small
+cluster: {device: cpu}
+mesh: {fsdp: 2}
+model: {preset: tiny, layers: 2, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32, seq_len: 8}
+batch: {global_sequences: 4}
+"""
+
+
+def made(*overrides: str) -> Program:
+    setting = Setting.of(loads(RECIPE, overrides))
+    return apply(setting, training.micro_program(setting))
+
+
+def buckets(program: Program) -> list[int]:
+    return [c.members for c in program.collectives if c.kind == "reduce_scatter"]
+
+
+def test_buckets_are_as_the_recipe_says() -> None:
+    parameters = sum(port.kind == "parameter" for port in made("fsdp.bucket=none").inputs)
+    assert buckets(made("fsdp.bucket=none")) == [1] * parameters
+    assert sorted(buckets(made("fsdp.bucket=wrap"))) == [1, 2, 9, 9]
+    assert buckets(made("fsdp.bucket={mb: 100}")) == [parameters]
+    assert sum(buckets(made("fsdp.bucket=greedy"))) == sum(buckets(made("fsdp.bucket=auto"))) == parameters
+    assert sorted(buckets(made("fsdp.bucket=[[layers.*.mlp], [output, norm]]")), reverse=True)[:2] == [6, 2]
+
+
+def test_parameters_stay_gathered_while_there_is_room() -> None:
+    roomy, tight = (made("fsdp.reshard_after_forward=auto", f"fsdp.memory_limit={n}") for n in ("1GiB", "1KiB"))
+    gathers = [sum(c.members for c in p.collectives if c.kind == "all_gather") for p in (roomy, tight)]
+    assert gathers[0] < gathers[1]
+
+
+def test_a_reshard_nobody_asked_for_stops_only_where_the_recipe_says_so() -> None:
+    # gate gives a result cut over mlp, which down, pinned by its other dim, needs whole
+    pins = ["mesh.fsdp=1", "mesh.tp=2", "sharding.pin={layers.*.mlp.gate.weight: [tp, null], "
+            "layers.*.mlp.up.weight: [null, tp], layers.*.mlp.down.weight: [tp, null]}"]  # fmt: skip
+    setting = Setting.of(loads(RECIPE, [*pins, "sharding.on_reshard=error"]))
+    unasked = [c for c in training.micro_program(setting).collectives if not c.asked]
+    if not unasked:
+        pytest.fail("this recipe is meant to have a reshard that nothing asks for")
+    with pytest.raises(Mistakes) as stopped:
+        training.build(setting)
+    assert stopped.value.exit == Exit.FIT and unasked[0].value in str(stopped.value.diagnostics)
+    warned = training.build(Setting.of(loads(RECIPE, [*pins, "sharding.on_reshard=warn"])))
+    assert any("nothing asks for" in text for text in warned.micro.warnings)
+    silent = training.build(Setting.of(loads(RECIPE, [*pins, "sharding.on_reshard=allow"])))
+    assert not silent.micro.warnings
+
+
+def test_uneven_dims_give_the_same_result_and_are_told() -> None:
+    overrides = ["mesh.fsdp=2", "mesh.tp=3", "sharding.on_uneven=pad"]
+    setting = Setting.of(loads(RECIPE, overrides))
+    program = training.micro_program(setting)
+    assert any("does not divide" in text for text in program.warnings)
+    random = torch.Generator().manual_seed(0)
+    given = []
+    for port in program.inputs:
+        if port.kind == "parameter":
+            given.append(torch.randn(port.shape, generator=random) * 0.3)
+        elif port.kind == "gradient":
+            given.append(torch.zeros(port.shape))
+        elif port.name in ("tokens", "targets"):
+            given.append(torch.randint(0, 32, port.shape, generator=random))
+        else:
+            given.append(torch.zeros(port.shape, dtype=torch.int64))
+    names = [port.name for port in program.inputs if port.kind == "parameter"]
+    params = {n: t.clone().requires_grad_() for n, t in zip(names, given)}
+    batch = dict(zip(training.BATCH, given[-4:]))
+    model = setting.model
+    logits = torch.func.functional_call(model, params, (batch["tokens"], batch["documents"], batch["positions"]))
+    loss, _ = cross_entropy_sum(logits, batch["targets"])
+    grads = torch.autograd.grad(loss, list(params.values()))
+    found = program.simulate(*given)
+    assert float(found[0]) == pytest.approx(loss.item(), rel=1e-5)
+    for name, expected, grad in zip(names, grads, found[2:]):
+        assert float((grad - expected).norm()) <= 1e-5 * float(expected.norm()), name
+
+
+TABLE = """
+import torch
+
+class Table(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(32, 8))
+        self.dims = {"weight": ("vocab", "embed")}
+
+    def forward(self, tokens, documents=None, positions=None):
+        return torch.nn.functional.linear(torch.nn.functional.embedding(tokens, self.weight), self.weight)
+"""
+
+
+def test_a_pattern_that_a_module_does_not_know_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_table.py").write_text(TABLE)
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = "mesh: {fsdp: 2}\nmodel: {module: 'own_table:Table', seq_len: 8}\nbatch: {global_sequences: 4}\n"
+    assert training.micro_program(Setting.of(loads(recipe + "sharding: {pin: {weight: [null, null]}}"))).collectives
+    with pytest.raises(Mistakes) as stopped:
+        training.micro_program(Setting.of(loads(recipe + "sharding: {pin: {wieght: [null, null]}}")))
+    (mistake,) = stopped.value.diagnostics
+    assert stopped.value.exit == Exit.RECIPE and "`wieght` matches nothing" in mistake.message
+    assert mistake.where is not None and mistake.where.line == 4

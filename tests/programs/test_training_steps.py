@@ -1,0 +1,175 @@
+"""Whole optimizer steps, simulated: the same on every mesh, and however often parameters are gathered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+import torch
+from tpshard.parallelism.program import Port
+from tpshard.parallelism.simulate import cut, join, run_lockstep
+from tpshard.programs import training
+from tpshard.programs.setting import Setting
+from tpshard.recipes.load import loads
+
+torch.set_num_threads(1)
+VOCAB, SEQ = 32, 8
+RECIPE = f"""
+name: small
+cluster: {{device: cpu}}
+mesh: MESH
+model:
+  {{preset: tiny, layers: 2, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: {VOCAB}, seq_len: {SEQ}}}
+batch: {{global_sequences: 12}}
+"""
+SEQUENCE = """\
+sharding:
+  rules: {batch: [dp, fsdp], vocab: tp, heads: tp, mlp: tp, seq_sp: tp}
+  annotate: {"layers.*.residual": [batch, seq_sp, embed], embedded: [batch, seq_sp, embed]}
+"""
+MESHES = {
+    "fsdp2": "{fsdp: 2}", "fsdp3": "{fsdp: 3}", "tp2": "{tp: 2}", "fsdp2 x tp2": "{fsdp: 2, tp: 2}",
+    "dp2 x fsdp2": "{dp: 2, fsdp: 2}", "dp2 x fsdp2 x tp2": "{dp: 2, fsdp: 2, tp: 2}",
+}  # fmt: skip
+
+
+@cache
+def built(mesh: str, overrides: tuple[str, ...] = (), sequence: bool = False) -> training.TrainingPrograms:
+    return training.build(Setting.of(loads(RECIPE.replace("MESH", mesh) + SEQUENCE * sequence, overrides)))
+
+
+class Simulated:
+    """A run of all ranks in this process, as the training loop drives one."""
+
+    def __init__(self, mesh: str, *overrides: str, sequence: bool = False):
+        self.programs = built(mesh, overrides, sequence)
+        self.setting = self.programs.setting
+        self.mesh, self.names = self.setting.mesh, self.programs.names
+        count, random = len(self.names), torch.Generator().manual_seed(5)
+        self.ports = self.programs.update.inputs
+        whole = [torch.randn(p.shape, generator=random) * 0.2 for p in self.ports[:count]]
+        zeros = [torch.zeros(p.shape) for p in self.ports[2 * count : 4 * count]]
+        self.params = self.local(whole, self.ports[:count])
+        self.moments = self.local(zeros, self.ports[2 * count : 4 * count])
+        self.random = torch.Generator().manual_seed(6)
+
+    def local(self, tensors: Sequence[torch.Tensor], ports: Sequence[Port]) -> list[list[torch.Tensor]]:
+        pairs = list(zip(tensors, ports))
+        return [[cut(t, p.layout, self.mesh, rank) for t, p in pairs] for rank in range(self.mesh.ranks)]
+
+    def join(self, ports: Sequence[Port], parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        return [join(p, self.mesh, [part[i] for part in parts]) for i, p in enumerate(ports)]
+
+    def sums(self) -> tuple[list[list[torch.Tensor]], float, int]:
+        """Gradients of one step's micro-batches, as the update takes them; loss sum and token count."""
+        count, made = len(self.names), self.programs
+        used = self.params if made.gather is None else run_lockstep(made.gather, self.params)
+        sums = [[torch.zeros(p.local) for p in made.micro.inputs[count : 2 * count]] for _ in range(self.mesh.ranks)]
+        plan, loss, targets = self.setting.batch, 0.0, 0
+        # every data rank's own rows, contiguous, whatever the number of micro-batches
+        step = torch.randint(0, VOCAB, (2, plan.global_sequences, SEQ), generator=self.random)
+        dealt = step.view(2, plan.data_ranks, plan.micro_batches, plan.per_device, SEQ)
+        for i in range(plan.micro_batches):
+            tokens, goals = dealt[:, :, i].reshape(2, -1, SEQ)
+            rows = tokens.shape[0]
+            positions, documents = torch.arange(SEQ).expand(rows, SEQ), torch.zeros(rows, SEQ, dtype=torch.int64)
+            batch = self.local([tokens, goals, documents, positions], made.micro.inputs[2 * count :])
+            outs = run_lockstep(made.micro, [[*u, *s, *b] for u, s, b in zip(used, sums, batch)])
+            sums = [out[2:] for out in outs]
+            loss, targets = loss + float(outs[0][0]), targets + int(outs[0][1])
+        return (sums if made.reduce is None else run_lockstep(made.reduce, sums)), loss, targets
+
+    def step(self, number: int, lr: float) -> tuple[float, float]:
+        """Loss a token and gradient norm of one whole step."""
+        count = len(self.names)
+        sums, loss, targets = self.sums()
+        scalars = [torch.tensor(loss), torch.tensor(targets), torch.tensor(lr), torch.tensor(float(number))]
+        given = [[*p, *s, *m, *scalars] for p, s, m in zip(self.params, sums, self.moments)]
+        outs = run_lockstep(self.programs.update, given)
+        self.params = [out[:count] for out in outs]
+        self.moments = [out[count : 3 * count] for out in outs]
+        return loss / targets, float(outs[0][3 * count])
+
+    def weights(self) -> list[torch.Tensor]:
+        return self.join(self.ports[: len(self.names)], self.params)
+
+
+def close(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
+    for a, b, scale in zip(found, expected, of):
+        assert float((a - b).norm()) <= 1e-5 * float(scale.norm())
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[list[tuple[float, float]], list[torch.Tensor], list[torch.Tensor]]:
+    """On one device: twenty steps' record; weights before and after three steps that follow the gradients' size."""
+    run = Simulated("{}")
+    record = [run.step(n, 1e-2) for n in range(1, 21)]
+    plain = Simulated("{}", *FOLLOWING)
+    before = plain.weights()
+    for n in (1, 2, 3):
+        plain.step(n, 1.0)
+    return record, before, plain.weights()
+
+
+FOLLOWING = ["optimizer={eps: 1.0, lr: 1.0, weight_decay: 0}", "train.clip_grad_norm=null"]
+CASES = [(name, [], False) for name in MESHES] + [
+    ("fsdp2 x tp2", [], True), ("fsdp2 x tp2", ["batch.per_device=2"], False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mesh", "overrides", "sequence"), CASES)
+def test_steps_are_those_of_one_device(mesh: str, overrides: list[str], sequence: bool, alone) -> None:
+    record, before, after = alone
+    run = Simulated(MESHES[mesh], *overrides, sequence=sequence)
+    for n, (loss, norm) in enumerate(record, 1):
+        assert run.step(n, 1e-2) == (pytest.approx(loss, rel=1e-4), pytest.approx(norm, rel=1e-4))
+    following = Simulated(MESHES[mesh], *overrides, *FOLLOWING, sequence=sequence)
+    for n in (1, 2, 3):
+        following.step(n, 1.0)
+    close(following.weights(), after, [b - a for a, b in zip(before, after)])
+
+
+# ---- accumulation --------------------------------------------------------------------------------------------------
+def accumulating(gather: str, reduce: str, per_device: int = 1) -> Simulated:
+    overrides = [f"fsdp.accumulate={{gather: {gather}, reduce: {reduce}}}", f"batch.per_device={per_device}"]
+    return Simulated(MESHES["dp2 x fsdp2"], *overrides)
+
+
+def sent(run: Simulated) -> Counter[tuple[str, str]]:
+    """Parameter and gradient collectives of a whole step."""
+    made, times = run.programs, run.setting.batch.micro_batches
+    counted: Counter[tuple[str, str]] = Counter()
+    for program, n in ((made.gather, 1), (made.micro, times), (made.reduce, 1)):
+        for comm in program.collectives if program is not None else ():
+            if comm.of in ("parameter", "gradient"):
+                counted[comm.kind, comm.of] += n * comm.members
+    return counted
+
+
+@pytest.mark.parametrize(("gather", "reduce"), [("step", "each"), ("microbatch", "last"), ("step", "last")])
+def test_sums_are_the_same_however_often_it_is_sent(gather: str, reduce: str) -> None:
+    plain, other = accumulating("microbatch", "each"), accumulating(gather, reduce)
+    count = len(plain.names)
+    expected, found = (run.join(run.ports[count : 2 * count], run.sums()[0]) for run in (plain, other))
+    close(found, expected, expected)
+
+
+def test_less_is_sent() -> None:
+    plain, least = accumulating("microbatch", "each"), accumulating("step", "last")
+    count, times = len(plain.names), plain.setting.batch.micro_batches
+    assert times == 3
+    # the table's gradient needs no gathered table: one gather less in each backward pass
+    assert sent(plain) == {
+        ("all_gather", "parameter"): times * (2 * count - 1), ("reduce_scatter", "gradient"): times * count,
+        ("all_reduce", "gradient"): times * count,
+    }  # fmt: skip
+    assert sent(least) == {
+        ("all_gather", "parameter"): count, ("reduce_scatter", "gradient"): count, ("all_reduce", "gradient"): count
+    }  # fmt: skip
+
+
+def test_one_micro_batch_needs_neither() -> None:
+    made = accumulating("step", "last", per_device=3).programs
+    assert made.gather is None and made.reduce is None
