@@ -1,0 +1,207 @@
+"""Causal attention as one operation, forward and backward, so that it can be spread over heads and batch as a whole.
+
+    tpshard::attention(q [b,s,h,d], k [b,t,kv,d], v [b,t,kv,d], documents [b,t] | None, scale)
+        -> (out [b,s,h,d], lse [b,h,s] fp32)
+    tpshard::attention_backward(dout, q, k, v, out, lse, documents, scale) -> (dq, dk, dv)
+
+Head i reads KV head i // (h / kv). The queries are the last s of t positions; position i attends to j <= i, and with
+`documents` only where documents[i] == documents[j]. `lse` is the log of each row's summed exponentials. All paths are
+deterministic: the same inputs give the same bits, and a head's result does not depend on the other heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from tpshard.kernels import flash
+
+_library = torch.library.Library("tpshard", "FRAGMENT")
+_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor? documents, float scale) -> (Tensor, Tensor)")
+_library.define(
+    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? documents, "
+    "float scale) -> (Tensor, Tensor, Tensor)"
+)
+
+_BLOCK = 512
+"""Rows of queries that the blockwise path scores at once: its memory is b * h * _BLOCK * t floats."""
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """The operation's output alone; scale defaults to 1 / sqrt(head_dim)."""
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    out, _ = torch.ops.tpshard.attention(q, k, v, documents, scale)
+    return out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> None:
+    b, s, h, d = q.shape
+    if k.shape != v.shape or k.shape[0] != b or k.shape[3] != d or h % k.shape[2] or k.shape[1] < s:
+        raise ValueError(f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit each other")
+    if documents is not None and documents.shape != (b, k.shape[1]):
+        raise ValueError(f"attention: documents {list(documents.shape)} are not [batch, keys] of k {list(k.shape)}")
+
+
+def _allowed(documents: Tensor | None, first: int, rows: int, keys: int, device: torch.device) -> Tensor:
+    """Which of the first `keys` positions the rows first..first+rows may see: [b or 1, 1, rows, keys] bool."""
+    row = torch.arange(first, first + rows, device=device).unsqueeze(1)
+    seen = (torch.arange(keys, device=device) <= row).unsqueeze(0)
+    if documents is not None:
+        seen = seen & (documents[:, first : first + rows, None] == documents[:, None, :keys])
+    return seen.unsqueeze(1)
+
+
+# The reference, and the path for what no library kernel takes: plain products over blocks of queries, in fp32.
+
+
+def _blocks(s: int, t: int) -> Iterator[tuple[slice, int, int]]:
+    for start in range(0, s, _BLOCK):
+        stop = min(start + _BLOCK, s)
+        yield slice(start, stop), t - s + start, t - s + stop  # rows, their first position, the keys they may see
+
+
+def _grouped(x: Tensor, kv: int) -> Tensor:
+    """[b,s,h,d] -> [b,kv,h/kv,s,d] in fp32"""
+    return x.unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).float()
+
+
+def blockwise(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """The forward operation in plain products, on any device and dtype."""
+    (b, s, h, _), t, kv = q.shape, k.shape[1], k.shape[2]
+    queries, keys, values = _grouped(q, kv) * scale, _grouped(k, kv), _grouped(v, kv)
+    out, lse = torch.empty_like(q), torch.empty(b, h, s, dtype=torch.float32, device=q.device)
+    for rows, first, seen in _blocks(s, t):
+        scores = queries[..., rows, :] @ keys[..., :seen, :].transpose(-1, -2)
+        mask = _allowed(documents, first, rows.stop - rows.start, seen, q.device).unsqueeze(1)
+        scores.masked_fill_(~mask, -torch.inf)
+        row_lse = scores.logsumexp(-1)
+        probabilities = scores.sub_(row_lse.unsqueeze(-1)).exp_()
+        out[:, rows] = (probabilities @ values[..., :seen, :]).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
+        lse[..., rows] = row_lse.flatten(1, 2)
+    return out, lse
+
+
+def blockwise_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of `blockwise`, from its output and log-sums (Dao et al. 2022, algorithm 4)."""
+    s, t, kv = q.shape[1], k.shape[1], k.shape[2]
+    queries, keys, values = _grouped(q, kv), _grouped(k, kv), _grouped(v, kv)
+    grad, logs = _grouped(dout, kv), lse.unflatten(1, (kv, -1)).unsqueeze(-1)
+    mean = (grad * _grouped(out, kv)).sum(-1, keepdim=True)
+    dq = torch.empty_like(q)
+    dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+    for rows, first, seen in _blocks(s, t):
+        block, dblock = queries[..., rows, :], grad[..., rows, :]
+        scores = (block * scale) @ keys[..., :seen, :].transpose(-1, -2)
+        mask = _allowed(documents, first, rows.stop - rows.start, seen, q.device).unsqueeze(1)
+        scores.masked_fill_(~mask, -torch.inf)
+        probabilities = scores.sub_(logs[..., rows, :]).exp_()
+        dscores = dblock @ values[..., :seen, :].transpose(-1, -2)
+        dscores.sub_(mean[..., rows, :]).mul_(probabilities).mul_(scale)
+        dq[:, rows] = (dscores @ keys[..., :seen, :]).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
+        dk[..., :seen, :] += (dscores.transpose(-1, -2) @ block).sum(2, keepdim=True)
+        dv[..., :seen, :] += (probabilities.transpose(-1, -2) @ dblock).sum(2, keepdim=True)
+    return dq, dk.squeeze(2).transpose(1, 2).to(k.dtype), dv.squeeze(2).transpose(1, 2).to(v.dtype)
+
+
+# CPU: torch's own flash kernel, which is four times faster than products for a small model.
+
+
+def _cpu_mask(q: Tensor, k: Tensor, documents: Tensor | None) -> Tensor | None:
+    s, t = q.shape[1], k.shape[1]
+    if documents is None and s == t:
+        return None
+    allowed = _allowed(documents, t - s, s, t, q.device)
+    return torch.zeros((), dtype=q.dtype).where(allowed, -torch.inf)
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """[b,t,kv,d] -> [b,heads,t,d]"""
+    x = x.transpose(1, 2)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, documents)
+    if not q.is_floating_point() or q.numel() == 0 or q.dtype == torch.float64:
+        return blockwise(q, k, v, documents, scale)
+    h = q.shape[2]
+    mask = _cpu_mask(q, k, documents)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.transpose(1, 2), _repeated(k, h), _repeated(v, h), 0.0, mask is None, attn_mask=mask, scale=scale
+    )
+    return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+
+def _cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not q.is_floating_point() or q.numel() == 0 or q.dtype == torch.float64:
+        return blockwise_backward(dout, q, k, v, out, lse, documents, scale)
+    h, kv = q.shape[2], k.shape[2]
+    mask = _cpu_mask(q, k, documents)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout.transpose(1, 2), q.transpose(1, 2), _repeated(k, h), _repeated(v, h), out.transpose(1, 2), lse,
+        0.0, mask is None, attn_mask=mask, scale=scale,
+    )  # fmt: skip
+    if h != kv:
+        dk, dv = dk.unflatten(1, (kv, -1)).sum(2), dv.unflatten(1, (kv, -1)).sum(2)
+    return dq.transpose(1, 2).contiguous(), dk.transpose(1, 2).contiguous(), dv.transpose(1, 2).contiguous()
+
+
+# CUDA: torch's FlashAttention where it applies, plain blocks where it does not (fp32, odd head sizes, scattered ids).
+
+
+def _cuda(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, documents)
+    if flash.applies(q, k, documents):
+        return flash.forward(q, k, v, documents, scale)
+    return blockwise(q, k, v, documents, scale)
+
+
+def _cuda_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if flash.applies(q, k, documents):
+        return flash.backward(dout, q, k, v, out, lse, documents, scale)
+    return blockwise_backward(dout, q, k, v, out, lse, documents, scale)
+
+
+_library.impl("attention", _cpu, "CPU")
+_library.impl("attention_backward", _cpu_backward, "CPU")
+_library.impl("attention", _cuda, "CUDA")
+_library.impl("attention_backward", _cuda_backward, "CUDA")
+
+
+@torch.library.register_fake("tpshard::attention", lib=_library)
+def _shape(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    b, s, h, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=torch.float32)
+
+
+@torch.library.register_fake("tpshard::attention_backward", lib=_library)
+def _backward_shape(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, documents, ctx.scale = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, documents, *output)
+
+
+def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    assert dlse is None, "the log-sums of attention are an aid to its backward pass, not a value to differentiate"
+    if dout is None:
+        return None, None, None, None, None
+    q, k, v, documents, out, lse = ctx.saved_tensors
+    return *torch.ops.tpshard.attention_backward(dout, q, k, v, out, lse, documents, ctx.scale), None, None
+
+
+torch.library.register_autograd("tpshard::attention", _gradient, setup_context=_keep, lib=_library)

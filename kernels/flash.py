@@ -1,0 +1,82 @@
+"""torch's FlashAttention kernels behind the attention operation (CUDA, half precision), documents as ragged batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+def applies(q: Tensor, k: Tensor, documents: Tensor | None) -> bool:
+    """Whether the kernels take these: fp16 or bf16, compute capability 8.0 on, documents in runs of rising ids."""
+    d = q.shape[3]
+    if q.dtype not in (torch.float16, torch.bfloat16) or d % 8 or d > 256 or q.numel() == 0:
+        return False
+    if torch.version.hip is not None or torch.cuda.get_device_capability(q.device) < (8, 0):
+        return False
+    if documents is None:
+        return True
+    return q.shape[1] == k.shape[1] and bool((documents[:, 1:] >= documents[:, :-1]).all())
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """The backward kernel adds up dq in a fixed order only when torch is told to be deterministic."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+def _starts(documents: Tensor) -> Tensor:
+    """Where each run of equal ids begins in the flattened rows, and the end: [runs + 1] int32. Waits for the device."""
+    b, s = documents.shape
+    first = torch.ones((b, s), dtype=torch.bool, device=documents.device)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    begins = first.flatten().nonzero().squeeze(1)
+    return torch.cat([begins, begins.new_full((1,), b * s)]).to(torch.int32)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.flatten(0, 1).contiguous()
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """As tpshard::attention."""
+    b, s = q.shape[:2]
+    if documents is None:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, s, k.shape[1], 0.0, True, False, scale=scale
+        )
+        return out, lse
+    starts = _starts(documents)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        _flat(q), _flat(k), _flat(v), starts, starts, s, s, 0.0, True, False, scale=scale
+    )
+    return out.unflatten(0, (b, s)), lse.unflatten(1, (b, s)).transpose(0, 1).contiguous()
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As tpshard::attention_backward."""
+    b, s, t = q.shape[0], q.shape[1], k.shape[1]
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the dropout's random state; nothing is dropped
+    with _deterministic():
+        if documents is None:
+            dq, dk, dv = torch.ops.aten._flash_attention_backward(
+                dout.contiguous(), q, k, v, out, lse, None, None, s, t, 0.0, True, unused, unused, scale=scale
+            )
+            return dq, dk, dv
+        starts = _starts(documents)
+        log_sums = lse.transpose(0, 1).flatten(1, 2).contiguous()
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            _flat(dout), _flat(q), _flat(k), _flat(v), _flat(out), log_sums, starts, starts, s, s, 0.0, True,
+            unused, unused, scale=scale,
+        )  # fmt: skip
+    return dq.unflatten(0, (b, s)), dk.unflatten(0, (b, s)), dv.unflatten(0, (b, s))

@@ -1,0 +1,138 @@
+"""What a GPTQ folder says about itself: `quantization_config` in its old and new spellings."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tpshard.kernels.packing import BITS
+
+# Spellings seen in published folders, newest first.
+_SPELLINGS = {
+    "bits": ("bits", "wbits", "w_bit"),
+    "group_size": ("group_size", "q_group_size", "groupsize"),
+    "desc_act": ("desc_act",),
+    "sym": ("sym",),
+    "checkpoint_format": ("checkpoint_format", "format"),
+    "method": ("quant_method", "method"),
+}
+
+
+@dataclass(frozen=True)
+class GPTQConfig:
+    """The settings of a GPTQ folder.
+
+    bits 2, 3, 4 or 8; group_size -1 is one group for all inputs; desc_act: act-order, as the folder claims (the tensors
+    decide); checkpoint_format "gptq" stores zero - 1, "gptq_v2" the zero; dynamic: overrides of single modules by
+    regular expression, `-:pattern` for modules left dense.
+    """
+
+    bits: int = 4
+    group_size: int = 128
+    desc_act: bool = False
+    sym: bool = True
+    checkpoint_format: str = "gptq"
+    lm_head: bool = False
+    true_sequential: bool = True
+    static_groups: bool = False
+    damp_percent: float = 0.01
+    dynamic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def of(self, module: str) -> GPTQConfig | None:
+        """The settings of one module, or None where `dynamic` leaves it dense. The first pattern that matches wins."""
+        for pattern, overrides in self.dynamic.items():
+            negative = pattern.startswith("-:")
+            expression = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
+            if re.match(expression, module):
+                return None if negative else _settings({**_canonical(overrides), **_rest(self, overrides)}, pattern)
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        """The `quantization_config` that transformers, GPTQModel and vLLM read."""
+        values = {"quant_method": "gptq", "bits": self.bits, "group_size": self.group_size, "desc_act": self.desc_act,
+                  "sym": self.sym, "checkpoint_format": self.checkpoint_format, "lm_head": self.lm_head,
+                  "true_sequential": self.true_sequential, "static_groups": self.static_groups,
+                  "damp_percent": self.damp_percent}  # fmt: skip
+        return values | ({"dynamic": {k: dict(v) for k, v in self.dynamic.items()}} if self.dynamic else {})
+
+
+def _canonical(raw: Mapping[str, Any]) -> dict[str, Any]:
+    newest = {old: names[0] for names in _SPELLINGS.values() for old in names}
+    return {newest.get(key, key): value for key, value in raw.items()}
+
+
+def _rest(config: GPTQConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    given = _canonical(overrides)
+    return {key: value for key, value in config.to_json().items() if key not in given and key != "dynamic"}
+
+
+def _settings(raw: Mapping[str, Any], where: str) -> GPTQConfig:
+    def get(key: str, default: Any = None) -> Any:
+        return next((raw[name] for name in _SPELLINGS.get(key, (key,)) if raw.get(name) is not None), default)
+
+    method = str(get("method", "gptq")).lower()
+    if method != "gptq":
+        raise ValueError(f"{where}: quant_method {method!r} is not GPTQ.")
+    if raw.get("is_marlin_format"):
+        raise ValueError(f"{where}: Marlin's private layout is not the GPTQ format; convert it back first.")
+    form = str(get("checkpoint_format", "gptq")).lower()
+    if form not in ("gptq", "gptq_v2"):
+        raise ValueError(f"{where}: checkpoint_format {form!r} is not supported; gptq and gptq_v2 are.")
+    bits, group_size = get("bits"), get("group_size", -1)
+    if type(bits) is not int or bits not in BITS:
+        raise ValueError(f"{where}: bits {bits!r} is not supported; {', '.join(map(str, BITS))} are.")
+    if type(group_size) is not int or not (group_size == -1 or group_size > 0):
+        raise ValueError(f"{where}: group_size {group_size!r} is neither -1 nor positive.")
+    dynamic = get("dynamic", {})
+    if not isinstance(dynamic, Mapping):
+        raise ValueError(f"{where}: dynamic must map patterns to settings.")
+    for pattern, overrides in dynamic.items():
+        _check_dynamic(pattern, overrides, where)
+    return GPTQConfig(
+        bits=bits, group_size=group_size, desc_act=bool(get("desc_act", False)), sym=bool(get("sym", True)),
+        checkpoint_format=form, lm_head=bool(get("lm_head", False)), true_sequential=bool(get("true_sequential", True)),
+        static_groups=bool(get("static_groups", False)), damp_percent=float(get("damp_percent", 0.01)),
+        dynamic=dict(dynamic),
+    )  # fmt: skip
+
+
+def _check_dynamic(pattern: Any, overrides: Any, where: str) -> None:
+    try:
+        re.compile(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{where}: dynamic pattern {pattern!r} is no regular expression: {error}.") from None
+    if pattern.startswith("-:"):
+        return
+    if not isinstance(overrides, Mapping):
+        raise ValueError(f"{where}: dynamic {pattern!r} must hold settings, not {overrides!r}.")
+    # How the tensors lie depends on these; everything else only tells how they were found.
+    unknown = {"checkpoint_format", "format", "quant_method", "method", "pack_dtype"} & set(overrides)
+    if unknown:
+        raise ValueError(f"{where}: dynamic {pattern!r} changes {sorted(unknown)}, which is not supported by module.")
+
+
+def read_config(folder: str | Path) -> GPTQConfig | None:
+    """The GPTQ settings of an HF folder, or None where it is not quantized.
+
+    From `config.json: quantization_config`, else `quantize_config.json`. Raises ValueError naming what it cannot read.
+    """
+    folder = Path(folder)
+    for path, key in ((folder / "config.json", "quantization_config"), (folder / "quantize_config.json", None)):
+        if not path.is_file():
+            continue
+        try:
+            content = json.loads(path.read_text("utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path.name} is not JSON: {error}.") from None
+        if not isinstance(content, dict):
+            raise ValueError(f"{path.name} must hold a JSON object.")
+        raw = content.get(key) if key else content
+        if raw is not None:
+            if not isinstance(raw, dict):
+                raise ValueError(f"{path.name}: {key} must be an object.")
+            return _settings(raw, path.name)
+    return None

@@ -1,0 +1,284 @@
+"""GPTQ folders as Hugging Face's tools write them: read and write, bit for bit.
+
+Per quantized linear P: `P.qweight`, `P.qzeros`, `P.scales`, `P.g_idx`, optionally `P.bias`. Inputs run along the first
+dim. Only safetensors is read; nothing in a folder is executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tpshard.kernels.gptq_config import GPTQConfig, read_config
+from tpshard.kernels.packing import pack_stream, unpack_stream
+from tpshard.kernels.quantized import Quantized, group_count, group_index
+
+SUFFIXES = ("qweight", "qzeros", "scales", "g_idx", "bias")
+INDEX = "model.safetensors.index.json"
+
+
+def encode(weight: Quantized, checkpoint_format: str = "gptq") -> dict[str, Tensor]:
+    """The file's tensors of one linear, without the module's name in front.
+
+    Raises ValueError where the format cannot hold it: sizes that are no multiples of 32, or a zero of 0 in v1, which
+    readers disagree about.
+    """
+    weight.check()
+    if weight.inputs % 32 or weight.outputs % 32:
+        raise ValueError(f"GPTQ files hold multiples of 32 inputs and outputs, not {list(weight.codes.shape)}.")
+    zeros = weight.zeros.T
+    if checkpoint_format == "gptq":
+        if bool((zeros == 0).any()):
+            raise ValueError("A zero of 0 cannot be written as checkpoint_format gptq; clamp it to 1 or write gptq_v2.")
+        zeros = zeros - 1
+    tensors = {
+        "qweight": pack_stream(weight.codes, weight.bits),
+        "qzeros": pack_stream(zeros, weight.bits).T.contiguous(),
+        "scales": weight.scales.to(torch.float16).contiguous(),
+        "g_idx": weight.group.to(torch.int32).contiguous(),
+    }
+    return tensors if weight.bias is None else tensors | {"bias": weight.bias.to(torch.float16).contiguous()}
+
+
+def decode(tensors: Mapping[str, Tensor], config: GPTQConfig, name: str = "quantized linear") -> Quantized:
+    """The linear in a file's tensors (without the module's name in front). Raises ValueError naming `name`."""
+    missing = {"qweight", "qzeros", "scales"} - tensors.keys()
+    if missing:
+        raise ValueError(f"{name}: {', '.join(sorted(missing))} is missing.")
+    qweight, qzeros, scales = tensors["qweight"], tensors["qzeros"], tensors["scales"]
+    bits = config.bits
+    if {qweight.dtype, qzeros.dtype} != {torch.int32} or {qweight.dim(), qzeros.dim(), scales.dim()} != {2}:
+        raise ValueError(f"{name}: qweight and qzeros must be int32 matrices and scales a matrix.")
+    inputs, outputs = qweight.shape[0] * 32 // bits, qweight.shape[1]
+    groups = scales.shape[0]
+    if inputs % 32 or tuple(qzeros.shape) != (groups, outputs * bits // 32) or scales.shape[1] != outputs:
+        raise ValueError(
+            f"{name}: qweight {list(qweight.shape)}, qzeros {list(qzeros.shape)} and scales {list(scales.shape)} do "
+            f"not fit {bits} bits."
+        )
+    expected = group_count(inputs, config.group_size)
+    if groups != expected:
+        raise ValueError(f"{name}: {groups} groups; {inputs} inputs in groups of {config.group_size} make {expected}.")
+    group = _groups(tensors.get("g_idx"), inputs, groups, config, name)
+    zeros = _zeros(qzeros, bits, config.checkpoint_format, name)
+    return Quantized(
+        unpack_stream(qweight, bits), scales.to(torch.float16), zeros, group, bits, tensors.get("bias")
+    ).check(name)
+
+
+def _groups(g_idx: Tensor | None, inputs: int, groups: int, config: GPTQConfig, name: str) -> Tensor:
+    if g_idx is None:
+        if config.desc_act:
+            raise ValueError(f"{name}: act-order (desc_act) without g_idx: the order of its inputs is lost.")
+        return group_index(inputs, config.group_size)
+    if tuple(g_idx.shape) != (inputs,) or g_idx.is_floating_point():
+        raise ValueError(f"{name}: g_idx {list(g_idx.shape)} for {inputs} inputs.")
+    if groups > 1 and not bool(g_idx.any()):  # written by tools that leave it unset
+        return group_index(inputs, config.group_size)
+    return torch.where(g_idx < 0, g_idx + groups, g_idx).to(torch.int32)
+
+
+def _zeros(qzeros: Tensor, bits: int, checkpoint_format: str, name: str) -> Tensor:
+    stored = unpack_stream(qzeros.T.contiguous(), bits).T.contiguous()
+    if checkpoint_format == "gptq_v2":
+        return stored
+    # v1 stores zero - 1. Some tools subtract it from whole words, so that a zero of 0 borrows from the next lane, and
+    # some lane by lane. Where a lane overflows into another the two readings differ.
+    full = (1 << bits) - 1
+    overflow = stored == full
+    ends_word = (torch.arange(stored.shape[1], device=stored.device) + 1) * bits % 32 == 0
+    if bool((overflow & ~ends_word).any()):
+        raise ValueError(
+            f"{name}: a zero of 0 in checkpoint_format gptq, which tools read differently; write the folder again as "
+            "gptq_v2."
+        )
+    return (stored + 1) & full
+
+
+class GPTQFolder:
+    """A quantized HF folder, opened for reading one tensor at a time.
+
+    `config`: the folder's GPTQConfig. `modules`: names of the quantized linears, sorted. `dense`: names of all other
+    tensors, sorted. Raises ValueError naming the file or module where the folder is not what it says.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        config = read_config(self.folder)
+        if config is None:
+            raise ValueError(f"{self.folder} is not quantized: no quantization_config.")
+        self.config = config
+        self._file_of = _tensor_files(self.folder)
+        self.modules = sorted(n.removesuffix(".qweight") for n in self._file_of if n.endswith(".qweight"))
+        owned = {f"{module}.{suffix}" for module in self.modules for suffix in SUFFIXES}
+        self.dense = sorted(set(self._file_of) - owned)
+        for module in self.modules:
+            if config.of(module) is None:
+                raise ValueError(f"{module} is quantized although `dynamic` says that it is not.")
+
+    def linear(self, module: str) -> Quantized:
+        """One quantized linear, by its name in the file (`model.layers.0.mlp.down_proj`)."""
+        config = self.config.of(module)
+        if config is None or f"{module}.qweight" not in self._file_of:
+            raise ValueError(f"{module} is not quantized in {self.folder}.")
+        names = {s: f"{module}.{s}" for s in SUFFIXES if f"{module}.{s}" in self._file_of}
+        return decode({suffix: self.tensor(name) for suffix, name in names.items()}, config, module)
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor as it is stored."""
+        if name not in self._file_of:
+            raise ValueError(f"{self.folder} has no tensor {name}.")
+        with _opened(self.folder / self._file_of[name]) as file:
+            return file.get_tensor(name)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            yield file
+    except (SafetensorError, FileNotFoundError) as error:
+        raise ValueError(f"{path.name} cannot be read: {error}.") from None
+
+
+def _tensor_files(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name. Files named by an index must lie in the folder itself."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            named = json.loads(index.read_text("utf-8"))["weight_map"]
+            files = set(named.values())
+        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{INDEX} holds no weight_map: {error}.") from None
+        for file in files:
+            if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+                raise ValueError(f"{INDEX} names {file!r}, which is no safetensors file of this folder.")
+    else:
+        files = {path.name for path in folder.glob("*.safetensors")}
+        if not files:
+            pickled = [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
+            hint = f"; {pickled[0]} is a pickle, which is never loaded" if pickled else ""
+            raise ValueError(f"{folder} holds no safetensors file{hint}.")
+    found: dict[str, str] = {}
+    for name in sorted(files):
+        with _opened(folder / name) as file:
+            found |= dict.fromkeys(file.keys(), name)
+    if index.is_file() and (absent := sorted(set(named) - set(found))):
+        raise ValueError(f"{INDEX} names {absent[0]}, which no file holds.")
+    return found
+
+
+@contextmanager
+def written_aside(out: str | Path) -> Iterator[Path]:
+    """A new folder to write into, beside `out`, which becomes `out` when the block ends without an error.
+
+    Raises FileExistsError where `out` exists. On an error nothing is left behind.
+    """
+    out = Path(os.path.abspath(out))
+    if out.exists() or out.is_symlink():
+        raise FileExistsError(f"{out} exists; choose another name or remove it.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    aside.chmod(0o777 & ~_umask())
+    try:
+        yield aside
+        for path in (*aside.rglob("*"), aside):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        os.rename(aside, out)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def write_folder(
+    out: str | Path,
+    model_config: Mapping[str, Any],
+    quantized: Iterable[tuple[str, Quantized]],
+    dense: Iterable[tuple[str, Tensor]],
+    config: GPTQConfig,
+    shard_bytes: int = 5_000_000_000,
+    files: Iterable[Path] = (),
+) -> None:
+    """Writes an HF folder: config.json, safetensors (an index where more than one is needed), `files` beside them.
+
+    `quantized` and `dense` may be generators: at most `shard_bytes` are held. `out` must not exist and appears whole.
+    """
+    with written_aside(out) as folder:
+        write_into(folder, model_config, quantized, dense, config, shard_bytes)
+        for file in files:
+            shutil.copyfile(file, folder / file.name)
+
+
+def write_into(
+    folder: Path,
+    model_config: Mapping[str, Any],
+    quantized: Iterable[tuple[str, Quantized]],
+    dense: Iterable[tuple[str, Tensor]],
+    config: GPTQConfig,
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """`write_folder` into an existing folder, without the rename."""
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for module, weight in quantized:
+            for suffix, tensor in encode(weight, config.checkpoint_format).items():
+                yield f"{module}.{suffix}", tensor
+        for name, tensor in dense:
+            yield name, tensor.contiguous()
+
+    shards: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    size = total = 0
+
+    def flush() -> None:
+        part = folder / _part(len(shards))
+        save_file({n: t.cpu().clone() for n, t in held.items()}, part, {"format": "pt"})
+        part.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files that only the owner can read
+        shards.append(list(held))
+        held.clear()
+
+    for name, tensor in tensors():
+        if held and size + tensor.nbytes > shard_bytes:
+            flush()
+            size = 0
+        held[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        os.rename(folder / _part(0), folder / "model.safetensors")
+    else:
+        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+        for i, name in enumerate(names):
+            os.rename(folder / _part(i), folder / name)
+        weight_map = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _write_json(folder / "config.json", {**model_config, "quantization_config": config.to_json()})
+
+
+def _part(i: int) -> str:
+    return f"part-{i:05}.safetensors"
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")

@@ -1,0 +1,185 @@
+"""Quantized weights as the Triton kernels read them.
+
+Inputs come in chunks of CHUNK rows. A word holds 32 / bits values of one output, in pairs: pair p has its low value at
+bit bits * p and its high one at bit 16 + bits * p. Four words side by side (index l) serve the four threads that share
+a row of a tensor-core tile, and words of one l lie together, so that a thread reads them at once: words
+[chunks, outputs, 4 * B], B = CHUNK * bits / 128. With s = b * pairs + p, the input of pair p of word (l, b) is
+
+    8 s + 2 l + {0, 1}                               where a thread holds two inputs at a time (Hopper's wgmma)
+    16 (s // 2) + 4 l + 2 (s % 2) + {0, 1}           where it holds four (mma.sync), `quads`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tpshard.kernels.quantized import Quantized
+
+
+@dataclass(frozen=True)
+class Packed:
+    """words int32 [chunks, columns, chunk * width / 32] (on a CPU uint8 codes [inputs, columns]); scales fp16
+    [groups, columns]; zeros uint8 alike, or None where all are 2**(bits - 1); row_group int32 [chunks * chunk] where
+    groups end within chunks, else None; bias [columns] or None; int4, int4_scales: torch's own form for a CPU, if any.
+
+    width: bits of a field in `words` (3-bit codes travel in fields of 4). Without `row_group` chunk c belongs to group
+    (c + first_chunk) // group_chunks.
+    """
+
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    row_group: Tensor | None
+    bias: Tensor | None
+    bits: int
+    width: int
+    inputs: int
+    chunk: int
+    group_chunks: int = 1
+    first_chunk: int = 0
+    quads: bool = False
+    int4: Tensor | None = None
+    int4_scales: Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        return self.words.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        held = (self.words, self.scales, self.zeros, self.row_group, self.bias, self.int4, self.int4_scales)
+        return sum(t.nbytes for t in held if t is not None)
+
+
+def pack(weight: Quantized, quads: bool = False) -> Packed:
+    """The kernels' form of a linear whose rows are sorted by group (`weight.take_rows(weight.order())` sorts them).
+
+    Groups that begin and end at multiples of 128, 64 or 32 rows take the fast path, others the ragged one. Raises
+    ValueError where rows of a group are apart.
+    """
+    if not weight.sorted:
+        raise ValueError("Rows of a group must be adjacent: sort them first, and gather the inputs alike.")
+    width = 4 if weight.bits == 3 else weight.bits
+    smallest = 128 // width  # four words of one output
+    chunk, group_chunks, first_chunk = _regular(weight.group, smallest)
+    ragged = chunk == 0
+    chunk = chunk or 128
+    return Packed(
+        words=pack_words(weight.codes, width, chunk, quads),
+        scales=weight.scales.to(torch.float16).contiguous(),
+        zeros=None if weight.symmetric else weight.zeros.contiguous(),
+        row_group=_padded(weight.group, chunk) if ragged else None,
+        bias=weight.bias,
+        bits=weight.bits,
+        width=width,
+        inputs=weight.inputs,
+        chunk=chunk,
+        group_chunks=group_chunks,
+        first_chunk=first_chunk,
+        quads=quads,
+    )
+
+
+def pack_cpu(weight: Quantized, dtype: torch.dtype) -> Packed:
+    """The form for a CPU: codes of a byte each, and beside them torch's int4 form where that is fast (bf16, 4 bits,
+    groups of 32, 64, 128 or 256). Raises ValueError where rows of a group are apart.
+    """
+    if not weight.sorted:
+        raise ValueError("Rows of a group must be adjacent: sort them first, and gather the inputs alike.")
+    size = weight.inputs // weight.groups
+    regular = torch.equal(weight.group, torch.arange(weight.inputs, device=weight.group.device) // size)
+    int4 = int4_scales = None
+    fits = weight.bits in (3, 4) and size in (32, 64, 128, 256) and weight.outputs % 16 == 0
+    if dtype == torch.bfloat16 and regular and fits:
+        int4 = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes.T.contiguous().int(), 1)
+        shift = (8 - weight.zeros.float()) * weight.scales.float()  # torch means scale * (q - 8) + shift
+        int4_scales = torch.stack([weight.scales.float(), shift], -1).to(dtype).contiguous()
+    return Packed(
+        words=weight.codes.contiguous(),
+        scales=weight.scales.to(torch.float16).contiguous(),
+        zeros=weight.zeros.contiguous(),
+        row_group=None if regular else weight.group.contiguous(),
+        bias=weight.bias,
+        bits=weight.bits,
+        width=8,
+        inputs=weight.inputs,
+        chunk=size,
+        int4=int4,
+        int4_scales=int4_scales,
+    )
+
+
+def _regular(group: Tensor, smallest: int) -> tuple[int, int, int]:
+    """(chunk, chunks per group, chunk of the first group at which the rows start), or chunk 0 where groups are ragged.
+
+    All groups have one size, but the first may have lost its beginning and the last its end.
+    """
+    sizes = torch.bincount(group.long()).tolist()
+    size = max(sizes[1:-1], default=max(sizes))
+    whole = size if len(sizes) > 1 else -(-size // 128) * 128
+    first = whole - sizes[0] if len(sizes) > 1 else 0
+    if any(s != size for s in sizes[1:-1]) or sizes[-1] > whole or first < 0:
+        return 0, 1, 0
+    for chunk in (128, 64, 32):
+        if chunk >= smallest and whole % chunk == 0 and first % chunk == 0:
+            return chunk, whole // chunk, first // chunk
+    return 0, 1, 0
+
+
+def _padded(group: Tensor, chunk: int) -> Tensor:
+    short = -len(group) % chunk
+    return torch.cat([group, group[-1:].expand(short)]).to(torch.int32).contiguous()
+
+
+def pack_words(codes: Tensor, width: int, chunk: int, quads: bool) -> Tensor:
+    """codes uint8 [inputs, outputs] -> words int32 [chunks, outputs, chunk * width / 32]; missing inputs are code 0."""
+    inputs, outputs = codes.shape
+    chunks = -(-inputs // chunk)
+    pairs, words = 16 // width, chunk * width // 128
+    if inputs % chunk:
+        codes = torch.cat([codes, codes.new_zeros(chunks * chunk - inputs, outputs)])
+    if quads:
+        tile = codes.view(chunks, words, pairs // 2, 4, 2, 2, outputs).permute(0, 6, 3, 1, 2, 4, 5)
+    else:
+        tile = codes.view(chunks, words, pairs, 4, 2, outputs).permute(0, 5, 3, 1, 2, 4)
+    fields = tile.reshape(chunks, outputs, 4 * words, pairs, 2)
+    packed = torch.zeros(fields.shape[:3], dtype=torch.int32, device=codes.device)
+    for pair in range(pairs):
+        for half in range(2):
+            packed |= fields[..., pair, half].to(torch.int32) << (width * pair + 16 * half)
+    return packed
+
+
+def unpack_words(packed: Packed) -> Tensor:
+    """codes uint8 [inputs, columns]: the inverse of `pack_words`."""
+    if packed.words.dtype == torch.uint8:
+        return packed.words
+    chunks, outputs, _ = packed.words.shape
+    pairs, words = 16 // packed.width, packed.chunk * packed.width // 128
+    mask = (1 << packed.width) - 1
+    fields = torch.stack(
+        [packed.words >> (packed.width * pair + 16 * half) & mask for pair in range(pairs) for half in range(2)], -1
+    ).to(torch.uint8)
+    if packed.quads:
+        tile = fields.view(chunks, outputs, 4, words, pairs // 2, 2, 2).permute(0, 3, 4, 2, 5, 6, 1)
+    else:
+        tile = fields.view(chunks, outputs, 4, words, pairs, 2).permute(0, 3, 4, 2, 5, 1)
+    return tile.reshape(chunks * packed.chunk, outputs)[: packed.inputs]
+
+
+def groups_of(packed: Packed) -> Tensor:
+    """int32 [inputs]: the group of every input row."""
+    if packed.row_group is not None:
+        return packed.row_group[: packed.inputs]
+    chunk = torch.arange(packed.inputs, device=packed.words.device) // packed.chunk
+    return ((chunk + packed.first_chunk) // packed.group_chunks).to(torch.int32)
+
+
+def unpacked(packed: Packed) -> Quantized:
+    """The plain tensors again: what every kernel is checked against."""
+    zeros = packed.zeros
+    if zeros is None:
+        zeros = torch.full_like(packed.scales, 1 << (packed.bits - 1)).to(torch.uint8)
+    return Quantized(unpack_words(packed), packed.scales, zeros, groups_of(packed), packed.bits, packed.bias)

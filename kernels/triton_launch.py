@@ -1,0 +1,189 @@
+"""Starting the Triton kernels: tiles that fit a shape, and the choice among them by measuring on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.testing
+from torch import Tensor
+from tpshard.kernels import triton_norm, triton_quantized
+from tpshard.kernels.packed import Packed
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program computes: rows of x, columns of the output, and among how many programs the inputs are split."""
+
+    rows: int
+    columns: int
+    parts: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+def constants(packed: Packed, columns: int, gated: bool, tile: Tile, fast: bool) -> dict[str, Any]:
+    """The compile-time arguments of `matmul_kernel`. `fast` is off in the interpreter."""
+    return {
+        "BITS": packed.width,
+        "MIDDLE": 1 << (packed.bits - 1),
+        "CHUNK": packed.chunk,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.columns,
+        "SPLIT_K": tile.parts > 1,
+        "GATED": gated,
+        "RAGGED": packed.row_group is not None,
+        "SYMMETRIC": packed.zeros is None,
+        "BIASED": packed.bias is not None,
+        "EVEN_N": columns % tile.columns == 0,
+        "EVEN_K": packed.inputs % packed.chunk == 0,
+        "QUADS": packed.quads,
+        "FAST": fast,
+        "ONE_PASS": tile.rows <= 64,
+        "PRECISION": "ieee",
+    }
+
+
+def tiles(rows: int, packed: Packed, gated: bool, multiprocessors: int) -> list[Tile]:
+    """Tiles worth trying for `rows` rows of x, the best guess first."""
+    columns = packed.columns // (2 if gated else 1)
+    # Registers set the limits: none of these spills, which a test compiles.
+    most = (32 if packed.row_group is not None else 64) if packed.quads else 128
+    block = min(most, 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128)
+    wide, narrow = (64, 32) if gated else (128, 64)
+    if block <= 32:
+        shapes = [(wide, 4, 4), (narrow, 4, 4), (wide, 4, 6), (narrow, 4, 6)]
+    elif block == 64:
+        shapes = [(narrow, 4, 4)] if gated and packed.quads else [(wide, 8, 4), (narrow, 4, 4)]
+        if not gated and not packed.quads and packed.width < 8:
+            shapes.append((128, 4, 3))
+    else:
+        shapes = [(wide, 8, 3)]
+    if packed.row_group is not None:
+        shapes = [(64, 4, 2), (64, 4, 3)] if block <= 64 else [(64, 8, 2)]
+    chunks = -(-packed.inputs // packed.chunk)
+    found = []
+    for width, warps, stages in shapes:
+        blocks = -(-columns // width) * -(-rows // block)
+        # Enough programs to hide the memory's latency: about four on every multiprocessor while rows are few.
+        wanted = (4 if block <= 32 else 1) * multiprocessors
+        parts = max(1, min(wanted // blocks, chunks // 4, 32))
+        found += [Tile(block, width, p, warps, stages) for p in sorted({parts, max(1, parts // 2)}, reverse=True)]
+        if parts * 2 <= chunks // 4 and block <= 64:
+            found.append(Tile(block, width, parts * 2, warps, stages))
+    return found
+
+
+def matmul(x: Tensor, packed: Packed, gated: bool, tile: Tile) -> Tensor:
+    """x [rows, inputs] contiguous -> [rows, columns]; where gated silu(gate) * up [rows, columns / 2]. One launch."""
+    rows = x.shape[0]
+    columns = packed.columns // (2 if gated else 1)
+    out = x.new_empty(rows, columns)
+    blocks = -(-rows // tile.rows) * -(-columns // tile.columns)
+    partial, arrived = out, out
+    if tile.parts > 1:
+        partial = x.new_empty((tile.parts, 2 if gated else 1, rows, columns), dtype=torch.float32)
+        arrived = _arrivals(x.device, _stream(x.device))
+        if blocks > arrived.numel():
+            raise ValueError(f"{blocks} blocks are too many to be split further.")
+    triton_quantized.matmul_kernel[(blocks, tile.parts)](
+        x, packed.words, packed.scales, _or(packed.zeros, packed.scales), _or(packed.row_group, packed.words),
+        _or(packed.bias, packed.scales), out, partial, arrived, rows, columns, packed.inputs, packed.group_chunks,
+        packed.first_chunk, num_warps=tile.warps, num_stages=tile.stages,
+        **constants(packed, columns, gated, tile, fast=x.is_cuda and x.dtype != torch.float32),
+    )  # fmt: skip
+    return out
+
+
+def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
+    """Dense weights [columns, inputs], as a linear stores them."""
+    columns, words = packed.columns, packed.words
+    out = torch.empty(columns, packed.inputs, dtype=dtype, device=words.device)
+    triton_quantized.dequantize_kernel[(-(-columns // 64), words.shape[0])](
+        words, packed.scales, _or(packed.zeros, packed.scales), _or(packed.row_group, words), out, columns,
+        packed.inputs, packed.group_chunks, packed.first_chunk, BITS=packed.width, MIDDLE=1 << (packed.bits - 1),
+        CHUNK=packed.chunk, BLOCK_N=64, RAGGED=packed.row_group is not None, SYMMETRIC=packed.zeros is None,
+        QUADS=packed.quads, FAST=out.is_cuda and dtype != torch.float32,
+    )  # fmt: skip
+    return out
+
+
+def dense_matmul(x: Tensor, packed: Packed, gated: bool) -> Tensor:
+    """The same as `matmul` by dequantizing and the library's product: the path for many rows."""
+    bias = None if packed.bias is None else packed.bias.to(x.dtype)
+    y = F.linear(x, dequantize(packed, x.dtype), bias)
+    if not gated:
+        return y
+    gate, up = y.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def rms_norm(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
+    """x [rows, width] contiguous -> normed and weighted, with `order` [width] int32 applied to the result."""
+    out = torch.empty_like(x)
+    width = x.shape[1]
+    triton_norm.rms_norm_kernel[(x.shape[0],)](
+        x, weight, _or(order, weight), out, width, eps, BLOCK=triton.next_power_of_2(width),
+        PERMUTED=order is not None, num_warps=8 if width >= 4096 else 4,
+    )  # fmt: skip
+    return out
+
+
+def _or(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
+    return placeholder if tensor is None else tensor
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+@cache
+def _arrivals(device: torch.device, stream: int) -> Tensor:
+    """Counters that every launch leaves at zero; launches of one stream share them."""
+    return torch.zeros(1 << 14, dtype=torch.int32, device=device)
+
+
+class Choice:
+    """Which path and tile to take, measured once per device, shape and number of rows (rounded up to a power of two).
+
+    `tile(...)` is a Tile, or None for dequantize-and-multiply. While a CUDA graph is being captured nothing can be
+    measured: the choice made for that shape before is taken, else the first guess.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[object, ...], Tile | None] = {}
+        self.milliseconds: dict[tuple[object, ...], dict[Tile | None, float]] = {}
+
+    def tile(self, x: Tensor, packed: Packed, gated: bool) -> Tile | None:
+        key = self.key(x, packed, gated)
+        if key not in self.made:
+            multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
+            guesses = tiles(x.shape[0], packed, gated, multiprocessors)
+            if torch.cuda.is_current_stream_capturing():
+                return guesses[0] if x.shape[0] <= 64 else None
+            self.milliseconds[key] = self._measure(x, packed, gated, guesses)
+            self.made[key] = min(self.milliseconds[key], key=lambda tile: self.milliseconds[key][tile])
+        return self.made[key]
+
+    def key(self, x: Tensor, packed: Packed, gated: bool) -> tuple[object, ...]:
+        rows = triton.next_power_of_2(x.shape[0])
+        form = (packed.width, packed.inputs, packed.columns, packed.chunk, packed.group_chunks, packed.zeros is None)
+        return (x.device, x.dtype, rows, gated, packed.row_group is None, packed.bias is None, *form)
+
+    def _measure(self, x: Tensor, packed: Packed, gated: bool, guesses: list[Tile]) -> dict[Tile | None, float]:
+        times: dict[Tile | None, float] = {None: _median_ms(lambda: dense_matmul(x, packed, gated))}
+        for guess in guesses:
+            try:
+                times[guess] = _median_ms(lambda tile=guess: matmul(x, packed, gated, tile))  # type: ignore[misc]
+            except triton.runtime.errors.OutOfResources:
+                continue  # the device has less shared memory than this tile wants
+        return times
+
+
+def _median_ms(call: Callable[[], Tensor]) -> float:
+    return float(triton.testing.do_bench(call, warmup=5, rep=20, return_mode="median"))

@@ -1,0 +1,29 @@
+"""RMSNorm that stores its result in the order in which the next product wants its inputs."""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+# (arguments of kernels are Triton's own values, typed at launch)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm_kernel(x, weight, order, out, width, eps, BLOCK: tl.constexpr, PERMUTED: tl.constexpr):
+    """out[r, i] = (x[r] / rms(x[r]) * weight)[order[i]]. A program a row, BLOCK >= width.
+
+    The sum runs over the row as it is stored, so that an order changes no bit of any value.
+    """
+    row = tl.program_id(0).to(tl.int64) * width
+    i = tl.arange(0, BLOCK)
+    inside = i < width
+    values = tl.load(x + row + i, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values) / width + eps)
+    if PERMUTED:
+        source = tl.load(order + i, mask=inside, other=0)
+        values = tl.load(x + row + source, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(weight + source, mask=inside, other=0.0).to(tl.float32)
+    else:
+        factor = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    normed = (values * scale).to(out.dtype.element_ty).to(tl.float32)  # as the model rounds, before the weight
+    tl.store(out + row + i, (normed * factor).to(out.dtype.element_ty), mask=inside)

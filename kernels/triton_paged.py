@@ -1,0 +1,69 @@
+"""Attention over a paged cache in Triton: one program a row and KV head, whatever else is in the call."""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+# (arguments of kernels are Triton's own values, typed at launch)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_KEYS = 64
+"""Keys of one step of the loop."""
+
+
+@triton.jit
+def paged_attention_kernel(
+    q, k_pool, v_pool, positions, sequences, tables, out, scale, width, kv_heads,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """q, out: [rows, kv_heads * GROUP, HEAD]; pools: [blocks, BLOCK, kv_heads, HEAD]; tables: [sequences, width].
+
+    Softmax is taken as it goes (Milakov and Gimelshein 2018), in fp32. The loop ends at the row's position, so that
+    nothing but the row decides the order of its sums.
+    """
+    row, kv = tl.program_id(0), tl.program_id(1)
+    position = tl.load(positions + row)
+    table = tables + tl.load(sequences + row) * width
+    member, d, key = tl.arange(0, M), tl.arange(0, D), tl.arange(0, KEYS)
+    inside = (member[:, None] < GROUP) & (d[None, :] < HEAD)
+    place = ((row * kv_heads + kv) * GROUP + member[:, None]).to(tl.int64) * HEAD + d[None, :]
+    queries = tl.load(q + place, mask=inside, other=0.0)
+    largest = tl.full([M], -float("inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    weighted = tl.zeros([M, D], tl.float32)
+    for start in range(0, position + 1, KEYS):
+        at = start + key
+        seen = at <= position
+        block = tl.load(table + at // BLOCK, mask=seen, other=0)
+        slot = ((block * BLOCK + at % BLOCK) * kv_heads + kv).to(tl.int64)
+        cut = seen[:, None] & (d[None, :] < HEAD)
+        keys = tl.load(k_pool + slot[:, None] * HEAD + d[None, :], mask=cut, other=0.0)
+        values = tl.load(v_pool + slot[:, None] * HEAD + d[None, :], mask=cut, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        now = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp(scores - now[:, None])
+        shrunk = tl.exp(largest - now)
+        total = total * shrunk + tl.sum(weights, 1)
+        weighted = weighted * shrunk[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        largest = now
+    result = weighted / total[:, None]
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+
+
+def paged_attention(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor, scale: float
+) -> Tensor:
+    """q: [rows, heads, head_dim] -> the same; what is new is in the pools already. No synchronisation with the host."""
+    rows, heads, head_dim = q.shape
+    block, kv_heads = k_pool.shape[1:3]
+    q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+    group = heads // kv_heads
+    paged_attention_kernel[rows, kv_heads](
+        q, k_pool, v_pool, positions.contiguous(), sequences.contiguous(), tables.contiguous(), out, scale,
+        tables.shape[1], kv_heads, GROUP=group, HEAD=head_dim, BLOCK=block, KEYS=_KEYS,
+        M=max(16, triton.next_power_of_2(group)), D=max(16, triton.next_power_of_2(head_dim)),
+    )  # fmt: skip
+    return out

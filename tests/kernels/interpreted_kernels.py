@@ -1,0 +1,130 @@
+"""Every Triton kernel against its plain reference, in Triton's interpreter (`test_triton_kernels.py` starts it).
+
+On a GPU: pytest tests/kernels/interpreted_kernels.py
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from tpshard.kernels import triton_launch as launch
+from tpshard.kernels.packed import pack, unpacked
+from tpshard.kernels.quantized import Quantized, group_count, group_index, reference_matmul
+from tpshard.kernels.quantized_ops import rms_norm_reference
+from tpshard.kernels.triton_launch import Tile
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUNDING = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2, torch.float32: 4e-4}  # weights pass through fp16
+
+
+def linear(inputs, outputs, bits=4, group_size=64, order=True, sym=False, bias=False):
+    g = torch.Generator().manual_seed(inputs + outputs + bits)
+    groups = group_count(inputs, group_size)
+    group = group_index(inputs, group_size)
+    if order:
+        group = group[torch.randperm(inputs, generator=g)]
+    zeros = torch.randint(0, 1 << bits, (groups, outputs), generator=g)
+    weight = Quantized(
+        torch.randint(0, 1 << bits, (inputs, outputs), generator=g).to(torch.uint8),
+        (torch.rand(groups, outputs, generator=g) * 0.05 + 1e-3).half(),
+        (torch.full_like(zeros, 1 << (bits - 1)) if sym else zeros).to(torch.uint8),
+        group,
+        bits,
+        torch.randn(outputs, generator=g).half() if bias else None,
+    )
+    return weight.take_rows(weight.order())
+
+
+def check(weight, rows, dtype, tile, gated=False, quads=False):
+    packed = pack(weight.to(DEVICE), quads)
+    back = unpacked(packed)
+    assert torch.equal(back.codes.cpu(), weight.codes) and torch.equal(back.group.cpu(), weight.group)
+    x = torch.randn(rows, weight.inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    expected = reference_matmul(x.double(), weight)
+    if gated:
+        gate, up = expected.chunk(2, -1)
+        expected = torch.nn.functional.silu(gate) * up
+    for _ in range(min(2, tile.parts)):  # twice: the counters of split sums must be left at zero
+        y = launch.matmul(x.to(DEVICE), packed, gated, tile).cpu()
+        assert y.dtype == dtype
+        assert (y.double() - expected).norm() <= ROUNDING[dtype] * expected.norm()
+    dense = launch.dequantize(packed, dtype).cpu()
+    if dtype == torch.bfloat16 and DEVICE == "cpu":  # the interpreter cuts bf16 off where devices round
+        torch.testing.assert_close(dense, weight.dequantize(dtype).T, rtol=2**-7, atol=0)
+    else:
+        assert torch.equal(dense, weight.dequantize(dtype).T)
+    return packed
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sym", [True, False])
+def test_bits_and_dtypes(bits, dtype, sym):
+    check(linear(256, 64, bits, sym=sym), 3, dtype, Tile(16, 64))
+
+
+@pytest.mark.parametrize("group_size", [-1, 32, 40, 64, 96, 128, 256])
+@pytest.mark.parametrize("quads", [False, True])
+def test_group_sizes(group_size, quads):
+    packed = check(linear(384, 48, group_size=group_size), 2, torch.float16, Tile(16, 32), quads=quads)
+    assert (packed.row_group is not None) == (group_size == 40)
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(1, Tile(16, 32, 3)), (16, Tile(16, 64, 2)), (17, Tile(16, 32, 4)),
+                                            (40, Tile(32, 64, 1)), (70, Tile(64, 32, 2))])  # fmt: skip
+def test_rows_and_split_sums(rows, tile):
+    check(linear(640, 96, group_size=128, bias=True), rows, torch.bfloat16, tile)
+
+
+@pytest.mark.parametrize("outputs", [32, 80, 72])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_gate_and_up_in_one_launch(outputs, parts):
+    check(linear(256, 2 * outputs, bias=outputs == 80), 5, torch.float16, Tile(16, 32, parts), gated=True)
+
+
+@pytest.mark.parametrize("rows", [slice(64, 320), slice(33, 300), slice(0, 200), slice(70, 90)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_shards_that_begin_within_a_group(rows, gated):
+    whole = linear(384, 64, group_size=128)
+    check(whole.take_rows(torch.arange(384)[rows]), 4, torch.float16, Tile(16, 32, 2), gated)
+
+
+def test_ragged_groups_of_a_rank_that_sorts_alone():
+    weight = linear(512, 64, group_size=64, order=False)
+    own = torch.randperm(512, generator=torch.Generator().manual_seed(3))[:128]
+    local = weight.take_rows(own.sort().values)
+    packed = check(local, 3, torch.bfloat16, Tile(16, 32))
+    assert packed.row_group is not None and local.groups == weight.groups
+
+
+def test_fp32():
+    check(linear(256, 64), 3, torch.float32, Tile(16, 32, 2))
+
+
+def test_a_row_does_not_depend_on_the_others():
+    packed = pack(linear(256, 64).to(DEVICE))
+    x = torch.randn(20, 256, generator=torch.Generator().manual_seed(0)).half().to(DEVICE)
+    together = launch.matmul(x, packed, False, Tile(16, 32, 2))
+    for row in (0, 15, 16):
+        assert torch.equal(launch.matmul(x[row : row + 1], packed, False, Tile(16, 32, 2))[0], together[row])
+
+
+@pytest.mark.parametrize("width", [64, 96, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_norm_stores_in_order(width, dtype):
+    g = torch.Generator().manual_seed(width)
+    x, weight = torch.randn(5, width, generator=g).to(dtype), torch.rand(width, generator=g).to(dtype)
+    order = torch.randperm(width, generator=g)
+    for chosen in (None, order):
+        on_device = None if chosen is None else chosen.int().to(DEVICE)
+        y = launch.rms_norm(x.to(DEVICE), weight.to(DEVICE), on_device, 1e-5).cpu()
+        tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 2e-2}[dtype]  # see above: cut off, twice
+        torch.testing.assert_close(y, rms_norm_reference(x, weight, chosen, 1e-5), rtol=tolerance, atol=tolerance)
+    straight = launch.rms_norm(x.to(DEVICE), weight.to(DEVICE), None, 1e-5).cpu()
+    assert torch.equal(y, straight[:, order])
+
+
+def test_rows_of_a_group_must_be_adjacent():
+    weight = linear(64, 32, group_size=32)
+    with pytest.raises(ValueError, match="adjacent"):
+        pack(dataclasses.replace(weight, group=weight.group.flip(0)))

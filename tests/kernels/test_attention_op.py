@@ -1,0 +1,157 @@
+"""The attention operation against plain softmax in fp64, on the CPU and, where there is one, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from tpshard.kernels import flash
+from tpshard.kernels.attention import attention, blockwise, blockwise_backward
+
+OP = torch.ops.tpshard.attention
+BACKWARD = torch.ops.tpshard.attention_backward
+
+SHAPES = [  # batch, queries, keys, heads, KV heads, head size
+    (2, 7, 7, 4, 4, 8),
+    (1, 33, 33, 6, 2, 16),
+    (3, 16, 16, 5, 1, 5),
+    (2, 1, 9, 4, 2, 8),
+    (1, 5, 12, 3, 3, 24),
+    (1, 1300, 1300, 2, 1, 8),
+]
+
+
+def documents_of(b: int, t: int, seed: int) -> Tensor:
+    starts = torch.rand(b, t, generator=torch.Generator().manual_seed(seed)) < 0.15
+    return starts.cumsum(1)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    group, s, t = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
+    row = torch.arange(t - s, t)
+    seen = torch.arange(t) <= row[:, None]
+    if documents is not None:
+        seen = seen & (documents[:, t - s :, None] == documents[:, None])[:, None]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    return torch.einsum("bhst,bthd->bshd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def inputs(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    b, s, t, h, kv, d = shape
+    g = torch.Generator().manual_seed(seed)
+    sizes = [(b, s, h, d), (b, t, kv, d), (b, t, kv, d), (b, s, h, d)]
+    q, k, v, dout = (torch.randn(size, generator=g).to(dtype) for size in sizes)
+    return q, k, v, dout
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, documents: Tensor | None, scale: float) -> list[Tensor]:
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = plain(*leaves, documents, scale)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.double())]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("path", ["op", "blockwise"])
+def test_equals_plain_softmax(shape: tuple[int, ...], packed: bool, path: str) -> None:
+    q, k, v, dout = inputs(shape, 0, torch.float32)
+    documents = documents_of(shape[0], shape[2], 1) if packed else None
+    forward, backward = (OP, BACKWARD) if path == "op" else (blockwise, blockwise_backward)
+    out, lse = forward(q, k, v, documents, 0.3)
+    got = [out, lse, *backward(dout, q, k, v, out, lse, documents, 0.3)]
+    for value, wanted, operand in zip(got, expected(q, k, v, dout, documents, 0.3), (q, None, q, k, v)):
+        torch.testing.assert_close(value.double(), wanted, atol=2e-5, rtol=2e-5)
+        assert operand is None or value.shape == operand.shape
+        assert value.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    q, k, v, dout = inputs((2, 20, 20, 4, 2, 16), 3, dtype)
+    documents = documents_of(2, 20, 4)
+    out, lse = OP(q, k, v, documents, 0.25)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    got = [out, lse, *BACKWARD(dout, q, k, v, out, lse, documents, 0.25)]
+    tolerance = 3e-2 if dtype != torch.float64 else 1e-5
+    for value, wanted in zip(got, expected(q, k, v, dout, documents, 0.25)):
+        torch.testing.assert_close(value.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+def test_later_tokens_and_other_documents_do_not_matter() -> None:
+    q, k, v, _ = inputs((1, 12, 12, 2, 1, 8), 5, torch.float32)
+    documents = torch.tensor([[0] * 5 + [1] * 7])
+    before = attention(q, k, v, documents)
+    k[:, 9:], v[:, :5] = 7.0, -3.0
+    after = attention(q, k, v, documents)
+    assert torch.equal(before[:, 5:9], after[:, 5:9])
+    assert not torch.equal(before[:, 9:], after[:, 9:]) and not torch.equal(before[:, :5], after[:, :5])
+
+
+def test_bits_do_not_depend_on_the_other_heads() -> None:
+    q, k, v, dout = inputs((2, 40, 40, 8, 4, 16), 6, torch.float32)
+    documents = documents_of(2, 40, 7)
+    out, lse = OP(q, k, v, documents, 0.25)
+    whole = [out, *BACKWARD(dout, q, k, v, out, lse, documents, 0.25)]
+    for part in range(4):
+        heads, kv = slice(2 * part, 2 * part + 2), slice(part, part + 1)
+        own = (q[:, :, heads], k[:, :, kv], v[:, :, kv])
+        own_out, own_lse = OP(*own, documents, 0.25)
+        own_grads = BACKWARD(dout[:, :, heads], *own, own_out, own_lse, documents, 0.25)
+        for whole_value, own_value, cut in zip(whole, [own_out, *own_grads], (heads, heads, kv, kv)):
+            assert torch.equal(whole_value[:, :, cut], own_value)
+
+
+def test_registration() -> None:
+    """Schema, fake shapes and autograd agree with the kernels."""
+    q, k, v, dout = inputs((2, 6, 6, 4, 2, 8), 8, torch.float32)
+    documents = documents_of(2, 6, 9)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(OP.default, (*leaves, documents, 0.5), test_utils=checks)
+    out, lse = OP(*leaves, documents, 0.5)
+    grads = torch.autograd.grad(out, leaves, dout)
+    direct = BACKWARD(dout, *leaves, out, lse, documents, 0.5)
+    assert all(torch.equal(a, b) for a, b in zip(grads, direct))
+    with torch.no_grad():
+        torch.library.opcheck(BACKWARD.default, (dout, q, k, v, out, lse, documents, 0.5), test_utils=checks[:2])
+
+
+@pytest.mark.parametrize("fault", ["heads", "batch", "documents", "keys"])
+def test_refuses_operands_that_do_not_fit(fault: str) -> None:
+    q, k, v, _ = inputs((2, 6, 6, 4, 2, 8), 8, torch.float32)
+    documents = torch.zeros(2, 6, dtype=torch.int64)
+    if fault == "heads":
+        q = q[:, :, :3]
+    elif fault == "batch":
+        k = k[:1]
+    elif fault == "documents":
+        documents = documents[:, :5]
+    else:
+        k, v, documents = k[:, :5], v[:, :5], documents[:, :5]
+    with pytest.raises(ValueError, match=r"do not fit|documents"):
+        OP(q, k, v, documents, 0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packed", ["none", "runs", "scattered"])
+def test_cuda(dtype: torch.dtype, packed: str) -> None:
+    shape = (2, 300, 300, 8, 2, 64)
+    q, k, v, dout = (x.cuda() for x in inputs(shape, 0, dtype))
+    documents = None if packed == "none" else documents_of(2, 300, 1).cuda()
+    if packed == "scattered":
+        assert documents is not None
+        documents = documents % 3
+    assert flash.applies(q, k, documents) == (dtype == torch.bfloat16 and packed != "scattered")
+    runs = []
+    for _ in range(3):
+        out, lse = OP(q, k, v, documents, 0.125)
+        runs.append([out, lse, *BACKWARD(dout, q, k, v, out, lse, documents, 0.125)])
+    host = [x.cpu() for x in (q, k, v, dout)]
+    wanted = expected(*host, None if documents is None else documents.cpu(), 0.125)
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    for first, second, third, value in zip(*runs, wanted):
+        assert torch.equal(first, second) and torch.equal(first, third)
+        torch.testing.assert_close(first.cpu().double(), value, atol=tolerance, rtol=tolerance)

@@ -1,0 +1,145 @@
+"""The paged operation equals attention over the whole sequence, and a row's bits do not depend on the other rows."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from tpshard.kernels.paged_attention import paged_attention, span
+
+
+def fill(lengths: list[int], kv: int, d: int, block: int = 16) -> tuple[torch.Tensor, ...]:
+    """Pools that hold the past of sequences of these lengths in shuffled blocks, and what was put there."""
+    torch.manual_seed(sum(lengths))
+    width = max(-(-n // block) for n in lengths)
+    order = torch.randperm(width * len(lengths)) + 1
+    tables = order.reshape(len(lengths), width)
+    pools = torch.zeros(2, width * len(lengths) + 1, block, kv, d)
+    past = torch.randn(2, len(lengths), max(lengths), kv, d)
+    for i, n in enumerate(lengths):
+        for p in range(n):
+            pools[:, tables[i, p // block], p % block] = past[:, i, p]
+    return tables, pools, past
+
+
+@pytest.mark.parametrize("h,kv,d", [(4, 2, 16), (3, 1, 64), (8, 8, 8)])
+def test_equals_attention_over_the_whole(h: int, kv: int, d: int) -> None:
+    lengths = [1, 17, 64, 65, 130, 200]
+    tables, pools, past = fill(lengths, kv, d)
+    rows = [(i, n - 1) for i, n in enumerate(lengths)] + [(5, p) for p in (3, 63, 64, 150)]
+    sequences, positions = (torch.tensor([x]) for x in zip(*rows))
+    slots = tables[sequences, positions // 16] * 16 + positions % 16
+    q = torch.randn(1, len(rows), h, d)
+    new = past[:, sequences[0], positions[0]].unsqueeze(1)
+    k_pool, v_pool = pools.clone()
+    k_pool.view(-1, kv, d)[slots[0]] = 0  # the operation stores what is new
+    out = paged_attention(q, new[0], new[1], k_pool, v_pool, positions, slots, sequences, tables)
+    assert torch.equal(k_pool, pools[0]) and torch.equal(v_pool, pools[1])
+    for row, (i, p) in enumerate(rows):
+        keys, values = past[:, i, : p + 1].repeat_interleave(h // kv, dim=2)
+        weights = torch.softmax(torch.einsum("hd,phd->hp", q[0, row], keys) / math.sqrt(d), -1)
+        torch.testing.assert_close(out[0, row], torch.einsum("hp,phd->hd", weights, values), rtol=0, atol=2e-6)
+
+
+def test_a_row_has_the_same_bits_in_every_batch() -> None:
+    lengths = [5, 40, 90, 90, 170, 300]
+    tables, pools, past = fill(lengths, 2, 32)
+    rows = [(i, p) for i, n in enumerate(lengths) for p in {0, n // 2, n - 1}]
+    sequences, positions = (torch.tensor([x]) for x in zip(*rows))
+    slots = tables[sequences, positions // 16] * 16 + positions % 16
+    q, new = torch.randn(1, len(rows), 6, 32), past[:, sequences[0], positions[0]].unsqueeze(1)
+
+    def run(which: torch.Tensor) -> torch.Tensor:
+        return paged_attention(
+            q[:, which], new[0][:, which], new[1][:, which], *pools.clone(), positions[:, which], slots[:, which],
+            sequences[:, which], tables,
+        )[0]  # fmt: skip
+
+    whole = run(torch.arange(len(rows)))
+    for row in range(len(rows)):
+        assert torch.equal(run(torch.tensor([row]))[0], whole[row])
+    shuffled = torch.randperm(len(rows))
+    assert torch.equal(run(shuffled), whole[shuffled])
+
+
+def test_heads_do_not_mix() -> None:
+    tables, pools, past = fill([50], 4, 16)
+    sequences, positions = torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[49]])
+    slots = tables[sequences, positions // 16] * 16 + positions % 16
+    q, new = torch.randn(1, 1, 8, 16), past[:, 0, 49].reshape(2, 1, 1, 4, 16)
+    whole = paged_attention(q, *new, *pools.clone(), positions, slots, sequences, tables)
+    for part in range(2):
+        heads, kv = slice(4 * part, 4 * part + 4), slice(2 * part, 2 * part + 2)
+        local = pools[:, :, :, kv].clone()
+        out = paged_attention(q[:, :, heads], *new[..., kv, :], *local, positions, slots, sequences, tables)
+        torch.testing.assert_close(out, whole[:, :, heads], rtol=0, atol=1e-6)
+
+
+def test_spans_cover_the_position_without_doubling_it() -> None:
+    for position in (0, 63, 64, 95, 96, 127, 128, 191, 192, 1000, 5000):
+        assert position < span(position) <= max(64, position * 3 // 2 + 1)
+        assert span(position) % 32 == 0
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    q, k, pool = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 2, 8), torch.zeros(4, 16, 2, 8)
+    row = torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="do not fit"):
+        paged_attention(q, k, k, pool, pool.clone(), row, row, row, row)
+
+
+INTERPRETED = """
+import sys, torch
+sys.path.insert(0, {folder!r})
+from test_paged_attention import fill
+from tpshard.kernels import triton_paged
+from tpshard.kernels.paged_attention import paged_attention
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+for h, kv, d, dtype, close in ((4, 2, 16, torch.float32, 2e-6), (3, 1, 24, torch.float32, 2e-6),
+                               (4, 4, 32, torch.float16, 3e-3)):
+    tables, pools, past = fill([1, 17, 64, 65, 130], kv, d)
+    rows = [(i, n - 1) for i, n in enumerate([1, 17, 64, 65, 130])] + [(4, 3), (4, 63)]
+    sequences, positions = (torch.tensor([x]) for x in zip(*rows))
+    slots = tables[sequences, positions // 16] * 16 + positions % 16
+    q, new = torch.randn(1, len(rows), h, d).to(dtype), past[:, sequences[0], positions[0]].unsqueeze(1).to(dtype)
+    pools = pools.to(dtype)
+    expected = paged_attention(q, *new, *pools.clone(), positions, slots, sequences, tables)
+
+    def run(which):
+        arrays = (q[0, which], *pools, positions[0, which], sequences[0, which], tables)
+        return triton_paged.paged_attention(*(a.to(device) for a in arrays), d**-0.5).cpu()
+
+    whole = run(list(range(len(rows))))
+    torch.testing.assert_close(whole, expected[0], rtol=0, atol=close)
+    for row in range(len(rows)):
+        assert torch.equal(run([row])[0], whole[row])
+print("checked")
+"""
+
+
+def test_the_triton_kernel_is_the_reference() -> None:
+    """In Triton's interpreter, or on a GPU where there is one."""
+    environment = dict(os.environ) | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
+    script = INTERPRETED.format(folder=os.path.dirname(__file__))
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "checked" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_triton_kernel_compiles(capability: int) -> None:
+    triton = pytest.importorskip("triton")
+    from tpshard.kernels.triton_paged import paged_attention_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    pointers = dict.fromkeys(("q", "k_pool", "v_pool", "out"), "*bf16")
+    signature = pointers | dict.fromkeys(("positions", "sequences", "tables"), "*i64")
+    signature |= {"scale": "fp32", "width": "i32", "kv_heads": "i32"}
+    constants = {"GROUP": 4, "HEAD": 128, "BLOCK": 16, "KEYS": 64, "M": 16, "D": 128}
+    source = ASTSource(paged_attention_kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
+    assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]

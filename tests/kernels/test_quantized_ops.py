@@ -1,0 +1,114 @@
+"""Products with quantized weights on a CPU: every path against the reference, traced and real."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from tpshard.kernels import quantized_ops as ops
+from tpshard.kernels.quantized import Quantized, concatenate, group_count, group_index, reference_matmul
+
+ROUNDING = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+
+
+def linear(inputs=128, outputs=64, bits=4, group_size=32, order=False, bias=False, seed=0, sort=True):
+    g = torch.Generator().manual_seed(seed)
+    groups = group_count(inputs, group_size)
+    group = group_index(inputs, group_size)
+    if order:
+        group = group[torch.randperm(inputs, generator=torch.Generator().manual_seed(9))]
+    weight = Quantized(
+        torch.randint(0, 1 << bits, (inputs, outputs), generator=g).to(torch.uint8),
+        (torch.rand(groups, outputs, generator=g) * 0.05 + 1e-3).half(),
+        torch.randint(0, 1 << bits, (groups, outputs), generator=g).to(torch.uint8),
+        group,
+        bits,
+        torch.randn(outputs, generator=g).half() if bias else None,
+    )
+    return weight.take_rows(weight.order()) if sort else weight
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("group_size", [-1, 32, 40])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_products_equal_the_reference(dtype, bits, group_size, invariant):
+    weight = linear(bits=bits, group_size=group_size, bias=True)
+    packed = ops.prepare(weight, "cpu", dtype)
+    for rows in (1, 3, 70):
+        x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        expected = reference_matmul(x.double(), weight)
+        y = ops.matmul(x, packed, invariant)
+        assert y.dtype == dtype and (y.double() - expected).norm() <= ROUNDING[dtype] * expected.norm()
+
+
+def test_torch_int4_serves_few_rows_of_bf16_and_only_where_it_is_fast(monkeypatch):
+    assert ops.prepare(linear(), "cpu", torch.bfloat16).int4 is not None
+    slow = [(linear(), torch.float32), (linear(), torch.float16), (linear(group_size=40), torch.bfloat16),
+            (linear(bits=8), torch.bfloat16), (linear(outputs=40), torch.bfloat16)]  # fmt: skip
+    for weight, dtype in slow:
+        assert ops.prepare(weight, "cpu", dtype).int4 is None
+    dense, dequantize = [], ops.dequantize_cpu
+    monkeypatch.setattr(ops, "dequantize_cpu", lambda *a: dense.append(a) or dequantize(*a))
+    packed = ops.prepare(linear(), "cpu", torch.bfloat16)
+    ops.matmul(torch.randn(64, 128).bfloat16(), packed)
+    assert not dense
+    ops.matmul(torch.randn(65, 128).bfloat16(), packed)
+    assert len(dense) == 1
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_a_row_does_not_depend_on_the_others_when_asked(dtype):
+    packed = ops.prepare(linear(), "cpu", dtype)
+    x = torch.randn(70, 128).to(dtype)
+    together = ops.matmul(x, packed, invariant=True)
+    for rows in (slice(0, 1), slice(5, 9), slice(60, 70)):
+        assert torch.equal(ops.matmul(x[rows], packed, invariant=True), together[rows])
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_gate_and_up_share_one_product(dtype):
+    gate, up = linear(seed=1, order=True), linear(seed=2, order=True)
+    packed = ops.prepare([gate, up], "cpu", dtype)
+    x = torch.randn(2, 5, 128).to(dtype)
+    expected = F.silu(reference_matmul(x.double(), gate)) * reference_matmul(x.double(), up)
+    y = ops.gate_up(x, packed)
+    assert y.shape == (2, 5, 64) and (y.double() - expected).norm() <= 3 * ROUNDING[dtype] * expected.norm()
+
+
+def test_dense_weights_are_the_files_bit_for_bit():
+    for weight in (linear(bits=3), linear(group_size=40), linear(group_size=-1)):
+        assert torch.equal(ops.dequantize_cpu(ops.prepare(weight, "cpu", torch.float16), torch.float16).T,
+                           weight.dequantize())  # fmt: skip
+
+
+def test_weights_that_cannot_be_multiplied_are_refused():
+    with pytest.raises(ValueError, match="adjacent"):
+        ops.prepare(linear(order=True, sort=False), "cpu", torch.float32)
+    with pytest.raises(ValueError, match="same g_idx"):
+        concatenate([linear(), linear(group_size=64)])
+
+
+def test_operations_are_traced_whole():
+    packed = ops.prepare([linear(seed=1), linear(seed=2)], "cpu", torch.bfloat16)
+    order = torch.randperm(128)
+
+    def block(x, scale):
+        return ops.gate_up(ops.rms_norm_permuted(x, scale, order, 1e-5), packed) + ops.matmul(x, packed)[..., :64]
+
+    x, scale = torch.randn(2, 3, 128).bfloat16(), torch.rand(128).bfloat16()
+    traced = make_fx(block, tracing_mode="fake", _allow_non_fake_inputs=True)(x, scale)
+    names = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+    for name in ("quantized_gate_up", "quantized_matmul", "rms_norm_permuted"):
+        assert f"tpshard.{name}.default" in names
+    assert torch.equal(traced(x, scale), block(x, scale))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        y = block(mode.from_tensor(x), mode.from_tensor(scale))
+    assert y.shape == (2, 3, 64) and y.dtype == torch.bfloat16
+
+
+def test_norm_in_order_is_the_norm_reordered():
+    x, scale, order = torch.randn(4, 96), torch.rand(96), torch.randperm(96)
+    straight = ops.rms_norm_permuted(x, scale, None, 1e-6)
+    torch.testing.assert_close(straight, F.rms_norm(x, (96,), scale, 1e-6))
+    assert torch.equal(ops.rms_norm_permuted(x, scale, order, 1e-6), straight[:, order])

@@ -1,0 +1,200 @@
+# ruff: noqa: E402 (nothing of Triton may be imported where it has no wheel)
+"""The Triton kernels: right in the interpreter, lean when compiled for GPUs that need not be there."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton has wheels for Linux on x86-64 alone")
+
+import torch
+from tpshard.kernels import triton_launch, triton_norm, triton_quantized
+from tpshard.kernels.packed import Packed
+from tpshard.kernels.triton_launch import Tile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+POINTERS = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "row_group": "*i32", "bias": "*fp16",
+            "partial": "*fp32", "arrived": "*i32", "order": "*i32"}  # fmt: skip
+NUMBERS = dict.fromkeys(("M", "N", "K", "group_chunks", "first_chunk", "width"), "i32") | {"eps": "fp32"}
+
+
+def test_kernels_equal_their_references_in_the_interpreter():
+    cases = Path(__file__).with_name("interpreted_kernels.py")
+    command = [sys.executable, "-m", "pytest", str(cases), "-p", "no:cacheprovider", "-p", "no:xdist"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None and int(passed[1]) >= 60, done.stdout[-500:]
+
+
+def compiled(kernel, constants, dtype, capability, warps, stages, folder):
+    """(resources as cuobjdump says, SASS lines) of a kernel for a device that is not here."""
+    names = kernel.arg_names
+    floating = {"x": f"*{dtype}", "out": f"*{dtype}", "weight": f"*{dtype}"}
+    types = POINTERS | NUMBERS | floating
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in ("N", "K")]
+    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    options = {"num_warps": warps, "num_stages": stages}
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["cubin"]
+    path = folder / "kernel.cubin"
+    path.write_bytes(binary)
+    show = [TOOLS / "cuobjdump", "-res-usage", path], [TOOLS / "nvdisasm", "-c", path]
+    usage, sass = (subprocess.run(c, capture_output=True, text=True, check=True).stdout for c in show)
+    return dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)), sass
+
+
+def assert_nothing_spilled(usage, sass):
+    assert usage["STACK"] == "0" and usage["LOCAL"] == "0", usage
+    assert not re.search(r"\b(LDL|STL)\b", sass)
+
+
+def packed_like(bits=4, chunk=128, group_chunks=1, sym=True, ragged=False, quads=False):
+    """The shape of a packed weight [4096, 4096] without its values."""
+    width = 4 if bits == 3 else bits
+    empty = torch.empty(0)
+    words = torch.empty(4096 // chunk, 4096, chunk * width // 32, dtype=torch.int32, device="meta")
+    zeros, row_group = None if sym else empty, empty if ragged else None
+    return Packed(words, empty, zeros, row_group, None, bits, width, 4096, chunk, group_chunks, quads=quads)
+
+
+@cache
+def main_loop(sass: str) -> list[str]:
+    """Operations of the longest loop, by name (the last jump backwards over most instructions)."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    longest: list[str] = []
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?);", line):
+            code.append(instruction[1])
+            target = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
+            if target and target[1] in labels and len(code) - labels[target[1]] > len(longest):
+                longest = code[labels[target[1]] :]
+    return [instruction.split()[0].split(".")[0] for instruction in longest]
+
+
+# Loads, stores, copies, barriers, jumps and the tensor cores' own products; all the rest are integers and floats.
+NOT_ARITHMETIC = {
+    *("LDS", "LDSM", "LDG", "LDC", "ULDC", "LDGSTS", "STS", "STG", "LDGDEPBAR", "DEPBAR", "BAR", "MEMBAR", "FENCE"),
+    *("ERRBAR", "CCTL", "SYNCS", "WARPGROUP", "WARPSYNC", "BRA", "NOP", "HGMMA", "HMMA"),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize(("gated", "tile", "sym"), [(False, Tile(16, 128), True), (False, Tile(16, 128, 8), False),
+                                                    (True, Tile(16, 64), True)])  # fmt: skip
+def test_decode_takes_few_instructions_a_weight(capability, dtype, gated, tile, sym, tmp_path):
+    packed = packed_like(quads=capability < 90, sym=sym)
+    constants = triton_launch.constants(packed, 4096, gated, tile, fast=True)
+    kernel = triton_quantized.matmul_kernel
+    usage, sass = compiled(kernel, constants, dtype, capability, tile.warps, tile.stages, tmp_path)
+    assert_nothing_spilled(usage, sass)
+    operations = Counter(main_loop(sass))
+    assert operations["HGMMA" if capability == 90 else "HMMA"] > 0, operations
+    weights = packed.chunk * tile.columns * (2 if gated else 1) / (32 * tile.warps)  # of a lane in one turn
+    arithmetic = sum(count for name, count in operations.items() if name not in NOT_ARITHMETIC)
+    assert 1.0 < arithmetic / weights <= 3.6, (arithmetic / weights, operations)
+
+
+def assert_no_tile_spills(capability, forms, rows, first_only, folder):
+    seen = set()
+    for packed, gated, count in itertools.product(forms, (False, True), rows):
+        tiles = triton_launch.tiles(count, packed, gated, 132)
+        for tile in tiles[:1] if first_only else tiles:
+            constants = triton_launch.constants(packed, 4096, gated, tile, fast=True)
+            key = (*constants.values(), tile.warps, tile.stages)
+            if key not in seen:
+                kernel = triton_quantized.matmul_kernel
+                built = compiled(kernel, constants, "bf16", capability, tile.warps, tile.stages, folder)
+                assert_nothing_spilled(*built)
+                seen.add(key)
+
+
+def forms(capability):
+    quads = capability < 90
+    return [packed_like(sym=False, quads=quads), packed_like(8, quads=quads), packed_like(ragged=True, quads=quads),
+            packed_like(2, sym=False, quads=quads), packed_like(chunk=64, sym=False, quads=quads),
+            packed_like(chunk=32, quads=quads), packed_like(quads=quads)]  # fmt: skip
+
+
+def emulated(assembly: str, word: int, offset: int, dtype: torch.dtype) -> list[float]:
+    """The 8 outputs of the packed-pair assembly, which the interpreter cannot run: its five instructions, by hand."""
+    held: dict[str, int | list[float]] = {"$8": word, "$9": offset}
+
+    def value(name: str) -> int:
+        found = held[name] if name in held else int(name, 16 if name.startswith("0x") else 10)
+        assert isinstance(found, int)
+        return found
+
+    def floats(pair: int) -> list[float]:
+        halves = torch.tensor([pair & 0xFFFF, pair >> 16 & 0xFFFF], dtype=torch.int32).to(torch.uint16)
+        return halves.view(dtype).tolist()
+
+    for line in filter(None, (part.strip(" {}\n") for part in re.split(r";", assembly))):
+        operation, _, rest = line.partition(" ")
+        names = [name.strip(" {}") for name in rest.split(",")]
+        if operation == ".reg":
+            continue
+        if operation == "shr.u32":
+            held[names[0]] = value(names[1]) >> value(names[2])
+        elif operation == "lop3.b32":
+            assert names[4] == "0xea"  # (a & b) | c
+            held[names[0]] = value(names[1]) & value(names[2]) | value(names[3])
+        elif operation.startswith("fma.rn."):
+            parts = zip(*(floats(value(name)) for name in names[1:]))
+            held[names[0]] = [float(torch.tensor(x * y + z).to(dtype)) for x, y, z in parts]
+        elif operation == "mov.b32" and len(names) == 2:
+            held[names[0]] = value(names[1])
+        else:
+            assert operation == "mov.b32" and len(names) == 3, line
+            pair = held[names[2]]
+            assert isinstance(pair, list)
+            held[names[0]], held[names[1]] = pair  # type: ignore[assignment]
+    return [held[f"${i}"] for i in range(8)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("dtype", "which"), [(torch.float16, 0), (torch.bfloat16, 1)])
+def test_packed_pairs_are_codes_less_their_zero(dtype, which):
+    source = Path(triton_quantized.__file__).read_text()
+    assembly = re.findall(r'"""\s*\{\n(.*?)\}\s*"""', source, re.S)[which]
+    magic = [int(m, 16) for m in re.findall(r"zero \* 0x10001 \| (-0x[0-9A-F]+)", source)][which]
+    for zero in range(16):
+        for word in (0x76543210, 0xFEDCBA98, 0x0F1E2D3C, 0xFFFFFFFF):
+            pairs = [(word >> 4 * p & 15, word >> 16 + 4 * p & 15) for p in range(4)]
+            expected = [float(code - zero) for pair in pairs for code in pair]
+            assert emulated(assembly, word, (zero * 0x10001 | magic) & 0xFFFFFFFF, dtype) == expected
+
+
+@pytest.mark.parametrize(("capability", "kinds"), [(80, 1), (90, 3)])
+def test_first_guesses_do_not_spill(capability, kinds, tmp_path):
+    assert_no_tile_spills(capability, forms(capability)[:kinds], (1, 512), True, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_no_tile_that_may_be_chosen_spills(capability, tmp_path):
+    assert_no_tile_spills(capability, forms(capability), (1, 32, 64, 512), False, tmp_path)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_other_kernels_do_not_spill(capability, tmp_path):
+    packed = packed_like(quads=capability < 90, sym=False)
+    wanted = triton_quantized.dequantize_kernel.arg_names
+    constants = triton_launch.constants(packed, 4096, False, Tile(16, 64), fast=True)
+    constants = {name: value for name, value in constants.items() if name in wanted} | {"BLOCK_N": 64}
+    for kernel, values in ((triton_quantized.dequantize_kernel, constants),
+                           (triton_norm.rms_norm_kernel, {"BLOCK": 8192, "PERMUTED": True})):  # fmt: skip
+        assert_nothing_spilled(*compiled(kernel, values, "bf16", capability, 8, 3, tmp_path))
