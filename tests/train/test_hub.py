@@ -1,0 +1,91 @@
+"""C4 by `datasets` streaming, against a small hub on loopback; in a process of its own, which reads HF_ENDPOINT."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from c4_files import packed, texts
+from loopback_hub import Hub
+
+SCRIPT = """
+import json, sys
+sys.path.insert(0, {here!r})
+from c4_files import bytes_tokenizer
+from tpshard.recipes.diagnostic import Mistakes
+from tpshard.train.stream import Loader, held_out_batches, merged
+from tpshard.train.text import open_text
+try:
+    out = dict()
+    for source in {sources!r}:
+        corpus = open_text(source)
+        def loader(part=None):
+            return Loader(corpus.train, bytes_tokenizer(), seq_len=32, global_sequences=8, part=part, bad_rows=0.05)
+        whole = loader()
+        first = [whole.next().tokens.tolist() for _ in range(6)]
+        half = [loader(range(0, 4)), loader(range(4, 8))]
+        for _ in range(3):
+            for each in half: each.next()
+        state = merged([each.state_dict() for each in half])
+        again = loader()
+        again.load_state_dict(state)
+        held_out = held_out_batches(corpus.held_out, bytes_tokenizer(), seq_len=32, global_sequences=4, batches=2)
+        out[source] = dict(
+            first=first, resumed=again.next().tokens.tolist(), files=[f.name for f in corpus.train.files],
+            held_out=[b.tokens.tolist() for b in held_out], bad=whole.bad_rows,
+        )
+    print(json.dumps(out))
+except Mistakes as mistakes:
+    print(mistakes, file=sys.stderr)
+    sys.exit(mistakes.exit)
+"""
+
+
+def run(endpoint: str, home: Path, *sources: str, **more: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DOWNLOAD_TIMEOUT": "2", **more}
+    env = {k: v for k, v in env.items() if not k.lower().endswith("_proxy")}
+    script = SCRIPT.format(here=str(Path(__file__).parent), sources=sources)
+    return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+
+
+def shards() -> dict[str, bytes]:
+    files = {f"c4-train.{i:05d}-of-00004.json.gz": packed([*texts(50, i), b"{bad"]) for i in range(4)}
+    return {**files, "c4-validation.00000-of-00001.json.gz": packed(texts(20, 1000))}
+
+
+def test_streaming_gives_the_same_text_as_the_same_files_on_disk(tmp_path: Path) -> None:
+    folder = tmp_path / "c4"
+    folder.mkdir()
+    for name, data in shards().items():
+        (folder / name).write_bytes(data)
+    others = {"realnewslike/c4-train.00000-of-00001.json.gz": packed(texts(50, 9))}
+    with Hub({f"en/{name}": data for name, data in shards().items()} | others) as hub:
+        process = run(hub.url, tmp_path / "home", "c4", str(folder))
+    assert process.returncode == 0, process.stderr
+    out = json.loads(process.stdout)
+    hub_text, disk_text = out["c4"], out[str(folder)]
+    assert hub_text == {**disk_text, "bad": hub_text["bad"]}
+    assert hub_text["resumed"] == hub_text["first"][3]
+    assert not [name for name in hub.requested if "realnewslike" in name]
+
+
+def test_a_shard_cut_short_on_the_hub_is_a_data_error_that_names_it(tmp_path: Path) -> None:
+    with Hub({f"en/{name}": data[:200] for name, data in shards().items()}) as hub:
+        process = run(hub.url, tmp_path, "c4")
+    assert process.returncode == 6, process.stderr
+    assert "ends in the middle" in process.stderr and "c4-train." in process.stderr
+    assert "Traceback" not in process.stderr
+
+
+@pytest.mark.parametrize("offline", ["1", pytest.param("0", marks=pytest.mark.slow)])
+def test_a_hub_out_of_reach_is_a_data_error(offline: str, tmp_path: Path) -> None:
+    with Hub({}) as hub:
+        url = hub.url
+    process = run(url, tmp_path, "c4", HF_HUB_OFFLINE=offline)  # nobody listens there any more
+    assert process.returncode == 6, process.stderr
+    assert "cannot be read from the hub" in process.stderr
+    assert "Traceback" not in process.stderr

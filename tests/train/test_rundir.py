@@ -1,0 +1,121 @@
+"""A run's folder belongs to one run at a time, and a killed one does not hold it for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from tpshard.recipes.diagnostic import Exit, Mistakes, Source
+from tpshard.train.records import Records
+from tpshard.train.rundir import Holder, RunDir
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from tpshard.train.rundir import RunDir
+run = RunDir(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def hold(path: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_run_is_refused_and_told_who_the_first_is_until_that_is_killed(tmp_path: Path) -> None:
+    first = hold(tmp_path / "run")
+    with pytest.raises(Mistakes) as caught:
+        RunDir(tmp_path / "run", where=Source("recipe.yaml", 3, 1, "run: {dir: run}"))
+    assert caught.value.exit == Exit.MACHINE
+    assert f"process {first.pid} on {socket.gethostname()}" in str(caught.value)
+    assert "recipe.yaml:3:1" in str(caught.value)
+    first.send_signal(signal.SIGKILL)
+    # not waited for: a zombie has ended too
+    deadline = threading.Event()
+    for _ in range(100):
+        if Path(f"/proc/{first.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        deadline.wait(0.05)
+    with RunDir(tmp_path / "run") as second:
+        assert json.loads((second.path / "lock.json").read_text())["pid"] == os.getpid()
+    first.wait()
+    assert not (tmp_path / "run" / "lock.json").exists()
+
+
+def plant(path: Path, **changes: object) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "lock.json").write_text(json.dumps({**vars(Holder.this()), **changes}))
+
+
+def test_a_lock_of_another_host_is_never_reclaimed(tmp_path: Path) -> None:
+    plant(tmp_path, host="elsewhere", pid=2**22 - 1, started="gone")
+    with pytest.raises(Mistakes, match="on elsewhere"):
+        RunDir(tmp_path)
+
+
+def test_a_process_number_that_was_given_out_again_is_not_the_holder(tmp_path: Path) -> None:
+    plant(tmp_path, started="another boot:17")  # this very number, but another process
+    RunDir(tmp_path).close()
+    plant(tmp_path)
+    with pytest.raises(Mistakes):
+        RunDir(tmp_path)
+
+
+def test_a_lock_that_cannot_be_read_is_respected(tmp_path: Path) -> None:
+    (tmp_path / "lock.json").write_text("")
+    with pytest.raises(Mistakes, match=r"lock\.json"):
+        RunDir(tmp_path)
+
+
+def test_of_many_that_find_a_dead_holder_one_gets_the_lock(tmp_path: Path) -> None:
+    plant(tmp_path, started="another boot:17")
+    taken: list[RunDir] = []
+    refused: list[Mistakes] = []
+    start = threading.Barrier(8)
+
+    def run() -> None:
+        start.wait()
+        try:
+            taken.append(RunDir(tmp_path))
+        except Mistakes as mistakes:
+            refused.append(mistakes)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(taken), len(refused)) == (1, 7)
+
+
+def test_what_lies_in_it(tmp_path: Path) -> None:
+    with RunDir(tmp_path / "a" / "b") as run:
+        assert run.attempt == 1
+        run.write("recipe.yaml", "name: é\n")
+        run.write("recipe.yaml", "name: ü\n")
+        Records(run.metrics)({"step": 1, "loss": 1.0, "run": run.attempt})
+        (run.checkpoints / ".step-000005.tmp").mkdir()
+        assert run.recipe.read_text(encoding="utf-8") == "name: ü\n"
+    with RunDir(tmp_path / "a" / "b") as again:
+        assert again.attempt == 2
+        assert not list(again.checkpoints.iterdir()), "what a killed save left is cleaned"
+        assert {p.name for p in again.path.iterdir() if not p.name.startswith(".")} == {
+            "checkpoints", "logs", "lock.json", "metrics.jsonl", "recipe.yaml",
+        }  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Mistakes, match="cannot be written") as caught:
+        RunDir(tmp_path / "file" / "run")
+    assert caught.value.exit == Exit.MACHINE

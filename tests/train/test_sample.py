@@ -1,0 +1,119 @@
+"""The sample: made once, the same everywhere, whole or not at all."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tpshard.recipes.diagnostic import Mistakes
+from tpshard.train import sample
+from tpshard.train.tokens import load_tokenizer
+
+MAKE = "from tpshard.train.sample import ensure_sample; print(ensure_sample().directory)"
+
+
+def make(cache: Path) -> subprocess.Popen[str]:
+    env = {**os.environ, "TPSHARD_CACHE": str(cache), "TOKENIZERS_PARALLELISM": "false"}
+    return subprocess.Popen([sys.executable, "-c", MAKE], env=env, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> sample.Sample:
+    """One sample, made by two processes at once, one of three having been killed while it made it."""
+    cache = tmp_path_factory.mktemp("cache")
+    killed = make(cache)
+    deadline = time.monotonic() + 60
+    while not list(cache.glob(".sample-*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert not list(cache.glob("sample-*")), "a killed process left something that looks finished"
+    both = [make(cache) for _ in range(2)]
+    folders = {process.communicate(timeout=120)[0].strip() for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    (folder,) = folders
+    return sample.Sample(Path(folder), Path(folder) / "tokenizer")
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
+def test_the_sample_is_c4_format_with_held_out_text_apart(made: sample.Sample) -> None:
+    train = [row for path in sorted(made.directory.glob("c4-train.*.json.gz")) for row in rows(path)]
+    held_out = [row for path in made.directory.glob("c4-validation.*.json.gz") for row in rows(path)]
+    assert all(set(row) == {"text", "timestamp", "url"} for row in train + held_out)
+    assert sum(len(row["text"]) for row in train) > 1_000_000
+    assert len({row["text"] for row in train + held_out}) == len(train) + len(held_out), "a document is there twice"
+    assert 0.02 < len(held_out) / len(train) < 0.1
+    assert any("pydoc_data.topics" in row["url"] for row in train)
+
+
+def test_a_damaged_sample_is_made_again_by_another_process_with_the_same_bytes(
+    made: sample.Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TPSHARD_CACHE", str(made.directory.parent))
+    before = {path: path.read_bytes() for path in made.directory.rglob("*") if path.is_file()}
+    victim = made.directory / "c4-train.00001-of-00004.json.gz"
+    victim.write_bytes(before[victim][:-100])
+    (made.tokenizer / "tokenizer.json").unlink()
+    assert sample.ensure_sample().directory == made.directory
+    assert {path: path.read_bytes() for path in made.directory.rglob("*") if path.is_file()} == before
+    assert len(before) == 8
+
+
+def test_its_tokenizer_has_2048_tokens_and_loses_nothing(made: sample.Sample) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = load_tokenizer(made.tokenizer)
+    assert (tokenizer.vocab, tokenizer.begin, tokenizer.end) == (2048, 0, 1)
+    text = "def f(x):\n\treturn 'naïve — 数学 \x00 🙂'\n"
+    raw = Tokenizer.from_file(str(made.tokenizer / "tokenizer.json"))
+    assert raw.decode(tokenizer.encode(text)) == text
+    ids = tokenizer.document(text)
+    assert ids[0] == 0 and ids[-1] == 1 and not {0, 1} & set(ids[1:-1])
+
+
+def test_its_chat_template_renders(made: sample.Sample) -> None:
+    import jinja2
+
+    config = json.loads((made.tokenizer / "tokenizer_config.json").read_text())
+    messages = [{"role": "user", "content": "What is a list?"}]
+    text = jinja2.Template(config["chat_template"]).render(
+        messages=messages, add_generation_prompt=True, bos_token=config["bos_token"]
+    )
+    assert text == "<|begin|>User: What is a list?\n\nAssistant: "
+
+
+def test_sources_are_read_and_never_imported(tmp_path: Path) -> None:
+    (tmp_path / "trap.py").write_text(f'"""A docstring."""\nopen({str(tmp_path / "ran")!r}, "w")\n')
+    (tmp_path / "broken.py").write_text("def (:\n")
+    (tmp_path / "odd.py").write_bytes(
+        b"# coding: latin-1\n'''Caf\xe9'''\nclass A:\n  '''B'''\n  def f(self, x=1): '''C'''\n"
+    )
+    found = {where: text for text, where in sample.documents(tmp_path)}
+    assert found == {
+        "trap": "trap\n\nA docstring.",
+        "odd": "odd\n\nCafé",
+        "odd.A": "class odd.A\n\nB\n\nA.f(self, x=1)\n\nC",
+    }
+    assert not (tmp_path / "ran").exists()
+
+
+def test_where_the_cache_cannot_be_written_the_run_keeps_it(
+    made: sample.Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("TPSHARD_CACHE", str(blocked / "cache"))
+    assert sample.ensure_sample(fallback=made.directory.parent).directory == made.directory
+    with pytest.raises(Mistakes) as caught:
+        sample.ensure_sample()
+    assert caught.value.exit == 6

@@ -1,0 +1,58 @@
+"""The learning rate, and how a step's sequences are dealt out."""
+
+from __future__ import annotations
+
+import pytest
+from tpshard.programs.batching import BatchPlan, derive
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.load import loads
+from tpshard.recipes.schema import Schedule
+from tpshard.train.schedule import learning_rate
+
+
+def test_warmup_reaches_the_peak_and_the_cosine_ends_at_the_floor() -> None:
+    schedule = Schedule(name="cosine", warmup_steps=10, min_lr_ratio=0.1)
+    rates = [learning_rate(step, schedule, peak=2.0, steps=110) for step in range(1, 111)]
+    assert rates[0] == pytest.approx(0.2) and rates[9] == 2.0
+    assert rates[59] == pytest.approx(1.1)  # half-way down: the middle of peak and floor
+    assert rates[-1] == pytest.approx(0.2)
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+
+
+def test_without_warmup_the_first_step_is_near_the_peak() -> None:
+    schedule = Schedule(name="cosine", warmup_steps=0, min_lr_ratio=0.0)
+    assert learning_rate(1, schedule, peak=1.0, steps=1000) == pytest.approx(1.0, abs=1e-4)
+    assert learning_rate(1000, schedule, peak=1.0, steps=1000) == pytest.approx(0.0)
+
+
+def test_constant_stays() -> None:
+    schedule = Schedule(name="constant", warmup_steps=2, min_lr_ratio=0.1)
+    assert [learning_rate(s, schedule, peak=1.0, steps=4) for s in (1, 2, 3, 4)] == [0.5, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("total", "ranks", "per_device", "micro"), [(128, 4, 8, 4), (16, 2, 8, 1), (18, 3, 6, 1), (22, 2, 1, 11)]
+)
+def test_the_default_micro_batch_is_the_largest_divisor_up_to_8(
+    total: int, ranks: int, per_device: int, micro: int
+) -> None:
+    plan = derive(loads(f"model: {{preset: tiny}}\nbatch: {{global_sequences: {total}}}"), ranks)
+    assert (plan.per_device, plan.micro_batches) == (per_device, micro)
+    assert [row for rank in range(ranks) for row in plan.rows(rank)] == list(range(total))
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "fix"),
+    [("{global_sequences: 10}", 4, "8 or 12"), ("{global_sequences: 24, per_device: 5}", 2, "per_device 4, 6, 3")],
+)
+def test_what_does_not_divide_is_refused_with_numbers(batch: str, ranks: int, fix: str) -> None:
+    recipe = loads(f"model: {{preset: tiny}}\nbatch: {batch}")
+    with pytest.raises(Mistakes) as wrong:
+        derive(recipe, ranks)
+    assert wrong.value.exit == Exit.FIT and fix in wrong.value.diagnostics[0].fix
+    where = wrong.value.diagnostics[0].where
+    assert where is not None and where.line == 2
+
+
+def test_a_plan_says_itself() -> None:
+    assert str(BatchPlan(128, 4, 8)) == "128 sequences a step = 4 data ranks x 4 micro-batches of 8"

@@ -1,0 +1,265 @@
+"""The global token stream: the same on any mesh, after any resume, and complete."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from c4_files import END, bytes_tokenizer, folder_of, packed, texts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.train.lanes import IGNORE
+from tpshard.train.stream import Batch, Loader, held_out_batches, merged
+from tpshard.train.text import Corpus, LocalFile, open_text
+
+SEQ, ROWS = 48, 12
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return open_text(str(folder_of(tmp_path_factory.mktemp("c4"), files=3, documents=60)))
+
+
+def loader(corpus: Corpus, part: Sequence[int] | None = None, rows: int = ROWS, seed: int = 0) -> Loader:
+    return Loader(corpus.train, bytes_tokenizer(), seq_len=SEQ, global_sequences=rows, part=part, seed=seed)
+
+
+def split(ranks: int, rows: int = ROWS) -> list[range]:
+    return [range(r * rows // ranks, (r + 1) * rows // ranks) for r in range(ranks)]
+
+
+def together(batches: Sequence[Batch]) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        torch.cat([getattr(b, name) for b in batches]) for name in ("tokens", "targets", "documents", "positions")
+    )
+
+
+def same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_the_stream_is_the_same_on_any_number_of_data_ranks_and_after_any_resume(corpus: Corpus) -> None:
+    whole = loader(corpus)
+    expected = [together([whole.next()]) for _ in range(60)]
+    assert whole.epoch > 0, "the test should see the text begin again"
+    step, state = 0, None
+    for ranks, count in ((4, 7), (1, 1), (3, 9), (12, 2), (2, 0), (6, 30), (2, 11)):
+        loaders = [loader(corpus, part) for part in split(ranks)]
+        if state is not None:
+            for each in loaders:
+                each.load_state_dict(state)
+                assert each.step == step
+        for _ in range(count):
+            assert same(together([each.next() for each in loaders]), expected[step]), (ranks, step)
+            step += 1
+        state = json.loads(json.dumps(merged([each.state_dict() for each in loaders])))
+    assert step == 60
+
+
+def test_rows_need_not_be_contiguous(corpus: Corpus) -> None:
+    whole = loader(corpus)
+    for part in ([0, 5, 11], [7]):
+        mine = loader(corpus, part)
+        whole = loader(corpus)
+        for _ in range(5):
+            assert torch.equal(mine.next().tokens, whole.next().tokens[list(part)])
+
+
+def test_an_epoch_holds_every_document_once_and_in_one_piece(corpus: Corpus) -> None:
+    every = loader(corpus)
+    lanes: list[list[int]] = [[] for _ in range(ROWS)]
+    while every.epoch < 3:
+        for lane, row in zip(lanes, every.next().tokens.tolist()):
+            lane += row
+    seen: list[str] = []
+    for lane in lanes:
+        documents = bytes(t if t != END else 0 for t in lane).decode().split("\0")
+        seen += documents[:-1]
+    expected = {row["text"] for i in range(3) for row in texts(60, i)}
+    assert set(seen) == expected
+    assert max(seen.count(text) for text in expected) <= 5
+
+
+def test_targets_documents_and_positions_keep_documents_apart(corpus: Corpus) -> None:
+    every = loader(corpus)
+    previous = None
+    for _ in range(6):
+        batch = every.next()
+        for row in range(ROWS):
+            tokens, targets, documents, positions = (
+                t[row].tolist() for t in (batch.tokens, batch.targets, batch.documents, batch.positions)
+            )
+            assert documents[0] == positions[0] == 0
+            for i in range(SEQ):
+                new = i > 0 and tokens[i - 1] == END
+                assert documents[i] == (documents[i - 1] + new if i else 0)
+                assert positions[i] == (0 if new or i == 0 else positions[i - 1] + 1)
+                if tokens[i] == END:
+                    assert targets[i] == IGNORE, "nothing is predicted across documents"
+                elif i + 1 < SEQ:
+                    assert targets[i] == tokens[i + 1]
+                elif previous is not None:
+                    assert targets[i] != IGNORE, "the last token of a row predicts the first of the lane's next"
+            if previous is not None and previous.targets[row, -1] != IGNORE:
+                assert previous.targets[row, -1] == tokens[0]
+        previous = batch
+
+
+def test_a_rank_opens_only_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = open_text(str(folder_of(tmp_path, files=8, documents=30)))
+    opened: set[str] = set()
+    real = LocalFile.open
+    by_rank = []
+    for part in split(4, 8):
+        mine = loader(corpus, part, rows=8)
+        mine.close()
+        opened.clear()
+        monkeypatch.setattr(LocalFile, "open", lambda self: opened.add(self.name) or real(self))
+        for _ in range(40):
+            mine.next()
+        mine.close()
+        monkeypatch.setattr(LocalFile, "open", real)
+        by_rank.append(set(opened))
+    assert [len(names) for names in by_rank] == [2, 2, 2, 2]
+    assert len(set.union(*by_rank)) == 8
+
+
+def test_the_seed_decides_the_order_and_nothing_else_does(corpus: Corpus) -> None:
+    first = [loader(corpus, seed=seed).next().tokens for seed in (0, 0, 1, 2, 3)]
+    assert torch.equal(first[0], first[1])
+    assert any(not torch.equal(first[0], other) for other in first[2:])
+
+
+def test_a_batch_says_which_lines_are_in_it(corpus: Corpus) -> None:
+    batch = loader(corpus).next()
+    rows = {
+        f"c4-train.{i:05d}-of-00003.json.gz:{n + 1}": r["text"] for i in range(3) for n, r in enumerate(texts(60, i))
+    }
+    for origin, tokens in zip(batch.origin, batch.tokens.tolist()):
+        text = "".join(rows[place] for place in origin.split())
+        assert text.startswith(bytes(t for t in tokens if t != END).decode())
+
+
+def test_text_that_ends_at_different_times_on_different_ranks_hangs_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for i, count in enumerate((1, 40, 3, 90)):  # files of very different sizes
+        (tmp_path / f"{i}.json.gz").write_bytes(packed(texts(count, i)))
+    (tmp_path / "validation.json.gz").write_bytes(packed(texts(2)))
+    corpus = open_text(str(tmp_path))
+    whole = loader(corpus, rows=4)
+    loaders = [loader(corpus, part, rows=4) for part in split(4, 4)]
+    with caplog.at_level(logging.INFO):
+        for _ in range(50):
+            assert same(together([each.next() for each in loaders]), together([whole.next()]))
+    assert "begins again" in caplog.text
+    assert {each.step for each in loaders} == {50}
+
+
+@pytest.mark.parametrize("documents", [1, 3])
+def test_text_smaller_than_one_batch_is_refused_by_name(documents: int, tmp_path: Path) -> None:
+    (tmp_path / "a.json.gz").write_bytes(packed([{"text": "short text"}] * documents))
+    (tmp_path / "validation.json.gz").write_bytes(packed(texts(2)))
+    small = loader(open_text(str(tmp_path)))
+    with pytest.raises(Mistakes, match="smaller than one batch") as caught:
+        small.next()
+    assert caught.value.exit == Exit.DATA
+    assert f"{documents * 11} tokens" in str(caught.value) and str(SEQ * ROWS) in str(caught.value)
+    with pytest.raises(Mistakes):
+        small.next()
+
+
+def test_a_few_long_documents_are_enough(tmp_path: Path) -> None:
+    (tmp_path / "a.json.gz").write_bytes(packed([{"text": f"{i} " * 4000} for i in range(3)]))
+    (tmp_path / "validation.json.gz").write_bytes(packed(texts(2)))
+    corpus = open_text(str(tmp_path))
+    whole, parts = loader(corpus), [loader(corpus, part) for part in split(3)]
+    for _ in range(4):
+        assert same(together([each.next() for each in parts]), together([whole.next()]))
+
+
+def test_what_changed_since_the_last_run_is_named(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "c4")
+    before = loader(open_text(str(folder)))
+    before.next()
+    state = before.state_dict()
+
+    def refused(**other: int) -> str:
+        corpus = open_text(str(folder))
+        arguments = {"seq_len": SEQ, "global_sequences": ROWS, "seed": 0, **other}
+        with pytest.raises(Mistakes) as caught:
+            Loader(corpus.train, bytes_tokenizer(), **arguments).load_state_dict(state)
+        assert caught.value.exit == Exit.DATA
+        return str(caught.value)
+
+    assert "batch.global_sequences was 12, is 6" in refused(global_sequences=6)
+    assert "model.seq_len was 48, is 32" in refused(seq_len=32)
+    name = "c4-train.00001-of-00003.json.gz"
+    original = (folder / name).read_bytes()
+    (folder / name).write_bytes(packed(texts(40, 77)))
+    assert f"{name} has changed" in refused()
+    (folder / name).unlink()
+    assert f"{name} is gone" in refused()
+    (folder / name).write_bytes(original)
+    (folder / "more.json.gz").write_bytes(packed(texts(3)))
+    assert "more.json.gz is new" in refused()
+    forced = loader(open_text(str(folder)))
+    forced.load_state_dict(state, force=True)
+    assert forced.step == 1 and forced.next().tokens.shape == (ROWS, SEQ)
+
+    (folder / "more.json.gz").unlink()
+    moved = folder.rename(tmp_path / "elsewhere")
+    again = loader(open_text(str(moved)))
+    again.load_state_dict(state)
+    assert same(together([again.next()]), together([before.next()])), "the same files elsewhere are the same text"
+
+
+def test_another_tokenizer_is_refused_on_resume(corpus: Corpus) -> None:
+    from dataclasses import replace
+
+    before = loader(corpus)
+    other = Loader(corpus.train, replace(bytes_tokenizer(), fingerprint="other"), seq_len=SEQ, global_sequences=ROWS)
+    with pytest.raises(Mistakes, match="tokenizer") as caught:
+        other.load_state_dict(before.state_dict())
+    assert caught.value.exit == Exit.DATA
+
+
+def test_ranks_at_different_steps_cannot_be_merged(corpus: Corpus) -> None:
+    a, b = (loader(corpus, part) for part in split(2))
+    a.next()
+    with pytest.raises(Mistakes, match="different steps"):
+        merged([a.state_dict(), b.state_dict()])
+
+
+def test_held_out_batches_are_the_text_once_then_padding(corpus: Corpus) -> None:
+    whole = held_out_batches(corpus.held_out, bytes_tokenizer(), seq_len=SEQ, global_sequences=6, batches=25)
+    assert len(whole) == 25
+    ends = sum(int((batch.tokens == END).logical_and(batch.documents >= 0).sum()) for batch in whole)
+    counted = sum(int((batch.targets != IGNORE).sum()) for batch in whole)
+    assert counted == sum(len(row["text"]) for row in texts(60, 1000)), "every token of the text is predicted once"
+    assert ends > 60 and int((whole[-1].targets != IGNORE).sum()) == 0
+    parts = [
+        held_out_batches(corpus.held_out, bytes_tokenizer(), seq_len=SEQ, global_sequences=6, batches=25, part=part)
+        for part in split(3, 6)
+    ]
+    for i in range(25):
+        assert same(together([part[i] for part in parts]), together([whole[i]]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    files=st.integers(1, 70),
+    lanes=st.integers(1, 96),
+)
+def test_chains_share_lanes_evenly_and_files_nearly_so(files: int, lanes: int) -> None:
+    from tpshard.train.stream import _chain_count
+
+    chains = _chain_count(lanes, files)
+    assert lanes % chains == 0
+    sizes = [len(range(files)[c::chains]) for c in range(chains)]
+    assert sum(sizes) == files and max(sizes) <= min(sizes) * 1.125 + (max(sizes) == min(sizes))

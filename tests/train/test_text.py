@@ -1,0 +1,212 @@
+"""Where text comes from, and every way in which it can be bad: named errors, or counted and skipped."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from c4_files import bytes_tokenizer, folder_of, packed, texts
+from tpshard.recipes.diagnostic import Exit, Mistakes, Source
+from tpshard.train import text as text_module
+from tpshard.train.stream import Loader
+from tpshard.train.text import BadRows, Corpus, check, open_text, pieces, rows
+from tpshard.train.tokens import check_vocab, load_tokenizer
+
+
+def all_rows(corpus: Corpus) -> list[text_module.Row]:
+    return [row for file in corpus.train.files for row in rows(corpus.train, file)]
+
+
+def train_one_file(folder: Path, data: bytes) -> Corpus:
+    folder.mkdir(exist_ok=True)
+    (folder / "c4-train.00000-of-00001.json.gz").write_bytes(data)
+    (folder / "c4-validation.00000-of-00001.json.gz").write_bytes(packed(texts(3)))
+    return open_text(str(folder))
+
+
+def test_a_directory_a_glob_and_a_file_are_the_same_text(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "c4")
+    by_directory = open_text(str(folder))
+    by_glob = open_text(str(folder / "c4-*.json.gz"))
+    assert [f.name for f in by_directory.train.files] == [f.name for f in by_glob.train.files]
+    assert [f.name for f in by_directory.held_out.files] == ["c4-validation.00000-of-00001.json.gz"]
+    one = open_text(str(folder / "c4-train.00001-of-00003.json.gz"))
+    assert [row.text for file in one.train.files for row in rows(one.train, file)] == [t["text"] for t in texts(40, 1)]
+
+
+def test_a_relative_glob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder_of(tmp_path / "c4")
+    monkeypatch.chdir(tmp_path)
+    assert len(open_text("c4/*train*.gz").train.files) == 3
+
+
+@pytest.mark.parametrize("source", ["nowhere", "nowhere/*.json.gz", "empty"])
+def test_what_is_not_there_is_named_with_its_place(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    where = Source("recipe.yaml", 7, 11, f"  source: {source}")
+    with pytest.raises(Mistakes) as caught:
+        open_text(source, where=where)
+    assert caught.value.exit == Exit.DATA
+    assert source in str(caught.value) and "recipe.yaml:7:11" in str(caught.value)
+
+
+def test_without_a_held_out_file_documents_are_held_out_by_their_hash(tmp_path: Path) -> None:
+    (tmp_path / "a.json.gz").write_bytes(packed(texts(2000)))
+    corpus = open_text(str(tmp_path))
+    train = {row.text for row in all_rows(corpus) if row.text and corpus.train.keeps(row.text)}
+    held_out = {row.text for row in all_rows(corpus) if row.text and corpus.held_out.keeps(row.text)}
+    assert len(train) + len(held_out) == 2000 and not train & held_out
+    assert 50 < len(held_out) < 150
+
+
+BAD = [
+    (b"{not json", "not JSON"),
+    (b'{"text": "cut', "not JSON"),
+    (b'{"url": "no text"}', 'no "text"'),
+    (b'["text"]', 'no "text"'),
+    (b'{"text": ""}', "empty"),
+    (b'{"text": " \\n "}', "empty"),
+    (b'{"text": 17}', "int"),
+    (b'{"text": null}', "NoneType"),
+    (b'{"text": "\xff\xfe"}', "UTF-8"),
+    (b'{"text": "\\ud800"}', "surrogate"),
+    (b"[" * 100_000, "not JSON"),
+    (b"9" * 10_000, "not JSON"),
+]
+
+
+def test_bad_rows_are_told_apart_and_the_good_ones_around_them_kept(tmp_path: Path) -> None:
+    good = texts(len(BAD) + 1)
+    mixed: list[object] = [good[0]]
+    for (bad, _), row in zip(BAD, good[1:]):
+        mixed += [bad, b"", row]
+    found = all_rows(train_one_file(tmp_path, packed(mixed)))
+    assert [row.text for row in found if row.text is not None] == [row["text"] for row in good]
+    faults = [row.fault for row in found if row.text is None]
+    assert len(faults) == len(BAD)
+    for fault, (_, expected) in zip(faults, BAD):
+        assert expected in fault
+
+
+def test_a_row_too_long_to_hold_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_module, "LONGEST_ROW", 500)
+    rows_ = [{"text": "before"}, {"text": "x" * 5000}, {"text": "after"}]
+    found = all_rows(train_one_file(tmp_path, packed(rows_)))
+    assert [row.text for row in found] == ["before", None, "after"]
+
+
+def test_a_byte_order_mark_and_windows_lines(tmp_path: Path) -> None:
+    data = gzip.compress(b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}')
+    assert [row.text for row in all_rows(train_one_file(tmp_path, data))] == ["one", "two"]
+
+
+def test_a_giant_document_is_cut_and_nothing_of_it_lost(tmp_path: Path) -> None:
+    giant = "".join(f"word{i} " for i in range(150_000))
+    parts = list(pieces(giant))
+    assert "".join(parts) == giant and len(parts) > 4
+    assert all(len(part) <= text_module.PIECE and part.endswith(" ") for part in parts)
+    unbroken = "x" * (2 * text_module.PIECE + 5)
+    assert [len(part) for part in pieces(unbroken)] == [text_module.PIECE, text_module.PIECE, 5]
+
+
+@pytest.mark.parametrize("part", ["truncated", "garbage", "flipped"])
+def test_a_damaged_file_is_an_error_that_names_it_and_how_far_it_was_good(part: str, tmp_path: Path) -> None:
+    data = packed(texts(300))
+    if part == "truncated":
+        data = data[: len(data) // 2]
+    elif part == "garbage":
+        data = b"this is no gzip at all"
+    else:
+        data = data[:-8] + bytes([data[-8] ^ 1]) + data[-7:]
+    corpus = train_one_file(tmp_path, data)
+    with pytest.raises(Mistakes) as caught:
+        Loader(corpus.train, bytes_tokenizer(), seq_len=16, global_sequences=2)
+    assert caught.value.exit == Exit.DATA
+    assert "c4-train.00000-of-00001.json.gz" in str(caught.value)
+    good = re.search(r"after (\d+) rows", str(caught.value))
+    assert good is not None
+    assert int(good[1]) in {"truncated": range(100, 200), "garbage": [0], "flipped": [300]}[part]
+
+
+def test_too_many_bad_rows_stop_the_run_and_few_do_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def loader(bad: int, good: int, limit: float) -> Loader:
+        data = packed([*texts(good), *[b"{bad"] * bad])
+        corpus = train_one_file(tmp_path, data)
+        return Loader(corpus.train, bytes_tokenizer(), seq_len=16, global_sequences=2, bad_rows=limit)
+
+    with caplog.at_level(logging.WARNING):
+        some = loader(2, 398, 0.01)
+        for _ in range(2000):
+            some.next()
+            if some.epoch > 1:
+                break
+    assert some.bad_rows == 2, "each bad row counts once, however often the text is read"
+    assert caplog.text.count("line 399") == 1
+    for limit, said in ((0.01, "6 of 400 rows"), (0.0, "1 of 395 rows")):
+        with pytest.raises(Mistakes) as caught:
+            loader(6, 394, limit)
+        assert caught.value.exit == Exit.DATA
+        assert said in str(caught.value) and "line 395" in str(caught.value)
+    assert loader(6, 394, 0.02)
+
+
+def test_a_file_of_garbage_is_given_up_long_before_its_end(tmp_path: Path) -> None:
+    corpus = train_one_file(tmp_path, packed([b"{bad"] * 5000))
+    counter = BadRows(corpus.train, 0.01)
+    with pytest.raises(Mistakes):
+        for row in all_rows(corpus):
+            counter.see(corpus.train.files[0], row)
+    assert counter.seen < 20
+
+
+def test_no_readable_row_at_all(tmp_path: Path) -> None:
+    for data in (packed([]), b""):
+        with pytest.raises(Mistakes, match="no readable row"):
+            check(train_one_file(tmp_path, data).train, 0.01)
+
+
+def test_tokenizer_folders(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"a": 0, "b": 1, "[UNK]": 2, "</s>": 3, "<s>": 9}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(2)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = tmp_path / "tokenizer_config.json"
+
+    config.write_text(json.dumps({"eos_token": {"content": "</s>"}, "bos_token": "<s>"}))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.document("a b a") == [9, 0, 1, 0, 3], "a folder's truncation must not cut documents"
+    assert loaded.vocab == 10, "ids have holes; what counts is the largest"
+    check_vocab(loaded, 10)
+    with pytest.raises(Mistakes) as caught:
+        check_vocab(loaded, 9)
+    assert caught.value.exit == Exit.RECIPE
+
+    config.unlink()
+    assert load_tokenizer(tmp_path).document("b") == [1, 3], "a well-known name will do"
+    assert load_tokenizer(tmp_path).fingerprint != loaded.fingerprint, "documents begin otherwise"
+    config.write_text(json.dumps({"eos_token": "<end>"}))
+    with pytest.raises(Mistakes, match="no end-of-text token") as caught:
+        load_tokenizer(tmp_path)
+    assert caught.value.exit == Exit.DATA
+
+
+@pytest.mark.parametrize("state", ["missing", "empty", "damaged"])
+def test_no_tokenizer_there(state: str, tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    if state != "missing":
+        folder.mkdir()
+    if state == "damaged":
+        (folder / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(Mistakes, match="cannot be read") as caught:
+        load_tokenizer(folder)
+    assert caught.value.exit == Exit.DATA

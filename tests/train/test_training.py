@@ -1,0 +1,107 @@
+"""What surrounds the loop: held-out text, progress on a screen that is none, and what is said at the end."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tpshard.parallelism.runtime.context import Context
+from tpshard.parallelism.runtime.execute import Executor, describe
+from tpshard.parallelism.runtime.watchdog import Doing, Watchdog
+from tpshard.programs import training
+from tpshard.programs.setting import Setting
+from tpshard.recipes.diagnostic import Exit
+from tpshard.recipes.load import loads
+from tpshard.train.loop import Course, Outcome
+from tpshard.train.main import _held_out, ending
+from tpshard.train.progress import Lines, duration, short
+from tpshard.train.text import open_text
+from tpshard.train.tokens import load_tokenizer
+
+RECIPE = """
+name: around
+cluster: {device: cpu}
+model: {preset: tiny, layers: 1, width: 16, heads: 2, kv_heads: 1, head_dim: 8, mlp: 16, vocab: 2048, seq_len: 32}
+batch: {global_sequences: 12, per_device: 2}
+evaluate: {sequences: 7}
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_held_out_sequences_are_the_same_on_every_mesh(ranks: int) -> None:
+    setting = Setting.of(loads(RECIPE + f"mesh: {{fsdp: {ranks}}}"))
+    corpus = open_text("sample")
+    assert corpus.tokenizer is not None
+    tokenizer = load_tokenizer(corpus.tokenizer)
+    parts = [list(_held_out(corpus, tokenizer, setting, rank)) for rank in range(ranks)]
+    assert len({len(part) for part in parts}) == 1, "every rank runs as many batches, or they would wait for ever"
+    shapes = {tuple(batch.tokens.shape) for part in parts for batch in part}
+    assert shapes == {(2, 32)}
+    rows = torch.cat([batch.tokens[(batch.targets >= 0).any(-1)] for part in parts for batch in part])
+    one = Setting.of(loads(RECIPE))
+    alone = torch.cat([b.tokens[(b.targets >= 0).any(-1)] for b in _held_out(corpus, tokenizer, one, 0)])
+    assert len(alone) == 7 and torch.equal(rows, alone)
+
+
+def stalled(context: Context) -> tuple[str, str]:
+    """Rank 1 comes late: what would rank 0's watchdog say meanwhile?"""
+    setting = Setting.of(loads(RECIPE + "mesh: {fsdp: 2}"))
+    program = training.build(setting).micro
+    executor = Executor(program, context)
+    inputs = [torch.zeros(port.local, dtype=port.dtype) for port in program.inputs]
+    said: list[str] = []
+    watchdog = Watchdog(context.rank, 0.4, on_stall=said.append)
+    context.watchdog = watchdog
+    watchdog.describe = describe
+    if context.rank == 1:
+        import time
+
+        time.sleep(1.2)
+    else:
+        watchdog.beat(7)
+        watchdog.start()
+    executor(*inputs)
+    watchdog.close()
+    return "".join(said), str(watchdog.describe(watchdog.doing))
+
+
+def test_the_watchdog_names_the_collective_and_the_module_it_belongs_to(pool: Any) -> None:
+    (said, after), _ = pool.run(stalled, world=2, mesh={"dp": 1, "fsdp": 2, "tp": 1})
+    expected = "rank 0 made no progress for 0.4 s in step 7, in all_gather over fsdp (tok_embed.weight)"
+    assert said.startswith(expected), said
+    assert after == str(Doing("computing"))
+
+
+def test_plain_lines_show_logged_steps_and_survive_a_closed_stream() -> None:
+    stream = io.StringIO()
+    lines = Lines(20, stream)
+    row = {"loss": 2.5, "tokens_per_s": 12345.6}
+    lines.step({**row, "step": 1}, logged=True)
+    lines.step({**row, "step": 2}, logged=False)
+    lines.step({**row, "loss": None, "step": 10}, logged=True)
+    shown = stream.getvalue().splitlines()
+    assert shown[0] == "step 1/20  loss 2.5000  12.3k tokens/s"
+    assert shown[1].startswith("step 10/20  loss not finite  12.3k tokens/s") and shown[1].endswith("left")
+    assert "\x1b" not in stream.getvalue()
+    stream.close()
+    lines.note("nobody reads this")
+
+
+def test_numbers_for_people() -> None:
+    assert [short(n) for n in (7, 999, 12345, 3.2e6, 1.5e9)] == ["7", "999", "12.3k", "3.2M", "1.5G"]
+    assert [duration(s) for s in (0.4, 75, 3725)] == ["0:00", "1:15", "1:02:05"]
+
+
+def test_the_end_names_what_to_do_next() -> None:
+    recipe = loads(RECIPE)
+    saved = Path("runs/x/checkpoints/step-000010")
+    done = Outcome(Exit.DONE, Course(10, 10, 1234), 8.0, 5.5, 5.6, 61, 2000.0, 0, saved)
+    text = ending(done, recipe, Path("runs/x"))
+    for part in ("8.0000 -> 5.5000", "held-out loss 5.6000", "1:01", "tpshard serve runs/x", "metrics.jsonl"):
+        assert part in text
+    stopped = Outcome(Exit.PREEMPTED, Course(3, 3, 99), 8.0, 7.0)
+    assert "stopped, as asked, after step 3" in ending(stopped, recipe, Path("runs/x"))
+    assert "tpshard train runs/x" in ending(stopped, recipe, Path("runs/x"))

@@ -1,0 +1,196 @@
+"""wandb gets what it should, nothing else, and can fail in every way without the run noticing more than one warning."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tpshard.train.wandb_sink import WandbSink
+
+FAKE = """
+import os, time, types
+how = os.environ["FAKE_WANDB"]
+Settings = lambda **settings: settings
+class Summary(dict): pass
+class Run:
+    offline, dir, url = True, "/nowhere/files", None
+    def __init__(self, mode):
+        self.summary = Summary()
+        self.out = open(os.environ["FAKE_OUT"], "a", buffering=1)
+        self.out.write(f"init {mode}\\n")
+    def log(self, values, step=None):
+        if how == "dies": os._exit(11)
+        if how == "disk full": raise OSError(28, "No space left on device")
+        self.out.write(f"log {step} {sorted(values)}\\n")
+    def finish(self, exit_code=0):
+        if how == "hangs at the end": time.sleep(1000)
+        self.out.write(f"finish {exit_code} {dict(self.summary)}\\n")
+def init(mode=None, **_):
+    if how == "hangs in init": time.sleep(1000)
+    if how == "raises in init": raise RuntimeError("no")
+    if how == "unreachable" and mode == "online": raise TimeoutError("no network")
+    return Run(mode)
+if how == "cannot be imported": raise ImportError("broken install")
+"""
+
+
+@pytest.fixture
+def no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_login: None) -> Iterator[Path]:
+    """A wandb that fails as $FAKE_WANDB says; yields the file that tells what reached it."""
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "wandb.py").write_text(FAKE)
+    paths = [str(tmp_path / "fake"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("FAKE_OUT", str(tmp_path / "out"))
+    monkeypatch.setenv("FAKE_WANDB", "works")
+    yield tmp_path / "out"
+
+
+def wait_for(path: Path, text: str) -> str:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if path.exists() and text in path.read_text():
+            return path.read_text()
+        time.sleep(0.05)
+    raise AssertionError(f"{text!r} never came")
+
+
+def sink(folder: Path, warnings: list[str], mode: str = "auto", config: dict[str, object] | None = None) -> WandbSink:
+    return WandbSink(
+        folder,
+        project="tpshard",
+        name="quickstart",
+        config=config or {},
+        mode=mode,
+        warn=warnings.append,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["hangs in init", "raises in init", "cannot be imported", "dies", "disk full", "hangs at the end"],
+)
+def test_every_failure_is_one_warning_and_costs_the_run_no_time(
+    how: str, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WANDB", how)
+    warnings: list[str] = []
+    before = set(psutil.Process().children(recursive=True))
+    run = sink(tmp_path, warnings)
+    children = set(psutil.Process().children(recursive=True)) - before
+    slowest = 0.0
+    for step in range(50):
+        began = time.perf_counter()
+        run({"step": step, "loss": 1.0, "note": "x" * 2000})
+        slowest = max(slowest, time.perf_counter() - began)
+        time.sleep(0.005)
+    assert slowest < 5  # what hangs would hang for 1,000 s
+    began = time.perf_counter()
+    run.close({"loss": 1.0}, wait_s=5 if "hangs" not in how else 1)
+    assert time.perf_counter() - began < 60
+    assert len(warnings) == 1 and "the run goes on" in warnings[0], warnings
+    run({"step": 99})
+    run.close({})
+    assert len(warnings) == 1
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_rows_and_summary_arrive_in_order(fake: Path, tmp_path: Path) -> None:
+    warnings: list[str] = []
+    run = sink(tmp_path, warnings)
+    for step in (1, 2):
+        run({"step": step, "loss": 2.5, "mfu": None})
+    run.close({"eval_loss": 2.0}, exit_code=75, wait_s=30)
+    assert fake.read_text().splitlines() == [
+        "init offline", "log 1 ['loss']", "log 2 ['loss']", "finish 75 {'eval_loss': 2.0}",
+    ]  # fmt: skip
+    assert not warnings
+
+
+@pytest.mark.parametrize("login", ["WANDB_API_KEY", "netrc", "WANDB_MODE", "none"])
+def test_auto_is_online_with_a_login_and_offline_without(
+    login: str, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if login == "netrc":
+        (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+        (tmp_path / "netrc").chmod(0o600)
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    elif login != "none":
+        monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    if login == "WANDB_MODE":
+        monkeypatch.setenv("WANDB_MODE", "offline")
+    run = sink(tmp_path, [])
+    run.close({}, wait_s=30)
+    online = login in ("WANDB_API_KEY", "netrc")
+    assert fake.read_text().splitlines()[0] == ("init online" if online else "init offline")
+
+
+def test_an_unreachable_server_is_one_warning_and_an_offline_run(
+    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WANDB", "unreachable")
+    warnings: list[str] = []
+    run = sink(tmp_path, warnings, "online")
+    run({"step": 1, "loss": 1.0})
+    run.close({}, wait_s=30)
+    assert "init offline\nlog 1" in fake.read_text()
+    assert len(warnings) == 1 and "cannot reach its server" in warnings[0]
+
+
+def test_when_the_run_dies_wandb_ends_by_itself(fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_WANDB", "hangs in init")
+    run = sink(tmp_path, [])
+    child = run._child
+    assert child is not None and child.stdin is not None
+    child.stdin.close()  # as the system does for a killed process
+    assert child.wait(30) == 1
+    run.close({})
+
+
+def test_disabled_starts_nothing(tmp_path: Path) -> None:
+    before = len(psutil.Process().children())
+    run = sink(tmp_path, [], "disabled")
+    run({"step": 1})
+    run.close({})
+    assert len(psutil.Process().children()) == before and not list(tmp_path.iterdir())
+
+
+def test_the_real_wandb_gets_configuration_metrics_and_summary_and_nothing_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_login: None
+) -> None:
+    monkeypatch.setenv("PLANTED_SECRET", "planted-in-the-environment")
+    monkeypatch.chdir(Path(__file__).parent)  # inside of a git repository
+    warnings: list[str] = []
+    run = sink(tmp_path, warnings, config={"mesh": {"tp": 2}, "optimizer": {"name": "planted-in-the-config"}})
+    for step in range(1, 4):
+        run({"step": step, "loss": 7.0 - step, "planted_metric": 1.0})
+    run.close({"planted_summary": 3.5}, wait_s=60)
+    assert not warnings
+    files = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
+    (record,) = [path for path in files if path.suffix == ".wandb"]
+    assert "offline-run" in str(record)
+    sent = record.read_bytes()
+    for wanted in ("planted-in-the-config", "planted_metric", "planted_summary", "quickstart"):
+        assert wanted.encode() in sent, wanted
+    private = [
+        "planted-in-the-environment", str(Path.home()), os.getcwd(), "wandb_process", "diff --git", os.uname().release,
+    ]  # fmt: skip
+    if len(socket.gethostname()) > 4:  # a shorter one is found in any few kilobytes
+        private.append(socket.gethostname())
+    for text in private:
+        assert text.encode() not in sent, text
+    names = {path.name for path in files}
+    assert not names & {"requirements.txt", "wandb-metadata.json", "diff.patch", "output.log"}, names
+    assert not [path for path in files if "code" in path.parts or path.suffix in (".py", ".patch")]

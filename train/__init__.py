@@ -1,0 +1,1 @@
+"""The verb `train`: loop, text, optimizer, checkpoints, records."""

@@ -1,0 +1,297 @@
+"""Checkpoints: written aside, summed, renamed; verified on loading; read in any block, on any mesh.
+
+    checkpoints/step-000500/manifest.json            the layout, the sha256 of every file, the caller's JSON
+    checkpoints/step-000500/rank-00003.safetensors   the blocks that rank 3 wrote
+
+Every rank writes its own blocks, and a block that several ranks hold is written by one of them. Until the one rename
+at the end nothing is called step-*, so what a killed run leaves behind is never mistaken for a checkpoint. Needs a
+disk that all ranks share and a barrier, but no process group. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import math
+import re
+import shutil
+import uuid
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tpshard.train.shards import Shard, sync_dir, write_safetensors, write_synced
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "tpshard-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+OPTIMIZER = "optimizer/"
+"""Tensors whose names begin so are not the model's: `optimizer/exp_avg/layers.0.mlp.up.weight`."""
+
+Barrier = Callable[[], None]
+
+
+class SaveFailed(OSError):
+    """A checkpoint was not written; those before it are untouched. Raised on every rank alike."""
+
+
+def save(
+    directory: Path,
+    step: int,
+    tensors: Mapping[str, Shard],
+    meta: Mapping[str, Any],
+    *,
+    local: Mapping[str, Any] | None = None,
+    rank: int = 0,
+    world: int = 1,
+    barrier: Barrier = lambda: None,
+    keep_last: int = 0,
+) -> Path:
+    """Write `directory`/step-NNNNNN. Every rank calls it, with the same step.
+
+    Args:
+        directory: the run's `checkpoints`.
+        tensors: this rank's blocks, by the global tensor's name.
+        meta: JSON, the same on every rank (rank 0's is written).
+        local: JSON of this rank alone, kept under its number (see `Checkpoint.local`).
+        keep_last: older checkpoints beyond so many are removed once this one stands; 0 keeps all.
+
+    Returns:
+        The folder.
+
+    Raises:
+        SaveFailed: on every rank, whichever could not write (disk full, read-only, quota).
+        ValueError: the blocks of all ranks together do not cover a tensor, or contradict each other.
+    """
+    final = directory / step_name(step)
+    work = directory / f".{final.name}.tmp"
+    attempt = ""
+    problem: Exception | None = None
+
+    if rank == 0:
+        with _kept() as kept:
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+            write_synced(work / "attempt", [uuid.uuid4().hex.encode()])
+        problem = kept.error
+    barrier()
+    with _kept() as kept:
+        attempt = (work / "attempt").read_text()
+        _write_json(work / f"blocks-{rank:05d}.json", {name: _block(shard) for name, shard in tensors.items()})
+    problem = problem or kept.error
+    barrier()
+    if problem is None:
+        with _kept() as kept:
+            _write_part(work, rank, world, tensors, dict(local or {}))
+        problem = kept.error
+    barrier()
+    if rank == 0 and problem is None:
+        with _kept() as kept:
+            _finish(work, final, step, world, attempt, dict(meta))
+        problem = kept.error
+    if rank == 0 and problem is not None:
+        shutil.rmtree(work, ignore_errors=True)
+    barrier()
+    if problem is None and _attempt_of(final) == attempt:
+        if rank == 0:
+            prune(directory, step, keep_last)
+        return final
+    if problem is not None and not isinstance(problem, OSError):
+        raise problem
+    raise SaveFailed(f"the checkpoint of step {step} was not written: {problem or 'another rank could not write'}")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def steps(directory: Path) -> dict[int, Path]:
+    """The checkpoints there, by step, oldest first; not verified."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            if (match := re.fullmatch(r"step-(\d{6,})", path.name)) and path.is_dir():
+                found[int(match.group(1))] = path
+    return dict(sorted(found.items()))
+
+
+def clean(directory: Path) -> None:
+    """At the start of a run, by one process that holds its lock: put right what a killed save left."""
+    with contextlib.suppress(OSError):
+        for path in sorted(directory.iterdir()):
+            if match := re.fullmatch(r"\.(step-\d{6,})\.(tmp|deleted|replaced)", path.name):
+                if match.group(2) == "replaced" and not (directory / match.group(1)).exists():
+                    path.rename(directory / match.group(1))  # killed between the two renames of an overwrite
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(directory: Path, step: int, keep_last: int) -> None:
+    """Remove checkpoints older than the last `keep_last` up to `step`, which must stand already.
+
+    Later ones belong to a course of the run that was left (a rollback, a new start in an old folder): they are
+    renamed, so that nothing resumes from them, and kept.
+    """
+    there = steps(directory)
+    with contextlib.suppress(OSError):
+        older = [path for number, path in there.items() if number <= step]
+        for path in older[:-keep_last] if keep_last else []:
+            doomed = directory / f".{path.name}.deleted"
+            path.rename(doomed)  # first: half a checkpoint must not look like one
+            shutil.rmtree(doomed, ignore_errors=True)
+        for number, path in there.items():
+            if number > step:
+                aside = directory / f"superseded-{path.name}"
+                while aside.exists():
+                    aside = aside.with_name(aside.name + "-")
+                path.rename(aside)
+                logger.warning("%s is of an earlier course of this run: renamed to %s", path.name, aside.name)
+
+
+class _kept:
+    """Keeps an error for later, so that the rank that fails still meets the others at the barrier."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> _kept:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception):
+            self.error = error
+            return True
+        return False
+
+
+def _block(shard: Shard) -> list[Any]:
+    return [str(shard.tensor.dtype).removeprefix("torch."), shard.shape, shard.starts, tuple(shard.tensor.shape)]
+
+
+def _write_json(path: Path, value: object) -> None:
+    beside = path.with_name(f".{path.name}")
+    write_synced(beside, [json.dumps(value, allow_nan=False).encode()])
+    beside.rename(path)  # there or not there: a full disk leaves no half of it
+
+
+def _write_part(work: Path, rank: int, world: int, tensors: Mapping[str, Shard], local: dict[str, Any]) -> None:
+    """This rank's file, with the blocks that fall to it among those who hold the same."""
+    holders: dict[tuple[str, str], list[int]] = {}
+    for other in range(world):
+        for name, block in _read_blocks(work, other).items():
+            holders.setdefault((name, json.dumps(block)), []).append(other)
+    mine = {}
+    for name, shard in tensors.items():
+        among = holders[name, json.dumps(_block(shard))]
+        # by name, not always the lowest rank: replicated tensors spread over their holders
+        if shard.tensor.numel() and among[zlib.crc32(name.encode()) % len(among)] == rank:
+            mine[name] = shard
+    file = f"rank-{rank:05d}.safetensors"
+    part: dict[str, Any] = {"local": local, "file": None, "blocks": {}}
+    if mine:
+        size, digest = write_safetensors(work / file, {name: shard.tensor for name, shard in mine.items()})
+        part["file"] = {"name": file, "bytes": size, "sha256": digest}
+        part["blocks"] = {name: _block(shard) for name, shard in mine.items()}
+    _write_json(work / f"part-{rank:05d}.json", part)
+
+
+def _read_blocks(work: Path, rank: int) -> dict[str, list[Any]]:
+    try:
+        return json.loads((work / f"blocks-{rank:05d}.json").read_bytes())
+    except FileNotFoundError as error:
+        raise OSError(
+            f"rank {rank} wrote nothing there: its disk refused, or run.dir is not on a disk that all hosts share"
+        ) from error
+
+
+def _finish(work: Path, final: Path, step: int, world: int, attempt: str, meta: dict[str, Any]) -> None:
+    manifest = _manifest(work, step, world, attempt, meta)
+    for path in work.iterdir():
+        if path.suffix != ".safetensors":
+            path.unlink()
+    write_synced(work / MANIFEST, [json.dumps(manifest, allow_nan=False).encode()])
+    sync_dir(work)
+    replaced = final.parent / f".{final.name}.replaced"
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    work.rename(final)
+    sync_dir(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _manifest(work: Path, step: int, world: int, attempt: str, meta: dict[str, Any]) -> dict[str, Any]:
+    files: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
+    locals_: list[Any] = []
+    for rank in range(world):
+        for name, (dtype, shape, *_) in _read_blocks(work, rank).items():
+            entry = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "blocks": []})
+            if [entry["dtype"], entry["shape"]] != [dtype, shape]:
+                raise ValueError(
+                    f"{name} is {dtype} {shape} on rank {rank}, and {entry['dtype']} {entry['shape']} below"
+                )
+        path = work / f"part-{rank:05d}.json"
+        if not path.exists():
+            raise OSError(f"rank {rank} could not write its part")
+        part = json.loads(path.read_bytes())
+        locals_.append(part["local"])
+        if part["file"]:
+            files[part["file"]["name"]] = {k: part["file"][k] for k in ("bytes", "sha256")}
+            for name, (_, _, starts, sizes) in part["blocks"].items():
+                tensors[name]["blocks"].append({"file": part["file"]["name"], "starts": starts, "sizes": sizes})
+    for name, entry in tensors.items():
+        check_cover(name, entry["shape"], [(b["starts"], b["sizes"]) for b in entry["blocks"]])
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "attempt": attempt,
+        "step": step,
+        "world": world,
+        "meta": meta,
+        "ranks": locals_,
+        "files": files,
+        "tensors": tensors,
+    }
+    return {**manifest, "sha256": manifest_sum(manifest)}
+
+
+def manifest_sum(manifest: Mapping[str, Any]) -> str:
+    """sha256 over everything in a manifest but the sum itself."""
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def check_cover(name: str, shape: Sequence[int], blocks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+    """ValueError unless the blocks make up the tensor, each element once."""
+    held, whole = sum(math.prod(sizes) for _, sizes in blocks), math.prod(shape)
+    if held != whole:
+        raise ValueError(f"the blocks of {name} hold {held} of its {whole} elements")
+    cuts = [sorted({starts[dim] for starts, _ in blocks} | {size}) for dim, size in enumerate(shape)]
+    following = [dict(itertools.pairwise(cut)) for cut in cuts]
+    cells = {
+        tuple(starts)
+        for starts, sizes in blocks
+        if all(following[dim].get(start) == start + sizes[dim] for dim, start in enumerate(starts))
+    }
+    if len(cells) == len(blocks) == math.prod(len(cut) - 1 for cut in cuts):
+        return  # a grid, each cell once: what a mesh makes
+    for index, (starts, sizes) in enumerate(blocks):
+        for others, extents in blocks[:index]:
+            if all(max(a, b) < min(a + n, b + m) for a, n, b, m in zip(starts, sizes, others, extents)):
+                raise ValueError(f"two different blocks of {name} overlap: at {starts} and at {others}")
+        if any(start < 0 or start + size > end for start, size, end in zip(starts, sizes, shape)):
+            raise ValueError(f"block {starts} + {sizes} lies outside of {name}, shape {shape}")
+
+
+def _attempt_of(folder: Path) -> str | None:
+    try:
+        return str(json.loads((folder / MANIFEST).read_bytes())["attempt"])
+    except (OSError, ValueError, KeyError):
+        return None

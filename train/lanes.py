@@ -1,0 +1,153 @@
+"""Chains read files, lanes pack their documents into rows: the two halves of the token stream. See `stream`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tpshard.train.text import BadRows, Text, pieces, rows
+from tpshard.train.tokens import TextTokenizer
+
+IGNORE = -100
+"""The target where nothing is predicted: what follows the end of a document."""
+
+
+class Place(NamedTuple):
+    """Where a document (or piece of one) lies in its chain. Ordered: reading goes through places upwards."""
+
+    epoch: int = 0
+    number: int = 0
+    """Of the document in its epoch."""
+    file: int = 0
+    """Position in the chain's list of files."""
+    line: int = 0
+    piece: int = 0
+
+
+class Document(NamedTuple):
+    place: Place
+    text: str
+    first: bool
+    last: bool
+
+
+class Chain:
+    """Reads a list of files in turn, again and again, and deals their documents to lanes.
+
+    Args:
+        files: indices into `text.files`.
+        lanes: how many lanes share the chain, over all ranks.
+        local: which of them (0..lanes-1) are read here; documents of others are dropped.
+        start: the earliest place any local lane needs.
+        once: end after one epoch.
+    """
+
+    def __init__(
+        self, text: Text, files: Sequence[int], lanes: int, local: Sequence[int], start: Place, bad: BadRows, once: bool
+    ):
+        self.text, self.files, self.lanes, self.start, self.bad, self.once = text, files, lanes, start, bad, once
+        self.waiting: dict[int, deque[Document]] = {lane: deque() for lane in local}
+        self._documents = self._read()
+
+    def next_of(self, lane: int) -> Document | None:
+        """The lane's next document; None at the end of a chain that is read once."""
+        while not self.waiting[lane]:
+            document = next(self._documents, None)
+            if document is None:
+                return None
+            owner = (document.place.number + document.place.epoch) % self.lanes
+            if owner in self.waiting:
+                self.waiting[owner].append(document)
+        return self.waiting[lane].popleft()
+
+    def _read(self) -> Iterator[Document]:
+        at = self.start
+        while True:
+            yield from self._epoch(at)
+            if self.once:
+                return
+            at = Place(at.epoch + 1)
+
+    def _epoch(self, at: Place) -> Iterator[Document]:
+        count = at.number
+        for position in range(at.file, len(self.files)):
+            file = self.text.files[self.files[position]]
+            resumed = position == at.file and at.line > 0
+            for row in rows(self.text, file, at.line if resumed else 0):
+                if at.epoch == 0:
+                    self.bad.see(file, row)
+                if row.text is None or not self.text.keeps(row.text):
+                    continue
+                parts = list(pieces(row.text))
+                skip = at.piece if position == at.file and row.line == at.line else 0
+                for number in range(skip, len(parts)):
+                    place = Place(at.epoch, count, position, row.line, number)
+                    yield Document(place, parts[number], number == 0, number == len(parts) - 1)
+                    count += 1
+            if at.epoch == 0 and not resumed:
+                self.bad.file_ended()
+        if count == 0 and not self.once:
+            raise self.text.mistake(
+                f"{self.text.name} has no readable document",
+                why=", ".join(self.text.files[i].name for i in self.files[:3]) + (", ..." if self.files[3:] else ""),
+                fix='rows are JSON lines with a "text" that is not empty',
+            )
+
+
+@dataclass
+class PackedRow:
+    """One row as lists of seq_len integers; `origin` keeps its keys in order."""
+
+    tokens: list[int]
+    targets: list[int]
+    documents: list[int]
+    positions: list[int]
+    origin: dict[str, None]
+
+    def extend(self, tokens: list[int], after: list[int], document: int) -> None:
+        """Add a part of a document and the tokens that follow each of its tokens, as far as any do."""
+        self.tokens += tokens
+        self.targets += after + [IGNORE] * (len(tokens) - len(after))
+        self.documents += [document] * len(tokens)
+        self.positions += range(len(tokens))
+
+
+class Lane:
+    """One row of every batch: packs its documents, in order, into rows of seq_len tokens."""
+
+    def __init__(self, number: int, chain: Chain, tokenizer: TextTokenizer, at: tuple[Place, int] | None):
+        self.number, self.chain, self.tokenizer = number, chain, tokenizer
+        self.place: Place | None = at[0] if at else None
+        self.offset = at[1] if at else 0
+        self.ids: list[int] | None = None
+        """Of the document at `place`; None where it has not been read yet (at the start, and after a resume)."""
+
+    def row(self, seq_len: int) -> PackedRow:
+        """The next row; padded where a chain that is read once has ended."""
+        row = PackedRow([], [], [], [], {})
+        while (left := seq_len - len(row.tokens)) > 0:
+            number = row.documents[-1] + 1 if row.documents else 0
+            if (self.ids is None or self.offset >= len(self.ids)) and not self._next():
+                row.extend([self.tokenizer.end] * left, [], number)
+                break
+            assert self.ids is not None and self.place is not None
+            part = self.ids[self.offset : self.offset + left]
+            row.extend(part, self.ids[self.offset + 1 : self.offset + 1 + len(part)], number)
+            self.offset += len(part)
+            file = self.chain.text.files[self.chain.files[self.place.file]].name
+            row.origin[f"{file}:{self.place.line + 1}"] = None
+        return row
+
+    def _next(self) -> bool:
+        wanted = self.place if self.ids is None else None
+        while document := self.chain.next_of(self.number):
+            if wanted is not None and document.place < wanted:
+                continue  # the chain was resumed at an earlier lane's place
+            if document.place != wanted:
+                self.offset = 0
+            self.place = document.place
+            self.ids = self.tokenizer.document(document.text, first=document.first, last=document.last)
+            return True
+        return False

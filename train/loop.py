@@ -1,0 +1,339 @@
+"""The loop: steps, evaluations, checkpoints, and every way a run ends. Knows neither meshes nor graphs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tpshard.parallelism.runtime.context import Context
+from tpshard.parallelism.runtime.watchdog import Doing
+from tpshard.programs.batching import BatchPlan
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.schema import Recipe
+from tpshard.train import nonfinite
+from tpshard.train.checkpoint import SaveFailed, save, step_name
+from tpshard.train.engine import Engine, StepResult
+from tpshard.train.progress import Progress
+from tpshard.train.restore import Checkpoint, newest
+from tpshard.train.schedule import learning_rate
+from tpshard.train.stream import Batch, Loader, merged
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Course:
+    """Where a run stands: saved with every checkpoint."""
+
+    step: int = 0
+    """Steps done."""
+    updates: int = 0
+    """Of these, how many changed the parameters: corrects the moments' bias."""
+    tokens: int = 0
+    """Tokens predicted so far, over all ranks."""
+    evaluated: int = 0
+    """The last step whose evaluation was finished: one that a stop cut short is made up for on continuing."""
+
+
+@dataclass
+class Outcome:
+    """How a run went."""
+
+    exit: Exit
+    course: Course
+    first_loss: float | None = None
+    last_loss: float | None = None
+    eval_loss: float | None = None
+    seconds: float = 0.0
+    tokens_per_s: float = 0.0
+    """Median of the logged steps after the first, whose time holds what happens once."""
+    skipped: int = 0
+    saved: Path | None = None
+    """The last checkpoint."""
+    rates: list[float] = field(default_factory=list)
+
+
+class Loop:
+    """Trains `engine` on `loader`'s batches as the recipe says.
+
+    Args:
+        record: takes a row for metrics.jsonl; called on rank 0 only.
+        folder: the run's; checkpoints go to `checkpoints/`, accounts of non-finite steps to `logs/`.
+        held_out: this rank's micro-batches of held-out text, as many on every rank.
+        attempt: how often the run was started; a column of the record.
+        flops_per_s: of all devices together at their peak, for `mfu`; None where unknown.
+        model: what a checkpoint says of the model it holds (JSON), for whoever reads it without the recipe.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        context: Context,
+        engine: Engine,
+        loader: Loader,
+        plan: BatchPlan,
+        *,
+        folder: Path,
+        record: Callable[[Row], None],
+        progress: Progress,
+        held_out: Sequence[Batch] = (),
+        attempt: int = 1,
+        flops_per_s: float | None = None,
+        peak_memory: Callable[[], int | None] = lambda: None,
+        model: Mapping[str, Any] | None = None,
+    ):
+        self.recipe, self.context, self.engine, self.loader, self.plan = recipe, context, engine, loader, plan
+        self.folder, self.record, self.progress, self.held_out = folder, record, progress, held_out
+        self.attempt, self.flops_per_s, self.peak_memory = attempt, flops_per_s, peak_memory
+        self.model = dict(model or {})
+        self.course = Course()
+        self.guard = nonfinite.Guard(recipe.train.on_nonfinite)
+        self.outcome = Outcome(Exit.DONE, self.course)
+        self._saved_step: int | None = None
+        self._began = self._step_began = time.monotonic()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    # ---- beginning ----------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """From the newest whole checkpoint if there is one and the recipe says so, else from the seed. Collective."""
+        found = self._newest() if self.recipe.checkpoint.resume != "never" else None
+        if found is None:
+            self.engine.initialize(self.recipe.seed)
+            return
+        self._restore(found)
+        force = self.recipe.checkpoint.resume == "force"
+        self.loader.load_state_dict(found.meta["data"], force=force)
+        self._saved_step = found.step
+        self.progress.note(f"continuing from step {found.step} ({found.folder})")
+
+    def _newest(self) -> Checkpoint | None:
+        """Rank 0 reads and verifies; the others trust its choice."""
+        with self.context.watchdog.allow(float(self.recipe.timeout_s.start), "reading checkpoints"):
+            mine = newest(self.checkpoints) if self.context.is_main else None
+            step = self.context.from_main(None if mine is None else mine.step)
+        if step is None:
+            return None
+        return mine or Checkpoint(self.checkpoints / step_name(step))
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        checkpoint.require(self.engine.expected())
+        self.engine.load(checkpoint.block)
+        saved = checkpoint.meta["course"]
+        self.course.step, self.course.updates = saved["step"], saved["updates"]
+        self.course.tokens = saved["tokens"]
+        self.course.evaluated = saved.get("evaluated", saved["step"])
+
+    # ---- running ------------------------------------------------------------------------------------------
+    def run(self) -> Outcome:
+        """All steps that are left, or until the run is asked to stop. The same outcome on every rank.
+
+        Raises:
+            Mistakes: exit 8 where loss or gradient is not finite and the policy says stop; exit 7 where a checkpoint
+                cannot be written and the policy says so.
+        """
+        steps = self.recipe.train.steps
+        self._began = self._step_began = time.monotonic()
+        code = self.context.stop()
+        if not code and self._evaluation_due():
+            code = self.evaluate()
+        while self.course.step < steps and not code:
+            code = self._step(self.course.step + 1)
+            if code:
+                break
+            if self._evaluation_due():
+                code = self.evaluate()
+            every = self.recipe.checkpoint.every_steps
+            if every and self.course.step % every == 0 and self.course.step != self._saved_step:
+                self.save()
+        if self.recipe.checkpoint.every_steps and self.course.step != self._saved_step and self.course.step:
+            self.save()
+        done = self.course.step >= steps and not self._evaluation_due()
+        return self._ended(0 if done else code or self.context.stop())
+
+    def _evaluation_due(self) -> bool:
+        """Whether the step just done is one to evaluate and was not yet."""
+        course, every = self.course, self.recipe.evaluate.every_steps
+        if not (self.held_out and every and course.step) or course.evaluated == course.step:
+            return False
+        return course.step % every == 0 or course.step == self.recipe.train.steps
+
+    def _ended(self, code: int) -> Outcome:
+        out = self.outcome
+        out.exit, out.seconds, out.skipped = Exit(code), time.monotonic() - self._began, self.guard.skipped
+        if out.rates:
+            out.tokens_per_s = sorted(out.rates)[len(out.rates) // 2]
+        return out
+
+    def _step(self, step: int) -> int:
+        """One step, and what follows from it; the exit code that all ranks agree on, or 0."""
+        watchdog = self.context.watchdog
+        watchdog.doing = Doing("reading data")
+        batch = self.loader.next()
+        lr = learning_rate(step, self.recipe.schedule, peak=self.recipe.optimizer.lr, steps=self.recipe.train.steps)
+        for i in range(self.plan.micro_batches):
+            self.engine.accumulate(batch.rows(i * self.plan.per_device, (i + 1) * self.plan.per_device))
+        result = self.engine.update(lr, self.course.updates + 1)
+        # One small collective a step: was any rank asked to stop, and did any see something that is not finite?
+        agreed = self.context.largest(self.context.stopping.urgency + (0 if result.finite else _NOT_FINITE))
+        watchdog.beat(step)
+        watchdog.limit_s = float(self.recipe.timeout_s.step)
+        finite = agreed < _NOT_FINITE
+        self._log(step, result, lr, finite)
+        if finite:
+            self.guard.fine()
+            self.course.step, self.course.updates = step, self.course.updates + 1
+            self.course.tokens += result.targets
+        else:
+            self._not_finite(step, result, batch)
+        return {0: 0, 1: int(Exit.PREEMPTED), 2: int(Exit.INTERRUPTED)}[agreed % _NOT_FINITE]
+
+    def _log(self, step: int, result: StepResult, lr: float, finite: bool) -> None:
+        now = time.monotonic()
+        step_s, self._step_began = now - self._step_began, now
+        rate = result.targets / step_s
+        flops = self.engine.flops_per_sequence * self.plan.global_sequences
+        every = self.recipe.logging.every_steps
+        logged = step == 1 or step % every == 0 or step == self.recipe.train.steps or not finite
+        row: Row = {
+            "step": step, "loss": _number(result.loss), "grad_norm": _number(result.grad_norm), "lr": lr,
+            "tokens": self.course.tokens + (result.targets if finite else 0), "tokens_per_s": rate, "step_s": step_s,
+            "mfu": flops / step_s / self.flops_per_s if flops and self.flops_per_s else None,
+            "peak_memory_bytes": self.peak_memory() if logged else None,
+            "exposed_comm_s": self.engine.exposed_comm_s, "time": time.time(), "run": self.attempt,
+        }  # fmt: skip
+        if finite:
+            self.outcome.last_loss = result.loss
+            if self.outcome.first_loss is None:
+                self.outcome.first_loss = result.loss
+            elif logged:
+                self.outcome.rates.append(rate)
+        if logged and self.context.is_main:
+            self.record(row)
+        self.progress.step(row, logged=logged)
+
+    # ---- evaluating ---------------------------------------------------------------------------------------
+    def evaluate(self) -> int:
+        """Loss on held-out text, into the record; the agreed exit code when asked to stop meanwhile. Collective."""
+        loss_sum, targets = 0.0, 0
+        for i, batch in enumerate(self.held_out):
+            some, count = self.engine.evaluate(batch)
+            loss_sum, targets = loss_sum + some, targets + count
+            self.context.watchdog.beat()
+            if i + 1 < len(self.held_out) and (code := self.context.stop()):
+                return code
+        self.course.evaluated = self.course.step
+        if targets:
+            loss = loss_sum / targets
+            self.outcome.eval_loss = loss
+            if self.context.is_main:
+                row = {"step": self.course.step, "eval_loss": _number(loss), "eval_tokens": targets}
+                self.record({**row, "time": time.time(), "run": self.attempt})
+            self.progress.note(f"step {self.course.step}: held-out loss {loss:.4f}")
+        return self.context.stop()
+
+    # ---- saving -------------------------------------------------------------------------------------------
+    def save(self) -> None:
+        """A checkpoint of this step; one that cannot be written is a warning or the end (`checkpoint.on_error`)."""
+        mine = self.loader.state_dict()
+        parts = self.context.gather({key: mine[key] for key in ("step", "global_sequences", "tokenizer", "lanes")})
+        meta = {
+            "course": vars(self.course), "data": {**mine, **merged(parts)}, "seed": self.recipe.seed,
+            "name": self.recipe.name, "model": self.model, "mesh": dict(self.context.mesh.axes),
+            "attempt": self.attempt,
+        }  # fmt: skip
+        with self.context.watchdog.allow(float(self.recipe.timeout_s.step), "saving a checkpoint"):
+            try:
+                self.outcome.saved = save(
+                    self.checkpoints, self.course.step, self.engine.tensors(), meta, rank=self.context.rank,
+                    world=self.context.world, barrier=self.context.barrier,
+                    keep_last=self.recipe.checkpoint.keep_last,
+                )  # fmt: skip
+                self._saved_step = self.course.step
+            except SaveFailed as error:
+                if self.recipe.checkpoint.on_error == "stop":
+                    raise Mistakes.one(
+                        str(error), exit=Exit.CHECKPOINT, where=self.recipe.where("checkpoint.on_error"),
+                        fix="make room, or choose another run.dir",
+                    ) from error  # fmt: skip
+                self.progress.note(f"warning: {error}; older checkpoints are kept, and the run goes on")
+
+    # ---- not finite ---------------------------------------------------------------------------------------
+    def _not_finite(self, step: int, result: StepResult, batch: Batch) -> None:
+        back_to = self._saved_step or 0
+        decision, why = self.guard.decide(back_to)
+        account = self._account(step, result, batch, decision)
+        said = f"step {step}: {nonfinite.what(result.loss, result.grad_norm)}"
+        if decision == "skip":
+            self.progress.note(f"warning: {said}; skipped, the parameters are as before (see {account})")
+            self.course.step = step
+        elif decision == "rollback":
+            found = self._newest()
+            if found is None:
+                self.engine.initialize(self.recipe.seed)
+                self.course.step = self.course.updates = self.course.tokens = 0
+            else:
+                self._restore(found)
+            self._saved_step = found.step if found is not None else None
+            self.progress.note(
+                f"warning: {said}; back to step {self.course.step}, going on behind this batch (see {account})"
+            )
+        else:
+            saved = f"step {back_to} is saved" if self._saved_step else "nothing is saved"
+            raise Mistakes.one(
+                f"{said}: the run stops before it is used",
+                exit=Exit.NONFINITE,
+                where=self.recipe.where("train.on_nonfinite"),
+                why=why or f"the policy is {self.guard.policy}; {saved}; the batch is listed in {account}",
+                fix="a lower optimizer.lr or a longer warm-up; train.on_nonfinite: skip or rollback to go on",
+            )
+
+    def _account(self, step: int, result: StepResult, batch: Batch, decision: str) -> Path:
+        """Writes down which text was in the step; returns the file. Collective."""
+        per = self.plan.per_device
+        blamed = nonfinite.suspects(result.losses, self.plan.micro_batches)
+        rows = [row for i in blamed for row in batch.origin[i * per : (i + 1) * per]]
+        everyone = dict(self.context.gather((self.engine.data_rank, rows)))
+        path = self.folder / "logs" / "nonfinite.jsonl"
+        if self.context.is_main:
+            row = {
+                "step": step, "loss": _number(result.loss), "grad_norm": _number(result.grad_norm),
+                "decision": decision, "micro_batches": blamed, "time": time.time(),
+                "batch": [origin for rank in sorted(everyone) for origin in everyone[rank]],
+            }  # fmt: skip
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", path, error)
+        return path
+
+
+_NOT_FINITE = 4
+"""Added to the urgency of a stop (0 to 2), so that one collective agrees on both."""
+
+
+def _number(value: float) -> float | None:
+    """JSON knows no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def summary(outcome: Outcome, recipe: Recipe, folder: Path) -> Mapping[str, Any]:
+    """What a run comes to, as plain data: for wandb's summary and for whoever asks."""
+    return {
+        "exit": int(outcome.exit), "steps": outcome.course.step, "tokens": outcome.course.tokens,
+        "first_loss": outcome.first_loss, "loss": outcome.last_loss, "eval_loss": outcome.eval_loss,
+        "seconds": outcome.seconds, "tokens_per_s": outcome.tokens_per_s, "skipped": outcome.skipped,
+        "name": recipe.name, "folder": str(folder),
+    }  # fmt: skip

@@ -1,0 +1,334 @@
+"""`tpshard train` in one worker: from a recipe and a place among the workers to a trained model and its record."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tpshard.models import Blueprint
+from tpshard.parallelism.runtime import report
+from tpshard.parallelism.runtime.context import Context, connect
+from tpshard.parallelism.runtime.place import Place
+from tpshard.parallelism.runtime.watchdog import Doing
+from tpshard.programs import training
+from tpshard.programs.batching import BatchPlan
+from tpshard.programs.setting import Setting
+from tpshard.programs.training import TrainingPrograms
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.schema import Recipe
+from tpshard.train.loop import Loop, Outcome, Row, summary
+from tpshard.train.progress import Progress, duration, short, watched
+from tpshard.train.records import Records
+from tpshard.train.rundir import RunDir
+from tpshard.train.spmd import SpmdEngine
+from tpshard.train.stream import Batch, Loader, held_out_batches
+from tpshard.train.text import Corpus, open_text
+from tpshard.train.tokens import TextTokenizer, check_vocab, load_tokenizer
+from tpshard.train.wandb_sink import WandbSink
+
+logger = logging.getLogger(__name__)
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the command line adds to a recipe, and what this room may not know: planning, and the device's speed."""
+
+    version: str = ""
+    device: str = "cpu"
+    """cpu or cuda."""
+    announce: Callable[[TrainingPrograms], str] = lambda programs: ""
+    """What was annotated and what was inferred, for the screen."""
+    plan_json: Callable[[TrainingPrograms], str] | None = None
+    """The plan, for the run's folder."""
+    flops_per_s: Callable[[TrainingPrograms], float | None] = lambda programs: None
+    """Of all devices together at their peak."""
+
+
+def work(recipe: Recipe, place: Place, around: Surroundings) -> int:
+    """One worker's run; the exit code, the same on every rank.
+
+    Raises:
+        Mistakes, WorkerFault: whatever ends the run early; the launcher shows the error of the rank to blame.
+    """
+    setting = Setting.of(recipe, place.world)
+    limits = recipe.timeout_s
+    with connect(place, setting.mesh, device=around.device, start_s=limits.start, step_s=limits.step) as context:
+        context.agree(
+            {
+                "recipe": _sha(recipe.to_yaml()), "tpshard version": around.version,
+                "torch version": torch.__version__, "python version": platform.python_version(),
+            }
+        )  # fmt: skip
+        folder = Path(recipe.run.dir)
+        with _run_folder(recipe, folder, context) as run:
+            _keep_output(folder, context)
+            outcome = _train(setting, context, around, folder, run)
+    if place.rank == 0:
+        _say(ending(outcome, recipe, folder))
+    return int(outcome.exit)
+
+
+def _train(setting: Setting, context: Context, around: Surroundings, folder: Path, run: RunDir | None) -> Outcome:
+    recipe = setting.recipe
+    context.watchdog.stacks_to = folder / "logs"
+    # Data first: its mistakes are common, and show in a second; building the programs takes longer.
+    context.watchdog.doing = Doing("opening the text")
+    corpus = open_text(recipe.data.source, where=recipe.where("data.source"), fallback=folder)
+    tokenizer = _tokenizer(recipe, corpus, setting)
+    data_rank = context.mesh.linear_index(setting.data_axes, context.rank)
+    plan = setting.batch
+    loader = Loader(
+        corpus.train, tokenizer, seq_len=setting.seq_len, global_sequences=plan.global_sequences,
+        part=plan.rows(data_rank), seed=recipe.seed, bad_rows=recipe.data.bad_rows,
+    )  # fmt: skip
+    context.watchdog.doing = Doing("building the programs")
+    if run is not None:
+        _say(f"building the programs for {context.world} device{'s' * (context.world != 1)}\n", sys.stderr)
+    programs = training.build(setting)
+    _same_programs(context, programs)
+    blueprint = _blueprint(recipe)
+    engine = SpmdEngine(programs, context, blueprint.initial_block)
+    assert engine.data_rank == data_rank, "the program spreads its batch over the axes that the recipe names"
+    held_out = list(_held_out(corpus, tokenizer, setting, data_rank)) if recipe.evaluate.every_steps else []
+    attempt = context.from_main(run.attempt if run is not None else 0)
+    if run is not None:
+        if around.plan_json is not None:
+            run.write("plan.json", around.plan_json(programs))
+        for line in [around.announce(programs).rstrip("\n"), str(plan)]:
+            _say(line + "\n" if line else "", sys.stderr)
+        for warning in programs.micro.warnings:
+            _say(f"warning: {warning}\n", sys.stderr)
+    sinks, sink = _sinks(recipe, run, attempt)
+    with _display(recipe, context) as progress:
+        loop = Loop(
+            recipe, context, engine, loader, plan, folder=folder, record=sinks, progress=progress, held_out=held_out,
+            attempt=attempt, flops_per_s=around.flops_per_s(programs), peak_memory=partial(_peak_memory, context),
+            model=blueprint.to_json(),
+        )  # fmt: skip
+        code = 1
+        try:
+            loop.begin()
+            outcome = loop.run()
+            code = int(outcome.exit)
+        finally:
+            loader.close()
+            if sink is not None:
+                sink.close(summary(loop.outcome, recipe, folder), exit_code=code)
+    return outcome
+
+
+# ---- the parts ------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _run_folder(recipe: Recipe, folder: Path, context: Context) -> Iterator[RunDir | None]:
+    """Rank 0 makes and locks the folder; the others wait until it is there."""
+    where = recipe.where("run.dir")
+    if not context.is_main:
+        context.barrier()
+        yield None
+        return
+    with RunDir(folder, where=where) as run:
+        if recipe.checkpoint.resume == "never" and (run.attempt > 1 or any(run.checkpoints.glob("step-*"))):
+            raise Mistakes.one(
+                f"{folder} holds a run already",
+                exit=Exit.CHECKPOINT,
+                where=recipe.where("checkpoint.resume"),
+                why="never touches a run that is there",
+                fix="another run.dir, or checkpoint.resume: auto to continue it",
+            )
+        run.write("recipe.yaml", recipe.to_yaml())
+        context.barrier()
+        yield run
+
+
+def _keep_output(folder: Path, context: Context) -> None:
+    """What other ranks than 0 print goes to a file each, from libraries in C too; the launcher is told which."""
+    handler: logging.Handler
+    if context.is_main:
+        handler = logging.FileHandler(folder / "logs" / "rank-0.log", delay=True)
+    else:
+        path = (folder / "logs" / f"rank-{context.rank}.log").resolve()
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            os.close(descriptor)
+            report.send("log", text=str(path))
+        handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    ours = logging.getLogger("tpshard")
+    ours.setLevel(logging.INFO)
+    ours.addHandler(handler)
+
+
+class _Notes(logging.Handler):
+    """Shows warnings, and what a run logs of itself, above the progress bar."""
+
+    def __init__(self, progress: Progress):
+        super().__init__(logging.INFO)
+        self.progress = progress
+
+    def emit(self, entry: logging.LogRecord) -> None:
+        prefix = "warning: " if entry.levelno >= logging.WARNING else ""
+        self.progress.note(prefix + entry.getMessage())
+
+
+@contextlib.contextmanager
+def _display(recipe: Recipe, context: Context) -> Iterator[Progress]:
+    progress = watched(recipe.train.steps, 0, main=context.is_main)
+    notes = _Notes(progress)
+    logging.getLogger("tpshard").addHandler(notes)
+    try:
+        yield progress
+    finally:
+        logging.getLogger("tpshard").removeHandler(notes)
+        progress.close()
+
+
+def _tokenizer(recipe: Recipe, corpus: Corpus, setting: Setting) -> TextTokenizer:
+    named = recipe.data.tokenizer
+    where = recipe.where("data.tokenizer")
+    folder = corpus.tokenizer if named is None else Path(named)
+    if folder is None:
+        raise Mistakes.one(
+            "`data.tokenizer` names no tokenizer", exit=Exit.DATA, where=where,
+            fix="a Hugging Face tokenizer folder; only the sample brings its own",
+        )  # fmt: skip
+    tokenizer = load_tokenizer(folder, where=where)
+    if setting.config is not None:
+        check_vocab(tokenizer, setting.config.vocab, where=where)
+    return tokenizer
+
+
+def _blueprint(recipe: Recipe) -> Blueprint:
+    model = recipe.model
+    try:
+        return Blueprint.of(model.preset, model.hf, model.module, model.args, model.overrides())
+    except (ValueError, OSError) as error:
+        raise Mistakes.one(str(error), where=recipe.where("model")) from error
+
+
+def _same_programs(context: Context, programs: TrainingPrograms) -> None:
+    context.agree(
+        {
+            "program of a micro-batch": programs.micro.fingerprint,
+            "program of an update": programs.update.fingerprint,
+            "program of an evaluation": programs.evaluate.fingerprint,
+        }
+    )
+
+
+def _held_out(corpus: Corpus, tokenizer: TextTokenizer, setting: Setting, data_rank: int) -> Iterator[Batch]:
+    """This rank's micro-batches of the held-out sequences, which are the same on every mesh; as many on every rank."""
+    recipe, plan = setting.recipe, setting.batch
+    total = recipe.evaluate.sequences
+    each = -(-total // plan.data_ranks)
+    rows = range(min(data_rank * each, total), min((data_rank + 1) * each, total))
+    (batch,) = held_out_batches(
+        corpus.held_out, tokenizer, seq_len=setting.seq_len, global_sequences=total, batches=1, part=rows,
+        bad_rows=recipe.data.bad_rows,
+    )  # fmt: skip
+    for start in range(0, each, plan.per_device):
+        yield padded(batch.rows(start, start + plan.per_device), plan)
+
+
+def padded(batch: Batch, plan: BatchPlan) -> Batch:
+    """A whole micro-batch: rows that are missing are empty ones without targets."""
+    missing, length = plan.per_device - batch.tokens.shape[0], batch.tokens.shape[1]
+    if not missing:
+        return batch
+
+    def more(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, rows.expand(missing, length)])
+
+    zeros = torch.zeros(length, dtype=torch.int64)
+    return Batch(
+        more(batch.tokens, zeros), more(batch.targets, zeros + IGNORE), more(batch.documents, zeros),
+        more(batch.positions, torch.arange(length)), (*batch.origin, *([""] * missing)), batch.epoch,
+    )  # fmt: skip
+
+
+def _sinks(recipe: Recipe, run: RunDir | None, attempt: int) -> tuple[Callable[[Row], None], WandbSink | None]:
+    """metrics.jsonl, and wandb beside it; on rank 0."""
+    if run is None:
+        return lambda row: None, None
+    records = Records(run.metrics)
+    options = recipe.logging.wandb
+    if options is None or options.mode == "disabled":
+        return records, None
+    import yaml
+
+    config: Mapping[str, Any] = yaml.safe_load(recipe.to_yaml())
+    sink = WandbSink(
+        run.path, project=options.project, entity=options.entity, name=recipe.name, config=config, mode=options.mode,
+        attempt=attempt,
+    )  # fmt: skip
+
+    def both(row: Row) -> None:
+        records(row)
+        sink(row)
+
+    return both, sink
+
+
+def _peak_memory(context: Context) -> int | None:
+    if context.device.type != "cuda":
+        return None
+    return int(torch.cuda.max_memory_allocated(context.device))
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _say(text: str, stream: Any = None) -> None:
+    with contextlib.suppress(OSError, ValueError):  # `| head` has seen enough.
+        print(text, end="", file=stream or sys.stdout, flush=True)
+
+
+# ---- the end --------------------------------------------------------------------------------------------------
+def ending(outcome: Outcome, recipe: Recipe, folder: Path) -> str:
+    """What a run came to, and what to do next, for stdout."""
+    course = outcome.course
+    lines = []
+    if outcome.last_loss is None and outcome.exit == Exit.DONE:
+        lines.append(f"{folder} has all its {course.step} steps; for more: tpshard train {folder} train.steps=...")
+    else:
+        what = {Exit.PREEMPTED: "stopped, as asked,", Exit.INTERRUPTED: "interrupted"}.get(outcome.exit, "done")
+        lines.append(f"{what} after step {course.step} of {recipe.train.steps}, {duration(outcome.seconds)}")
+    facts: Sequence[tuple[str, str | None]] = (
+        ("loss", None if outcome.last_loss is None else f"{outcome.first_loss:.4f} -> {outcome.last_loss:.4f}"),
+        ("held-out loss", None if outcome.eval_loss is None else f"{outcome.eval_loss:.4f}"),
+        ("speed", f"{short(outcome.tokens_per_s)} tokens/s" if outcome.tokens_per_s else None),
+        ("tokens", f"{course.tokens:,}"),
+        ("skipped steps", str(outcome.skipped) if outcome.skipped else None),
+        ("checkpoint", str(outcome.saved) if outcome.saved else None),
+        ("record", str(folder / "metrics.jsonl")),
+    )
+    lines += [f"  {name:<14}{value}" for name, value in facts if value is not None]
+    saved = outcome.saved or outcome.exit == Exit.DONE
+    if outcome.exit in (Exit.PREEMPTED, Exit.INTERRUPTED):
+        nexts = [(f"tpshard train {folder}", "continue from here" if saved else "begin again")]
+    else:
+        nexts = [
+            (f"tpshard plan {folder}", "what it does: shardings, collectives, memory, time"),
+            (f"tpshard serve {folder}", "serve it over HTTP"),
+            (f"tpshard convert {folder} {folder}-hf", "take it away as a Hugging Face folder"),
+            (f"tpshard train {folder} train.steps={2 * recipe.train.steps}", "train on"),
+        ]
+    width = max(len(command) for command, _ in nexts)
+    lines += ["next:", *(f"  {command:<{width}}   {why}" for command, why in nexts)]
+    return "\n".join(lines) + "\n"

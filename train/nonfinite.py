@@ -1,0 +1,53 @@
+"""What happens when loss or gradient is not finite: decided from numbers that are the same on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+Policy = Literal["stop", "skip", "rollback"]
+
+MOST_SKIPS = 10
+"""In a row; beyond, the run is broken and not its data."""
+MOST_ROLLBACKS = 3
+"""To one checkpoint."""
+
+
+class Guard:
+    """Counts what went wrong and says what to do next."""
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        self.skipped_in_a_row = 0
+        self.skipped = 0
+        self._rollbacks: dict[int, int] = {}
+
+    def fine(self) -> None:
+        """A step went well."""
+        self.skipped_in_a_row = 0
+
+    def decide(self, back_to: int) -> tuple[Policy, str]:
+        """What to do, and why when it is to stop. `back_to` is the step that a rollback would return to."""
+        if self.policy == "skip":
+            self.skipped_in_a_row += 1
+            self.skipped += 1
+            if self.skipped_in_a_row > MOST_SKIPS:
+                return "stop", f"{MOST_SKIPS} steps in a row were skipped already"
+            return "skip", ""
+        if self.policy == "rollback":
+            self._rollbacks[back_to] = self._rollbacks.get(back_to, 0) + 1
+            if self._rollbacks[back_to] > MOST_ROLLBACKS:
+                return "stop", f"{MOST_ROLLBACKS} returns to step {back_to} did not help"
+            return "rollback", ""
+        return "stop", ""
+
+
+def suspects(losses: Sequence[float], micro_batches: int) -> list[int]:
+    """The micro-batches to blame: those whose loss is not finite, or all when only the gradient is not."""
+    return [i for i, loss in enumerate(losses) if not math.isfinite(loss)] or list(range(micro_batches))
+
+
+def what(loss: float, grad_norm: float) -> str:
+    """In words."""
+    return f"loss {loss:g}, gradient norm {grad_norm:g}"

@@ -1,0 +1,123 @@
+"""How a run shows that it moves: a bar where someone looks, plain lines where not. All of it on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import IO, Any, Protocol
+
+
+class Progress(Protocol):
+    """What the loop tells whoever watches."""
+
+    def step(self, row: Mapping[str, Any], *, logged: bool) -> None:
+        """A step is done; `logged` rows go into the record too."""
+        ...
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Silent:
+    """Ranks other than 0."""
+
+    def step(self, row: Mapping[str, Any], *, logged: bool) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Lines:
+    """A line for each logged step: for files, pipes and terminals that cannot move the cursor."""
+
+    def __init__(self, steps: int, stream: IO[str] | None = None):
+        self.steps, self.stream = steps, stream or sys.stderr
+        self._first: tuple[int, float] | None = None
+        """Step and time from which the speed is measured: behind the first step, which compiles and opens files."""
+
+    def step(self, row: Mapping[str, Any], *, logged: bool) -> None:
+        step, now = int(row["step"]), time.monotonic()
+        if logged:
+            self.note(f"step {step}/{self.steps}  {measures(row)}{self._left(step, now)}")
+        if self._first is None or step <= self._first[0]:
+            self._first = step, now
+
+    def _left(self, step: int, now: float) -> str:
+        if self._first is None or step <= self._first[0]:
+            return ""
+        return f"  {duration((now - self._first[1]) / (step - self._first[0]) * (self.steps - step))} left"
+
+    def note(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # Nobody listens any more: the record goes on.
+            self.stream.write(text + "\n")
+            self.stream.flush()
+
+    def close(self) -> None:
+        pass
+
+
+class Bar:
+    """A progress bar with loss and tokens/s, by rich."""
+
+    def __init__(self, steps: int, done: int = 0):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        self._console = Console(stderr=True, markup=False, highlight=False)
+        self._bar = RichProgress(
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), MofNCompleteColumn(),
+            TextColumn("{task.fields[measures]}", markup=False), TimeRemainingColumn(compact=True),
+            console=self._console, expand=True,
+        )  # fmt: skip
+        self._task = self._bar.add_task("training", total=steps, completed=done, measures="")
+        self._bar.start()
+
+    def step(self, row: Mapping[str, Any], *, logged: bool) -> None:
+        self._bar.update(self._task, completed=row["step"], measures=measures(row))
+
+    def note(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def watched(steps: int, done: int, *, main: bool) -> Progress:
+    """The display for this rank and this stderr."""
+    if not main:
+        return Silent()
+    from rich.console import Console
+
+    return Bar(steps, done) if Console(stderr=True).is_terminal and sys.stderr.isatty() else Lines(steps)
+
+
+def measures(row: Mapping[str, Any]) -> str:
+    """`loss 3.2145  12.3k tokens/s`."""
+    loss = "loss not finite" if row["loss"] is None else f"loss {row['loss']:.4f}"
+    return f"{loss}  {short(row['tokens_per_s'])} tokens/s"
+
+
+def short(number: float) -> str:
+    """12345 -> 12.3k"""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f}{unit}"
+    return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """75 -> 1:15, 3725 -> 1:02:05"""
+    whole = int(seconds + 0.5)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+

@@ -1,0 +1,105 @@
+"""The record of a run: metrics.jsonl, one JSON object a line. wandb and everything else are copies of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+STEP_KEYS = (
+    "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "mfu", "peak_memory_bytes",
+    "exposed_comm_s", "time", "run",
+)  # fmt: skip
+"""Of every row of a training step; null where unknown. Evaluation rows carry `eval_loss` and no `loss`."""
+
+
+class Records:
+    """Appends rows to metrics.jsonl, each by one write, so that readers never see half of one.
+
+    A disk that refuses is a warning, once; the rows wait in memory and follow when it takes them again.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._waiting: list[bytes] = []
+        self._warned = False
+        with self._tolerant():
+            _mend(path)
+
+    def __call__(self, row: Mapping[str, Any]) -> None:
+        """Write a row. Numbers that are not finite, which JSON cannot hold, become null."""
+        if "loss" in row:
+            row = {**dict.fromkeys(STEP_KEYS), **row}
+        self._waiting.append(json.dumps({k: _finite(v) for k, v in row.items()}, allow_nan=False).encode() + b"\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, as far as the disk takes it."""
+        with self._tolerant():
+            handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                while self._waiting:
+                    written = os.write(handle, self._waiting[0])
+                    if written < len(self._waiting[0]):  # a full disk takes a part: keep the rest for later
+                        self._waiting[0] = self._waiting[0][written:]
+                    else:
+                        self._waiting.pop(0)
+            finally:
+                os.close(handle)
+
+    @contextlib.contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                logger.warning("%s cannot be written (%s); its rows wait in memory", self.path, error)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All rows, in order; a last line that was cut short is left out.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows
+
+
+def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Training rows by step; of a step logged twice (by a resumed run) the last counts."""
+    return {row["step"]: row for row in rows if "loss" in row}
+
+
+def last_attempt(path: Path) -> int:
+    """How often the run was started before, as its rows tell; 0 where there are none."""
+    try:
+        return max((int(row.get("run") or 0) for row in read_rows(path)), default=0)
+    except (OSError, ValueError, TypeError):
+        return 0
+
+
+def _mend(path: Path) -> None:
+    """Cut off what a killed run left of its last line, or the next row would be lost with it."""
+    if path.is_file():
+        data = path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            os.truncate(path, whole)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,193 @@
+"""A run's folder: who may write to it, and what lies where.
+
+recipe.yaml  plan.json  metrics.jsonl  checkpoints/  logs/  wandb/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tpshard.recipes.diagnostic import Exit, Mistakes, Source
+from tpshard.train import checkpoint
+from tpshard.train.records import last_attempt
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process, such that another one with its number is not taken for it."""
+
+    pid: int
+    host: str
+    started: str
+    """Of the machine and of the process on it; "" where the system does not say."""
+
+    @staticmethod
+    def this() -> Holder:
+        return Holder(os.getpid(), socket.gethostname(), _started(os.getpid()))
+
+    def is_gone(self) -> bool:
+        """Certainly ended. Of another host's processes nothing is certain."""
+        return self.host == socket.gethostname() and _started(self.pid) != self.started
+
+
+class RunDir:
+    """The folder of a run, locked for this process.
+
+    Opening it makes it, takes the lock, and puts right what a killed run left there. One process a run does this (the
+    main rank); the others only read paths. Use as a context manager, or call `close`.
+
+    Raises:
+        Mistakes: exit 5; another run works there, or it cannot be written.
+    """
+
+    def __init__(self, path: Path, *, where: Source | None = None):
+        self.path = path
+        self._where = where
+        try:
+            for folder in (self.checkpoints, self.logs):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._lock()
+        except OSError as error:
+            raise Mistakes.one(
+                f"the run's folder {path} cannot be written",
+                exit=Exit.MACHINE,
+                where=where,
+                why=f"{error.strerror or error}",
+                fix="another run.dir",
+            ) from error
+        checkpoint.clean(self.checkpoints)
+        self.attempt = last_attempt(self.metrics) + 1
+        """1 for a new run, counted by metrics.jsonl."""
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file of the folder so that it is there whole or not at all."""
+        path = self.path / name
+        handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=self.path)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(beside, 0o644)
+            os.replace(beside, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+            raise
+        return path
+
+    def close(self) -> None:
+        """Give the lock back."""
+        with contextlib.suppress(OSError):
+            if _read(self._lock_path) == Holder.this():
+                self._lock_path.unlink()
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.path / "lock.json"
+
+    def _lock(self) -> None:
+        mine = Holder.this()
+        with _one_at_a_time(self.path / ".lock.guard"):
+            for _ in range(3):
+                if self._claim(mine):
+                    return
+                holder = _read(self._lock_path)
+                if holder is not None and holder.is_gone():
+                    self._lock_path.unlink(missing_ok=True)
+                    continue
+                break
+        raise Mistakes.one(
+            f"another run works in {self.path}",
+            exit=Exit.MACHINE,
+            where=self._where,
+            why=f"process {holder.pid} on {holder.host}" if holder else f"{self._lock_path} does not say which",
+            fix=f"wait for it, choose another run.dir, or remove {self._lock_path} if that process is gone",
+        )
+
+    def _claim(self, mine: Holder) -> bool:
+        """Create the lock with its content in one act: a link to a finished file either is made or is not."""
+        handle, beside = tempfile.mkstemp(prefix=".lock.", dir=self.path)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(vars(mine), file)
+            os.link(beside, self._lock_path)
+            return True
+        except FileExistsError:
+            return False
+        finally:
+            os.unlink(beside)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Two that find the same dead holder must not remove each other's new lock."""
+    import fcntl
+
+    with path.open("a") as file:
+        with contextlib.suppress(OSError):  # disks without locks: the link alone decides
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _read(path: Path) -> Holder | None:
+    try:
+        value: Any = json.loads(path.read_bytes())
+        return Holder(int(value["pid"]), str(value["host"]), str(value["started"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _started(pid: int) -> str:
+    """Boot and start time of a living process; "" for one that is gone (or a zombie)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return "" if fields[0] in "ZX" else f"{boot}:{fields[19]}"
+    except (OSError, IndexError):
+        pass
+    if Path("/proc/self/stat").exists():
+        return ""
+    import psutil
+
+    try:
+        return str(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return ""

@@ -1,0 +1,260 @@
+"""The sample: real English made on this machine, so that a first run needs no network and nobody else's files.
+
+CPython documents itself: `pydoc_data.topics` and the docstrings of the standard library are about 2 MB of English.
+Their sources are read with `ast` (never imported), written once in C4's format (`{"text", "timestamp", "url"}` a line,
+gzip), split into training and held-out text, and a byte-level BPE of 2,048 tokens is trained on the training part. It
+all lies in the user's cache folder under a name that holds the Python version; a manifest of sha256 sums tells a
+damaged copy from a good one.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import gzip
+import hashlib
+import io
+import json
+import os
+import platform
+import shutil
+import sysconfig
+import tempfile
+import tokenize
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpshard.recipes.diagnostic import Exit, Mistakes
+
+VERSION = 1
+"""Of the sample's making; it is part of the folder's name, so a new one is made beside the old."""
+VOCAB = 2048
+BEGIN, END = "<|begin|>", "<|end|>"
+TRAIN_FILES = 4
+HELD_OUT = 20
+"""One document in so many is held out, chosen by the hash of its text."""
+SHORTEST = 64
+"""Characters; shorter docstrings say little."""
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ message['role'] | capitalize }}: {{ message['content'] }}\n\n"
+    "{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A made sample. `directory` holds C4-format files; `tokenizer` is a folder as Hugging Face writes them."""
+
+    directory: Path
+    tokenizer: Path
+
+
+def cache_dir() -> Path:
+    """The user's cache folder for tpshard: $TPSHARD_CACHE, else $XDG_CACHE_HOME/tpshard, else ~/.cache/tpshard."""
+    if given := os.environ.get("TPSHARD_CACHE"):
+        return Path(given)
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg) / "tpshard"
+    return Path(os.path.expanduser("~")) / ".cache" / "tpshard"
+
+
+def ensure_sample(fallback: Path | None = None) -> Sample:
+    """The sample, made if it is not there yet.
+
+    Safe with any number of processes: one makes it, the others wait; what a killed one leaves is never taken for a
+    sample, because the finished folder appears by one rename. `fallback` (the run's folder) is used where the user's
+    cache folder cannot be written.
+
+    Raises:
+        Mistakes: exit 6, where neither folder can be written or this Python has no sources to read.
+    """
+    name = f"sample-v{VERSION}-python{platform.python_version()}"
+    refused: list[str] = []
+    for parent in [cache_dir(), *([fallback] if fallback else [])]:
+        folder = parent / name
+        if _is_whole(folder):
+            return Sample(folder, folder / "tokenizer")
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            with _one_at_a_time(parent / f".{name}.lock"):
+                if not _is_whole(folder):
+                    _make(folder)
+            return Sample(folder, folder / "tokenizer")
+        except OSError as error:
+            refused.append(f"{parent}: {error.strerror or error}")
+    raise Mistakes.one(
+        "the sample text cannot be written anywhere",
+        exit=Exit.DATA,
+        why="; ".join(refused),
+        fix="set TPSHARD_CACHE to a folder with 10 MB to spare, or give data.source a folder of C4-format *.json.gz",
+    )
+
+
+def documents(stdlib: Path | None = None) -> Iterator[tuple[str, str]]:
+    """(text, where it is from) of CPython's own documentation, in the order of the files' names.
+
+    A document is a help topic, a module's docstring, or a function or class with everything documented in it.
+    """
+    root = stdlib or Path(sysconfig.get_path("stdlib"))
+    skipped = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}
+    for path in sorted(root.rglob("*.py")):
+        inside = path.relative_to(root)
+        if skipped.intersection(inside.parts):
+            continue
+        module = ".".join(inside.with_suffix("").parts).removesuffix(".__init__")
+        try:
+            with tokenize.open(path) as file, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # invalid escapes in old sources
+                tree = ast.parse(file.read())
+        except (SyntaxError, ValueError, OSError, RecursionError):
+            continue
+        if module == "pydoc_data.topics":
+            yield from _topics(tree)
+        if text := ast.get_docstring(tree):
+            yield f"{module}\n\n{text}", module
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                parts = list(_described(node, module))
+                if parts:
+                    yield "\n\n".join(parts), f"{module}.{node.name}"
+
+
+def _topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            for key, value in zip(node.value.keys, node.value.values):
+                if isinstance(key, ast.Constant) and isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    yield value.value, f"pydoc_data.topics.{key.value!s}"
+
+
+def _described(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, prefix: str) -> Iterator[str]:
+    name = f"{prefix}.{node.name}"
+    text = ast.get_docstring(node)
+    if isinstance(node, ast.ClassDef):
+        if text:
+            yield f"class {name}\n\n{text}"
+        for inner in node.body:
+            if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield from _described(inner, node.name)
+    elif text:
+        yield f"{name}({ast.unparse(node.args)})\n\n{text}"
+
+
+def _make(folder: Path) -> None:
+    """Write the whole sample beside `folder` and rename it into place."""
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        train, held_out = _split()
+        for index in range(TRAIN_FILES):
+            _write_gz(work / f"c4-train.{index:05d}-of-{TRAIN_FILES:05d}.json.gz", train[index::TRAIN_FILES])
+        _write_gz(work / "c4-validation.00000-of-00001.json.gz", held_out)
+        _train_tokenizer(work / "tokenizer", [json.loads(line)["text"] for line in train])
+        sums = {str(p.relative_to(work)): _sha256(p) for p in sorted(work.rglob("*")) if p.is_file()}
+        _write(work / "manifest.json", json.dumps({"version": VERSION, "sha256": sums}, indent=1).encode())
+        work.chmod(0o755)
+        if folder.exists():  # damaged, or somebody else's: put it out of the way, never into the new one's
+            aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+            folder.rename(aside / "damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+        try:
+            work.rename(folder)
+        except OSError:
+            if not _is_whole(folder):  # else another process without our lock was faster, with the same bytes
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _split() -> tuple[list[str], list[str]]:
+    """JSON lines of the training and the held-out part, in the order of their hashes: neighbours are unrelated."""
+    by_hash: dict[bytes, str] = {}
+    for text, origin in documents():
+        text = text.strip()
+        if len(text) >= SHORTEST:
+            row = {"text": text, "timestamp": "2026-01-01T00:00:00Z", "url": f"pydoc:{origin}"}
+            by_hash.setdefault(hashlib.sha256(text.encode("utf-8", "replace")).digest(), json.dumps(row))
+    if len(by_hash) < 100:
+        raise Mistakes.one(
+            "this Python has no documentation to make the sample text from",
+            exit=Exit.DATA,
+            why=f"{len(by_hash)} documents under {sysconfig.get_path('stdlib')}; its *.py files are missing",
+            fix="use a Python installed with its sources, or give data.source a folder of C4-format *.json.gz",
+        )
+    train: list[str] = []
+    held_out: list[str] = []
+    for digest in sorted(by_hash):
+        (held_out if digest[-1] % HELD_OUT == 0 else train).append(by_hash[digest])
+    return train, held_out
+
+
+def _train_tokenizer(folder: Path, texts: list[str]) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[BEGIN, END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", pair=f"{BEGIN} $A $B", special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))]
+    )
+    folder.mkdir()
+    _write(folder / "tokenizer.json", tokenizer.to_str().encode())
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BEGIN,
+        "eos_token": END,
+        "pad_token": END,
+        "model_max_length": 1_000_000,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    _write(folder / "tokenizer_config.json", json.dumps(config, indent=1).encode())
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        return manifest["version"] == VERSION and all(
+            _sha256(folder / name) == digest for name, digest in manifest["sha256"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+@contextlib.contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Hold a lock that the system drops with its process. Without locks (some network disks) the rename decides."""
+    import fcntl
+
+    with path.open("a") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write_gz(path: Path, lines: list[str]) -> None:
+    buffer = io.BytesIO()
+    with gzip.GzipFile(filename="", fileobj=buffer, mode="wb", mtime=0) as file:  # no name, no time: same bytes
+        file.write("".join(f"{line}\n" for line in lines).encode())
+    _write(path, buffer.getvalue())
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

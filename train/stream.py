@@ -1,0 +1,310 @@
+"""The global token stream: which sequences make up each step, the same on any mesh and after any resume.
+
+Row i of every step is *lane* i's: as many lanes as global sequences, whatever the mesh. Lanes are grouped into
+*chains*; a chain reads its own files one after the other, again and again, and deals the documents of an epoch to its
+lanes in turn (document i of epoch e goes to lane (i + e) mod lanes, so that no lane keeps the long ones). A lane packs
+its documents into rows of seq_len tokens. A data rank therefore opens only the files of its rows' chains and tokenizes
+only its own lanes' documents, and a lane's position is five small numbers that any rank can continue from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.train.lanes import Chain, Lane, Place
+from tpshard.train.text import BadRows, Text, check, pieces, rows
+from tpshard.train.tokens import TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+CHAINS = 64
+"""At most so many files are open at once over all ranks; a rank opens those of its own rows."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some rows of one step; every tensor is [rows, seq_len] int64.
+
+    `targets` is the next token of the same document, else IGNORE. `documents` numbers the documents of a row from 0;
+    tokens attend within their number only. `positions` counts from 0 in each document's part of the row. `origin`
+    says for each row which lines of which files are in it, `epoch` how often the text has begun again.
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    documents: torch.Tensor
+    positions: torch.Tensor
+    origin: tuple[str, ...]
+    epoch: int
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Rows start..stop of this batch: a micro-batch."""
+        part = slice(start, stop)
+        return Batch(
+            self.tokens[part],
+            self.targets[part],
+            self.documents[part],
+            self.positions[part],
+            self.origin[part],
+            self.epoch,
+        )
+
+
+class Loader:
+    """The batches of one data rank, in order, read one ahead in the background.
+
+    Args:
+        text: what to read.
+        global_sequences: rows of a step over all ranks.
+        part: the rows of each step that this rank reads; contiguous ranges open the fewest files. Default: all.
+        seed: decides the order of the files.
+        bad_rows: share of unreadable rows that stops the run.
+        once: stop wrapping: rows after the end of the text are padding without targets (for held-out text).
+
+    Raises:
+        Mistakes: exit 6, here or from `next`: unreadable files, too many bad rows, less text than one step takes.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        tokenizer: TextTokenizer,
+        *,
+        seq_len: int,
+        global_sequences: int,
+        part: Sequence[int] | None = None,
+        seed: int = 0,
+        bad_rows: float = 0.01,
+        once: bool = False,
+    ):
+        self.text, self.tokenizer, self.seq_len, self.global_sequences = text, tokenizer, seq_len, global_sequences
+        self.part = tuple(range(global_sequences) if part is None else part)
+        assert all(0 <= row < global_sequences for row in self.part), (self.part, global_sequences)
+        self.seed, self.once = seed, once
+        self.bad = BadRows(text, bad_rows)
+        self.order = sorted(range(len(text.files)), key=lambda i: _mixed(seed, text.files[i].name))
+        self.chains = _chain_count(global_sequences, len(text.files))
+        self.epoch = 0
+        self._ahead: queue.Queue[tuple[Batch, dict[str, Any]] | BaseException] | None = None
+        self._failure: BaseException | None = None
+        if not once:
+            check(text, bad_rows)
+        self._files = {file.name: file.fingerprint() for file in text.files}
+        self._start({})
+        self._state = self._snapshot(0)
+
+    @property
+    def step(self) -> int:
+        """How many batches have been given out since the beginning of the run."""
+        return int(self._state["step"])
+
+    @property
+    def bad_rows(self) -> int:
+        """Unreadable rows skipped so far in the files this rank reads."""
+        return self.bad.bad
+
+    def next(self) -> Batch:
+        """This rank's rows of the next step."""
+        if self._failure:
+            raise self._failure
+        result = (self._ahead or self._read_ahead()).get()
+        self._ahead = None
+        if isinstance(result, BaseException):
+            self._failure = result
+            raise result
+        batch, self._state = result
+        if batch.epoch > self.epoch:
+            self.epoch = batch.epoch
+            logger.info("%s begins again: epoch %d from step %d on", self.text.name, self.epoch, self.step)
+        self._read_ahead()
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands after the last batch given out: JSON, of this rank's rows. See `merged`."""
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any], *, force: bool = False) -> None:
+        """Continue where `state` (of all rows: see `merged`) stood, on whatever mesh.
+
+        `force` begins the text anew where the state does not fit, instead of refusing.
+
+        Raises:
+            Mistakes: exit 6; the files, the tokenizer or the shape of a step are not those of the state.
+        """
+        self.close()
+        self._failure = None
+        differences = self._differences(state)
+        if differences and not force:
+            raise self.text.mistake(
+                "the text cannot be continued where the saved run stood",
+                why="; ".join(differences),
+                fix="restore what has changed, or start a new run (checkpoint.resume: never, and another run.dir)",
+            )
+        if differences:
+            logger.warning("the text begins anew: %s", "; ".join(differences))
+            self._start({})
+            self._state = self._snapshot(int(state.get("step", 0)))
+            return
+        lanes = {int(row): at for row, at in state["lanes"].items()}
+        self._start({row: (Place(*at[:-1]), int(at[-1])) for row, at in lanes.items() if at is not None})
+        self._state = self._snapshot(int(state["step"]))
+
+    def close(self) -> None:
+        """Wait for the batch being read ahead and forget it."""
+        if self._ahead is not None:
+            self._ahead.get()
+            self._ahead = None
+
+    def _read_ahead(self) -> queue.Queue[tuple[Batch, dict[str, Any]] | BaseException]:
+        result: queue.Queue[tuple[Batch, dict[str, Any]] | BaseException] = queue.Queue(1)
+
+        def read(step: int) -> None:
+            try:
+                batch = self._batch(step)
+                result.put((batch, self._snapshot(step + 1)))
+            except BaseException as error:  # handed to whoever waits
+                result.put(error)
+
+        self._ahead = result
+        threading.Thread(target=read, args=(self.step,), name="read-ahead", daemon=True).start()
+        return result
+
+    def _start(self, at: Mapping[int, tuple[Place, int]]) -> None:
+        per_chain = self.global_sequences // self.chains
+        of_chain: dict[int, list[int]] = {}
+        for row in self.part:
+            of_chain.setdefault(row // per_chain, []).append(row)
+        lanes: dict[int, Lane] = {}
+        for number, members in of_chain.items():
+            files = self.order[number :: self.chains]
+            local = [row % per_chain for row in members]
+            start = min((at[row][0] if row in at else Place() for row in members), default=Place())
+            chain = Chain(self.text, files, per_chain, local, start, self.bad, self.once)
+            for row in members:
+                lanes[row] = Lane(row % per_chain, chain, self.tokenizer, at.get(row))
+        self._lanes = [lanes[row] for row in self.part]
+
+    def _batch(self, step: int) -> Batch:
+        made = [lane.row(self.seq_len) for lane in self._lanes]
+        epoch = max((lane.place.epoch for lane in self._lanes if lane.place), default=0)
+        if step == 0 and epoch > 0:
+            self._check_enough()
+
+        def column(values: list[list[int]]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64).reshape(len(self.part), self.seq_len)
+
+        return Batch(
+            tokens=column([row.tokens for row in made]),
+            targets=column([row.targets for row in made]),
+            documents=column([row.documents for row in made]),
+            positions=column([row.positions for row in made]),
+            origin=tuple(" ".join(row.origin) for row in made),
+            epoch=epoch,
+        )
+
+    def _check_enough(self) -> None:
+        """The text began again within the first step: fine if a chain is short, not if all the text is."""
+        needed, have = self.global_sequences * self.seq_len, 0
+        for index in self.order:
+            for row in rows(self.text, self.text.files[index]):
+                if row.text is not None and self.text.keeps(row.text):
+                    have += sum(len(self.tokenizer.document(piece)) for piece in pieces(row.text))
+                if have >= needed:
+                    return
+        raise self.text.mistake(
+            f"{self.text.name} is smaller than one batch: {have} tokens, where a step takes {needed}",
+            why=f"batch.global_sequences {self.global_sequences} x model.seq_len {self.seq_len}",
+            fix="more text, a smaller batch.global_sequences, or a shorter model.seq_len",
+        )
+
+    def _snapshot(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "global_sequences": self.global_sequences,
+            "seq_len": self.seq_len,
+            "seed": self.seed,
+            "tokenizer": self.tokenizer.fingerprint,
+            "files": self._files,
+            "lanes": {
+                str(row): None if lane.place is None else [*lane.place, lane.offset]
+                for row, lane in zip(self.part, self._lanes)
+            },
+        }
+
+    def _differences(self, state: Mapping[str, Any]) -> list[str]:
+        found: list[str] = []
+        for key, name in (
+            ("global_sequences", "batch.global_sequences"),
+            ("seq_len", "model.seq_len"),
+            ("seed", "seed"),
+        ):
+            if state.get(key) != getattr(self, key):
+                found.append(f"{name} was {state.get(key)}, is {getattr(self, key)}")
+        if state.get("tokenizer") != self.tokenizer.fingerprint:
+            found.append(f"the tokenizer {self.tokenizer.folder} is another one")
+        then: Mapping[str, str] = state.get("files", {})
+        for what, names in (
+            ("is gone", sorted(then.keys() - self._files.keys())),
+            ("is new", sorted(self._files.keys() - then.keys())),
+            ("has changed", sorted(n for n in then.keys() & self._files.keys() if then[n] != self._files[n])),
+        ):
+            if names:
+                found.append(f"{names[0]} {what}" + (f", and {len(names) - 1} more" if names[1:] else ""))
+        missing = [row for row in self.part if str(row) not in state.get("lanes", {})]
+        if missing and not found:
+            found.append(f"the saved position lacks row {missing[0]}")
+        return found
+
+
+def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state of all rows from every rank's own; the ranks must stand at the same step.
+
+    Raises:
+        Mistakes: exit 6; they do not.
+    """
+    if len({(s["step"], s["global_sequences"], s["tokenizer"]) for s in states}) != 1:
+        raise Mistakes.one("the ranks' places in the text belong to different steps", exit=Exit.DATA)
+    lanes = {row: at for state in states for row, at in state["lanes"].items()}
+    return {**states[0], "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
+
+
+def held_out_batches(
+    text: Text,
+    tokenizer: TextTokenizer,
+    *,
+    seq_len: int,
+    global_sequences: int,
+    batches: int,
+    part: Sequence[int] | None = None,
+    bad_rows: float = 0.01,
+) -> list[Batch]:
+    """The first `batches` batches of held-out text, always the same ones; this rank's rows of each.
+
+    Every rank gets as many. Where the text ends earlier, what is left is padding without targets, so no text counts
+    twice; a text without documents gives batches without any target.
+    """
+    loader = Loader(
+        text, tokenizer, seq_len=seq_len, global_sequences=global_sequences, part=part, bad_rows=bad_rows, once=True
+    )
+    made = [loader.next() for _ in range(batches)]
+    loader.close()
+    return made
+
+
+def _chain_count(lanes: int, files: int) -> int:
+    """The most chains that share lanes evenly, and files evenly or nearly so (within one in eight)."""
+    return max(
+        n for n in range(1, min(CHAINS, lanes, files) + 1) if lanes % n == 0 and (files % n == 0 or files // n >= 8)
+    )
+
+
+def _mixed(seed: int, name: str) -> bytes:
+    return hashlib.sha256(f"{seed}:{name}".encode()).digest()

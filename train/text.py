@@ -1,0 +1,342 @@
+"""Where text comes from: C4 on the hub, C4-format files on disk, or the sample; all of them files of JSON lines.
+
+A source is a list of files whose lines are `{"text": ...}`; what differs is how a file is opened. Reading is by rows
+here, and not by `datasets`' own JSON reader, because that one drops a whole file for one bad row; resolving names and
+streaming bytes from the hub are `datasets`' own.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import logging
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO, Literal, Protocol, cast
+
+from tpshard.recipes.diagnostic import Exit, Mistakes, Source
+from tpshard.train.sample import ensure_sample
+
+logger = logging.getLogger(__name__)
+
+HELD_OUT = 20
+"""Where a source names no held-out file, one document in so many is held out (of 20 files and more, the last file)."""
+PIECE = 1 << 18
+"""Characters; a longer document is cut into pieces of at most so many, or tokenizing 100 MB would take all memory."""
+LONGEST_ROW = 1 << 28
+"""Bytes; a longer line is a bad row, never held in memory."""
+SMALL = 16 << 20
+"""Bytes; local data up to this size is read once before the first step, so that mistakes show at the start."""
+
+
+class TextFile(Protocol):
+    """One file of JSON lines."""
+
+    @property
+    def name(self) -> str: ...
+
+    def open(self) -> BinaryIO:
+        """The file's bytes, decompressed where gzip."""
+
+    def fingerprint(self) -> str:
+        """Changes when the content does, as far as can be told without reading all of it; "" where it cannot."""
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    path: Path
+    name: str
+
+    def open(self) -> BinaryIO:
+        return _decompressed(self.name, cast(BinaryIO, self.path.open("rb")))
+
+    def fingerprint(self) -> str:
+        with self.path.open("rb") as file:
+            size = file.seek(0, io.SEEK_END)
+            file.seek(0)
+            digest = hashlib.sha256(file.read(1 << 16))
+            file.seek(max(0, size - (1 << 16)))
+            digest.update(file.read())
+        return f"{size}:{digest.hexdigest()[:32]}"
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a hub data set, opened as `datasets` opens it when streaming (ranges, retries, login)."""
+
+    url: str
+    name: str
+
+    def open(self) -> BinaryIO:
+        from datasets.utils.file_utils import xopen
+
+        return _decompressed(self.name, cast(BinaryIO, xopen(self.url, "rb")))
+
+    def fingerprint(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class Text:
+    """One split of a source.
+
+    `part` says which documents count where the split is made inside the files, by the hash of each document.
+    """
+
+    name: str
+    files: tuple[TextFile, ...]
+    part: Literal["all", "train", "held_out"] = "all"
+    where: Source | None = None
+    """The place in the recipe that named it."""
+    trusted: bool = False
+    """Made and verified by ourselves: not read through before the first step."""
+
+    def keeps(self, text: str) -> bool:
+        if self.part == "all":
+            return True
+        held_out = hashlib.sha256(text.encode()).digest()[-1] % HELD_OUT == 0
+        return held_out == (self.part == "held_out")
+
+    def mistake(self, message: str, *, why: str = "", fix: str = "") -> Mistakes:
+        return Mistakes.one(message, exit=Exit.DATA, where=self.where, why=why, fix=fix)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A source: text to train on, text held out from it, and the tokenizer that comes with it (the sample's)."""
+
+    train: Text
+    held_out: Text
+    tokenizer: Path | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a file: its text, or what is wrong with it. Lines count from 0."""
+
+    line: int
+    text: str | None
+    fault: str = ""
+
+
+def open_text(source: str, *, where: Source | None = None, fallback: Path | None = None) -> Corpus:
+    """The corpus that `data.source` names: `sample`, `c4`, or a directory or glob of C4-format *.json.gz.
+
+    Args:
+        where: the place of `data.source` in the recipe, for errors.
+        fallback: a folder for the sample where the user's cache cannot be written.
+
+    Raises:
+        Mistakes: exit 6; nothing there, or the hub cannot be reached.
+    """
+    if source == "sample":
+        sample = ensure_sample(fallback)
+        corpus = _local(str(sample.directory), where)
+        train, held_out = (replace(text, name="sample", trusted=True) for text in (corpus.train, corpus.held_out))
+        return Corpus(train, held_out, sample.tokenizer)
+    if source == "c4":
+        return _hub("allenai/c4", "en", where)
+    return _local(source, where)
+
+
+def rows(text: Text, file: TextFile, start: int = 0) -> Iterator[Row]:
+    """The rows of one file from line `start` on; blank lines are none.
+
+    Raises:
+        Mistakes: exit 6 where the file cannot be read on (gone, cut short, not gzip, connection lost).
+    """
+    line = -1
+    try:
+        with file.open() as stream:
+            for line, raw in enumerate(_lines(stream)):
+                if line >= start and (raw is None or raw.strip()):
+                    yield _row(line, raw)
+    except (OSError, EOFError, zlib.error) as error:
+        cut = isinstance(error, EOFError)
+        raise text.mistake(
+            f"{file.name} of {text.name} {'ends in the middle' if cut else 'cannot be read'}, after {line + 1} rows",
+            why=f"{type(error).__name__}: {error}",
+            fix="fetch the file again, or take it out of data.source",
+        ) from error
+
+
+def pieces(text: str) -> Iterator[str]:
+    """`text` cut into pieces of at most PIECE characters, after white space where there is some near the end."""
+    start = 0
+    while len(text) - start > PIECE:
+        end = start + PIECE
+        space = max(text.rfind(" ", end - 1000, end), text.rfind("\n", end - 1000, end))
+        end = space + 1 if space >= 0 else end
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+class BadRows:
+    """Counts rows, and stops the run when more than `limit` of them are unreadable.
+
+    The share is judged whenever a file ends, and before that once the bad ones are too many for a first thousand
+    rows, so that a file of garbage does not have to be read to its end.
+    """
+
+    def __init__(self, text: Text, limit: float, *, warn: bool = True):
+        self.text, self.limit, self.warn = text, limit, warn
+        self.seen = self.bad = 0
+        self.first = ""
+        """The first one: file, line, fault."""
+
+    def see(self, file: TextFile, row: Row) -> None:
+        self.seen += 1
+        if row.text is not None:
+            return
+        self.bad += 1
+        if not self.first:
+            self.first = f"{file.name}, line {row.line + 1}: {row.fault}"
+            if self.warn:
+                logger.warning("skipped an unreadable row of %s: %s", self.text.name, self.first)
+        self._judge(max(self.seen, 1000))
+
+    def file_ended(self) -> None:
+        if self.bad:
+            self._judge(self.seen)
+
+    def _judge(self, of: int) -> None:
+        if self.bad > self.limit * of:
+            raise self.text.mistake(
+                f"{self.bad} of {self.seen} rows of {self.text.name} are unreadable",
+                why=f"the first: {self.first}",
+                fix=f"mend the data, or raise data.bad_rows (now {self.limit:g})",
+            )
+
+
+def check(text: Text, bad_rows: float) -> None:
+    """Read small local data through once, so that its mistakes show before the first step and not within it."""
+    local = [file for file in text.files if isinstance(file, LocalFile)]
+    try:
+        size = sum(file.path.stat().st_size for file in local)
+    except OSError as error:
+        raise text.mistake(f"a file of {text.name} cannot be read", why=str(error)) from error
+    if text.trusted or len(local) < len(text.files) or size > SMALL:
+        return
+    counter = BadRows(text, bad_rows, warn=False)
+    for file in local:
+        for row in rows(text, file):
+            counter.see(file, row)
+        counter.file_ended()
+    if counter.seen == counter.bad:
+        raise text.mistake(
+            f"{text.name} has no readable row",
+            why=counter.first or f"{len(local)} files, all empty",
+            fix='rows are JSON lines with a "text" that is not empty',
+        )
+
+
+def _local(source: str, where: Source | None) -> Corpus:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        paths = sorted({*path.glob("*.json.gz"), *path.glob("*.jsonl.gz")} or path.rglob("*.json.gz"))
+        what = f"the folder {source} has no *.json.gz"
+    elif path.is_file():
+        paths, what = [path], ""
+    elif any(c in source for c in "*?["):
+        root = Path(path.anchor or ".")
+        paths = sorted(p for p in root.glob(str(path.relative_to(root) if path.anchor else path)) if p.is_file())
+        what = f"no file matches {source}"
+    else:
+        paths, what = [], f"there is no {source}"
+    if not paths:
+        raise Mistakes.one(
+            f"data.source: {what}",
+            exit=Exit.DATA,
+            where=where,
+            fix="`sample`, `c4`, or a directory or glob of C4-format *.json.gz",
+        )
+    short = [p.name for p in paths]
+    names = short if len(set(short)) == len(short) else [str(p) for p in paths]
+    files: list[TextFile] = [LocalFile(p, name) for p, name in zip(paths, names)]
+    return _split(source, files, where)
+
+
+def _split(name: str, files: Sequence[TextFile], where: Source | None) -> Corpus:
+    held_out = [f for f in files if any(word in f.name for word in ("validation", "held_out", "heldout"))]
+    train = [f for f in files if f not in held_out]
+    if not (held_out and train) and len(files) >= HELD_OUT:
+        train, held_out = list(files[:-1]), list(files[-1:])
+    if held_out and train:
+        return Corpus(Text(name, tuple(train), where=where), Text(name, tuple(held_out), where=where))
+    return Corpus(Text(name, tuple(files), "train", where), Text(name, tuple(files), "held_out", where))
+
+
+def _hub(repo: str, config: str, where: Source | None) -> Corpus:
+    try:
+        import datasets
+
+        datasets.disable_progress_bars()
+        urls = datasets.load_dataset_builder(repo, config).config.data_files or {}
+        # the revision is left out of the name: a new README upstream must not look like new text
+        files = [HubFile(url, url.rsplit("/", 1)[-1]) for split in urls for url in sorted(urls[split])]
+        if not files:
+            raise FileNotFoundError("it has no data files")
+    except Exception as error:  # whatever the network, the hub, its login or its cache raise: the data is not there
+        raise Mistakes.one(
+            f"{repo} ({config}) cannot be read from the hub",
+            exit=Exit.DATA,
+            where=where,
+            why=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+            fix="check the network and HF_ENDPOINT; or give data.source a folder of C4-format *.json.gz, or `sample`",
+        ) from error
+    return _split(repo, files, where)
+
+
+def _decompressed(name: str, file: BinaryIO) -> BinaryIO:
+    return cast(BinaryIO, _Gzip(file)) if name.endswith(".gz") else file
+
+
+class _Gzip(gzip.GzipFile):
+    """A gzip reader that closes what it reads from. Gives out what can be read before it fails on what cannot."""
+
+    def __init__(self, file: BinaryIO):
+        super().__init__(fileobj=file, mode="rb")
+        self._file = file
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes | None]:
+    """Lines without their end; None for one that is too long."""
+    while raw := stream.readline(LONGEST_ROW):
+        if len(raw) == LONGEST_ROW and not raw.endswith(b"\n"):
+            while raw and not raw.endswith(b"\n"):
+                raw = stream.readline(1 << 20)
+            yield None
+        else:
+            yield raw
+
+
+def _row(line: int, raw: bytes | None) -> Row:
+    if raw is None:
+        return Row(line, None, f"longer than {LONGEST_ROW} bytes")
+    try:
+        value = json.loads(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return Row(line, None, f"invalid UTF-8: {error.reason}")
+    except (ValueError, RecursionError) as error:
+        return Row(line, None, f"not JSON: {error}")
+    if not isinstance(value, dict) or "text" not in value:
+        return Row(line, None, 'no "text"')
+    text = value["text"]
+    if not isinstance(text, str):
+        return Row(line, None, f'"text" is {type(text).__name__}, not a string')
+    if not text.strip():
+        return Row(line, None, '"text" is empty')
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return Row(line, None, "a surrogate without its pair, which no UTF-8 can hold")
+    return Row(line, text)

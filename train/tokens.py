@@ -1,0 +1,125 @@
+"""The tokenizer of a run: a Hugging Face folder, or the sample's own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpshard.recipes.diagnostic import Exit, Mistakes, Source
+
+END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|end|>")
+"""Tried in this order where no file of the folder names the end-of-text token."""
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """Turns documents into token ids. `vocab` is the smallest vocabulary of a model that takes every id."""
+
+    folder: Path
+    vocab: int
+    begin: int | None
+    end: int
+    fingerprint: str
+    """Of the files that decide the ids; a resumed run compares it."""
+    encode: Callable[[str], list[int]]
+    """Text to ids, no special tokens added."""
+
+    def document(self, text: str, *, first: bool = True, last: bool = True) -> list[int]:
+        """Ids of a document (or of a piece of one): begin (if the tokenizer has one), the text, end."""
+        ids = self.encode(text)
+        if first and self.begin is not None:
+            ids = [self.begin, *ids]
+        return [*ids, self.end] if last else ids
+
+
+def load_tokenizer(folder: Path | str, *, where: Source | None = None) -> TextTokenizer:
+    """Read a tokenizer folder; nothing of it is executed.
+
+    Raises:
+        Mistakes: exit 6; no tokenizer there, a damaged one, or one without an end-of-text token.
+    """
+    folder = Path(folder).expanduser()
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
+    try:
+        found = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+        if "tokenizer.json" in found:
+            vocab, encode, id_of = _fast(found["tokenizer.json"])
+        elif found.keys() & {"tokenizer.model", "tokenizer_config.json"}:
+            vocab, encode, id_of = _by_transformers(folder)
+        else:
+            raise FileNotFoundError("no tokenizer.json in it" if folder.is_dir() else "there is no such folder")
+        special = _special_tokens(found)
+    except Exception as error:  # the libraries raise bare Exceptions on a damaged file
+        raise Mistakes.one(
+            f"the tokenizer {folder} cannot be read",
+            exit=Exit.DATA,
+            where=where,
+            why=f"{type(error).__name__}: {error}",
+            fix="a folder with tokenizer.json and tokenizer_config.json; without data.tokenizer, the sample's is used",
+        ) from error
+    end = id_of(special["eos_token"]) if "eos_token" in special else None
+    if end is None and "eos_token" not in special:
+        end = next((i for i in map(id_of, END_NAMES) if i is not None), None)
+    if end is None:
+        raise Mistakes.one(
+            f"the tokenizer {folder} has no end-of-text token",
+            exit=Exit.DATA,
+            where=where,
+            why=f"eos_token is {special['eos_token']!r}, not in it"
+            if "eos_token" in special
+            else "eos_token is missing",
+            fix="name one as eos_token in its tokenizer_config.json",
+        )
+    begin = id_of(special["bos_token"]) if "bos_token" in special else None
+    digest = hashlib.sha256()
+    for name in ("tokenizer.json", "tokenizer.model"):
+        digest.update(found.get(name, b""))
+    digest.update(repr((begin, end)).encode())
+    return TextTokenizer(folder, vocab, begin, end, digest.hexdigest()[:32], encode)
+
+
+def check_vocab(tokenizer: TextTokenizer, model_vocab: int, *, where: Source | None = None) -> None:
+    """Refuse a tokenizer whose ids the model has no rows for.
+
+    Raises:
+        Mistakes: exit 3.
+    """
+    if tokenizer.vocab > model_vocab:
+        raise Mistakes.one(
+            f"the tokenizer {tokenizer.folder} has {tokenizer.vocab} tokens, the model room for {model_vocab}",
+            exit=Exit.RECIPE,
+            where=where,
+            fix=f"model.vocab {tokenizer.vocab} or more, or the tokenizer that belongs to the model",
+        )
+
+
+def _fast(data: bytes) -> tuple[int, Callable[[str], list[int]], Callable[[str], int | None]]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(data.decode())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    vocab = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    return vocab, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.token_to_id
+
+
+def _by_transformers(folder: Path) -> tuple[int, Callable[[str], list[int]], Callable[[str], int | None]]:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    known = tokenizer.get_vocab()
+    return max(known.values()) + 1, lambda text: list(tokenizer.encode(text, add_special_tokens=False)), known.get
+
+
+def _special_tokens(found: dict[str, bytes]) -> dict[str, str]:
+    special: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for key, value in json.loads(found.get(name, b"{}")).items():
+            content = value.get("content") if isinstance(value, dict) else value
+            if key in ("bos_token", "eos_token") and isinstance(content, str):
+                special[key] = content
+    return special
