@@ -1,0 +1,1 @@
+"""The verb `plan`: devices, cost, report, pictures, search."""

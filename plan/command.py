@@ -1,0 +1,96 @@
+"""What `tpshard plan` does with a recipe that was read and checked: one function from a recipe to text and files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from tpshard.plan import diff as diffs
+from tpshard.plan import make, page, pictures, save, search, text
+from tpshard.plan import trace as traces
+from tpshard.plan.report import Report
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of the command line."""
+
+    source: str = ""
+    what: str = "train"
+    dry_run: bool = False
+    as_json: bool = False
+    verbose: bool = False
+    html: Path | None = None
+    trace: Path | None = None
+    svg: Path | None = None
+    explain: str | None = None
+    search: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    text: str
+    """For stdout."""
+    exit: Exit
+
+
+def run(recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callable[[str], None] | None = None) -> Done:
+    """Plans; writes the files that were asked for, and without `dry_run` those of the run's folder.
+
+    Exit 0, or 4 where the recipe does not fit its devices (everything is said and written all the same).
+    """
+    tell = note or (lambda _: None)
+    if asked.search:
+        return _searched(recipe, asked, tell)
+    report = make.report(recipe, asked.source or recipe.name, asked.what, accuracy())
+    if asked.explain is not None:
+        return Done(_explained(report, asked.explain), Exit.DONE)
+    if other is not None:
+        found = diffs.diff(report, make.report(other, other.name, asked.what))
+        return Done(json.dumps(found, indent=1) + "\n" if asked.as_json else diffs.text(found), Exit.DONE)
+    if asked.what != "train":
+        pass  # its edits are other meshes, which the verdict already names
+    elif not report.fits:
+        report.edits = search.edits(report, recipe)
+    elif not asked.as_json or asked.html is not None:
+        report.suggestions = search.suggestions(report, recipe)
+    files = [(asked.html, page.page), (asked.trace, traces.trace), (asked.svg, pictures.svg)]
+    if not asked.dry_run:
+        folder = Path(recipe.run.dir)
+        save.write(folder / "plan.json", save.dumps(report, recipe.to_yaml()))
+        files += [(folder / "plan.html", page.page), (folder / "plan.trace.json", traces.trace)]
+        tell(f"saved {folder}/plan.json, plan.html, plan.trace.json")
+    for path, make_text in files:
+        if path is not None:
+            save.write(path, make_text(report))
+    shown = text.screen(report, verbose=asked.verbose)
+    if asked.as_json:
+        shown = json.dumps(report.to_json(), indent=1) + "\n"
+    return Done(shown, Exit.DONE if report.fits else Exit.FIT)
+
+
+def _searched(recipe: Recipe, asked: Asked, tell: Callable[[str], None]) -> Done:
+    result = search.search(recipe, tell)
+    if asked.as_json:
+        rows = [dataclasses.asdict(c) for c in result.candidates]
+        return Done(json.dumps({"candidates": rows, "refused": result.refused}, indent=1) + "\n", Exit.DONE)
+    return Done(search.text(result, recipe), Exit.DONE if result.candidates else Exit.FIT)
+
+
+def _explained(report: Report, name: str) -> str:
+    try:
+        return make.explain(report.pricing.parts[0].part.program, name)
+    except KeyError as error:
+        raise Mistakes.one(str(error.args[0]), exit=Exit.USAGE, fix="names are those of `plan --verbose`") from error
+
+
+def accuracy() -> str:
+    """The mean errors that `benchmarks/plan_accuracy.py` last wrote; empty where it never ran."""
+    file = resources.files("tpshard.plan").joinpath("devices/accuracy.txt")
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""

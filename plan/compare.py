@@ -1,0 +1,73 @@
+"""Predicted against measured, from the files that a run leaves: plan.json and metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tpshard.plan import save
+from tpshard.plan.text import gib, seconds
+
+SKIPPED = 2
+"""Logged steps that a run warms up in: they are not compared where there are enough others."""
+
+
+def compare(folder: Path) -> dict[str, Any] | None:
+    """{figure: {predicted, measured, error}} of a run's folder; None where it has no plan or logged no step.
+
+    Measured is the median over the last attempt's training rows; a step logged twice counts last.
+    """
+    try:
+        plan = save.read(str(folder / "plan.json")).report
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    except Exception:  # a run without a plan, or one that is being written: there is nothing to compare
+        return None
+    rows: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # the last line of a run that was killed
+        if isinstance(row, dict) and row.get("loss") is not None and "step" in row:
+            rows[int(row["step"])] = row
+    last = max((row.get("run") or 0 for row in rows.values()), default=None)
+    kept = [row for _, row in sorted(rows.items()) if (row.get("run") or 0) == last]
+    kept = kept[SKIPPED:] if len(kept) > SKIPPED + 2 else kept[1:] or kept
+    if not kept:
+        return None
+    predicted = {
+        "step_s": plan["time"]["step_s"],
+        "exposed_comm_s": plan["time"]["exposed_comm_s"],
+        "peak_memory_bytes": plan["memory"]["peak_bytes"],
+        "tokens_per_s": plan["tokens_per_s_per_device"] * _devices(plan),
+    }
+    found: dict[str, Any] = {}
+    for name, value in predicted.items():
+        measured = sorted(float(row[name]) for row in kept if row.get(name) is not None)
+        if measured:
+            middle = measured[len(measured) // 2]
+            found[name] = {"predicted": value, "measured": middle, "error": value / middle - 1 if middle else None}
+    return found or None
+
+
+def record(folder: Path) -> str:
+    """Writes the comparison beside the plan (`plan_measured.json`) and returns it as text; "" where there is none."""
+    found = compare(folder)
+    if found is None:
+        return ""
+    save.write(folder / "plan_measured.json", json.dumps(found, indent=1, sort_keys=True) + "\n")
+    show = {"step_s": seconds, "exposed_comm_s": seconds, "peak_memory_bytes": gib}
+    parts = []
+    for name, row in found.items():
+        form = show.get(name, lambda v: f"{v:.0f}")
+        error = "" if row["error"] is None else f" ({100 * row['error']:+.0f}%)"
+        parts.append(f"{name} {form(row['predicted'])} against {form(row['measured'])}{error}")
+    return "planned against measured: " + ", ".join(parts)
+
+
+def _devices(plan: Any) -> int:
+    n = 1
+    for size in plan["mesh"].values():
+        n *= size
+    return n

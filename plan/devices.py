@@ -1,0 +1,262 @@
+"""Device files: read, checked, and turned into `Device`. Everything wrong is reported at once, with its place."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tpshard.parallelism.cost import Device, Link
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
+from tpshard.recipes.nodes import Node, read, scalar
+
+BUILTIN = ("cpu", "a100-40g", "a100-80g", "h100-sxm-80g", "h100-sxm-96g", "h200", "h200-x4", "b200")
+_PREFIX = {"": 1.0, "K": 1e3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_UNITS = {
+    "bytes": re.compile(r"([\d.]+(?:e\d+)?)\s*([KkMGT]?)(i?)B"),
+    "bandwidth": re.compile(r"([\d.]+(?:e\d+)?)\s*([kMGT]?)(i?)(B|bit)/s"),
+    "rate": re.compile(r"([\d.]+(?:e\d+)?)\s*([GTP])(i?)FLOP/s"),
+    "time": re.compile(r"([\d.]+(?:e-?\d+)?)\s*(s|ms|us|ns)"),
+}
+
+
+_WORDS = {
+    "bytes": ("an amount of memory", "80 GiB"),
+    "bandwidth": ("a bandwidth", "3.35 TB/s or 400 Gbit/s"),
+    "rate": ("a rate", "989 TFLOP/s"),
+    "time": ("a time", "5 us"),
+}
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A value of a device file: its unit, what is plausible, and its default (None: required)."""
+
+    unit: str
+    least: float = 0.0
+    most: float = math.inf
+    default: Any = None
+    what: str = ""
+
+
+_LINK = {
+    "bandwidth": _Key("bandwidth", 1e6, 1e13, what="bytes or bits one device sends a second, one direction"),
+    "latency": _Key("time", 0.0, 1.0, what="of one hop"),
+    "efficiency": _Key("share", 0.01, 1.0, 0.8),
+    "slowdown": _Key("share", 0.0, 0.95, 0.0),
+    "shared": _Key("bool", default=False),
+    "direct": _Key("bool", default=False),
+    "crowded": _Key("time", 0.0, 1.0, 0.0),
+}
+_CONSTANTS = {
+    "matmul": _Key("share", 0.01, 1.0, 0.75),
+    "attention": _Key("share", 0.005, 1.0, 0.5),
+    "attention_backward": _Key("share", 0.005, 1.0, 0.4),
+    "streaming": _Key("share", 0.01, 1.0, 0.85),
+    "op": _Key("time", 0.0, 0.1, 4e-6),
+    "eager_op": _Key("time", 0.0, 0.1, 8e-6),
+    "issue": _Key("time", 0.0, 0.1, 2e-5),
+    "step": _Key("time", 0.0, 10.0, 0.0),
+    "reserved": _Key("ratio", 1.0, 2.0, 1.05),
+}
+_TOP = {
+    "schema": _Key("int", 1, 1),
+    "name": _Key("text"),
+    "kind": _Key("gpu|cpu"),
+    "backend": _Key("nccl|gloo"),
+    "memory": _Key("bytes", 2**28, 2**50),
+    "context": _Key("bytes", 0, 2**36, 0),
+    "memory_bandwidth": _Key("bandwidth", 1e8, 1e15),
+    "rates": _Key("rates"),
+    "host": _Key("host"),
+    "constants": _Key("constants", default={}),
+    "fitted": _Key("texts", default={}),
+    "measured": _Key("text", default=""),
+}
+_HOST = {
+    "devices": _Key("int", 1, 4096),
+    "cores": _Key("int", 0, 4096, 0),
+    "inside": _Key("link"),
+    "across": _Key("link"),
+}
+_RATES = {name: _Key("rate", 1e8, 1e17) for name in ("bf16", "fp16", "fp32", "tf32", "fp8", "fp64", "int8")}
+
+
+def device(name_or_file: str, where: Source | None = None) -> Device:
+    """A device by name, or from a YAML file. Raises `Mistakes` (exit 3) that name file, line and column."""
+    if name_or_file in BUILTIN:
+        text = resources.files("tpshard.plan").joinpath(f"devices/{name_or_file}.yaml").read_bytes()
+        return parse(text, f"{name_or_file}.yaml")
+    path = Path(name_or_file)
+    if not path.is_file():
+        raise Mistakes.one(
+            f"there is no device `{name_or_file}`",
+            where=where,
+            why="neither a known name nor a file",
+            fix=f"one of {', '.join(BUILTIN)}, or a file; `tpshard doctor --measure` writes one for this machine",
+        )
+    return parse(path.read_bytes(), name_or_file)
+
+
+def parse(data: bytes, file: str) -> Device:
+    """A `Device` from the bytes of a device file; `file` is named in what is reported."""
+    root = read(data, file)
+    reader = _Reader()
+    top = reader.section(root, _TOP, "")
+    if reader.mistakes:
+        raise Mistakes(reader.mistakes)
+    host, rates, constants = top["host"], top["rates"], top["constants"]
+    made = Device(
+        name=top["name"],
+        kind=top["kind"],
+        backend=top["backend"],
+        memory_bytes=int(top["memory"]),
+        context_bytes=int(top["context"]),
+        memory_bandwidth=top["memory_bandwidth"],
+        rates=rates,
+        host_devices=host["devices"],
+        inside=_link(host["inside"]),
+        across=_link(host["across"]),
+        matmul=constants["matmul"],
+        attention=constants["attention"],
+        attention_backward=constants["attention_backward"],
+        streaming=constants["streaming"],
+        op_s=constants["op"],
+        eager_op_s=constants["eager_op"],
+        issue_s=constants["issue"],
+        step_s=constants["step"],
+        reserved=constants["reserved"],
+        cores=host["cores"],
+        fitted=top["fitted"],
+    )
+    if made.kind == "cpu" and made.cores < 1:
+        reader.wrong("a CPU needs `host.cores`", root, "its processes share them", "host: {cores: 8, ...}")
+    if made.context_bytes >= made.memory_bytes:
+        reader.wrong("`context` leaves no memory", root, f"{made.context_bytes} of {made.memory_bytes} bytes", "")
+    if reader.mistakes:
+        raise Mistakes(reader.mistakes)
+    return made
+
+
+def _link(values: dict[str, Any]) -> Link:
+    return Link(
+        values["bandwidth"], values["latency"], values["efficiency"], values["slowdown"], values["shared"],
+        values["direct"], values["crowded"],
+    )  # fmt: skip
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.mistakes: list[Diagnostic] = []
+
+    def wrong(self, message: str, node: Node, why: str, fix: str) -> None:
+        self.mistakes.append(Diagnostic(message, Exit.RECIPE, node.source, why, fix))
+
+    def section(self, node: Node, keys: dict[str, _Key], path: str) -> dict[str, Any]:
+        """Values of a map by the keys it may have; unknown and missing ones are reported."""
+        values: dict[str, Any] = {}
+        if node.kind != "map":
+            self.wrong(f"`{path or 'the file'}` is not a map", node, "key: value pairs expected", "")
+            return {name: key.default for name, key in keys.items()}
+        for written, _ in node.entries:
+            if written.text not in keys:
+                known = ", ".join(keys)
+                self.wrong(f"unknown key `{_join(path, written.text)}`", written, "not part of a device file", known)
+        for name, key in keys.items():
+            found = node.get(name)
+            if found is None:
+                if key.default is None:
+                    words = _WORDS.get(key.unit, (key.unit.replace("|", " or "), ""))
+                    fix = f"{name}: {words[1]}" if words[1] else ""
+                    self.wrong(f"`{_join(path, name)}` is missing", node, key.what or words[0], fix)
+                values[name] = self._nested_default(key)
+            else:
+                values[name] = self.value(found, key, _join(path, name))
+        return values
+
+    def _nested_default(self, key: _Key) -> Any:
+        if key.unit == "constants":
+            return {name: inner.default for name, inner in _CONSTANTS.items()}
+        if key.unit == "link":
+            return {name: inner.default for name, inner in _LINK.items()}
+        return key.default
+
+    def value(self, node: Node, key: _Key, path: str) -> Any:
+        if key.unit == "host":
+            return self.section(node, _HOST, path)
+        if key.unit == "link":
+            return self.section(node, _LINK, path)
+        if key.unit == "constants":
+            return self.section(node, _CONSTANTS, path)
+        if key.unit == "rates":
+            return self._rates(node, path)
+        if key.unit == "texts":
+            return {name.text: value.text for name, value in node.entries}
+        if node.kind != "scalar":
+            self.wrong(f"`{path}` is not a single value", node, f"a {key.unit}", "")
+            return key.default
+        if "|" in key.unit:
+            if node.text not in key.unit.split("|"):
+                self.wrong(f"`{path}: {node.text}` is not known", node, key.unit.replace("|", " or "), "")
+            return node.text
+        if key.unit == "text":
+            return node.text
+        if key.unit == "bool":
+            found = scalar(node)
+            if not isinstance(found, bool):
+                self.wrong(f"`{path}: {node.text}` is not true or false", node, "", "")
+            return found
+        number = self._number(node, key, path)
+        if number is None:
+            return key.default
+        if not (key.least <= number <= key.most):
+            limits = f"between {_show(key.least, key.unit)} and {_show(key.most, key.unit)}"
+            self.wrong(f"`{path}: {node.text}` cannot be", node, f"{limits} expected", "")
+        return int(number) if key.unit == "int" else number
+
+    def _rates(self, node: Node, path: str) -> dict[str, float]:
+        if node.kind != "map" or not node.entries:
+            self.wrong(f"`{path}` names no dtype", node, "dtype: rate", "rates: {bf16: 989 TFLOP/s}")
+            return {}
+        rates = {}
+        for name, value in node.entries:
+            if name.text not in _RATES:
+                self.wrong(f"unknown dtype `{_join(path, name.text)}`", name, "", ", ".join(_RATES))
+                continue
+            rates[name.text] = self.value(value, _RATES[name.text], _join(path, name.text))
+        if not {"bf16", "fp32"} & rates.keys():
+            self.wrong(f"`{path}` has neither bf16 nor fp32", node, "one of them is needed", "")
+        return rates
+
+    def _number(self, node: Node, key: _Key, path: str) -> float | None:
+        if key.unit in ("share", "ratio", "int"):
+            found = scalar(node)
+            good = isinstance(found, int) if key.unit == "int" else isinstance(found, (int, float))
+            if isinstance(found, bool) or not good or not math.isfinite(float(found)):  # type: ignore[arg-type]
+                self.wrong(f"`{path}: {node.text}` is not a number", node, f"a {key.unit} expected", "")
+                return None
+            return float(found)  # type: ignore[arg-type]
+        match = _UNITS[key.unit].fullmatch(node.text.strip())
+        if match is None:
+            words, example = _WORDS[key.unit]
+            self.wrong(f"`{path}: {node.text}` is not {words} with its unit", node, f"such as {example}", "")
+            return None
+        if key.unit == "time":
+            return float(match[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[match[2]]
+        step = _PREFIX[match[2]]
+        if match[3]:
+            step = 1024.0 ** round(math.log(step, 1000))
+        number = float(match[1]) * step
+        return number / 8 if key.unit == "bandwidth" and match[4] == "bit" else number
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _show(number: float, unit: str) -> str:
+    suffix = {"bytes": " B", "bandwidth": " B/s", "rate": " FLOP/s", "time": " s"}.get(unit, "")
+    return f"{number:g}{suffix}"

@@ -1,0 +1,96 @@
+"""Two plans side by side: what changes, and what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tpshard.plan.report import Report
+from tpshard.plan.text import axes_text, cut, gib, seconds, spread
+
+
+def figures(report: Report) -> dict[str, float]:
+    """The figures that are compared, by name."""
+    return {
+        "step_s": report.pricing.step_s,
+        "exposed_comm_s": report.pricing.exposed_s,
+        "tokens_per_s_per_device": report.tokens_per_s_per_device,
+        "mfu": report.mfu,
+        "needed_bytes": float(report.pricing.needed_bytes),
+        "sent_bytes": float(sum(line.wire_bytes for line in report.lines)),
+        "flop_efficiency": report.flop_efficiency,
+    }
+
+
+def diff(before: Report, after: Report) -> dict[str, Any]:
+    """What `--diff` says, as plain data."""
+    old, new = figures(before), figures(after)
+    return {
+        "before": before.job.name,
+        "after": after.job.name,
+        "figures": {
+            name: {"before": old[name], "after": new[name], "change": new[name] / old[name] - 1 if old[name] else None}
+            for name in old
+        },
+        "shardings": _shardings(before, after),
+        "collectives": _collectives(before, after),
+        "fits": [before.fits, after.fits],
+    }
+
+
+def _shardings(before: Report, after: Report) -> list[dict[str, Any]]:
+    def table(report: Report) -> dict[str, str]:
+        return {
+            t.name: spread(t.sharding) + (f" at rest {spread(t.stored)}" if t.stored is not None else "")
+            for t in report.tensors
+        }
+
+    old, new = table(before), table(after)
+    names = [*old, *(name for name in new if name not in old)]
+    return [
+        {"name": name, "before": old.get(name), "after": new.get(name)}
+        for name in names
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _collectives(before: Report, after: Report) -> list[dict[str, Any]]:
+    def table(report: Report) -> dict[tuple[str, str, str], list[float]]:
+        found: dict[tuple[str, str, str], list[float]] = {}
+        for line in report.lines:
+            row = found.setdefault((line.kind, axes_text(line.axes), line.of), [0, 0, 0.0])
+            row[0], row[1], row[2] = row[0] + line.count, row[1] + line.wire_bytes, row[2] + line.time_s
+        return found
+
+    old, new = table(before), table(after)
+    rows = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key, [0, 0, 0.0]), new.get(key, [0, 0, 0.0])
+        if a != b:
+            rows.append(
+                {
+                    "kind": key[0], "axes": key[1], "of": key[2], "count": [a[0], b[0]], "wire_bytes": [a[1], b[1]],
+                    "time_s": [a[2], b[2]],
+                }
+            )  # fmt: skip
+    return rows
+
+
+def text(found: dict[str, Any]) -> str:
+    """The same for people."""
+    show = {"step_s": seconds, "exposed_comm_s": seconds, "needed_bytes": gib, "sent_bytes": gib}
+    lines = [f"{found['before']} -> {found['after']}"]
+    for name, row in found["figures"].items():
+        form = show.get(name, lambda v: f"{v:.4g}")
+        change = "" if row["change"] is None else f"  {100 * row['change']:+.1f}%"
+        lines.append(f"  {name:<26} {form(row['before']):>12} -> {form(row['after']):>12}{change}")
+    if found["fits"][0] != found["fits"][1]:
+        lines.append("  it fits no longer" if found["fits"][0] else "  it fits now")
+    lines.append(f"SHARDINGS  {len(found['shardings'])} tensors change")
+    lines += [f"  {r['name']}: {r['before'] or '(none)'} -> {r['after'] or '(none)'}" for r in found["shardings"][:16]]
+    lines.append(f"COLLECTIVES  {len(found['collectives'])} kinds change")
+    for r in found["collectives"][:16]:
+        lines.append(
+            f"  {r['kind']} over {r['axes']} of {r['of']}: {r['count'][0]} -> {r['count'][1]}, sent "
+            f"{gib(r['wire_bytes'][0])} -> {gib(r['wire_bytes'][1])}"
+        )
+    return "\n".join(cut(line) for line in lines) + "\n"

@@ -1,0 +1,181 @@
+"""SVG drawings of a plan: timeline, memory over time, the mesh. Plain strings, nothing loaded from anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from tpshard.parallelism.fusion import known
+from tpshard.parallelism.liveness import CATEGORIES
+from tpshard.plan.pricing import PricedPart
+from tpshard.plan.report import Report
+from tpshard.plan.text import LABELS, gib, seconds
+from tpshard.plan.trace import lanes
+
+COLORS = {
+    "parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#76b7b2", "activations": "#59a14f",
+    "gathered": "#edc948", "logits_and_loss": "#b07aa1", "communication": "#ff9da7", "cache": "#9c755f",
+    "temporary": "#bab0ac", "forward": "#4e79a7", "backward": "#59a14f", "recompute": "#edc948",
+    "update": "#76b7b2", "inside": "#b07aa1", "across": "#e15759", "wait": "#d62728",
+}  # fmt: skip
+_W, _LEFT, _ROW = 1000, 130, 22
+_POINTS = 600
+
+
+def svg(report: Report) -> str:
+    """Timeline and memory of the part in which most of a step is spent, as one standalone file."""
+    part = main_part(report)
+    time_h, memory_h = timeline_height(part), 240
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_W}" height="{time_h + memory_h + 40}" '
+        f'viewBox="0 0 {_W} {time_h + memory_h + 40}" font-family="sans-serif" font-size="11">\n'
+        f'<rect width="100%" height="100%" fill="#ffffff"/>\n'
+        f'<text x="8" y="18" font-size="14">{escape(report.job.name)}: {escape(part.part.name)}, '
+        f"{seconds(part.timeline.seconds)}</text>\n"
+        f'<g transform="translate(0,28)">{timeline(part)}</g>\n'
+        f'<g transform="translate(0,{28 + time_h})">{memory(report, part, memory_h)}</g>\n</svg>\n'
+    )
+
+
+def main_part(report: Report) -> PricedPart:
+    return max(report.pricing.parts, key=lambda p: p.seconds)
+
+
+def timeline_height(part: PricedPart) -> int:
+    return _ROW * len(lanes(part)) + 26
+
+
+def timeline(part: PricedPart) -> str:
+    """A lane per resource; neighbouring events of one colour closer than a pixel are drawn as one."""
+    total = part.timeline.seconds or 1.0
+    scale = (_W - _LEFT - 10) / total
+    out = []
+    for row, lane in enumerate(lanes(part)):
+        y = row * _ROW
+        title = {"compute": "compute", "wait": "waiting"}.get(lane, lane)
+        out.append(f'<text x="8" y="{y + 15}">{escape(title)}</text>')
+        run: tuple[float, float, str, str] | None = None
+        for event in part.timeline.events:
+            if event.lane != lane:
+                continue
+            here = known(part.priced.kernels[event.task].node)
+            color = COLORS.get(_tint(lane, part, event.task), "#888888")
+            x0, x1 = _LEFT + event.start * scale, _LEFT + event.end * scale
+            if run is not None and run[2] == color and x0 - run[1] < 0.3 and run[1] - run[0] < 6:
+                run = (run[0], x1, color, run[3])
+                continue
+            if run is not None:
+                out.append(_bar(run, y))
+            words = f"{here.module or here.origin or event.name} {here.phase} {seconds(event.end - event.start)}"
+            if here.comm is not None:
+                words += f" {here.comm.kind} {gib(here.comm.bytes)}: {here.comm.reason}"
+            run = (x0, x1, color, words)
+        if run is not None:
+            out.append(_bar(run, y))
+    y = _ROW * len(lanes(part))
+    for tick in range(6):
+        x = _LEFT + (_W - _LEFT - 10) * tick / 5
+        words = seconds(total * tick / 5)
+        out.append(f'<text x="{x:.1f}" y="{y + 14}" text-anchor="middle" fill="#555555">{words}</text>')
+    return "\n".join(out)
+
+
+def _bar(run: tuple[float, float, str, str], y: float) -> str:
+    x0, x1, color, words = run
+    return (
+        f'<rect x="{x0:.2f}" y="{y + 2}" width="{max(x1 - x0, 0.25):.2f}" height="{_ROW - 4}" fill="{color}">'
+        f"<title>{escape(words)}</title></rect>"
+    )
+
+
+def _tint(lane: str, part: PricedPart, task: int) -> str:
+    if lane == "wait":
+        return "wait"
+    cost = part.priced.costs.get(task)
+    return cost.wire if cost is not None else known(part.priced.kernels[task].node).phase
+
+
+def memory(report: Report, part: PricedPart, height: int) -> str:
+    """Bytes held over the time of one run of a part, stacked by category, with the device's memory as a line."""
+    at, curves = part.timeline.at, part.memory.by_category
+    total = part.timeline.seconds or 1.0
+    plot_h = height - 60
+    limit = report.pricing.device.memory_bytes - report.pricing.device.context_bytes
+    top = max(part.memory.peak_bytes, min(limit, 2 * part.memory.peak_bytes), 1)
+    picks = sampled(at, part.memory.curve)
+    scale_x, scale_y = (_W - _LEFT - 10) / total, plot_h / top
+    base = [0.0] * len(picks)
+    out = []
+    names = [name for name in CATEGORIES if name in curves]
+    for name in names:
+        upper = [b + curves[name][i] for b, i in zip(base, picks)]
+        there = [f"{_LEFT + at[i] * scale_x:.1f},{plot_h - v * scale_y:.1f}" for i, v in zip(picks, upper)]
+        back = [f"{_LEFT + at[i] * scale_x:.1f},{plot_h - v * scale_y:.1f}" for i, v in zip(picks, base)][::-1]
+        out.append(
+            f'<polygon points="{" ".join(there + back)}" fill="{COLORS[name]}"><title>{LABELS[name]}</title></polygon>'
+        )
+        base = upper
+    if limit <= top:
+        y = plot_h - limit * scale_y
+        out.append(f'<line x1="{_LEFT}" x2="{_W - 10}" y1="{y:.1f}" y2="{y:.1f}" stroke="#d62728" stroke-width="2"/>')
+        out.append(f'<text x="{_W - 12}" y="{y + 12:.1f}" text-anchor="end" fill="#d62728">device {gib(limit)}</text>')
+    for tick in range(5):
+        y = plot_h - plot_h * tick / 4
+        words = gib(top * tick / 4)
+        out.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#555555">{words}</text>')
+    x = _LEFT
+    for name in names:
+        out.append(f'<rect x="{x}" y="{plot_h + 14}" width="10" height="10" fill="{COLORS[name]}"/>')
+        out.append(f'<text x="{x + 14}" y="{plot_h + 23}">{LABELS[name]}</text>')
+        x += 28 + 6 * len(LABELS[name])
+    return "\n".join(out)
+
+
+def sampled(at: Sequence[float], curve: Sequence[int]) -> list[int]:
+    """Indices to draw: at most a few hundred, the highest of each stretch among them."""
+    if not at:
+        return []
+    total = at[-1] or 1.0
+    best: dict[int, int] = {}
+    for i, t in enumerate(at):
+        slot = int(_POINTS * t / total)
+        if slot not in best or curve[i] > curve[best[slot]]:
+            best[slot] = i
+    return sorted({0, *best.values(), len(at) - 1})
+
+
+def mesh_map(report: Report) -> str:
+    """Devices as boxes, a frame per host; the last axis runs to the right. At most 8 hosts are drawn."""
+    per, nodes = report.job.devices_per_node, report.job.nodes
+    shown, cell = min(nodes, 8), 44
+    columns = min(per, 8)
+    rows = -(-per // columns)
+    sizes, names = list(report.job.mesh.values()), list(report.job.mesh)
+    out, host_w, host_h = [], columns * cell + 12, rows * cell + 28
+    across = max(1, min(shown, 960 // host_w))
+    for host in range(shown):
+        x, y = 8 + (host % across) * (host_w + 8), (host // across) * (host_h + 8)
+        out.append(f'<rect x="{x}" y="{y}" width="{host_w}" height="{host_h}" fill="none" stroke="#999999" rx="4"/>')
+        out.append(f'<text x="{x + 6}" y="{y + 14}">host {host}</text>')
+        for local in range(min(per, report.devices - host * per)):
+            rank = host * per + local
+            where, left = [], rank
+            for size in reversed(sizes):
+                where.append(left % size)
+                left //= size
+            place = list(reversed(where))
+            label = ", ".join(f"{n} {p}" for n, p, s in zip(names, place, sizes) if s > 1) or "alone"
+            cx, cy = x + 6 + (local % columns) * cell, y + 20 + (local // columns) * cell
+            hue = 360 * place[-1] // max(1, sizes[-1]) if sizes else 0
+            out.append(
+                f'<rect x="{cx}" y="{cy}" width="{cell - 4}" height="{cell - 4}" fill="hsl({hue},55%,80%)" rx="3">'
+                f"<title>device {rank}: {escape(label)}</title></rect>"
+                f'<text x="{cx + cell / 2 - 2}" y="{cy + cell / 2 + 2}" text-anchor="middle">{rank}</text>'
+            )
+    height = -(-shown // across) * (host_h + 8)
+    more = f"<p>and {nodes - shown} hosts more</p>" if nodes > shown else ""
+    return (
+        f'<svg width="{_W}" height="{height}" viewBox="0 0 {_W} {height}" font-family="sans-serif" font-size="11">'
+        + "\n".join(out)
+        + f"</svg>{more}"
+    )

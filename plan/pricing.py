@@ -1,0 +1,158 @@
+"""A step of a recipe, priced: its programs run through the two lanes, its memory followed over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tpshard.parallelism.cost import CommCost, Device
+from tpshard.parallelism.fusion import Compiled, known
+from tpshard.parallelism.liveness import Memory, liveness
+from tpshard.parallelism.program import Collective, Program
+from tpshard.parallelism.simulation import Priced, Timeline, price
+
+
+@dataclass(frozen=True)
+class Part:
+    """A program as a step runs it: `times` in a row, beside `always` bytes (by category) that it does not hold."""
+
+    name: str
+    program: Program
+    times: int = 1
+    always: Mapping[str, int] = field(default_factory=dict)
+    compiled: Compiled = "all"
+
+
+@dataclass
+class PricedPart:
+    part: Part
+    priced: Priced
+    timeline: Timeline
+    memory: Memory
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.seconds * self.part.times
+
+
+@dataclass
+class Line:
+    """Collectives of one kind over the same axes for the same purpose, over a whole step."""
+
+    kind: str
+    axes: tuple[object, ...]
+    of: str
+    wire: str
+    dtype: str
+    algorithm: str
+    phase: str
+    reason: str
+    asked: bool
+    count: int = 0
+    members: int = 0
+    bytes: int = 0
+    wire_bytes: int = 0
+    time_s: float = 0.0
+    exposed_s: float = 0.0
+
+
+@dataclass
+class Pricing:
+    """What a step takes, in seconds, bytes and FLOPs of one device."""
+
+    device: Device
+    parts: list[PricedPart]
+    fixed_s: float
+    """Seconds of a step that belong to no program: the host's loop."""
+
+    def _sum(self, name: str) -> float:
+        return float(sum(getattr(p.timeline, name) * p.part.times for p in self.parts))
+
+    @property
+    def step_s(self) -> float:
+        return self._sum("seconds") + self.fixed_s
+
+    @property
+    def compute_s(self) -> float:
+        return self._sum("compute_s") + self.fixed_s
+
+    @property
+    def comm_s(self) -> float:
+        return self._sum("comm_s")
+
+    @property
+    def exposed_s(self) -> float:
+        return self._sum("exposed_s")
+
+    @property
+    def slowed_s(self) -> float:
+        return self._sum("slowed_s")
+
+    @property
+    def worst(self) -> PricedPart:
+        """The part in which memory peaks."""
+        return max(self.parts, key=lambda p: p.memory.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.worst.memory.peak_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the allocator will have taken from the device at the peak."""
+        return int(self.peak_bytes * self.device.reserved)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Reserved, and what is taken before the first tensor."""
+        return self.reserved_bytes + self.device.context_bytes
+
+    def flops(self, *, recompute: bool) -> tuple[int, int]:
+        """(of one device, of all devices' useful work) per step."""
+        local = whole = 0
+        for entry in self.parts:
+            for node in entry.part.program.graph.nodes:
+                here = known(node)
+                if here.phase != "recompute" or recompute:
+                    local += here.flops * entry.part.times
+                    whole += here.global_flops * entry.part.times
+        return local, whole
+
+    def lines(self) -> list[Line]:
+        """The step's collectives, grouped; most expensive first."""
+        found: dict[tuple[object, ...], Line] = {}
+        for entry in self.parts:
+            for i, cost in sorted(entry.priced.costs.items()):
+                node = entry.priced.kernels[i].node
+                here = known(node)
+                assert here.comm is not None
+                _add(found, here.comm, here.phase, cost, entry.timeline.exposed.get(i, 0.0), entry.part.times)
+        return sorted(found.values(), key=lambda line: (-line.time_s, line.kind, str(line.axes), line.of, line.phase))
+
+
+def _add(
+    found: dict[tuple[object, ...], Line], comm: Collective, phase: str, cost: CommCost, exposed: float, times: int
+) -> None:
+    key = (comm.kind, comm.axes, comm.of, cost.wire, comm.dtype, cost.algorithm, phase, comm.asked)
+    line = found.get(key)
+    if line is None:
+        line = found[key] = Line(
+            comm.kind, comm.axes, comm.of, cost.wire, comm.dtype, cost.algorithm, phase, comm.reason, comm.asked
+        )
+    line.count += times
+    line.members += comm.members * times
+    line.bytes += comm.bytes * times
+    line.wire_bytes += cost.wire_bytes * times
+    line.time_s += cost.seconds * times
+    line.exposed_s += exposed * times
+
+
+def price_parts(parts: Sequence[Part], device: Device, per_host: int, *, processes: int) -> Pricing:
+    """Prices a step. `per_host`: devices of a host that the mesh uses; `processes`: of them on the busiest host."""
+    mine = device.shared_by(processes)
+    done = []
+    for part in parts:
+        priced = price(part.program, mine, per_host, compiled=part.compiled)
+        memory = liveness(part.program, priced.kernels, always=part.always, reuse=part.compiled == "all")
+        done.append(PricedPart(part, priced, priced.run(), memory))
+    return Pricing(mine, done, mine.step_s)

@@ -1,0 +1,411 @@
+"""`Report`: everything a plan says, as plain data. The screen, the JSON, the page and the pictures are views of it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tpshard.parallelism.fusion import known, op_name
+from tpshard.parallelism.program import Program, public
+from tpshard.plan.pricing import Line, Pricing
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned, in words and numbers that need no program."""
+
+    name: str
+    recipe: str
+    """Where it was read from."""
+    what: str
+    """train, prefill or decode."""
+    model: str
+    params: int
+    seq_len: int
+    dtype: str
+    mesh: Mapping[str, int]
+    nodes: int
+    devices_per_node: int
+    global_sequences: int
+    per_device: int
+    micro_batches: int
+    tokens: int
+    """Tokens of a step, all devices."""
+    compiled: bool
+    remat: str = ""
+    device_assumed: bool = False
+    """No device was named: the shipped CPU is priced."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the program and where its parts lie."""
+
+    name: str
+    shape: tuple[int, ...]
+    sharding: tuple[Any, ...]
+    reason: str
+    kind: str
+    annotated: bool
+    stored: tuple[Any, ...] | None = None
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of the recipe and what it is predicted to do."""
+
+    change: str
+    needed_bytes: int
+    step_s: float
+    """Of the same number of tokens."""
+    fits: bool
+
+
+@dataclass
+class Report:
+    """A plan. Figures are `exact` (counted on the program), `calibrated` or `roofline` (`provenance` says which)."""
+
+    job: Job
+    pricing: Pricing
+    tensors: list[Tensor]
+    lines: list[Line]
+    given: int
+    inferred: int
+    buckets: list[dict[str, Any]]
+    warnings: list[str]
+    reshards: list[dict[str, Any]]
+    losses: list[dict[str, Any]]
+    """Operations computed on more devices than needed: what lowers the FLOP efficiency."""
+    edits: list[Edit] = field(default_factory=list)
+    suggestions: list[Edit] = field(default_factory=list)
+    accuracy: str = ""
+    fingerprint: str = ""
+
+    # ---- figures --------------------------------------------------------------------------------------------------
+    @property
+    def devices(self) -> int:
+        n = 1
+        for size in self.job.mesh.values():
+            n *= size
+        return n
+
+    @property
+    def fits(self) -> bool:
+        return self.pricing.needed_bytes <= self.pricing.device.memory_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """Device memory left over; negative where it does not fit."""
+        return self.pricing.device.memory_bytes - self.pricing.needed_bytes
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        return self.job.tokens / self.pricing.step_s / self.devices if self.pricing.step_s else 0.0
+
+    @property
+    def peak_rate(self) -> float:
+        return self.pricing.device.rate(self.job.dtype)
+
+    @property
+    def useful_flops(self) -> int:
+        """Of a step, all devices, without recomputation."""
+        return self.pricing.flops(recompute=False)[1]
+
+    @property
+    def flop_efficiency(self) -> float:
+        local, whole = self.pricing.flops(recompute=False)
+        return whole / (self.devices * local) if local else 1.0
+
+    @property
+    def mfu(self) -> float:
+        """Useful FLOPs / (devices x peak rate x step time)."""
+        seconds = self.pricing.step_s * self.devices * self.peak_rate
+        return self.useful_flops / seconds if seconds else 0.0
+
+    @property
+    def bottleneck(self) -> str:
+        times = self.pricing
+        work = self.work_seconds()
+        shares = {
+            "waiting for communication": times.exposed_s,
+            "matrix products and attention": work["matmul"] + work["attention"],
+            "memory-bound operations": work["stream"],
+            "the host's loop": times.fixed_s,
+        }
+        name = max(shares, key=lambda key: shares[key])
+        return f"{name}, {100 * shares[name] / max(times.step_s, 1e-12):.0f}% of the step"
+
+    def work_seconds(self) -> dict[str, float]:
+        """Seconds of the computing lane by kind of work, per step."""
+        total = {"matmul": 0.0, "attention": 0.0, "stream": 0.0}
+        for entry in self.pricing.parts:
+            for task, kernel in zip(entry.priced.tasks, entry.priced.kernels):
+                if task.kind == "compute" and kernel.work != "free":
+                    kind = "attention" if kernel.work.startswith("attention") else kernel.work
+                    total[kind] += task.seconds * entry.part.times
+        return total
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """Figure -> exact, calibrated or roofline."""
+        times = self.pricing.device.provenance
+        return {
+            "params": "exact",
+            "memory.parameters": "exact",
+            "memory.gradients": "exact",
+            "memory.optimizer": "exact",
+            "memory.peak_bytes": "calibrated" if self.job.compiled else "exact",
+            "memory.reserved_bytes": "calibrated" if "reserved" in self.pricing.device.fitted else "roofline",
+            "collectives.count": "exact",
+            "collectives.bytes": "exact",
+            "collectives.time_s": times,
+            "flop_efficiency": "exact",
+            "time": times,
+            "tokens_per_s_per_device": times,
+            "mfu": times,
+        }
+
+    # ---- JSON -----------------------------------------------------------------------------------------------------
+    def to_json(self) -> dict[str, Any]:
+        """The names of `plan --json`; same recipe, same bytes."""
+        times, memory = self.pricing, self.pricing.worst.memory
+        return {
+            "schema": SCHEMA,
+            "name": self.job.name,
+            "what": self.job.what,
+            "fits": self.fits,
+            "spare_bytes": self.spare_bytes,
+            "params": self.job.params,
+            "mesh": dict(self.job.mesh),
+            "device": {
+                "name": times.device.name,
+                "memory_bytes": times.device.memory_bytes,
+                "context_bytes": times.device.context_bytes,
+                "nodes": self.job.nodes,
+                "devices_per_node": self.job.devices_per_node,
+                "peak_flops": self.peak_rate,
+            },
+            "batch": {
+                "global_sequences": self.job.global_sequences,
+                "per_device": self.job.per_device,
+                "micro_batches": self.job.micro_batches,
+                "seq_len": self.job.seq_len,
+                "tokens": self.job.tokens,
+            },
+            "memory": {
+                "peak_bytes": memory.peak_bytes,
+                "reserved_bytes": times.reserved_bytes,
+                "needed_bytes": times.needed_bytes,
+                "by_category": dict(sorted(memory.at_peak.items())),
+                "static_bytes": self.static_bytes(),
+                "peak_at": self.peak_at,
+                "largest": [{"value": v, "category": c, "bytes": b} for v, c, b in memory.largest],
+            },
+            "time": {
+                "step_s": _round(times.step_s),
+                "compute_s": _round(times.compute_s),
+                "comm_s": _round(times.comm_s),
+                "exposed_comm_s": _round(times.exposed_s),
+                "slowed_s": _round(times.slowed_s),
+                "by_part": [
+                    {"part": p.part.name, "times": p.part.times, "seconds": _round(p.timeline.seconds)}
+                    for p in times.parts
+                ],
+                "by_work": {k: _round(v) for k, v in self.work_seconds().items()},
+            },
+            "tokens_per_s_per_device": _round(self.tokens_per_s_per_device),
+            "mfu": _round(self.mfu),
+            "flop_efficiency": _round(self.flop_efficiency),
+            "flops_lost": self.losses,
+            "bottleneck": self.bottleneck,
+            "collectives": [
+                {
+                    "kind": line.kind,
+                    "axes": [a if isinstance(a, str) else list(a) for a in line.axes],  # type: ignore[call-overload]
+                    "count": line.count,
+                    "bytes": line.bytes,
+                    "wire_bytes": line.wire_bytes,
+                    "time_s": _round(line.time_s),
+                    "exposed_s": _round(line.exposed_s),
+                    "of": line.of,
+                    "phase": line.phase,
+                    "dtype": line.dtype,
+                    "link": line.wire,
+                    "algorithm": line.algorithm,
+                    "members": line.members,
+                    "asked": line.asked,
+                    "reason": line.reason,
+                }
+                for line in self.lines
+            ],
+            "shardings": [
+                {
+                    "name": t.name,
+                    "shape": list(t.shape),
+                    "sharding": _plain(t.sharding),
+                    "stored": None if t.stored is None else _plain(t.stored),
+                    "kind": t.kind,
+                    "annotated": t.annotated,
+                    "reason": t.reason,
+                }
+                for t in self.tensors
+            ],
+            "buckets": self.buckets,
+            "annotations": {"given": self.given, "inferred": self.inferred},
+            "reshards": self.reshards,
+            "edits": [asdict(e) for e in self.edits],
+            "suggestions": [asdict(e) for e in self.suggestions],
+            "warnings": self.warnings,
+            "provenance": self.provenance,
+            "accuracy": self.accuracy,
+            "fingerprint": self.fingerprint,
+        }
+
+    @property
+    def peak_at(self) -> str:
+        """Where in the step memory peaks: part, module and operation."""
+        entry = self.pricing.worst
+        if not entry.priced.kernels:
+            return entry.part.name
+        node = entry.priced.kernels[entry.memory.peak_index].node
+        here = known(node)
+        place = here.module or here.origin or node.name
+        return f"{entry.part.name}, {here.phase} of {place} ({op_name(node)})"
+
+    def static_bytes(self) -> dict[str, int]:
+        """Parameters, gradients and optimizer state at rest, bytes of one device: exact."""
+        held: Counter[str] = Counter()
+        for entry in self.pricing.parts:
+            mine: Counter[str] = Counter()
+            for port in entry.part.program.inputs:
+                if port.kind in ("parameter", "optimizer", "cache"):
+                    mine[{"parameter": "parameters"}.get(port.kind, port.kind)] += port.local_bytes
+            for port in entry.part.program.outputs:
+                if port.kind == "gradient":
+                    mine["gradients"] += port.local_bytes
+            for kind, size in entry.part.always.items():
+                mine[kind] = max(mine[kind], size)
+            for kind, size in mine.items():
+                held[kind] = max(held[kind], size)
+        return dict(sorted(held.items()))
+
+
+def _round(value: float) -> float:
+    """Nine significant digits: what the figures carry at most, and the same text on every machine."""
+    return float(f"{value:.9g}")
+
+
+def _plain(sharding: Sequence[Any]) -> list[Any]:
+    return [list(dim) if isinstance(dim, tuple) else dim for dim in sharding]
+
+
+def pattern(name: str) -> str:
+    """`layers.3.mlp.up.weight` -> `layers.*.mlp.up.weight`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def tensors_of(program: Program, names: Sequence[str] | None = None) -> list[Tensor]:
+    """Named values of a program with sharding and reason: parameters first, then activations."""
+    stored = {port.name: port for port in program.inputs if port.kind == "parameter"}
+    chosen = list(program.records) if names is None else list(names)
+    out = []
+    reasons: dict[tuple[str, str], str] = {}
+    for name in chosen:
+        record = program.records.get(name)
+        if record is None:
+            continue
+        port = stored.get(name)
+        key = (pattern(name), str(record.layout))
+        if key not in reasons:
+            reasons[key] = reason_of(program, name)
+        out.append(
+            Tensor(
+                name,
+                tuple(record.shape),
+                public(record.layout, program.mesh),
+                reasons[key],
+                port.kind if port is not None else "value",
+                record.annotated,
+                public(port.layout, program.mesh) if port is not None else None,
+                str(record.dtype).removeprefix("torch."),
+            )
+        )
+    return out
+
+
+def reason_of(program: Program, name: str) -> str:
+    """Where the annotations behind a value's axes stand; `no annotation cuts it` where there is none."""
+    causes = program.lazy_causes(name) if program.lazy_causes is not None else program.records[name].causes
+    roots = [line.rpartition(" annotated at ")[2].strip() for line in causes if " annotated at " in line]
+    found = list(dict.fromkeys(root for root in roots if root))
+    if not any(program.records[name].layout.dims):
+        return "whole: no annotation cuts it"
+    return "; ".join(found) or (causes[-1] if causes else "inferred")
+
+
+def reshards_of(pricing: Pricing) -> list[dict[str, Any]]:
+    """Collectives that nothing in the annotations asks for, the most expensive first, alike ones together."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for entry in pricing.parts:
+        for i, cost in sorted(entry.priced.costs.items()):
+            comm = known(entry.priced.kernels[i].node).comm
+            if comm is None or comm.asked:
+                continue
+            key = (comm.kind, comm.axes, pattern(comm.value), comm.bytes)
+            row = found.setdefault(
+                key,
+                {
+                    "kind": comm.kind, "axes": [str(a) for a in comm.axes], "value": pattern(comm.value), "count": 0,
+                    "bytes": 0, "time_s": 0.0, "reason": comm.reason,
+                },
+            )  # fmt: skip
+            row["count"] += entry.part.times
+            row["bytes"] += comm.bytes * entry.part.times
+            row["time_s"] = _round(row["time_s"] + cost.seconds * entry.part.times)
+    return sorted(found.values(), key=lambda row: (-row["time_s"], row["value"]))
+
+
+def losses_of(pricing: Pricing, devices: int) -> list[dict[str, Any]]:
+    """Operations whose FLOPs on all devices exceed those of the whole operation, worst first."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for entry in pricing.parts:
+        for node in entry.part.program.graph.nodes:
+            here = known(node)
+            if here.flops and here.phase != "recompute":
+                row = found.setdefault((op_name(node), pattern(here.module or here.origin)), [0, 0])
+                row[0] += here.flops * entry.part.times
+                row[1] += here.global_flops * entry.part.times
+    rows = [
+        {"op": op, "where": where, "efficiency": _round(whole / (devices * local)), "wasted": devices * local - whole}
+        for (op, where), (local, whole) in found.items()
+        if devices * local > whole * 1.0001
+    ]
+    return sorted(rows, key=lambda row: (-int(str(row["wasted"])), str(row["where"])))
+
+
+def buckets_of(pricing: Pricing) -> list[dict[str, Any]]:
+    """FSDP's collectives in issue order: what each moves, of the part that runs most."""
+    rows = []
+    entry = max(pricing.parts, key=lambda p: p.seconds)
+    for i, cost in sorted(entry.priced.costs.items()):
+        here = known(entry.priced.kernels[i].node)
+        if here.comm is None or here.comm.of not in ("parameter", "gradient"):
+            continue
+        rows.append(
+            {
+                "kind": here.comm.kind,
+                "unit": here.unit,
+                "phase": here.phase,
+                "members": here.comm.members,
+                "values": here.comm.value,
+                "bytes": here.comm.bytes,
+                "time_s": _round(cost.seconds),
+            }
+        )
+    return rows

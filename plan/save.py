@@ -1,0 +1,81 @@
+"""A plan on disk: what it says, the recipe it was made from, and the fingerprints that `train --plan` compares."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpshard.plan.report import SCHEMA, Report
+from tpshard.recipes.diagnostic import Exit, Mistakes
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """A plan read back from its file."""
+
+    path: str
+    recipe: str
+    """The resolved recipe, as YAML."""
+    fingerprints: Mapping[str, str]
+    """Part of the step -> fingerprint of its program."""
+    report: Mapping[str, Any]
+
+
+def fingerprints(report: Report) -> dict[str, str]:
+    return {entry.part.name: entry.part.program.fingerprint for entry in report.pricing.parts}
+
+
+def dumps(report: Report, recipe_yaml: str) -> str:
+    """The text of `plan.json`; same recipe and code, same bytes."""
+    return json.dumps(
+        {"schema": SCHEMA, "recipe": recipe_yaml, "programs": fingerprints(report), "plan": report.to_json()},
+        indent=1,
+        sort_keys=True,
+    ) + "\n"
+
+
+def write(path: Path, text: str) -> None:
+    """Writes beside, then renames: a reader sees the old file or the new one. Raises `Mistakes` (exit 5)."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        why = error.strerror or str(error)
+        raise Mistakes.one(f"{path} cannot be written", exit=Exit.MACHINE, why=why) from error
+
+
+def read(path: str) -> SavedPlan:
+    """A saved plan. Raises `Mistakes` (exit 3) where the file is none."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+            raise ValueError(f"schema {SCHEMA} expected" if isinstance(found, dict) else "no object")
+        return SavedPlan(path, found["recipe"], dict(found["programs"]), found["plan"])
+    except OSError as error:
+        raise Mistakes.one(f"the plan {path} cannot be read", why=error.strerror or str(error)) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise Mistakes.one(f"{path} is not a saved plan", why=str(error)) from error
+
+
+def check(saved: SavedPlan, programs: Mapping[str, str], recipe_yaml: str) -> None:
+    """Refuses (`Mistakes`, exit 4) where the recipe or the code would now give another program than was planned."""
+    if dict(saved.fingerprints) == dict(programs):
+        return
+    before, after = saved.recipe.splitlines(), recipe_yaml.splitlines()
+    changed = [line.strip() for line in after if line not in before] + [
+        f"(was) {line.strip()}" for line in before if line not in after
+    ]
+    why = "the recipe differs: " + "; ".join(changed[:4]) if changed else "the recipe is the same: the code has changed"
+    raise Mistakes.one(
+        f"the plan {saved.path} is for another program",
+        exit=Exit.FIT,
+        why=why,
+        fix="plan again with `tpshard plan`, or train without --plan",
+    )

@@ -1,0 +1,267 @@
+"""Variants of a recipe, priced quickly: edits that would fit, suggestions with their gain, the search over meshes.
+
+A variant is built with two small numbers of layers and extended linearly to the recipe's: layers are alike, so bytes
+and seconds grow by the same amount with each. The figures of a plan itself never come from here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tpshard.plan import make
+from tpshard.plan.report import Edit, Report
+from tpshard.plan.text import gib, seconds
+from tpshard.programs.setting import Setting, devices_of, model_config
+from tpshard.recipes.diagnostic import Mistakes
+from tpshard.recipes.load import loads
+from tpshard.recipes.schema import Recipe
+
+FEW, MORE = 2, 4
+"""Layers that a variant is built with; their difference is even, for recomputation of every second one."""
+
+
+@dataclass(frozen=True)
+class Quick:
+    """What a variant needs: memory of a device with everything reserved, and the time of a step."""
+
+    needed_bytes: int
+    step_s: float
+    exposed_s: float
+    fits: bool
+
+
+def variant(recipe: Recipe, changes: Sequence[str]) -> Recipe:
+    """The recipe with `key.path=value` changes. Raises `Mistakes` where they do not go together."""
+    return loads(recipe.to_yaml(), list(changes), file=recipe.name)
+
+
+def quick(recipe: Recipe) -> Quick:
+    """Prices a variant. Raises `Mistakes` where it does not fit together."""
+    config = model_config(recipe)
+    layers = config.layers if config is not None else 0
+    if recipe.model.preset is None or layers <= MORE:
+        return _measured(recipe)
+    few, more = (_measured(variant(recipe, [f"model.layers={n}"])) for n in (FEW, MORE))
+    times = (layers - FEW) / (MORE - FEW)
+    needed = int(few.needed_bytes + (more.needed_bytes - few.needed_bytes) * times)
+    device, _, _ = make.device_of(recipe)
+    _, _, per_host = make.device_of(recipe)
+    return Quick(
+        needed,
+        few.step_s + (more.step_s - few.step_s) * times,
+        few.exposed_s + (more.exposed_s - few.exposed_s) * times,
+        needed <= device.shared_by(per_host).memory_bytes,
+    )
+
+
+def _measured(recipe: Recipe) -> Quick:
+    pricing = make.price_training(make.built(Setting.of(recipe, devices_of(recipe))))
+    needed = pricing.needed_bytes
+    return Quick(needed, pricing.step_s, pricing.exposed_s, needed <= pricing.device.memory_bytes)
+
+
+# ---- edits and suggestions ------------------------------------------------------------------------------------------
+def edits(report: Report, recipe: Recipe, wanted: int = 3, tries: int = 9) -> list[Edit]:
+    """The smallest edits that would fit, smallest first; where none does, those that come closest."""
+    done: list[Edit] = []
+    for change in _smaller(report, recipe):
+        if tries == 0 or sum(edit.fits for edit in done) == wanted:
+            break
+        found = _edit(recipe, change)
+        if found is not None:
+            tries -= 1
+            done.append(found)
+    fitting = [edit for edit in done if edit.fits]
+    return fitting[:wanted] or sorted(done, key=lambda e: (e.needed_bytes, e.change))[:wanted]
+
+
+def suggestions(report: Report, recipe: Recipe, wanted: int = 3, tries: int = 4) -> list[Edit]:
+    """Edits that fit and are at least 2% faster, the fastest first."""
+    done = []
+    for change in list(_faster(report, recipe))[:tries]:
+        found = _edit(recipe, change)
+        if found is not None and found.fits and found.step_s < 0.98 * report.pricing.step_s:
+            done.append(found)
+    return sorted(done, key=lambda e: (e.step_s, e.change))[:wanted]
+
+
+def _edit(recipe: Recipe, changes: Sequence[str]) -> Edit | None:
+    try:
+        found = quick(variant(recipe, changes))
+    except Mistakes:
+        return None
+    words = ", ".join(change.replace("=", ": ", 1) for change in changes)
+    return Edit(words, found.needed_bytes, found.step_s, found.fits)
+
+
+def _smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
+    """Edits that need less memory, the least intrusive first."""
+    job, batch = report.job, report.job.per_device
+    if recipe.fsdp.reshard_after_forward is not True:
+        yield ["fsdp.reshard_after_forward=true"]
+    if recipe.fsdp.accumulate.reduce == "last":
+        yield ["fsdp.accumulate.reduce=each"]
+    if recipe.remat == "none":
+        yield ["remat=selective"]
+    if recipe.remat != "full":
+        yield ["remat=full"]
+    if batch > 1:
+        yield [f"batch.per_device={batch // 2}"]
+        if recipe.remat != "full":
+            yield [f"batch.per_device={batch // 2}", "remat=full"]
+        if batch > 2:
+            yield [f"batch.per_device={_divisor(batch, 4)}"]
+    if job.mesh.get("dp", 1) > 1 and "fsdp" in job.mesh:
+        yield ["mesh.dp=1", f"mesh.fsdp={job.mesh['fsdp'] * job.mesh['dp']}"]
+    if recipe.cluster is not None:
+        yield from _wider(recipe, job.mesh)
+    if recipe.fsdp.master_dtype == "fp32":
+        yield ["fsdp.master_dtype=bf16", "remat=full"]
+    if recipe.compile == "eager":
+        yield ["compile=inductor"]
+
+
+def _divisor(n: int, by: int) -> int:
+    return max(1, max((d for d in range(1, n + 1) if n % d == 0 and d <= n // by), default=1))
+
+
+def _wider(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    cluster = recipe.cluster
+    assert cluster is not None
+    for times in (2, 4, 8):
+        tp, fsdp = sizes.get("tp", 1), sizes.get("fsdp", 1)
+        if times == 2 and tp * 2 <= cluster.devices_per_node and fsdp % 2 == 0:
+            yield [f"mesh.tp={tp * 2}", f"mesh.fsdp={fsdp // 2}"]
+        more = ["remat=full"] if recipe.remat != "full" else []
+        yield [f"cluster.nodes={cluster.nodes * times}", f"mesh.fsdp={fsdp * times}", *more]
+
+
+def _faster(report: Report, recipe: Recipe) -> Iterator[list[str]]:
+    """Edits that may be faster, the most promising first."""
+    job, spare = report.job, report.spare_bytes > 0.15 * report.pricing.device.memory_bytes
+    if recipe.compile == "eager" and report.pricing.device.kind == "gpu":
+        yield ["compile=inductor"]
+    if spare and recipe.remat == "full":
+        yield ["remat=selective"]
+    if spare and recipe.remat != "none":
+        yield ["remat=none"]
+    if spare and job.micro_batches > 1 and job.micro_batches % 2 == 0:
+        yield [f"batch.per_device={job.per_device * 2}"]
+    tp, fsdp = job.mesh.get("tp", 1), job.mesh.get("fsdp", 1)
+    if tp > 1 and tp % 2 == 0 and {"dp", "fsdp", "tp"} >= set(job.mesh):
+        yield [f"mesh.tp={tp // 2}", f"mesh.fsdp={fsdp * 2}"]
+    if report.pricing.exposed_s > 0.1 * report.pricing.step_s and recipe.fsdp.prefetch < 2:
+        yield ["fsdp.prefetch=2"]
+    if fsdp > job.devices_per_node and fsdp % job.devices_per_node == 0 and job.mesh.get("dp", 1) == 1 and spare:
+        yield [f"mesh.dp={fsdp // job.devices_per_node}", f"mesh.fsdp={job.devices_per_node}"]
+
+
+# ---- search ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Candidate:
+    """One variant of the search."""
+
+    mesh: dict[str, int]
+    remat: str
+    per_device: int
+    found: Quick
+    tokens_per_s_per_device: float
+    pareto: bool = False
+
+    @property
+    def changes(self) -> list[str]:
+        sizes = [f"mesh.{axis}={size}" for axis, size in self.mesh.items()]
+        return [*sizes, f"remat={self.remat}", f"batch.per_device={self.per_device}"]
+
+
+@dataclass
+class SearchResult:
+    candidates: list[Candidate] = field(default_factory=list)
+    refused: int = 0
+    """Variants that do not fit together (divisibility) or do not fit the memory."""
+
+    @property
+    def best(self) -> Candidate | None:
+        return self.candidates[0] if self.candidates else None
+
+
+def search(recipe: Recipe, say: Callable[[str], None] | None = None) -> SearchResult:
+    """Tries meshes, micro-batches and recomputation on the recipe's devices; those that fit, fastest first.
+
+    Recomputation is tried from none upwards and only until it fits, a larger micro-batch only while a smaller one fits.
+    """
+    tell = say or (lambda _: None)
+    result = SearchResult()
+    for mesh in meshes(recipe):
+        ranks = mesh.get("dp", 1) * mesh.get("fsdp", 1)
+        each = recipe.batch.global_sequences // ranks if recipe.batch.global_sequences % ranks == 0 else 0
+        for per_device in (n for n in (1, 2, 4, 8) if each and each % n == 0):
+            placed = False
+            for remat in ("none", "selective", "full"):
+                found = _tried(recipe, mesh, remat, per_device)
+                if found is None or not found.found.fits:
+                    result.refused += 1
+                    continue
+                result.candidates.append(found)
+                tell(f"{_sizes(mesh)} remat {remat} per_device {per_device}: {seconds(found.found.step_s)}")
+                placed = True
+                break
+            if not placed:
+                break
+    result.candidates = _marked(result.candidates)
+    return result
+
+
+def meshes(recipe: Recipe) -> Iterator[dict[str, int]]:
+    """Meshes over the recipe's devices: tp within a host, dp over whole hosts or not at all; other axes as they are."""
+    world = devices_of(recipe)
+    per_host = recipe.cluster.devices_per_node if recipe.cluster is not None else world
+    fixed = {axis: size for axis, size in recipe.mesh.items() if axis not in ("dp", "fsdp", "tp")}
+    left = world // max(1, math.prod(fixed.values()))
+    for tp in (n for n in range(1, per_host + 1) if left % n == 0 and n & (n - 1) == 0):
+        for dp in dict.fromkeys((1, max(1, world // per_host))):
+            if left % (tp * dp) == 0:
+                yield {**fixed, "dp": dp, "fsdp": left // (tp * dp), "tp": tp}
+
+
+def _tried(recipe: Recipe, mesh: dict[str, int], remat: str, per_device: int) -> Candidate | None:
+    made = Candidate(mesh, remat, per_device, Quick(0, 0.0, 0.0, False), 0.0)
+    try:
+        changed = variant(recipe, made.changes)
+        found = quick(changed)
+    except Mistakes:
+        return None
+    tokens = changed.batch.global_sequences * changed.model.seq_len
+    return Candidate(mesh, remat, per_device, found, tokens / found.step_s / devices_of(changed))
+
+
+def _marked(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Fastest first, with those marked that no other beats in both time and memory."""
+    ordered = sorted(candidates, key=lambda c: (c.found.step_s, c.found.needed_bytes))
+    least = math.inf
+    out = []
+    for c in ordered:
+        better = c.found.needed_bytes < least
+        least = min(least, c.found.needed_bytes)
+        out.append(Candidate(c.mesh, c.remat, c.per_device, c.found, c.tokens_per_s_per_device, better))
+    return out
+
+
+def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
+    """The Pareto table and the winner as a recipe."""
+    lines = [f"{len(result.candidates)} variants fit, {result.refused} do not; * no other is both faster and smaller"]
+    lines.append("   mesh                           remat      per_device     memory       step  tokens/s a device")
+    for c in result.candidates[:rows]:
+        lines.append(
+            f" {'*' if c.pareto else ' '} {_sizes(c.mesh):<30} {c.remat:<10} {c.per_device:>10} "
+            f"{gib(c.found.needed_bytes):>10} {seconds(c.found.step_s):>10} {c.tokens_per_s_per_device:>12.0f}"
+        )
+    if result.best is not None:
+        lines += ["", "# the fastest, as a recipe", variant(recipe, result.best.changes).to_yaml().rstrip()]
+    return "\n".join(lines) + "\n"
+
+
+def _sizes(mesh: dict[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "1 device"

@@ -1,0 +1,87 @@
+"""Plans for serving: the step of a server for a prompt (`prefill`) and for one token of each request (`decode`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from tpshard.models import build
+from tpshard.parallelism.fusion import op_name
+from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.program import INFO, Program, info
+from tpshard.plan.pricing import Part, price_parts
+from tpshard.plan.report import Job, Report
+from tpshard.programs import serving
+from tpshard.programs.setting import DTYPES, model_config
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.schema import Recipe
+
+BLOCK = 32
+"""Positions of a block of the cache; the server's own size may differ, which changes only what is rounded up."""
+
+
+def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "") -> Report:
+    """The plan of a server's step. Raises `Mistakes` (exit 4) where tp does not fit the heads."""
+    from tpshard.plan import make
+
+    config = model_config(recipe)
+    if config is None:
+        raise Mistakes.one(
+            "a module of your own cannot be served", exit=Exit.FIT, where=recipe.where("model.module"),
+            why="the server needs a cache of keys and values",
+        )  # fmt: skip
+    sizes = {axis: max(1, size) for axis, size in recipe.serve.mesh.items()}
+    mesh = Mesh(sizes)
+    requests, length = recipe.serve.requests, recipe.model.seq_len
+    rows = length if what == "prefill" else requests
+    each = -(-length // BLOCK)
+    sequences = 1 if what == "prefill" else requests
+    model = build(config, dtype=DTYPES[str(recipe.model.dtype)])
+    try:
+        made = serving.step_program(
+            model, config, mesh, rows=rows, wanted=sequences, blocks=each * sequences, block_size=BLOCK
+        )
+    except ValueError as error:
+        raise Mistakes.one(str(error), exit=Exit.FIT, where=recipe.where("serve.mesh")) from error
+    program = with_kinds(made)
+    # the rule counts every row against the whole pool; a row reads its own sequence, half of it while prompts grow
+    _scale_attention(program, sequences * (2 if what == "prefill" else 1))
+    device, _, per_host = make.device_of(recipe)
+    per_host = min(mesh.ranks, per_host) if recipe.cluster is not None else mesh.ranks
+    held = cache_bytes(program) * (requests // sequences - 1)
+    pricing = price_parts(
+        [Part(what, program, 1, {"cache": held} if held else {}, "none")], device, per_host, processes=per_host
+    )
+    parameters = [port.name for port in program.inputs if port.kind == "parameter"]
+    job = Job(
+        name=recipe.name, recipe=source, what=what, model=recipe.model.preset or recipe.model.hf or "model",
+        params=sum(math.prod(port.shape) for port in program.inputs if port.kind == "parameter"),
+        seq_len=length, dtype=str(recipe.model.dtype), mesh=sizes, nodes=-(-mesh.ranks // per_host),
+        devices_per_node=per_host, global_sequences=sequences, per_device=sequences, micro_batches=1, tokens=rows,
+        compiled=False, device_assumed=recipe.cluster is None,
+    )  # fmt: skip
+    warnings = make.extra_warnings(job, device, program)
+    return make.assemble(job, pricing, program, parameters, accuracy, warnings)
+
+
+def with_kinds(program: Program) -> Program:
+    """The same program, its inputs told apart: parameters, cache, and what every step brings."""
+
+    def kind(name: str) -> str:
+        if name in serving.ROWS:
+            return "batch"
+        return "cache" if ".cache." in name else "parameter"
+
+    return replace(program, inputs=tuple(replace(port, kind=kind(port.name)) for port in program.inputs))
+
+
+def _scale_attention(program: Program, divisor: int) -> None:
+    for node in program.graph.nodes:
+        if op_name(node) == "paged_attention":
+            here = info(node)
+            node.meta[INFO] = replace(here, flops=here.flops // divisor, global_flops=here.global_flops // divisor)
+
+
+def cache_bytes(program: Program) -> int:
+    """Bytes of keys and values that one device holds for this program."""
+    return sum(port.local_bytes for port in program.inputs if port.kind == "cache")

@@ -1,0 +1,232 @@
+"""The plan on one screen: at most 60 lines of 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tpshard.plan.report import Edit, Report, Tensor, pattern
+
+WIDTH, HEIGHT = 100, 60
+LABELS = {
+    "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state",
+    "activations": "activations", "gathered": "gathered buckets", "logits_and_loss": "logits and loss",
+    "communication": "communication", "cache": "key-value cache", "temporary": "temporary",
+}  # fmt: skip
+
+
+def gib(n: float) -> str:
+    """Bytes for people: GiB with two digits, below that MiB or KiB."""
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(n) >= size or (unit == "GiB" and abs(n) >= 0.1 * size):
+            return f"{n / size:.2f} {unit}" if abs(n) / size < 100 else f"{n / size:.0f} {unit}"
+    return f"{n:.0f} B"
+
+
+def seconds(s: float) -> str:
+    """Seconds for people."""
+    if s == 0:
+        return "0"
+    if s < 1e-3:
+        return f"{s * 1e6:.0f} us"
+    return f"{s * 1e3:.3g} ms" if s < 1 else f"{s:.2f} s" if s < 100 else f"{s:.0f} s"
+
+
+def count(n: float) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(n) >= size:
+            return f"{n / size:.2f} {unit}"
+    return f"{n:.0f}"
+
+
+def spread(sharding: Sequence[Any]) -> str:
+    """`[tp, -]`: mesh axes per dim, `-` where it is whole."""
+
+    def one(dim: Any) -> str:
+        if dim is None:
+            return "-"
+        if isinstance(dim, str):
+            return dim
+        if len(dim) == 3 and isinstance(dim[1], int):
+            return f"{dim[0]}:({dim[1]}){dim[2]}"
+        return "+".join(one(part) for part in dim)
+
+    return "[" + ", ".join(one(dim) for dim in sharding) + "]"
+
+
+def axes_text(axes: Sequence[Any]) -> str:
+    return "+".join(a if isinstance(a, str) else f"{a[0]}:({a[1]}){a[2]}" for a in axes)
+
+
+def cut(text: str, width: int = WIDTH) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def short(reason: str) -> str:
+    """A reason without folders, and defaults by what they say: `heads: tp (default)`."""
+    parts = []
+    for root in reason.split("; "):
+        where, _, what = root.partition(" (")
+        if where.startswith("<default"):
+            parts.append(f"{what.rstrip(')')} (default)")
+        else:
+            parts.append(where.rpartition("/")[2] + (f" ({what}" if what else ""))
+    return "; ".join(parts)
+
+
+def verdict(report: Report) -> str:
+    device = report.pricing.device
+    needed, has = report.pricing.needed_bytes, device.memory_bytes
+    if report.fits:
+        return f"FITS: {gib(needed)} of {gib(has)} on each {device.name}, {gib(has - needed)} spare"
+    return f"DOES NOT FIT: {gib(needed)} needed, {gib(has)} on each {device.name}: {gib(needed - has)} too much"
+
+
+def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
+    """The report as text without colour or markup. `verbose` lifts the limit on lines."""
+    job, times = report.job, report.pricing
+    how = report.provenance
+    head = [
+        f"plan: {job.name} ({job.recipe}), {job.what}",
+        f"{verdict(report)}   [{how['memory.reserved_bytes']}]",
+    ]
+    head += [f"  edit: {_edit(e)}" for e in report.edits[:3]] if not report.fits else []
+    assumed = " (none named: the shipped CPU)" if job.device_assumed else ""
+    head += [
+        f"  model   {job.model}, {count(job.params)} parameters, seq {job.seq_len}, {job.dtype}, "
+        f"{'inductor' if job.compiled else 'eager'}{', remat ' + job.remat if job.remat else ''}",
+        f"  mesh    {' x '.join(f'{k} {v}' for k, v in job.mesh.items())} = {report.devices} x "
+        f"{times.device.name}{assumed}, {job.nodes} host(s) of {job.devices_per_node}",
+        f"  batch   {job.global_sequences} sequences = "
+        f"{job.global_sequences // max(1, job.per_device * job.micro_batches)} data ranks x {job.per_device} x "
+        f"{job.micro_batches} micro-batch(es), {count(job.tokens)} tokens a step",
+    ]
+    tail = _times(report) + _advice(report)
+    middle = [_memory(report), _collectives(report, verbose), _reshards(report, verbose)]
+    rows = shardings(report)
+    if not verbose:
+        room = HEIGHT - len(head) - len(tail) - sum(map(len, middle)) - 2
+        rows = _limit(rows, max(3, room))
+    title = f"SHARDING  {report.given} annotated, {report.inferred} inferred   [exact]"
+    lines = [*head, title, *rows, *middle[1], *middle[2], *middle[0], *tail]
+    if not verbose and len(lines) > HEIGHT:
+        lines = [*lines[: HEIGHT - 1], "... (--verbose shows all)"]
+    return "\n".join(cut(line, width) for line in lines) + "\n"
+
+
+def _limit(rows: list[str], room: int) -> list[str]:
+    return rows if len(rows) <= room else [*rows[: room - 1], f"  ... {len(rows) - room + 1} more (--verbose)"]
+
+
+def shardings(report: Report) -> list[str]:
+    """A row for each kind of tensor: how it is spread, and why; `*` marks what the recipe says itself."""
+    groups: dict[tuple[str, str, str], list[Tensor]] = {}
+    for tensor in report.tensors:
+        stored = spread(tensor.stored) if tensor.stored is not None else ""
+        groups.setdefault((pattern(tensor.name), spread(tensor.sharding), stored), []).append(tensor)
+    rows = []
+    for (name, used, stored), members in groups.items():
+        shape = "x".join(map(str, members[0].shape))
+        many = f" x{len(members)}" if len(members) > 1 else ""
+        at_rest = f", rest {stored}" if stored and stored != used else ""
+        mark = "*" if members[0].annotated else " "
+        rows.append(
+            f" {mark}{name.removesuffix('.weight') + many:<31} {shape:<14} {used + at_rest:<27} "
+            f"{short(members[0].reason)}"
+        )
+    return rows
+
+
+def _collectives(report: Report, verbose: bool) -> list[str]:
+    if not report.lines:
+        return ["COLLECTIVES  none"]
+    rows = [
+        "COLLECTIVES per step [count, bytes exact]     count      bytes       sent     time  exposed  link"
+    ]
+    merged: dict[tuple[str, str, str, str], list[float]] = {}
+    for line in report.lines:
+        row = merged.setdefault((line.kind, axes_text(line.axes), line.of, line.wire), [0, 0, 0, 0, 0])
+        for i, value in enumerate((line.count, line.bytes, line.wire_bytes, line.time_s, line.exposed_s)):
+            row[i] += value
+    shown = sorted(merged.items(), key=lambda item: (-item[1][3], item[0]))
+    for (kind, axes, of, wire), (n, size, sent, time, exposed) in shown if verbose else shown[:9]:
+        rows.append(
+            f"  {kind:<14} {axes:<12} {of:<12} {n:>7.0f} {gib(size):>10} {gib(sent):>10} {seconds(time):>8} "
+            f"{seconds(exposed):>8}  {wire}"
+        )
+    if len(shown) > 9 and not verbose:
+        rest = shown[9:]
+        rows.append(f"  ... {len(rest)} more kinds, {seconds(sum(r[3] for _, r in rest))} (--verbose)")
+    return rows
+
+
+def _reshards(report: Report, verbose: bool) -> list[str]:
+    rows = []
+    for row in report.reshards if verbose else report.reshards[:2]:
+        rows.append(
+            f"  ! {row['count']} x {row['kind']} over {'+'.join(row['axes'])} of {row['value']}, {gib(row['bytes'])}: "
+            f"{row['reason']}"
+        )
+    if not rows:
+        return []
+    hidden = len(report.reshards) - len(rows)
+    more = f", {hidden} more with --verbose" if hidden else ""
+    return [f"RESHARDS nothing in the recipe asks for{more} (annotate the value, or on_reshard: error)", *rows]
+
+
+def _memory(report: Report) -> list[str]:
+    memory, how = report.pricing.worst.memory, report.provenance
+    parts = sorted(memory.at_peak.items(), key=lambda item: (-item[1], item[0]))
+    words = [f"{LABELS.get(name, name)} {gib(size)}" for name, size in parts if size]
+    rows = [
+        f"MEMORY of a device  peak {gib(memory.peak_bytes)} allocated [{how['memory.peak_bytes']}], "
+        f"{gib(report.pricing.reserved_bytes)} reserved [{how['memory.reserved_bytes']}]",
+        f"  at {report.peak_at}",
+    ]
+    line = " "
+    for word in words:
+        if len(line) + len(word) + 3 > WIDTH:
+            rows.append(line)
+            line = " "
+        line += f" {word} ·"
+    rows.append(line.rstrip(" ·"))
+    exact = ", ".join(f"{LABELS.get(k, k)} {gib(v)}" for k, v in report.static_bytes().items())
+    rows.append(f"  at rest [exact]: {exact}")
+    return rows
+
+
+def _times(report: Report) -> list[str]:
+    t, how = report.pricing, report.provenance["time"]
+    work = report.work_seconds()
+    rows = [
+        f"TIME  step {seconds(t.step_s)} [{how}] = computing {seconds(t.compute_s)} + slowed by collectives "
+        f"{seconds(t.slowed_s)} + exposed {seconds(t.exposed_s)}",
+        f"  matmul {seconds(work['matmul'])}, attention {seconds(work['attention'])}, memory-bound "
+        f"{seconds(work['stream'])}, host {seconds(t.fixed_s)}; collectives in all {seconds(t.comm_s)}",
+        f"  {count(report.tokens_per_s_per_device)} tokens/s a device, "
+        f"{count(report.tokens_per_s_per_device * report.devices)} in all",
+        f"  MFU {100 * report.mfu:.1f}% = {report.useful_flops:.4g} useful FLOPs / ({report.devices} x "
+        f"{report.peak_rate / 1e12:.4g} TFLOP/s x {seconds(t.step_s)})",
+        f"  FLOP efficiency {report.flop_efficiency:.4f} [exact]: useful FLOPs / FLOPs of all devices",
+    ]
+    for row in report.losses[:2]:
+        rows.append(f"    computed more than once: {row['op']} in {row['where']}, efficiency {row['efficiency']:.3f}")
+    rows.append(f"BOTTLENECK  {report.bottleneck}")
+    return rows
+
+
+def _advice(report: Report) -> list[str]:
+    rows = [f"  try: {_edit(e, report.pricing.step_s)}" for e in report.suggestions[:3]]
+    rows += [f"  warning: {text}" for text in report.warnings[:3]]
+    if len(report.warnings) > 3:
+        rows.append(f"  ... {len(report.warnings) - 3} more warnings (--verbose)")
+    if report.accuracy:
+        rows.append(f"  accuracy: {report.accuracy}")
+    return rows
+
+
+def _edit(edit: Edit, before: float | None = None) -> str:
+    words = f"{edit.change}: {gib(edit.needed_bytes)}, step {seconds(edit.step_s)}"
+    if before:
+        words += f" ({100 * (edit.step_s / before - 1):+.0f}%)"
+    return words if edit.fits else words + ", still does not fit"

@@ -1,0 +1,62 @@
+"""A plan as a Chrome trace (chrome://tracing, Perfetto): a lane per resource, and the memory counters."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tpshard.parallelism.fusion import known
+from tpshard.plan.pricing import PricedPart
+from tpshard.plan.report import Report
+
+
+def lanes(part: PricedPart) -> list[str]:
+    """Names of the lanes that a part uses: computing first, then a lane per group of collectives."""
+    found = {event.lane for event in part.timeline.events}
+    return [lane for lane in ("compute", "wait") if lane in found] + sorted(found - {"compute", "wait"})
+
+
+def trace(report: Report) -> str:
+    """JSON of the trace-event format; times in microseconds, each part of a step once, one after the other."""
+    events: list[dict[str, Any]] = []
+    order: dict[str, int] = {}
+    for part in report.pricing.parts:
+        for lane in lanes(part):
+            order.setdefault(lane, len(order))
+    for lane, tid in order.items():
+        title = lane if lane in ("compute", "wait") else f"collectives over {lane}"
+        events.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": title}})
+        events.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+    offset = 0.0
+    for part in report.pricing.parts:
+        for event in part.timeline.events:
+            here = known(part.priced.kernels[event.task].node)
+            args: dict[str, Any] = {"module": here.module, "phase": here.phase, "part": part.part.name}
+            if here.comm is not None:
+                args |= {"kind": here.comm.kind, "bytes": here.comm.bytes, "reason": here.comm.reason}
+            elif here.flops:
+                args["flops"] = here.flops
+            events.append(
+                {
+                    "ph": "X", "pid": 0, "tid": order[event.lane], "name": here.origin or event.name,
+                    "cat": here.phase, "ts": _us(offset + event.start), "dur": _us(event.end - event.start),
+                    "args": args,
+                }
+            )  # fmt: skip
+        last: dict[str, int] = {}
+        for i, at in enumerate(part.timeline.at):
+            held = {name: series[i] for name, series in part.memory.by_category.items()}
+            if held != last:
+                events.append(
+                    {
+                        "ph": "C", "pid": 0, "name": "memory (bytes)", "ts": _us(offset + at),
+                        "args": dict(sorted(held.items())),
+                    }
+                )
+                last = held
+        offset += part.timeline.seconds
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=None, separators=(",", ":")) + "\n"
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
