@@ -1,0 +1,1 @@
+"""The verb `serve`: engine, cache, HTTP."""

@@ -1,0 +1,223 @@
+"""From an order to an answer: sequences, their growing texts, and OpenAI's JSON for them."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpshard.serve.fields import Order, Refused
+from tpshard.serve.request import Event, Logprob, Sequence
+from tpshard.serve.text import Tokenizer, Writer
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+def sequences(order: Order, prompts: Iterable[tuple[int, ...]], tokenizer: Tokenizer, limit: int) -> list[Sequence]:
+    """The sequences of an order whose prompts are tokens. Refused where one does not fit `limit` tokens."""
+    ends = frozenset(order.stop_token_ids) | (frozenset() if order.ignore_eos else tokenizer.stop_tokens)
+    made = []
+    for tokens in prompts:
+        room = limit - len(tokens)
+        default = room if order.chat else min(DEFAULT_COMPLETION_TOKENS, room)
+        most = default if order.max_tokens is None else order.max_tokens
+        if most > room or room <= 0 < max(most, order.max_tokens is None):
+            raise Refused(
+                f"the prompt has {len(tokens)} tokens and up to {max(most, 1)} more are asked for; this model's "
+                f"context is {limit} tokens",
+                param="messages" if order.chat else "prompt",
+                code="context_length_exceeded",
+            )
+        made += [
+            Sequence(
+                tokens, order.sampling, most, choice=choice, stop_tokens=ends,
+                prompt_logprobs=order.echo and order.sampling.logprobs is not None,
+            )
+            for choice in range(order.n)
+        ]  # fmt: skip
+    return made
+
+
+def check_tokens(order: Order, prompts: Iterable[tuple[int, ...]], vocab: int) -> None:
+    """Refused where a token id is beyond the vocabulary."""
+    for key, ids in (
+        *(("prompt", p) for p in prompts),
+        ("logit_bias", tuple(token for token, _ in order.sampling.logit_bias)),
+        ("stop_token_ids", order.stop_token_ids),
+    ):
+        beyond = [i for i in ids if i >= vocab]
+        if beyond:
+            raise Refused(f"`{key}` names token {beyond[0]}; there are {vocab}", param=key, code="invalid_value")
+
+
+@dataclass
+class Choice:
+    """One answer: what the client has seen, and what is not sent yet."""
+
+    index: int
+    sequence: Sequence
+    writer: Writer
+    echo: str | None
+    finish: str | None = None
+    counted: int = 0
+    """Tokens that the model gave, the ending one included."""
+    fresh: list[Logprob] = field(default_factory=list)
+    _pending: str = ""
+
+    def take(self, event: Event) -> None:
+        """Adds an event; afterwards `finish` says whether the answer has ended."""
+        if self.finish is not None:
+            return
+        if self.echo is not None:
+            self._pending, self.echo = self.echo + self._pending, None
+        if event.token is not None:
+            self.counted += 1
+            if event.finish != "stop":
+                self._pending += self.writer.add(event.token, last=event.finish is not None)
+                if event.logprob is not None:
+                    self.fresh.append(event.logprob)
+        if self.writer.stopped:
+            self.finish = "stop"
+        elif event.finish is not None:
+            self._pending += self.writer.end() if event.finish == "stop" else ""
+            self.finish = event.finish
+
+    def flush(self) -> tuple[str, list[Logprob]]:
+        """What is to be sent now."""
+        out = self._pending, self.fresh
+        self._pending, self.fresh = "", []
+        return out
+
+
+class Answer:
+    """All choices of one request."""
+
+    def __init__(self, order: Order, made: list[Sequence], tokenizer: Tokenizer, echoes: list[str]) -> None:
+        self.order, self.tokenizer = order, tokenizer
+        self.id = f"{'chatcmpl' if order.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.choices = [
+            Choice(i, s, Writer(tokenizer, order.stop), echoes[i // order.n] if order.echo else None)
+            for i, s in enumerate(made)
+        ]
+        self._by_sequence = {c.sequence.id: c for c in self.choices}
+        self._offsets: dict[int, int] = {}
+        self._told_prompt: set[int] = set()
+
+    @property
+    def done(self) -> bool:
+        return all(c.finish is not None for c in self.choices)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(c.sequence.prompt) for c in self.choices[:: self.order.n])
+
+    def take(self, event: Event) -> Choice | None:
+        """The choice that an event belongs to, grown by it; Refused (503 or 400) where it is an error."""
+        if event.error is not None:
+            raise Refused(event.error, status=503, kind="server_error", code="engine_failed", retry_after=2)
+        choice = self._by_sequence.get(event.sequence.id)
+        if choice is None or choice.finish is not None:
+            return None
+        choice.take(event)
+        return choice
+
+    def usage(self) -> dict[str, Any]:
+        made = sum(c.counted for c in self.choices)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": made,
+            "total_tokens": self.prompt_tokens + made,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """The answer to a request that does not stream."""
+        kind = "chat.completion" if self.order.chat else "text_completion"
+        choices = [self._whole(c) for c in self.choices]
+        return self._head(kind) | {"choices": choices, "usage": self.usage()}
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """What a stream begins with: the role, for chats."""
+        if self.order.chat:
+            for c in self.choices:
+                yield self._chunk({"index": c.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None})
+
+    def chunk(self, choice: Choice) -> dict[str, Any] | None:
+        """What is new of a choice, as one event of a stream; None where nothing is."""
+        text, fresh = choice.flush()
+        if not text and choice.finish is None and not fresh:
+            return None
+        body: dict[str, Any] = {"index": choice.index}
+        body |= {"delta": {"content": text} if text else {}} if self.order.chat else {"text": text}
+        return self._chunk(body | {"logprobs": self._logprobs(choice, fresh), "finish_reason": choice.finish})
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """What a stream ends with: usage, where asked for."""
+        if self.order.include_usage:
+            yield self._chunk(None) | {"usage": self.usage()}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.order.model}
+
+    def _chunk(self, choice: dict[str, Any] | None) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.order.chat else "text_completion"
+        head = self._head(kind) | {"choices": [] if choice is None else [{"finish_reason": None} | choice]}
+        return head | ({"usage": None} if self.order.include_usage else {})
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        text, fresh = choice.flush()
+        body: dict[str, Any] = {"index": choice.index}
+        body |= {"message": {"role": "assistant", "content": text}} if self.order.chat else {"text": text}
+        return body | {"logprobs": self._logprobs(choice, fresh), "finish_reason": choice.finish}
+
+    def _logprobs(self, choice: Choice, fresh: list[Logprob]) -> dict[str, Any] | None:
+        if self.order.sampling.logprobs is None:
+            return None
+        return self._chat_logprobs(fresh) if self.order.chat else self._completion_logprobs(choice, fresh)
+
+    def _chat_logprobs(self, fresh: list[Logprob]) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            text = self.tokenizer.token_text(token)
+            return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+
+        return {
+            "content": [
+                entry(x.token, x.logprob) | {"top_logprobs": [entry(t, value) for t, value in x.top]} for x in fresh
+            ]
+        }
+
+    def _completion_logprobs(self, choice: Choice, fresh: list[Logprob]) -> dict[str, Any]:
+        entries: list[Logprob | None] = list(fresh)
+        names = [self.tokenizer.token_text(x.token) for x in fresh]
+        if self.order.echo and choice.index not in self._told_prompt:
+            self._told_prompt.add(choice.index)
+            scores, first = choice.sequence.prompt_scores, choice.sequence.prompt[0]
+            entries = [None, *scores, *fresh]
+            names = [self.tokenizer.token_text(t) for t in (first, *(x.token for x in scores))] + names
+        offsets = []
+        for name in names:
+            offsets.append(self._offsets.get(choice.index, 0))
+            self._offsets[choice.index] = offsets[-1] + len(name)
+        return {
+            "tokens": names,
+            "token_logprobs": [None if x is None else _finite(x.logprob) for x in entries],
+            "top_logprobs": [None if x is None else self._top(x) for x in entries],
+            "text_offset": offsets,
+        }
+
+    def _top(self, x: Logprob) -> dict[str, float]:
+        """The likeliest tokens and the chosen one, by text; of two with one text the likelier counts."""
+        found: dict[str, float] = {}
+        for token, value in (*x.top, (x.token, x.logprob)):
+            text = self.tokenizer.token_text(token)
+            found[text] = max(_finite(value), found.get(text, -1e30))
+        return found
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinities: OpenAI's -9999 stands for them."""
+    return max(logprob, -9999.0)
+
+

@@ -1,0 +1,275 @@
+"""The HTTP side: OpenAI's routes over a Service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from tpshard.serve import fields
+from tpshard.serve.access import App, Gone, KeyGate, Receive, Scope, Send, read_body, refuse
+from tpshard.serve.answers import Answer, Choice, check_tokens, sequences
+from tpshard.serve.chat import ChatTemplate, TemplateError
+from tpshard.serve.fields import Order, Refused
+from tpshard.serve.request import Event
+from tpshard.serve.service import Full, Service, Unavailable
+from tpshard.serve.text import Tokenizer
+
+
+@dataclass
+class Server:
+    """What the routes need."""
+
+    model: str
+    """The name it goes by; requests must use it."""
+    service: Service
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    created: int = 0
+
+    def __post_init__(self) -> None:
+        self.created = self.created or int(time.time())
+
+    # ---- an order's way ------------------------------------------------------------------------------------
+    async def order(self, scope: Scope, receive: Receive, parse: Callable[[dict[str, Any]], Order]) -> Answer:
+        """Reads, checks and tokenizes one request. Refused, or Gone."""
+        self._room(1)
+        body = fields.parse(await read_body(scope, receive, self.service.limits))
+        order = parse(body)
+        if order.model != self.model:
+            raise Refused(
+                f"there is no model `{order.model[:100]}`", param="model", code="model_not_found", status=404
+            )
+        self._room(order.n * max(1, len(order.prompts)))
+        try:
+            limit = self.service.limit
+        except Unavailable as error:
+            raise _unavailable() from error
+        if order.chat or sum(len(p) for p in order.prompts) > 4096:
+            prompts, echoes = await run_in_threadpool(self._tokens, order, limit)
+        else:  # too short to be worth a thread
+            prompts, echoes = self._tokens(order, limit)
+        check_tokens(order, prompts, self.service.vocab)
+        made = sequences(order, prompts, self.tokenizer, limit)
+        return Answer(order, made, self.tokenizer, echoes)
+
+    def _tokens(self, order: Order, limit: int) -> tuple[list[tuple[int, ...]], list[str]]:
+        """The prompts as tokens, and as text where they are to be echoed."""
+        texts: list[str | tuple[int, ...]] = list(order.prompts)
+        if order.chat:
+            if self.template is None:
+                raise Refused("this model has no chat template; use /v1/completions", code="no_chat_template")
+            try:
+                texts = [self.template.render(list(order.messages))]
+            except TemplateError as error:
+                raise Refused(str(error), param="messages", code="chat_template_failed") from error
+        made, echoes = [], []
+        for text in texts:
+            if isinstance(text, str):
+                if self.tokenizer.too_long(text, limit):
+                    raise Refused(
+                        f"the prompt has {len(text)} characters, which is more than {limit} tokens",
+                        param="messages" if order.chat else "prompt", code="context_length_exceeded",
+                    )  # fmt: skip
+                tokens = tuple(self.tokenizer.encode(text, special=not order.chat))
+                if not tokens:
+                    raise Refused("the prompt has no tokens", param="prompt", code="invalid_value")
+            else:
+                tokens = text
+            made.append(tokens)
+            echoes.append((text if isinstance(text, str) else self.tokenizer.decode(text)) if order.echo else "")
+        return made, echoes
+
+    def _room(self, count: int) -> None:
+        try:
+            self.service.check(count)
+        except Full as error:
+            raise Refused(
+                "too many requests wait already", status=429, kind="rate_limit_error", code="queue_full", retry_after=1
+            ) from error
+        except Unavailable as error:
+            raise _unavailable() from error
+
+    async def run(self, answer: Answer) -> AsyncGenerator[Event, None]:
+        """The events of an answer as they come; leaving the loop, by whatever way, ends its sequences."""
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[Event]]()
+
+        def deliver(events: list[Event]) -> None:
+            with suppress(RuntimeError):  # the loop has ended: nobody listens any more
+                loop.call_soon_threadsafe(queue.put_nowait, events)
+
+        made = [c.sequence for c in answer.choices]
+        self.service.metrics.prompt_tokens.inc(answer.prompt_tokens)
+        try:
+            self.service.submit(made, deliver)
+        except Unavailable as error:
+            raise _unavailable() from error
+        try:
+            while not answer.done:
+                for event in await queue.get():
+                    yield event
+        finally:
+            self.service.cancel(made)
+
+
+def _unavailable() -> Refused:
+    return Refused("the model is not available now", status=503, kind="server_error", code="unavailable", retry_after=2)
+
+
+class Reply:
+    """An ASGI response that makes its answer while it listens for the client's leaving."""
+
+    def __init__(self, server: Server, parse: Callable[[dict[str, Any]], Order]) -> None:
+        self.server, self.parse = server, parse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = [False]
+
+        async def noting(message: Any) -> None:
+            began[0] = True
+            await send(message)
+
+        try:
+            answer = await self.server.order(scope, receive, self.parse)
+            work = asyncio.ensure_future((self._stream if answer.order.stream else self._whole)(answer, noting))
+            leaving = asyncio.ensure_future(_left(receive))
+            try:
+                longest = self.server.service.limits.request_s
+                done, _ = await asyncio.wait(
+                    {work, leaving}, timeout=longest, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    raise Refused(f"the request took longer than {longest:g} s", status=408, code="timeout")
+                if work in done:
+                    work.result()
+            finally:
+                for task in (work, leaving):
+                    task.cancel()
+                await asyncio.gather(work, leaving, return_exceptions=True)
+        except Gone:
+            return
+        except Refused as error:
+            self.server.service.metrics.refused.labels(str(error.status)).inc()
+            if not began[0]:
+                await refuse(error, send)
+            else:
+                await send(_data(error.body(), more=False))
+        except OSError:
+            return  # the connection broke while something was sent
+
+    async def _whole(self, answer: Answer, send: Send) -> None:
+        async with aclosing(self.server.run(answer)) as events:
+            async for event in events:
+                self._take(answer, event)
+        response = Response(json.dumps(answer.whole()), media_type="application/json")
+        await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body})
+
+    async def _stream(self, answer: Answer, send: Send) -> None:
+        started = False
+        async with aclosing(self.server.run(answer)) as events:
+            async for event in events:
+                choice = self._take(answer, event)
+                if not started:  # only now: what fails before the first token is answered with its status
+                    started = True
+                    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    for chunk in answer.opening():
+                        await send(_data(chunk))
+                found = answer.chunk(choice) if choice is not None else None
+                if found is not None:
+                    await send(_data(found))
+        for chunk in answer.closing():
+            await send(_data(chunk))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    def _take(self, answer: Answer, event: Event) -> Choice | None:
+        choice = answer.take(event)
+        if choice is not None and choice.finish is not None and not event.sequence.done:
+            self.server.service.cancel([choice.sequence])  # a stop string: the engine knows nothing of them
+        return choice
+
+
+def _data(value: dict[str, Any], more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": b"data: " + json.dumps(value).encode() + b"\n\n", "more_body": more}
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Raw(Response):
+    """Lets a route answer by ASGI itself."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+        self.background = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.reply(scope, receive, send)
+
+
+def make_app(server: Server, key: str | None) -> App:
+    """The ASGI application."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return Raw(Reply(server, fields.completion))
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return Raw(Reply(server, fields.chat))
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [_card(server)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != server.model:
+            refusal = Refused(f"there is no model `{name[:100]}`", param="model", code="model_not_found", status=404)
+            return JSONResponse(refusal.body(), status_code=404)
+        return JSONResponse(_card(server))
+
+    @app.get("/health")
+    async def health() -> Response:
+        healthy = server.service.healthy
+        return JSONResponse({"status": "ok" if healthy else "unhealthy"}, status_code=200 if healthy else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        is_ready = server.service.ready
+        return JSONResponse({"status": "ready" if is_ready else "not ready"}, status_code=200 if is_ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(server.service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.exception_handler(HTTPException)
+    async def not_found(request: Request, error: HTTPException) -> Response:
+        refusal = Refused(f"{request.method} {request.url.path[:100]}: {error.detail}", status=error.status_code)
+        return JSONResponse(refusal.body(), status_code=error.status_code)
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        refusal = Refused("the server has a bug; its log says more", kind="server_error", status=500)
+        return JSONResponse(refusal.body(), status_code=500)
+
+    return KeyGate(app, key)  # type: ignore[arg-type]
+
+
+def _card(server: Server) -> dict[str, Any]:
+    card: dict[str, Any] = {"id": server.model, "object": "model", "created": server.created, "owned_by": "tpshard"}
+    with suppress(Unavailable):
+        card["max_model_len"] = server.service.limit
+    return card

@@ -1,0 +1,143 @@
+"""Chat templates, run where they can do no harm: a sandbox, a second, a mebibyte."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+SECONDS = 1.0
+BYTES = 1 << 20
+_MEMORY = 1 << 29
+_SCRIPT = "from tpshard.serve.chat import _child; _child()"
+
+
+class TemplateError(ValueError):
+    """The template refuses these messages, or ran out of its bounds; the message says which."""
+
+
+class ChatTemplate:
+    """Renders messages to a prompt with a model's own jinja2 template, in a process of its own.
+
+    A sandbox alone cannot stop `{% for i in range(10**9) %}`: the process is killed where a request takes longer than
+    a second, and its memory is bounded. It serves one request at a time and ends with this one.
+    """
+
+    def __init__(self, source: str, variables: dict[str, str]) -> None:
+        self.source, self.variables = source, variables
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """The prompt, ending where the assistant begins. TemplateError; never anything else of the template's."""
+        job = {"source": self.source, "messages": messages, "variables": self.variables}
+        with self._lock:
+            answer = self._ask(json.dumps(job).encode() + b"\n")
+        if "error" in answer:
+            raise TemplateError(str(answer["error"]))
+        return str(answer["text"])
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _ask(self, job: bytes) -> dict[str, Any]:
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(job)
+            process.stdin.flush()
+            line = _line(process.stdout.fileno(), SECONDS)
+        except OSError:
+            line = b""
+        if line is None:
+            self.close()
+            raise TemplateError(f"the chat template took longer than {SECONDS:g} s")
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError as error:
+            self.close()
+            raise TemplateError("the chat template's process ended without an answer") from error
+        return answer
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            environment = {k: v for k, v in os.environ.items() if k in ("PATH", "PYTHONPATH", "HOME", "LANG")}
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, env=environment, start_new_session=True,
+            )  # fmt: skip
+            assert self._process.stdout is not None
+            _line(self._process.stdout.fileno(), 30.0)  # it says when it is ready: starting does not count
+        return self._process
+
+
+def _line(fd: int, seconds: float) -> bytes | None:
+    """A line, what there is before the end, or None where the time is over."""
+    deadline, parts = time.monotonic() + seconds, b""
+    while not parts.endswith(b"\n"):
+        ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return None
+        part = os.read(fd, 1 << 16)
+        if not part:
+            break
+        parts += part
+    return parts
+
+
+def render_here(source: str, messages: list[dict[str, Any]], variables: dict[str, str]) -> str:
+    """The template in this process: sandboxed, its output bounded, its time not. TemplateError."""
+    from jinja2 import TemplateError as JinjaError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> str:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = refuse
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    parts, size = [], 0
+    try:
+        template = environment.from_string(source)
+        for part in template.generate(messages=messages, add_generation_prompt=True, **variables):
+            size += len(part.encode())
+            if size > BYTES:
+                raise TemplateError(f"the chat template wrote more than {BYTES} bytes")
+            parts.append(part)
+    except TemplateError:
+        raise
+    except (JinjaError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}"[:300]) from error
+    except MemoryError as error:
+        raise TemplateError("the chat template took too much memory") from error
+    return "".join(parts)
+
+
+def _child() -> None:
+    import jinja2.sandbox  # noqa: F401  imported before any clock starts
+
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    for line in sys.stdin.buffer:
+        job = json.loads(line)
+        signal.alarm(5)  # its end, where the server is gone and nobody else kills it
+        try:
+            answer = {"text": render_here(job["source"], job["messages"], job["variables"])}
+        except TemplateError as error:
+            answer = {"error": str(error)}
+        signal.alarm(0)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()

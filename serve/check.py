@@ -1,0 +1,127 @@
+"""What serving would take, said before anything is loaded: memory, cache, kernels, collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tpshard.kernels.gptq_config import GPTQConfig
+from tpshard.models import build
+from tpshard.models.presets import ModelConfig
+from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.program import Port, Program
+from tpshard.programs.serving import local_kv_heads, step_program
+from tpshard.programs.setting import DTYPES
+
+BLOCK_SIZE = 16
+_MEANING = {
+    "naive": "activations of all ranks gathered before each row-parallel one that is act-ordered",
+    "local_sort": "act-order sorted within each rank, no all-gather",
+    "tp_aware": "act-order written by the products before, no all-gather",
+}
+
+
+
+def block_bytes(config: ModelConfig, tp: int, dtype: str) -> int:
+    """Bytes of one cache block (keys and values of all layers) on one device."""
+    heads = local_kv_heads(config, tp)
+    return 2 * config.layers * BLOCK_SIZE * heads * config.head_dim * DTYPES[dtype].itemsize
+
+
+def cache_blocks(config: ModelConfig, tp: int, dtype: str, requests: int, given_mb: int | None, free_bytes: int) -> int:
+    """Blocks per device: those of `given_mb` MiB, else what `requests` of full length need within a quarter of the
+    free memory (shared by tp ranks on a CPU: the caller divides). At least one sequence's worth of 256 tokens."""
+    each = block_bytes(config, tp, dtype)
+    wanted = requests * -(-config.max_seq // BLOCK_SIZE)
+    budget = given_mb * 2**20 // each if given_mb is not None else min(wanted, free_bytes // 4 // each)
+    return max(budget, 256 // BLOCK_SIZE if given_mb is None else 1)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one device of a server holds and does."""
+
+    tp: int
+    dtype: str
+    blocks: int
+    parameter_bytes: int
+    cache_bytes: int
+    collectives: tuple[dict[str, Any], ...]
+    """Per step of one token."""
+    kernels: dict[str, str]
+
+    @property
+    def cache_tokens(self) -> int:
+        return self.blocks * BLOCK_SIZE
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "tp": self.tp, "dtype": self.dtype,
+            "memory": {"parameters": self.parameter_bytes, "cache": self.cache_bytes},
+            "cache": {"blocks": self.blocks, "block_size": BLOCK_SIZE, "tokens": self.cache_tokens},
+            "kernels": self.kernels, "collectives_per_token": list(self.collectives),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        lines = [
+            f"on each of {self.tp} devices, in {self.dtype}:" if self.tp > 1 else f"on one device, in {self.dtype}:",
+            f"  parameters {self.parameter_bytes / 2**20:,.1f} MiB",
+            f"  cache      {self.cache_bytes / 2**20:,.1f} MiB: {self.blocks} blocks of {BLOCK_SIZE}, "
+            f"{self.cache_tokens:,} tokens",
+            *(f"  {what}: {kernel}" for what, kernel in self.kernels.items()),
+        ]
+        for c in self.collectives:
+            lines.append(f"  per token {c['count']} {c['kind']} over {c['axes']}, {c['bytes']:,} bytes each")
+        return "\n".join(lines + ([] if self.collectives else ["  no collectives"]))
+
+
+def need(
+    config: ModelConfig, tp: int, dtype: str, blocks: int, device: str, batch_invariant: bool,
+    quantized: GPTQConfig | None = None, layout: str = "tp_aware",
+) -> Need:  # fmt: skip
+    """Prices one device of a server from the program that would run; `quantized` are the settings of a GPTQ folder.
+
+    ValueError where tp does not fit the model.
+    """
+    model = build(config, dtype=DTYPES[dtype])
+    program = step_program(model, config, Mesh({"tp": tp}), rows=1, wanted=1, blocks=blocks, block_size=BLOCK_SIZE)
+    parameters = {name for name, _ in model.named_parameters()}
+    held = sum(_held(port, quantized) for port in program.inputs if port.name in parameters)
+    cache = sum(port.local_bytes for port in program.inputs if ".cache." in port.name)
+    kernels = _kernels(dtype, device, batch_invariant)
+    if quantized is not None:
+        kernels["quantized products"] = f"tpshard::quantized_matmul, {quantized.bits} bits, {_MEANING[layout]}"
+    return Need(tp, dtype, blocks, held, cache, _collectives(program), kernels)
+
+
+def _held(port: Port, quantized: GPTQConfig | None) -> int:
+    """Bytes of a parameter; quantized ones are codes, and a scale and a zero for each group."""
+    linear = port.name.endswith(".weight") and (".attention." in port.name or ".mlp." in port.name)
+    if quantized is None or not linear or len(port.shape) != 2:
+        return port.local_bytes
+    outputs, inputs = port.local
+    group = quantized.group_size if quantized.group_size > 0 else inputs
+    return outputs * inputs * quantized.bits // 8 + 4 * outputs * -(-inputs // group)
+
+
+def _collectives(program: Program) -> tuple[dict[str, Any], ...]:
+    counted = Counter((c.kind, ", ".join(map(str, c.axes)), c.bytes) for c in program.collectives)
+    return tuple(
+        {"kind": kind, "axes": axes, "bytes": size, "count": count} for (kind, axes, size), count in counted.items()
+    )
+
+
+def _kernels(dtype: str, device: str, batch_invariant: bool) -> dict[str, str]:
+    from tpshard.kernels.rows_linear import TILE
+
+    if not batch_invariant:
+        products = "the library's choice by number of rows"
+    elif device == "cpu" and dtype in ("fp32", "bf16") and torch.backends.mkldnn.is_available():
+        products = f"{TILE} rows at a time, weights packed for oneDNN"
+    else:
+        products = f"{TILE} rows at a time"
+    return {"attention": "tpshard::paged_attention, a row's bits its own", "products": products}
+
+

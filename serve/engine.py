@@ -1,0 +1,124 @@
+"""The engine: requests in, tokens out, one step at a time. No threads, no network, no tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from torch import Tensor
+from tpshard.serve.blocks import BlockPool
+from tpshard.serve.request import Event, Sequence
+from tpshard.serve.sampling import choose, score
+from tpshard.serve.scheduler import Scheduler, Slice
+from tpshard.serve.step import Runner, StepInput
+
+
+class Engine:
+    """Continuous batching over a Runner.
+
+    >>> engine.add(Sequence(prompt=(1, 2, 3), sampling=Sampling(temperature=0), max_tokens=8))
+    >>> while engine.busy:
+    ...     for event in engine.step():
+    ...         print(event.token)
+    """
+
+    def __init__(self, runner: Runner, *, blocks: int | None = None, max_running: int = 64) -> None:
+        self.runner = runner
+        self.pool = BlockPool(min(blocks or runner.blocks, runner.blocks), runner.block_size)
+        self.scheduler = Scheduler(self.pool, runner.max_rows, runner.max_wanted, min(max_running, runner.max_wanted))
+        self.steps = 0
+        self.computed_tokens = 0
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of one sequence, prompt and answer."""
+        return min(self.runner.max_seq, self.pool.total * self.pool.block_size)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """ValueError where the sequence cannot fit the cache or the model, whatever else is running."""
+        # The last token's key and value are never needed, so a prompt of `limit` tokens can still be scored.
+        if not sequence.prompt or len(sequence.prompt) + sequence.max_tokens > self.limit:
+            raise ValueError(
+                f"a prompt of {len(sequence.prompt)} tokens and {sequence.max_tokens} new ones do not fit "
+                f"{self.limit} tokens"
+            )
+        self.scheduler.add(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """Forgets a sequence and takes its blocks back; one that has ended is left as it is."""
+        if not sequence.done:
+            sequence.finish = "abort"
+            self.scheduler.remove(sequence)
+
+    def abort_all(self) -> list[Sequence]:
+        """Forgets everything, the cached blocks too: what a lost runner leaves."""
+        lost = [*self.scheduler.running, *self.scheduler.waiting]
+        for sequence in lost:
+            sequence.finish = "error"
+        s = self.scheduler
+        self.pool = BlockPool(self.pool.total, self.pool.block_size)
+        self.scheduler = Scheduler(self.pool, s.max_rows, s.max_wanted, s.max_running)
+        self.scheduler.preemptions, self.scheduler.prefix_hit_tokens = s.preemptions, s.prefix_hit_tokens
+        return lost
+
+    def step(self) -> list[Event]:
+        """Computes one step and says what came of it. WorkerLost passes through."""
+        slices = self.scheduler.schedule()
+        if not slices:
+            return []
+        logits = self.runner.step(self._input(slices))
+        self.steps += 1
+        self.computed_tokens += sum(piece.count for piece in slices)
+        return list(self._receive(slices, logits))
+
+    def _input(self, slices: list[Slice]) -> StepInput:
+        size = self.pool.block_size
+        width = max(len(piece.sequence.blocks) for piece in slices)
+        tables = np.zeros((len(slices), width), dtype=np.int64)
+        tokens, positions, slots, owners, wanted = [], [], [], [], []
+        row = 0
+        for i, piece in enumerate(slices):
+            s, place = piece.sequence, np.arange(piece.start, piece.start + piece.count)
+            blocks = np.asarray(s.blocks, dtype=np.int64)
+            tables[i, : len(blocks)] = blocks
+            tokens.append(np.asarray(s.tokens[piece.start : piece.start + piece.count], dtype=np.int64))
+            positions.append(place)
+            slots.append(blocks[place // size] * size + place % size)
+            owners.append(np.full(piece.count, i))
+            row += piece.count
+            wanted.append(np.arange(row - piece.wanted, row))
+        flat = [np.concatenate(x) for x in (tokens, positions, slots, owners, wanted)]
+        return StepInput(flat[0], flat[1], flat[2], flat[3], tables, flat[4])
+
+    def _receive(self, slices: list[Slice], logits: Tensor) -> Iterator[Event]:
+        """logits: [wanted, vocab], in the order of the slices"""
+        choosing: list[tuple[Sequence, int]] = []
+        row = 0
+        for piece in slices:
+            s, wanted, ends = piece.sequence, piece.wanted, piece.ends
+            if piece.scores:
+                for offset in range(wanted):
+                    place = piece.start + offset + 1
+                    if place < len(s.prompt):
+                        s.prompt_scores.append(score(logits[row + offset], s.prompt[place], s.sampling.logprobs or 0))
+            row += wanted
+            self.scheduler.advance(piece)
+            if ends and s.max_tokens > 0:
+                choosing.append((s, row - 1))
+            elif ends:
+                yield self._end(s, None, "length")
+        if choosing:
+            chosen = choose(logits[[r for _, r in choosing]], [s for s, _ in choosing])
+            for (s, _), (token, logprob) in zip(choosing, chosen):
+                s.tokens.append(token)
+                finish = "stop" if token in s.stop_tokens else "length" if len(s.answer) >= s.max_tokens else None
+                yield self._end(s, token, finish, logprob) if finish else Event(s, token, logprob)
+
+    def _end(self, s: Sequence, token: int | None, finish: str, logprob: object = None) -> Event:
+        s.finish = finish
+        self.scheduler.remove(s)
+        return Event(s, token, logprob, finish)  # type: ignore[arg-type]

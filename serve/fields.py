@@ -1,0 +1,369 @@
+"""What a request may say: every field is checked here, and what is not supported is refused, never ignored."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpshard.serve.request import Sampling
+
+MAX_N = 16
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
+MAX_PROMPTS = 64
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_DEPTH = 32
+
+
+class Refused(ValueError):
+    """A request that is not served, in OpenAI's terms."""
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400,
+        kind: str = "invalid_request_error", retry_after: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.message, self.param, self.code = message, param, code
+        self.status, self.kind, self.retry_after = status, kind, retry_after
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Order:
+    """A checked request, its prompts not yet tokens."""
+
+    model: str
+    prompts: tuple[str | tuple[int, ...], ...]
+    messages: tuple[dict[str, Any], ...]
+    sampling: Sampling
+    max_tokens: int | None
+    n: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    stream: bool
+    include_usage: bool
+    echo: bool
+    chat: bool = field(default=False)
+
+
+def parse(raw: bytes) -> dict[str, Any]:
+    """The body of a request: one JSON object in UTF-8, finite numbers, no key twice, not deep. Refused else."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Refused(f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
+    if _depth(text) > MAX_DEPTH:
+        raise Refused(f"the body is nested deeper than {MAX_DEPTH} levels")
+    try:
+        value = json.loads(text, parse_constant=_constant, object_pairs_hook=_object)
+    except Refused:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body is not JSON: {error}"[:200]) from error
+    if not isinstance(value, dict):
+        raise Refused("the body is not a JSON object")
+    return value
+
+
+def _depth(text: str) -> int:
+    """How deep brackets nest outside of strings; 0 where there are too few to matter."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return 0
+    depth = deepest = 0
+    quoted = escaped = False
+    for c in text:
+        if quoted:
+            if escaped:
+                escaped = False
+            elif c == "\\":
+                escaped = True
+            elif c == '"':
+                quoted = False
+        elif c == '"':
+            quoted = True
+        elif c in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+            if deepest > MAX_DEPTH:
+                break
+        elif c in "]}":
+            depth -= 1
+    return deepest
+
+
+def _constant(name: str) -> Any:
+    raise Refused(f"the body is not JSON: {name} is not a number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise Refused("the body has a key twice")
+    return out
+
+
+# One checker a field: it takes the value and returns what to use, or raises Refused without `param`.
+
+Check = Callable[[Any], Any]
+
+
+def number(least: float, most: float) -> Check:
+    def check(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(_float(value)):
+            raise Refused(f"is not a finite number: {_show(value)}")
+        if not least <= value <= most:
+            raise Refused(f"is not between {least:g} and {most:g}: {_show(value)}")
+        return float(value)
+
+    return check
+
+
+def whole(least: int, most: int) -> Check:
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise Refused(f"is not a whole number: {_show(value)}")
+        if not least <= value <= most:
+            raise Refused(f"is not between {least} and {most}: {_show(value)}")
+        return value
+
+    return check
+
+
+def flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise Refused(f"is not true or false: {_show(value)}")
+    return value
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise Refused(f"is not a string: {_show(value)}")
+    if "\0" in value:
+        raise Refused("holds a NUL character")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise Refused("holds half of a surrogate pair, which is no character") from error
+    return value
+
+
+def only(*allowed: Any) -> Check:
+    def check(value: Any) -> Any:
+        if not any(value == a and type(value) is type(a) for a in allowed):
+            raise Refused(f"is not supported here beyond {', '.join(json.dumps(a) for a in allowed)}: {_show(value)}")
+        return value
+
+    return check
+
+
+def stops(value: Any) -> tuple[str, ...]:
+    found = [text(v) for v in (value if isinstance(value, list) else [value])]
+    if len(found) > MAX_STOPS or any(not 0 < len(s) <= MAX_STOP_LENGTH for s in found):
+        raise Refused(f"is not up to {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
+    return tuple(found)
+
+
+def token_ids(most: int) -> Check:
+    def check(value: Any) -> tuple[int, ...]:
+        if not isinstance(value, list) or len(value) > most:
+            raise Refused(f"is not a list of up to {most} token ids")
+        return tuple(whole(0, 2**31 - 1)(v) for v in value)
+
+    return check
+
+
+def biases(value: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise Refused(f"is not an object of up to {MAX_BIASES} token ids and biases")
+    out = []
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise Refused(f"has a key that is no token id: {_show(key)}")
+        out.append((int(key), number(-100, 100)(bias)))
+    return tuple(out)
+
+
+def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """A string, token ids, or a list of either."""
+    if isinstance(value, list) and value and all(isinstance(v, int) for v in value):
+        value = [value]
+    many = value if isinstance(value, list) else [value]
+    if not 0 < len(many) <= MAX_PROMPTS:
+        raise Refused(f"is not 1 to {MAX_PROMPTS} prompts")
+    out: list[str | tuple[int, ...]] = []
+    for v in many:
+        out.append(tuple(whole(0, 2**31 - 1)(t) for t in v) if isinstance(v, list) else text(v))
+        if not out[-1]:
+            raise Refused("is empty")
+    return tuple(out)
+
+
+def messages(value: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list) or not 0 < len(value) <= 4096:
+        raise Refused("is not a list of 1 to 4096 messages")
+    return tuple(_message(i, v) for i, v in enumerate(value))
+
+
+def _message(index: int, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Refused(f"has an item {index} that is not an object")
+    extra = sorted(k for k in value if k not in ("role", "content", "name") and value[k] is not None)
+    if extra:
+        raise Refused(f"has an item {index} with `{extra[0]}`, which is not supported")
+    if value.get("role") not in ("system", "developer", "user", "assistant"):
+        raise Refused(f"has an item {index} whose role is not system, developer, user or assistant")
+    content = value.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text" or set(part) != {"type", "text"}:
+                raise Refused(f"has an item {index} with a part that is not text; only text is supported")
+        content = "".join(text(part["text"]) for part in content)
+    out = {"role": value["role"], "content": text(content)}
+    return out | ({"name": text(value["name"])} if value.get("name") is not None else {})
+
+
+def stream_options(value: Any) -> bool:
+    if not isinstance(value, dict) or set(value) - {"include_usage", "include_obfuscation"}:
+        raise Refused("is not an object with `include_usage`")
+    if value.get("include_obfuscation"):
+        raise Refused("asks for `include_obfuscation`, which is not supported")
+    return flag(value.get("include_usage", False))
+
+
+def response_format(value: Any) -> None:
+    if value != {"type": "text"}:
+        raise Refused('is not supported beyond {"type": "text"}')
+
+
+_SHARED: dict[str, Check] = {
+    "model": text,
+    "max_tokens": whole(0, 2**31 - 1),
+    "temperature": number(0, 2),
+    "top_p": number(1e-6, 1),
+    "top_k": whole(-1, 2**31 - 1),
+    "min_p": number(0, 1),
+    "repetition_penalty": number(0.01, 100),
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
+    "logit_bias": biases,
+    "seed": whole(-(2**63), 2**63 - 1),
+    "n": whole(1, MAX_N),
+    "stop": stops,
+    "stop_token_ids": token_ids(64),
+    "ignore_eos": flag,
+    "stream": flag,
+    "stream_options": stream_options,
+    "user": text,
+}
+COMPLETION: dict[str, Check] = _SHARED | {
+    "prompt": prompts,
+    "echo": flag,
+    "logprobs": whole(0, MAX_LOGPROBS),
+    "best_of": whole(1, MAX_N),
+    "suffix": only(""),
+}
+CHAT: dict[str, Check] = _SHARED | {
+    "messages": messages,
+    "max_completion_tokens": whole(1, 2**31 - 1),
+    "logprobs": flag,
+    "top_logprobs": whole(0, MAX_LOGPROBS),
+    "response_format": response_format,
+    "store": only(False),
+    "service_tier": only("auto", "default"),
+}
+
+
+def completion(body: Mapping[str, Any]) -> Order:
+    """The order of a body of /v1/completions."""
+    given = _checked(body, COMPLETION, ("model", "prompt"))
+    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
+        raise Refused("`best_of` other than `n` is not supported", param="best_of")
+    order = _order(given, given.get("logprobs"), given.get("max_tokens"))
+    if order.max_tokens == 0 and not order.echo:
+        raise Refused("`max_tokens` of 0 gives nothing without `echo`", param="max_tokens")
+    return order
+
+
+def chat(body: Mapping[str, Any]) -> Order:
+    """The order of a body of /v1/chat/completions."""
+    given = _checked(body, CHAT, ("model", "messages"))
+    if "top_logprobs" in given and not given.get("logprobs"):
+        raise Refused("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
+    if "max_tokens" in given and "max_completion_tokens" in given:
+        raise Refused("`max_tokens` and `max_completion_tokens` are one thing", param="max_completion_tokens")
+    if given.get("max_tokens") == 0:
+        raise Refused("`max_tokens` is not at least 1: 0", param="max_tokens")
+    most = given.get("max_completion_tokens", given.get("max_tokens"))
+    order = _order(given, given.get("top_logprobs", 0) if given.get("logprobs") else None, most, chat=True)
+    return order
+
+
+def _checked(body: Mapping[str, Any], table: Mapping[str, Check], needed: tuple[str, ...]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for key, value in body.items():
+        check = table.get(key)
+        if check is None:
+            name = key[:64]
+            raise Refused(f"unrecognized request argument supplied: {name}", param=name, code="unknown_parameter")
+        if value is None:
+            continue
+        try:
+            given[key] = check(value)
+        except Refused as error:
+            raise Refused(f"`{key}` {error.message}", param=key, code="invalid_value") from error
+    for key in needed:
+        if key not in given:
+            raise Refused(f"`{key}` is missing", param=key, code="missing_required_parameter")
+    if "stream_options" in given and not given.get("stream"):
+        raise Refused("`stream_options` needs `stream: true`", param="stream_options")
+    return given
+
+
+def _order(given: dict[str, Any], logprobs: int | None, max_tokens: int | None, chat: bool = False) -> Order:
+    sampling = Sampling(
+        temperature=given.get("temperature", 1.0),
+        top_p=given.get("top_p", 1.0),
+        top_k=max(0, given.get("top_k", 0)),
+        min_p=given.get("min_p", 0.0),
+        repetition_penalty=given.get("repetition_penalty", 1.0),
+        presence_penalty=given.get("presence_penalty", 0.0),
+        frequency_penalty=given.get("frequency_penalty", 0.0),
+        logit_bias=given.get("logit_bias", ()),
+        seed=given.get("seed", secrets.randbits(63)),
+        logprobs=logprobs,
+    )
+    return Order(
+        model=given["model"],
+        prompts=given.get("prompt", ()),
+        messages=given.get("messages", ()),
+        sampling=sampling,
+        max_tokens=max_tokens,
+        n=given.get("n", 1),
+        stop=given.get("stop", ()),
+        stop_token_ids=given.get("stop_token_ids", ()),
+        ignore_eos=given.get("ignore_eos", False),
+        stream=given.get("stream", False),
+        include_usage=given.get("stream_options", False),
+        echo=given.get("echo", False),
+        chat=chat,
+    )
+
+
+def _float(value: int | float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _show(value: Any) -> str:
+    shown = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a huge number"
+    return shown if len(shown) <= 60 else shown[:57] + "..."

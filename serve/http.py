@@ -1,0 +1,135 @@
+"""The listening socket, the event loop, and how a server ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+from tpshard.recipes.diagnostic import Exit, Mistakes, Source
+from tpshard.serve.access import App
+from tpshard.serve.service import Service
+
+log = logging.getLogger(__name__)
+
+
+def is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host == "localhost"
+
+
+def read_key(file: Path | None = None, given: str | None = None) -> str | None:
+    """The API key: from a file, the recipe, or TPSHARD_API_KEY; None where none is set. Mistakes where it is empty."""
+    if file is not None:
+        try:
+            key: str | None = file.read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise Mistakes.one(f"the API key's file cannot be read: {error}", exit=Exit.MACHINE) from error
+    else:
+        key = given if given is not None else os.environ.get("TPSHARD_API_KEY")
+    if key is not None and (not key.strip() or not key.isascii() or not key.isprintable()):
+        raise Mistakes.one(
+            "the API key is empty or holds what a header cannot carry", exit=Exit.USAGE,
+            fix="set TPSHARD_API_KEY to printable ASCII, or leave it unset",
+        )  # fmt: skip
+    return key.strip() if key is not None else None
+
+
+def check_exposure(host: str, key: str | None, insecure: bool, where: Source | None = None) -> None:
+    """Mistakes where the server would be open to the network without a key."""
+    if not is_loopback(host) and key is None and not insecure:
+        raise Mistakes.one(
+            f"`serve.host: {host}` can be reached from other machines, and no API key is set", exit=Exit.USAGE,
+            where=where, fix="set TPSHARD_API_KEY, or pass --insecure to serve everybody",
+        )  # fmt: skip
+
+
+def bind(host: str, port: int, where: Source | None = None) -> socket.socket:
+    """The socket, bound and not yet listening. Mistakes (exit 5) where that is not possible."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise _cannot_bind(host, port, error, where) from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(1024)  # bind alone lets a second server bind as well
+    except OSError as error:
+        sock.close()
+        raise _cannot_bind(host, port, error, where) from error
+    return sock
+
+
+def _cannot_bind(host: str, port: int, error: OSError, where: Source | None) -> Mistakes:
+    fixes = {
+        errno.EADDRINUSE: "another program listens there; choose another `serve.port`, or 0 for a free one",
+        errno.EACCES: "ports below 1024 need a privilege; choose a higher `serve.port`",
+        errno.EADDRNOTAVAIL: "this machine does not have that address",
+    }
+    return Mistakes.one(
+        f"cannot listen on {host} port {port}: {error.strerror or error}", exit=Exit.MACHINE, where=where,
+        fix=fixes.get(error.errno or 0, ""),
+    )  # fmt: skip
+
+
+def run(app: App, service: Service, sock: socket.socket, announce: Callable[[], None]) -> int:
+    """Serves until SIGTERM or SIGINT, then lets running requests end. Returns the exit code: 0, or 130 for Ctrl-C."""
+    return asyncio.run(_run(app, service, sock, announce))
+
+
+async def _run(app: App, service: Service, sock: socket.socket, announce: Callable[[], None]) -> int:
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=30, server_header=False,
+        h11_max_incomplete_event_size=1 << 16, backlog=1024,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    received: list[int] = []
+    asked = asyncio.Event()
+
+    def ask(number: int) -> None:
+        if number == signal.SIGINT and signal.SIGINT in received:
+            os._exit(130)  # the second Ctrl-C is an order; a second SIGTERM may be a wrapper's copy of the first
+        received.append(number)
+        service.draining = True
+        asked.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):  # instead of uvicorn's own, which close connections
+        loop.add_signal_handler(number, ask, number)
+    announce()
+    waiting = asyncio.ensure_future(asked.wait())
+    await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    if not serving.done():
+        log.info("ending: running requests have %g s", service.limits.grace_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(service.limits.grace_s):
+                while not (service.idle and _sent(server)):
+                    await asyncio.sleep(0.02)
+    waiting.cancel()
+    await asyncio.to_thread(service.close)
+    server.should_exit = True
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(serving), 5)
+    server.force_exit = True
+    await serving
+    return 130 if received[:1] == [signal.SIGINT] else 0
+
+
+def _sent(server: uvicorn.Server) -> bool:
+    """Whether no connection is in the middle of an answer."""
+    return not server.server_state.tasks

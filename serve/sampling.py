@@ -1,0 +1,98 @@
+"""From logits to the next token. Every row is treated by itself, so that its token depends on nothing else.
+
+A draw is a function of (seed, choice, position), not of a generator's state: a request that was preempted, batched
+differently or sent again with its seed gets the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence as Many
+
+import torch
+from torch import Tensor
+from tpshard.serve.request import Logprob, Sampling, Sequence
+
+
+def draw(seed: int, choice: int, position: int) -> float:
+    """A uniform number in [0, 1) with 53 bits."""
+    digest = hashlib.blake2b(struct.pack("<qqq", seed, choice, position), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def is_plain(s: Sampling) -> bool:
+    """Whether the likeliest token under the model itself is the answer."""
+    return s.temperature == 0 and not is_shaped(s)
+
+
+def is_shaped(s: Sampling) -> bool:
+    return bool(s.logit_bias or s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty)
+
+
+def choose(logits: Tensor, sequences: Many[Sequence]) -> list[tuple[int, Logprob | None]]:
+    """logits: [sequences, vocab] fp32, the next token's -> token and, where asked for, its log-probability."""
+    likeliest = logits.argmax(-1).tolist()
+    out: list[tuple[int, Logprob | None]] = []
+    for row, (sequence, greedy) in enumerate(zip(sequences, likeliest)):
+        s = sequence.sampling
+        token = greedy if is_plain(s) else choose_one(logits[row], sequence)
+        out.append((token, None if s.logprobs is None else score(logits[row], token, s.logprobs)))
+    return out
+
+
+def choose_one(logits: Tensor, sequence: Sequence) -> int:
+    """logits: [vocab] -> token"""
+    s = sequence.sampling
+    logits = shape(logits, sequence) if is_shaped(s) else logits
+    if s.temperature == 0:
+        return int(logits.argmax())
+    probabilities, tokens = nucleus(logits.double() / s.temperature, s)
+    threshold = draw(s.seed, sequence.choice, len(sequence.tokens)) * float(probabilities.sum())
+    index = int(torch.searchsorted(probabilities.cumsum(0), threshold, right=True))
+    index = min(index, len(probabilities) - 1)
+    while probabilities[index] == 0:  # a threshold that rounded up beyond the last probable token
+        index -= 1
+    return int(tokens[index]) if tokens is not None else index
+
+
+def shape(logits: Tensor, sequence: Sequence) -> Tensor:
+    """Penalties and bias; a new tensor. Repetition counts prompt and answer, presence and frequency the answer."""
+    s, logits = sequence.sampling, logits.clone()
+    if s.repetition_penalty != 1:
+        seen = torch.tensor(sorted(set(sequence.tokens)), dtype=torch.int64)
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+    answer = sequence.answer
+    if answer and (s.presence_penalty or s.frequency_penalty):
+        told, counts = torch.tensor(answer, dtype=torch.int64).unique(return_counts=True)
+        logits[told] -= s.presence_penalty + s.frequency_penalty * counts.to(logits.dtype)
+    if s.logit_bias:
+        ids = torch.tensor([token for token, _ in s.logit_bias], dtype=torch.int64)
+        logits[ids] += torch.tensor([bias for _, bias in s.logit_bias], dtype=logits.dtype)
+    return logits
+
+
+def nucleus(logits: Tensor, s: Sampling) -> tuple[Tensor, Tensor | None]:
+    """What may be drawn: (probabilities, their tokens, or None where all tokens are in order).
+
+    top-k first, then top-p over what is left (the smallest set that reaches p), then min-p against the likeliest.
+    """
+    if not s.top_k and s.top_p >= 1:
+        probabilities = torch.softmax(logits, -1)
+        return torch.where(probabilities >= s.min_p * probabilities.max(), probabilities, 0.0), None
+    values, tokens = logits.sort(descending=True, stable=True)
+    if s.top_k:
+        values, tokens = values[: s.top_k], tokens[: s.top_k]
+    probabilities = torch.softmax(values, -1)
+    before = probabilities.cumsum(0) - probabilities
+    keep = (before < s.top_p) & (probabilities >= s.min_p * probabilities[0])
+    keep[0] = True
+    return torch.where(keep, probabilities, 0.0), tokens
+
+
+def score(logits: Tensor, token: int, top: int) -> Logprob:
+    """The log-probability of `token` and of the `top` likeliest, under the model itself."""
+    logprobs = torch.log_softmax(logits.double(), -1)
+    values, tokens = logprobs.topk(min(top, len(logprobs)))
+    return Logprob(token, float(logprobs[token]), tuple(zip(tokens.tolist(), values.tolist())))

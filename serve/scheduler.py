@@ -1,0 +1,153 @@
+"""Which rows the next step computes: running sequences first, then chunks of prompts, oldest first.
+
+When the cache is full the youngest running sequence gives its blocks back and is computed again later, from whatever
+of its prefix is still cached by then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from tpshard.serve.blocks import ROOT, BlockPool, chain
+from tpshard.serve.request import Sequence
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Tokens start .. start + count of a sequence, computed in this step."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def ends(self) -> bool:
+        """Whether the next token can be chosen after it."""
+        return self.start + self.count == len(self.sequence.tokens)
+
+    @property
+    def wanted(self) -> int:
+        """Rows whose logits are needed."""
+        s = self.sequence
+        return self.count if self.scores else int(self.ends and s.max_tokens > 0)
+
+    @property
+    def scores(self) -> bool:
+        """Whether the prompt's own log-probabilities are wanted of these rows."""
+        return self.sequence.unscored
+
+
+class Scheduler:
+    """Continuous batching over one pool of blocks."""
+
+    def __init__(self, pool: BlockPool, max_rows: int, max_wanted: int, max_running: int) -> None:
+        self.pool, self.max_rows, self.max_wanted, self.max_running = pool, max_rows, max_wanted, max_running
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self.prefix_hit_tokens = 0
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def schedule(self) -> list[Slice]:
+        """The next step's slices; empty where nothing is to be done."""
+        slices: list[Slice] = []
+        rows, wanted = self.max_rows, min(self.max_wanted, self.max_rows)
+        answering = [s for s in self.running if s.left == 1]
+        for sequence in answering + [s for s in self.running if s.left > 1]:
+            if sequence not in self.running or not rows or not wanted:
+                continue
+            piece = self._slice(sequence, rows, wanted)
+            if not self._room(sequence, piece, slices):
+                continue
+            slices.append(piece)
+            rows, wanted = rows - piece.count, wanted - piece.wanted
+        return slices + self._admit(rows, wanted)
+
+    def advance(self, piece: Slice) -> None:
+        """Notes that a slice was computed, and publishes the blocks that it filled."""
+        s, size = piece.sequence, self.pool.block_size
+        s.computed = piece.start + piece.count
+        while (s.published + 1) * size <= s.computed:
+            self.pool.publish(s.blocks[s.published], self._digest(s, s.published))
+            s.published += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is, and its blocks back."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._give_back(sequence)
+
+    def _slice(self, s: Sequence, rows: int, wanted: int) -> Slice:
+        count = min(s.left, rows)
+        if s.unscored:
+            count = min(count, wanted)
+        return Slice(s, s.computed, count)
+
+    def _room(self, s: Sequence, piece: Slice, slices: list[Slice]) -> bool:
+        """Makes sure of the blocks of a slice, taking them from younger sequences if need be."""
+        need = -(-(piece.start + piece.count) // self.pool.block_size) - len(s.blocks)
+        while need > 0:
+            taken = self.pool.take(need)
+            if taken is not None:
+                s.blocks.extend(taken)
+                return True
+            scheduled = {p.sequence.id for p in slices}
+            victim = next((v for v in reversed(self.running) if v.id not in scheduled), s)
+            self._preempt(victim)
+            if victim is s:
+                return False
+        return True
+
+    def _preempt(self, s: Sequence) -> None:
+        self.running.remove(s)
+        self._give_back(s)
+        self.waiting.appendleft(s)
+        self.preemptions += 1
+
+    def _give_back(self, s: Sequence) -> None:
+        self.pool.release(s.blocks)
+        s.blocks, s.computed, s.published = [], 0, 0
+        if s.unscored:
+            s.prompt_scores.clear()
+
+    def _admit(self, rows: int, wanted: int) -> list[Slice]:
+        slices: list[Slice] = []
+        pending = {self._digest(s, i) for s in self.running for i in range(s.published, len(s.tokens) // self._size)}
+        for s in list(self.waiting):
+            if not rows or not wanted or len(self.running) >= self.max_running:
+                break
+            reusable = 0 if s.unscored else (len(s.tokens) - 1) // self._size
+            digests = [self._digest(s, i) for i in range(reusable)]
+            known = self.pool.known(digests)
+            if known < reusable and digests[known] in pending:
+                continue  # a running sequence computes just this block: wait for it instead of computing it twice
+            reused = self.pool.reuse(digests[:known])
+            s.blocks, s.computed, s.published = reused, known * self._size, known
+            piece = self._slice(s, rows, wanted)
+            taken = self.pool.take(-(-(piece.start + piece.count) // self._size) - len(s.blocks))
+            if taken is None:
+                self._give_back(s)
+                break
+            s.blocks.extend(taken)
+            self.prefix_hit_tokens += s.computed
+            self.waiting.remove(s)
+            self.running.append(s)
+            slices.append(piece)
+            pending.update(self._digest(s, i) for i in range(s.published, len(s.tokens) // self._size))
+            rows, wanted = rows - piece.count, wanted - piece.wanted
+        return slices
+
+    @property
+    def _size(self) -> int:
+        return self.pool.block_size
+
+    def _digest(self, s: Sequence, block: int) -> bytes:
+        while len(s.digests) <= block:
+            start = len(s.digests) * self._size
+            s.digests.append(chain(s.digests[-1] if s.digests else ROOT, s.tokens[start : start + self._size]))
+        return s.digests[block]

@@ -1,0 +1,225 @@
+"""The engine in its thread: requests come in from the network's loop, events go back, a lost runner is replaced."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from tpshard.serve.engine import Engine
+from tpshard.serve.metrics import Metrics
+from tpshard.serve.request import Event, Sampling, Sequence
+from tpshard.serve.step import Runner, WorkerLost
+
+log = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "broken", "closed"]
+Deliver = Callable[[list[Event]], None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one server takes on."""
+
+    running: int = 64
+    """Sequences computed at once."""
+    queue: int = 256
+    """Sequences that may wait for that."""
+    request_s: float = 600.0
+    """Longest a request may take, waiting included."""
+    body_bytes: int = 1 << 20
+    body_s: float = 30.0
+    """Longest a request's body may take to arrive."""
+    grace_s: float = 30.0
+    """Longest that running requests may take once the server is asked to end."""
+
+
+class Full(Exception):
+    """The queue is full."""
+
+
+class Unavailable(Exception):
+    """The engine cannot take requests now: it starts, recovers, or ends."""
+
+
+class Service:
+    """Owns the runner and the engine; everything that touches them runs in one thread."""
+
+    def __init__(self, make_runner: Callable[[], Runner], limits: Limits, metrics: Metrics) -> None:
+        self.limits, self.metrics = limits, metrics
+        self.state: State = "starting"
+        self.draining = False
+        self.cause: BaseException | None = None
+        """Why it is broken or could not start."""
+        self._make_runner = make_runner
+        self._engine: Engine | None = None
+        self._inbox: deque[tuple[Literal["add", "abort"], Sequence, Deliver | None]] = deque()
+        self._deliver: dict[int, Deliver] = {}
+        self._wake = threading.Condition()
+        self._started = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # ---- from other threads --------------------------------------------------------------------------------
+    def start(self, wait: bool = True) -> None:
+        """Loads the runner; with `wait`, returns when it is ready and raises what keeps it from that."""
+        self._thread.start()
+        if wait:
+            self._started.wait()
+            if self.state != "ready" and self.cause is not None:
+                raise self.cause
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of one sequence; Unavailable before the first runner is ready."""
+        return self._known().limit
+
+    @property
+    def vocab(self) -> int:
+        return self._known().runner.vocab
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "ready" and not self.draining
+
+    @property
+    def healthy(self) -> bool:
+        return self.state == "ready" and self._thread.is_alive()
+
+    @property
+    def idle(self) -> bool:
+        return not self._deliver and not self._inbox
+
+    def check(self, sequences: int) -> None:
+        """Full or Unavailable where so many more sequences cannot be taken."""
+        if not self.ready:
+            raise Unavailable()
+        if len(self._deliver) + sequences > self.limits.running + self.limits.queue:
+            raise Full()
+
+    def submit(self, sequences: Iterable[Sequence], deliver: Deliver) -> None:
+        """`deliver` is called in the engine's thread with the events of these sequences."""
+        with self._wake:
+            if not self.ready:
+                raise Unavailable()
+            for s in sequences:
+                self._deliver[s.id] = deliver
+                self._inbox.append(("add", s, deliver))
+            self._wake.notify()
+
+    def cancel(self, sequences: Iterable[Sequence]) -> None:
+        """Ends sequences without an event; those that have ended are left as they are."""
+        with self._wake:
+            for s in sequences:
+                self._deliver.pop(s.id, None)
+                self._inbox.append(("abort", s, None))
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Ends the thread and the runner; what is running is told so."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=30)
+
+    # ---- in the engine's thread ----------------------------------------------------------------------------
+    def _known(self) -> Engine:
+        if self._engine is None:
+            raise Unavailable()
+        return self._engine
+
+    def _run(self) -> None:
+        delay = 0.5
+        while not self._closing:
+            try:
+                runner = self._make_runner()
+            except BaseException as error:
+                self.cause = error
+                if not self._started.is_set():
+                    self.state = "broken"
+                    self._started.set()
+                    return
+                log.error("the model could not be started again: %s", error)
+                self._pause(delay)
+                delay = min(delay * 2, 30.0)
+                continue
+            try:
+                self._engine = Engine(runner, max_running=self.limits.running)
+                self.metrics.observe(self._engine)
+                self.state, self.cause, delay = "ready", None, 0.5
+                self._started.set()
+                self._serve(self._engine)
+            finally:
+                runner.close()
+        self.state = "closed"
+        self._fail_all("the server ends")
+
+    def _serve(self, engine: Engine) -> None:
+        """Steps until the server closes or the runner is lost."""
+        while True:
+            with self._wake:
+                while not (self._inbox or engine.busy or self._closing):
+                    self._wake.wait()
+                if self._closing:
+                    return
+                inbox, self._inbox = self._inbox, deque()
+            for what, sequence, deliver in inbox:
+                self._take(engine, what, sequence, deliver)
+            try:
+                events = engine.step()
+            except WorkerLost as error:
+                log.error("%s", error)
+                self.state, self.cause = "broken", error
+                engine.abort_all()
+                self._fail_all("a worker was lost; the model is being started again")
+                return
+            except Exception:
+                log.exception("a step failed")
+                engine.abort_all()
+                self._fail_all("the model failed on this batch")
+                continue
+            self._hand_out(events)
+
+    def _take(self, engine: Engine, what: str, sequence: Sequence, deliver: Deliver | None) -> None:
+        if what == "abort":
+            if not sequence.done:
+                self.metrics.ended(sequence.id, sequence.arrived, "abort")
+            engine.abort(sequence)
+        elif not sequence.done:
+            try:
+                engine.add(sequence)
+            except ValueError as error:
+                self._hand_out([Event(sequence, None, finish="error", error=str(error))])
+
+    def _hand_out(self, events: list[Event]) -> None:
+        now = time.monotonic()
+        grouped: dict[Deliver, list[Event]] = {}
+        for event in events:
+            self.metrics.event(event, now)
+            deliver = self._deliver.get(event.sequence.id)
+            if event.finish is not None:
+                self._deliver.pop(event.sequence.id, None)
+            if deliver is not None:
+                grouped.setdefault(deliver, []).append(event)
+        for deliver, some in grouped.items():
+            deliver(some)
+
+    def _fail_all(self, why: str) -> None:
+        with self._wake:
+            waiting = {s.id: s for what, s, _ in self._inbox if what == "add"}
+            self._inbox.clear()
+            lost, self._deliver = self._deliver, {}
+        for number, deliver in lost.items():
+            sequence = waiting.get(number) or Sequence((), Sampling(), 0, id=number)
+            sequence.finish = "error"
+            deliver([Event(sequence, None, finish="error", error=why)])
+
+    def _pause(self, seconds: float) -> None:
+        with self._wake:
+            if not self._closing:
+                self._wake.wait(seconds)

@@ -1,0 +1,93 @@
+"""One step of the engine as plain data: what every rank computes, as bytes that any rank can read back."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+_HEAD = struct.Struct("<4sIIII")
+_MAGIC = b"tps1"
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """Rows (tokens) of several sequences at once; every array is int64."""
+
+    tokens: np.ndarray
+    """[rows]"""
+    positions: np.ndarray
+    """[rows]"""
+    slots: np.ndarray
+    """[rows]: block * block_size + offset where the row's key and value go."""
+    sequences: np.ndarray
+    """[rows]: the row of `tables` that lists the blocks of its sequence."""
+    tables: np.ndarray
+    """[sequences, blocks], padded with 0."""
+    wanted: np.ndarray
+    """[wanted]: the rows whose logits are asked for."""
+
+    def __post_init__(self) -> None:
+        rows = len(self.tokens)
+        if not (len(self.positions) == len(self.slots) == len(self.sequences) == rows):
+            raise ValueError("a step's tokens, positions, slots and sequences differ in length")
+
+    def encode(self) -> bytes:
+        rows, (m, w) = len(self.tokens), self.tables.shape
+        parts = (self.tokens, self.positions, self.slots, self.sequences, self.tables, self.wanted)
+        return _HEAD.pack(_MAGIC, rows, m, w, len(self.wanted)) + b"".join(
+            np.ascontiguousarray(part, dtype="<i8").tobytes() for part in parts
+        )
+
+    @staticmethod
+    def decode(message: bytes) -> StepInput:
+        """ValueError where the bytes are not exactly one step."""
+        if len(message) < _HEAD.size:
+            raise ValueError("a step's message ends within its head")
+        magic, rows, m, w, wanted = _HEAD.unpack_from(message)
+        if magic != _MAGIC or len(message) != _HEAD.size + 8 * (4 * rows + m * w + wanted):
+            raise ValueError(f"a step's message of {len(message)} bytes does not fit its head")
+        flat = np.frombuffer(message, dtype="<i8", offset=_HEAD.size)
+        t, p, s, q, tables, last = np.split(flat, np.cumsum([rows, rows, rows, rows, m * w]))
+        return StepInput(t, p, s, q, tables.reshape(m, w), last)
+
+    def padded(self, rows: int, wanted: int) -> StepInput:
+        """The same step with more rows: padding writes to block 0 and attends to nothing but itself."""
+        more = rows - len(self.tokens)
+        fill = np.zeros(more, dtype=np.int64)
+        tables = np.concatenate([self.tables, np.zeros((1, self.tables.shape[1]), dtype=np.int64)])
+        return StepInput(
+            np.concatenate([self.tokens, fill]),
+            np.concatenate([self.positions, fill]),
+            np.concatenate([self.slots, fill]),
+            np.concatenate([self.sequences, fill + len(self.tables)]),
+            tables,
+            np.concatenate([self.wanted, np.zeros(wanted - len(self.wanted), dtype=np.int64)]),
+        )
+
+
+class WorkerLost(RuntimeError):
+    """A rank that the step needed has died, hangs, or failed; the message says which and why."""
+
+
+class Runner(Protocol):
+    """Computes steps. The engine knows nothing of devices, ranks or programs beyond this."""
+
+    blocks: int
+    """Usable cache blocks."""
+    block_size: int
+    max_rows: int
+    """Most rows in a step."""
+    max_wanted: int
+    """Most rows of a step whose logits can be asked for."""
+    vocab: int
+    max_seq: int
+
+    def step(self, batch: StepInput) -> Tensor:
+        """Logits [wanted, vocab] in fp32, on the CPU. WorkerLost where a rank is gone."""
+        ...
+
+    def close(self) -> None: ...

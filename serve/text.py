@@ -1,0 +1,141 @@
+"""Between text and tokens: a tokenizer folder, text that grows token by token, stop strings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Rust
+
+_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer folder: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`.
+
+    Read as data; nothing in the folder is executed (the chat template runs sandboxed, see chat.py). ValueError where
+    the folder holds no tokenizer that can be read so.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(f"{folder} holds no tokenizer.json")
+        try:
+            self._rust = Rust.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{file} cannot be read: {error}") from error
+        config = _json(folder / "tokenizer_config.json")
+        self.special: dict[str, str] = {}
+        for key in _TOKENS:
+            value = config.get(key)
+            self.special[key] = str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
+        self.chat_template = _template(folder, config)
+        self.size = self._rust.get_vocab_size(with_added_tokens=True)
+        self._longest = max((len(token) for token in self._rust.get_vocab()), default=1)
+        self.stop_tokens = frozenset(self._stop_tokens(folder))
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """`special` adds what the tokenizer adds to a document (a beginning)."""
+        return list(self._rust.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._rust.decode(list(ids), skip_special_tokens=True))
+
+    def token_text(self, token: int) -> str:
+        """How one token is shown beside its log-probability."""
+        return self.decode([token]) or self._rust.id_to_token(token) or ""
+
+    def too_long(self, text: str, tokens: int) -> bool:
+        """Whether the text is surely more than so many tokens, judged by its length alone."""
+        return len(text) > tokens * max(self._longest, 1)
+
+    def _stop_tokens(self, folder: Path) -> set[int]:
+        ids = _json(folder / "generation_config.json").get("eos_token_id")
+        found = {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int) and i >= 0}
+        if self.special["eos_token"]:
+            token = self._rust.token_to_id(self.special["eos_token"])
+            found |= {token} if token is not None else set()
+        return found
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} does not hold a JSON object")
+    return value
+
+
+def _template(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8")
+    value = config.get("chat_template")
+    if isinstance(value, list):  # several, by name
+        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+@dataclass
+class Writer:
+    """The text of one answer as it grows: only what can no longer change is given out.
+
+    A character that spans tokens waits for its last byte. What may turn out to be the start of a stop string waits
+    until it is sure, so that no part of a stop string ever leaves.
+    """
+
+    tokenizer: Tokenizer
+    stop: Sequence[str] = ()
+    text: str = ""
+    """Given out so far."""
+    stopped: bool = False
+    tokens: list[int] = field(default_factory=list)
+    _held: str = ""
+    _start: int = 0
+    """First token of the window that is decoded together with the newest."""
+    _read: int = 0
+
+    def add(self, token: int, last: bool = False) -> str:
+        """The text that this token lets out; with `last`, all that is left."""
+        self.tokens.append(token)
+        return self._give(self._grown(last), last)
+
+    def end(self) -> str:
+        """What was still held back, where nothing more comes."""
+        return self._give(self._grown(True), True)
+
+    def _grown(self, last: bool) -> str:
+        known = self.tokenizer.decode(self.tokens[self._start : self._read])
+        whole = self.tokenizer.decode(self.tokens[self._start :])
+        if len(whole) <= len(known) or (whole.endswith("�") and not last and len(self.tokens) - self._read < 8):
+            return whole[len(known) :] if last else ""
+        self._start, self._read = self._read, len(self.tokens)
+        return whole[len(known) :]
+
+    def _give(self, new: str, last: bool) -> str:
+        if self.stopped:
+            return ""
+        held = self._held + new
+        found = [place for place in (held.find(s) for s in self.stop) if place >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            out = held[: min(found)]
+        else:
+            keep = 0 if last else max((_overlap(held, s) for s in self.stop), default=0)
+            out, self._held = held[: len(held) - keep], held[len(held) - keep :]
+        self.text += out
+        return out
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

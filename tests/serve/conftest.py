@@ -1,0 +1,142 @@
+"""One small random model, and one runner over it, for all tests of the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import uvicorn
+from tokenizers import Tokenizer as Rust
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tpshard.models import build
+from tpshard.models.presets import ModelConfig
+from tpshard.serve.app import Server, make_app
+from tpshard.serve.chat import ChatTemplate
+from tpshard.serve.http import bind
+from tpshard.serve.local import LocalRunner
+from tpshard.serve.metrics import Metrics
+from tpshard.serve.service import Limits, Service
+from tpshard.serve.step import Runner
+from tpshard.serve.text import Tokenizer
+
+CONFIG = ModelConfig(
+    family="llama", layers=2, width=64, heads=4, kv_heads=2, head_dim=16, mlp=96, vocab=300, max_seq=512, seq_len=128,
+    dtype="fp32",
+)  # fmt: skip
+
+
+def sharpened(config: ModelConfig, seed: int = 1) -> torch.nn.Module:
+    """Random weights large enough that the answers vary."""
+    model = build(config, device="cpu", seed=seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)
+    return model
+
+
+@pytest.fixture(scope="session")
+def model() -> torch.nn.Module:
+    return sharpened(CONFIG)
+
+
+@pytest.fixture(scope="session")
+def runner(model: torch.nn.Module) -> LocalRunner:
+    return LocalRunner(model, blocks=256, max_rows=64)
+
+
+def make_tokenizer(folder: Path) -> Path:
+    """A byte-level BPE of 300 tokens with a chat template, in a folder as Hugging Face writes them."""
+    tokenizer = Rust(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|begin|>", "<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog and the other one"] * 20, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing("<|begin|> $A", None, [("<|begin|>", 0)])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    config = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@dataclass
+class Running:
+    """A server in a thread of this process."""
+
+    url: str
+    service: Service
+    make: Callable[[], Runner]
+
+    def settled(self) -> None:
+        """Waits until nothing runs, then checks that all blocks are back."""
+        deadline = time.monotonic() + 20
+        while not self.service.idle or self.service._engine.busy:
+            assert time.monotonic() < deadline, "requests are left over"
+            time.sleep(0.01)
+        pool = self.service._engine.pool
+        assert pool.available == pool.total
+
+
+@contextlib.contextmanager
+def serving(make: Callable[[], Runner], folder: Path, limits: Limits, key: str | None = None) -> Iterator[Running]:
+    service = Service(make, limits, Metrics())
+    service.start()
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.chat_template is not None
+    template = ChatTemplate(tokenizer.chat_template, tokenizer.special)
+    sock = bind("127.0.0.1", 0)
+    app = make_app(Server("tiny", service, tokenizer, template), key)
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", backlog=1024)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.005)
+        yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", service, make)
+    finally:
+        server.should_exit = True
+        thread.join()
+        service.close()
+        template.close()
+
+
+class Kept:
+    """A runner that other tests use as well: its server does not close it."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(scope="session")
+def server(runner: LocalRunner, tokenizer_folder: Path) -> Iterator[Running]:
+    with serving(lambda: Kept(runner), tokenizer_folder, Limits(running=16, queue=32, body_bytes=1 << 16)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def served(tokenizer_folder: Path) -> Callable[..., contextlib.AbstractContextManager[Running]]:
+    """A server of one's own: `served(make_runner, limits, key=...)` as a context."""
+    return lambda make, limits, key=None: serving(make, tokenizer_folder, limits, key)

@@ -1,0 +1,131 @@
+"""Every field of a request: what is out of range, of another type, or unknown is refused by name (faults, row 34)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tpshard.serve import fields
+from tpshard.serve.fields import Refused
+
+MODEL = {"model": "m"}
+NUMBERS = {
+    "temperature": (-0.1, 2.1), "top_p": (0, 1.01), "min_p": (-0.1, 1.1), "repetition_penalty": (0, 101),
+    "presence_penalty": (-2.1, 2.1), "frequency_penalty": (-2.1, 2.1), "top_k": (-2, 2**31), "n": (0, 10**9),
+    "max_tokens": (-1, 2**31), "seed": (-(2**64), 2**64), "best_of": (0, 17), "logprobs": (-1, 21),
+}  # fmt: skip
+WRONG: list[tuple[str, Any]] = [
+    *((key, value) for key, pair in NUMBERS.items() for value in (*pair, "1", [1], {}, True, 10**400, 1e308)),
+    *((key, value) for key in ("top_k", "n", "max_tokens", "seed", "best_of", "logprobs") for value in (1.5, 1.0)),
+    *((key, value) for key in ("stream", "echo", "ignore_eos") for value in (1, "true", [])),
+    *(("stop", value) for value in ("", [""], [1], {}, ["x"] * 17, "x" * 257, [["x"]], "\0")),
+    *(("logit_bias", v) for v in ([], "x", {"a": 1}, {"-1": 1}, {"1": 101}, {"1": "2"}, {"1": True}, {"1.5": 1})),
+    *(("logit_bias", v) for v in ({str(i): 1 for i in range(1025)}, {"٣": 1}, {"9" * 11: 1})),
+    *(("prompt", v) for v in ("", [], [""], [[]], 1, {}, [1, "a"], [-1], [True], [1.5], [2**31], ["a"] * 65, "a\0b")),
+    *(("prompt", value) for value in ("\ud800", [["a"]], [[[1]]])),
+    *(("stream_options", value) for value in ({}, {"include_usage": True})),  # without stream
+    *(("stop_token_ids", value) for value in ("x", [-1], [1.5], [True], list(range(65)))),
+    ("suffix", "x"), ("user", 1), ("best_of", 2), ("model", 1), ("max_tokens", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key,value", WRONG, ids=lambda v: str(v)[:20])
+def test_a_wrong_value_is_refused_by_name(key: str, value: Any) -> None:
+    with pytest.raises(Refused) as error:
+        fields.completion(MODEL | {"prompt": "a"} | {key: value})
+    assert error.value.status == 400
+    assert error.value.param == key
+    assert key in error.value.message
+    assert len(error.value.message) < 400
+    json.dumps(error.value.body())
+
+
+MESSAGE = {"role": "user", "content": "a"}
+WRONG_CHAT: list[tuple[str, Any]] = [
+    *(("messages", v) for v in ([], "a", [1], [{}], [{"role": "user"}], [{"role": "tool", "content": "a"}])),
+    *(("messages", [MESSAGE | v]) for v in ({"content": 1}, {"content": "\0"}, {"tool_calls": [1]}, {"extra": 1})),
+    ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]),
+    ("messages", [MESSAGE] * 4097),
+    *(("response_format", value) for value in ({"type": "json_object"}, 1)),
+    ("logprobs", 2), ("top_logprobs", 2), ("max_completion_tokens", 0), ("max_tokens", 0), ("store", True),
+    ("tools", []), ("tool_choice", "none"), ("functions", []), ("metadata", {}), ("audio", {}), ("echo", True),
+    ("modalities", ["text"]), ("reasoning_effort", "low"), ("web_search_options", {}), ("service_tier", "flex"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key,value", WRONG_CHAT, ids=lambda v: str(v)[:20])
+def test_a_wrong_chat_is_refused_by_name(key: str, value: Any) -> None:
+    with pytest.raises(Refused) as error:
+        fields.chat(MODEL | {"messages": [MESSAGE]} | {key: value})
+    assert (error.value.status, error.value.param) == (400, key)
+
+
+def test_what_is_missing_or_unknown_is_refused() -> None:
+    for body, param in (({"prompt": "a"}, "model"), (MODEL, "prompt"), (MODEL | {"prompt": "a", "Temp": 1}, "Temp")):
+        with pytest.raises(Refused) as error:
+            fields.completion(body)
+        assert error.value.param == param
+
+
+def test_what_is_asked_for_is_what_is_meant() -> None:
+    order = fields.completion(
+        MODEL
+        | {"prompt": [[1, 2], "b"], "temperature": 0, "top_p": 0.5, "top_k": -1, "seed": 7, "n": 2, "stop": "x"}
+        | {"logit_bias": {"5": -100}, "logprobs": 0, "max_tokens": None, "stream": True}
+        | {"stream_options": {"include_usage": True}}
+    )
+    assert order.prompts == ((1, 2), "b")
+    assert order.sampling.temperature == 0 and order.sampling.top_k == 0 and order.sampling.seed == 7
+    assert order.sampling.logit_bias == ((5, -100.0),) and order.sampling.logprobs == 0
+    assert order.max_tokens is None and order.stop == ("x",) and order.include_usage
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    chat = fields.chat(MODEL | {"messages": [{"role": "user", "content": parts}], "max_completion_tokens": 3})
+    assert chat.messages == ({"role": "user", "content": "ab"},) and chat.max_tokens == 3
+
+
+BODIES = [
+    b"", b"{", b"[]", b"1", b'"x"', b"null", b"{}x", b'{"a": NaN}', b'{"a": Infinity}', b'{"a": 1, "a": 2}',
+    b"\xff\xfe{\x00}\x00", b'{"a": "\xff"}', b'{"a": ' + b"[" * 100_000, b'{"a":' * 5000 + b"1" + b"}" * 5000,
+    b'{"a": ' + b"9" * 5000 + b"}", b'{"a": "\x00"}', b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda b: str(b[:12]))
+def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
+    with pytest.raises(Refused) as error:
+        fields.parse(body)
+    assert error.value.status == 400
+
+
+def test_brackets_in_strings_are_no_depth() -> None:
+    assert fields.parse(json.dumps({"a": "[{" * 500 + '\\"[[['}).encode())["a"].startswith("[{")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_no_body_breaks_the_parser(body: bytes) -> None:
+    try:
+        found = fields.parse(body)
+    except Refused:
+        return
+    assert found == json.loads(body)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(fields.COMPLETION.keys() | fields.CHAT.keys())), VALUES)
+def test_no_value_breaks_a_field(key: str, value: Any) -> None:
+    for parse, rest in ((fields.completion, {"prompt": "a"}), (fields.chat, {"messages": [MESSAGE]})):
+        try:
+            parse(MODEL | rest | {key: value})
+        except Refused as error:
+            json.dumps(error.body())

@@ -1,0 +1,208 @@
+"""Real processes: ranks that die or hang, a server that drains, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+from tpshard.cli.main import run as run_command
+from tpshard.models import to_hf
+from tpshard.serve.engine import Engine
+from tpshard.serve.job import Job
+from tpshard.serve.local import LocalRunner
+from tpshard.serve.ranks import Ranks
+from tpshard.serve.request import Sampling, Sequence
+from tpshard.serve.step import WorkerLost
+
+WORKER = [sys.executable, "-m", "tpshard.cli.serve_worker"]
+
+
+@pytest.fixture(scope="module")
+def folder(model: torch.nn.Module, tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("hf") / "model"
+    to_hf(model, made, tokenizer=tokenizer_folder)
+    return made
+
+
+def answers(runner: Any) -> list[list[int]]:
+    engine = Engine(runner)
+    sequences = [Sequence(tuple(range(2, 2 + n)), Sampling(temperature=0), 12) for n in (3, 20, 90)]
+    for s in sequences:
+        engine.add(s)
+    while engine.busy:
+        engine.step()
+    return [s.tokens for s in sequences]
+
+
+def all_ended(pids: list[int]) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+
+
+def test_two_ranks_answer_like_one_and_their_death_is_noticed(folder: Path, runner: LocalRunner) -> None:
+    job = Job(str(folder), 300, 512, tp=2, rows=(8,), step_s=2.0)
+    ranks = Ranks(WORKER, job)
+    try:
+        assert answers(ranks) == answers(runner)
+        listening = [c for pid in ranks.pids for c in psutil.Process(pid).net_connections() if c.status == "LISTEN"]
+        assert all(c.laddr.ip in ("127.0.0.1", "::1") for c in listening)
+        pids = ranks.pids
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(WorkerLost, match="did not answer within 2 s"):
+            answers(ranks)
+        assert all_ended(pids)
+    finally:
+        ranks.close()
+
+
+def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(WorkerLost, match="holds no"):
+        Ranks(WORKER, Job(str(tmp_path), 300, 512))
+
+
+RECIPE = "name: served\ncluster: {device: cpu}\nmodel: {preset: tiny}\n"
+
+
+def command(recipe: Path, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", "tpshard.cli.main", "serve", str(recipe), *overrides]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path / "recipe.yaml"
+
+
+class Process:
+    """`tpshard serve` as a user starts it."""
+
+    def __init__(self, recipe: Path, folder: Path, *overrides: str) -> None:
+        told = [f"serve.checkpoint={folder}", "serve.port=0", "serve.cache_mb=4", *overrides]
+        environment = {k: v for k, v in os.environ.items() if k != "TPSHARD_API_KEY"} | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command(recipe, *told), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+            cwd=recipe.parent,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("serving served on http://"), line + self.process.communicate()[1]
+        self.url = line.split()[-1].removesuffix("/v1")
+        self.workers = [child.pid for child in psutil.Process(self.process.pid).children()]
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def process(recipe: Path, folder: Path) -> Iterator[Process]:
+    made = Process(recipe, folder, "serve.mesh.tp=2")
+    yield made
+    made.end()
+
+
+def test_a_server_survives_its_worker_and_drains_at_the_end(process: Process) -> None:
+    body = {"model": "served", "prompt": "the quick", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    url = process.url + "/v1/completions"
+    first = httpx.post(url, json=body, timeout=30).json()["choices"][0]["text"]
+    long = body | {"stream": True, "max_tokens": 480}
+    with httpx.stream("POST", url, json=long, timeout=30) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        os.kill(process.workers[1], signal.SIGKILL)
+        assert any("error" in line for line in lines)  # in-flight requests are told, at once
+    assert httpx.get(process.url + "/health").status_code == 503
+    assert httpx.post(url, json=body).status_code == 503
+    deadline = time.monotonic() + 60
+    while httpx.get(process.url + "/health").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert httpx.post(url, json=body, timeout=30).json()["choices"][0]["text"] == first
+
+    with httpx.stream("POST", url, json=long, timeout=30) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        workers = [child.pid for child in psutil.Process(process.process.pid).children()]
+        process.process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+        process.process.send_signal(signal.SIGTERM)  # a wrapper's copy changes nothing
+        assert httpx.get(process.url + "/ready").status_code == 503
+        assert httpx.get(process.url + "/health").status_code == 200
+        assert httpx.post(url, json=body).status_code == 503
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert process.process.wait(20) == 0
+    assert all_ended(workers)
+
+
+@pytest.fixture
+def fails(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Runs the command in this process: exit code and what it said."""
+    monkeypatch.delenv("TPSHARD_API_KEY", raising=False)
+    monkeypatch.chdir(recipe.parent)
+
+    def run(*overrides: str) -> tuple[int, str]:
+        code = run_command(["serve", str(recipe), *overrides])
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return code, said
+
+    return run
+
+
+def test_what_cannot_be_served_is_refused_before_it_is_loaded(fails: Any, folder: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, said = fails(f"serve.checkpoint={folder}", "serve.mesh.tp=1", f"serve.port={port}")
+        assert code == 5 and f"port {port}" in said and "another program" in said
+    code, said = fails(f"serve.checkpoint={folder}", "serve.host=0.0.0.0")
+    assert code == 2 and "--insecure" in said
+    code, said = fails()
+    assert code == 7 and "no checkpoint" in said
+    (tmp_path / "writing").mkdir()  # a checkpoint gets its manifest last
+    (tmp_path / "writing" / "rank-0.safetensors").write_bytes(b"\0" * 64)
+    code, said = fails(f"serve.checkpoint={tmp_path / 'writing'}")
+    assert code == 7 and "still being written" in said
+
+
+@pytest.mark.parametrize("what", ["auto_map", "index", "symlink"])
+def test_a_folder_that_reaches_out_is_refused(what: str, recipe: Path, folder: Path, tmp_path: Path) -> None:
+    from tpshard.cli.serve_worker import open_weights
+
+    hostile = tmp_path / "hostile"
+    hostile.mkdir()
+    for file in folder.iterdir():
+        (hostile / file.name).write_bytes(file.read_bytes())
+    config = json.loads((hostile / "config.json").read_text())
+    weights = hostile / "model.safetensors"
+    outside = tmp_path / "x.safetensors"
+    outside.write_bytes(weights.read_bytes())
+    if what == "auto_map":
+        (hostile / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "evil.Model"}}))
+        (hostile / "evil.py").write_text("raise SystemExit('executed')")
+    elif what == "index":
+        weights.unlink()
+        names = ["model.embed_tokens.weight"]
+        (hostile / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": dict.fromkeys(names, "../x.safetensors")})
+        )
+    else:
+        weights.unlink()
+        weights.symlink_to(outside)
+    with pytest.raises((ValueError, OSError)):
+        open_weights(str(hostile))

@@ -1,0 +1,187 @@
+"""`serve.quantize` and its command: what goes in, what comes out, and what is refused."""
+
+import json
+import stat
+from dataclasses import replace
+
+import pytest
+import torch
+from tpshard.kernels import gptq_format
+from tpshard.kernels.gptq_format import GPTQFolder
+from tpshard.kernels.gptq_solver import Settings, round_to_nearest
+from tpshard.kernels.layouts import head_local_order
+from tpshard.models import build, from_hf, to_hf
+from tpshard.models.presets import PRESETS
+from tpshard.serve.quantize import Quantizer, Sequences, write
+
+LLAMA = replace(PRESETS["tiny"], layers=2, width=64, heads=4, kv_heads=2, head_dim=32, mlp=96, vocab=128, max_seq=64,
+                seq_len=32)  # fmt: skip
+GRANITE = replace(LLAMA, family="granite", kv_heads=1, attention_bias=True, mlp_bias=True, tie_embeddings=True,
+                  head_dim=16, mlp=128)  # fmt: skip
+
+
+def random_model(config, seed=0):
+    torch.manual_seed(seed)
+    model = build(config, device="cpu")
+    for name, parameter in model.named_parameters():
+        ones = name.endswith("norm.weight")
+        parameter.data = torch.ones_like(parameter) if ones else torch.randn_like(parameter) * 0.1
+    return model
+
+
+def text(sequences=6, seq=32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 128, (sequences, seq), generator=g) // torch.randint(1, 9, (sequences, 1), generator=g)
+    return Sequences(tokens, tokens.roll(-1, 1))
+
+
+def quantizer(model, settings=None, order="global", **more):
+    settings = settings or Settings(group_size=32)
+    parameters = dict(model.named_parameters())
+
+    def read(name):
+        return parameters[name].detach()
+
+    return Quantizer(model.config, read, text(), text(4, seed=1), settings, order, **more)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GRANITE], ids=["llama", "granite"])
+@pytest.mark.parametrize("order", ["global", "head_local", "none"])
+def test_the_folder_holds_the_model_that_was_measured(config, order, tmp_path):
+    model = random_model(config)
+    steps = []
+    settings = Settings(bits=4, group_size=16, sym=order != "none")
+    job = quantizer(model, settings, order, step=lambda done, of, name: steps.append((done, of, name)))
+    report = write(job, tmp_path / "out")
+    linears = 12 if config is GRANITE else 14
+    assert [s[0] for s in steps] == list(range(linears)) and {s[1] for s in steps} == {linears}
+    assert len(report.linears) == linears and all(0 < x.error < 0.2 for x in report.linears)
+    back = from_hf(tmp_path / "out", dtype=torch.float32)
+    held_out = text(4, seed=1)
+
+    def loss(model):
+        with torch.no_grad():
+            logits = model(held_out.tokens)
+        return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), held_out.targets.flatten()))
+
+    assert abs(loss(model) - report.loss_before) < 1e-4
+    assert abs(loss(back) - report.loss_after) < 2e-3  # embedding, norms and head are in fp16 there
+    assert report.loss_after != report.loss_before and report.held_out_tokens == 4 * 32
+    if config is LLAMA:
+        folder = GPTQFolder(tmp_path / "out")
+        o = folder.linear("model.layers.1.self_attn.o_proj")
+        assert (head_local_order(o.group, 4, 2, 32) is not None) == (order != "global")
+        assert o.sorted == (order == "none") == (not folder.config.desc_act)
+
+
+def test_rounding_to_nearest_is_the_control():
+    model = random_model(LLAMA)
+    parameters = dict(model.named_parameters())
+    found = dict(quantizer(model, method="nearest").run())
+    expected = round_to_nearest(parameters["layers.0.mlp.down.weight"].detach(), Settings(group_size=32))
+    assert torch.equal(found["model.layers.0.mlp.down_proj"].codes, expected.codes)
+    gptq = quantizer(model)
+    assert not torch.equal(dict(gptq.run())["model.layers.0.mlp.down_proj"].codes, expected.codes)
+    down = next(x for x in gptq.report.linears if x.name == "layers.0.mlp.down")
+    assert down.error < down.nearest_error
+
+
+def test_sizes_that_groups_or_words_do_not_divide(tmp_path):
+    uneven = replace(LLAMA, mlp=72)  # no multiple of 32: these stay dense
+    report = write(quantizer(random_model(uneven), Settings(group_size=40)), tmp_path / "out")
+    assert report.left_dense == [f"model.layers.{i}.mlp.{n}_proj" for i in (0, 1) for n in ("down", "gate", "up")]
+    folder = GPTQFolder(tmp_path / "out")
+    assert folder.linear("model.layers.0.self_attn.q_proj").groups == 2  # 40 and 24 of 64 inputs
+    assert folder.config.of("model.layers.0.mlp.up_proj") is None
+    assert from_hf(tmp_path / "out")(text().tokens).shape == (6, 32, 128)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused_by_name(bad, tmp_path):
+    model = random_model(LLAMA)
+    model.get_parameter("layers.1.mlp.up.weight").data[3, 5] = bad
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up\.weight holds values that are not finite"):
+        write(quantizer(model), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_of_zeros_stay_zeros(tmp_path):
+    model = random_model(LLAMA)
+    model.get_parameter("layers.0.mlp.up.weight").data[7] = 0
+    write(quantizer(model), tmp_path / "out")
+    assert not bool(from_hf(tmp_path / "out").get_parameter("layers.0.mlp.up.weight")[7].any())
+
+
+def test_head_local_groups_that_do_not_fit_heads_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"attention\.wo: Groups of 24 inputs"):
+        write(quantizer(random_model(LLAMA), Settings(group_size=24), "head_local"), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gptq_format, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(quantizer(random_model(LLAMA)), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def command(*arguments):
+    from tpshard.cli.main import run
+
+    return run(["quantize", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A dense Hugging Face folder with the sample's tokenizer."""
+    from tpshard.train.sample import ensure_sample
+
+    place = tmp_path_factory.mktemp("model") / "dense"
+    to_hf(random_model(replace(LLAMA, vocab=2048)), place, tokenizer=ensure_sample().tokenizer)
+    return place
+
+
+def test_the_command_writes_reports_and_never_replaces(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    settings = ["quantize.bits=3", "quantize.group_size=32", "quantize.calibration.sequences=4"]
+    assert command(folder, out, *settings, "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["bits"] == 3 and len(shown["linears"]) == 14 and shown["loss_after"] > 0
+    assert GPTQFolder(out).config.bits == 3 and (out / "tokenizer.json").is_file()
+    assert stat.S_IMODE((out / "model.safetensors").stat().st_mode) & 0o444 == 0o444
+    before = (out / "config.json").read_bytes()
+    for target, words in ((out, "exists"), (folder, "exists")):
+        assert command(folder, target, *settings) == 2
+        assert words in capsys.readouterr().err
+    assert (out / "config.json").read_bytes() == before
+    assert command(folder, folder, *settings, "--overwrite") == 2  # input = output
+    assert "what would be read" in capsys.readouterr().err
+    assert command(out, tmp_path / "again") == 4
+    assert "already quantized" in capsys.readouterr().err
+    assert command(folder, tmp_path / "bad", "quantize.order=head_local", "quantize.group_size=24",
+                   "quantize.calibration.sequences=2") == 4  # fmt: skip
+    assert "quantize.order=global" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_pickles_and_hostile_files_are_refused(folder, tmp_path, capsys):
+    class Bomb:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "executed"), "w"))
+
+    torch.save(Bomb(), tmp_path / "model.pt")
+    assert command(tmp_path / "model.pt", tmp_path / "out") == 2
+    assert "pickle" in capsys.readouterr().err
+    hostile = tmp_path / "hostile"
+    hostile.mkdir()
+    for file in folder.iterdir():
+        (hostile / file.name).write_bytes(file.read_bytes())
+    (hostile / "model.safetensors").write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
+    assert command(hostile, tmp_path / "out") == 7
+    (hostile / "model.safetensors").unlink()
+    torch.save(Bomb(), hostile / "pytorch_model.bin")
+    assert command(hostile, tmp_path / "out") == 7
+    assert not (tmp_path / "executed").exists() and not (tmp_path / "out").exists()

@@ -1,0 +1,362 @@
+"""The server as clients see it: OpenAI's own client, refusals, lost workers (faults, rows 34 to 40)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import torch
+from torch import Tensor
+from tpshard.serve.local import LocalRunner
+from tpshard.serve.request import Sampling, Sequence
+from tpshard.serve.service import Limits
+from tpshard.serve.step import StepInput, WorkerLost
+
+Running = Any
+
+BODY = {"model": "tiny", "prompt": "the quick brown", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def post(server: Running, body: dict[str, Any], path: str = "completions") -> dict[str, Any]:
+    response = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=30)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_openai_completions(client: openai.OpenAI, model: torch.nn.Module) -> None:
+    prompt = [5, 6, 7, 8]
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=6, temperature=0, logprobs=2, echo=True)
+    assert answer.object == "text_completion" and answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 6)
+    found = answer.choices[0].logprobs
+    assert found is not None and found.token_logprobs is not None and found.token_logprobs[0] is None
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(6):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+        logprobs = torch.log_softmax(model(torch.tensor([tokens]))[0, :-1].double(), -1)
+    expected = logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+    assert found.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+
+
+def test_openai_chat_and_streams(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the fox?"}]
+    asked: Any = {"model": "tiny", "messages": messages, "max_tokens": 12, "seed": 3, "n": 2}
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    assert whole.choices[0].message.content != whole.choices[1].message.content
+    assert whole.choices[0].logprobs and whole.choices[0].logprobs.content
+    assert all(len(entry.top_logprobs) == 2 for entry in whole.choices[0].logprobs.content)
+    texts, usage = ["", ""], None
+    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [c.message.content for c in whole.choices]
+    assert usage == whole.usage
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+
+
+def test_a_stream_is_the_whole_answer(server: Running) -> None:
+    body = BODY | {"max_tokens": 40, "temperature": 1.5, "seed": 11, "logprobs": 1, "stop": ["qu"], "echo": True}
+    whole = post(server, body)["choices"][0]
+    text, logprobs, last = "", [], None
+    with httpx.stream("POST", server.url + "/v1/completions", json=body | {"stream": True}, timeout=30) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                text += choice["text"]
+                logprobs += choice["logprobs"]["token_logprobs"]
+                last = choice["finish_reason"]
+            elif line:
+                assert line == "data: [DONE]"
+    assert (text, logprobs, last) == (whole["text"], whole["logprobs"]["token_logprobs"], whole["finish_reason"])
+
+
+def test_stop_strings_end_the_answer_wherever_tokens_end(server: Running) -> None:
+    body = BODY | {"max_tokens": 60, "temperature": 1, "seed": 4, "ignore_eos": True}
+    free = post(server, body)["choices"][0]["text"]
+    assert len(free) > 30
+    for start in range(4, 24, 3):
+        stop = free[start : start + 5]
+        answer = post(server, body | {"stop": ["nowhere", stop]})
+        assert answer["choices"][0]["text"] == free[: free.index(stop)]
+        assert answer["choices"][0]["finish_reason"] == "stop"
+    server.settled()
+
+
+def test_seed_decides_whatever_else_runs(server: Running) -> None:
+    bodies = [BODY | {"temperature": 1.2, "top_p": 0.9, "seed": seed, "max_tokens": 20} for seed in range(12)]
+    alone = [post(server, body)["choices"][0]["text"] for body in bodies]
+    assert len(set(alone)) > 10
+    together: list[str] = [""] * 12
+
+    def ask(i: int) -> None:
+        together[i] = post(server, bodies[i])["choices"][0]["text"]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == alone
+    other = post(server, {k: v for k, v in bodies[0].items() if k != "seed"})["choices"][0]["text"]
+    assert other != post(server, {k: v for k, v in bodies[0].items() if k != "seed"})["choices"][0]["text"]
+
+
+def test_bias_and_penalties_and_ends(server: Running) -> None:
+    def text(**more: Any) -> str:
+        return post(server, BODY | {"logprobs": 0} | more)["choices"][0]
+
+    tokens = text(logit_bias={"70": 100})["logprobs"]["tokens"]
+    assert len(set(tokens)) == 1 and len(tokens) == 8
+    tokens = text(logit_bias={"70": 50, "71": 49.5, "72": 49}, presence_penalty=2)["logprobs"]["tokens"]
+    assert len(set(tokens[:3])) == 3
+    ended = text(logit_bias={"1": 100}, ignore_eos=False)
+    assert ended["text"] == "" and ended["finish_reason"] == "stop" and ended["logprobs"]["tokens"] == []
+    assert text(logit_bias={"1": 100})["finish_reason"] == "length"
+    assert text(logit_bias={"70": 100}, stop_token_ids=[70])["finish_reason"] == "stop"
+
+
+def refused(server: Running, path: str = "/v1/completions", **more: Any) -> tuple[int, dict[str, Any]]:
+    response = httpx.request(more.pop("method", "POST"), server.url + path, timeout=30, **more)
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return response.status_code, error
+
+
+def test_refusals_have_openais_shape(server: Running) -> None:
+    assert refused(server, json=BODY | {"frequency": 1})[0] == 400
+    assert refused(server, json=BODY | {"max_tokens": 1e99})[1]["param"] == "max_tokens"
+    assert refused(server, json=BODY | {"model": "../../etc"})[0] == 404
+    assert refused(server, json=BODY | {"model": "/etc/passwd"})[1]["code"] == "model_not_found"
+    assert refused(server, "/v1/models/../../etc/passwd", method="GET")[0] == 404
+    assert refused(server, "/v1/models/%2e%2e%2fetc", method="GET")[0] == 404
+    assert refused(server, content=b"{")[0] == 400
+    assert refused(server, content=b'{"a":' * 100_00)[0] == 400
+    assert refused(server, content=b" " * ((1 << 16) + 1))[0] == 413
+    assert refused(server, content=iter([b" " * (1 << 15)] * 3))[0] == 413  # chunked: no length is announced
+    assert refused(server, "/v1/completions", method="GET")[0] == 405
+    assert refused(server, "/v1/embeddings", json={})[0] == 404
+    assert refused(server, "/docs", method="GET")[0] == 404
+    assert refused(server, json=BODY | {"prompt": [300]})[1]["param"] == "prompt"
+    assert refused(server, json=BODY | {"logit_bias": {"300": 1}})[1]["param"] == "logit_bias"
+    assert post(server, BODY)["choices"][0]["text"]
+
+
+def test_prompts_at_the_context_limit(server: Running) -> None:
+    limit = httpx.get(server.url + "/v1/models").json()["data"][0]["max_model_len"]
+    assert limit == 512
+    below, at, above = ([7] * (limit - 1), [7] * limit, [7] * (limit + 1))
+    for prompt, more in ((at, {}), (above, {}), (below, {"max_tokens": 2}), (above, {"max_tokens": 0, "echo": True})):
+        body = {"model": "tiny", "prompt": prompt, "temperature": 0} | more
+        assert refused(server, json=body)[1]["code"] == "context_length_exceeded"
+    assert refused(server, json=BODY | {"prompt": "a" * 60_000})[1]["code"] == "context_length_exceeded"
+    answer = post(server, {"model": "tiny", "prompt": below, "temperature": 0})
+    assert answer["usage"]["completion_tokens"] == 1
+    scored = post(server, {"model": "tiny", "prompt": at, "max_tokens": 0, "echo": True, "logprobs": 1})
+    assert len(scored["choices"][0]["logprobs"]["token_logprobs"]) == limit
+    server.settled()
+
+
+def test_a_client_that_leaves_frees_its_blocks(server: Running) -> None:
+    aborted = server.service.metrics.snapshot().get("serve/requests_finished_total.abort", 0)
+    body = BODY | {"max_tokens": 400, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", server.url + "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    host, port = server.url.removeprefix("http://").split(":")
+    payload = json.dumps(body | {"stream": False}).encode()
+    with socket.create_connection((host, int(port))) as waiting:  # does not stream: leaves before anything came
+        waiting.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(payload))
+        waiting.sendall(payload)
+        time.sleep(0.1)
+    server.settled()
+    assert server.service.metrics.snapshot()["serve/requests_finished_total.abort"] == aborted + 2
+
+
+def test_a_thousand_at_once_and_a_slow_reader(runner: LocalRunner, served: Any) -> None:
+    with served(lambda: Failing(runner, []), Limits(running=4, queue=2)) as server:
+        flood_of_a_thousand(server)
+
+
+def flood_of_a_thousand(server: Running) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    payload = json.dumps(BODY | {"max_tokens": 300, "ignore_eos": True, "stream": True}).encode()
+    slow = socket.create_connection((host, int(port)))
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(payload) + payload)
+    before = psutil.Process().memory_info().rss
+
+    asked = json.dumps(BODY | {"max_tokens": 4}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(asked)
+
+    async def ask() -> tuple[bytes, bytes]:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head + asked)
+        answer = await reader.read()
+        writer.close()
+        found, _, body = answer.partition(b"\r\n\r\n")
+        return found, body
+
+    async def flood() -> list[tuple[bytes, bytes]]:
+        return await asyncio.gather(*(ask() for _ in range(1000)))
+
+    answers = asyncio.run(flood())
+    texts = set()
+    refusals = 0
+    for found, body in answers:
+        if b" 200 " in found.splitlines()[0]:
+            texts.add(json.loads(body)["choices"][0]["text"])
+        else:
+            refusals += 1
+            assert b" 429 " in found.splitlines()[0] and b"retry-after: 1" in found.lower()
+            assert json.loads(body)["error"]["type"] == "rate_limit_error"
+    assert len(texts) == 1 and 0 < refusals < 1000
+    slow.close()
+    server.settled()
+    assert psutil.Process().memory_info().rss - before < 200 << 20
+
+
+def test_metrics_have_their_names(server: Running) -> None:
+    post(server, BODY | {"prompt": "the quick brown fox jumps over the lazy dog and the other one " * 3})
+    post(server, BODY | {"prompt": "the quick brown fox jumps over the lazy dog and the other one " * 3})
+    text = httpx.get(server.url + "/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values['tpshard_kv_blocks{state="total"}']) == 256
+    free, cached = (float(values[f'tpshard_kv_blocks{{state="{s}"}}']) for s in ("free", "cached"))
+    assert free + cached == 256 and cached > 0
+    assert float(values['tpshard_requests{state="running"}']) == float(values['tpshard_requests{state="waiting"}']) == 0
+    assert float(values["tpshard_preemptions_total"]) == 0
+    assert float(values["tpshard_prefix_hit_tokens_total"]) > 0
+    assert float(values['tpshard_time_to_first_token_seconds_bucket{le="+Inf"}']) > 0
+    assert "tpshard_time_between_tokens_seconds_sum" in values
+
+
+def test_the_key_is_asked_for_on_every_route(runner: LocalRunner, served: Any) -> None:
+    with served(lambda: Failing(runner, []), Limits(), key="secret") as server:
+        for path in ("/v1/models", "/v1/models/tiny", "/metrics", "/docs", "/nowhere", "/health/x", "//health", "/"):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": ""}):
+                response = httpx.get(server.url + path, headers=headers)
+                assert response.status_code == 401, path
+                assert response.json()["error"]["code"] == "invalid_api_key"
+        assert httpx.post(server.url + "/v1/completions", content=b" " * 10**7).status_code == 401
+        for path in ("/health", "/ready"):
+            assert httpx.get(server.url + path).status_code == 200
+            assert set(httpx.get(server.url + path).json()) == {"status"}
+        with openai.OpenAI(base_url=server.url + "/v1", api_key="secret") as client:
+            assert [m.id for m in client.models.list()] == ["tiny"]
+
+
+class Failing:
+    """A runner whose steps fail when they are told to."""
+
+    def __init__(self, runner: LocalRunner, failures: list[BaseException]) -> None:
+        self.runner, self.failures = runner, failures
+        self.closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def step(self, batch: StepInput) -> Tensor:
+        if self.failures:
+            raise self.failures.pop()
+        return self.runner.step(batch)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_lost_worker_fails_its_requests_at_once_and_is_replaced(runner: LocalRunner, served: Any) -> None:
+    failures: list[BaseException] = []
+    made: list[Failing] = []
+    starting, held = threading.Event(), threading.Event()
+
+    def make() -> Any:
+        if made:
+            starting.set()
+            assert held.wait(20)
+        made.append(Failing(runner, failures))
+        return made[-1]
+
+    with served(make, Limits()) as server:
+        expected = post(server, BODY)["choices"][0]["text"]
+        failures.append(MemoryError("out of memory"))  # fails this batch, not the server
+        assert refused(server, json=BODY)[0] == 503
+        assert httpx.get(server.url + "/health").status_code == 200
+        assert len(made) == 1
+        failures.append(WorkerLost("rank 1 was killed"))
+        began = time.monotonic()
+        status, error = refused(server, json=BODY)
+        assert status == 503 and time.monotonic() - began < 5
+        assert error["type"] == "server_error"
+        assert starting.wait(10)
+        assert made[0].closed
+        assert httpx.get(server.url + "/health").status_code == 503
+        assert httpx.get(server.url + "/ready").status_code == 503
+        assert refused(server, json=BODY)[0] == 503
+        held.set()
+        while httpx.get(server.url + "/health").status_code != 200:
+            time.sleep(0.01)
+        assert post(server, BODY)["choices"][0]["text"] == expected
+        server.settled()
+
+
+def test_a_request_that_takes_too_long_is_ended(runner: LocalRunner, served: Any) -> None:
+    with served(lambda: Failing(runner, []), Limits(request_s=0.2, body_s=0.3)) as server:
+        status, error = refused(server, json=BODY | {"max_tokens": 490, "ignore_eos": True, "prompt": [9] * 20})
+        assert (status, error["code"]) == (408, "timeout")
+        server.settled()
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+            assert b" 408 " in slow.recv(4096).splitlines()[0]
+
+
+def test_an_aborted_sequence_that_never_ran_is_no_leak(server: Running) -> None:
+    sequences = [Sequence((1, 2, 3), Sampling(), 4) for _ in range(3)]
+    server.service.submit(sequences, lambda events: None)
+    server.service.cancel(sequences)
+    server.settled()
+
+
+def test_log_likelihoods_are_those_of_transformers(server: Running, model: torch.nn.Module, tmp_path: Any) -> None:
+    """24 items as lm-eval's `local-completions` asks for them, against the same model under transformers."""
+    from tpshard.models import to_hf
+    from transformers import AutoModelForCausalLM
+
+    to_hf(model, tmp_path / "hf")
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    draw = random.Random(0)
+    for _ in range(24):
+        lengths = draw.randrange(1, 60), draw.randrange(1, 12)
+        context, continuation = ([draw.randrange(2, 300) for _ in range(n)] for n in lengths)
+        body = {
+            "model": "tiny", "prompt": [context + continuation], "max_tokens": 1, "temperature": 0, "echo": True,
+            "logprobs": 1, "seed": 1234,
+        }  # fmt: skip
+        (choice,) = post(server, body)["choices"]
+        found = choice["logprobs"]["token_logprobs"][len(context) : -1]
+        greedy = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][len(context) : -1]]
+        with torch.no_grad():
+            logits = peer(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1]
+        logprobs = torch.log_softmax(logits.double(), -1)
+        expected = logprobs.gather(1, torch.tensor(continuation)[:, None])[:, 0]
+        assert sum(found) == pytest.approx(float(expected.sum()), abs=1e-4, rel=2e-6)
+        assert greedy == pytest.approx(logprobs.max(-1).values.tolist(), abs=1e-4)

@@ -1,0 +1,84 @@
+"""Text that grows token by token, stop strings across tokens, and chat templates within their bounds."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tpshard.serve.chat import ChatTemplate, TemplateError
+from tpshard.serve.text import Tokenizer, Writer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return Tokenizer(tokenizer_folder)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(alphabet="abc é日🦊\n", min_size=1, max_size=40), st.lists(st.text("abc é", min_size=1, max_size=4)))
+def test_what_is_given_out_is_the_text_up_to_the_first_stop(tokenizer: Tokenizer, text: str, stops: list[str]) -> None:
+    tokens = tokenizer.encode(text, special=False)
+    writer, out = Writer(tokenizer, stops), ""
+    for i, token in enumerate(tokens):
+        out += writer.add(token, last=i + 1 == len(tokens))
+        assert not any(stop in out for stop in stops)
+        assert text.startswith(out)
+        if writer.stopped:
+            break
+    # The first stop string to be complete ends the text: of those that end with one token the one that starts first.
+    ends = [text.find(stop) for stop in stops if stop in text]
+    assert writer.stopped == bool(ends)
+    assert out == writer.text
+    if not ends:
+        assert out == text
+    else:
+        assert len(out) in ends
+
+
+def test_half_a_character_waits(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("a🦊b", special=False)
+    writer = Writer(tokenizer)
+    parts = [writer.add(token) for token in tokens]
+    assert "".join(parts) == "a🦊b"
+    assert "" in parts and not any("�" in part for part in parts)
+    cut = Writer(tokenizer)
+    assert "".join(cut.add(token, last=i == 2) for i, token in enumerate(tokens[:3])) == "a�"
+
+
+def test_a_tokenizer_folder_is_data(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot be read"):
+        Tokenizer(tmp_path)
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def test_templates_are_bounded_and_the_next_one_works() -> None:
+    template = ChatTemplate("{{ messages[0].content }}{{ bos_token }}", {"bos_token": "<b>"})
+    assert template.render(HELLO) == "hello<b>"
+    for source, why in (
+        ("{% for i in range(10**9) %}{% endfor %}", "longer than 1 s|OverflowError|Range too big"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than 1 s"),
+        ("{% for i in range(9999) %}{{ 'x' * 999 }}{% endfor %}", "more than 1048576 bytes"),
+        ("{{ 'x' * 10**10 }}", "memory|answer|bytes"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe|undefined|SecurityError"),
+        ("{{ messages.append(1) }}", "unsafe|SecurityError"),
+        ("{{ raise_exception('no tools here') }}", "^no tools here$"),
+        ("{% include '/etc/passwd' %}", "failed"),
+        ("{{ missing.attribute }}", "failed"),
+        ("{% if %}", "failed"),
+    ):
+        template.source = source
+        began = time.monotonic()
+        with pytest.raises(TemplateError, match=why):
+            template.render(HELLO)
+        assert time.monotonic() - began < 5
+    template.source = "{{ messages[0].role }}"
+    assert template.render(HELLO) == "user"
+    template.close()
