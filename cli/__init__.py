@@ -1,0 +1,1 @@
+"""The door: one Typer app, one small file per command; parses, calls, prints."""

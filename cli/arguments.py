@@ -1,0 +1,108 @@
+"""The arguments that several commands share, with what completes them in a shell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from tpshard.recipes.schema import Recipe
+
+
+def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
+    """Shipped names and the YAML files and folders below what is typed."""
+    from tpshard.recipes.extends import builtins
+
+    found = [(name, "shipped") for name in builtins() if name.startswith(incomplete)]
+    folder = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent
+    prefix = incomplete[: incomplete.rfind("/") + 1]
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:
+        entries = []
+    for entry in entries:
+        path = prefix + entry.name
+        if path.startswith(incomplete) and not entry.name.startswith("."):
+            if entry.suffix in (".yaml", ".yml"):
+                found.append((path, "file"))
+            elif entry.is_dir():
+                found.append((path + "/", "folder"))
+    return found
+
+
+def complete_override(incomplete: str) -> list[tuple[str, str]]:
+    """Keys of the schema, and after `=` the values that a key may have."""
+    from tpshard.recipes.document import completions
+
+    return completions(incomplete)
+
+
+def complete_shipped(incomplete: str) -> list[str]:
+    """Names of shipped recipes."""
+    from tpshard.recipes.extends import builtins
+
+    return [name for name in builtins() if name.startswith(incomplete)]
+
+
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A recipe: a file, a run's folder, or a shipped name.",
+        autocompletion=complete_recipe,
+        show_default=False,
+    ),
+]
+OptionalRecipe = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RECIPE]",
+        help="A recipe: a file, a run's folder, or a shipped name. Default: ./recipe.yaml, else quickstart.",
+        autocompletion=complete_recipe,
+        show_default=False,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY.PATH=VALUE]...",
+        help="Changes to the recipe, checked like the file.",
+        autocompletion=complete_override,
+        show_default=False,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", metavar="KIND", help="As cluster.device=KIND: cpu, h200, ...", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print nothing but JSON to stdout.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+
+
+def on_device(overrides: Sequence[str] | None, device: str | None) -> list[str]:
+    """The overrides, with what `--device` says among them."""
+    return [*(overrides or ()), *([] if device is None else [f"cluster.device={device}"])]
+
+
+def load(recipe: str | None, overrides: Sequence[str] | None = None) -> Recipe:
+    """The recipe that the command line names. Without one it is ./recipe.yaml, else the quickstart; warnings are shown.
+
+    Raises `Mistakes` when it is wrong.
+    """
+    from tpshard.cli.main import report
+    from tpshard.cli.preflight import checked
+    from tpshard.recipes.diagnostic import Mistakes
+
+    changes = list(overrides or ())
+    if recipe is not None and "=" in recipe and not Path(recipe).exists():
+        changes = [recipe, *changes]
+        recipe = None
+    if recipe is None:
+        recipe = "recipe.yaml" if Path("recipe.yaml").is_file() else "quickstart"
+    loaded, warnings = checked(recipe, changes)
+    if warnings:
+        report(Mistakes(warnings))
+    return loaded

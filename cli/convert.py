@@ -1,0 +1,88 @@
+"""`tpshard convert`: a checkpoint or a folder leaves as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from tpshard.cli.arguments import Overrides, Overwrite, complete_recipe
+
+if TYPE_CHECKING:
+    from tpshard.cli.sources import Model
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A recipe (its latest checkpoint), a checkpoint's folder, or a Hugging Face folder.",
+        autocompletion=complete_recipe,
+        show_default=False,
+    ),
+]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.", show_default=False)]
+
+
+class Type(StrEnum):
+    """Of the numbers in the folder."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+def convert(
+    source: Source,
+    out: Out,
+    overrides: Overrides = None,
+    dtype: Annotated[
+        Type | None, typer.Option(help="Type of the numbers. Default: as they are.", show_default=False)
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of the tokenizer. Default: the source's.", show_default=False)
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write the model in SOURCE as a Hugging Face folder OUT: safetensors, config.json and the tokenizer.
+
+    OUT appears when everything is written, or not at all. The weights of a GPTQ folder become dense.
+    """
+    from tpshard.cli.sources import open_source
+    from tpshard.recipes.diagnostic import Exit, Mistakes
+
+    if out.exists() and not overwrite and not (out.is_dir() and not any(out.iterdir())):
+        raise Mistakes.one(f"{out} exists", exit=Exit.USAGE, fix="another name, or --overwrite")
+    if tokenizer is not None and not tokenizer.is_dir():
+        raise Mistakes.one(f"the tokenizer {tokenizer} is not a folder", exit=Exit.USAGE)
+    model = open_source(source, overrides or ())
+    folder = tokenizer or model.tokenizer
+    if folder is None:
+        print("no tokenizer goes along; --tokenizer names one", file=sys.stderr)
+    _write(model, out, dtype.value if dtype else None, folder, overwrite)
+    print(out)
+
+
+def _write(model: Model, out: Path, dtype: str | None, tokenizer: Path | None, overwrite: bool) -> None:
+    from tpshard.models.hf import DTYPES, write_hf
+    from tpshard.recipes.diagnostic import Exit, Mistakes
+
+    try:
+        write_hf(
+            model.config,
+            model.read,
+            out,
+            dtype=DTYPES[dtype] if dtype else model.dtype,
+            tokenizer=tokenizer,
+            token_ids=model.token_ids,
+            overwrite=overwrite,
+        )
+    except FileExistsError as error:
+        raise Mistakes.one(str(error), exit=Exit.USAGE, fix="another name, or --overwrite") from error
+    except ValueError as error:
+        raise Mistakes.one(
+            f"{model.name} cannot be written as a Hugging Face folder", exit=Exit.FIT, why=str(error)
+        ) from error
+    except OSError as error:
+        raise Mistakes.one(f"{out} cannot be written", exit=Exit.MACHINE, why=str(error)) from error

@@ -1,0 +1,296 @@
+"""`tpshard doctor`: this machine, looked at the way a run would use it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from tpshard.cli.arguments import Json, Overwrite
+
+GIB = 1 << 30
+Devices = Annotated[
+    int, typer.Option("--gpus", metavar="N", min=0, help="GPUs that must be usable here.", show_default=False)
+]
+NoPair = Annotated[bool, typer.Option("--no-collective", help="Leave the two-rank collective out.")]
+
+
+Measure = Annotated[
+    Path | None, typer.Option("--measure", metavar="FILE", help="Write a device file.", show_default=False)
+]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `bad` is what a run would fail on, `note` what it would feel."""
+
+    room: str
+    name: str
+    value: str
+    state: Literal["ok", "note", "bad"] = "ok"
+    fix: str = ""
+
+
+def doctor(
+    as_json: Json = False,
+    gpus: Devices = 0,
+    no_collective: NoPair = False,
+    measure: Measure = None,
+    overwrite: Overwrite = False,
+) -> int:
+    """Look at this machine: versions, devices, links, disk, limits, ports, and a collective between two processes.
+
+    Ends with 5 when something is there that a run would fail on. With --measure it times the machine instead (a
+    minute or two) and writes what it found as a device file, for `cluster.device`.
+    """
+    from tpshard.recipes.diagnostic import Exit
+
+    if measure is not None:
+        return _measured(measure, overwrite)
+    rooms: list[Callable[[], Iterator[Finding]]] = [versions, lambda: devices(gpus), links, disk, limits, ports]
+    if not no_collective:
+        rooms.append(collective)
+    found: list[Finding] = []
+    for room in rooms:
+        for finding in room():
+            if not as_json and (not found or found[-1].room != finding.room):
+                print(finding.room)
+            found.append(finding)
+            if not as_json:
+                print(_line(finding), flush=True)
+    bad = [f for f in found if f.state == "bad"]
+    if as_json:
+        print(json.dumps({"schema": 1, "ok": not bad, "findings": [asdict(f) for f in found]}, indent=2))
+    else:
+        print(f"\n{len(bad)} to mend" if bad else "\nfine")
+    return Exit.MACHINE if bad else Exit.DONE
+
+
+def _measured(out: Path, overwrite: bool) -> int:
+    from tpshard.cli.files import refuse, write
+    from tpshard.plan.measure import measure
+
+    refuse(out, overwrite)
+    text = measure(lambda stage: print(stage, file=sys.stderr), name=out.stem)
+    write(out, text, overwrite=overwrite)
+    print(out)
+    return 0
+
+
+def _line(finding: Finding) -> str:
+    mark = {"ok": " ", "note": "-", "bad": "!"}[finding.state]
+    fix = f"\n{' ' * 16}fix: {finding.fix}" if finding.fix else ""
+    return f"{mark} {finding.name:<13} {finding.value}{fix}"
+
+
+def versions() -> Iterator[Finding]:
+    """Of what a run imports, without importing it."""
+    from importlib import metadata
+
+    from tpshard.cli.main import version
+
+    yield Finding("versions", "tpshard", version())
+    yield Finding("versions", "python", f"{platform.python_version()} on {platform.platform()}")
+    for name in ("torch", "triton", "numpy", "transformers", "tokenizers", "datasets", "safetensors", "wandb"):
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            needed = name not in ("triton", "wandb")
+            state: Literal["bad", "note"] = "bad" if needed else "note"
+            yield Finding("versions", name, "not installed", state, f"pip install {name}" if needed else "")
+            continue
+        odd = name == "torch" and not (2, 11) <= tuple(int(n) for n in found.split("+")[0].split(".")[:2]) < (2, 14)
+        yield Finding("versions", name, found, "bad" if odd else "ok", "torch 2.11 to 2.13" if odd else "")
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    if compiler:
+        yield Finding("versions", "C++ compiler", compiler)
+    else:
+        yield Finding("versions", "C++ compiler", "none", "note", "install g++, or use compile: eager")
+
+
+def devices(wanted: int = 0) -> Iterator[Finding]:
+    """Processors, memory, and GPUs with what keeps them from being used."""
+    import psutil
+    from tpshard.cli.machine import busy, gpu_problems, probe_driver, probe_torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Finding("devices", "cpu", f"{cores} of {os.cpu_count()} cores usable, {platform.machine()}")
+    memory = psutil.virtual_memory()
+    allowed = _cgroup_memory()
+    capped = f", of which this group may use {allowed / GIB:.1f}" if allowed and allowed < memory.total else ""
+    value = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free{capped}"
+    yield Finding("devices", "memory", value, "note" if memory.available < 2 * GIB else "ok")
+    driver = probe_driver()
+    for gpu in driver.gpus:
+        free = f"{gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free"
+        mig = ", cut into MIG slices" if gpu.mig else ""
+        value = f"{gpu.name}, {free}, compute {gpu.capability}{mig}"
+        yield Finding("devices", f"gpu {gpu.index}", value, "note" if gpu.mig else "ok")
+    if driver.version:
+        yield Finding("devices", "driver", driver.version)
+    if not driver.gpus and not driver.error and not wanted:
+        yield Finding("devices", "gpu", "none: recipes run on the CPU here")
+        return
+    torch = probe_torch()
+    if torch.cuda:
+        yield Finding("devices", "torch", f"built for CUDA {torch.cuda}, sees {torch.devices}")
+    for problem in gpu_problems(driver, torch, max(wanted, 1)):
+        why = f"{problem.message}: {problem.why}" if problem.why else problem.message
+        yield Finding("devices", "gpu", why, "bad", problem.fix)
+    for problem in busy(driver, None):
+        yield Finding("devices", "gpu", f"{problem.message}: {problem.why}", "note", problem.fix)
+
+
+def links() -> Iterator[Finding]:
+    """Network interfaces, the way between GPUs, and whether this host knows its own name."""
+    import psutil
+
+    addresses = psutil.net_if_addrs()
+    for name, stats in sorted(psutil.net_if_stats().items()):
+        known = [a.address for a in addresses.get(name, ()) if a.family in (socket.AF_INET, socket.AF_INET6)]
+        if stats.isup and known:
+            speed = f", {stats.speed} Mbit/s" if stats.speed else ""
+            yield Finding("links", name, f"{', '.join(known[:2])}, MTU {stats.mtu}{speed}")
+    host = socket.gethostname()
+    try:
+        socket.getaddrinfo(host, None)
+        yield Finding("links", "name", f"{host} resolves")
+    except OSError:
+        yield Finding("links", "name", f"{host} does not resolve; runs on this host alone do not need it", "note")
+    tool = shutil.which("nvidia-smi")
+    if tool:
+        yield from _between_gpus(tool)
+
+
+def _between_gpus(tool: str) -> Iterator[Finding]:
+    try:
+        text = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=10, errors="replace").stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    rows = [line.split() for line in text.replace("\x1b[4m", "").replace("\x1b[0m", "").splitlines()]
+    rows = [row for row in rows if row and row[0].startswith("GPU") and len(row) > 1 and not row[1].startswith("GPU")]
+    kinds = {cell for row in rows for cell in row[1 : len(rows) + 1] if cell != "X"}
+    if len(rows) > 1:
+        slow = not all(kind.startswith("NV") for kind in kinds)
+        yield Finding("links", "gpu to gpu", ", ".join(sorted(kinds)), "note" if slow else "ok")
+
+
+def disk() -> Iterator[Finding]:
+    """Room, and whether what is written can be synced and renamed, which checkpoints rest on."""
+    shm = Path("/dev/shm")
+    places = {"here": Path.cwd(), "temporary": Path(tempfile.gettempdir())} | ({"shm": shm} if shm.is_dir() else {})
+    for name, path in places.items():
+        try:
+            free = shutil.disk_usage(path).free
+            with tempfile.TemporaryDirectory(prefix=".tpshard-doctor-", dir=path) as folder:
+                file = Path(folder, "a")
+                with file.open("wb") as opened:
+                    opened.write(b"x" * 4096)
+                    opened.flush()
+                    os.fsync(opened.fileno())
+                file.rename(Path(folder, "b"))
+        except OSError as error:
+            fix = {"here": "run in a folder that can be written to", "temporary": "set TMPDIR"}.get(name, "")
+            yield Finding("disk", name, f"{path}: {error.strerror}", "bad" if fix else "note", fix)
+            continue
+        little = free < (GIB if name != "shm" else GIB // 16)
+        yield Finding("disk", name, f"{path}: {free / GIB:.1f} GiB free", "note" if little else "ok")
+
+
+def limits() -> Iterator[Finding]:
+    """What the system allows a process."""
+    import resource
+
+    wanted = {"open files": (resource.RLIMIT_NOFILE, 1024), "processes": (resource.RLIMIT_NPROC, 256)}
+    wanted["locked memory"] = (resource.RLIMIT_MEMLOCK, 0)
+    for name, (kind, least) in wanted.items():
+        soft, hard = resource.getrlimit(kind)
+        value = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+        low = soft != resource.RLIM_INFINITY and soft < least
+        yield Finding("limits", name, value, "note" if low else "ok", f"ulimit, up to {hard:,}" if low else "")
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads:
+        yield Finding("limits", "threads", f"OMP_NUM_THREADS={threads}")
+
+
+def ports() -> Iterator[Finding]:
+    """Loopback can be listened on, and whether the default port of `serve` is free."""
+    for name, port in (("loopback", 0), ("serve", 8000)):
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(("127.0.0.1", port))
+                yield Finding("ports", name, f"127.0.0.1:{port or 'any'} can be listened on")
+            except OSError as error:
+                state: Literal["note", "bad"] = "note" if port else "bad"
+                fix = "serve.port: 0 takes a free one" if port else "loopback must be up"
+                yield Finding("ports", name, f"127.0.0.1:{port or 'any'}: {error.strerror}", state, fix)
+
+
+def collective() -> Iterator[Finding]:
+    """A sum between two processes of this host, as a run's workers would take it: gloo, and NCCL with two GPUs."""
+    backends = ["gloo"]
+    from tpshard.cli.machine import probe_driver
+
+    driver = probe_driver()
+    if len(driver.gpus) > 1 and not any(gpu.mig for gpu in driver.gpus):
+        backends.append("nccl")
+    for backend in backends:
+        yield _pair(backend)
+
+
+def _pair(backend: str, timeout: float = 90) -> Finding:
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        environment.setdefault(key, loopback)
+    with tempfile.TemporaryDirectory(prefix="tpshard-doctor-") as folder:
+        argv = [sys.executable, "-m", "tpshard.cli.pair"]
+        ranks = [
+            subprocess.Popen(
+                [*argv, str(rank), str(Path(folder, "store")), backend],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
+            for rank in range(2)
+        ]
+        try:
+            said = [rank.communicate(timeout=timeout) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            return Finding("collective", backend, f"no answer within {timeout:g} s", "bad", "a firewall on loopback?")
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    for rank, (_, errors) in zip(ranks, said, strict=True):
+        if rank.returncode:
+            last = errors.strip().splitlines()[-1] if errors.strip() else f"exit {rank.returncode}"
+            return Finding("collective", backend, f"failed: {last}", "bad", f"{argv[-1]} prints the rest")
+    result = json.loads(said[0][0].strip().splitlines()[-1])
+    latency, rate = result["latency_s"] * 1e6, result["bytes_per_s"] / 1e9
+    return Finding("collective", backend, f"sum of two ranks: {latency:.0f} us; 4 MiB at {rate:.2f} GB/s")
+
+
+def _cgroup_memory() -> int | None:
+    """Bytes that the control group allows, where there is such a limit."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        return int(text) if text.isdigit() and int(text) < 1 << 60 else None
+    return None

@@ -1,0 +1,56 @@
+"""Files that appear whole or not at all, and never in the place of another unless that was asked for."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from tpshard.recipes.diagnostic import Exit, Mistakes
+
+
+def write(path: Path, text: str, *, overwrite: bool = False) -> None:
+    """Write `text` to `path`: beside it first, then renamed. Folders on the way are made.
+
+    Raises `Mistakes`: exit 2 when something is there and `overwrite` was not given, exit 5 when it cannot be written.
+    """
+    refuse(path, overwrite)
+    aside = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(aside, 0o666 & ~_umask())
+        if overwrite:
+            os.replace(aside, path)
+        else:
+            os.link(aside, path)  # fails when somebody else was faster
+            os.unlink(aside)
+    except FileExistsError:
+        raise _taken(path) from None
+    except OSError as error:
+        raise Mistakes.one(f"{path} cannot be written", exit=Exit.MACHINE, why=error.strerror or str(error)) from error
+    finally:
+        if aside and os.path.exists(aside):
+            os.unlink(aside)
+
+
+def refuse(path: Path, overwrite: bool) -> None:
+    """Raises `Mistakes` (exit 2) when `path` may not be written; called early by what takes long."""
+    if os.path.lexists(path) and not overwrite:
+        raise _taken(path)
+    if path.is_dir():
+        raise Mistakes.one(f"{path} is a folder", exit=Exit.USAGE, fix="the name of a file")
+
+
+def _taken(path: Path) -> Mistakes:
+    return Mistakes.one(f"{path} exists", exit=Exit.USAGE, fix="another name, or --overwrite")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

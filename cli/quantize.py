@@ -1,0 +1,200 @@
+"""`tpshard quantize`: a checkpoint or a folder becomes a GPTQ folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from tpshard.cli.arguments import Json, Overrides, Overwrite
+from tpshard.cli.convert import Out, Source
+
+if TYPE_CHECKING:
+    from tpshard.cli.sources import Model
+    from tpshard.recipes.schema import Quantize, Recipe
+    from tpshard.serve.quantize import Quantizer, Report, Sequences
+
+
+def quantize(
+    source: Source,
+    out: Out,
+    overrides: Overrides = None,
+    text: Annotated[
+        str | None,
+        typer.Option(help="Calibration: sample, c4 or C4-format files. Default: the recipe's.", show_default=False),
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence. Default: the model's.", show_default=False)
+    ] = None,
+    nearest: Annotated[bool, typer.Option("--nearest", help="Only round to nearest: the control.")] = False,
+    static_groups: Annotated[
+        bool, typer.Option("--static-groups", help="Groups of neighbours, whatever the order of solving.")
+    ] = False,
+    damp: Annotated[float, typer.Option(min=0.0, help="Share of the mean curvature added to every input's.")] = 0.01,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Quantize the model in SOURCE into a GPTQ folder OUT that transformers, vLLM and `tpshard serve` read.
+
+    Settings are the recipe's `quantize`: quantize.bits=4 quantize.group_size=64 ... may follow. OUT appears when
+    everything is written, or not at all.
+    """
+    from tpshard.recipes.diagnostic import Exit, Mistakes
+
+    if out.exists() and not overwrite and not (out.is_dir() and not any(out.iterdir())):
+        raise Mistakes.one(f"{out} exists", exit=Exit.USAGE, fix="another name, or --overwrite")
+    _refuse(source)
+    model, recipe = _open(source, overrides or ())
+    if Path(model.name).resolve() == out.resolve():
+        raise Mistakes.one(f"{out} is what would be read", exit=Exit.USAGE, fix="another name")
+    quantizer = _quantizer(model, recipe, text, seq_len, nearest, static_groups, damp)
+    report = _write(quantizer, model, out, overwrite)
+    if as_json:
+        print(json.dumps(report.to_json()))
+    else:
+        print(_table(report))
+        print(out)
+
+
+def _refuse(source: str) -> None:
+    """What no reader here will open."""
+    from tpshard.recipes.diagnostic import Exit, Mistakes
+
+    path = Path(source)
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl"):
+        raise Mistakes.one(
+            f"{path} is a pickle, which is never loaded: it could run anything",
+            exit=Exit.USAGE,
+            fix="the folder of a model in safetensors, or a recipe",
+        )
+    if (path / "config.json").is_file():
+        from tpshard.kernels.gptq_config import read_config
+
+        try:
+            already = read_config(path) is not None
+        except ValueError:
+            already = True  # by another method
+        if already:
+            raise Mistakes.one(
+                f"{path} is already quantized", exit=Exit.FIT, fix="the dense model that it was made from"
+            )
+
+
+def _open(source: str, overrides: Sequence[str]) -> tuple[Model, Recipe]:
+    """The model, and the recipe that says how to quantize it. A folder has none: overrides then change the defaults."""
+    from tpshard.cli.arguments import load
+    from tpshard.cli.sources import open_source
+
+    path = Path(source)
+    if not ((path / "manifest.json").is_file() or (path / "config.json").is_file()):
+        return open_source(source, overrides), load(source, overrides)
+    model = open_source(source)
+    run = path.absolute().parent.parent / "recipe.yaml"
+    return model, load(str(run) if run.is_file() else "tiny", overrides)
+
+
+def _quantizer(
+    model: Model, recipe: Recipe, text: str | None, seq_len: int | None, nearest: bool, static_groups: bool, damp: float
+) -> Quantizer:
+    import torch
+    from tpshard.kernels.gptq_solver import Settings
+    from tpshard.recipes.diagnostic import Exit, Mistakes
+    from tpshard.serve.quantize import Quantizer
+
+    wanted: Quantize = recipe.quantize
+    length = min(seq_len or model.config.seq_len, model.config.max_seq)
+    calibration, held_out = _text(model, recipe, text, length, wanted.calibration.sequences)
+    gpu = torch.cuda.is_available()
+    try:
+        return Quantizer(
+            model.config,
+            model.read,
+            calibration,
+            held_out,
+            Settings(wanted.bits, wanted.group_size, wanted.sym, static_groups, damp),
+            wanted.order,
+            method="nearest" if nearest else "gptq",
+            device="cuda" if gpu else "cpu",
+            dtype=torch.bfloat16 if gpu and model.dtype != torch.float32 else torch.float32,
+            step=_progress,
+        )
+    except ValueError as error:
+        raise Mistakes.one(f"{model.name} cannot be quantized so", exit=Exit.FIT, why=str(error)) from error
+
+
+def _text(
+    model: Model, recipe: Recipe, source: str | None, seq_len: int, sequences: int
+) -> tuple[Sequences, Sequences]:
+    """(calibration, held-out text) in the model's tokens."""
+    import torch
+    from tpshard.recipes.diagnostic import Exit, Mistakes
+    from tpshard.serve.quantize import Sequences
+    from tpshard.train.stream import Batch, Loader, held_out_batches
+    from tpshard.train.text import open_text
+    from tpshard.train.tokens import check_vocab, load_tokenizer
+
+    corpus = open_text(source or recipe.data.source)
+    folder = model.tokenizer or corpus.tokenizer
+    if folder is None:
+        raise Mistakes.one(
+            f"{model.name} comes without a tokenizer", exit=Exit.DATA, fix="data.tokenizer=DIR after the recipe"
+        )
+    tokenizer = load_tokenizer(folder)
+    check_vocab(tokenizer, model.config.vocab)
+
+    def joined(batches: list[Batch]) -> Sequences:
+        fields = ("tokens", "targets", "documents", "positions")
+        return Sequences(*(torch.cat([getattr(batch, name) for batch in batches]) for name in fields))
+
+    at_once = min(sequences, 8)
+    loader = Loader(corpus.train, tokenizer, seq_len=seq_len, global_sequences=at_once, bad_rows=recipe.data.bad_rows)
+    calibration = joined([loader.next() for _ in range(-(-sequences // at_once))])
+    loader.close()
+    held_out = held_out_batches(corpus.held_out, tokenizer, seq_len=seq_len, global_sequences=32, batches=1)
+    return calibration, joined(held_out)
+
+
+def _write(quantizer: Quantizer, model: Model, out: Path, overwrite: bool) -> Report:
+    from tpshard.recipes.diagnostic import Exit, Mistakes
+    from tpshard.serve.quantize import write
+
+    try:
+        return write(quantizer, out, tokenizer=model.tokenizer, token_ids=model.token_ids, overwrite=overwrite)
+    except FileExistsError as error:
+        raise Mistakes.one(str(error), exit=Exit.USAGE, fix="another name, or --overwrite") from error
+    except ValueError as error:
+        fix = "quantize.order=global, or another quantize.group_size" if "divide one another" in str(error) else ""
+        raise Mistakes.one(f"{model.name} cannot be quantized", exit=Exit.FIT, why=str(error), fix=fix) from error
+    except OSError as error:
+        raise Mistakes.one(f"{out} cannot be written", exit=Exit.MACHINE, why=str(error)) from error
+    finally:
+        _progress_ends()
+
+
+def _progress(done: int, of: int, name: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{done + 1}/{of} {name}", end="", file=sys.stderr, flush=True)
+    elif name.endswith("mlp.down") or done == 0:
+        print(f"{done + 1}/{of} {name}", file=sys.stderr, flush=True)
+
+
+def _progress_ends() -> None:
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _table(report: Report) -> str:
+    width = max((len(linear.name) for linear in report.linears), default=5)
+    rows = [f"{'layer':<{width}}  error    to nearest"]
+    rows += [f"{x.name:<{width}}  {x.error:.5f}  {x.nearest_error:.5f}" for x in report.linears]
+    rows += [f"{name} stays dense: its sizes are no multiples of 32" for name in report.left_dense]
+    if report.loss_before is not None and report.loss_after is not None:
+        more = report.loss_after - report.loss_before
+        rows.append(
+            f"held-out loss {report.loss_before:.4f} -> {report.loss_after:.4f} ({more:+.4f} nats, "
+            f"{report.held_out_tokens} tokens)"
+        )
+    return "\n".join(rows)

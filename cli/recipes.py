@@ -1,0 +1,137 @@
+"""`tpshard recipes`: the shipped recipes, and the schema of all of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from tpshard.cli.arguments import Json, Overrides, Overwrite, complete_recipe, complete_shipped
+from tpshard.cli.main import Command, Group, columns
+
+if TYPE_CHECKING:
+    from tpshard.recipes.schema import Recipe
+
+app = typer.Typer(
+    cls=Group,
+    rich_markup_mode=None,
+    add_completion=False,
+    no_args_is_help=True,
+    help="List, show and copy the shipped recipes; explain the keys; print the schema.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="A shipped recipe.", autocompletion=complete_shipped, show_default=False),
+]
+Shown = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="A shipped name, or a file.", autocompletion=complete_recipe, show_default=False
+    ),
+]
+To = Annotated[
+    Path | None, typer.Argument(metavar="[FILE]", help="Where to. Default: NAME.yaml here.", show_default=False)
+]
+Prefix = Annotated[str, typer.Argument(metavar="[PREFIX]", help="Only those below, such as fsdp.", show_default=False)]
+Resolved = Annotated[bool, typer.Option("--resolved", help="Every key, defaults and what it extends included.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Write into a file instead.", show_default=False)
+]
+
+
+@app.command(cls=Command)
+def ls(as_json: Json = False) -> None:
+    """List the shipped recipes."""
+    from tpshard.recipes.extends import builtins
+    from tpshard.recipes.load import load
+
+    rows = []
+    for name, path in builtins().items():
+        about = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ").partition(":   ")[0]
+        rows.append({"name": name, "about": about, **_facts(load(name)), "path": str(path)})
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    wide = columns(sys.stdout) or 120
+    for row in rows:
+        line = f"{row['name']:<16} {row['model']:<12} {row['devices']:<22} {row['about']}"
+        print(line if len(line) <= wide else line[: wide - 3] + "...")
+
+
+def _facts(recipe: Recipe) -> dict[str, str]:
+    model = recipe.model.preset or recipe.model.stored()["hf"] or recipe.model.module or ""
+    cluster = recipe.cluster
+    where = "this machine" if cluster is None else f"{cluster.nodes * cluster.devices_per_node} x {cluster.device}"
+    return {"model": model, "devices": where}
+
+
+@app.command(cls=Command)
+def show(recipe: Shown, overrides: Overrides = None, resolved: Resolved = False) -> None:
+    """Print a recipe as it is written; with --resolved or changes, every key of it."""
+    from tpshard.recipes.load import find, load
+
+    if resolved or overrides:
+        print(load(recipe, overrides or ()).to_yaml(), end="")
+    else:
+        load(recipe)
+        print(find(recipe).read_text(encoding="utf-8"), end="")
+
+
+@app.command(cls=Command)
+def cp(name: Name, to: To = None, overwrite: Overwrite = False) -> None:
+    """Copy a shipped recipe, to change it."""
+    from tpshard.cli.files import write
+    from tpshard.recipes.diagnostic import Exit, Mistakes
+    from tpshard.recipes.extends import builtins
+
+    if name not in builtins():
+        from tpshard.recipes.check import suggestion
+
+        close = suggestion(name, builtins())
+        fix = f"did you mean {close}?" if close else f"shipped: {', '.join(builtins())}"
+        raise Mistakes.one(f"there is no shipped recipe `{name}`", exit=Exit.USAGE, fix=fix)
+    path = to or Path(f"{name}.yaml")
+    if path.is_dir():
+        path = path / f"{name}.yaml"
+    write(path, builtins()[name].read_text(encoding="utf-8"), overwrite=overwrite)
+    print(path)
+    print(f"next: edit it, then `tpshard validate {path}` and `tpshard plan {path}`", file=sys.stderr)
+
+
+@app.command(cls=Command)
+def keys(prefix: Prefix = "") -> None:
+    """Print every key with what it may be, its default, and what it does."""
+    import textwrap
+
+    from tpshard.recipes.diagnostic import Exit, Mistakes
+    from tpshard.recipes.document import keys as documented
+
+    found = documented(prefix)
+    if not found:
+        raise Mistakes.one(f"there is no key `{prefix}`", exit=Exit.USAGE, fix="`tpshard recipes keys` lists them all")
+    wide = min(columns(sys.stdout) or 100, 120)
+    for key in found:
+        print(key.path)
+        for line in (key.text, f"{key.legal}; default {key.default}"):
+            print(textwrap.fill(line, max(wide, 20), initial_indent="    ", subsequent_indent="    "))
+
+
+@app.command(cls=Command)
+def schema(out: Out = None, overwrite: Overwrite = False) -> None:
+    """Print the JSON Schema of recipes, which editors complete and check with.
+
+    A recipe whose first line is `# yaml-language-server: $schema=FILE` is checked while it is typed.
+    """
+    from tpshard.cli.files import write
+    from tpshard.recipes.document import json_schema
+
+    text = json.dumps(json_schema(), indent=2) + "\n"
+    if out is None:
+        print(text, end="")
+    else:
+        write(out, text, overwrite=overwrite)
+        print(out)

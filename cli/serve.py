@@ -1,0 +1,246 @@
+"""`tpshard serve`: a recipe's model over HTTP, as OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from tpshard.cli.arguments import Device, Json, Overrides, RecipeArgument, load, on_device
+
+if TYPE_CHECKING:
+    from tpshard.cli.sources import Model
+    from tpshard.kernels.gptq_config import GPTQConfig
+    from tpshard.models.presets import ModelConfig
+    from tpshard.recipes.schema import Recipe
+    from tpshard.serve.check import Need
+    from tpshard.serve.service import Service
+
+Check = Annotated[bool, typer.Option("--check", help="Say what it would take, load nothing, and end.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Serve beyond this machine without an API key.")]
+KeyFile = Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="A file that holds the API key.")]
+
+
+def serve(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    check: Check = False,
+    as_json: Json = False,
+    insecure: Insecure = False,
+    api_key_file: KeyFile = None,
+    device: Device = None,
+) -> int:
+    """Serve a recipe's latest checkpoint, or the folder that `serve.checkpoint` names."""
+    from tpshard.serve import http
+
+    overrides = on_device(overrides, device)
+    loaded = load(recipe, overrides)
+    told = loaded.serve
+    key = http.read_key(api_key_file, told.api_key)
+    if check:
+        found, _ = _need(loaded, *_shape(recipe, overrides or [], loaded))
+        sys.stdout.write(json.dumps(found.as_json(), indent=1) + "\n" if as_json else f"{found}\n")
+        return 0
+    http.check_exposure(told.host, key, insecure, loaded.where("serve.host"))
+    model = _model(recipe, overrides or [], loaded)
+    need, kind = _need(loaded, model.config, _dtype(loaded, model), _quantized(Path(model.name)))
+    sock = http.bind(told.host, told.port, loaded.where("serve.port"))
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    print(need, file=sys.stderr)
+    return _run(loaded, model, need, kind, sock, key)
+
+
+def _model(recipe: str, overrides: list[str], loaded: Recipe) -> Model:
+    """The model that is to be served, its weights not yet read."""
+    from tpshard.cli.sources import open_source
+    from tpshard.recipes.diagnostic import Exit, Mistakes
+
+    checkpoint = loaded.serve.checkpoint
+    if checkpoint == "latest":
+        return open_source(recipe, overrides)
+    folder = Path(checkpoint)
+    if not any((folder / name).is_file() for name in ("config.json", "manifest.json")):
+        raise Mistakes.one(
+            f"{checkpoint} is neither a checkpoint nor a Hugging Face folder", exit=Exit.CHECKPOINT,
+            where=loaded.where("serve.checkpoint"), why="no manifest.json or config.json in it",
+            fix="a checkpoint that is still being written gets its manifest last; wait for it, or name another",
+        )  # fmt: skip
+    return open_source(checkpoint)
+
+
+def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> tuple[ModelConfig, str, GPTQConfig | None]:
+    """The model's numbers, the dtype to serve it in, and how it is quantized; for a recipe's own model they need no
+    checkpoint."""
+    from tpshard.programs.setting import model_config
+
+    config = model_config(loaded) if loaded.serve.checkpoint == "latest" else None
+    if config is not None:
+        return config, str(loaded.model.dtype or config.dtype), None
+    model = _model(recipe, overrides, loaded)
+    return model.config, _dtype(loaded, model), _quantized(Path(model.name))
+
+
+def _quantized(folder: Path) -> GPTQConfig | None:
+    """The settings of a GPTQ folder; None for any other."""
+    from tpshard.kernels.gptq_config import read_config
+
+    return read_config(folder) if (folder / "config.json").is_file() else None
+
+
+def _need(loaded: Recipe, config: ModelConfig, dtype: str, quantized: GPTQConfig | None) -> tuple[Need, str]:
+    """What serving takes on one device, and which kind of device that is. Mistakes where they do not fit."""
+    import psutil
+    from tpshard.recipes.diagnostic import Exit, Mistakes
+    from tpshard.serve import check
+
+    where = loaded.where("serve.mesh")
+    other = [axis for axis, size in loaded.serve.mesh.items() if axis != "tp" and size not in (1, -1)]
+    if other:
+        raise Mistakes.one(
+            f"serving spreads over `tp` alone, not `{other[0]}`", exit=Exit.FIT, where=where,
+            fix=f"tp: {_product(loaded.serve.mesh)}, or several servers behind one address",
+        )  # fmt: skip
+    tp = max(1, loaded.serve.mesh.get("tp", 1))
+    device = _device(loaded)
+    free = psutil.virtual_memory().available // tp
+    if device == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < tp:
+            raise Mistakes.one(
+                f"`serve.mesh` asks for {tp} GPUs and {torch.cuda.device_count()} are visible", exit=Exit.MACHINE,
+                where=where, fix="`cluster.device=cpu` after the recipe serves on the CPU",
+            )  # fmt: skip
+        free = torch.cuda.mem_get_info()[0] * 3
+    invariant = loaded.serve.batch_invariant
+    try:
+        blocks = check.cache_blocks(config, tp, dtype, loaded.serve.requests, loaded.serve.cache_mb, free)
+        fixed = device == "cpu" if invariant is None else invariant
+        need = check.need(config, tp, dtype, blocks, device, fixed, quantized, loaded.serve.layout)
+    except ValueError as error:
+        raise Mistakes.one(str(error), exit=Exit.FIT, where=where) from error
+    return need, device
+
+
+def _device(loaded: Recipe) -> str:
+    from tpshard.cli.workers import device_kind, visible_gpus
+
+    return device_kind(loaded, visible_gpus() if loaded.cluster is None else 0)
+
+
+def _dtype(loaded: Recipe, model: Model) -> str:
+    """The dtype to compute in: the recipe's for its own checkpoint, else that of the folder, or of its kernel."""
+    names = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+    quantized = _quantized(Path(model.name))
+    if quantized is not None and quantized.bits <= 4 and _device(loaded) == "cpu":
+        return "bf16"  # what a CPU multiplies with four bits
+    if loaded.serve.checkpoint == "latest" and loaded.model.dtype is not None:
+        return str(loaded.model.dtype)
+    return names.get(str(model.dtype), "fp32")
+
+
+def _product(mesh: Any) -> int:
+    total = 1
+    for size in mesh.values():
+        total *= max(1, size)
+    return total
+
+
+def _run(loaded: Recipe, model: Model, need: Need, device: str, sock: Any, key: str | None) -> int:
+    from tpshard.recipes.diagnostic import Exit, Mistakes
+    from tpshard.serve import check, http
+    from tpshard.serve.app import Server, make_app
+    from tpshard.serve.chat import ChatTemplate
+    from tpshard.serve.job import Job
+    from tpshard.serve.metrics import Metrics
+    from tpshard.serve.ranks import Ranks
+    from tpshard.serve.service import Limits, Service
+    from tpshard.serve.step import WorkerLost
+    from tpshard.serve.text import Tokenizer
+
+    told = loaded.serve
+    if model.tokenizer is None:
+        raise Mistakes.one(
+            f"{model.name} comes with no tokenizer", exit=Exit.DATA, where=loaded.where("data.tokenizer"),
+            fix="name its folder in `data.tokenizer`",
+        )  # fmt: skip
+    try:
+        tokenizer = Tokenizer(model.tokenizer)
+    except ValueError as error:
+        raise Mistakes.one(str(error), exit=Exit.DATA) from error
+    if tokenizer.size > model.config.vocab:
+        raise Mistakes.one(
+            f"the tokenizer has {tokenizer.size} tokens and the model {model.config.vocab}", exit=Exit.DATA
+        )
+    invariant = device == "cpu" if told.batch_invariant is None else told.batch_invariant
+    job = Job(
+        source=model.name, vocab=model.config.vocab, max_seq=model.config.max_seq, tp=need.tp, dtype=need.dtype,
+        blocks=need.blocks, block_size=check.BLOCK_SIZE, batch_invariant=invariant, device=device, layout=told.layout,
+        step_s=loaded.timeout_s.step, start_s=loaded.timeout_s.start,
+    )  # fmt: skip
+    limits = Limits(running=told.requests, queue=told.queue, request_s=told.request_s, grace_s=told.grace_s)
+    metrics = Metrics()
+    service = Service(lambda: Ranks([sys.executable, "-m", "tpshard.cli.serve_worker"], job), limits, metrics)
+    try:
+        service.start()
+    except WorkerLost as error:
+        raise Mistakes.one(f"the model could not be started: {error}", exit=Exit.WORKER_LOST) from error
+    template = None
+    if tokenizer.chat_template is not None:
+        template = ChatTemplate(tokenizer.chat_template, tokenizer.special)
+    app = make_app(Server(loaded.name, service, tokenizer, template), key)
+    stop = _to_wandb(loaded, service)
+    try:
+        return http.run(app, service, sock, lambda: _announce(loaded, sock, key))
+    finally:
+        if template is not None:
+            template.close()
+        stop()
+
+
+def _announce(loaded: Recipe, sock: Any, key: str | None) -> None:
+    host, port = sock.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    print(f"serving {loaded.name} on http://{host}:{port}/v1", flush=True)
+    header = " -H 'Authorization: Bearer $TPSHARD_API_KEY'" if key is not None else ""
+    body = json.dumps({"model": loaded.name, "prompt": "The return value of", "max_tokens": 24})
+    print(f"  curl http://{host}:{port}/v1/completions{header} -d '{body}'", file=sys.stderr, flush=True)
+
+
+def _to_wandb(loaded: Recipe, service: Service) -> Any:
+    """Passes the metrics on every ten seconds, where the recipe says so; returns what ends that."""
+    import threading
+
+    told = loaded.logging.wandb
+    if told is None or told.mode == "disabled" or "logging.wandb" not in _given(loaded):
+        return lambda: None
+    from tpshard.train.wandb_sink import WandbSink
+
+    folder = Path(loaded.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    sink = WandbSink(folder, project=told.project, name=f"{loaded.name}-serve", config={}, mode=told.mode)
+    ended = threading.Event()
+
+    def pass_on() -> None:
+        step = 0
+        while not ended.wait(10):
+            step += 1
+            sink({"step": step, **service.metrics.snapshot()})
+
+    thread = threading.Thread(target=pass_on, name="wandb", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        ended.set()
+        thread.join()
+        sink.close(service.metrics.snapshot(), wait_s=5)
+
+    return end
+
+
+def _given(loaded: Recipe) -> set[str]:
+    """The keys that somebody wrote, rather than defaults."""
+    return {key for key in ("logging.wandb",) if loaded.where(key).line}

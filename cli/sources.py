@@ -1,0 +1,171 @@
+"""What SOURCE on a command line means: a recipe's latest checkpoint, one checkpoint, or a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpshard.recipes.diagnostic import Exit, Mistakes
+
+if TYPE_CHECKING:
+    import torch
+    from tpshard.models import Blueprint
+    from tpshard.models.presets import ModelConfig
+    from tpshard.recipes.schema import Recipe
+    from tpshard.train.restore import Checkpoint
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model with its values, read one parameter at a time."""
+
+    name: str
+    """For messages: the checkpoint's or the folder's path."""
+    config: ModelConfig
+    read: Callable[[str], torch.Tensor]
+    dtype: torch.dtype
+    """Of the values as they are stored."""
+    tokenizer: Path | None = None
+    token_ids: Mapping[str, Any] = field(default_factory=dict)
+    """`bos_token_id` and its like, where the source says."""
+
+
+def open_source(source: str, overrides: Sequence[str] = ()) -> Model:
+    """The model that SOURCE names.
+
+    Raises `Mistakes`: exit 2 or 3 where it names nothing or a wrong recipe, 7 where nothing sound is to be read.
+    """
+    path = Path(source)
+    if (path / "manifest.json").is_file():
+        _none(overrides, source)
+        return _from_checkpoint(path, None)
+    if (path / "config.json").is_file():
+        _none(overrides, source)
+        return _from_folder(path)
+    from tpshard.cli.arguments import load
+
+    recipe = load(source, overrides)
+    runs = path / "checkpoints" if (path / "checkpoints").is_dir() else Path(recipe.run.dir) / "checkpoints"
+    return _from_checkpoint(_latest(runs, recipe), recipe)
+
+
+def _none(overrides: Sequence[str], source: str) -> None:
+    if overrides:
+        raise Mistakes.one(
+            f"`{overrides[0]}` changes a recipe, and {source} is none", exit=Exit.USAGE, fix="leave it out"
+        )
+
+
+def _latest(checkpoints: Path, recipe: Recipe) -> Path:
+    from tpshard.train.restore import newest
+
+    found = newest(checkpoints)
+    if found is None:
+        raise Mistakes.one(
+            f"there is no checkpoint in {checkpoints}",
+            exit=Exit.CHECKPOINT,
+            where=recipe.where("run.dir"),
+            fix="`tpshard train` writes them; or name a checkpoint's folder",
+        )
+    return found.folder
+
+
+def _from_folder(folder: Path) -> Model:
+    from tpshard.models.hf import DTYPES, HFFolder
+    from tpshard.models.hf_json import TOKENIZER
+
+    try:
+        opened = HFFolder(folder)
+    except (ValueError, OSError) as error:
+        raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
+
+    def read(name: str) -> torch.Tensor:
+        try:
+            return opened.read(name)
+        except (ValueError, OSError) as error:
+            raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
+
+    tokenizer = folder if any((folder / name).exists() for name in TOKENIZER) else None
+    dtype = DTYPES[opened.config.dtype]
+    return Model(str(folder), opened.config, read, dtype, tokenizer, opened.token_ids)
+
+
+def _from_checkpoint(folder: Path, recipe: Recipe | None) -> Model:
+    from tpshard.models import Blueprint
+    from tpshard.train.restore import Damaged, open_checkpoint
+
+    checkpoint = open_checkpoint(folder)
+    recipe = recipe or _recipe_of_run(folder)
+    try:
+        blueprint = (
+            Blueprint.from_json(checkpoint.meta["model"]) if "model" in checkpoint.meta else blueprint_of(recipe)
+        )
+    except ValueError as error:
+        raise Mistakes.one(
+            f"{folder} does not say of which model it is", exit=Exit.CHECKPOINT, why=str(error)
+        ) from error
+    if blueprint.config is None:
+        raise Mistakes.one(
+            f"{folder} holds a module of your own, {blueprint.module}",
+            exit=Exit.FIT,
+            why="only the models of tpshard have a Hugging Face form",
+        )
+    dtype = _require(checkpoint, blueprint.config)
+
+    def read(name: str) -> torch.Tensor:
+        try:
+            return checkpoint.tensor(name)
+        except Damaged as error:
+            raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
+
+    return Model(str(folder), blueprint.config, read, dtype, _tokenizer(recipe))
+
+
+def blueprint_of(recipe: Recipe | None) -> Blueprint:
+    """The model that a recipe means. ValueError where there is no recipe or no such model."""
+    from tpshard.models import Blueprint
+
+    if recipe is None:
+        raise ValueError("its manifest names no model, and there is no recipe.yaml two folders up")
+    model = recipe.model
+    return Blueprint.of(model.preset, model.hf, model.module, model.args, model.overrides())
+
+
+def _recipe_of_run(checkpoint: Path) -> Recipe | None:
+    from tpshard.recipes.load import load
+
+    file = checkpoint.absolute().parent.parent / "recipe.yaml"
+    return load(file) if file.is_file() else None
+
+
+def _require(checkpoint: Checkpoint, config: ModelConfig) -> torch.dtype:
+    """The dtype of the model's values; `Mistakes` if the checkpoint is of another model."""
+    from tpshard.models import build
+    from tpshard.train.checkpoint import OPTIMIZER
+
+    saved = {name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()}
+    state = {name: what for name, what in saved.items() if name.startswith(OPTIMIZER)}
+    dtype = next((what[1] for name, what in saved.items() if name not in state), None)
+    wanted = {name: (tuple(p.shape), dtype or p.dtype) for name, p in build(config).named_parameters()}
+    checkpoint.require(state | wanted)
+    assert dtype is not None
+    return dtype
+
+
+def _tokenizer(recipe: Recipe | None) -> Path | None:
+    """The folder of the recipe's tokenizer, if it says and the folder is there."""
+    if recipe is None:
+        return None
+    try:
+        folder = recipe.data.tokenizer
+    except Mistakes:  # an environment variable that is not set; the weights can go without
+        return None
+    if folder is not None:
+        return Path(folder) if Path(folder).is_dir() else None
+    if recipe.data.stored()["source"] == "sample":
+        from tpshard.train.sample import ensure_sample
+
+        return ensure_sample().tokenizer
+    return None

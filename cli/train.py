@@ -1,0 +1,126 @@
+"""`tpshard train`: starts this host's workers, or is one of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from tpshard.cli.arguments import Device, Overrides, RecipeArgument, load, on_device
+
+if TYPE_CHECKING:
+    from tpshard.parallelism.runtime.place import Place
+    from tpshard.plan.report import Report
+    from tpshard.programs.training import TrainingPrograms
+
+
+PlanFile = Annotated[str | None, typer.Option("--plan", metavar="FILE", help="Run exactly this saved plan.")]
+
+
+def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanFile = None, device: Device = None) -> int:
+    """Train a recipe's model.
+
+    Without a launcher it starts as many workers as the recipe's mesh has devices, on this host; under torchrun, or as
+    one of several tasks of an srun step, it is one worker. A run that was stopped continues from its last checkpoint.
+    With --plan it runs what `tpshard plan` saved, and refuses where recipe or code would now give another program.
+    """
+    from tpshard.parallelism.runtime import place as places
+
+    changes = on_device(overrides, device)
+    place = places.find(os.environ)
+    return _start(recipe, changes, plan) if place is None else _work(recipe, changes, place, plan)
+
+
+def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
+    from tpshard.cli import machine
+    from tpshard.cli.workers import visible_gpus, workers_of
+    from tpshard.parallelism.runtime.launch import Nodes, launch
+
+    loaded = load(recipe, overrides)
+    machine.require(loaded)
+    nodes = Nodes.of(os.environ)
+    gpus = visible_gpus() if loaded.cluster is None else 0
+    world = workers_of(loaded, nodes, gpus)
+    here = world // nodes.count
+    print(f"starting {here} worker{'s' * (here != 1)} on this host", file=sys.stderr, flush=True)
+    chosen = [] if plan is None else ["--plan", plan]
+    return launch(["train", recipe, *overrides, *chosen], world=world, nodes=nodes)
+
+
+def _work(recipe: str, overrides: Sequence[str], place: Place, plan_file: str | None) -> int:
+    from tpshard.cli.workers import describe
+    from tpshard.parallelism.runtime.worker import run_worker
+
+    def body() -> int:
+        from tpshard.cli.main import version
+        from tpshard.cli.preflight import checked
+        from tpshard.cli.workers import device_kind, visible_gpus
+        from tpshard.train.main import Surroundings, work
+
+        # Our own launcher has shown the warnings already; under another one rank 0 does.
+        quiet = place.launcher == "tpshard" or place.rank != 0
+        loaded = checked(recipe, overrides)[0] if quiet else load(recipe, overrides)
+        device = device_kind(loaded, visible_gpus() if loaded.cluster is None else 0)
+        plan = _Plan(plan_file)
+        around = Surroundings(version(), device, plan.screen, plan.saved, _peak)
+        code = work(loaded, place, around)
+        if place.rank == 0:
+            _compared(loaded.run.dir)
+        return code
+
+    return run_worker(body, place, describe)
+
+
+class _Plan:
+    """The plan of the programs that this run executes, made once."""
+
+    def __init__(self, saved: str | None = None) -> None:
+        self._report: Report | None = None
+        self._saved = saved
+
+    def _of(self, programs: TrainingPrograms) -> Report:
+        from tpshard.plan import make
+
+        if self._report is None:
+            self._report = make.of_training(programs)
+        return self._report
+
+    def screen(self, programs: TrainingPrograms) -> str:
+        """What was annotated and what was inferred."""
+        from tpshard.plan import text
+
+        report = self._of(programs)
+        if self._saved is not None:
+            from tpshard.plan import save
+
+            save.check(save.read(self._saved), save.fingerprints(report), programs.setting.recipe.to_yaml())
+        head = f"{report.given} values annotated (*), {report.inferred} inferred"
+        return "\n".join([head, *text.shardings(report)])
+
+    def saved(self, programs: TrainingPrograms) -> str:
+        """The run's plan.json."""
+        from tpshard.plan import save
+
+        return save.dumps(self._of(programs), programs.setting.recipe.to_yaml())
+
+
+def _compared(folder: str) -> None:
+    """Says how far the plan was from the run, and leaves it in the run's folder."""
+    from pathlib import Path
+
+    from tpshard.plan import compare
+
+    said = compare.record(Path(folder))
+    if said:
+        print(said, file=sys.stderr, flush=True)
+
+
+def _peak(programs: TrainingPrograms) -> float | None:
+    """FLOP/s of all devices together, where the recipe names a GPU; a CPU's are shared and measured on another one."""
+    from tpshard.plan import make
+
+    device, nodes, per_host = make.device_of(programs.setting.recipe)
+    rate = device.rates.get(programs.setting.recipe.model.dtype)
+    return rate * nodes * per_host if device.kind == "gpu" and rate else None

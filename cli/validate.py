@@ -1,0 +1,43 @@
+"""`tpshard validate`: every mistake in every recipe, and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from tpshard.cli.arguments import Json, complete_recipe
+
+Files = Annotated[
+    list[str],
+    typer.Argument(metavar="RECIPE", help="Recipes to check.", autocompletion=complete_recipe, show_default=False),
+]
+
+
+def validate(files: Files, as_json: Json = False) -> int:
+    """Check recipes and report every mistake: keys, types, limits, and whether model, mesh and cluster fit.
+
+    An argument of the form key.path=value is an override of all of them.
+    """
+    from tpshard.cli.main import report
+    from tpshard.cli.preflight import checked
+    from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, dumps
+
+    recipes = [name for name in files if "=" not in name]
+    overrides = [name for name in files if "=" in name]
+    if not recipes:
+        raise typer.BadParameter("no recipe among the arguments")
+    found: dict[Diagnostic, None] = {}  # two recipes may stand on the same base
+    for name in recipes:
+        try:
+            warnings = checked(name, overrides)[1]
+            found |= dict.fromkeys(warnings)
+            if not as_json:
+                print(f"{name}: fine", file=sys.stderr)
+        except Mistakes as mistakes:
+            found |= dict.fromkeys(mistakes.diagnostics)
+    if as_json:
+        print(dumps(list(found)))
+    elif found:
+        report(Mistakes(found))
+    return Mistakes(found).exit if any(d.severity == "error" for d in found) else Exit.DONE

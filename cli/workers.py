@@ -1,0 +1,87 @@
+"""What commands that run in several processes share: how an error of a worker reads, and which devices are here."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tpshard.parallelism.runtime.launch import Nodes
+    from tpshard.recipes.schema import Recipe
+
+
+def describe(error: BaseException) -> tuple[str, int]:
+    """An error as the user should read it, and its exit code."""
+    from tpshard.cli.main import colorful, columns, version
+    from tpshard.parallelism.runtime.report import WorkerFault
+    from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text
+
+    def text(*told: Diagnostic) -> str:
+        return as_text(told, color=colorful(sys.stderr), width=columns(sys.stderr)).rstrip("\n")
+
+    if isinstance(error, Mistakes):
+        return text(*error.diagnostics), int(error.exit)
+    if isinstance(error, WorkerFault):
+        return text(Diagnostic(error.message, Exit(error.exit), None, error.why, error.fix)), error.exit
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", int(Exit.INTERRUPTED)
+    if type(error).__name__ == "OutOfMemoryError":
+        told = Diagnostic(
+            "the device ran out of memory", Exit.FIT, None, str(error).splitlines()[0],
+            "a smaller batch.per_device, remat: full, or a larger fsdp axis; checkpoints are as they were",
+        )  # fmt: skip
+        return text(told), int(Exit.FIT)
+    trace = "".join(traceback.format_exception(error)).rstrip("\n")
+    return f"{trace}\n\nThis is a bug in tpshard {version()}, not in your recipe: please report the lines above", 1
+
+
+def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
+    """CUDA devices that a worker would see, without importing torch."""
+    from tpshard.cli.machine import probe_driver
+
+    chosen = env.get("CUDA_VISIBLE_DEVICES")
+    there = len(probe_driver().gpus) if chosen is None or chosen.strip() else 0
+    if chosen is None:
+        return there
+    return min(there, len([part for part in chosen.split(",") if part.strip() not in ("", "-1")]))
+
+
+def device_kind(recipe: Recipe, gpus: int) -> str:
+    """cpu or cuda: what the recipe's cluster is made of; without one, CUDA where there is any."""
+    if recipe.cluster is None:
+        return "cuda" if gpus else "cpu"
+    from tpshard.plan import devices
+
+    found = devices.device(recipe.cluster.device, recipe.where("cluster.device"))
+    return "cuda" if found.kind == "gpu" else "cpu"
+
+
+def workers_of(recipe: Recipe, nodes: Nodes, gpus: int) -> int:
+    """How many workers a run of this recipe has, over all hosts; the mesh fits them.
+
+    Raises `Mistakes` (exit 5) where it does not, and where the recipe is for more hosts than were launched.
+    """
+    from tpshard.recipes.diagnostic import Exit, Mistakes
+    from tpshard.recipes.laws import mesh_on
+
+    cluster = recipe.cluster
+    if cluster is not None and cluster.nodes != nodes.count:
+        raise Mistakes.one(
+            f"the recipe is for {cluster.nodes} hosts, and {nodes.count} were launched",
+            exit=Exit.MACHINE,
+            where=recipe.where("cluster.nodes"),
+            fix=f"on every host: tpshard launch --nodes {cluster.nodes} --node-rank R --rendezvous HOST:PORT -- train "
+            "...; or srun or torchrun; or cluster.nodes=1 with a smaller mesh",
+        )
+    if cluster is not None:
+        world = cluster.nodes * cluster.devices_per_node
+    elif gpus:
+        world = gpus * nodes.count
+    else:
+        world = math.prod(size for size in recipe.mesh.values() if size != -1)
+    mesh_on(recipe, world)
+    return world

@@ -1,0 +1,145 @@
+"""Whatever SOURCE is, OUT is a folder that gives the same logits; a refusal leaves no trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from tpshard.cli.main import run
+from tpshard.models import Blueprint, build, from_hf, to_hf
+from tpshard.models.presets import preset
+from tpshard.recipes.diagnostic import Exit
+from tpshard.train.checkpoint import save
+from tpshard.train.shards import Shard
+
+SMALL = {"layers": 1, "width": 32, "mlp": 24, "vocab": 300, "kv_heads": 2}
+IDS = torch.arange(14).view(2, 7)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TOKENIZER_DIR", raising=False)
+    return tmp_path
+
+
+def tokenizer(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 5, "content": "<end>"}]}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    return folder
+
+
+def recipe(folder: Path, name: str = "r.yaml") -> Path:
+    """A recipe whose runs lie in `folder`."""
+    path = folder / name
+    numbers = ", ".join(f"{key}: {value}" for key, value in SMALL.items())
+    path.write_text(
+        f"schema: 1\nname: mine\nmodel: {{preset: tiny, {numbers}}}\n"
+        f"data: {{source: {folder}/none, tokenizer: {folder / 'tok'}}}\nrun: {{dir: {folder / 'runs'}}}\n"
+    )
+    return path
+
+
+def checkpoint(folder: Path, step: int, model: nn.Module, meta: dict[str, Any]) -> Path:
+    """As a run leaves it, with state of the optimizer beside the weights."""
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    values |= {f"optimizer/exp_avg/{name}": torch.zeros_like(p) for name, p in list(values.items())}
+    return save(folder, step, {name: Shard.whole(p) for name, p in values.items()}, meta)
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(IDS)
+    return result
+
+
+def test_a_recipe_takes_its_latest_checkpoint(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer(here / "tok")
+    first, last = (build(preset("tiny", SMALL), device="cpu", seed=seed) for seed in (1, 2))
+    checkpoint(here / "runs" / "checkpoints", 5, first, {})
+    newest = checkpoint(here / "runs" / "checkpoints", 10, last, {})
+    assert run(["convert", str(recipe(here)), "out"]) == Exit.DONE
+    assert capsys.readouterr().out == "out\n"
+    assert torch.equal(logits(from_hf("out")), logits(last))
+    assert json.loads(Path("out/config.json").read_text())["eos_token_id"] == 5
+    assert Path("out/tokenizer.json").exists()
+    data = next(newest.glob("*.safetensors"))
+    data.write_bytes(data.read_bytes()[:-1])  # damaged: the one before it
+    assert run(["convert", str(recipe(here)), "before"]) == Exit.DONE
+    assert torch.equal(logits(from_hf("before")), logits(first))
+
+
+@pytest.mark.parametrize("told", ["by the checkpoint", "by the run's recipe"])
+def test_a_checkpoint(told: str, here: Path) -> None:
+    blueprint = Blueprint.of("tiny", overrides=SMALL)
+    model = blueprint.build(device="cpu", seed=3)
+    meta = {"model": blueprint.to_json()} if told == "by the checkpoint" else {}
+    folder = checkpoint(here / "runs" / "checkpoints", 5, model, meta)
+    if not meta:
+        recipe(here / "runs", "recipe.yaml")
+    assert run(["convert", str(folder), "out", "--dtype", "bf16"]) == Exit.DONE
+    assert torch.equal(logits(from_hf("out")), logits(model.bfloat16()))
+
+
+@pytest.mark.parametrize("kind", ["tiny", "granite-tiny"])
+def test_a_folder(kind: str, here: Path) -> None:
+    model = build(preset(kind, {"layers": 1}), device="cpu", seed=4)
+    to_hf(model, "in", tokenizer=tokenizer(here / "tok"), shard_bytes=100_000)
+    assert run(["convert", "in", "new/out"]) == Exit.DONE
+    assert torch.equal(logits(from_hf("new/out")), logits(model))
+    assert json.loads(Path("new/out/config.json").read_text())["eos_token_id"] == 5
+    assert (here / "new/out/tokenizer_config.json").read_text() == (here / "tok/tokenizer_config.json").read_text()
+
+
+def test_out_must_not_exist(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = build(preset("tiny", SMALL), device="cpu", seed=4)
+    to_hf(model, "in")
+    Path("file").write_text("mine")
+    Path("full").mkdir()
+    Path("full/mine").write_text("mine")
+    for out in ("file", "full", "in"):
+        assert run(["convert", "in", out]) == Exit.USAGE
+        assert f"{out} exists" in capsys.readouterr().err
+    assert run(["convert", "in", "full", "--overwrite"]) == Exit.DONE
+    assert torch.equal(logits(from_hf("full")), logits(model)) and not Path("full/mine").exists()
+    assert run(["convert", "in", "in", "--overwrite"]) == Exit.DONE  # onto itself
+    assert torch.equal(logits(from_hf("in")), logits(model))
+
+
+def test_refusals_say_what_is_wrong(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blueprint = Blueprint.of("tiny", overrides=SMALL)
+    model = blueprint.build(device="cpu", seed=3)
+    to_hf(model, "in")
+    raw = json.loads(Path("in/config.json").read_text())
+    Path("evil").mkdir()
+    Path("evil/config.json").write_text(json.dumps({**raw, "auto_map": {"AutoModel": "evil.Model"}}))
+    Path("evil/model.safetensors").write_bytes(Path("in/model.safetensors").read_bytes())
+    wide = Blueprint.of("tiny", overrides={**SMALL, "mlp": 25})
+    other = checkpoint(here / "a", 1, model, {"model": wide.to_json()})
+    users = checkpoint(here / "b", 1, model, {"model": {"module": "package:Class", "args": {}}})
+    untold = checkpoint(here / "c", 1, model, {})
+    awkward = Blueprint.of("tiny", overrides={**SMALL, "width": 20})
+    formless = checkpoint(here / "d", 1, awkward.build(device="cpu"), {"model": awkward.to_json()})
+    damaged = checkpoint(here / "e", 1, model, {"model": blueprint.to_json()})
+    next(damaged.glob("*.safetensors")).unlink()
+    cases = [
+        (["evil"], Exit.CHECKPOINT, "auto_map"),
+        ([str(other)], Exit.CHECKPOINT, "mlp"),
+        ([str(users)], Exit.FIT, "package:Class"),
+        ([str(untold)], Exit.CHECKPOINT, "names no model"),
+        ([str(formless)], Exit.FIT, "heads divide"),
+        ([str(damaged)], Exit.CHECKPOINT, "missing"),
+        ([str(recipe(here))], Exit.CHECKPOINT, "no checkpoint in"),
+        (["nothing"], Exit.USAGE, "no recipe `nothing`"),
+        (["in", "model.layers=3"], Exit.USAGE, "model.layers=3"),
+        (["in", "--tokenizer", "in/nothing"], Exit.USAGE, "in/nothing"),
+    ]
+    for number, ((source, *rest), code, said) in enumerate(cases):
+        assert run(["convert", source, f"out-{number}", *rest]) == code, source
+        assert said in capsys.readouterr().err
+    assert not list(here.glob("out-*")) and not list(here.glob(".out-*"))

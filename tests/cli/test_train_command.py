@@ -1,0 +1,123 @@
+"""`tpshard train` as a user meets it: two workers, killed, asked to stop, and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+RECIPE = """
+name: small
+cluster: {device: cpu}
+mesh: {fsdp: 2}
+model: {preset: tiny, layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 48, seq_len: 64}
+batch: {global_sequences: 4}
+compile: eager
+optimizer: {lr: 3.0e-3}
+train: {steps: 40}
+evaluate: {every_steps: 20, sequences: 3}
+checkpoint: {every_steps: 5}
+logging: {every_steps: 1, wandb: null}
+"""
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tpshard.cli.main", "train", "recipe.yaml", *overrides], cwd=folder, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def rows(folder: Path, run: str) -> list[dict[str, Any]]:
+    try:
+        lines = (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
+    except OSError:
+        return []
+    return [json.loads(line) for line in lines]
+
+
+def record(folder: Path, run: str) -> dict[Any, tuple[Any, ...]]:
+    """What must not depend on how often a run was stopped; a step logged twice counts last."""
+    keys = ("loss", "grad_norm", "lr", "tokens", "eval_loss")
+    return {(r["step"], "eval_loss" in r): tuple(r.get(key) for key in keys) for r in rows(folder, run)}
+
+
+def until(process: subprocess.Popen[str], reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 90
+    while not reached():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+
+
+def test_a_run_that_is_killed_and_stopped_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    whole = start(tmp_path, "run.dir=runs/whole")
+    out, err = whole.communicate(timeout=120)
+    assert whole.returncode == 0, err
+    assert "next:" in out and "tpshard serve runs/whole" in out and "step 40/40" in err
+    assert "4 sequences a step = 2 data ranks x 1 micro-batch of 2" in err
+    assert rows(tmp_path, "whole")[-1]["eval_loss"] < rows(tmp_path, "whole")[0]["loss"] - 0.1
+    names = {path.name for path in (tmp_path / "runs" / "whole").iterdir()}
+    assert {"recipe.yaml", "plan.json", "metrics.jsonl", "checkpoints", "logs"} <= names
+    assert not list((tmp_path / "runs" / "whole").glob("lock*"))
+
+    killed = start(tmp_path, "run.dir=runs/other")
+    until(killed, lambda: len(rows(tmp_path, "other")) > 12)
+    (victim,) = [p for p in psutil.Process(killed.pid).children() if p.environ()["RANK"] == "1"]
+    tree = psutil.Process(killed.pid).children(recursive=True)
+    victim.kill()
+    _, err = killed.communicate(timeout=20)
+    assert killed.returncode == 9 and "rank 1 was lost: killed by SIGKILL" in err
+    assert not psutil.wait_procs(tree, timeout=5)[1]
+
+    stopped = start(tmp_path, "run.dir=runs/other")
+    seen = len(rows(tmp_path, "other"))
+    until(stopped, lambda: len(rows(tmp_path, "other")) > seen + 3)
+    stopped.send_signal(signal.SIGTERM)
+    out, err = stopped.communicate(timeout=30)
+    assert stopped.returncode == 75, err
+    assert re.search(r"continuing from step (10|15|20|25|30|35)\b", err), err
+    step = rows(tmp_path, "other")[-1]["step"]
+    assert step < 40 and f"stopped, as asked, after step {step} of 40" in out
+
+    last = start(tmp_path, "run.dir=runs/other")
+    _, err = last.communicate(timeout=120)
+    assert last.returncode == 0 and f"continuing from step {step}" in err
+    assert record(tmp_path, "other") == record(tmp_path, "whole")
+    assert {row["run"] for row in rows(tmp_path, "other")} == {1, 2, 3}
+
+
+def test_a_run_that_is_there_is_not_touched_when_asked_so(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "runs" / "old" / "checkpoints" / "step-000001").mkdir(parents=True)
+    refused = start(tmp_path, "mesh.fsdp=1", "run.dir=runs/old", "checkpoint.resume=never")
+    _, err = refused.communicate(timeout=60)
+    assert refused.returncode == 7
+    assert "holds a run already" in err and "<override 3>" in err and "rank" not in err
+
+
+def test_a_mesh_that_does_not_fit_the_workers_is_refused_with_near_ones(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("cluster: {device: cpu}", ""))
+    torchrun = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tpshard.cli.main", "train", "recipe.yaml"], cwd=tmp_path, capture_output=True,
+        text=True, env={**os.environ, **torchrun}, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 5 and "fsdp: 3" in done.stderr
+
+
+def test_more_hosts_than_were_launched_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("{device: cpu}", "{device: cpu, nodes: 2}"))
+    refused = start(tmp_path)
+    _, err = refused.communicate(timeout=60)
+    assert refused.returncode == 5 and "tpshard launch --nodes 2" in err
+    assert not (tmp_path / "runs").exists()
