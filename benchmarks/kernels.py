@@ -1,0 +1,208 @@
+"""Fused dequantize-and-multiply on a GPU, beside cuBLAS in bf16, dequantize + cuBLAS and the memory's limit.
+
+    python benchmarks/kernels.py [--json] [--rows 1 16] [--models llama3-8b llama3-70b] [--check]
+
+Every linear of the models at TP 1 and 8 (q|k|v and gate|up side by side), 4 bits, groups of 128, symmetric, bf16.
+`fused` is what the operation's own choice takes; `better` the faster of dequantize + cuBLAS and the quickest kernel
+that the choice knew. Times are per call within replayed CUDA graphs that rotate over copies of the weights, so that no
+weight stays in the cache. `limit` is the packed bytes over this device's measured copy bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from tpshard.kernels import triton_launch as launch
+from tpshard.kernels.packed import Packed, unpacked
+from tpshard.kernels.triton_launch import Choice, Tile
+
+GROUP = 128
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+CACHE = 256 << 20  # more than any device's cache
+
+
+@dataclass(frozen=True)
+class Product:
+    """One weight [inputs, columns]; where gated, columns are gate and up and the result is silu(gate) * up."""
+
+    model: str
+    name: str
+    tp: int
+    inputs: int
+    columns: int
+    gated: bool = False
+
+    @property
+    def dense_bytes(self) -> int:
+        return 2 * self.inputs * self.columns
+
+
+def products(models: list[str]) -> list[Product]:
+    from tpshard.models.presets import PRESETS
+
+    found = []
+    for model in models:
+        c = PRESETS[model]
+        for tp in (1, 8):
+            heads, kv = c.heads * c.head_dim // tp, c.kv_heads * c.head_dim // tp
+            found += [
+                Product(model, "q|k|v", tp, c.width, heads + 2 * kv),
+                Product(model, "o", tp, heads, c.width),
+                Product(model, "gate|up", tp, c.width, 2 * c.mlp // tp, gated=True),
+                Product(model, "down", tp, c.mlp // tp, c.width),
+            ]
+    return found
+
+
+def random_packed(p: Product) -> Packed:
+    """Words of any bits are a weight. Scales as a trained model's, so that silu sees values of its usual size."""
+    chunks = p.inputs // GROUP
+    words = torch.randint(-(1 << 31), (1 << 31) - 1, (chunks, p.columns, GROUP // 8), dtype=torch.int32, device="cuda")
+    scales = (torch.rand(chunks, p.columns, device="cuda") * 0.5 + 0.5) * (0.2 / math.sqrt(p.inputs))
+    quads = torch.cuda.get_device_capability() < (9, 0)
+    return Packed(words, scales.half(), None, None, None, 4, 4, p.inputs, GROUP, quads=quads)
+
+
+def microseconds(calls: list[Callable[[], Tensor]], seconds: float = 0.03) -> float:
+    """Median time of a call when all are captured in one graph and replayed for about `seconds`, five times."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def once(replays: int) -> float:
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        stop.record()
+        stop.synchronize()
+        return 1e3 * start.elapsed_time(stop) / (replays * len(calls))
+
+    once(1)
+    replays = max(1, int(seconds * 1e6 / 5 / (once(2) * len(calls))))
+    return statistics.median(once(replays) for _ in range(5))
+
+
+def copies(nbytes: int) -> int:
+    return min(64, max(1, -(-CACHE // nbytes)))
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of a large copy, counting reads and writes."""
+    source = torch.randint(0, 127, (1 << 31,), dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (1e-6 * microseconds([lambda: target.copy_(source)]))
+
+
+def relative_error(x: Tensor, packed: Packed, gated: bool, tile: Tile | None) -> float:
+    """Of one product against dense fp32 weights."""
+    weight = unpacked(packed).dequantize(torch.float32)
+    expected = x.float() @ weight
+    if gated:
+        gate, up = expected.chunk(2, -1)
+        expected = F.silu(gate) * up
+    y = launch.dense_matmul(x, packed, gated) if tile is None else launch.matmul(x, packed, gated, tile)
+    return float((y.float() - expected).norm() / expected.norm())
+
+
+def dense_call(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+    y = F.linear(x, weight)
+    if not gated:
+        return y
+    gate, up = y.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def measure(p: Product, rows: list[int], choice: Choice, bandwidth: float, check: bool) -> list[dict[str, object]]:
+    first = random_packed(p)
+    packed = [first, *(replace(first, words=first.words.clone()) for _ in range(copies(first.nbytes) - 1))]
+    dense = [torch.randn(p.columns, p.inputs, dtype=torch.bfloat16, device="cuda") / math.sqrt(p.inputs)
+             for _ in range(copies(p.dense_bytes))]  # fmt: skip
+    found = []
+    for m in rows:
+        x = torch.randn(m, p.inputs, dtype=torch.bfloat16, device="cuda")
+        tile = choice.tile(x, first, p.gated)
+        guesses = choice.milliseconds[choice.key(x, first, p.gated)]
+        error = relative_error(x, first, p.gated, tile) if check else None
+
+        quickest = min((t for t in guesses if t is not None), key=guesses.__getitem__)
+        kernel_us = microseconds([partial(launch.matmul, x, w, p.gated, quickest) for w in packed])
+        dequantize_us = microseconds([partial(launch.dense_matmul, x, w, p.gated) for w in packed])
+        cublas_us = microseconds([partial(dense_call, x, w, p.gated) for w in dense])
+        fused_us = dequantize_us if tile is None else kernel_us
+        better = min(kernel_us, dequantize_us)
+        found.append({
+            "model": p.model, "linear": p.name, "tp": p.tp, "inputs": p.inputs, "columns": p.columns, "M": m,
+            "fused_us": fused_us, "cublas_us": cublas_us, "dequantize_us": dequantize_us, "better_us": better,
+            "limit_us": 1e6 * first.nbytes / bandwidth, "speedup": cublas_us / fused_us,
+            "of_better": better / fused_us, "tile": str(tile), "error": error,
+            "large": p.dense_bytes >= 100e6,
+        })  # fmt: skip
+        if error is not None and not error < 1e-2:
+            print(f"WRONG: {p} M={m} {tile}: relative error {error}", file=sys.stderr)
+    return found
+
+
+def mean(rows: list[dict[str, object]], m: int) -> float:
+    logs = [math.log(float(r["speedup"])) for r in rows if r["large"] and r["M"] == m]  # type: ignore[arg-type]
+    return math.exp(statistics.mean(logs)) if logs else math.nan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print nothing but the rows")
+    parser.add_argument("--out", help="write the rows, as JSON, to this file too")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--models", nargs="+", default=["llama3-8b", "llama3-70b"])
+    parser.add_argument("--check", action="store_true", help="compare every product with fp32")
+    a = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a GPU")
+
+    def say(line: str) -> None:
+        if not a.json:
+            print(line, flush=True)
+
+    bandwidth = copy_bandwidth()
+    say(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, torch {torch.__version__}, "
+        f"triton {triton.__version__}")  # fmt: skip
+    say("python benchmarks/kernels.py " + " ".join(sys.argv[1:]))
+    say(f"{'':<30} {'M':>4} {'fused':>8} {'cuBLAS':>8} {'dequant+':>8} {'limit':>7} us  speedup  of limit  of better")
+    rows: list[dict[str, object]] = []
+    choice = Choice()
+    for p in products(a.models):
+        for r in measure(p, a.rows, choice, bandwidth, a.check):
+            rows.append(r)
+            say(f"{p.model + ' ' + p.name + ' tp' + str(p.tp):<30} {r['M']:>4} {r['fused_us']:>8.1f} "
+                f"{r['cublas_us']:>8.1f} {r['dequantize_us']:>8.1f} {r['limit_us']:>7.1f}     {r['speedup']:>6.2f}  "
+                f"{r['limit_us'] / r['fused_us']:>7.0%}  {r['of_better']:>8.2f}  {r['tile']}")  # type: ignore[operator]  # fmt: skip
+        if a.out:
+            with open(a.out, "w", encoding="utf-8") as file:
+                json.dump(rows, file)
+        torch.cuda.empty_cache()
+    if a.json:
+        return print(json.dumps(rows))
+    for m, wanted in ((1, 2.5), (16, 2.0)):
+        print(f"weights of 100 MB and more, M={m}: {mean(rows, m):.2f} times cuBLAS (wanted: {wanted})")
+    worst = min(rows, key=lambda r: float(r["of_better"]))  # type: ignore[arg-type]
+    print(f"worst against the better path: {worst['of_better']:.2f} at {worst['model']} {worst['linear']} "
+          f"tp{worst['tp']} M={worst['M']} (wanted: 0.90)")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""lm-eval's `local-completions` against a server beside `--model hf` on the same weights: log-likelihoods to 1e-4.
+
+    pip install "lm-eval[api]"                      # into an environment that has tpshard
+    python benchmarks/lm_eval_likelihoods.py [--model HF_FOLDER]
+
+Writes a task of 24 items (a context, two continuations) from CPython's documentation, serves the model (by default a
+small random one with the sample's tokenizer) on a free port, runs both, and prints the largest difference. Exit 1 where
+it is above 1e-4 per continuation (and 2e-6 of its size, which is what fp32 can hold).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pydoc_data.topics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from tpshard.models import build, to_hf
+from tpshard.models.presets import preset
+from tpshard.train.sample import ensure_sample
+
+TASK = """\
+task: tpshard_likelihoods
+dataset_path: json
+dataset_kwargs: {data_files: {test: %s}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{context}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: 0
+metric_list: [{metric: acc}]
+"""
+BEGIN = "add_bos_token=True"
+"""Left to themselves, only one of lm-eval's two models begins a text with the tokenizer's own beginning."""
+RECIPE = """\
+name: served
+cluster: {device: cpu}
+model: {preset: tiny}
+serve: {mesh: {tp: 1}, port: 0}
+"""
+
+
+def write_task(folder: Path) -> None:
+    """24 pieces of text, each with its own continuation and that of the next."""
+    texts = sorted(pydoc_data.topics.topics.values(), key=len)[-24:]
+    pieces = [(" ".join(text.split()[:30]), " " + " ".join(text.split()[30:36])) for text in texts]
+    rows = [
+        {"context": context, "choices": [own, pieces[(i + 1) % len(pieces)][1]]}
+        for i, (context, own) in enumerate(pieces)
+    ]
+    (folder / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "task.yaml").write_text(TASK % (folder / "items.jsonl"))
+
+
+def write_model(folder: Path) -> Path:
+    made = folder / "model"
+    to_hf(build(preset("tiny"), device="cpu", seed=5), made, tokenizer=ensure_sample().tokenizer)
+    return made
+
+
+def likelihoods(folder: Path, label: str, model: str, arguments: str) -> list[float]:
+    """All log-likelihoods of the task, item by item, as lm-eval logs them."""
+    out = folder / label
+    subprocess.run(
+        [sys.executable, "-m", "lm_eval", "--model", model, "--model_args", arguments, "--tasks", "tpshard_likelihoods",
+         "--include_path", str(folder), "--batch_size", "1", "--log_samples", "--output_path", str(out)],
+        check=True, stdout=sys.stderr,
+    )  # fmt: skip
+    (samples,) = out.rglob("samples_*.jsonl")
+    rows: list[Any] = sorted((json.loads(line) for line in samples.read_text().splitlines()), key=lambda r: r["doc_id"])
+    return [float(answer[0][0] if isinstance(answer[0], list) else answer[0]) for r in rows for answer in r["resps"]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_task(folder)
+        model = options.model or write_model(folder)
+        recipe = folder / "recipe.yaml"
+        recipe.write_text(RECIPE)
+        serving = subprocess.Popen(
+            [sys.executable, "-m", "tpshard.cli.main", "serve", str(recipe), f"serve.checkpoint={model}"],
+            stdout=subprocess.PIPE, text=True, cwd=folder,
+        )  # fmt: skip
+        try:
+            assert serving.stdout is not None
+            url = serving.stdout.readline().split()[-1] + "/completions"
+            served = likelihoods(
+                folder, "served", "local-completions",
+                f"model=served,base_url={url},tokenizer={model},tokenizer_backend=huggingface,num_concurrent=4,{BEGIN}",
+            )  # fmt: skip
+        finally:
+            serving.terminate()
+            serving.wait()
+        expected = likelihoods(folder, "hf", "hf", f"pretrained={model},dtype=float32,{BEGIN}")
+    difference = torch.tensor(served, dtype=torch.float64) - torch.tensor(expected, dtype=torch.float64)
+    allowed = 1e-4 + 2e-6 * torch.tensor(expected, dtype=torch.float64).abs()
+    print(f"{len(served)} continuations, largest difference {difference.abs().max():.2e}")
+    return 0 if len(served) == len(expected) == 48 and bool((difference.abs() <= allowed).all()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

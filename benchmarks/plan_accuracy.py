@@ -1,0 +1,210 @@
+"""Predicted against published memory and step time.
+
+    python benchmarks/plan_accuracy.py FILE [--quick] [--write]
+
+FILE has the columns of the published runs: a row is built as a recipe, planned, and printed with signed errors and mean
+absolute percentages. With `--write` the table goes to docs/plan_accuracy.md and its summary into the plan's screen.
+
+What a row does not say is taken from how its source ran: the loss of `tt_2024*` ran eagerly, that of all others was
+compiled apart from the blocks. Constants belong to devices; none belongs to a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpshard.parallelism.fusion import Compiled
+from tpshard.plan import make, search
+from tpshard.programs.setting import Setting, model_config
+from tpshard.recipes.diagnostic import Mistakes
+from tpshard.recipes.load import loads
+from tpshard.recipes.schema import Recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+DEVICES = {"A100-40GB": "a100-40g", "A100-80GB": "a100-80g", "H100-80GB": "h100-sxm-80g", "B200": "b200"}
+MODELS = {
+    "13B": "preset: llama3-8b, width: 5120, layers: 40, heads: 40, kv_heads: 8, mlp: 17920",
+    "70B": "preset: llama3-70b",
+    "405B": "preset: llama3-405b",
+}
+REMAT = {"none": "none", "full": "full", "sac_op": "[attention, wq, wv, gate, down]", "sac_layer": "{every: 2}"}
+FITTED_ON = {
+    ("kf_mfu_scaling", "1", "1"), ("kf_mfu_scaling", "1", "2"), ("tt_202412_T1", "8", "1"), ("tt_2024_A100", "64", "1"),
+    ("tt_202506_asyncTP", "8", "8"),
+}  # fmt: skip
+"""(source, fsdp, tp) of the rows that the shipped constants were fitted on; other rows judge them."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    row: dict[str, str]
+    memory_gib: float
+    step_s: float
+    seconds: float
+
+    @property
+    def memory_error(self) -> float | None:
+        published = float(self.row["mem_gib"] or 0)
+        return self.memory_gib / published - 1 if published else None
+
+    @property
+    def time_error(self) -> float | None:
+        published = float(self.row["step_s"] or 0)
+        return self.step_s / published - 1 if published else None
+
+    @property
+    def fitted(self) -> bool:
+        return (self.row["src"], self.row["fsdp"], self.row["tp"]) in FITTED_ON
+
+
+def number(row: dict[str, str], key: str, default: int = 1) -> int:
+    return int(float(row.get(key) or default))
+
+
+def device_of(row: dict[str, str]) -> str:
+    """Device of a row; H100s of 96 GB and 500 W and H200s four a host have files of their own."""
+    gpu = row["gpu"]
+    if gpu.startswith("H100-96GB"):
+        return "h100-sxm-96g"
+    if gpu.startswith("H200"):
+        return "h200-x4" if number(row, "gpus_per_node", 8) == 4 else "h200"
+    return next((name for prefix, name in DEVICES.items() if gpu.startswith(prefix)), "h100-sxm-80g")
+
+
+def recipe_of(row: dict[str, str]) -> Recipe:
+    """The recipe of a row. ValueError for what no recipe can say (pipelining, context or expert parallelism)."""
+    unsupported = [key for key in ("pp", "cp", "ep") if number(row, key) > 1]
+    if unsupported:
+        raise ValueError(f"{', '.join(unsupported)} above 1: not in a recipe")
+    if (row.get("quant") or "none") != "none":
+        raise ValueError(f"quant {row['quant']}: not in a recipe")
+    per_node, gpus = number(row, "gpus_per_node", 8), number(row, "gpus")
+    ranks, times, tp = number(row, "dp_rep") * number(row, "fsdp"), number(row, "grad_accum"), number(row, "tp")
+    rules, annotate, pin = "", "", ""
+    if row.get("seq_parallel") == "1":
+        rules = "rules: {batch: [dp, fsdp], vocab: tp, heads: tp, mlp: tp, seq_sp: tp}"
+        annotate = 'annotate: {"layers.*.residual": [batch, seq_sp, embed]}'
+    if tp > 1 and row.get("loss_parallel") != "1":
+        pin = 'pin: {"logits": [[dp, fsdp], null, null]}'
+    sharding = ", ".join(part for part in (rules, annotate, pin) if part)
+    reduce = "last" if row.get("accumulate_unsharded") == "1" and times > 1 else "each"
+    device = device_of(row)
+    return loads(
+        f"""
+name: {row["src"]}
+cluster: {{device: {device}, nodes: {max(1, gpus // per_node)}, devices_per_node: {min(gpus, per_node)}}}
+mesh: {{dp: {number(row, "dp_rep")}, fsdp: {number(row, "fsdp")}, tp: {tp}}}
+model: {{{MODELS.get(row["model"], "preset: llama3-8b")}, seq_len: {number(row, "seq")}, dtype: bf16}}
+sharding: {{{sharding}}}
+fsdp:
+  bucket: wrap
+  master_dtype: {row["master_dtype"]}
+  param_dtype: {row["gather_dtype"]}
+  reduce_dtype: {row["reduce_dtype"]}
+  accumulate: {{reduce: {reduce}}}
+remat: {REMAT[row["ac"]]}
+compile: {"eager" if row["compile"] == "0" else "inductor"}
+batch: {{global_sequences: {number(row, "local_bs") * ranks * times}, per_device: {number(row, "local_bs")}}}
+""",
+        file=row["src"],
+    )
+
+
+def compiled_of(row: dict[str, str]) -> Compiled:
+    """What was compiled: the blocks where the row says so, and the loss unless its source ran it eagerly."""
+    eager_loss = row["src"].startswith("tt_2024")
+    if row["compile"] == "0":
+        return "none" if eager_loss else "rest"
+    return "layers" if eager_loss else "all"
+
+
+def figures(row: dict[str, str], recipe: Recipe) -> tuple[float, float]:
+    """(GiB of the kind that the row gives, seconds of a step)."""
+    pricing = make.price_training(make.built(Setting.of(recipe)), compiled_of(row))
+    memory = pricing.reserved_bytes if row.get("mem_kind") == "reserved_peak" else pricing.peak_bytes
+    return memory / 2**30, pricing.step_s
+
+
+def predict(row: dict[str, str], quick: bool) -> Outcome:
+    """`quick`: built with few layers and extended to the recipe's, as the search does."""
+    begun = time.perf_counter()
+    recipe = recipe_of(row)
+    if quick:
+        config = model_config(recipe)
+        assert config is not None
+        times = (config.layers - search.FEW) / (search.MORE - search.FEW)
+        few, more = (figures(row, search.variant(recipe, [f"model.layers={n}"])) for n in (search.FEW, search.MORE))
+        memory, step = (a + (b - a) * times for a, b in zip(few, more))
+    else:
+        memory, step = figures(row, recipe)
+    return Outcome(row, memory, step, time.perf_counter() - begun)
+
+
+def mean(errors: list[float]) -> str:
+    if not errors:
+        return "-"
+    return f"{100 * sum(map(abs, errors)) / len(errors):.1f}%, worst {100 * max(map(abs, errors)):.1f}%"
+
+
+def table(outcomes: list[Outcome]) -> list[str]:
+    head = (
+        "source", "model", "device", "dp x fsdp x tp", "remat", "compile", "memory GiB", "published", "error", "step s",
+        "published", "error", "fitted on",
+    )  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for o in outcomes:
+        r = o.row
+        memory = f"{100 * o.memory_error:+.1f}%" if o.memory_error is not None else ""
+        step = f"{100 * o.time_error:+.1f}%" if o.time_error is not None else ""
+        lines.append(
+            f"| {r['src']} | {r['model']} | {device_of(r)} x{r['gpus']} | {r['dp_rep']} x {r['fsdp']} x {r['tp']} | "
+            f"{r['ac']} | {r['compile'] or '?'} | {o.memory_gib:.1f} | {r['mem_gib']} | {memory} | {o.step_s:.3f} | "
+            f"{r['step_s']} | {step} | {'yes' if o.fitted else ''} |"
+        )
+    return lines
+
+
+def summary(outcomes: list[Outcome]) -> list[str]:
+    lines = []
+    for title, chosen in (
+        ("all rows", outcomes),
+        ("rows that fitted nothing", [o for o in outcomes if not o.fitted]),
+    ):
+        memory = [o.memory_error for o in chosen if o.memory_error is not None]
+        step = [o.time_error for o in chosen if o.time_error is not None]
+        lines.append(f"{title} ({len(chosen)}): memory {mean(memory)}; step time {mean(step)}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--write", action="store_true", help="write docs/plan_accuracy.md and the plan's accuracy line")
+    parser.add_argument("--quick", action="store_true", help="build few layers and extend to all")
+    asked = parser.parse_args()
+    outcomes: list[Outcome] = []
+    left_out: list[str] = []
+    with asked.file.open(newline="") as file:
+        for row in csv.DictReader(file):
+            try:
+                outcomes.append(predict(row, asked.quick))
+                print(*table(outcomes[-1:])[2:], f"({outcomes[-1].seconds:.0f} s)", flush=True)
+            except (ValueError, KeyError, Mistakes) as error:
+                left_out.append(f"{row['src']} ({row['model']}, {row['gpus']} devices): {str(error).splitlines()[0]}")
+    lines = [*table(outcomes), "", *summary(outcomes), *(f"left out: {words}" for words in left_out)]
+    print("\n".join(lines))
+    if asked.write:
+        head = "# How far the plan is from what others measured\n\n"
+        head += f"Written by `python benchmarks/plan_accuracy.py FILE{' --quick' * asked.quick} --write`.\n\n"
+        (ROOT / "docs" / "plan_accuracy.md").write_text(head + "\n".join(lines) + "\n")
+        (ROOT / "plan" / "devices" / "accuracy.txt").write_text("published runs, " + summary(outcomes)[0] + "\n")
+    sys.exit(0 if outcomes else 1)
+
+
+if __name__ == "__main__":
+    main()

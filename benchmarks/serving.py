@@ -1,0 +1,260 @@
+"""Serving: tokens per second, time to first token and between tokens, beside transformers on the same requests.
+
+    python benchmarks/serving.py [--json] [--layers 8] [--width 1024] [--requests 1,8,64] [--new 32] [--no-compile]
+
+A random Llama is written as a Hugging Face folder, and once more with 4-bit weights (group 128, rounded to nearest,
+rows of `down` in act-order). tpshard's engine runs it as the server does: in worker processes, batch invariant, the
+paged cache empty at the start. transformers generates the same requests as one left-padded batch with its cache, with
+the same number of threads, eager and compiled; the better counts. All requests arrive at once, decoding is greedy,
+ends are ignored. Runs are interleaved; the median of `--repeat` is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from tpshard.kernels.gptq_config import GPTQConfig
+from tpshard.kernels.gptq_format import write_folder
+from tpshard.kernels.quantized import Quantized
+from tpshard.models import build, to_hf
+from tpshard.models.hf_config import write_config
+from tpshard.models.hf_names import hf_tensors
+from tpshard.models.presets import ModelConfig
+from tpshard.serve.engine import Engine
+from tpshard.serve.job import Job
+from tpshard.serve.ranks import Ranks
+from tpshard.serve.request import Sampling, Sequence
+
+WORKER = [sys.executable, "-m", "tpshard.cli.serve_worker"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    tokens_per_s: float
+    first_s: float
+    """Median time to the first token."""
+    between_s: float
+    """Median time between two tokens of one answer."""
+
+
+def prompts(count: int, vocab: int) -> list[tuple[int, ...]]:
+    draw = random.Random(count)
+    return [tuple(draw.randrange(vocab) for _ in range(draw.randrange(16, 65))) for _ in range(count)]
+
+
+def summary(began: float, stamps: list[list[float]]) -> Measured:
+    """stamps: the time of every token of every request"""
+    ended = max(times[-1] for times in stamps)
+    gaps = [b - a for times in stamps for a, b in pairwise(times)]
+    tokens = sum(map(len, stamps))
+    first = statistics.median(times[0] - began for times in stamps)
+    return Measured(tokens / (ended - began), first, statistics.median(gaps))
+
+
+def run_engine(ranks: Ranks, requests: list[tuple[int, ...]], new: int) -> Measured:
+    engine = Engine(ranks, max_running=64)
+    sequences = [Sequence(p, Sampling(temperature=0), new) for p in requests]
+    stamps: dict[int, list[float]] = {s.id: [] for s in sequences}
+    began = time.perf_counter()
+    for s in sequences:
+        engine.add(s)
+    while engine.busy:
+        events = engine.step()
+        now = time.perf_counter()
+        for event in events:
+            stamps[event.sequence.id].append(now)
+    return summary(began, list(stamps.values()))
+
+
+class Peer:
+    """transformers in a process of its own, so that it neither shares threads nor memory with what it is beside."""
+
+    def __init__(self, folder: Path, compiled: bool, dtype: str, threads: int) -> None:
+        how = ["--compiled"] if compiled else []
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--peer", str(folder), "--dtype", dtype, *how], text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"OMP_NUM_THREADS": str(threads)} | dict(os.environ),
+        )  # fmt: skip
+
+    def run(self, requests: list[tuple[int, ...]], new: int) -> Measured:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"requests": requests, "new": new}) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline() or '{"error": "the peer ended"}')
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return Measured(**answer)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def peer(folder: str, compiled: bool, dtype: str) -> None:
+    """The other side of `Peer`."""
+    from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    if compiled:
+        model.forward = torch.compile(model.forward, dynamic=True)
+
+    class Clock(StoppingCriteria):
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            self.times.append(time.perf_counter())
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    def generate(requests: list[list[int]], new: int) -> Measured:
+        longest = max(map(len, requests))
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in requests])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in requests])
+        clock = Clock()
+        began = time.perf_counter()
+        with torch.inference_mode():
+            model.generate(
+                ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False, use_cache=True,
+                pad_token_id=0, stopping_criteria=StoppingCriteriaList([clock]),
+            )  # fmt: skip
+        return summary(began, [clock.times] * len(requests))
+
+    for line in sys.stdin:
+        job = json.loads(line)
+        try:
+            answer = vars(generate(job["requests"], job["new"]))
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        print(json.dumps(answer), flush=True)
+
+
+def write_models(folder: Path, config: ModelConfig) -> tuple[Path, Path]:
+    """(dense, quantized) folders of one random model."""
+    model = build(config, device="cpu", seed=3)
+    dense, quantized = folder / "dense", folder / "quantized"
+    to_hf(model, dense)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    tensors, linears = {}, {}
+    for stored, ((name, _),) in hf_tensors(config, list(parameters)).items():
+        if ".attention.w" in name or ".mlp." in name:
+            act_order = name.endswith(".down.weight")
+            linears[stored.removesuffix(".weight")] = nearest(parameters[name], act_order)
+        else:
+            tensors[stored] = parameters[name].half()
+    written = write_config(config, "fp16")
+    how = GPTQConfig(bits=4, group_size=128, desc_act=True)
+    write_folder(quantized, written, linears.items(), tensors.items(), how)
+    return dense, quantized
+
+
+def nearest(weight: torch.Tensor, act_order: bool) -> Quantized:
+    """weight [outputs, inputs] in 4 bits; with `act_order` the rows of a group lie apart."""
+    inputs = weight.shape[1]
+    group = torch.arange(inputs) // 128
+    if act_order:
+        group = group[torch.randperm(inputs, generator=torch.Generator().manual_seed(1))]
+    w = weight.T
+    scales = torch.zeros(inputs // 128, w.shape[1])
+    for g in range(inputs // 128):
+        scales[g] = w[group == g].abs().amax(0) / 7
+    codes = (w / scales[group] + 8).round().clamp(0, 15).to(torch.uint8)
+    zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
+    return Quantized(codes, scales.half(), zeros, group.to(torch.int32), 4)
+
+
+def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    config = ModelConfig(
+        family="llama", layers=options.layers, width=options.width, heads=options.width // 64,
+        kv_heads=max(1, options.width // 256), head_dim=64, mlp=options.width * 11 // 4 // 256 * 256, vocab=8192,
+        max_seq=2048, seq_len=512, dtype="fp32",
+    )  # fmt: skip
+    dense, quantized = write_models(folder, config)
+    threads = os.cpu_count() or 1
+    ours = {
+        f"tpshard tp {tp} {label}": Job(
+            str(source), config.vocab, config.max_seq, tp=tp, dtype=dtype, blocks=1024, step_s=600
+        )
+        for tp in options.tp
+        for label, source, dtype in (("fp32", dense, "fp32"), ("4-bit", quantized, "bf16"))
+    }
+    peers = {"transformers eager": False} | ({} if options.no_compile else {"transformers compiled": True})
+    results: dict[tuple[str, int], list[Measured]] = {}
+
+    def note(name: str, count: int, run: Any) -> None:
+        requests = prompts(count, config.vocab)
+        try:
+            run(requests, 4)
+            for _ in range(options.repeat):
+                results.setdefault((name, count), []).append(run(requests, options.new))
+        except RuntimeError as error:
+            print(f"{name}, {count} requests: {error}", file=sys.stderr)
+
+    for name, compiled in peers.items():
+        with closing(Peer(dense, compiled, "float32", threads)) as other:
+            for count in options.requests:
+                note(name, count, other.run)
+    for name, job in ours.items():
+        with closing(Ranks(WORKER, job)) as ranks:
+            for count in options.requests:
+                note(name, count, lambda requests, new, ranks=ranks: run_engine(ranks, requests, new))
+    for (name, count), runs in results.items():
+        middle = sorted(runs, key=lambda m: m.tokens_per_s)[len(runs) // 2]
+        known = [results[other, count] for other in peers if (other, count) in results]
+        beside = [statistics.median(m.tokens_per_s for m in runs) for runs in known]
+        yield {
+            "engine": name, "requests": count, **vars(middle),
+            "ratio": middle.tokens_per_s / max(beside) if beside else None,
+        }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--requests", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64])
+    parser.add_argument("--tp", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2])
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peer:
+        peer(options.peer, options.compiled, options.dtype)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rows = list(measure(options, Path(folder)))
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
+    print(f"{options.layers} layers of width {options.width}, prompts of 16 to 64 tokens, {options.new} new ones\n")
+    print(f"{'engine':<24}{'requests':>9}{'tokens/s':>10}{'first s':>9}{'between s':>11}{'ratio':>7}")
+    for row in rows:
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        print(
+            f"{row['engine']:<24}{row['requests']:>9}{row['tokens_per_s']:>10.1f}{row['first_s']:>9.3f}"
+            f"{row['between_s']:>11.4f}{ratio:>7}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""Decoding through act-ordered layers on several ranks: the naive layout beside a rank-local sort and the TP-aware one.
+
+    python benchmarks/tp_aware.py [--json] [--ranks 2 4 8] [--rounds 30]
+
+MLPs of Llama-70B and Granite-20B and whole layers, dims divided by 4, on gloo processes of this machine, bf16. All
+layouts multiply alike, by the faster product for that many rows: torch's int4 product up to 4, dense copies of the
+shards beyond. (Local sort's ragged groups are timed as if they were regular, which the int4 product would not take: the
+strong baseline.) All layouts reduce in one shot, by an all-gather and a sum in rank order. Rounds are interleaved; a
+row's times are medians in ms on rank 0 between two barriers, less the barriers. `parts` are the naive layout's pieces
+timed one by one; `explained` is the ratio naive / tp_aware that they predict over the ratio measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from tpshard.kernels import quantized_ops as ops
+from tpshard.kernels.attention import attention
+from tpshard.kernels.layouts import LAYOUTS, LocalPair, arrange, shard, shard_attention
+from tpshard.kernels.quantized import Quantized, group_count, group_index
+
+ROWS = (1, 2, 4, 8, 16)
+GROUP = 128
+CONTEXT = 128  # tokens of the past that a decoded token attends to
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    width: int
+    mlp: int
+    gated: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+SHAPES = (
+    Shape("llama-70b/4", 2048, 7168, True, 16, 8, 128),
+    Shape("granite-20b/4", 1536, 6144, False, 48, 1, 32),
+)
+
+
+def linear(inputs: int, outputs: int, seed: int, group: Tensor | None = None, size: int = GROUP) -> Quantized:
+    g = torch.Generator().manual_seed(seed)
+    groups = group_count(inputs, size)
+    if group is None:
+        group = group_index(inputs, size)[torch.randperm(inputs, generator=g)]
+    codes = torch.randint(0, 16, (inputs, outputs), generator=g, dtype=torch.uint8)
+    scales = (torch.rand(groups, outputs, generator=g) * 0.01 / math.sqrt(inputs / 64)).half()
+    return Quantized(codes, scales, torch.full_like(scales, 8).to(torch.uint8), group, 4)
+
+
+class Product:
+    """x [rows, inputs] -> [rows, outputs]"""
+
+    def __init__(self, weight: Quantized):
+        self.dense = weight.dequantize(torch.bfloat16).T.contiguous()
+        size = next(s for s in (128, 64, 32) if weight.inputs % s == 0)
+        regular = replace(linear(weight.inputs, 1, 0, group_index(weight.inputs, size), size), codes=weight.codes)
+        spread = (t.expand(-1, weight.outputs).contiguous() for t in (regular.scales, regular.zeros))
+        self.packed = ops.prepare(Quantized(weight.codes, *spread, regular.group, 4), "cpu", torch.bfloat16)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.matmul(x, self.packed) if x.shape[0] <= 4 else F.linear(x, self.dense)
+
+
+class Products:
+    """A pair's shards."""
+
+    def __init__(self, local: LocalPair):
+        self.local = local
+        self.column = [Product(w) for w in local.column]
+        self.row = Product(local.row)
+
+    def first(self, x: Tensor) -> list[Tensor]:
+        shared = x[..., self.local.input_orders[0]]  # one order for all, as in found checkpoints
+        return [product(shared) for product in self.column]
+
+
+def collect(own: Tensor) -> Tensor:
+    """[rows, own] -> [ranks, rows, own]"""
+    ranks = dist.get_world_size()
+    whole = own.new_empty(ranks * own.shape[0], own.shape[1])
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    all_gather(whole, own.contiguous())
+    return whole.view(ranks, *own.shape)
+
+
+def gather(own: Tensor) -> Tensor:
+    """Joins the ranks' last dims; [rows, own] -> [rows, ranks * own]."""
+    return collect(own).movedim(0, -2).flatten(-2)
+
+
+def reduce(own: Tensor) -> Tensor:
+    """The sum over ranks in rank order. In one shot: at these sizes an all-reduce is its number of messages, and gloo's
+    ring sends twice as many."""
+    return collect(own).float().sum(0).to(own.dtype)
+
+
+class MLP:
+    def __init__(self, shape: Shape, layout: str, rank: int, ranks: int):
+        up = linear(shape.width, shape.mlp, 1)
+        column = [up, linear(shape.width, shape.mlp, 2, up.group)] if shape.gated else [up]
+        local = shard(layout, column, linear(shape.mlp, shape.width, 3), rank, ranks)  # type: ignore[arg-type]
+        self.products, self.gated = Products(local), shape.gated
+
+    def hidden(self, x: Tensor) -> Tensor:
+        first = self.products.first(x)
+        return F.silu(first[0]) * first[1] if self.gated else F.gelu(first[0], approximate="tanh")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        p = self.products
+        return reduce(p.row(arrange(p.local, self.hidden(x), gather)))
+
+
+class Attention:
+    """One new token for each row, against CONTEXT tokens of the past."""
+
+    def __init__(self, shape: Shape, layout: str, rank: int, ranks: int, rows: int):
+        inner = shape.heads * shape.head_dim
+        size = min(GROUP, shape.head_dim)
+        q = linear(shape.width, inner, 4)
+        k, v = (linear(shape.width, shape.kv_heads * shape.head_dim, seed, q.group) for seed in (5, 6))
+        # Ours are quantized head by head, so that V absorbs the order; found checkpoints order over all heads.
+        order = group_index(inner, size) if layout == "tp_aware" else None
+        o = linear(inner, shape.width, 7, order, size)
+        self.products = Products(shard_attention(layout, q, k, v, o, shape.head_dim, rank, ranks))  # type: ignore[arg-type]
+        self.head_dim = shape.head_dim
+        kv = self.products.column[1].dense.shape[0] // shape.head_dim
+        self.past = torch.randn(2, rows, CONTEXT, kv, shape.head_dim).bfloat16()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        p = self.products
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).unsqueeze(1) for y in p.first(x))
+        keys, values = torch.cat([self.past[0], k], 1), torch.cat([self.past[1], v], 1)
+        out = attention(q, keys, values).flatten(1)
+        return reduce(p.row(arrange(p.local, out, gather)))
+
+
+class Layer:
+    def __init__(self, shape: Shape, layout: str, rank: int, ranks: int, rows: int):
+        self.attention, self.mlp = Attention(shape, layout, rank, ranks, rows), MLP(shape, layout, rank, ranks)
+        self.scale = torch.ones(shape.width).bfloat16()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x + self.attention(F.rms_norm(x, self.scale.shape, self.scale))
+        return x + self.mlp(F.rms_norm(x, self.scale.shape, self.scale))
+
+
+def milliseconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median ms of each call, one after the other in every round, between barriers."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds + 3):
+        for name, call in calls.items():
+            dist.barrier()
+            began = time.perf_counter()
+            call()
+            dist.barrier()
+            if i >= 3:
+                taken[name].append(1e3 * (time.perf_counter() - began))
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def parts_of(mlps: dict[str, MLP], x: Tensor) -> dict[str, Callable[[], object]]:
+    """The naive layout's pieces, and what is in every time without doing anything: the barriers."""
+    naive = mlps["naive"]
+    p = naive.products
+    own = naive.hidden(x)
+    whole = gather(own)
+    order, start, stop = p.local.gathered_order, p.local.start, p.local.stop
+    result = torch.zeros(x.shape[0], x.shape[1]).bfloat16()
+
+    def products() -> Tensor:
+        return p.row(naive.hidden(x))
+
+    return {"empty": lambda: None, "all_gather": lambda: gather(own), "products": products,
+            "permutation": lambda: whole[..., order][..., start:stop].contiguous(),
+            "all_reduce": lambda: reduce(result)}  # fmt: skip
+
+
+def measure(rank: int, ranks: int, rounds: int) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for shape in SHAPES:
+        mlps = {layout: MLP(shape, layout, rank, ranks) for layout in LAYOUTS}
+        layers: dict[str, Layer] = {}
+        for m in ROWS:
+            x = torch.randn(m, shape.width, generator=torch.Generator().manual_seed(m)).bfloat16()
+            pieces = parts_of(mlps, x)
+            calls: dict[str, Callable[[], object]] = {name: partial(mlp, x) for name, mlp in mlps.items()}
+            ms = milliseconds(calls | pieces, rounds)
+            empty = ms.pop("empty")
+            parts = {name: ms[name] - empty for name in pieces if name != "empty"}
+            predicted = sum(parts.values()) / (parts["products"] + parts["all_reduce"])
+            measured = (ms["naive"] - empty) / (ms["tp_aware"] - empty)
+            rows.append(row(f"{shape.name} mlp", ranks, m, ms, empty)
+                        | {"parts": parts, "explained": predicted / measured})  # fmt: skip
+            for layout in LAYOUTS:
+                if layout not in layers:
+                    layers[layout] = Layer(shape, layout, rank, ranks, m)
+                kv = layers[layout].attention.past.shape[3]
+                layers[layout].attention.past = torch.randn(2, m, CONTEXT, kv, shape.head_dim).bfloat16()
+            whole: dict[str, Callable[[], object]] = {name: partial(layer, x) for name, layer in layers.items()}
+            rows.append(row(f"{shape.name} layer", ranks, m, milliseconds(whole, rounds), empty))
+    return rows
+
+
+def row(shape: str, ranks: int, m: int, ms: dict[str, float], empty: float) -> dict[str, object]:
+    return {"shape": shape, "ranks": ranks, "M": m} | {f"{layout}_ms": ms[layout] - empty for layout in LAYOUTS}
+
+
+def worker(rank: int, ranks: int, rounds: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
+    with torch.no_grad():
+        rows = measure(rank, ranks, rounds)
+    if rank == 0:
+        (folder / "rows.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(ranks: int, rounds: int) -> list[dict[str, object]]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--rounds", str(rounds), "--folder", folder, "--ranks", str(ranks)]
+        workers = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(ranks)]
+        codes = [process.wait() for process in workers]
+        if any(codes):
+            raise SystemExit(f"workers ended with {codes}")
+        rows: list[dict[str, object]] = json.loads((Path(folder) / "rows.json").read_text())
+        return rows
+
+
+def mean_ratio(rows: list[dict[str, object]], over: str, kind: str, ranks: tuple[int, ...]) -> float:
+    logs = [math.log(float(r[over]) / float(r["tp_aware_ms"]))  # type: ignore[arg-type]
+            for r in rows if str(r["shape"]).endswith(kind) and r["ranks"] in ranks]  # fmt: skip
+    return math.exp(statistics.mean(logs)) if logs else math.nan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print nothing but the rows")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    a = parser.parse_args()
+    if a.rank is not None:
+        return worker(a.rank, a.ranks[0], a.rounds, a.folder)
+    rows = [found for ranks in a.ranks for found in run(ranks, a.rounds)]
+    if a.json:
+        return print(json.dumps(rows))
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo")
+    print("python benchmarks/tp_aware.py " + " ".join(sys.argv[1:]))
+    print(f"{'shape':<22} ranks   M    naive  local_sort  tp_aware   ms; naive/tp_aware; explained; parts")
+    for r in rows:
+        ratio = float(r["naive_ms"]) / float(r["tp_aware_ms"])  # type: ignore[arg-type]
+        line = f"{r['shape']:<22} {r['ranks']:>5} {r['M']:>3} {r['naive_ms']:>8.2f} {r['local_sort_ms']:>11.2f} "
+        line += f"{r['tp_aware_ms']:>9.2f}   {ratio:.2f}"
+        if "parts" in r:
+            parts = " ".join(f"{n} {t:.2f}" for n, t in r["parts"].items())  # type: ignore[attr-defined]
+            line += f"   {r['explained']:.2f}   {parts}"
+        print(line)
+    many = tuple(n for n in a.ranks if n >= 4)
+    for kind, wanted in (("mlp", 1.8), ("layer", 1.4)):
+        found = mean_ratio(rows, "naive_ms", kind, many)
+        beside = mean_ratio(rows, "local_sort_ms", kind, tuple(a.ranks))
+        print(f"{kind}: naive / tp_aware {found:.2f} at 4 and 8 ranks, geometric mean (wanted: {wanted})")
+        print(f"{kind}: local_sort / tp_aware {beside:.2f} over all (wanted: at least 0.97)")
+    told = statistics.median(float(r["explained"]) for r in rows if "explained" in r)  # type: ignore[arg-type]
+    print(f"mlp: the parts explain {told:.2f} of the ratio, median (wanted: 0.85 to 1.15)")
+
+
+if __name__ == "__main__":
+    main()
