@@ -202,7 +202,7 @@ def main() -> None:
         head = "# How far the plan is from what others measured\n\n"
         head += f"Written by `python benchmarks/plan_accuracy.py FILE{' --quick' * asked.quick} --write`.\n\n"
         (ROOT / "docs" / "plan_accuracy.md").write_text(head + "\n".join(lines) + "\n")
-        (ROOT / "plan" / "devices" / "accuracy.txt").write_text("published runs, " + summary(outcomes)[0] + "\n")
+        (ROOT / "plan" / "accuracy.txt").write_text("published runs, " + summary(outcomes)[0] + "\n")
     sys.exit(0 if outcomes else 1)
 
 

@@ -198,7 +198,7 @@ def require(recipe: Recipe) -> None:
     if cluster is None or cluster.device == "cpu":
         return
     if cluster.device not in _KINDS:
-        from tpshard.plan.devices import device
+        from tpshard.devices.read import device
 
         if device(cluster.device, recipe.where("cluster.device")).kind == "cpu":
             return

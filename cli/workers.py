@@ -54,7 +54,7 @@ def device_kind(recipe: Recipe, gpus: int) -> str:
     """cpu or cuda: what the recipe's cluster is made of; without one, CUDA where there is any."""
     if recipe.cluster is None:
         return "cuda" if gpus else "cpu"
-    from tpshard.plan import devices
+    from tpshard.devices import read as devices
 
     found = devices.device(recipe.cluster.device, recipe.where("cluster.device"))
     return "cuda" if found.kind == "gpu" else "cpu"

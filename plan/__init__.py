@@ -1,1 +1,1 @@
-"""The verb `plan`: devices, cost, report, pictures, search."""
+"""The verb `plan`: pricing, report, pictures, search, and what `doctor --measure` fits."""

@@ -92,5 +92,5 @@ def _explained(report: Report, name: str) -> str:
 
 def accuracy() -> str:
     """The mean errors that `benchmarks/plan_accuracy.py` last wrote; empty where it never ran."""
-    file = resources.files("tpshard.plan").joinpath("devices/accuracy.txt")
+    file = resources.files("tpshard.plan").joinpath("accuracy.txt")
     return file.read_text(encoding="utf-8").strip() if file.is_file() else ""

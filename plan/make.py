@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tpshard.devices import read as devices
 from tpshard.parallelism.cost import Device
 from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.program import Program
-from tpshard.plan import devices
 from tpshard.plan.pricing import Part, Pricing, price_parts
 from tpshard.plan.report import (
     Job,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from tpshard.devices.read import BUILTIN, device
 from tpshard.kernels import attention
-from tpshard.plan.devices import BUILTIN, device
 
 OPS = attention.__name__  # importing it registers torch.ops.tpshard.attention
 

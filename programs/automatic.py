@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tpshard.devices.read import device as read_device
 from tpshard.parallelism.cost import Device, Topology, collective
 from tpshard.parallelism.fusion import Compiled, kernels, seconds
 from tpshard.parallelism.liveness import liveness
@@ -15,7 +16,6 @@ from tpshard.parallelism.passes.bucket import bucket
 from tpshard.parallelism.passes.schedule import schedule
 from tpshard.parallelism.program import Program, info
 from tpshard.parallelism.simulation import price
-from tpshard.plan.devices import device as read_device
 from tpshard.programs.setting import Setting, devices_of
 
 ASSUMED = "cpu"

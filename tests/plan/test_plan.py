@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.cli.main import run as tpshard
+from tpshard.devices.read import device
 from tpshard.parallelism.fusion import kernels
 from tpshard.parallelism.liveness import liveness
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.plan import command, compare, diff, make, page, pictures, save, search, text, trace
-from tpshard.plan.devices import device
 from tpshard.plan.pricing import Part, price_parts
 from tpshard.plan.report import Report
 from tpshard.programs import passes, training

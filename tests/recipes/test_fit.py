@@ -244,7 +244,7 @@ def test_keys_of_the_model_are_those_of_its_configuration() -> None:
 
 
 def test_devices_named_are_those_described() -> None:
-    from tpshard.plan.devices import BUILTIN
+    from tpshard.devices.read import BUILTIN
     from tpshard.recipes.schema import DEVICES
 
     assert set(DEVICES) == set(BUILTIN)

@@ -1,7 +1,7 @@
 """Device files: every shipped one reads, and what is missing or absurd is refused with its place."""
 
 import pytest
-from tpshard.plan.devices import BUILTIN, device, parse
+from tpshard.devices.read import BUILTIN, device, parse
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 GOOD = """schema: 1

@@ -88,7 +88,7 @@ _RATES = {name: _Key("rate", 1e8, 1e17) for name in ("bf16", "fp16", "fp32", "tf
 def device(name_or_file: str, where: Source | None = None) -> Device:
     """A device by name, or from a YAML file. Raises `Mistakes` (exit 3) that name file, line and column."""
     if name_or_file in BUILTIN:
-        text = resources.files("tpshard.plan").joinpath(f"devices/{name_or_file}.yaml").read_bytes()
+        text = resources.files("tpshard.devices").joinpath(f"{name_or_file}.yaml").read_bytes()
         return parse(text, f"{name_or_file}.yaml")
     path = Path(name_or_file)
     if not path.is_file():
