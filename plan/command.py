@@ -58,7 +58,7 @@ def run(recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callabl
         pass  # its edits are other meshes, which the verdict already names
     elif not report.fits:
         report.edits = search.edits(report, recipe)
-    elif not asked.as_json or asked.html is not None:
+    else:
         report.suggestions = search.suggestions(report, recipe)
     files = [(asked.html, page.page), (asked.trace, traces.trace), (asked.svg, pictures.svg)]
     if not asked.dry_run:

@@ -16,9 +16,6 @@ from tpshard.programs.setting import DTYPES, model_config
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 
-BLOCK = 32
-"""Positions of a block of the cache; the server's own size may differ, which changes only what is rounded up."""
-
 
 def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "") -> Report:
     """The plan of a server's step. Raises `Mistakes` (exit 4) where tp does not fit the heads."""
@@ -34,12 +31,12 @@ def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "") -> R
     mesh = Mesh(sizes)
     requests, length = recipe.serve.requests, recipe.model.seq_len
     rows = length if what == "prefill" else requests
-    each = -(-length // BLOCK)
+    each = -(-length // serving.BLOCK_SIZE)
     sequences = 1 if what == "prefill" else requests
     model = build(config, dtype=DTYPES[str(recipe.model.dtype)])
     try:
         made = serving.step_program(
-            model, config, mesh, rows=rows, wanted=sequences, blocks=each * sequences, block_size=BLOCK
+            model, config, mesh, rows=rows, wanted=sequences, blocks=each * sequences, block_size=serving.BLOCK_SIZE
         )
     except ValueError as error:
         raise Mistakes.one(str(error), exit=Exit.FIT, where=recipe.where("serve.mesh")) from error

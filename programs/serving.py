@@ -24,6 +24,8 @@ from tpshard.parallelism.program import Program
 
 Pools = list[tuple[Tensor, Tensor]]
 """Per layer the blocks of keys and of values, each [blocks, block_size, kv_heads, head_dim]."""
+BLOCK_SIZE = 16
+"""Positions of a block of the cache: what is planned, checked and served."""
 ROWS = ("tokens", "positions", "slots", "sequences", "tables", "wanted")
 """The inputs that every step brings, in order; pools and parameters follow."""
 

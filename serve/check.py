@@ -12,16 +12,14 @@ from tpshard.models import build
 from tpshard.models.presets import ModelConfig
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.program import Port, Program
-from tpshard.programs.serving import local_kv_heads, step_program
+from tpshard.programs.serving import BLOCK_SIZE, local_kv_heads, step_program
 from tpshard.programs.setting import DTYPES
 
-BLOCK_SIZE = 16
 _MEANING = {
     "naive": "activations of all ranks gathered before each row-parallel one that is act-ordered",
     "local_sort": "act-order sorted within each rank, no all-gather",
     "tp_aware": "act-order written by the products before, no all-gather",
 }
-
 
 
 def block_bytes(config: ModelConfig, tp: int, dtype: str) -> int:

@@ -25,7 +25,7 @@ from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.plan import command, compare, diff, make, page, pictures, save, search, text, trace
 from tpshard.plan.pricing import Part, price_parts
-from tpshard.plan.report import Report
+from tpshard.plan.report import Edit, Report
 from tpshard.programs import passes, training
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -395,6 +395,16 @@ def test_without_dry_run_the_plan_is_saved_in_the_runs_folder(small, report, mon
     assert done.exit == Exit.DONE
     folder = small.parent / "runs" / "small"
     assert sorted(p.name for p in folder.iterdir()) == ["plan.html", "plan.json", "plan.trace.json"]
+
+
+def test_machines_are_told_the_suggestions_that_people_are(small, report, monkeypatch):
+    faster = Edit("remat: none", 2**20, report.pricing.step_s / 2, True)
+    monkeypatch.setattr(make, "report", lambda *_: report)
+    monkeypatch.setattr(search, "suggestions", lambda *_: [faster])
+    shown = command.run(loads(RECIPE), command.Asked(dry_run=True)).text
+    found = json.loads(command.run(loads(RECIPE), command.Asked(dry_run=True, as_json=True)).text)
+    assert "try: remat: none" in shown
+    assert [edit["change"] for edit in found["suggestions"]] == ["remat: none"]
 
 
 def test_plans_for_serving_hold_a_cache(report):
