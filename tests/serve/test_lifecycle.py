@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -66,6 +67,23 @@ def test_two_ranks_answer_like_one_and_their_death_is_noticed(folder: Path, runn
         ranks.close()
 
 
+def test_a_rank_without_memory_in_the_middle_of_decoding_is_lost_and_named(folder: Path) -> None:
+    ranks = Ranks(WORKER, Job(str(folder), 300, 512, tp=2, rows=(8,), step_s=20.0))
+    try:
+        engine = Engine(ranks)
+        engine.add(Sequence(tuple(range(2, 400)), Sampling(temperature=0), 100))
+        for _ in range(3):
+            engine.step()
+        pids = ranks.pids
+        psutil.Process(pids[1]).rlimit(psutil.RLIMIT_AS, (1 << 20, 1 << 20))  # no allocation succeeds from here on
+        with pytest.raises(WorkerLost, match="rank 1 was lost"):
+            while engine.busy:
+                engine.step()
+        assert all_ended(pids)
+    finally:
+        ranks.close()
+
+
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(WorkerLost, match="holds no"):
         Ranks(WORKER, Job(str(tmp_path), 300, 512))
@@ -108,12 +126,12 @@ class Process:
 
 @pytest.fixture
 def process(recipe: Path, folder: Path) -> Iterator[Process]:
-    made = Process(recipe, folder, "serve.mesh.tp=2")
+    made = Process(recipe, folder, "serve.mesh.tp=2", "logging.wandb.mode=offline")
     yield made
     made.end()
 
 
-def test_a_server_survives_its_worker_and_drains_at_the_end(process: Process) -> None:
+def test_a_server_survives_its_worker_and_drains_at_the_end(process: Process, recipe: Path) -> None:
     body = {"model": "served", "prompt": "the quick", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     url = process.url + "/v1/completions"
     first = httpx.post(url, json=body, timeout=30).json()["choices"][0]["text"]
@@ -144,6 +162,8 @@ def test_a_server_survives_its_worker_and_drains_at_the_end(process: Process) ->
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert process.process.wait(20) == 0
     assert all_ended(workers)
+    (record,) = recipe.parent.rglob("offline-run-*/*.wandb")  # the recipe said so
+    assert b"serve/kv_blocks" in record.read_bytes() and b"served-serve" in record.read_bytes()
 
 
 @pytest.fixture
@@ -163,13 +183,23 @@ def fails(
     return run
 
 
-def test_what_cannot_be_served_is_refused_before_it_is_loaded(fails: Any, folder: Path, tmp_path: Path) -> None:
+def denied() -> None:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_what_cannot_be_served_is_refused_before_it_is_loaded(
+    fails: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         code, said = fails(f"serve.checkpoint={folder}", "serve.mesh.tp=1", f"serve.port={port}")
         assert code == 5 and f"port {port}" in said and "another program" in said
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "bind", lambda *_: denied())
+        code, said = fails(f"serve.checkpoint={folder}", "serve.mesh.tp=1", "serve.port=80")
+        assert code == 5 and "port 80" in said and "choose a higher" in said
     code, said = fails(f"serve.checkpoint={folder}", "serve.host=0.0.0.0")
     assert code == 2 and "--insecure" in said
     code, said = fails()
