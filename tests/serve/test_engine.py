@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import numpy as np
@@ -121,12 +122,19 @@ def test_prompt_scores_equal_the_model(model: torch.nn.Module, runner: LocalRunn
     engine = Engine(runner, blocks=16)
     sequences = [Sequence(prompt(n, n), GREEDY, 1, prompt_logprobs=True) for n in (100, 150, 2, 1)]
     run(engine, sequences)
+    ours, rounded = [], []
     for s in sequences:
         assert [x.token for x in s.prompt_scores] == list(s.prompt[1:])
-        logprobs = torch.log_softmax(model(torch.tensor([s.prompt]))[0, :-1].double(), -1)
-        expected = logprobs.gather(1, torch.tensor(s.prompt[1:])[:, None])[:, 0]
+        wanted = torch.tensor(s.prompt[1:])[:, None]
+        plain, exact = (
+            torch.log_softmax(m(torch.tensor([s.prompt]))[0, :-1].double(), -1).gather(1, wanted)[:, 0]
+            for m in (model, copy.deepcopy(model).double())
+        )
         found = torch.tensor([x.logprob for x in s.prompt_scores], dtype=torch.float64)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        ours.append((found - exact).abs())
+        rounded.append((plain - exact).abs())
+    # sharpened weights make rounding large, and every CPU rounds otherwise: near the exact value as fp32 itself is
+    assert torch.cat(ours).max() <= 2 * torch.cat(rounded).max() + 1e-5
 
 
 def test_prompts_at_the_limit(runner: LocalRunner) -> None:
