@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from tpshard.kernels.quantized import Quantized
     from tpshard.serve.job import Weights
 
 
@@ -23,7 +22,6 @@ def open_weights(source: str) -> Weights:
         from tpshard.train.restore import open_checkpoint
 
         return Weights(open_source(source).config, open_checkpoint(path).block)
-    import torch
     from tpshard.models.hf import HFFolder
 
     folder = HFFolder(path)
@@ -33,20 +31,10 @@ def open_weights(source: str) -> Weights:
 
     if not folder.quantized:
         return Weights(folder.config, block)
-    from tpshard.kernels.gptq_format import GPTQFolder
-    from tpshard.models.hf_names import hf_modules
+    from tpshard.models.hf_quantized import QuantizedParameters
 
-    stored, homes = GPTQFolder(path), hf_modules(folder.config)
-
-    def quantized(name: str) -> Quantized | None:
-        module, _, leaf = name.rpartition(".")
-        home = homes[module]
-        if leaf != "weight" or home.module not in stored.modules:
-            return None
-        found = stored.linear(home.module)
-        return found if home.part is None else found.take_columns(home.take(torch.arange(found.outputs)))
-
-    return Weights(folder.config, block, quantized)
+    stored = QuantizedParameters(path, folder.config)
+    return Weights(folder.config, block, stored.linear, stored.group)
 
 
 if __name__ == "__main__":

@@ -134,6 +134,20 @@ class GPTQFolder:
         names = {s: f"{module}.{s}" for s in SUFFIXES if f"{module}.{s}" in self._file_of}
         return decode({suffix: self.tensor(name) for suffix, name in names.items()}, config, module)
 
+    def group(self, module: str) -> Tensor:
+        """The `group` of `linear(module)`, without reading its codes."""
+        config = self.config.of(module)
+        if config is None or f"{module}.qweight" not in self._file_of:
+            raise ValueError(f"{module} is not quantized in {self.folder}.")
+        (words, _), (groups, _) = (self._shape(f"{module}.{suffix}") for suffix in ("qweight", "scales"))
+        stored = f"{module}.g_idx"
+        g_idx = self.tensor(stored) if stored in self._file_of else None
+        return _groups(g_idx, words * 32 // config.bits, groups, config, module)
+
+    def _shape(self, name: str) -> list[int]:
+        with _opened(self.folder / self._file_of[name]) as file:
+            return list(file.get_slice(name).get_shape())
+
     def tensor(self, name: str) -> Tensor:
         """One tensor as it is stored."""
         if name not in self._file_of:

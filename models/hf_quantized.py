@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 
+import torch
 from torch import Tensor
 from tpshard.kernels.gptq_format import SUFFIXES, GPTQFolder
+from tpshard.kernels.quantized import Quantized
 from tpshard.models.hf_files import Tensors
+from tpshard.models.hf_names import Home, hf_modules
+from tpshard.models.presets import ModelConfig
 
 
 class DequantizedTensors(Tensors):
@@ -60,3 +65,30 @@ class DequantizedTensors(Tensors):
             return super().block(name, starts, sizes)
         cut = tuple(slice(start, start + size) for start, size in zip(starts, sizes))
         return self._dense(module)[cut].clone()
+
+
+class QuantizedParameters:
+    """The quantized linears of a GPTQ folder by the names of the model's parameters (`layers.0.mlp.up.weight`)."""
+
+    def __init__(self, folder: str | os.PathLike[str], config: ModelConfig) -> None:
+        self._folder, self._homes = GPTQFolder(Path(folder)), hf_modules(config)
+        self.settings = self._folder.config
+        self._modules = set(self._folder.modules)
+
+    def _home(self, name: str) -> Home | None:
+        module, _, leaf = name.rpartition(".")
+        home = self._homes.get(module)
+        return home if home is not None and leaf == "weight" and home.module in self._modules else None
+
+    def linear(self, name: str) -> Quantized | None:
+        """A weight's quantized form, whole; None for a parameter that is dense."""
+        home = self._home(name)
+        if home is None:
+            return None
+        found = self._folder.linear(home.module)
+        return found if home.part is None else found.take_columns(home.take(torch.arange(found.outputs)))
+
+    def group(self, name: str) -> Tensor | None:
+        """Which group each input of a weight belongs to, int32 [inputs]; None for a parameter that is dense."""
+        home = self._home(name)
+        return None if home is None else self._folder.group(home.module)

@@ -40,7 +40,13 @@ def partition(
     None (free), or a tuple, closed, with per dim None, an axis or a tuple of axes; dims left out at the end are
     replicated. No result is left partial. Raises ValueError where a sharding does not fit its tensor or the mesh.
     """
-    graph = capture(fn, args, names)
+    return partition_captured(capture(fn, args, names), mesh, in_shardings, out_shardings)
+
+
+def partition_captured(
+    graph: Graph, mesh: Mesh, in_shardings: Sequence[Any] | None = None, out_shardings: Sequence[Any] | None = None
+) -> Program:
+    """`partition` of a function that is captured, and perhaps rewritten, already."""
     mark_outputs(graph)
     annotations: dict[Value, Annotation] = dict(split_annotations(graph, mesh))
     results = [o for o in graph.outputs if isinstance(o, Value)]
@@ -362,4 +368,4 @@ def _drop_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-__all__ = ["mark_outputs", "partition", "partition_graph"]
+__all__ = ["mark_outputs", "partition", "partition_captured", "partition_graph"]

@@ -31,7 +31,7 @@ class Reasons:
         elif is_boundary(reader):
             text = f"stored sharded, used whole by `{reader.module or reader.name}`: {what}"
         else:
-            text = f"`{reader.name}` needs it: {what}"
+            text = f"{self.s.rules[reader].because or f'`{reader.name}` needs it'}: {what}"
             asked = is_anchor(reader)
         for axis, source, _ in step.parts:
             root, annotated = self.root(value, source, axis)

@@ -9,18 +9,22 @@ the same program in two sizes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tpshard.kernels.layouts import Layout
 from tpshard.kernels.paged_attention import paged_attention
 from tpshard.models.dims import param_dims
 from tpshard.models.presets import ModelConfig
+from tpshard.parallelism.capture import capture
+from tpshard.parallelism.graph import Graph
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.partitioner import partition
+from tpshard.parallelism.partitioner import partition_captured
 from tpshard.parallelism.program import Program
+from tpshard.programs.layouts import ActOrder, Arrangement, arrange
 
 Pools = list[tuple[Tensor, Tensor]]
 """Per layer the blocks of keys and of values, each [blocks, block_size, kv_heads, head_dim]."""
@@ -85,6 +89,14 @@ def make_pools(
     ]
 
 
+@dataclass(frozen=True)
+class Step:
+    """A server's step for one device, and how the parameters that it takes lie."""
+
+    program: Program
+    arrangement: Arrangement
+
+
 def step_program(
     model: nn.Module, config: ModelConfig, mesh: Mesh, *, rows: int, wanted: int, blocks: int, block_size: int
 ) -> Program:
@@ -94,24 +106,53 @@ def step_program(
     Its first inputs are ROWS, then the pools (`layers.N.cache.k`, `.v`), then the parameters by name. ValueError where
     tp fits neither heads nor KV heads.
     """
+    return step(model, config, mesh, rows=rows, wanted=wanted, blocks=blocks, block_size=block_size).program
+
+
+def step(
+    model: nn.Module, config: ModelConfig, mesh: Mesh, *, rows: int, wanted: int, blocks: int, block_size: int,
+    orders: Mapping[str, ActOrder] | None = None, layout: Layout = "tp_aware",
+) -> Step:  # fmt: skip
+    """`step_program` for weights of which some are act-ordered, in a layout: the orders that the program still takes
+    inputs in come after the parameters."""
     tp = mesh.axes.get("tp", 1)
-    axes = _axes(config, tp)
+    graph, arrangement = _captured(model, config, tp, rows, wanted, blocks, block_size, orders or {}, layout)
+    axes, dims = _axes(config, tp), param_dims(model)
+    shardings: list[Any] = [
+        *((None,) * 2 for _ in range(5)),
+        (None,),
+        *((None, None, axes["kv_heads"], None) for _ in range(2 * config.layers)),
+        *(tuple(axes.get(dim) for dim in dims[name]) for name, _ in model.named_parameters()),
+        *(("tp" if taken.blocks == tp > 1 else None,) for taken in arrangement.inputs.values()),
+    ]
+    return Step(partition_captured(graph, mesh, shardings, [(None, None)]), arrangement)
+
+
+def arrangement_on_one(
+    model: nn.Module, config: ModelConfig, orders: Mapping[str, ActOrder], layout: Layout
+) -> Arrangement:
+    """What the step expects of parameters where one device holds them all."""
+    return _captured(model, config, 1, 8, 8, 1, BLOCK_SIZE, orders, layout)[1] if orders else Arrangement()
+
+
+def _captured(
+    model: nn.Module, config: ModelConfig, tp: int, rows: int, wanted: int, blocks: int, block_size: int,
+    orders: Mapping[str, ActOrder], layout: Layout,
+) -> tuple[Graph, Arrangement]:  # fmt: skip
+    """The step as a graph of global shapes, its act-ordered weights in a layout."""
+    axes, dims = _axes(config, tp), param_dims(model)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     first = next(iter(parameters.values()))
     pools = make_pools(config, blocks, block_size, first.dtype, "meta")
     row = [torch.zeros(1, rows, dtype=torch.int64, device="meta") for _ in range(4)]
     tables = torch.zeros(rows + 1, blocks, dtype=torch.int64, device="meta")
     inputs: list[Any] = [*row, tables, torch.zeros(wanted, dtype=torch.int64, device="meta"), pools, parameters]
-    dims = param_dims(model)
     names = [*ROWS, *(f"layers.{i}.cache.{x}" for i in range(config.layers) for x in "kv"), *parameters]
-    shardings: list[Any] = [
-        *((None,) * 2 for _ in range(5)),
-        (None,),
-        *((None, None, axes["kv_heads"], None) for _ in range(2 * config.layers)),
-        *(tuple(axes.get(dim) for dim in dims[name]) for name in parameters),
-    ]
     with torch.no_grad():
-        return partition(step_function(model), inputs, mesh, shardings, [(None, None)], names)
+        graph = capture(step_function(model), inputs, names)
+    inner = {name: dims[name][1] for name in orders if dims[name][1] in ("heads", "mlp")}
+    spread = {name: tp if axes.get(dim) is not None else 1 for name, dim in inner.items()}
+    return graph, arrange(graph, orders, layout, spread, parameters)
 
 
 def _axes(config: ModelConfig, tp: int) -> dict[str, Any]:

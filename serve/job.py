@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+    from tpshard.kernels.layouts import Layout
     from tpshard.kernels.quantized import Quantized
     from tpshard.models.presets import ModelConfig
 
@@ -36,7 +37,7 @@ class Job:
     """Sizes of the programs under tensor parallelism: a step is padded to the next one."""
     batch_invariant: bool = True
     device: str = "cpu"
-    layout: str = "tp_aware"
+    layout: Layout = "tp_aware"
     dense: bool | None = None
     """Whether quantized weights are kept dense; None: where that is faster."""
     step_s: float = 60.0
@@ -65,6 +66,8 @@ class Weights:
     """(name, starts, sizes) -> that block of a parameter."""
     quantized: Callable[[str], Quantized | None] = lambda _name: None
     """A parameter's quantized form, whole; None for one that is dense."""
+    group: Callable[[str], torch.Tensor | None] = lambda _name: None
+    """Which group each input of a quantized parameter belongs to, int32 [inputs]; None for one that is dense."""
 
 
 class Closed(OSError):

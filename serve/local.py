@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -11,7 +9,7 @@ from tpshard.kernels.rows_linear import TILE
 from tpshard.models.presets import ModelConfig
 from tpshard.programs.serving import make_pools
 from tpshard.serve.cuda_graphs import Replayed
-from tpshard.serve.quantized import Linear, rewrite
+from tpshard.serve.quantized import Inputs, Linears, reorder_inputs, rewrite
 from tpshard.serve.step import StepInput
 from tpshard.serve.stepgraph import fix_rows, let_go, pack_weights, trace
 
@@ -20,8 +18,8 @@ class LocalRunner:
     """Computes steps of `model` (on its device, in its dtype) in this process.
 
     With `batch_invariant` every product has the same shape whatever the batch, so that a token's logits do not
-    depend on the other rows; without it the library chooses by the number of rows. `linears` are the parameters that
-    are multiplied quantized, by name; the model's own values of these are not read.
+    depend on the other rows; without it the library chooses by the number of rows. `linears` are the weights that are
+    multiplied quantized; the model's own values of these are not read, and all others lie as its arrangement says.
     """
 
     def __init__(
@@ -33,7 +31,7 @@ class LocalRunner:
         max_rows: int = 128,
         batch_invariant: bool = True,
         max_seq: int | None = None,
-        linears: Mapping[str, Linear] | None = None,
+        linears: Linears | None = None,
     ) -> None:
         if max_rows % TILE:
             raise ValueError(f"{max_rows} rows a step are not a multiple of {TILE}")
@@ -47,17 +45,19 @@ class LocalRunner:
         self.cache_bytes = sum(k.nbytes + v.nbytes for k, v in pools)
         graph = trace(model, pools, parameters)
         self._fixed = pytree.tree_leaves((pools, parameters))
-        if batch_invariant or linears:
+        if batch_invariant or linears is not None:
             inputs = [node for node in graph.nodes if node.op == "placeholder"]
             weights = dict(zip(inputs[-len(self._fixed) :], self._fixed))
             names = dict(zip(inputs[-len(parameters) :], parameters))
-            quantized = [node for node, name in names.items() if name in (linears or {})]
+            more = Inputs(graph)
+            quantized = [node for node, name in names.items() if linears is not None and name in linears.of]
             nodes = fix_rows(graph, None if batch_invariant else quantized)
-            self._fixed += rewrite(graph, nodes, names, linears or {}, lambda x: x, batch_invariant)
+            if linears is not None:
+                reorder_inputs(nodes, names, linears, more, self.device)
+                rewrite(nodes, names, linears.of, more, batch_invariant)
             nodes = [node for node in nodes if not node._erased]
             packed = pack_weights(graph, nodes, weights.get, {}) if batch_invariant else []
-            more = self._fixed[len(weights) :]
-            self._fixed = [*let_go(graph, list(weights), list(weights.values())), *more, *packed]
+            self._fixed = [*let_go(graph, list(weights), list(weights.values())), *more.tensors, *packed]
         self._program = fx.GraphModule(nn.Module(), graph)
         self._replayed: Replayed | None = None
         if self.device.type == "cuda":

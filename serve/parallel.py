@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -14,10 +15,11 @@ from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.simulate import block
-from tpshard.programs.serving import ROWS, step_program
+from tpshard.programs.layouts import act_orders
+from tpshard.programs.serving import ROWS, step
 from tpshard.programs.setting import DTYPES
 from tpshard.serve.job import Job, Weights
-from tpshard.serve.quantized import cached, prepare, rewrite
+from tpshard.serve.quantized import Inputs, cached, prepare, rewrite
 from tpshard.serve.step import StepInput
 from tpshard.serve.stepgraph import fix_rows, pack_weights
 
@@ -26,25 +28,30 @@ class Part:
     """Programs of all sizes over one set of local weights and one part of the cache."""
 
     def __init__(self, context: Context, job: Job, weights: Weights) -> None:
-        model = build(weights.config, dtype=DTYPES[job.dtype])
-        programs = {
-            rows: step_program(
+        dtype = DTYPES[job.dtype]
+        model = build(weights.config, dtype=dtype)
+        group = lru_cache(maxsize=None)(weights.group)
+        matrices = [name for name, p in model.named_parameters() if p.dim() == 2]
+        orders = act_orders(model, weights.config, group)
+        steps = {
+            rows: step(
                 model, weights.config, context.mesh, rows=rows, wanted=rows, blocks=job.blocks,
-                block_size=job.block_size,
+                block_size=job.block_size, orders=orders, layout=job.layout,
             )
             for rows in sorted(job.rows)
         }  # fmt: skip
-        _agree(context, [torch.__version__, *(program.fingerprint for program in programs.values())])
+        _agree(context, [torch.__version__, *(one.program.fingerprint for one in steps.values())])
         self._device = context.device
-        ports = next(iter(programs.values())).inputs[len(ROWS) :]
+        first = next(iter(steps.values()))
+        ports = first.program.inputs[len(ROWS) :]
         blocks = {p.name: block(p.shape, p.layout, context.mesh, context.rank) for p in ports}
-        parts = {name: (b[0], b[1]) for name, b in blocks.items() if name.endswith(".weight") and len(b) == 2}
+        parts = {name: (blocks[name][0], blocks[name][1]) for name in matrices}
         self._linears = prepare(
-            parts, cached(weights.quantized), job.layout, self._device, DTYPES[job.dtype], job.dense
+            parts, cached(weights.quantized), group, first.arrangement, self._device, dtype, job.dense
         )
         self._fixed = [self._value(port, blocks[port.name], weights) for port in ports]
         self._packed: dict[int, Tensor] = {}
-        self._steps = {rows: self._prepared(context, program, job) for rows, program in programs.items()}
+        self._steps = {rows: self._prepared(context, one.program, job) for rows, one in steps.items()}
 
     def step(self, batch: StepInput) -> Tensor:
         """Logits [wanted, vocab], the same bits on every rank."""
@@ -65,33 +72,27 @@ class Part:
             nothing = torch.zeros(1, dtype=port.dtype, device=self._device).expand(port.local)
             return nothing if linear.dense is None else linear.dense.to(self._device)
         starts, sizes = zip(*part)
-        if port.name in self._linears.turned:
-            whole = weights.block(port.name, (0,), port.shape)
-            return whole[self._linears.turned[port.name]].to(self._device, port.dtype)
-        return weights.block(port.name, starts, sizes).to(self._device, port.dtype).contiguous()
+        if port.name in self._linears.arrangement.inputs:
+            return self._linears.order(port.name, starts[0], sizes[0]).to(self._device)
+        value = self._linears.parameter(port.name, starts, sizes, weights.block)
+        return value.to(self._device, port.dtype).contiguous()
 
     def _prepared(self, context: Context, program: Program, job: Job) -> tuple[Executor, list[Tensor]]:
         executor = Executor(program, context)
-        more: list[Tensor] = []
-        if job.batch_invariant or self._linears.of:
-            graph = executor.module.graph
-            inputs = [node for node in graph.nodes if node.op == "placeholder"][len(ROWS) :]
-            names = {node: port.name for node, port in zip(inputs, program.inputs[len(ROWS) :])}
-            held = dict(zip(inputs, self._fixed))
-            group = context.groups.get((context.mesh.axis("tp"),))
-
-            def all_gather(x: Tensor) -> Tensor:
-                parts = [torch.empty_like(x) for _ in range(job.tp)]
-                dist.all_gather(parts, x.contiguous(), group=group)
-                return torch.cat(parts, -1)
-
-            quantized = [node for node, name in names.items() if name in self._linears.of]
-            nodes = fix_rows(graph, None if job.batch_invariant else quantized)
-            more = rewrite(graph, nodes, names, self._linears.of, all_gather, job.batch_invariant)
-            nodes = [node for node in nodes if not node._erased]
-            more += pack_weights(graph, nodes, held.get, self._packed) if job.batch_invariant else []
-            executor.module.recompile()
-        return executor, more
+        if not job.batch_invariant and not self._linears.of:
+            return executor, []
+        graph = executor.module.graph
+        inputs = [node for node in graph.nodes if node.op == "placeholder"][len(ROWS) :]
+        names = {node: port.name for node, port in zip(inputs, program.inputs[len(ROWS) :])}
+        held = dict(zip(inputs, self._fixed))
+        more = Inputs(graph)
+        quantized = [node for node, name in names.items() if name in self._linears.of]
+        nodes = fix_rows(graph, None if job.batch_invariant else quantized)
+        rewrite(nodes, names, self._linears.of, more, job.batch_invariant)
+        nodes = [node for node in nodes if not node._erased]
+        packed = pack_weights(graph, nodes, held.get, self._packed) if job.batch_invariant else []
+        executor.module.recompile()
+        return executor, [*more.tensors, *packed]
 
 
 def _agree(context: Context, what: list[str]) -> None:

@@ -1,29 +1,30 @@
-"""Quantized linears in a step: one rank's part of each in its layout, and the graph that multiplies with them.
+"""Quantized linears in a step: one rank's part of each as its program wants it, and the graph that multiplies by them.
 
-With act-order the rows of a group lie apart; sorted, they need their inputs gathered alike. What `layout` does for a
-row-parallel product (see kernels/layouts.py): `tp_aware` lets the products before it write the sorted order, which is
-possible in the MLP; `local_sort` gathers a rank's own activations; `naive` gathers those of all ranks first.
+Which rows and columns lie where is the program's `Arrangement` (see programs/layouts.py): here weights are cut to it,
+and products are given the quantized form.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 from tpshard.kernels import quantized_ops
 from tpshard.kernels.packed import Packed
 from tpshard.kernels.quantized import Quantized
+from tpshard.programs.layouts import Arrangement, Groups
 
 Block = tuple[tuple[int, int], tuple[int, int]]
 """(start, size) of a rank's outputs and inputs in a whole weight [outputs, inputs]."""
 ReadQuantized = Callable[[str], Quantized | None]
 """A parameter's quantized form, whole; None for one that is dense."""
+ReadBlock = Callable[[str, Sequence[int], Sequence[int]], Tensor]
+"""(name, starts, sizes) -> that block of a dense parameter."""
 
 
 @dataclass(frozen=True)
@@ -33,57 +34,58 @@ class Linear:
     packed: Packed | None
     """None where no kernel of this device multiplies it quantized; then it is `dense` [outputs, inputs]."""
     dense: Tensor | None
-    order: Tensor | None
-    """Of the inputs, before the product; None: as they come."""
-    collect: bool = False
-    """Whether `order` is of all ranks' inputs."""
 
 
 @dataclass(frozen=True)
 class Linears:
-    """All quantized weights of a rank by parameter name, and how the biases of the MLP go along."""
+    """A rank's quantized weights by parameter name, as the program's arrangement has them."""
 
     of: Mapping[str, Linear]
-    turned: Mapping[str, Tensor]
-    """Bias name -> its elements, in the order in which the rank's weights make them."""
+    arrangement: Arrangement
+    group: Groups
+
+    def parameter(self, name: str, starts: Sequence[int], sizes: Sequence[int], read: ReadBlock) -> Tensor:
+        """A block of a parameter that is not quantized, its outputs in the order that the program wants."""
+        columns = self.arrangement.columns_of(name, self.group)
+        if columns is None:
+            return read(name, starts, sizes)
+        whole = read(name, (0, *starts[1:]), (len(columns), *sizes[1:]))
+        return whole[columns[starts[0] : starts[0] + sizes[0]]]
+
+    def order(self, name: str, start: int = 0, size: int | None = None) -> Tensor:
+        """What a further input of the program takes: the order of that name, or the part of it that a rank holds."""
+        whole = self.arrangement.order(self.arrangement.inputs[name], self.group)
+        return whole[start : None if size is None else start + size]
 
 
 def cached(read: ReadQuantized) -> ReadQuantized:
-    """`read` that keeps the last few: the weights of one MLP are asked for together."""
-    return lru_cache(maxsize=3)(read)
+    """`read` that keeps the last one: its group and its codes are asked for one after the other."""
+    return lru_cache(maxsize=1)(read)
 
 
 def prepare(
-    parts: Mapping[str, Block], read: ReadQuantized, layout: str, device: torch.device | str, dtype: torch.dtype,
-    dense: bool | None = None,
+    parts: Mapping[str, Block], read: ReadQuantized, group: Groups, arrangement: Arrangement,
+    device: torch.device | str, dtype: torch.dtype, dense: bool | None = None,
 ) -> Linears:  # fmt: skip
     """A rank's parts of the weights in `parts`, by parameter name; those that `read` has no quantized form of are
     left out. `dense` keeps them as the dense weights that they stand for; None: where that is faster."""
     if dense is None:
         dense = torch.device(device).type == "cpu" and dense_is_faster(parts, dtype)
     found: dict[str, Linear] = {}
-    turned: dict[str, Tensor] = {}
     for name, ((first_out, outputs), (first_in, inputs)) in parts.items():
         whole = read(name)
         if whole is None:
             continue
-        columns, rows = torch.arange(first_out, first_out + outputs), torch.arange(first_in, first_in + inputs)
-        order, collect = None, False
-        turn = _turn(name, read, layout)
-        if turn is not None and name.endswith(".down.weight"):
-            rows = turn[rows]  # the products before it write this order
-        elif turn is not None:
-            columns = turn[columns]
-            turned[name.removesuffix("weight") + "bias"] = columns
-        elif layout == "naive" and inputs < whole.inputs and not whole.sorted:
-            rows = whole.order()[rows]
-            order, collect = rows, True
+        columns = _cut(arrangement.columns_of(name, group), first_out, outputs)
+        rows = _cut(arrangement.rows_of(name, group), first_in, inputs)
         own = whole.take_columns(columns).take_rows(rows)
-        if not own.sorted:
-            order = own.order()
-            own = own.take_rows(order)
-        found[name] = _linear(replace(own, bias=None), order, collect, device, dtype, dense)
-    return Linears(found, turned)
+        assert own.sorted, f"{name} does not lie as its program has it"
+        found[name] = _linear(replace(own, bias=None), device, dtype, dense)
+    return Linears(found, arrangement, group)
+
+
+def _cut(order: Tensor | None, start: int, size: int) -> Tensor:
+    return torch.arange(start, start + size) if order is None else order[start : start + size]
 
 
 def dense_is_faster(parts: Mapping[str, Block], dtype: torch.dtype) -> bool:
@@ -104,90 +106,84 @@ def last_level_cache() -> int:
     return 32 << 20
 
 
-def _turn(name: str, read: ReadQuantized, layout: str) -> Tensor | None:
-    """The order in which the MLP's hidden values are made, where the layout turns them and all of it is quantized."""
-    module, _, leaf = name.removesuffix(".weight").rpartition(".")
-    if layout != "tp_aware" or leaf not in ("gate", "up", "down"):
-        return None
-    down, up = read(f"{module}.down.weight"), read(f"{module}.up.weight")
-    return None if down is None or up is None or down.sorted else down.order()
-
-
-def _linear(
-    own: Quantized, order: Tensor | None, collect: bool, device: torch.device | str, dtype: torch.dtype, dense: bool
-) -> Linear:
+def _linear(own: Quantized, device: torch.device | str, dtype: torch.dtype, dense: bool) -> Linear:
     """A sorted part, in the form of the device."""
-    order = None if order is None else order.to(device)
     if dense:
-        return Linear(None, own.dequantize(dtype).T.contiguous(), order, collect)
+        return Linear(None, own.dequantize(dtype).T.contiguous())
     packed = quantized_ops.prepare(own, device, dtype)
     if torch.device(device).type == "cpu":
         if packed.int4 is None:  # to dequantize it in every step would be slower than to keep it dense
-            return Linear(None, own.dequantize(dtype).T.contiguous(), order, collect)
+            return Linear(None, own.dequantize(dtype).T.contiguous())
         packed = replace(packed, words=packed.words.new_zeros(1).expand(packed.words.shape))  # int4 replaces it
-    return Linear(packed, None, order, collect)
+    return Linear(packed, None)
+
+
+class Inputs:
+    """Adds inputs to a graph, after all others, and holds the tensors that they take."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph, self.tensors = graph, list[Tensor]()
+        self._nodes: dict[int, fx.Node] = {}
+        self._last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+
+    def add(self, tensor: Tensor | None) -> fx.Node | None:
+        """The node of a tensor, one for each."""
+        if tensor is None:
+            return None
+        if id(tensor) not in self._nodes:
+            with self.graph.inserting_after(self._last):
+                self._last = self.graph.placeholder(f"quantized_{len(self.tensors)}")
+            self._nodes[id(tensor)] = self._last
+            self.tensors.append(tensor)
+        return self._nodes[id(tensor)]
+
+
+def reorder_inputs(
+    nodes: list[fx.Node], names: Mapping[fx.Node, str], linears: Linears, inputs: Inputs, device: torch.device
+) -> None:
+    """Lets products (nodes of `rows_linear`) of a graph that was traced for one device, and not partitioned, take their
+    inputs in the orders of the arrangement."""
+    orders: dict[str, Tensor] = {}
+    made: dict[tuple[fx.Node, str], fx.Node] = {}
+    for node in nodes:
+        x, source, bias = node.args
+        key = linears.arrangement.of.get(names.get(source, ""))  # type: ignore[arg-type]
+        if key is None or not isinstance(x, fx.Node):
+            continue
+        if key not in orders:
+            orders[key] = linears.order(key).to(device)
+        if (x, key) not in made:
+            blocks = linears.arrangement.inputs[key].blocks
+            order = inputs.add(orders[key])
+            with inputs.graph.inserting_before(node):
+                made[x, key] = inputs.graph.call_function(torch.ops.tpshard.reorder.default, (x, order, blocks))
+        node.args = (made[x, key], source, bias)
 
 
 def rewrite(
-    graph: fx.Graph, nodes: list[fx.Node], names: Mapping[fx.Node, str], linears: Mapping[str, Linear],
-    all_gather: Callable[[Tensor], Tensor], invariant: bool,
-) -> list[Tensor]:  # fmt: skip
+    nodes: list[fx.Node], names: Mapping[fx.Node, str], linears: Mapping[str, Linear], inputs: Inputs, invariant: bool
+) -> None:
     """Lets products (nodes of `rows_linear`) whose weight input is quantized use the quantized form.
 
-    `names` says which parameter an input node is. Returns the tensors that the graph's new inputs, after all others,
-    take. `all_gather` joins all ranks' activations [rows, inputs] along the last dim. With `invariant` a row's bits do
-    not depend on the others; a CPU's int4 product never lets them.
+    `names` says which parameter an input node is. With `invariant` a row's bits do not depend on the others; a CPU's
+    int4 product never lets them.
     """
-    new: list[Tensor] = []
-    inputs: dict[int, fx.Node] = {}
-    ordered: dict[tuple[fx.Node, int], fx.Node] = {}
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-
-    def given(tensor: Tensor | None) -> fx.Node | None:
-        nonlocal last
-        if tensor is None:
-            return None
-        same = next((t for t in new if t is tensor or _same_order(t, tensor)), tensor)
-        if id(same) not in inputs:
-            with graph.inserting_after(last):
-                inputs[id(same)] = last = graph.placeholder(f"quantized_{len(new)}")
-            new.append(same)
-        return inputs[id(same)]
-
+    graph = inputs.graph
     for node in nodes:
         x, source, bias = node.args
         linear = linears.get(names.get(source, ""))  # type: ignore[arg-type]
-        if linear is None or not isinstance(x, fx.Node):
+        if linear is None:
             continue
-        order = given(linear.order)
+        if linear.packed is None:
+            node.target = node.target if invariant else torch.ops.aten.linear.default
+            continue
+        *tensors, form = quantized_ops._arguments(linear.packed)
+        fixed = invariant or linear.packed.int4 is not None
         with graph.inserting_before(node):
-            if order is not None:
-                if (x, id(order)) not in ordered:
-                    whole = graph.call_function(_calls(all_gather), (x,)) if linear.collect else x
-                    ordered[x, id(order)] = graph.call_function(torch.index_select, (whole, 1, order))
-                x = ordered[x, id(order)]
-            if linear.packed is None:
-                node.args = (x, source, bias)
-                continue
-            *tensors, form = quantized_ops._arguments(linear.packed)
-            fixed = invariant or linear.packed.int4 is not None
             y = graph.call_function(
-                torch.ops.tpshard.quantized_matmul.default, (x, *(given(t) for t in tensors), form, fixed)
+                torch.ops.tpshard.quantized_matmul.default, (x, *(inputs.add(t) for t in tensors), form, fixed)
             )
             if bias is not None:
                 y = graph.call_function(torch.add, (y, bias))
         node.replace_all_uses_with(y)
         graph.erase_node(node)
-    return new
-
-
-def _same_order(a: Tensor, b: Tensor) -> bool:
-    """Orders that several weights share (q, k and v; gate and up) are one input, and gathered once."""
-    return a.dtype == b.dtype == torch.int64 and a.shape == b.shape and torch.equal(a, b)
-
-
-def _calls(function: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    def all_gather(x: Tensor) -> Tensor:
-        return function(x)
-
-    return all_gather

@@ -16,6 +16,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from tpshard.models import build
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.runtime.context import connect
 from tpshard.parallelism.runtime.place import Place
+from tpshard.programs.layouts import act_orders
+from tpshard.programs.serving import arrangement_on_one
 from tpshard.programs.setting import DTYPES
 from tpshard.serve.job import DONE, ERROR, QUIT, READY, STEP, Closed, Job, Weights, receive, send
 from tpshard.serve.local import LocalRunner
@@ -101,18 +104,19 @@ def _map(fd: int) -> mmap.mmap:
 
 def local_runner(job: Job, weights: Weights) -> LocalRunner:
     """The whole model on this process's device, over its own cache."""
-
     dtype = DTYPES[job.dtype]
     model = build(weights.config, dtype=dtype)
     parameters = dict(model.named_parameters())
+    group = lru_cache(maxsize=None)(weights.group)
     parts = {n: ((0, p.shape[0]), (0, p.shape[1])) for n, p in parameters.items() if p.dim() == 2}
-    linears = prepare(parts, cached(weights.quantized), job.layout, job.device, dtype, job.dense)
+    orders = act_orders(model, weights.config, group)
+    arrangement = arrangement_on_one(model, weights.config, orders, job.layout)
+    linears = prepare(parts, cached(weights.quantized), group, arrangement, job.device, dtype, job.dense)
     for name, meta in parameters.items():
         module, _, leaf = name.rpartition(".")
         linear = linears.of.get(name)
         if linear is None:
-            value = weights.block(name, (0,) * meta.dim(), tuple(meta.shape)).to(job.device, dtype)
-            value = value[linears.turned[name]] if name in linears.turned else value
+            value = linears.parameter(name, (0,) * meta.dim(), tuple(meta.shape), weights.block).to(job.device, dtype)
         elif linear.dense is None:
             value = torch.zeros(1, dtype=dtype, device=job.device).expand(meta.shape)
         else:
@@ -120,5 +124,5 @@ def local_runner(job: Job, weights: Weights) -> LocalRunner:
         setattr(model.get_submodule(module), leaf, torch.nn.Parameter(value, requires_grad=False))
     return LocalRunner(
         model, blocks=job.blocks, block_size=job.block_size, max_rows=job.max_rows, max_seq=job.max_seq,
-        batch_invariant=job.batch_invariant, linears=linears.of,
+        batch_invariant=job.batch_invariant, linears=linears,
     )  # fmt: skip

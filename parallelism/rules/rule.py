@@ -56,6 +56,8 @@ class Rule:
     """Moves no data and computes nothing."""
     padded: bool = False
     """Right on dims that are cut unevenly, whose last part is padded with anything."""
+    because: str = ""
+    """Why dims must be whole, in words for a plan; empty where the op's name says it."""
 
     @property
     def tensors(self) -> tuple[tuple[Dim, ...], ...]:

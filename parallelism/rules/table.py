@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from tpshard.parallelism.canonical import contract
 from tpshard.parallelism.graph import Op
-from tpshard.parallelism.rules import attention, contraction, creation, elementwise, indexing, paged, reduction, shape
+from tpshard.parallelism.rules import (
+    attention,
+    contraction,
+    creation,
+    elementwise,
+    indexing,
+    paged,
+    reduction,
+    reorder,
+    shape,
+)
 from tpshard.parallelism.rules.rule import Kind, Rule, whole
 
 aten = torch.ops.aten
@@ -114,6 +124,7 @@ BY_NAME: dict[str, Builder] = {
     "tpshard.attention.default": attention.attention,
     "tpshard.attention_backward.default": attention.attention_backward,
     "tpshard.paged_attention.default": paged.paged_attention,
+    "tpshard.reorder.default": reorder.reorder,
     "aten._scaled_dot_product_flash_attention_for_cpu.default": attention.batch_and_heads,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": attention.batch_and_heads,
     "aten._scaled_dot_product_flash_attention.default": attention.batch_and_heads,

@@ -13,6 +13,8 @@ from tpshard.kernels.gptq_solver import Settings
 from tpshard.kernels.rows_linear import TILE
 from tpshard.models import build, from_hf
 from tpshard.models.presets import ModelConfig
+from tpshard.programs.layouts import act_orders
+from tpshard.programs.serving import arrangement_on_one
 from tpshard.serve.engine import Engine
 from tpshard.serve.job import Job
 from tpshard.serve.local import LocalRunner
@@ -84,11 +86,13 @@ def test_every_layout_gives_the_answers_of_the_dense_weights(family: str, folder
 
 def test_four_bits_are_multiplied_as_four_bits(folders: dict[str, Path]) -> None:
     weights = open_weights(str(folders["llama"]))
+    model = build(LLAMA)
+    arrangement = arrangement_on_one(model, LLAMA, act_orders(model, LLAMA, weights.group), "tp_aware")
     parts = {"layers.0.mlp.down.weight": ((0, 64), (0, 128)), "layers.0.mlp.up.weight": ((0, 128), (0, 64))}
-    linears = prepare(parts, weights.quantized, "tp_aware", "cpu", torch.bfloat16, dense=False)
-    down, up = linears.of["layers.0.mlp.down.weight"], linears.of["layers.0.mlp.up.weight"]
+    linears = prepare(parts, weights.quantized, weights.group, arrangement, "cpu", torch.bfloat16, dense=False)
+    down = linears.of["layers.0.mlp.down.weight"]
     assert down.packed is not None and down.packed.int4 is not None
-    assert down.order is None and up.order is not None  # nothing is gathered between the two
+    assert "layers.0.mlp.down.weight" not in arrangement.of  # nothing is taken in order between the two
     dense = LocalRunner(from_hf(folders["llama"], dtype=torch.bfloat16), blocks=16, max_seq=64)
     _, expected = greedy(dense)
     quantized = local_runner(job(folders["llama"], dtype="bf16", dense=False), weights)

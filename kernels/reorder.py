@@ -1,0 +1,44 @@
+"""The act-order of a linear as an operation on its inputs, so that a program shows where it is and what it costs.
+
+    tpshard::reorder(x [..., n], order [n] int64, blocks) -> [..., n]
+
+The last dim is `blocks` equal parts, each in an order of its own: with s = n / blocks,
+out[..., b * s + j] = x[..., b * s + order[b * s + j]]. One block is any permutation; as many blocks as devices never
+leave a device; as many as heads never leave a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_library = torch.library.Library("tpshard", "FRAGMENT")
+_library.define("reorder(Tensor x, Tensor order, int blocks) -> Tensor")
+
+
+def sorting(group: Tensor, blocks: int = 1) -> Tensor:
+    """The order [n] int64 that sorts `group` [n] within each of `blocks` equal parts (stable)."""
+    return torch.argsort(group.view(blocks, -1), dim=1, stable=True).flatten()
+
+
+def positions(order: Tensor, blocks: int = 1) -> Tensor:
+    """The order as positions in the whole dim, int64 [n]."""
+    parts = order.view(blocks, -1)
+    return (parts + torch.arange(blocks, device=order.device)[:, None] * parts.shape[1]).flatten()
+
+
+def fewer(order: Tensor, blocks: int, kept: int) -> Tensor:
+    """The order of the first of every `blocks` / `kept` neighbouring blocks, which are all ordered alike."""
+    return order.view(kept, blocks // kept, -1)[:, 0].flatten()
+
+
+def _reorder(x: Tensor, order: Tensor, blocks: int) -> Tensor:
+    return x.index_select(-1, order if blocks == 1 else positions(order, blocks))
+
+
+_library.impl("reorder", _reorder, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tpshard::reorder", lib=_library)
+def _(x: Tensor, order: Tensor, blocks: int) -> Tensor:
+    return torch.empty_like(x)

@@ -1,0 +1,113 @@
+"""Moving a permutation of activations offline: back through what acts on each position alone, into the parameters.
+
+    y = f(x @ A + a, x @ B)[..., P] @ C   ->   y = f(x @ A[:, P] + a[P], x @ B[:, P]) @ C
+
+Pointwise operations, products and views commute with a permutation of a dim that they pass through; attention commutes
+with one of the positions within V's heads. What cannot be passed leaves the operation where it is.
+("TP-aware dequantization", Hoque et al. 2024, for any function between two products.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from tpshard.parallelism.canonical import contract
+from tpshard.parallelism.graph import Graph, Op, Value
+from tpshard.parallelism.rules.rule import Dim, Rule
+from tpshard.parallelism.rules.table import rule_for
+
+CARRIERS = {"tpshard.paged_attention.default": 2, "tpshard.attention.default": 2}
+"""Attention: the operand whose [.., heads, head_dim] the result's positions within heads come from."""
+_ALSO_POINTWISE = {"tpshard.named.default", "aten._to_copy.default", "aten.clone.default"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A dim whose positions are permuted within `blocks` equal parts: of itself, or for each index of dim `outer`."""
+
+    dim: int
+    blocks: int = 1
+    outer: int | None = None
+
+
+def absorb(graph: Graph, op: Op, parameters: Collection[Value], alike: int = 1) -> dict[Value, Place] | None:
+    """Removes `op`, a `tpshard::reorder`, where parameters that its operand is computed with can be permuted instead.
+
+    Returns those to permute, and along which dim; their blocks may be fewer, where every `alike` neighbouring blocks
+    have one order. None, and the graph as it was, where something in between mixes positions or is read by others too.
+    """
+    x = op.operands[0]
+    blocks = op.args[2]
+    queue = [(x, Place(x.rank - 1, blocks), alike)]
+    places: dict[Value, Place] = {}
+    passed = {op}
+    moved: dict[Value, Place] = {}
+    while queue:
+        value, place, alike = queue.pop()
+        if places.setdefault(value, place) != place or value in graph.outputs:
+            return None
+        if value.producer is None:
+            if value not in parameters or place.outer is not None:
+                return None
+            moved[value] = place
+            continue
+        behind = _behind(value.producer, place, alike)
+        if behind is None:
+            return None
+        passed.add(value.producer)
+        queue.extend(behind)
+    if any(user not in passed for value in places for user in value.users):
+        return None
+    graph.replace(op.results[0], x)
+    graph.ops.remove(op)
+    for operand in op.operands:
+        operand.users.remove(op)
+    return moved
+
+
+def _behind(op: Op, place: Place, alike: int) -> list[tuple[Value, Place, int]] | None:
+    """Where the operands of `op` must be permuted for its result to be; None where that is not the same."""
+    carried = CARRIERS.get(str(op.target))
+    if carried is not None:
+        value = op.operands[carried]
+        if (place.dim, place.outer) != (3, 2) or alike % (share := place.blocks // value.shape[2]):
+            return None
+        kept = value.shape[2]
+        return [(value, Place(3, kept, 2 if kept > 1 else None), alike // share)]
+    rule = rule_for(op)
+    pointwise = torch.Tag.pointwise in getattr(op.target, "tags", ()) or str(op.target) in _ALSO_POINTWISE
+    if not op.operands or len(op.results) != 1 or not (pointwise or rule.view or op.target is contract):
+        return None
+    found = []
+    for value, dims in zip(op.operands, rule.operands):
+        if not set(rule.results[0][place.dim]) & {f for dim in dims for f in dim}:
+            continue  # broadcast along it
+        there = _through(rule, dims, place)
+        if there is None:
+            return None
+        found.append((value, there, alike))
+    return found
+
+
+def _through(rule: Rule, dims: tuple[Dim, ...], place: Place) -> Place | None:
+    """The same positions in an operand of those dims."""
+    where: Mapping[Dim, int] = {dim: i for i, dim in enumerate(dims) if dim}
+    inner = rule.results[0][place.dim]
+    if place.outer is None:
+        if inner in where:
+            return replace(place, dim=where[inner])
+        for i, (first, second) in enumerate(itertools.pairwise(dims)):  # the blocks have a dim of their own there
+            if first + second == inner and math.prod(rule.sizes[f] for f in first) == place.blocks:
+                return Place(i + 1, place.blocks, i)
+        return None
+    outer = rule.results[0][place.outer]
+    if inner in where and outer in where:
+        return Place(where[inner], place.blocks, where[outer])
+    return Place(where[outer + inner], place.blocks) if outer + inner in where else None
+
+
+__all__ = ["Place", "absorb"]

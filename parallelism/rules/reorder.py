@@ -1,0 +1,31 @@
+"""The act-order of a linear's inputs: positions within blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tpshard.parallelism.graph import Op, Ref
+from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule
+
+
+def reorder(op: Op) -> Rule:
+    """`x[... (b s)], order[(b s)] -> [... (b s)]`: any position of a block may go to any other, so that a block must be
+    whole; blocks may be spread.
+
+    Rows may not: a device sees every row of a step, and the paper's naive layout, which this is, gathers.
+    """
+    x, order = op.operands
+    blocks = op.args[2]
+    factors = Factors()
+    rest = factors.dims(x.shape[:-1], Kind.WHOLE)
+    b = (factors.new(blocks),) if blocks > 1 else ()
+    last = (*b, factors.new(x.shape[-1] // blocks, Kind.WHOLE))
+
+    def local(at: LocalOp) -> Any:
+        return at.with_args(Ref(0), Ref(1), at.size(b[0]) if b else 1)
+
+    whose = order.name.removesuffix(".order")
+    return factors.rule(
+        [(*rest, last), (last,)], [(*rest, last)], local=local, work=b,
+        because=f"the act-order permutation of {whose} mixes shards",
+    )  # fmt: skip

@@ -1,0 +1,206 @@
+"""Layouts of act-ordered weights as a rewrite of the captured program, for any products in it.
+
+Rows of a weight that lie sorted by group want its inputs in the same order: `tpshard::reorder`, an operation of the
+program. Before a product whose inputs are spread over devices, the layout says which order that is, and with it where
+the partitioner must gather:
+
+    naive        one order over all rows: the permutation mixes shards, and is gathered for
+    local_sort   sorted within each device's rows: blocks that are spread, nothing is gathered
+    tp_aware     the one order, moved through what comes before into the columns of the products that make the inputs
+                 (`parallelism.absorb`): no operation is left. Where it cannot be moved, local_sort
+
+A device that holds all inputs of a product takes them in order by itself in every layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from tpshard.kernels import reorder
+from tpshard.kernels.gptq_solver import Order
+from tpshard.kernels.layouts import Layout, head_local_order
+from tpshard.models.dims import param_dims
+from tpshard.models.presets import ModelConfig
+from tpshard.parallelism.absorb import absorb
+from tpshard.parallelism.canonical import contract
+from tpshard.parallelism.graph import Graph, Op, Ref, Value
+
+Groups = Callable[[str], Tensor | None]
+"""A weight's `g_idx`, int32 [inputs]; None for a weight that is not quantized."""
+
+
+@dataclass(frozen=True)
+class ActOrder:
+    """How the rows of a weight must be ordered for its groups to lie together."""
+
+    key: str
+    """Weights of one key have one order, and share the operation where they share the input."""
+    blocks: int = 1
+    """The order stays within each of so many equal parts: heads, where it is head-local."""
+    alike: int = 1
+    """So many neighbouring blocks are ordered alike: the query heads of a KV head."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """An order as a program takes it: that of the rows of `weight`, within `blocks` equal parts."""
+
+    weight: str
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A parameter whose outputs are made in the order of the rows of `weight`.
+
+    `blocks` of the weight's rows, of which `kept` are told apart.
+    """
+
+    weight: str
+    blocks: int
+    kept: int
+
+
+@dataclass
+class Arrangement:
+    """What a program expects of its parameters, besides their sharding."""
+
+    rows: dict[str, Taken] = field(default_factory=dict)
+    """Per act-ordered weight the order in which its rows lie."""
+    columns: dict[str, Turned] = field(default_factory=dict)
+    """Per parameter (weight or bias) of a product before one the order in which its outputs lie."""
+    inputs: dict[str, Taken] = field(default_factory=dict)
+    """Per further input of the program, int64 [inputs], after all parameters, the order that it holds."""
+    of: dict[str, str] = field(default_factory=dict)
+    """Weight -> the further input that its own inputs are taken by; a weight whose order was moved has none."""
+
+    def order(self, taken: Taken, group: Groups) -> Tensor:
+        """The order [inputs] int64 within blocks."""
+        found = group(taken.weight)
+        assert found is not None, "only quantized weights are act-ordered"
+        return reorder.sorting(found, taken.blocks)
+
+    def rows_of(self, name: str, group: Groups) -> Tensor | None:
+        """The rows of a weight as they lie, int64 [inputs]; None where they stay."""
+        taken = self.rows.get(name)
+        return None if taken is None else reorder.positions(self.order(taken, group), taken.blocks)
+
+    def columns_of(self, name: str, group: Groups) -> Tensor | None:
+        """The outputs of a parameter as they lie, int64 [outputs]; None where they stay."""
+        turned = self.columns.get(name)
+        if turned is None:
+            return None
+        order = self.order(Taken(turned.weight, turned.blocks), group)
+        return reorder.positions(reorder.fewer(order, turned.blocks, turned.kept), turned.kept)
+
+
+def arrange(
+    graph: Graph, orders: Mapping[str, ActOrder], layout: Layout, shards: Mapping[str, int], parameters: Collection[str]
+) -> Arrangement:
+    """Rewrites a captured graph for act-ordered weights [outputs, inputs], which are inputs of these names.
+
+    `shards`: over how many devices the inputs of a row-parallel weight are spread; weights that it leaves out are
+    column-parallel. `parameters`: the inputs whose columns may be turned.
+    """
+    found = Arrangement()
+    may_turn = {value for value in graph.inputs if value.name in parameters}
+    read = {value.name: len(value.users) for value in graph.inputs}
+    for (x, _), products in _products(graph, orders).items():
+        names = [name for name, _ in products]
+        order, spread = orders[names[0]], shards.get(names[0], 1)
+        turns = layout == "tp_aware" and all(name in shards and read[name] == 1 for name in names)
+        blocks = order.blocks if turns else 1 if layout == "naive" else spread
+        op = _insert(graph, x, products, blocks)
+        moved = absorb(graph, op, may_turn, order.alike) if turns else None
+        if turns and moved is None:
+            blocks = spread
+            op.args = (*op.args[:2], spread)
+        for name in names:
+            found.rows[name] = Taken(name, blocks)
+        if moved is None:
+            order_input = op.operands[1]
+            graph.inputs.append(order_input)
+            found.inputs[order_input.name] = Taken(names[0], blocks)
+            found.of.update(dict.fromkeys(names, order_input.name))
+        else:
+            found.columns.update({value.name: Turned(names[0], blocks, p.blocks) for value, p in moved.items()})
+    for i, value in enumerate(graph.inputs):
+        value.index = i
+    return found
+
+
+def _products(graph: Graph, orders: Mapping[str, ActOrder]) -> dict[tuple[Value, str], list[tuple[str, Op]]]:
+    """Products with act-ordered weights, those together that take the same input in the same order."""
+    found: dict[tuple[Value, str], list[tuple[str, Op]]] = {}
+    for op in graph.ops:
+        if op.target is not contract:
+            continue
+        x, weight = op.operands
+        sides, _ = op.args[2].split("->")
+        left, right = sides.split(",")
+        if weight.producer is None and weight.name in orders and left[-1] == right[-1]:
+            found.setdefault((x, orders[weight.name].key), []).append((weight.name, op))
+    return found
+
+
+def _insert(graph: Graph, x: Value, products: Sequence[tuple[str, Op]], blocks: int) -> Op:
+    """Lets the products read x in an order, a value that is to become an input of the graph."""
+    name, first = products[0]
+    module = name.removesuffix(".weight")
+    order = Value(f"{module}.order", x.shape[-1:], torch.int64)
+    op = Op(
+        f"reorder_{module.replace('.', '_')}", torch.ops.tpshard.reorder.default, (Ref(0), Ref(1), blocks), {},
+        [x, order], [], first.module, first.phase,
+    )  # fmt: skip
+    op.results = [Value(op.name, x.shape, x.dtype, op)]
+    graph.ops.insert(graph.ops.index(first), op)
+    readers = [product for _, product in products]
+    for reader in readers:
+        reader.operands = [op.results[0], *reader.operands[1:]]
+    x.users = [*(user for user in x.users if user not in readers), op]
+    order.users, op.results[0].users = [op], readers
+    return op
+
+
+# ---- which weights are act-ordered ------------------------------------------------------------------------------
+def act_orders(model: nn.Module, config: ModelConfig, group: Groups) -> dict[str, ActOrder]:
+    """The act-ordered weights of a model, as their tensors say."""
+    found = {}
+    for name, dims in param_dims(model).items():
+        own = group(name) if len(dims) == 2 else None
+        if own is None or bool((own[1:] >= own[:-1]).all()):
+            continue
+        key = hashlib.sha256(own.contiguous().numpy().tobytes()).hexdigest()
+        local = dims[1] == "heads" and head_local_order(own, config.heads, config.kv_heads, config.head_dim) is not None
+        found[name] = _within_heads(key, config) if local else ActOrder(key)
+    return found
+
+
+def planned_orders(model: nn.Module, config: ModelConfig, order: Order, group_size: int) -> dict[str, ActOrder]:
+    """The act-ordered weights of a model that `tpshard quantize` is yet to write with these settings.
+
+    Weights that share an input share its order (see `gptq_solver.ordering`).
+    """
+    found = {}
+    dims = param_dims(model)
+    for name, parameter in model.named_parameters():
+        if not name.startswith("layers.") or len(dims[name]) != 2:
+            continue
+        inputs = parameter.shape[1]
+        size = inputs if group_size == -1 else group_size
+        if order == "none" or size >= inputs or inputs % 32:
+            continue
+        key = f"{name.removesuffix('.weight').rpartition('.')[0]} {dims[name][1]}"
+        if dims[name][1] != "heads" or order == "global":
+            found[name] = ActOrder(key)
+        elif size < config.head_dim:
+            found[name] = _within_heads(key, config)
+    return found
+
+
+def _within_heads(key: str, config: ModelConfig) -> ActOrder:
+    return ActOrder(key, config.heads, config.heads // config.kv_heads)
