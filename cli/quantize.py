@@ -153,7 +153,9 @@ def _text(
     loader = Loader(corpus.train, tokenizer, seq_len=seq_len, global_sequences=at_once, bad_rows=recipe.data.bad_rows)
     calibration = joined([loader.next() for _ in range(-(-sequences // at_once))])
     loader.close()
-    held_out = held_out_batches(corpus.held_out, tokenizer, seq_len=seq_len, global_sequences=32, batches=1)
+    held_out = held_out_batches(
+        corpus.held_out, tokenizer, seq_len=seq_len, global_sequences=recipe.evaluate.sequences, batches=1
+    )
     return calibration, joined(held_out)
 
 

@@ -1,0 +1,72 @@
+"""What 4 bits cost the quickstart's model: GPTQ beside rounding to nearest, for three seeds.
+
+    python benchmarks/quantization.py [--seeds 1,2,3] [--group-size 64] [--sequences 256]
+
+Trains the quickstart once a seed (about a minute each on two cores), quantizes its checkpoint with GPTQ and by rounding
+to nearest (`tpshard quantize`, with and without `--nearest`), and prints the held-out losses. Exit 1 where GPTQ costs
+more than 0.05 nats, or more than 0.7 of what rounding costs, on average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+COST, SHARE = 0.05, 0.7
+
+
+def tpshard(*arguments: str) -> str:
+    made = subprocess.run([sys.executable, "-m", "tpshard.cli.main", *arguments], capture_output=True, text=True)
+    if made.returncode:
+        sys.exit(made.stderr)
+    return made.stdout
+
+
+def quantized(run: Path, group_size: int, sequences: int, *options: str) -> dict[str, Any]:
+    """The report of `tpshard quantize`: held-out loss before and after, in nats a token."""
+    settings = [f"quantize.group_size={group_size}", f"evaluate.sequences={sequences}"]
+    with tempfile.TemporaryDirectory() as folder:
+        made = tpshard("quantize", "quickstart", f"{folder}/out", f"run.dir={run}", *settings, "--json", *options)
+    report: dict[str, Any] = json.loads(made)
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--sequences", type=int, default=256, help="of held-out text")
+    asked = parser.parse_args()
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; 4 bits, group {asked.group_size}")
+    print("seed   dense loss   GPTQ costs   rounding costs   share   tokens")
+    costs, rounding = [], []
+    for seed in asked.seeds.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder) / "run"
+            tpshard("train", "quickstart", f"seed={seed}", f"run.dir={run}", "logging.wandb=null")
+            solved, nearest = (
+                quantized(run, asked.group_size, asked.sequences, *options) for options in ((), ("--nearest",))
+            )
+        costs.append(solved["loss_after"] - solved["loss_before"])
+        rounding.append(nearest["loss_after"] - nearest["loss_before"])
+        print(
+            f"{seed:<6} {solved['loss_before']:>10.4f} {costs[-1]:>12.5f} {rounding[-1]:>16.5f} "
+            f"{costs[-1] / rounding[-1]:>7.2f} {solved['held_out_tokens']:>8}", flush=True,
+        )  # fmt: skip
+    cost, share = mean(costs), mean(costs) / mean(rounding)
+    print(f"mean   {'':>10} {cost:>12.5f} {mean(rounding):>16.5f} {share:>7.2f}")
+    good = cost <= COST and share <= SHARE
+    print(f"at most {COST} nats and {SHARE} of rounding's: {'yes' if good else 'NO'}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
