@@ -13,8 +13,8 @@ from tpshard.cli.arguments import Device, Json, Overrides, RecipeArgument, load,
 
 if TYPE_CHECKING:
     from tpshard.cli.sources import Model
-    from tpshard.kernels.gptq_config import GPTQConfig
     from tpshard.models.presets import ModelConfig
+    from tpshard.programs.served import Quantization
     from tpshard.recipes.schema import Recipe
     from tpshard.serve.check import Need
     from tpshard.serve.service import Service
@@ -46,7 +46,7 @@ def serve(
         return 0
     http.check_exposure(told.host, key, insecure, loaded.where("serve.host"))
     model = _model(recipe, overrides or [], loaded)
-    need, kind = _need(loaded, model.config, _dtype(loaded, model), _quantized(Path(model.name)))
+    need, kind = _need(loaded, *_stored(loaded, model))
     sock = http.bind(told.host, told.port, loaded.where("serve.port"))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     print(need, file=sys.stderr)
@@ -71,7 +71,7 @@ def _model(recipe: str, overrides: list[str], loaded: Recipe) -> Model:
     return open_source(checkpoint)
 
 
-def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> tuple[ModelConfig, str, GPTQConfig | None]:
+def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> tuple[ModelConfig, str, Quantization | None]:
     """The model's numbers, the dtype to serve it in, and how it is quantized; for a recipe's own model they need no
     checkpoint."""
     from tpshard.programs.setting import model_config
@@ -79,18 +79,24 @@ def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> tuple[ModelConf
     config = model_config(loaded) if loaded.serve.checkpoint == "latest" else None
     if config is not None:
         return config, str(loaded.model.dtype or config.dtype), None
-    model = _model(recipe, overrides, loaded)
-    return model.config, _dtype(loaded, model), _quantized(Path(model.name))
+    return _stored(loaded, _model(recipe, overrides, loaded))
 
 
-def _quantized(folder: Path) -> GPTQConfig | None:
-    """The settings of a GPTQ folder; None for any other."""
-    from tpshard.kernels.gptq_config import read_config
+def _stored(loaded: Recipe, model: Model) -> tuple[ModelConfig, str, Quantization | None]:
+    """The same of a model that is there."""
+    from tpshard.programs.served import Quantization, serving_dtype
+    from tpshard.recipes.diagnostic import Exit, Mistakes
 
-    return read_config(folder) if (folder / "config.json").is_file() else None
+    names = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+    try:
+        quantized = Quantization.of_folder(Path(model.name), model.config)
+    except (ValueError, OSError) as error:
+        raise Mistakes.one(f"{model.name} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
+    kind = "cpu" if _device(loaded) == "cpu" else "gpu"
+    return model.config, serving_dtype(loaded, quantized, names.get(str(model.dtype), "fp32"), kind), quantized
 
 
-def _need(loaded: Recipe, config: ModelConfig, dtype: str, quantized: GPTQConfig | None) -> tuple[Need, str]:
+def _need(loaded: Recipe, config: ModelConfig, dtype: str, quantized: Quantization | None) -> tuple[Need, str]:
     """What serving takes on one device, and which kind of device that is. Mistakes where they do not fit."""
     import psutil
     from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -129,17 +135,6 @@ def _device(loaded: Recipe) -> str:
     from tpshard.cli.workers import device_kind, visible_gpus
 
     return device_kind(loaded, visible_gpus() if loaded.cluster is None else 0)
-
-
-def _dtype(loaded: Recipe, model: Model) -> str:
-    """The dtype to compute in: the recipe's for its own checkpoint, else that of the folder, or of its kernel."""
-    names = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
-    quantized = _quantized(Path(model.name))
-    if quantized is not None and quantized.bits <= 4 and _device(loaded) == "cpu":
-        return "bf16"  # what a CPU multiplies with four bits
-    if loaded.serve.checkpoint == "latest" and loaded.model.dtype is not None:
-        return str(loaded.model.dtype)
-    return names.get(str(model.dtype), "fp32")
 
 
 def _product(mesh: Any) -> int:

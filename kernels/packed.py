@@ -53,6 +53,15 @@ class Packed:
         return sum(t.nbytes for t in held if t is not None)
 
 
+INT4_GROUPS = (32, 64, 128, 256)
+"""Sizes of group that torch's int4 product on a CPU takes."""
+
+
+def width_of(bits: int) -> int:
+    """Bits of a field in `words`: 3-bit codes travel in fields of 4."""
+    return 4 if bits == 3 else bits
+
+
 def pack(weight: Quantized, quads: bool = False) -> Packed:
     """The kernels' form of a linear whose rows are sorted by group (`weight.take_rows(weight.order())` sorts them).
 
@@ -61,7 +70,7 @@ def pack(weight: Quantized, quads: bool = False) -> Packed:
     """
     if not weight.sorted:
         raise ValueError("Rows of a group must be adjacent: sort them first, and gather the inputs alike.")
-    width = 4 if weight.bits == 3 else weight.bits
+    width = width_of(weight.bits)
     smallest = 128 // width  # four words of one output
     chunk, group_chunks, first_chunk = _regular(weight.group, smallest)
     ragged = chunk == 0
@@ -91,7 +100,7 @@ def pack_cpu(weight: Quantized, dtype: torch.dtype) -> Packed:
     size = weight.inputs // weight.groups
     regular = torch.equal(weight.group, torch.arange(weight.inputs, device=weight.group.device) // size)
     int4 = int4_scales = None
-    fits = weight.bits in (3, 4) and size in (32, 64, 128, 256) and weight.outputs % 16 == 0
+    fits = weight.bits in (3, 4) and size in INT4_GROUPS and weight.outputs % 16 == 0
     if dtype == torch.bfloat16 and regular and fits:
         int4 = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes.T.contiguous().int(), 1)
         shift = (8 - weight.zeros.float()) * weight.scales.float()  # torch means scale * (q - 8) + shift

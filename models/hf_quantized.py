@@ -80,6 +80,10 @@ class QuantizedParameters:
         home = self._homes.get(module)
         return home if home is not None and leaf == "weight" and home.module in self._modules else None
 
+    def holds(self, name: str) -> bool:
+        """Whether a parameter is quantized."""
+        return self._home(name) is not None
+
     def linear(self, name: str) -> Quantized | None:
         """A weight's quantized form, whole; None for a parameter that is dense."""
         home = self._home(name)

@@ -44,9 +44,13 @@ def partition(
 
 
 def partition_captured(
-    graph: Graph, mesh: Mesh, in_shardings: Sequence[Any] | None = None, out_shardings: Sequence[Any] | None = None
-) -> Program:
-    """`partition` of a function that is captured, and perhaps rewritten, already."""
+    graph: Graph, mesh: Mesh, in_shardings: Sequence[Any] | None = None, out_shardings: Sequence[Any] | None = None,
+    why: Sequence[str] = (),
+) -> Program:  # fmt: skip
+    """`partition` of a function that is captured, and perhaps rewritten, already.
+
+    `why` tells for each of `in_shardings` what asks for it; empty texts, or none, name its place in the list.
+    """
     mark_outputs(graph)
     annotations: dict[Value, Annotation] = dict(split_annotations(graph, mesh))
     results = [o for o in graph.outputs if isinstance(o, Value)]
@@ -62,7 +66,8 @@ def partition_captured(
                 sharding = Sharding.of(mesh, dims, value.rank)
             except ValueError as error:
                 raise ValueError(f"{what}_shardings[{i}] of `{value.name}` {list(value.shape)}: {error}") from error
-            annotations[value] = Annotation(sharding, f"{what}_shardings[{i}] = {dims!r}")
+            told = why[i] if what == "in" and i < len(why) else ""
+            annotations[value] = Annotation(sharding, told or f"{what}_shardings[{i}] = {dims!r}")
     return partition_graph(propagate(graph, mesh, annotations))
 
 

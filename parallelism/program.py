@@ -114,7 +114,7 @@ class Port:
     dtype: torch.dtype
     layout: Layout
     kind: str = "tensor"
-    """parameter, gradient, optimizer, batch, cache, scalar or tensor."""
+    """parameter, gradient, optimizer, batch, cache, order, scalar or tensor."""
 
     @property
     def local(self) -> tuple[int, ...]:

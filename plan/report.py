@@ -40,6 +40,8 @@ class Job:
     remat: str = ""
     device_assumed: bool = False
     """No device was named: the shipped CPU is priced."""
+    quantized: str = ""
+    """How served weights are quantized and laid out; empty where they are dense."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,7 @@ class Report:
             "fits": self.fits,
             "spare_bytes": self.spare_bytes,
             "params": self.job.params,
+            "quantized": self.job.quantized,
             "mesh": dict(self.job.mesh),
             "device": {
                 "name": times.device.name,
@@ -357,12 +360,14 @@ def reshards_of(pricing: Pricing) -> list[dict[str, Any]]:
             comm = known(entry.priced.kernels[i].node).comm
             if comm is None or comm.asked:
                 continue
-            key = (comm.kind, comm.axes, pattern(comm.value), comm.bytes)
+            head, _, tail = comm.reason.partition(": ")
+            why = pattern(head)
+            key = (comm.kind, comm.axes, why if why != head else pattern(comm.value), comm.bytes)
             row = found.setdefault(
                 key,
                 {
                     "kind": comm.kind, "axes": [str(a) for a in comm.axes], "value": pattern(comm.value), "count": 0,
-                    "bytes": 0, "time_s": 0.0, "reason": comm.reason,
+                    "bytes": 0, "time_s": 0.0, "reason": f"{why}: {tail}",
                 },
             )  # fmt: skip
             row["count"] += entry.part.times

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from tpshard.models import build
@@ -12,7 +11,8 @@ from tpshard.parallelism.program import INFO, Program, info
 from tpshard.plan.pricing import Part, price_parts
 from tpshard.plan.report import Job, Report
 from tpshard.programs import serving
-from tpshard.programs.setting import DTYPES, model_config
+from tpshard.programs.served import served
+from tpshard.programs.setting import DTYPES
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 
@@ -21,8 +21,9 @@ def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "") -> R
     """The plan of a server's step. Raises `Mistakes` (exit 4) where tp does not fit the heads."""
     from tpshard.plan import make
 
-    config = model_config(recipe)
-    if config is None:
+    device, _, per_host = make.device_of(recipe)
+    told = served(recipe, device.kind)
+    if told is None:
         raise Mistakes.one(
             "a module of your own cannot be served", exit=Exit.FIT, where=recipe.where("model.module"),
             why="the server needs a cache of keys and values",
@@ -33,17 +34,18 @@ def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "") -> R
     rows = length if what == "prefill" else requests
     each = -(-length // serving.BLOCK_SIZE)
     sequences = 1 if what == "prefill" else requests
-    model = build(config, dtype=DTYPES[str(recipe.model.dtype)])
+    model = build(told.config, dtype=DTYPES[told.dtype])
     try:
-        made = serving.step_program(
-            model, config, mesh, rows=rows, wanted=sequences, blocks=each * sequences, block_size=serving.BLOCK_SIZE
-        )
+        made = serving.step(
+            model, told.config, mesh, rows=rows, wanted=sequences, blocks=each * sequences,
+            block_size=serving.BLOCK_SIZE, orders=told.orders, layout=recipe.serve.layout,
+        )  # fmt: skip
     except ValueError as error:
         raise Mistakes.one(str(error), exit=Exit.FIT, where=recipe.where("serve.mesh")) from error
-    program = with_kinds(made)
+    quantized = told.quantized
+    program = with_kinds(made.program if quantized is None else quantized.held(made, device.kind, told.dtype))
     # the rule counts every row against the whole pool; a row reads its own sequence, half of it while prompts grow
     _scale_attention(program, sequences * (2 if what == "prefill" else 1))
-    device, _, per_host = make.device_of(recipe)
     per_host = min(mesh.ranks, per_host) if recipe.cluster is not None else mesh.ranks
     held = cache_bytes(program) * (requests // sequences - 1)
     pricing = price_parts(
@@ -52,12 +54,13 @@ def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "") -> R
     parameters = [port.name for port in program.inputs if port.kind == "parameter"]
     job = Job(
         name=recipe.name, recipe=source, what=what, model=recipe.model.preset or recipe.model.hf or "model",
-        params=sum(math.prod(port.shape) for port in program.inputs if port.kind == "parameter"),
-        seq_len=length, dtype=str(recipe.model.dtype), mesh=sizes, nodes=-(-mesh.ranks // per_host),
+        params=sum(p.numel() for p in model.parameters()),
+        seq_len=length, dtype=told.dtype, mesh=sizes, nodes=-(-mesh.ranks // per_host),
         devices_per_node=per_host, global_sequences=sequences, per_device=sequences, micro_batches=1, tokens=rows,
         compiled=False, device_assumed=recipe.cluster is None,
+        quantized="" if quantized is None else f"{quantized}, layout {recipe.serve.layout}",
     )  # fmt: skip
-    warnings = make.extra_warnings(job, device, program)
+    warnings = [*([told.note] if told.note else []), *make.extra_warnings(job, device, program)]
     return make.assemble(job, pricing, program, parameters, accuracy, warnings)
 
 
@@ -67,7 +70,7 @@ def with_kinds(program: Program) -> Program:
     def kind(name: str) -> str:
         if name in serving.ROWS:
             return "batch"
-        return "cache" if ".cache." in name else "parameter"
+        return "cache" if ".cache." in name else "order" if name.endswith(".order") else "parameter"
 
     return replace(program, inputs=tuple(replace(port, kind=kind(port.name)) for port in program.inputs))
 

@@ -95,6 +95,7 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
     head += [
         f"  model   {job.model}, {count(job.params)} parameters, seq {job.seq_len}, {job.dtype}, "
         f"{'inductor' if job.compiled else 'eager'}{', remat ' + job.remat if job.remat else ''}",
+        *([f"  weights {job.quantized}"] if job.quantized else []),
         f"  mesh    {' x '.join(f'{k} {v}' for k, v in job.mesh.items())} = {report.devices} x "
         f"{times.device.name}{assumed}, {job.nodes} host(s) of {job.devices_per_node}",
         f"  batch   {job.global_sequences} sequences = "
@@ -164,14 +165,14 @@ def _reshards(report: Report, verbose: bool) -> list[str]:
     rows = []
     for row in report.reshards if verbose else report.reshards[:2]:
         rows.append(
-            f"  ! {row['count']} x {row['kind']} over {'+'.join(row['axes'])} of {row['value']}, {gib(row['bytes'])}: "
-            f"{row['reason']}"
+            f"  ! {row['count']} x {row['kind']} over {'+'.join(row['axes'])}, {gib(row['bytes'])}: {row['reason']}"
         )
     if not rows:
         return []
     hidden = len(report.reshards) - len(rows)
     more = f", {hidden} more with --verbose" if hidden else ""
-    return [f"RESHARDS nothing in the recipe asks for{more} (annotate the value, or on_reshard: error)", *rows]
+    advice = "annotate the value, or on_reshard: error" if report.job.what == "train" else "serve.layout: tp_aware"
+    return [f"RESHARDS nothing in the recipe asks for{more} ({advice})", *rows]
 
 
 def _memory(report: Report) -> list[str]:

@@ -125,7 +125,15 @@ def step(
         *(tuple(axes.get(dim) for dim in dims[name]) for name, _ in model.named_parameters()),
         *(("tp" if taken.blocks == tp > 1 else None,) for taken in arrangement.inputs.values()),
     ]
-    return Step(partition_captured(graph, mesh, shardings, [(None, None)]), arrangement)
+    spread = {dim: f"serve.mesh ({dim}: {_show(axis)})" for dim, axis in axes.items() if axis is not None}
+    cache = [spread.get("kv_heads", "")] * (2 * config.layers)
+    why = ["; ".join(spread[d] for d in dims[name] if d in spread) for name, _ in model.named_parameters()]
+    why = ["a step's rows are whole"] * len(ROWS) + cache + why
+    return Step(partition_captured(graph, mesh, shardings, [(None, None)], why), arrangement)
+
+
+def _show(axis: Any) -> str:
+    return axis if isinstance(axis, str) else f"{axis[0]}:({axis[1]}){axis[2]}"
 
 
 def arrangement_on_one(

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tpshard.kernels.gptq_config import GPTQConfig
+from tpshard.kernels.layouts import Layout
 from tpshard.models import build
 from tpshard.models.presets import ModelConfig
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.program import Port, Program
-from tpshard.programs.serving import BLOCK_SIZE, local_kv_heads, step_program
+from tpshard.parallelism.program import Program
+from tpshard.programs.layouts import Arrangement
+from tpshard.programs.served import Quantization
+from tpshard.programs.serving import BLOCK_SIZE, local_kv_heads, step
 from tpshard.programs.setting import DTYPES
 
 _MEANING = {
-    "naive": "activations of all ranks gathered before each row-parallel one that is act-ordered",
-    "local_sort": "act-order sorted within each rank, no all-gather",
-    "tp_aware": "act-order written by the products before, no all-gather",
+    "naive": "activations of all ranks gathered before each row-parallel one",
+    "local_sort": "sorted within each rank",
+    "tp_aware": "written by the products before",
 }
 
 
@@ -77,31 +79,37 @@ class Need:
 
 def need(
     config: ModelConfig, tp: int, dtype: str, blocks: int, device: str, batch_invariant: bool,
-    quantized: GPTQConfig | None = None, layout: str = "tp_aware",
+    quantized: Quantization | None = None, layout: Layout = "tp_aware",
 ) -> Need:  # fmt: skip
-    """Prices one device of a server from the program that would run; `quantized` are the settings of a GPTQ folder.
+    """Prices one device (cpu or cuda) of a server from the program that would run.
 
     ValueError where tp does not fit the model.
     """
     model = build(config, dtype=DTYPES[dtype])
-    program = step_program(model, config, Mesh({"tp": tp}), rows=1, wanted=1, blocks=blocks, block_size=BLOCK_SIZE)
+    orders = {} if quantized is None else quantized.orders
+    made = step(
+        model, config, Mesh({"tp": tp}), rows=1, wanted=1, blocks=blocks, block_size=BLOCK_SIZE, orders=orders,
+        layout=layout,
+    )  # fmt: skip
+    kind = "cpu" if device == "cpu" else "gpu"
+    program = made.program if quantized is None else quantized.held(made, kind, dtype)
     parameters = {name for name, _ in model.named_parameters()}
-    held = sum(_held(port, quantized) for port in program.inputs if port.name in parameters)
+    held = sum(port.local_bytes for port in program.inputs if port.name in parameters)
     cache = sum(port.local_bytes for port in program.inputs if ".cache." in port.name)
     kernels = _kernels(dtype, device, batch_invariant)
     if quantized is not None:
-        kernels["quantized products"] = f"tpshard::quantized_matmul, {quantized.bits} bits, {_MEANING[layout]}"
+        kernels["quantized weights"] = f"{quantized}; {_meaning(made.arrangement, layout)}"
     return Need(tp, dtype, blocks, held, cache, _collectives(program), kernels)
 
 
-def _held(port: Port, quantized: GPTQConfig | None) -> int:
-    """Bytes of a parameter; quantized ones are codes, and a scale and a zero for each group."""
-    linear = port.name.endswith(".weight") and (".attention." in port.name or ".mlp." in port.name)
-    if quantized is None or not linear or len(port.shape) != 2:
-        return port.local_bytes
-    outputs, inputs = port.local
-    group = quantized.group_size if quantized.group_size > 0 else inputs
-    return outputs * inputs * quantized.bits // 8 + 4 * outputs * -(-inputs // group)
+def _meaning(arrangement: Arrangement, layout: str) -> str:
+    """What a layout makes of the act-order, in words."""
+    if not arrangement.rows:
+        return "in order as they come"
+    local = [name for name in arrangement.of if arrangement.rows[name].blocks > 1]
+    if layout == "tp_aware" and local:
+        return f"{layout}: written by the products before, {len(local)} sorted within each rank"
+    return f"{layout}: {_MEANING[layout]}"
 
 
 def _collectives(program: Program) -> tuple[dict[str, Any], ...]:

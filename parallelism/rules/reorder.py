@@ -27,5 +27,5 @@ def reorder(op: Op) -> Rule:
     whose = order.name.removesuffix(".order")
     return factors.rule(
         [(*rest, last), (last,)], [(*rest, last)], local=local, work=b,
-        because=f"the act-order permutation of {whose} mixes shards",
+        because=f"the act-order of {whose} mixes shards",
     )  # fmt: skip

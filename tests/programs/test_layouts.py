@@ -110,9 +110,9 @@ served = cache(lambda family, order: Served(MODELS[family], order))
 
 def gathers(step: Step) -> list[str]:
     """Modules whose act-order is gathered for."""
-    found = [c for c in step.program.collectives if c.reason.startswith("the act-order permutation of ")]
+    found = [c for c in step.program.collectives if c.reason.startswith("the act-order of ")]
     assert all(c.kind == "all_gather" and not c.asked for c in found)
-    return [c.reason.split()[4] for c in found]
+    return [c.reason.split()[3] for c in found]
 
 
 @pytest.fixture(autouse=True)

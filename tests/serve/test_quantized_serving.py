@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from tpshard.cli.serve_worker import open_weights
 from tpshard.kernels.gptq_solver import Settings
 from tpshard.kernels.rows_linear import TILE
@@ -19,7 +20,7 @@ from tpshard.serve.engine import Engine
 from tpshard.serve.job import Job
 from tpshard.serve.local import LocalRunner
 from tpshard.serve.quantize import Quantizer, Sequences, write
-from tpshard.serve.quantized import prepare
+from tpshard.serve.quantized import Inputs, Linear, prepare, rewrite
 from tpshard.serve.ranks import Ranks
 from tpshard.serve.request import Sampling, Sequence
 from tpshard.serve.worker import local_runner
@@ -101,6 +102,30 @@ def test_four_bits_are_multiplied_as_four_bits(folders: dict[str, Path]) -> None
     assert code.count("rows_linear.default(") == 1  # the head is dense
     found = greedy(quantized)[1]
     assert found[0] == pytest.approx(expected[0], abs=0.15)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_rows_are_kept_apart_only_where_it_is_asked_for(invariant: bool) -> None:
+    from tpshard.kernels import quantized_ops
+    from tpshard.kernels.gptq_solver import round_to_nearest
+
+    graph = fx.Graph()
+    x, first, second = (graph.placeholder(name) for name in ("x", "first", "second"))
+    nodes = [graph.call_function(torch.ops.tpshard.rows_linear.default, (x, w, None)) for w in (first, second)]
+    graph.output(tuple(nodes))
+    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    quantized = round_to_nearest(weight, Settings(group_size=32))
+    packed = quantized_ops.prepare(quantized, "cpu", torch.float32)  # as on a GPU: without torch's int4 form
+    linears = {"first": Linear(packed, None), "second": Linear(None, weight)}
+    inputs = Inputs(graph)
+    rewrite(nodes, {first: "first", second: "second"}, linears, inputs, invariant)
+    multiplied, dense = (node for node in graph.nodes if node.op == "call_function")
+    assert multiplied.target is torch.ops.tpshard.quantized_matmul.default and multiplied.args[-1] is invariant
+    assert dense.target is (torch.ops.tpshard.rows_linear.default if invariant else torch.ops.aten.linear.default)
+    rows = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    found = fx.GraphModule(torch.nn.Module(), graph)(rows, weight, weight, *inputs.tensors)
+    torch.testing.assert_close(found[0], rows @ quantized.dequantize(torch.float32))
+    torch.testing.assert_close(found[1], rows @ weight.T)
 
 
 @pytest.mark.parametrize("dense", [False, True])

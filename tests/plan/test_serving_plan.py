@@ -1,0 +1,169 @@
+"""Plans for serving quantized weights: what is priced is what the ranks of a server run, in every layout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from tpshard.cli.main import run as tpshard
+from tpshard.cli.serve_worker import open_weights
+from tpshard.kernels.gptq_solver import Order, Settings
+from tpshard.kernels.layouts import LAYOUTS
+from tpshard.models import build
+from tpshard.models.presets import ModelConfig
+from tpshard.parallelism.runtime.context import Context
+from tpshard.plan import make, text
+from tpshard.programs.served import served
+from tpshard.recipes.load import loads
+from tpshard.recipes.schema import Recipe
+from tpshard.serve.check import need
+from tpshard.serve.job import Job
+from tpshard.serve.parallel import Part
+from tpshard.serve.quantize import Quantizer, Sequences, write
+from tpshard.serve.step import StepInput
+
+CONFIG = ModelConfig(
+    family="llama", layers=2, width=64, heads=4, kv_heads=2, head_dim=64, mlp=128, vocab=128, max_seq=64, seq_len=16,
+    dtype="fp32",
+)  # fmt: skip
+ROWS = 8
+
+
+def quantized(out: Path, order: Order) -> Path:
+    model = build(CONFIG, device="cpu", seed=1)
+    parameters = dict(model.named_parameters())
+    tokens = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
+    read = lambda name: parameters[name].detach() * (1 if "norm" in name else 3)  # noqa: E731
+    write(Quantizer(CONFIG, read, Sequences(tokens, tokens), None, Settings(group_size=32), order), out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("gptq")
+    orders: tuple[Order, ...] = ("head_local", "global")
+    return {order: quantized(base / order, order) for order in orders}
+
+
+def recipe(checkpoint: Path | str, layout: str, *more: str) -> Recipe:
+    told = [f"serve.checkpoint={checkpoint}", f"serve.layout={layout}", "serve.mesh.tp=2", f"serve.requests={ROWS}"]
+    return loads("name: small\nmodel: {preset: tiny, seq_len: 16}\n", [*told, *more])
+
+
+class Counting(TorchDispatchMode):
+    """Counts collectives as they are dispatched: (kind, bytes of the buffer) -> times."""
+
+    KINDS = {"all_gather_into_tensor": "all_gather", "all_reduce": "all_reduce"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional" and func.overloadpacket.__name__ != "wait_tensor":
+            kind = self.KINDS.get(func.overloadpacket.__name__, func.overloadpacket.__name__)
+            buffer = out if kind == "all_gather" else args[0]
+            self.found[kind, buffer.numel() * buffer.itemsize] += 1
+        return out
+
+
+def serve_on_rank(context: Context, jobs: list[bytes]) -> list[tuple[dict[tuple[str, int], int], int, list[Any]]]:
+    """For each job: the collectives that a step of the server dispatches, bytes of weights held, and the logits."""
+    done = []
+    for raw in jobs:
+        job = Job.decode(raw)
+        part = Part(context, job, open_weights(job.source))
+        rows = np.arange(ROWS)
+        batch = StepInput(rows + 3, rows, rows + 16, rows * 0, np.array([[1]]), rows)
+        counting = Counting()
+        with counting:
+            logits = part.step(batch)
+        tensors = {t.untyped_storage().data_ptr(): t for t in part._fixed if t.is_floating_point()}
+        held = sum(t.untyped_storage().nbytes() for t in tensors.values() if t.dim() < 4)
+        for linear in part._linears.of.values():
+            packed = linear.packed
+            own = [] if packed is None else [packed.scales, packed.zeros, packed.int4, packed.int4_scales]
+            held += sum(t.untyped_storage().nbytes() for t in own if t is not None)
+        done.append((dict(counting.found), held, logits.tolist()))
+    return done
+
+
+def test_every_layout_sends_on_real_ranks_what_is_planned(pool: Any, folders: dict[str, Path]) -> None:
+    cases = [*(("head_local", layout) for layout in LAYOUTS), ("global", "tp_aware")]
+    recipes = {(order, layout): recipe(folders[order], layout) for order, layout in cases}
+    reports = {key: make.report(told, "", "decode") for key, told in recipes.items()}
+    jobs = []
+    for (order, layout), report in reports.items():
+        told = Job(str(folders[order]), 128, 64, 2, report.job.dtype, 4, 16, (ROWS,), layout=layout, dense=False)
+        jobs.append(told.encode())
+    results = pool.run(serve_on_rank, jobs, world=2, mesh={"tp": 2})
+    expected = torch.tensor(results[0][0][2])
+    for i, ((order, layout), report) in enumerate(reports.items()):
+        program = report.pricing.parts[0].part.program
+        planned = Counter((c.kind, c.bytes) for c in program.collectives)
+        for rank in results:
+            sent, held, logits = rank[i]
+            assert sent == planned
+            assert held == pytest.approx(report.static_bytes()["parameters"], rel=0.001)
+            if order == "head_local":  # bf16: products of 64 to 256 inputs, rounded after sums in another order
+                assert (torch.tensor(logits) - expected).norm() <= 0.03 * expected.norm()
+        # an all-reduce for attention and one for the MLP of each layer, and one for the embedding
+        assert sum(n for (kind, _), n in planned.items() if kind == "all_reduce") == 2 * CONFIG.layers + 1
+        gathers = sum(n for (kind, _), n in planned.items() if kind == "all_gather")
+        assert gathers == 1 + (2 * CONFIG.layers if layout == "naive" else 0)
+        whole = need(CONFIG, 2, "bf16", 4, "cpu", True, served(recipes[order, layout], "cpu").quantized, layout)
+        assert sum(c["count"] for c in whole.collectives) == planned.total()
+        assert whole.parameter_bytes == report.static_bytes()["parameters"]
+
+
+def test_a_plan_says_what_gathers_and_why(folders: dict[str, Path]) -> None:
+    naive, aware, local = (make.report(recipe(folders["head_local"], layout), "", "decode") for layout in
+                           ("naive", "tp_aware", "local_sort"))  # fmt: skip
+    assert not aware.reshards and not local.reshards
+    rows = {row["reason"].partition(":")[0]: (row["kind"], row["count"], row["bytes"]) for row in naive.reshards}
+    # activations of 8 rows in bf16: of all heads, and of the whole MLP
+    assert rows == {
+        "the act-order of layers.*.attention.wo mixes shards": ("all_gather", 2, 2 * ROWS * 4 * 64 * 2),
+        "the act-order of layers.*.mlp.down mixes shards": ("all_gather", 2, 2 * ROWS * 128 * 2),
+    }
+    screen = text.screen(naive)
+    assert "2 x all_gather over tp, 8.00 KiB: the act-order of layers.*.attention.wo mixes shards" in screen
+    assert "weights 4 bits in groups of 32, 14 of 14 linears act-ordered, layout naive" in screen
+    assert "RESHARDS" not in text.screen(aware)
+    assert naive.pricing.step_s > aware.pricing.step_s
+
+
+def test_a_folder_that_is_not_there_is_planned_as_it_will_be_written(folders: dict[str, Path], capsys: Any) -> None:
+    dims = ["layers=2", "width=64", "heads=4", "kv_heads=2", "head_dim=64", "mlp=128", "vocab=128"]
+    own = [f"model.{d}" for d in dims]
+    for order, folder in folders.items():
+        for layout in LAYOUTS:
+            there = make.report(recipe(folder, layout), "", "decode")
+            wanted = ["quantize.group_size=32", f"quantize.order={order}"]
+            planned = make.report(recipe("not-yet", layout, *own, *wanted), "", "decode")
+            assert any("not-yet is not there yet" in warning for warning in planned.warnings)
+            assert planned.fingerprint == there.fingerprint
+            assert planned.static_bytes() == there.static_bytes()
+    dense = make.report(recipe("latest", "naive", *own), "", "decode")
+    assert not dense.reshards and not dense.job.quantized
+    broken = folders["global"].parent / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
+    told = ["plan", "tiny", "--for", "decode", "--dry-run", f"serve.checkpoint={broken}", "serve.mesh.tp=1"]
+    assert tpshard(told) == 7
+    assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("device", "held"), [("h100-sxm-80g", 128 // 2 + 4 * 2), ("cpu", 128 // 2 + 4 * 7)])
+def test_four_bits_are_planned_as_four_bits(device: str, held: int, folders: dict[str, Path]) -> None:
+    """Bytes of an output of `down`: codes, a scale for every 32 inputs, on a CPU those of torch's own form as well."""
+    told = recipe(folders["global"], "tp_aware", "serve.mesh.tp=1", f"cluster.device={device}")
+    (port,) = [p for p in make.report(told, "", "decode").pricing.parts[0].part.program.inputs
+               if p.name == "layers.0.mlp.down.weight"]  # fmt: skip
+    assert port.local_bytes == 64 * held
