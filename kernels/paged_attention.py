@@ -14,6 +14,10 @@ row's products have a shape that follows from its position only, and heads never
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,30 +53,58 @@ def _check(q: Tensor, k: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tens
         raise ValueError(f"paged_attention: a block of {k_pool.shape[1]} positions does not divide 32")
 
 
-def _groups(positions: list[int], sequences: list[int]) -> dict[tuple[int, int], list[int]]:
-    """Rows that can be multiplied together: one span, and either one sequence (its keys are read once) or singles."""
-    rows_of: dict[int, int] = {}
-    for sequence in sequences:
-        rows_of[sequence] = rows_of.get(sequence, 0) + 1
+@dataclass(frozen=True)
+class _Part:
+    """Rows that are multiplied together: one span, and either one sequence (its keys are read once) or singles."""
+
+    rows: Tensor
+    """[r]"""
+    span: int
+    entries: Tensor
+    """[m * kv * span]: the keys and values read, in a pool seen as [n * s * kv, d]; m is 1 for one sequence, else r"""
+    unseen: Tensor
+    """[r, 1, 1, span]: keys after the row's own position"""
+    shared: bool
+
+
+@lru_cache(maxsize=4)
+def _parts(positions: bytes, sequences: bytes, tables: bytes, block: int, heads: int, kv: int) -> tuple[_Part, ...]:
+    """How rows with these positions and sequences (int64) are multiplied. Kept, since all layers of a step ask alike.
+
+    `tables` is int64 [sequences, blocks], flat; what a span reads beyond a table's end is block 0.
+    """
+    position, sequence = (np.frombuffer(x, dtype=np.int64) for x in (positions, sequences))
+    table = np.frombuffer(tables, dtype=np.int64).reshape(sequence.max() + 1, -1)
+    many = np.bincount(sequence)[sequence] > 1
     groups: dict[tuple[int, int], list[int]] = {}
-    for row, (position, sequence) in enumerate(zip(positions, sequences)):
-        key = (span(position), sequence if rows_of[sequence] > 1 else -1)
-        groups.setdefault(key, []).append(row)
-    return groups
+    for row, (at, which, shared) in enumerate(zip(position.tolist(), sequence.tolist(), many.tolist())):
+        groups.setdefault((span(at), which if shared else -1), []).append(row)
+    parts = []
+    for (p, which), members in groups.items():
+        step = max(1, _SCORES // (heads * p))
+        for rows in (np.array(members[start : start + step]) for start in range(0, len(members), step)):
+            blocks = table[[which] if which >= 0 else sequence[rows], : p // block]  # [m, span / block]
+            blocks = np.pad(blocks, ((0, 0), (0, p // block - blocks.shape[1])))
+            slots = (blocks[:, :, None] * block + np.arange(block)).reshape(len(blocks), 1, p)
+            entries = torch.from_numpy(slots * kv + np.arange(kv)[:, None]).flatten()  # of [m, kv, span]
+            unseen = torch.from_numpy(np.arange(p) > position[rows, None, None, None])
+            parts.append(_Part(torch.from_numpy(rows), p, entries, unseen, which >= 0))
+    return tuple(parts)
 
 
-def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """q: [r, kv, g, d]; keys, values: [r or 1, p, kv, d]; positions: [r] -> [r, kv, g, d], all fp32"""
-    r, kv, g, _ = q.shape
-    p = keys.shape[1]
-    scores = q.new_empty(kv, r, g, p)
-    q = q * scale
+def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, part: _Part) -> Tensor:
+    """q: [r, kv, g, d], scaled; keys, values: [m * kv, span, d] -> [r, kv, g, d], all fp32"""
+    r, kv, g, d = q.shape
+    turned, unseen = keys.transpose(1, 2), part.unseen.to(q.device)
+    if not part.shared:
+        scores = torch.bmm(q.reshape(r * kv, g, d), turned).view(r, kv, g, part.span)
+        probabilities = torch.softmax(scores.masked_fill_(unseen, float("-inf")), -1)
+        return torch.bmm(probabilities.view(r * kv, g, part.span), values).view(r, kv, g, d)
+    scores = q.new_empty(kv, r, g, part.span)
     for head in range(kv):
-        torch.bmm(q[:, head], keys[:, :, head].transpose(1, 2).expand(r, -1, -1), out=scores[head])
-    unseen = torch.arange(p, device=q.device) > positions[:, None]
-    probabilities = torch.softmax(scores.masked_fill_(unseen[None, :, None, :], float("-inf")), -1)
-    out = [torch.bmm(probabilities[head], values[:, :, head].expand(r, -1, -1)) for head in range(kv)]
-    return torch.stack(out, dim=1)
+        torch.bmm(q[:, head], turned[head].expand(r, -1, -1), out=scores[head])
+    probabilities = torch.softmax(scores.masked_fill_(unseen.transpose(0, 1), float("-inf")), -1)
+    return torch.stack([torch.bmm(probabilities[i], values[i].expand(r, -1, -1)) for i in range(kv)], dim=1)
 
 
 def _store(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
@@ -89,18 +121,15 @@ def paged_attention_reference(
     _check(q, k, k_pool, v_pool, positions)
     _store(k, v, k_pool, v_pool, slots)
     (b, t, h, d), (_, block, kv, _) = q.shape, k_pool.shape
-    rows = q.reshape(b * t, kv, h // kv, d).float()
-    flat_positions, flat_sequences = positions.reshape(-1), sequences.reshape(-1)
+    rows = q.reshape(b * t, kv, h // kv, d).float() * scale
     out = torch.empty_like(rows)
-    for (p, sequence), members in _groups(flat_positions.tolist(), flat_sequences.tolist()).items():
-        step = max(1, _SCORES // (h * p))
-        for start in range(0, len(members), step):
-            part = torch.tensor(members[start : start + step], device=q.device)
-            table = tables[flat_sequences[part[:1] if sequence >= 0 else part], : p // block]
-            table = torch.nn.functional.pad(table, (0, p // block - table.shape[1]))
-            keys = k_pool[table].reshape(table.shape[0], p, kv, d).float()
-            values = v_pool[table].reshape(table.shape[0], p, kv, d).float()
-            out[part] = _attend_rows(rows[part], keys, values, flat_positions[part], scale)
+    said = (positions.reshape(-1), sequences.reshape(-1), tables[: int(sequences.max()) + 1])
+    for part in _parts(*(x.cpu().contiguous().numpy().tobytes() for x in said), block, h, kv):
+        entries, members = part.entries.to(q.device), part.rows.to(q.device)
+        keys, values = (
+            pool.view(-1, d).index_select(0, entries).float().view(-1, part.span, d) for pool in (k_pool, v_pool)
+        )
+        out[members] = _attend_rows(rows[members], keys, values, part)
     return out.reshape(b, t, h, d).to(q.dtype)
 
 

@@ -90,7 +90,9 @@ class Part:
         nodes = fix_rows(graph, None if job.batch_invariant else quantized)
         rewrite(nodes, names, self._linears.of, more, job.batch_invariant)
         nodes = [node for node in nodes if not node._erased]
-        packed = pack_weights(graph, nodes, held.get, self._packed) if job.batch_invariant else []
+        packed: list[Tensor] = []
+        if job.batch_invariant:
+            packed = pack_weights(graph, nodes, held.get, self._packed, widen=bool(self._linears.of))
         executor.module.recompile()
         return executor, [*more.tensors, *packed]
 
