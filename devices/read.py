@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tpshard.parallelism.cost import Device, Link
+from tpshard.parallelism.cost import Crowd, Device, Link
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
 from tpshard.recipes.nodes import Node, read, scalar
 
@@ -49,17 +49,28 @@ _LINK = {
     "slowdown": _Key("share", 0.0, 0.95, 0.0),
     "shared": _Key("bool", default=False),
     "direct": _Key("bool", default=False),
-    "crowded": _Key("time", 0.0, 1.0, 0.0),
+}
+_CROWD = {
+    "compute": _Key("ratio", 0.01, 4.0, 1.0),
+    "memory": _Key("ratio", 0.01, 4.0, 1.0),
+    "overhead": _Key("ratio", 0.01, 1000.0, 1.0),
+    "bandwidth": _Key("bandwidth", 1e6, 1e13, 0.0),
+    "latency": _Key("time", 0.0, 1.0, 0.0),
+    "slowdown": _Key("share", 0.0, 0.95, -1.0),
 }
 _CONSTANTS = {
     "matmul": _Key("share", 0.01, 1.0, 0.75),
     "attention": _Key("share", 0.005, 1.0, 0.5),
     "attention_backward": _Key("share", 0.005, 1.0, 0.4),
+    "softmax": _Key("ratio", 0.0, 1000.0, 0.0),
+    "packing": _Key("ratio", 0.01, 100.0, 1.0),
     "streaming": _Key("share", 0.01, 1.0, 0.85),
     "op": _Key("time", 0.0, 0.1, 4e-6),
     "eager_op": _Key("time", 0.0, 0.1, 8e-6),
+    "view": _Key("time", 0.0, 0.1, 0.0),
     "issue": _Key("time", 0.0, 0.1, 2e-5),
     "step": _Key("time", 0.0, 10.0, 0.0),
+    "growth": _Key("bandwidth", 0.0, 1e15, 0.0),
     "reserved": _Key("ratio", 1.0, 2.0, 1.05),
 }
 _TOP = {
@@ -81,6 +92,7 @@ _HOST = {
     "cores": _Key("int", 0, 4096, 0),
     "inside": _Key("link"),
     "across": _Key("link"),
+    "crowds": _Key("crowds", default={}),
 }
 _RATES = {name: _Key("rate", 1e8, 1e17) for name in ("bf16", "fp16", "fp32", "tf32", "fp8", "fp64", "int8")}
 
@@ -123,13 +135,18 @@ def parse(data: bytes, file: str) -> Device:
         matmul=constants["matmul"],
         attention=constants["attention"],
         attention_backward=constants["attention_backward"],
+        softmax=constants["softmax"],
+        packing=constants["packing"],
         streaming=constants["streaming"],
         op_s=constants["op"],
         eager_op_s=constants["eager_op"],
+        view_s=constants["view"],
         issue_s=constants["issue"],
         step_s=constants["step"],
+        growth=constants["growth"],
         reserved=constants["reserved"],
         cores=host["cores"],
+        crowds={n: _crowd(values) for n, values in host["crowds"].items()},
         fitted=top["fitted"],
     )
     if made.kind == "cpu" and made.cores < 1:
@@ -144,7 +161,15 @@ def parse(data: bytes, file: str) -> Device:
 def _link(values: dict[str, Any]) -> Link:
     return Link(
         values["bandwidth"], values["latency"], values["efficiency"], values["slowdown"], values["shared"],
-        values["direct"], values["crowded"],
+        values["direct"],
+    )  # fmt: skip
+
+
+def _crowd(values: dict[str, Any]) -> Crowd:
+    slowdown = values["slowdown"]
+    return Crowd(
+        values["compute"], values["memory"], values["overhead"], values["bandwidth"], values["latency"],
+        None if slowdown < 0 else slowdown,
     )  # fmt: skip
 
 
@@ -193,6 +218,8 @@ class _Reader:
             return self.section(node, _CONSTANTS, path)
         if key.unit == "rates":
             return self._rates(node, path)
+        if key.unit == "crowds":
+            return self._crowds(node, path)
         if key.unit == "texts":
             return {name.text: value.text for name, value in node.entries}
         if node.kind != "scalar":
@@ -216,6 +243,18 @@ class _Reader:
             limits = f"between {_show(key.least, key.unit)} and {_show(key.most, key.unit)}"
             self.wrong(f"`{path}: {node.text}` cannot be", node, f"{limits} expected", "")
         return int(number) if key.unit == "int" else number
+
+    def _crowds(self, node: Node, path: str) -> dict[int, dict[str, Any]]:
+        if node.kind != "map":
+            self.wrong(f"`{path}` is not a map", node, "number of processes: what one of them reaches", "")
+            return {}
+        found = {}
+        for written, value in node.entries:
+            if not written.text.isascii() or not written.text.isdigit() or not 1 <= int(written.text) <= 4096:
+                self.wrong(f"`{_join(path, written.text)}` is not a number of processes", written, "1 to 4096", "")
+                continue
+            found[int(written.text)] = self.section(value, _CROWD, _join(path, written.text))
+        return found
 
     def _rates(self, node: Node, path: str) -> dict[str, float]:
         if node.kind != "map" or not node.entries:

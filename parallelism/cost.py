@@ -32,8 +32,25 @@ class Link:
     """Share of the computing rate lost while a collective runs over this link."""
     shared: bool = False
     direct: bool = False
-    crowded_s: float = 0.0
-    """Latency of one hop where a host has more processes than cores; 0: `latency_s` times the turns they take."""
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """CPU only: what one of so many processes at once on a host reaches, each computing, moving or sending the same.
+
+    They share cores, caches and memory, and above the number of cores they take turns: shares of an even part of the
+    host's rates, a multiple of what an operation costs besides its work, and what a process sends to the others.
+    """
+
+    compute: float = 1.0
+    memory: float = 1.0
+    overhead: float = 1.0
+    bandwidth: float = 0.0
+    """Bytes/s that one process sends; 0: an even part of the host's."""
+    latency_s: float = 0.0
+    """Of one hop; 0: `inside`'s, times the turns that processes take."""
+    slowdown: float | None = None
+    """Share of its computing rate that a process loses beside a collective; None: `inside`'s."""
 
 
 @dataclass(frozen=True)
@@ -57,42 +74,67 @@ class Device:
     attention: float = 0.5
     """Share of the dense rate that fused attention reaches, forward."""
     attention_backward: float = 0.4
+    softmax: float = 0.0
+    """What the softmax of a score costs, in dims of a head: attention's FLOPs count 1 + softmax / head_dim times."""
+    packing: float = 1.0
+    """CPU only: share of the memory bandwidth at which a matrix product reads its operands and writes its result."""
     streaming: float = 0.85
     """Share of the memory bandwidth that pointwise operations and reductions reach."""
     op_s: float = 4e-6
     """Least time of one operation run from a compiled graph."""
     eager_op_s: float = 8e-6
     """Least time of one operation issued by the interpreter."""
+    view_s: float = 0.0
+    """Time the interpreter takes for an operation that moves nothing: a view. A GPU's is hidden behind its kernels."""
     issue_s: float = 2e-5
     """Time that issuing a collective and waiting for it takes from the computing lane."""
     reserved: float = 1.05
     """Bytes the allocator reserves for each byte allocated at the peak."""
     step_s: float = 0.0
     """What a step costs besides its operations: data, metrics, the host's loop."""
+    growth: float = 0.0
+    """CPU only: bytes/s at which the memory that a program takes and gives back is made ready; 0: at no cost."""
     cores: int = 0
     """CPU only: cores of the host, shared by its processes; the rates above are then the whole host's."""
+    crowds: Mapping[int, Crowd] = field(default_factory=dict)
+    """CPU only: by number of processes on a host; between two of them the smaller one's is taken."""
     fitted: Mapping[str, str] = field(default_factory=dict)
     """Constant -> how it was fitted. A figure that rests on one of them is `calibrated`, else `roofline`."""
 
     def shared_by(self, processes: int) -> Device:
         """The device that one of `processes` on a host has. Only a CPU's cores and memory are shared.
 
-        Overheads grow where there are more processes than cores, since they then take turns.
+        What they lose to each other besides is in `crowds`; where that says nothing, overheads grow with the turns
+        that more processes than cores take.
         """
-        if self.kind != "cpu" or processes <= 1:
+        if self.kind != "cpu" or (processes <= 1 and 1 not in self.crowds):
             return self
         turns = max(1.0, processes / max(1, self.cores))
-        hop = self.inside.latency_s if turns == 1 else self.inside.crowded_s or self.inside.latency_s * turns
+        measured = max((n for n in self.crowds if n <= processes), default=0)
+        crowd = self.crowds.get(measured, Crowd())
+        # beyond the largest crowd that was measured, and without any, overheads grow as the turns do
+        more = turns / max(1.0, measured / max(1, self.cores))
+        inside = replace(
+            self.inside,
+            latency_s=(crowd.latency_s or self.inside.latency_s) * more,
+            slowdown=self.inside.slowdown if crowd.slowdown is None else crowd.slowdown,
+        )
+        if crowd.bandwidth:
+            inside = replace(inside, bandwidth=crowd.bandwidth * measured / processes, shared=False)
+        overhead = crowd.overhead * more
         return replace(
             self,
-            inside=replace(self.inside, latency_s=hop),
-            rates={dtype: rate / processes for dtype, rate in self.rates.items()},
-            memory_bandwidth=self.memory_bandwidth / processes,
+            inside=inside,
+            rates={dtype: rate * crowd.compute / processes for dtype, rate in self.rates.items()},
+            memory_bandwidth=self.memory_bandwidth * crowd.memory / processes,
             memory_bytes=self.memory_bytes // processes,
-            op_s=self.op_s * turns,
-            eager_op_s=self.eager_op_s * turns,
-            issue_s=self.issue_s * turns,
-            step_s=self.step_s * turns,
+            growth=self.growth * crowd.memory / processes,
+            op_s=self.op_s * overhead,
+            eager_op_s=self.eager_op_s * overhead,
+            view_s=self.view_s * overhead,
+            issue_s=self.issue_s * overhead,
+            step_s=self.step_s * overhead,
+            crowds={},
         )
 
     def rate(self, dtype: str) -> float:
@@ -204,7 +246,8 @@ def collective(
         as_kind, as_backend = "all_to_all", "nccl"
     sent = wire_bytes(as_kind, buffer, span.members, as_backend)
     rate = bandwidth(device, span, topology.per_host)
-    rounds = 2 if sent > buffer else 1
+    # gloo's all-reduce takes both rounds also between two, where they send no more than the buffer
+    rounds = 2 if sent > buffer or (kind == "all_reduce" and device.backend == "gloo") else 1
     hop_in, hop_out = device.inside.latency_s, device.across.latency_s
     ring = rounds * ((span.hosts - 1) * hop_out + (span.members - span.hosts) * hop_in)
     tree = rounds * (math.ceil(math.log2(span.hosts)) * hop_out + math.ceil(math.log2(span.inside or 1)) * hop_in)
@@ -222,10 +265,13 @@ def collective(
 Work = Literal["matmul", "attention", "attention_backward", "stream", "free"]
 
 
-def operation(device: Device, work: Work, flops: int, moved: int, dtype: str, *, eager: bool) -> float:
+def operation(
+    device: Device, work: Work, flops: int, moved: int, dtype: str, *, eager: bool, head_dim: int = 0
+) -> float:
     """Seconds of one kernel: the larger of computing and moving bytes (the roofline), at the device's efficiencies.
 
-    `moved` counts bytes read and written in the device's memory.
+    `moved` counts bytes read and written in the device's memory; `head_dim` is attention's. A CPU computes and moves in
+    turn: there the two add up.
     """
     if work == "free":
         return 0.0
@@ -235,6 +281,9 @@ def operation(device: Device, work: Work, flops: int, moved: int, dtype: str, *,
         return memory + least if device.kind == "cpu" else max(memory, least)
     share = {"matmul": device.matmul, "attention": device.attention}.get(work, device.attention_backward)
     compute = flops / (device.rate(dtype) * share)
+    if work != "matmul" and head_dim:
+        compute *= 1 + device.softmax / head_dim
     if device.kind == "cpu":
-        return compute + least
+        packed = moved / (device.memory_bandwidth * device.packing) if work == "matmul" else 0.0
+        return compute + packed + least
     return max(compute, memory, least)

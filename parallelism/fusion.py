@@ -203,7 +203,7 @@ def kernels(program: Program, *, compiled: Compiled) -> list[Kernel]:
             out.append(Kernel(node, "free", 0, 0, result_bytes(node), dtype, False))
             continue
         if work == "free":
-            out.append(Kernel(node, "free", 0, 0, 0, dtype, False))
+            out.append(Kernel(node, "free", 0, 0, 0, dtype, False, seen_by[node]))
             continue
         mine = inner.group.get(node, node) if inner is not None else node
         size = result_bytes(node)
@@ -359,8 +359,13 @@ def _name(spec: Spec) -> str:
 
 def seconds(kernel: Kernel, device: Device) -> float:
     """Time of one kernel on `device`."""
+    node, here = kernel.node, known(kernel.node)
     if kernel.work == "free":
-        return 0.0
+        # what the interpreter dispatches though it moves nothing; a compiler leaves no trace of it
+        dispatched = node.op == "call_function" and here.specs and here.comm is None
+        return device.view_s if dispatched and not kernel.compiled else 0.0
     if kernel.work == "stream" and not kernel.counts:
         return kernel.moved / (device.memory_bandwidth * device.streaming)
-    return operation(device, kernel.work, kernel.flops, kernel.moved, kernel.dtype, eager=not kernel.compiled)
+    head_dim = here.specs[0].shape[-1] if kernel.work.startswith("attention") and here.specs else 0
+    eager = not kernel.compiled
+    return operation(device, kernel.work, kernel.flops, kernel.moved, kernel.dtype, eager=eager, head_dim=head_dim)

@@ -1,59 +1,164 @@
 """`tpshard doctor --measure`: the constants of the machine it runs on, fitted into a dated device file.
 
-On a CPU: as many processes as there are cores measure matrix products, attention, memory and bare operations at the
-same time, so that what they share is shared; two and four processes measure gloo. On a GPU the device is measured and
-its links are taken from the shipped file of its kind.
+On a CPU one, two and four processes (and one for each core) measure products, attention, streams of operations and
+gloo, all at the same time, so that what they take from each other is in the constants. On a GPU the device is measured
+and its links are taken from the shipped file of its kind.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-import math
 import os
 import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
+from tpshard.parallelism.cost import Device, Link, Topology, collective, wire_bytes
+from tpshard.parallelism.mesh import Mesh
 from tpshard.recipes.diagnostic import Exit, Mistakes
+
+Result = dict[str, Any]
+"""What one process of `measure_worker` found."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Least squares of seconds = fixed + amount / rate."""
+    """Least squares of seconds = sum of amount x cost."""
 
-    fixed_s: float
-    rate: float
+    costs: tuple[float, ...]
+    """Seconds for one of each amount, none negative."""
     error: float
     """Mean absolute error, as a share of the measured seconds."""
 
 
-def fit(points: Sequence[tuple[float, float]]) -> Fit:
-    """Fits (amount, seconds) pairs; relative errors weigh alike, or the largest point would decide alone."""
-    rows = [(1 / s, a / s) for a, s in points]
-    a11 = sum(x * x for x, _ in rows)
-    a12 = sum(x * y for x, y in rows)
-    a22 = sum(y * y for _, y in rows)
-    b1, b2 = sum(x for x, _ in rows), sum(y for _, y in rows)
-    determinant = a11 * a22 - a12 * a12
-    fixed = (b1 * a22 - b2 * a12) / determinant if determinant > 1e-30 * a11 * a22 else 0.0
-    if fixed < 0 or not math.isfinite(fixed):
-        fixed = 0.0
-    slope = (b2 - fixed * a12) / a22
-    if slope <= 0:
-        slope = min(s / a for a, s in points)
-    error = sum(abs((fixed + a * slope) / s - 1) for a, s in points) / len(points)
-    return Fit(fixed, 1 / slope, error)
+def fit(rows: Sequence[Sequence[float]]) -> Fit:
+    """Fits rows of (amount, ..., seconds). Errors are relative, or the longest measurement would decide alone.
+
+    A cost that would be negative is left out: of the subsets of costs that are not, the one that fits best.
+    """
+    table = np.array(rows, dtype=float)
+    scaled, ones = table[:, :-1] / table[:, -1:], np.ones(len(table))
+    count = scaled.shape[1]
+    best, best_left = np.zeros(count), np.inf
+    for size in range(1, count + 1):
+        for kept in combinations(range(count), size):
+            found, *_ = np.linalg.lstsq(scaled[:, kept], ones, rcond=None)
+            left = float(((scaled[:, kept] @ found - ones) ** 2).sum())
+            if (found >= 0).all() and left < best_left:
+                best, best_left = np.zeros(count), left
+                best[list(kept)] = found
+    error = float(np.abs(scaled @ best - ones).mean())
+    return Fit(tuple(float(cost) for cost in best), error)
+
+
+@dataclass(frozen=True)
+class Computing:
+    """What one process of a crowd reaches."""
+
+    rates: dict[str, float]
+    """FLOP/s of products by dtype."""
+    packing: float
+    """Bytes/s of a product's operands and result, beside its FLOPs."""
+    softmax: float
+    attention: float
+    """FLOP/s, each counted 1 + softmax / head size times."""
+    attention_backward: float
+    streaming: float
+    """Bytes/s of pointwise operations and reductions."""
+    growth: float
+    """Bytes/s at which memory that a step takes and gives back is made ready."""
+    op_s: float
+    view_s: float
+    errors: dict[str, float]
+
+
+def computing(results: Sequence[Result]) -> Computing:
+    """Constants of one process from the rows of all processes of a crowd."""
+    op_s, view_s = (max(0.0, _middle(t for entry in results for t in entry["overhead"][key])) for key in ("op", "view"))
+    # an operation's own time was measured apart: what is left of it here is at least a fifth
+    rows = [row for entry in results for row in entry["stream"]]
+    streams = fit([(moved, fresh, max(s - ops * op_s, 0.2 * s)) for ops, moved, _, fresh, s in rows])
+    per_byte, per_fresh = streams.costs
+    # of what a step takes and gives back the system hands out a part anew: that much for each byte of it
+    again = sum(row[3] for row in rows) / sum(row[2] for row in rows)
+    products = fit([row[1:] for entry in results for row in entry["matmul"] if row[0] == "float32"])
+    per_flop, packing = products.costs
+    half = fit([(row[1], row[3]) for entry in results for row in entry["matmul"] if row[0] == "bfloat16"])
+    ahead, back = (
+        fit([(flops, flops / d, s) for entry in results for flops, d, s in entry["attention"][way]]) for way in (0, 1)
+    )
+    # one number for both ways: what their softmax costs, in dims of a head
+    softmax = (ahead.costs[1] + back.costs[1]) / max(ahead.costs[0] + back.costs[0], 1e-30)
+    rates = [
+        fit([(flops * (1 + softmax / d), s) for entry in results for flops, d, s in entry["attention"][way]])
+        for way in (0, 1)
+    ]
+    return Computing(
+        rates={"fp32": 1 / per_flop, "bf16": 1 / half.costs[0]},
+        packing=1 / max(packing, 1e-3 * per_byte),
+        softmax=softmax,
+        attention=1 / rates[0].costs[0],
+        attention_backward=1 / rates[1].costs[0],
+        streaming=1 / per_byte,
+        growth=1 / max(per_fresh * again, 1e-13),
+        op_s=op_s,
+        view_s=view_s,
+        errors={
+            "matmul": products.error, "attention": (rates[0].error + rates[1].error) / 2, "streaming": streams.error
+        },
+    )  # fmt: skip
+
+
+def _middle(values: Iterable[float]) -> float:
+    return float(np.median(list(values)))
+
+
+@dataclass(frozen=True)
+class Communicating:
+    """What one process of a crowd sends while all send."""
+
+    latency_s: float
+    bandwidth: float
+    slowdown: float
+    """Share of the cores that a large collective keeps busy."""
+    error: float
+
+
+def communicating(results: Sequence[Result], local: float) -> Communicating:
+    """`local`: bytes/s at which a process adds up what it receives, which the cost model counts by itself."""
+    rows, busy = [], []
+    for entry in results:
+        for kind, members, buffer, seconds, share in entry["comm"]:
+            summed = buffer / local if kind == "all_reduce" else 0.0
+            hops, sent = _hops(kind, members), wire_bytes(kind, buffer, members, "gloo")
+            rows.append((hops, sent, max(seconds - summed, 0.2 * seconds)))
+            if buffer >= 1 << 20:
+                busy.append(share)
+    found = fit(rows)
+    rate = 1 / max(found.costs[1], 1e-13)
+    return Communicating(found.costs[0], rate, min(0.95, _middle(busy)), found.error)
+
+
+def _hops(kind: str, members: int) -> float:
+    """Hops that the cost model counts for a collective: what it costs where a hop takes a second and bytes nothing."""
+    link = Link(bandwidth=1e30, latency_s=1.0)
+    unit = Device("unit", "gpu", "gloo", 1, 0, 1e30, {"fp32": 1.0}, members, link, link)
+    mesh = Mesh({"x": members})
+    return collective(unit, Topology(mesh, members), kind, (mesh.axis("x"),), 64).seconds
 
 
 def measure(say: Callable[[str], None] | None = None, *, name: str = "", today: str = "") -> str:
-    """Text of a device file for this machine. `say` gets a line per stage. Takes about half a minute.
+    """Text of a device file for this machine. `say` gets a line per stage. Takes one to three minutes.
 
     Raises `Mistakes` (exit 5) where the processes of a measurement do not come up.
     """
@@ -66,14 +171,19 @@ def measure(say: Callable[[str], None] | None = None, *, name: str = "", today: 
 
         return measure_gpu(tell, name, today)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    crowds = sorted({1, 2, 4, min(cores, MOST)})
+    found: dict[int, list[Result]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        tell(f"computing: {cores} process(es) at once")
-        alone = _run(Path(folder), cores, cores)
-        tell("communicating: 2 processes")
-        two = alone if cores == 2 else _run(Path(folder), 2, cores)
-        tell("communicating: 4 processes")
-        four = _run(Path(folder), 4, cores)
-    return _file(name or "measured-cpu", today, cores, alone, two, four)
+        for i, processes in enumerate(crowds):
+            begun = time.monotonic()
+            tell(f"{i + 1} of {len(crowds)}: {processes} process(es) on {cores} core(s) compute, move and send ...")
+            found[processes] = _run(Path(folder), processes, cores)
+            tell(f"  {time.monotonic() - begun:.0f} s")
+    return device_file(name or "measured-cpu", today, cores, psutil.virtual_memory().total, found)
+
+
+MOST = 16
+"""Processes at once at most: more add nothing that a host's rates do not say."""
 
 
 def _run(folder: Path, world: int, cores: int) -> list[dict[str, Any]]:
@@ -104,31 +214,44 @@ def _run(folder: Path, world: int, cores: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"result-{world}-{rank}.json").read_text()) for rank in range(world)]
 
 
-def _file(
-    name: str, today: str, cores: int, alone: list[dict[str, Any]], two: list[dict[str, Any]],
-    four: list[dict[str, Any]],
-) -> str:  # fmt: skip
-    n = len(alone)
-    computed = [entry["compute"] for entry in alone]
+def device_file(name: str, today: str, cores: int, memory: int, found: dict[int, list[Result]]) -> str:
+    """A device file from what the processes of each crowd measured.
 
-    def gather(key: str) -> list[tuple[float, float]]:
-        return [(row[-2], row[-1]) for entry in computed for row in entry[key]]
+    The rates are those of the largest crowd that has a core for each process; the others' are shares of them.
+    """
+    each = {n: computing(results) for n, results in found.items()}
+    sends = {n: communicating(results, each[n].streaming) for n, results in found.items() if n > 1}
+    base = max(n for n in each if n <= cores)
+    here, near = each[base], sends[min(n for n in sends if n >= min(base, 2))]
+    rates = {dtype: rate * base for dtype, rate in here.rates.items()}
+    memory_rate = here.streaming * base
+    op_s, view_s = here.op_s, here.view_s
 
-    by_dtype = {
-        short: fit([(row[1], row[2]) for entry in computed for row in entry["matmul"] if row[0] == long])
-        for short, long in (("fp32", "float32"), ("bf16", "bfloat16"))
-    }
-    stream = fit(gather("stream"))
-    rates = {dtype: found.rate * n for dtype, found in by_dtype.items()}
-    attention = [entry["attention"][0] / entry["attention"][1] * n / rates["fp32"] for entry in computed]
-    backward = [e["attention_backward"][0] / e["attention_backward"][1] * n / rates["fp32"] for e in computed]
-    op_s = sum(entry["op_s"] for entry in computed) / n
-    hop, rate = _network(two, 2)
-    crowded, rate_four = _network(four, 4)
-    slow = sum(entry["slowdown"] for entry in (*two, *four)) / (len(two) + len(four))
-    memory = psutil.virtual_memory().total
-    error = sum(found.error for found in by_dtype.values()) / len(by_dtype)
+    def crowd(n: int) -> str:
+        mine = each[n]
+        parts = {
+            "compute": f"{mine.rates['fp32'] * n / rates['fp32']:.3g}",
+            "memory": f"{mine.streaming * n / memory_rate:.3g}",
+            "overhead": f"{(mine.op_s + mine.view_s) / max(op_s + view_s, 1e-9):.3g}",
+        }
+        if n in sends:
+            parts |= {
+                "bandwidth": f"{sends[n].bandwidth / 1e9:.4g} GB/s", "latency": f"{sends[n].latency_s * 1e6:.4g} us",
+                "slowdown": f"{sends[n].slowdown:.3g}",
+            }  # fmt: skip
+        return f"    {n}: {{{', '.join(f'{key}: {value}' for key, value in parts.items())}}}"
+
+    constants = {
+        "matmul": "1.0", "packing": f"{here.packing / here.streaming:.3g}",
+        "attention": _share(here.attention / here.rates["fp32"]),
+        "attention_backward": _share(here.attention_backward / here.rates["fp32"]), "softmax": f"{here.softmax:.3g}",
+        "streaming": "1.0", "op": f"{op_s * 5e5:.3g} us", "eager_op": f"{op_s * 1e6:.3g} us",
+        "growth": f"{here.growth * base / 1e9:.4g} GB/s", "view": f"{view_s * 1e6:.3g} us",
+        "issue": "0 us", "reserved": "1.0",
+    }  # fmt: skip
     said = f"measured {today}"
+    errors = {key: f"mean error {100 * value:.0f}%" for key, value in here.errors.items()}
+    link = f"bandwidth: {near.bandwidth * 2 / 1e9:.4g} GB/s, latency: {near.latency_s * 1e6:.4g} us"
     return f"""# {platform.processor() or platform.machine()}, {cores} core(s); written by `tpshard doctor --measure`.
 # `across` was measured over loopback too: put your network's numbers there.
 schema: 1
@@ -137,36 +260,23 @@ kind: cpu
 backend: gloo
 measured: {today}
 memory: {memory // 2**20} MiB
-memory_bandwidth: {stream.rate * n / 1e9:.4g} GB/s
-rates: {{fp32: {rates['fp32'] / 1e9:.4g} GFLOP/s, bf16: {rates['bf16'] / 1e9:.4g} GFLOP/s}}
+memory_bandwidth: {memory_rate / 1e9:.4g} GB/s
+rates: {{fp32: {rates["fp32"] / 1e9:.4g} GFLOP/s, bf16: {rates["bf16"] / 1e9:.4g} GFLOP/s}}
 host:
   devices: 1024
   cores: {cores}
-  inside: {{bandwidth: {min(rate * 2, rate_four * 4) / 1e9:.4g} GB/s, latency: {hop * 1e6:.4g} us, """ + (
-        f"""efficiency: 1.0, slowdown: {min(slow, 0.9):.3g}, shared: true, crowded: {crowded * 1e6:.4g} us}}
-  across: {{bandwidth: {rate * 2 / 1e9:.4g} GB/s, latency: {hop * 1e6:.4g} us, shared: true}}
-constants: {{matmul: 1.0, attention: {_share(attention)}, attention_backward: {_share(backward)}, streaming: 1.0, """
-        + f"""op: {op_s * 4e6:.3g} us, eager_op: {op_s * 8e6:.3g} us, issue: {hop * 2e5:.3g} us, reserved: 1.0}}
+  inside: {{{link}, efficiency: 1.0, slowdown: {near.slowdown:.3g}, shared: true}}
+  across: {{{link}, efficiency: 1.0, slowdown: {near.slowdown:.3g}, shared: true}}
+  crowds:  # what one of so many processes at once reaches: shares of an even part of the host's rates
+{chr(10).join(crowd(n) for n in sorted(each))}
+constants: {{{", ".join(f"{key}: {value}" for key, value in constants.items())}}}
 fitted:
-  matmul: "{said}, products of 10^8 to 2x10^9 FLOPs, mean error {100 * error:.0f}%"
-  streaming: "{said}, pointwise, reductions and transposes of 1 to 16 MB, mean error {100 * stream.error:.0f}%"
-  attention: "{said}, 4 sequences of 256, 8 heads of 32"
-  inside: "{said}, gloo with 2 and 4 processes"
+  matmul: "{said}, products of 3x10^7 to 2x10^9 FLOPs, {errors["matmul"]}"
+  streaming: "{said}, blocks of pointwise operations and sums on 0.25 to 8 MB, {errors["streaming"]}"
+  attention: "{said}, sequences of 256 and 512, heads of 16 to 128, {errors["attention"]}"
+  inside: "{said}, gloo with {" and ".join(str(n) for n in sends)} processes, mean error {100 * near.error:.0f}%"
 """
-    )
 
 
-def _share(values: Sequence[float]) -> str:
-    return f"{min(1.0, max(0.005, sum(values) / len(values))):.3g}"
-
-
-def _network(results: list[dict[str, Any]], world: int) -> tuple[float, float]:
-    """(seconds of one hop, bytes/s that one device sends), from all-gathers, all-reduces and all-to-alls."""
-    points: list[tuple[float, float]] = []
-    hops: list[float] = []
-    for entry in results:
-        for kind, rounds in (("all_gather", 1), ("all_reduce", 2), ("all_to_all", 1)):
-            rows = entry["comm"][kind]
-            hops.append(rows[0][1] / (rounds * (world - 1)))
-            points += [(rounds * b * (world - 1) / world, s) for b, s in rows if b > 1 << 18]
-    return sorted(hops)[len(hops) // 2], fit(points).rate
+def _share(value: float) -> str:
+    return f"{min(1.0, max(0.005, value)):.3g}"

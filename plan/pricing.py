@@ -63,7 +63,7 @@ class Pricing:
     device: Device
     parts: list[PricedPart]
     fixed_s: float
-    """Seconds of a step that belong to no program: the host's loop."""
+    """Seconds of a step that belong to no operation: the host's loop, and getting memory."""
 
     def _sum(self, name: str) -> float:
         return float(sum(getattr(p.timeline, name) * p.part.times for p in self.parts))
@@ -155,4 +155,13 @@ def price_parts(parts: Sequence[Part], device: Device, per_host: int, *, process
         priced = price(part.program, mine, per_host, compiled=part.compiled)
         memory = liveness(part.program, priced.kernels, always=part.always, reuse=part.compiled == "all")
         done.append(PricedPart(part, priced, priced.run(), memory))
-    return Pricing(mine, done, mine.step_s)
+    return Pricing(mine, done, mine.step_s + sum(_growing(entry, mine) for entry in done))
+
+
+def _growing(entry: PricedPart, device: Device) -> float:
+    """Seconds a step spends on getting memory: what a program takes beyond what is there anyway, each time it runs."""
+    if not device.growth:
+        return 0.0
+    held = ("parameters", "gradients", "optimizer", "cache")
+    memory = entry.memory
+    return entry.part.times * (memory.peak_bytes - sum(memory.at_peak.get(k, 0) for k in held)) / device.growth

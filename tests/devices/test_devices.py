@@ -1,7 +1,10 @@
 """Device files: every shipped one reads, and what is missing or absurd is refused with its place."""
 
+from dataclasses import replace
+
 import pytest
 from tpshard.devices.read import BUILTIN, device, parse
+from tpshard.parallelism.cost import operation
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 GOOD = """schema: 1
@@ -69,3 +72,56 @@ def test_every_mistake_is_reported_at_once():
 def test_unknown_device_names_the_known_ones():
     with pytest.raises(Mistakes, match="h100-sxm-80g"):
         device("h1000")
+
+
+CROWDED = (
+    GOOD.replace("kind: gpu", "kind: cpu").replace("devices: 8", "devices: 8\n  cores: 2")
+    + "  crowds:\n"
+    + "    1: {compute: 0.9}\n"
+    + "    4: {compute: 0.8, memory: 0.5, overhead: 3, bandwidth: 1 GB/s, latency: 2 ms, slowdown: 0.9}\n"
+    + "constants: {view: 5 us, eager_op: 10 us, packing: 0.5, softmax: 20, growth: 8 GB/s}\n"
+)
+
+
+def test_crowds_say_what_processes_lose_to_each_other():
+    found = parse(CROWDED.encode(), "box.yaml")
+    four = found.shared_by(4)
+    assert four.rate("bf16") == pytest.approx(found.rate("bf16") * 0.8 / 4)
+    assert four.memory_bandwidth == pytest.approx(3.35e12 * 0.5 / 4)
+    assert (four.view_s, four.eager_op_s) == (pytest.approx(15e-6), pytest.approx(30e-6))
+    assert (four.inside.bandwidth, four.inside.latency_s, four.inside.slowdown) == (1e9, 2e-3, 0.9)
+    assert four.growth == pytest.approx(1e9)
+    # one process has an entry of its own, two and three take it too
+    assert found.shared_by(1).rate("bf16") == pytest.approx(found.rate("bf16") * 0.9)
+    assert found.shared_by(3).rate("bf16") == pytest.approx(found.rate("bf16") * 0.9 / 3)
+    assert found.shared_by(3).inside.latency_s == pytest.approx(1.5 * 4e-6)  # taking turns
+
+
+def test_constants_change_what_operations_cost():
+    one = parse(CROWDED.encode(), "box.yaml").shared_by(2)
+    plain = replace(one, packing=1.0, softmax=0.0)
+
+    def cost(device, work, **more):
+        return operation(device, work, 10**9, 10**9, "bf16", eager=True, **more)
+
+    moved = 10**9 / one.memory_bandwidth
+    assert cost(one, "matmul") - cost(plain, "matmul") == pytest.approx(moved)  # at half the bandwidth
+    computed = cost(plain, "attention", head_dim=20) - one.eager_op_s
+    assert cost(one, "attention", head_dim=20) - one.eager_op_s == pytest.approx(2 * computed)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("    1: {compute: 0.9}", "    one: {compute: 0.9}", "not a number of processes"),
+        ("    1: {compute: 0.9}", "    0: {compute: 0.9}", "not a number of processes"),
+        ("compute: 0.9", "computing: 0.9", "unknown key `host.crowds.1.computing`"),
+        ("slowdown: 0.9", "slowdown: 1.5", "cannot be"),
+        ("latency: 2 ms", "latency: 2", "a time"),
+        ("growth: 8 GB/s", "growth: fast", "a bandwidth"),
+    ],
+)
+def test_absurd_crowds_are_refused(old, new, words):
+    assert old in CROWDED
+    with pytest.raises(Mistakes, match=words):
+        parse(CROWDED.replace(old, new, 1).encode(), "box.yaml")

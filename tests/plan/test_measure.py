@@ -1,0 +1,108 @@
+"""What `doctor --measure` makes of measurements: constants come back from synthetic ones, in a file that prices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tpshard.devices.read import parse
+from tpshard.parallelism.cost import Device, Topology, collective, wire_bytes
+from tpshard.parallelism.mesh import Mesh
+from tpshard.plan import measure, measure_worker
+from tpshard.plan.measure import device_file, fit
+
+CORES = 2
+FLOPS, BF16, PACKING, STREAM, FRESH = 80e9, 20e9, 8e9, 25e9, 4e9
+"""Of one process with a core to itself; bytes/s of fresh memory."""
+SOFTMAX, ATTENTION, BACK = 24.0, 40e9, 35e9
+OP, VIEW = 4e-6, 6e-6
+HOP, SENT = 2e-4, 0.9e9
+
+
+def process(n: int) -> dict[str, Any]:
+    """What one of n processes on two cores measures if everything is shared evenly, and a fifth is lost by four."""
+    slower = max(1.0, n / CORES) / (CORES if n == 1 else 1)
+    lost = slower * (1.2 if n == 4 else 1.0)
+    turns = max(1.0, n / CORES)
+    kinds = [(kind, m, b) for kind in ("all_reduce", "all_gather", "all_to_all") for m in {2, n} for b in (64, 1 << 22)]
+    return {
+        "matmul": [
+            [dtype, f, b, (f / rate + (b / PACKING if dtype == "float32" else 0.0)) * slower]
+            for dtype, rate in (("float32", FLOPS), ("bfloat16", BF16))
+            for f, b in ((3e7, 1.6e6), (2e8, 4e6), (1e9, 5e6), (2e9, 1.2e7))
+        ],
+        "attention": [
+            [[1e8, d, 1e8 * (1 + SOFTMAX / d) / rate * slower] for d in (16, 32, 64, 128)] for rate in (ATTENTION, BACK)
+        ],
+        "stream": [
+            [ops, moved, 4e7, fresh, ops * OP * turns + (moved / STREAM + fresh / FRESH) * lost]
+            for ops, moved, fresh in ((496, 3e8, 2e7), (248, 5e8, 0.0), (62, 6e8, 3e7), (31, 6e8, 1e7))
+        ],
+        "overhead": {"op": [OP * turns] * 2, "view": [VIEW * turns] * 2},
+        "comm": [
+            [k, m, b, measure._hops(k, m) * HOP * turns + wire_bytes(k, b, m, "gloo") / SENT * turns
+             + (b / STREAM * lost if k == "all_reduce" else 0.0), 0.7]
+            for k, m, b in kinds
+        ] if n > 1 else [],
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    found = {n: [process(n) for _ in range(n)] for n in (1, 2, 4)}
+    return device_file("synthetic", "2026-01-02", CORES, 8 << 30, found)
+
+
+@pytest.fixture(scope="module")
+def machine(text: str) -> Device:
+    return parse(text.encode(), "synthetic.yaml")
+
+
+def test_fit_recovers_costs_and_leaves_out_negative_ones() -> None:
+    exact = fit([(a, b, 3 * a + 0.5 * b) for a, b in ((1, 9), (4, 2), (7, 30), (2, 2))])
+    assert exact.costs == pytest.approx((3, 0.5)) and exact.error < 1e-9
+    falling = fit([(1, a, 10 / a) for a in (1, 2, 4, 8)])  # more work in less time: no rate explains it
+    assert min(falling.costs) >= 0 and falling.error > 0.1
+
+
+def test_constants_come_back_from_synthetic_measurements(machine: Device) -> None:
+    two = machine.shared_by(2)  # a core each
+    assert two.rate("float32") == pytest.approx(FLOPS, rel=0.02)
+    assert two.rate("bfloat16") == pytest.approx(BF16, rel=0.02)
+    assert two.memory_bandwidth * two.packing == pytest.approx(PACKING, rel=0.03)
+    assert two.memory_bandwidth * two.streaming == pytest.approx(STREAM, rel=0.02)
+    assert (two.eager_op_s, two.view_s) == (pytest.approx(OP, rel=0.02), pytest.approx(VIEW, rel=0.02))
+    assert two.softmax == pytest.approx(SOFTMAX, rel=0.05)
+    assert two.rate("fp32") * two.attention == pytest.approx(ATTENTION, rel=0.05)
+    assert two.rate("fp32") * two.attention_backward == pytest.approx(BACK, rel=0.05)
+    assert two.inside.latency_s == pytest.approx(HOP, rel=0.05)
+    assert two.inside.bandwidth == pytest.approx(SENT, rel=0.05) and not two.inside.shared
+    # a byte of growth costs the fresh memory that went with it in the blocks
+    assert two.growth == pytest.approx(FRESH * 16e7 / 6e7, rel=0.1)
+
+
+def test_four_processes_on_two_cores_take_turns_and_lose_some(machine: Device) -> None:
+    two, four = machine.shared_by(2), machine.shared_by(4)
+    assert four.rate("fp32") == pytest.approx(two.rate("fp32") / 2, rel=0.02)
+    assert four.memory_bandwidth == pytest.approx(two.memory_bandwidth / 2 / 1.2, rel=0.02)
+    assert four.eager_op_s == pytest.approx(2 * two.eager_op_s, rel=0.02)
+    eight = machine.shared_by(8)  # as nobody measured: what four lose, and turns twice as long
+    assert eight.eager_op_s == pytest.approx(2 * four.eager_op_s)
+    assert eight.rate("fp32") == pytest.approx(four.rate("fp32") / 2)
+    assert eight.inside.bandwidth == pytest.approx(four.inside.bandwidth / 2)
+
+
+def test_a_collective_costs_what_was_measured(machine: Device) -> None:
+    four, mesh = machine.shared_by(4), Mesh({"a": 2, "b": 2})
+    cost = collective(four, Topology(mesh, 4), "all_gather", (mesh.axis("a"),), 1 << 22)
+    assert cost.seconds == pytest.approx(2 * (HOP + (1 << 21) / SENT), rel=0.1)
+    assert four.inside.slowdown == pytest.approx(0.7)
+
+
+def test_blocks_count_what_they_move() -> None:
+    tape = measure_worker._blocks(1 << 16, 2, "view")
+    assert (tape.ops, tape.views) == (2 * measure_worker.BLOCK_OPS, 4 * measure_worker.BLOCK_OPS)
+    got = tape.module()(*tape.inputs)
+    assert [tuple(t.shape) for t in got] == [tuple(n.meta["value"].shape) for n in tape.kept]
+    alone = measure_worker._blocks(1 << 16, 2, "")
+    assert alone.moved == tape.moved > 62 * 4 * (1 << 16)
