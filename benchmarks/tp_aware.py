@@ -3,11 +3,12 @@
     python benchmarks/tp_aware.py [--json] [--ranks 2 4 8] [--rounds 30]
 
 MLPs of Llama-70B and Granite-20B and whole layers, dims divided by 4, on gloo processes of this machine, bf16. All
-layouts multiply alike, by the faster product for that many rows: torch's int4 product up to 4, dense copies of the
-shards beyond. (Local sort's ragged groups are timed as if they were regular, which the int4 product would not take: the
-strong baseline.) All layouts reduce in one shot, by an all-gather and a sum in rank order. Rounds are interleaved; a
-row's times are medians in ms on rank 0 between two barriers, less the barriers. `parts` are the naive layout's pieces
-timed one by one; `explained` is the ratio naive / tp_aware that they predict over the ratio measured.
+layouts multiply alike, by the faster product for that many rows: torch's int4 product or dense copies of the shards,
+as rank 0 finds at the start. (Local sort's ragged groups are timed as if they were regular, which the int4 product
+would not take: the strong baseline.) All layouts reduce in one shot, by an all-gather and a sum in rank order. Rounds
+are interleaved; a row's times are medians in ms on rank 0 between two barriers, less the barriers. `parts` are the
+naive layout's pieces timed one by one; `explained` is the ratio naive / tp_aware that they predict over the ratio
+measured.
 """
 
 from __future__ import annotations
@@ -77,9 +78,31 @@ class Product:
         regular = replace(linear(weight.inputs, 1, 0, group_index(weight.inputs, size), size), codes=weight.codes)
         spread = (t.expand(-1, weight.outputs).contiguous() for t in (regular.scales, regular.zeros))
         self.packed = ops.prepare(Quantized(weight.codes, *spread, regular.group, 4), "cpu", torch.bfloat16)
+        self.by_int4: frozenset[int] = frozenset()
+        """Numbers of rows that torch's int4 product multiplies faster than the dense copy."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        return ops.matmul(x, self.packed) if x.shape[0] <= 4 else F.linear(x, self.dense)
+        return ops.matmul(x, self.packed) if x.shape[0] in self.by_int4 else F.linear(x, self.dense)
+
+    def faster_by_int4(self, rows: int) -> bool:
+        """Medians of eleven products each, one after the other."""
+        x, taken = torch.randn(rows, self.packed.inputs).bfloat16(), ([], [])
+        for _ in range(11):
+            for way, times in zip((lambda: ops.matmul(x, self.packed), lambda: F.linear(x, self.dense)), taken):
+                began = time.perf_counter()
+                way()
+                times.append(time.perf_counter() - began)
+        return statistics.median(taken[0]) < statistics.median(taken[1])
+
+
+def agree(products: list[Product]) -> None:
+    """Rank 0 finds which numbers of rows the first of these multiplies faster by int4; all take it from there."""
+    found = torch.zeros(len(ROWS), dtype=torch.int64)
+    if dist.get_rank() == 0:
+        found = torch.tensor([products[0].faster_by_int4(rows) for rows in ROWS]).long()
+    dist.broadcast(found, 0)
+    for product in products:
+        product.by_int4 = frozenset(rows for rows, by in zip(ROWS, found.tolist()) if by)
 
 
 class Products:
@@ -89,6 +112,7 @@ class Products:
         self.local = local
         self.column = [Product(w) for w in local.column]
         self.row = Product(local.row)
+        self.all = [*self.column, self.row]
 
     def first(self, x: Tensor) -> list[Tensor]:
         shared = x[..., self.local.input_orders[0]]  # one order for all, as in found checkpoints
@@ -200,6 +224,7 @@ def measure(rank: int, ranks: int, rounds: int) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for shape in SHAPES:
         mlps = {layout: MLP(shape, layout, rank, ranks) for layout in LAYOUTS}
+        agree([product for mlp in mlps.values() for product in mlp.products.all])
         layers: dict[str, Layer] = {}
         for m in ROWS:
             x = torch.randn(m, shape.width, generator=torch.Generator().manual_seed(m)).bfloat16()
@@ -215,6 +240,8 @@ def measure(rank: int, ranks: int, rounds: int) -> list[dict[str, object]]:
             for layout in LAYOUTS:
                 if layout not in layers:
                     layers[layout] = Layer(shape, layout, rank, ranks, m)
+                    mlp = layers[layout].mlp.products
+                    agree([*mlp.all, *layers[layout].attention.products.all])
                 kv = layers[layout].attention.past.shape[3]
                 layers[layout].attention.past = torch.randn(2, m, CONTEXT, kv, shape.head_dim).bfloat16()
             whole: dict[str, Callable[[], object]] = {name: partial(layer, x) for name, layer in layers.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.mesh import (
@@ -87,9 +88,21 @@ class Edge:
     op: Op | Tie
     rule: Rule
     tensors: list[Value]
-    position: int
+    form: int
+    """Equal for edges that propagation cannot tell apart: the layers of a model are alike."""
     single_use: bool
     broadcast: bool
+
+
+class Moved(NamedTuple):
+    """What visiting an edge does, whatever its tensors are called."""
+
+    factors: tuple[tuple[int, dict[int, Axes]], ...]
+    """(tensor, its axes per factor) where they change."""
+    sources: dict[tuple[int, int], int]
+    """(tensor, factor) -> tensor that its axes came from."""
+    conflicts: tuple[tuple[int, Axes, Axes], ...]
+    """(tensor, axes it did not get, what was in their way)."""
 
 
 @dataclass
@@ -149,40 +162,59 @@ class Shardings:
 
 
 def propagate(
-    graph: Graph, mesh: Mesh, annotations: Mapping[Value, Annotation], ties: Sequence[Sequence[Value]] = ()
-) -> Shardings:
-    """Extends `annotations` over the whole graph. Deterministic, idempotent; a closed dim is never touched."""
-    return _Propagation(graph, mesh, annotations, ties).run()
+    graph: Graph, mesh: Mesh, annotations: Mapping[Value, Annotation], ties: Sequence[Sequence[Value]] = (),
+    rules: Mapping[Op, Rule] | None = None,
+) -> Shardings:  # fmt: skip
+    """Extends `annotations` over the whole graph. Deterministic, idempotent; a closed dim is never touched.
+
+    `rules`: those of the graph's ops, where an earlier propagation of the same graph has made them.
+    """
+    return _Propagation(graph, mesh, annotations, ties, rules).run()
 
 
 class _Propagation:
     def __init__(
-        self, graph: Graph, mesh: Mesh, annotations: Mapping[Value, Annotation], ties: Sequence[Sequence[Value]]
-    ):
+        self, graph: Graph, mesh: Mesh, annotations: Mapping[Value, Annotation], ties: Sequence[Sequence[Value]],
+        rules: Mapping[Op, Rule] | None,
+    ):  # fmt: skip
         self.mesh, self.graph = mesh, graph
-        self.state: dict[Value, Sharding] = {v: Sharding.unknown(v.rank) for v in graph.values()}
+        self.shardings: dict[Sharding, Sharding] = {}
+        self.state: dict[Value, Sharding] = {}
+        """Equal shardings are one object, so that what visits depend on is compared by identity."""
+        for value in graph.values():
+            self._set(value, Sharding.unknown(value.rank))
         self.causes: dict[tuple[Value, int], list[tuple[Axis, Cause]]] = {}
         self.annotated = dict(annotations)
         self.reserved: dict[Value, Axes] = {}
         """Axes of dims that are still parked: no other dim of the value may take them."""
         self.conflicts: dict[tuple[str, Value, Axes], Conflict] = {}
         for value, annotation in annotations.items():
-            self.state[value] = annotation.sharding
+            self._set(value, annotation.sharding)
             for dim, axes in enumerate(annotation.sharding.dims):
                 for axis in axes:
                     self.causes.setdefault((value, dim), []).append((axis, Cause("", None, dim, annotation.where)))
-        self.rules = {op: rule_for(op) for op in graph.ops}
+        self.rules = dict(rules) if rules is not None else {op: rule_for(op) for op in graph.ops}
         self.edges: list[Edge] = []
+        self.forms: dict[tuple[object, ...], int] = {}
+        self.moves: dict[tuple[object, ...], Moved | None] = {}
+        """What is known of visits: None where nothing comes of one."""
         members: list[Op | Tie] = [*graph.ops, *map(Tie, ties)]
         for op in members:
             rule = op.rule if isinstance(op, Tie) else self.rules[op]
             expands = not isinstance(op, Tie) and "expand" in str(op.target)
             single = all(len(v.users) <= 1 for v in op.operands)
-            self.edges.append(Edge(op, rule, [*op.operands, *op.results], len(self.edges), single, expands))
+            tensors = [*op.operands, *op.results]
+            known = (rule.operands, rule.results, rule.sizes, rule.kinds, rule.priority, rule.view, expands,
+                     *(v.numel for v in tensors))  # fmt: skip
+            form = self.forms.setdefault(known, len(self.forms))
+            self.edges.append(Edge(op, rule, tensors, form, single, expands))
         self.touching: dict[Value, list[Edge]] = {}
         for edge in self.edges:
             for value in set(edge.tensors):
                 self.touching.setdefault(value, []).append(edge)
+
+    def _set(self, value: Value, sharding: Sharding) -> None:
+        self.state[value] = self.shardings.setdefault(sharding, sharding)
 
     # ---- the four loops -----------------------------------------------------------------------------------
     def run(self) -> Shardings:
@@ -217,7 +249,7 @@ class _Propagation:
             else:
                 dims.append(now.dims[dim])
                 opens.append(now.open[dim])
-        self.state[value] = replace(wanted, dims=tuple(dims), open=tuple(opens))
+        self._set(value, replace(wanted, dims=tuple(dims), open=tuple(opens)))
 
     def _by_op_priority(self) -> None:
         for level in range(5):
@@ -239,7 +271,7 @@ class _Propagation:
                         queue.append(other)
 
     def _takes_part(self, edge: Edge, level: int) -> bool:
-        if all(self.state[v].dims == ((),) * v.rank for v in edge.tensors) and not edge.tensors:
+        if not edge.tensors:
             return False
         if level == 0:
             return edge.rule.priority == 0 and edge.single_use and not edge.broadcast
@@ -250,8 +282,28 @@ class _Propagation:
     # ---- one op -------------------------------------------------------------------------------------------
     def _visit(self, edge: Edge, level: int, aggressive: bool) -> list[Value]:
         shardings = [self.state[v] for v in edge.tensors]
-        if not any(axes for s in shardings for axes in s.dims):
+        kinds_too, forward_too = level >= 3, level >= 4 or not edge.broadcast
+        key: tuple[object, ...] = (edge.form, kinds_too, forward_too, aggressive, *map(id, shardings))
+        if self.reserved:
+            key += tuple(self.reserved.get(v, ()) for v in edge.tensors)
+        if key not in self.moves:
+            self.moves[key] = self._moved(edge, shardings, kinds_too, forward_too, aggressive)
+        moved = self.moves[key]
+        if moved is None:
             return []
+        for t, lost, room in moved.conflicts:
+            place = (edge.op.name, edge.tensors[t], lost)
+            self.conflicts.setdefault(place, Conflict(edge.op.name, edge.tensors[t], lost, room))
+        changed: list[Value] = []
+        for t, factors in moved.factors:
+            self._write_back(edge, t, shardings[t], factors, moved.sources, changed)
+        return changed
+
+    def _moved(
+        self, edge: Edge, shardings: list[Sharding], kinds_too: bool, forward_too: bool, aggressive: bool
+    ) -> Moved | None:
+        if not any(axes for s in shardings for axes in s.dims):
+            return None
         rule = edge.rule
         projected = [
             project(s.dims, dims, rule.sizes) for s, dims in zip(shardings, rule.tensors)
@@ -260,18 +312,15 @@ class _Propagation:
         sources: dict[tuple[int, int], int] = {}
         factors = [
             f for f in range(len(rule.sizes))
-            if level >= 3 or rule.kinds[f] is Kind.PASS
+            if kinds_too or rule.kinds[f] is Kind.PASS
         ]  # fmt: skip
-        forward_only_results = edge.broadcast and level < 4
+        conflicts: list[tuple[int, Axes, Axes]] = []
         if aggressive:
-            self._aggressive(edge, projected, shardings, factors, forward_only_results, sources)
+            self._aggressive(edge, projected, shardings, factors, not forward_too, sources, conflicts)
         else:
-            self._basic(edge, projected, shardings, factors, forward_only_results, sources)
-        changed: list[Value] = []
-        for t, (old, new) in enumerate(zip(before, projected)):
-            if old != new:
-                self._write_back(edge, t, shardings[t], new, sources, changed)
-        return changed
+            self._basic(edge, projected, shardings, factors, not forward_too, sources)
+        changed = tuple((t, new) for t, (old, new) in enumerate(zip(before, projected)) if old != new)
+        return Moved(changed, sources, tuple(conflicts)) if changed or conflicts else None
 
     def _room(self, edge: Edge, t: int, f: int, projected: list[dict[int, Axes]], sharding: Sharding) -> list[Axis]:
         """Axes that factor `f` of tensor `t` may not take: used by its other factors, or to stay replicated."""
@@ -331,7 +380,7 @@ class _Propagation:
 
     def _aggressive(
         self, edge: Edge, projected: list[dict[int, Axes]], shardings: list[Sharding], factors: list[int],
-        backward_only: bool, sources: dict[tuple[int, int], int],
+        backward_only: bool, sources: dict[tuple[int, int], int], conflicts: list[tuple[int, Axes, Axes]],
     ) -> None:  # fmt: skip
         """Resolves conflicts: the largest source wins, results are served before operands."""
         count = len(edge.rule.operands)
@@ -360,9 +409,7 @@ class _Propagation:
                 room = self._room(edge, t, f, projected, shardings[t])
                 wanted = _limit(axes, mine, room)
                 if wanted != axes:
-                    lost = remainder(axes, wanted)
-                    key = (edge.op.name, edge.tensors[t], lost)
-                    self.conflicts.setdefault(key, Conflict(edge.op.name, edge.tensors[t], lost, tuple(room)))
+                    conflicts.append((t, remainder(axes, wanted), tuple(room)))
                 if pointwise and t < count:  # an operand is never sharded more than its result
                     result = projected[count].get(f, ())
                     wanted = common_prefix(wanted, result) if result else mine
@@ -407,7 +454,7 @@ class _Propagation:
             others = [a for d, axes in enumerate(self.state[value].dims) if d != dim for a in axes]
             if any(overlap(a, others) for a in remainder(new, old)):  # the same value is two operands of this op
                 continue
-            self.state[value] = self.state[value].with_dim(dim, new)
+            self._set(value, self.state[value].with_dim(dim, new))
             for f in members:
                 if (t, f) not in sources:
                     continue

@@ -34,23 +34,17 @@ class Step:
 def cost(steps: Sequence[Step], shape: Sequence[int], itemsize: int) -> float:
     """Bytes that one device's ring sends, latencies included."""
     whole = tuple(shape)
-    return sum(_price(s.kind, [a for a, _, _ in s.parts], s.before, s.after, whole, itemsize) for s in steps)
+    return sum(
+        _price(s.kind, s.parts, _held(whole, s.before.dims, itemsize), _held(whole, s.after.dims, itemsize))
+        for s in steps
+    )
 
 
-def _price(
-    kind: str,
-    axes: Sequence[Axis],
-    before: Layout,
-    after: Layout,
-    shape: tuple[int, ...],
-    itemsize: int,
-    latency: int = LATENCY_BYTES,
-) -> float:
+def _price(kind: str, parts: Parts, held: int, made: int, latency: int = LATENCY_BYTES) -> float:
+    """Of one move; `held` and `made` are the bytes of a device's part before and after."""
     if kind in ("slice", "mask"):
         return 0.001
-    n = size_of(axes)
-    held = math.prod(local_shape(shape, before)) * itemsize
-    made = math.prod(local_shape(shape, after)) * itemsize
+    n = size_of(axis for axis, _, _ in parts)
     ring = (n - 1) / n
     moved = {
         "gather": made * ring, "scatter": held * ring, "reduce": 2 * held * ring, "exchange": held * ring,
@@ -135,26 +129,27 @@ def _even_prefix(size: int, axes: Axes) -> Axes:
 
 
 State = tuple[tuple[Axes, ...], Axes]
-Move = tuple[str, tuple[tuple[Axis, int, int], ...], State]
+Parts = tuple[tuple[Axis, int, int], ...]
+Move = tuple[str, Parts, State]
 
 
 def _search(shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int) -> list[Step]:
     """The cheapest way; where that replicates what need not be, also among ways that exchange axes' places."""
     cuts = atoms((*source.dims, source.partial, *target.dims, target.partial))
     bound = max(_held(shape, source.dims, itemsize), _held(shape, target.dims, itemsize))
-    plain = _cheapest(shape, source, target, itemsize, latency, cuts, bound, False)
-    assert plain is not None, f"no way from {source.show()} to {target.show()} for shape {list(shape)}"
-    sent = [s for s in _join(plain[1]) if s.kind not in ("slice", "mask")]
+    best = _cheapest(shape, source, target, itemsize, latency, cuts, bound, False)
+    assert best is not None, f"no way from {source.show()} to {target.show()} for shape {list(shape)}"
+    sent = [s for s in _join(best[1]) if s.kind not in ("slice", "mask")]
     swells = any(_held(shape, s.after.dims, itemsize) > bound for s in sent)
     if len(sent) < 2 and not swells:
-        return plain[1]
-    ways = [plain]
+        return best[1]
+    tried: list[Mapping[str, Sequence[int]]] = []
     for order in (1, -1):
         fine = {name: _primes(points, order) for name, points in cuts.items()}
-        found = _cheapest(shape, source, target, itemsize, latency, fine, bound, True)
-        if found is not None:
-            ways.append(found)
-    return min(ways, key=lambda way: way[0])[1]
+        if fine not in tried:  # equal ones, as of a power of two, make the same search
+            tried.append(fine)
+            best = _cheapest(shape, source, target, itemsize, latency, fine, bound, True, best[0]) or best
+    return best[1]
 
 
 def _held(shape: tuple[int, ...], dims: tuple[Axes, ...], itemsize: int) -> int:
@@ -181,13 +176,16 @@ TRIES = 2000
 
 def _cheapest(
     shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int,
-    cuts: Mapping[str, Sequence[int]], bound: int, swaps: bool,
+    cuts: Mapping[str, Sequence[int]], bound: int, swaps: bool, limit: float = math.inf,
 ) -> tuple[float, list[Step]] | None:  # fmt: skip
-    """Dijkstra over (layout, last kind of move); with its price, in which memory beyond `bound` counts."""
+    """Dijkstra over (layout, last kind of move); with its price, in which memory beyond `bound` counts.
+
+    None where every way costs `limit` or more, or none is found in time.
+    """
     start: State = (tuple(split(d, cuts) for d in source.dims), split(source.partial, cuts))
     goal: State = (tuple(split(d, cuts) for d in target.dims), split(target.partial, cuts))
     if start == goal:
-        return 0.0, []
+        return (0.0, []) if limit > 0 else None
     kind = source.kind
     wanted = {a for d in goal[0] for a in d}
     first = (start, "")
@@ -195,6 +193,13 @@ def _cheapest(
     came: dict[tuple[State, str], tuple[tuple[State, str], Move]] = {}
     counter = itertools.count()
     heap = [(0.0, next(counter), first)]
+    bytes_of: dict[tuple[Axes, ...], int] = {}  # many ways lead to the same layout
+
+    def held_by(dims: tuple[Axes, ...]) -> int:
+        if dims not in bytes_of:
+            bytes_of[dims] = _held(shape, dims, itemsize)
+        return bytes_of[dims]
+
     end = None
     for tries in itertools.count():
         if not heap or (swaps and tries > TRIES):
@@ -206,21 +211,22 @@ def _cheapest(
             break
         if spent > best.get(here, math.inf):
             continue
-        before = Layout(state[0], state[1])
+        held = held_by(state[0])
         for move in _moves(shape, state, goal, wanted, kind, swaps):
             what, parts, after = move
-            price = _price(what, [a for a, _, _ in parts], before, Layout(*after), shape, itemsize, latency)
+            made = held_by(after[0])
+            price = _price(what, parts, held, made, latency)
             if last == what and what == "permute":
                 price = 0.001  # two permutes are one
             elif last == what and what not in ("slice", "mask") and _joinable_parts(what, came[here][1][1], parts):
                 price -= latency * 0.999
-            over = _held(shape, after[0], itemsize) - bound
+            over = made - bound
             if over > 0 and swaps:
                 continue
             if over > 0 and what == "gather":
                 price += SWELLING * over + latency
             there = (after, what)
-            if spent + price < best.get(there, math.inf):
+            if spent + price < min(limit, best.get(there, math.inf)):
                 best[there] = spent + price
                 came[there] = (here, move)
                 heapq.heappush(heap, (spent + price, next(counter), there))
@@ -337,9 +343,6 @@ def _join(steps: list[Step]) -> Iterator[Step]:
         held = step
     if held is not None:
         yield held
-
-
-Parts = tuple[tuple[Axis, int, int], ...]
 
 
 def _joinable_parts(kind: str, a: Parts, b: Parts) -> bool:

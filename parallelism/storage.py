@@ -67,7 +67,7 @@ def propagate_stored(
         given[value] = Annotation(Sharding(layout.dims, (False,) * value.rank), where)
     for name, (_, after) in boundaries(graph, "gradient").items():
         given[after] = Annotation(given[stored[name][0]].sharding, where)
-    final = propagate(graph, mesh, given, ties)
+    final = propagate(graph, mesh, given, ties, free.rules)
     # Axes that were found without the storage keep their reasons: only what it adds is explained by `where`.
     for place, found in free.causes.items():
         there = [axis for axis, _ in found]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tpshard.devices import read as devices
@@ -71,23 +72,30 @@ def report(recipe: Recipe, source: str, what: str = "train", accuracy: str = "")
 
     Raises `Mistakes` for what does not fit together (exit 4), for the recipe (3) and for the mesh (5).
     """
-    if what != "train":
-        from tpshard.plan import serving  # reads this module
+    with uncollected():
+        if what != "train":
+            from tpshard.plan import serving  # reads this module
 
-        return serving.report(recipe, what, source, accuracy)
-    return of_training(built(Setting.of(recipe, devices_of(recipe))), source, accuracy)
+            return serving.report(recipe, what, source, accuracy)
+        return of_training(built(Setting.of(recipe, devices_of(recipe))), source, accuracy)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collection: a plan's hundred thousand nodes all live, and each collection walks over them."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def built(setting: Setting) -> training.TrainingPrograms:
     """The programs of a training run, as `train` builds them."""
-    # a hundred thousand nodes that all live: collecting in between only walks over them, a fifth of the time
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():
         return training.build(setting)
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def of_training(programs: training.TrainingPrograms, source: str = "", accuracy: str = "") -> Report:
@@ -158,19 +166,18 @@ def shardings(program: Program, parameters: Sequence[str]) -> tuple[list[Tensor]
     """(parameters and named activations as the program has them, values annotated, values inferred)."""
     known = set(program.records)
     used = {name: f"{name}.used" if f"{name}.used" in known else name for name in parameters}
-    stored = {port.name: port for port in program.inputs}
+    stored = dict(zip((port.name for port in program.inputs), program.in_shardings))
     hidden = (".used", ".grad", ".grad_sum")
     named = [n for n in program.records if _is_name(n) and n not in stored and not n.endswith(hidden)]
     out = []
     for tensor in tensors_of(program, list(used.values())):
         name = tensor.name.removesuffix(".used")
-        port = stored.get(name)
         out.append(
             replace(
                 tensor,
                 name=name,
                 kind="parameter",
-                stored=None if port is None else program.in_shardings[_index(program, name)],
+                stored=stored.get(name),
                 annotated=is_annotated(program, tensor.name),
             )
         )
@@ -191,10 +198,6 @@ def is_annotated(program: Program, name: str) -> bool:
         return False
     causes = program.lazy_causes(name) if program.lazy_causes is not None else record.causes
     return any(f"of {name}: annotated at" in line for line in causes)
-
-
-def _index(program: Program, name: str) -> int:
-    return next(i for i, port in enumerate(program.inputs) if port.name == name)
 
 
 def _elements(shape: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from tpshard.devices.read import device as read_device
 from tpshard.parallelism.cost import Device, Topology, collective
-from tpshard.parallelism.fusion import Compiled, kernels, seconds
+from tpshard.parallelism.fusion import Compiled, Kernel, kernels, seconds
 from tpshard.parallelism.liveness import liveness
 from tpshard.parallelism.passes import buckets
 from tpshard.parallelism.passes.bucket import bucket
@@ -44,10 +44,13 @@ class Chooser:
     def seconds(self, program: Program) -> float:
         return price(program, self.device, self.per_host, compiled=self.compiled).run().seconds
 
-    def peak(self, program: Program) -> int:
-        """Bytes at the peak of the step, with both moments of every parameter."""
+    def kernels(self, program: Program) -> list[Kernel]:
+        return kernels(program, compiled=self.compiled)
+
+    def peak(self, program: Program, parts: list[Kernel] | None = None) -> int:
+        """Bytes at the peak of the step, with both moments of every parameter. `parts`: its kernels, where known."""
         moments = 2 * sum(port.local_bytes for port in program.inputs if port.kind == "parameter")
-        parts = kernels(program, compiled=self.compiled)
+        parts = parts if parts is not None else self.kernels(program)
         return liveness(program, parts, always={"optimizer": moments}).peak_bytes
 
     def finished(self, program: Program, groups: buckets.Groups) -> Program:
@@ -59,12 +62,11 @@ class Chooser:
         return self._finished[key][1]
 
     # ---- buckets --------------------------------------------------------------------------------------------
-    def pieces(self, program: Program) -> list[buckets.Piece]:
+    def pieces(self, program: Program, parts: list[Kernel]) -> list[buckets.Piece]:
         """Every parameter, in order of use, with the computing from its first use to the next one's."""
         order = buckets.in_order_of_use(program)
         first = buckets.first_uses(program)
         starts = sorted((at, name) for name, at in first.items())
-        parts = kernels(program, compiled=self.compiled)
         costs = [seconds(kernel, self.device) if info(kernel.node).phase == "forward" else 0.0 for kernel in parts]
         sizes = {port.name: _gathered(port.shape, self.setting.param_dtype.itemsize) for port in program.inputs}
         spent = {}
@@ -83,9 +85,10 @@ class Chooser:
             cost = collective(self.device, self.topology, "all_gather", (axis,), size)
             return cost.seconds + self.device.issue_s
 
-        pieces = self.pieces(program)
+        parts = self.kernels(program)
+        pieces = self.pieces(program, parts)
         total = sum(piece.bytes for piece in pieces)
-        held = self.peak(program)
+        held = self.peak(program, parts)
         room = max(float(max(piece.bytes for piece in pieces)), min(float(total), self.memory - held))
         return buckets.greedy(pieces, gather_s, room)
 

@@ -118,7 +118,6 @@ def micro_program(
             if not unreduced:
                 grad = boundary(grad.to(setting.reduce_dtype), "gradient", name)
             added.append(sums[name] + grad.to(sums[name].dtype))
-        trail.flush()
         return loss.detach(), count, added
 
     params = _parameters(setting)

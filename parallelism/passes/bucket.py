@@ -47,8 +47,7 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], kind: str, unit: str) -> None:
     first = info(nodes[0])
     waits = [next(iter(n.users)) for n in nodes]
     n = comms[0].size
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    last = max(nodes, key=order.__getitem__)
+    last = max(nodes)  # nodes of a graph compare by their place in it
 
     def call(
         target: Any, args: tuple[Any, ...], shape: tuple[int, ...], comm: Collective | None = None

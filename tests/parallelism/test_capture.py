@@ -1,0 +1,99 @@
+"""What is recorded is what torch's own tracer sees, op by op; what a static graph cannot hold is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from tpshard.parallelism.canonical import IDENTITIES
+from tpshard.parallelism.capture import capture
+from tpshard.parallelism.record import Recorder, decompositions
+
+
+def _sibling(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+programs = _sibling("random_programs")
+Seen = list[tuple[str, Any, list[tuple[int, ...]]]]
+
+
+def _fakes(args: list[Tensor]) -> list[Tensor]:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return [torch.empty(arg.shape, dtype=arg.dtype) for arg in args]
+
+
+def _recorded(fn: Callable[..., Any], args: list[Tensor]) -> Seen:
+    fakes = _fakes(args)
+    with fakes[0].fake_mode:  # type: ignore[attr-defined]
+        recorder = Recorder()
+        for i, fake in enumerate(fakes):
+            recorder.input(f"arg{i}", fake)
+        with recorder:
+            results = fn(*fakes)
+    ops = recorder.graph(results).ops
+    return [(op.name, op.target, [v.shape for v in op.results]) for op in ops if op.target not in IDENTITIES]
+
+
+def _traced(fn: Callable[..., Any], args: list[Tensor]) -> Seen:
+    tracer = make_fx(fn, decomposition_table=decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)
+    made = tracer(*_fakes(args))
+    seen = []
+    for node in made.graph.nodes:
+        known = isinstance(node.target, torch._ops.OpOverload) and node.target not in IDENTITIES
+        if node.op == "call_function" and known:
+            fake = node.meta["val"]
+            seen.append((node.name, node.target, [tuple(f.shape) for f in (fake if isinstance(fake, (list, tuple))
+                                                                          else [fake])]))  # fmt: skip
+    return seen
+
+
+def test_every_op_is_recorded_as_torch_traces_it() -> None:
+    for seed in range(24):
+        case = programs.case(seed)
+        assert _recorded(case.fn, case.args) == _traced(case.fn, case.args), f"seed {seed}: {case}"
+
+
+def test_constants_and_changes_in_place_are_recorded() -> None:
+    outside = torch.arange(4.0)
+
+    def fn(x: Tensor) -> Any:
+        lifted = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        changed = (x * 2).add_(lifted)
+        return changed * outside + outside, x, 3
+
+    graph = capture(fn, [torch.empty(4)])
+    assert [str(op.target) for op in graph.ops] == [
+        "aten.mul.Tensor", "aten.add.Tensor", "aten.mul.Tensor", "aten.add.Tensor",
+    ]  # fmt: skip
+    lifted, given = (tensor for _, tensor in graph.constants.values())
+    assert lifted.tolist() == [1.0, 2.0, 3.0, 4.0] and given is outside
+    assert graph.ops[2].operands[0] is graph.ops[1].results[0], "what reads after the change reads the new value"
+    assert graph.outputs[1] is graph.inputs[0] and graph.outputs[2] == 3
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (lambda x: x if x.sum() > 0 else -x, "branches on data"),
+        (lambda x: x.nonzero(), "branches on data"),
+        (lambda x: x + torch.rand(4), "random op"),
+        (lambda x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)), "not an ATen op"),
+    ],
+)
+def test_what_a_static_graph_cannot_hold_is_refused(fn: Callable[..., Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        capture(fn, [torch.empty(4)])
