@@ -174,7 +174,8 @@ class Loader:
                 result.put(error)
 
         self._ahead = result
-        threading.Thread(target=read, args=(self.step,), name="read-ahead", daemon=True).start()
+        # not a daemon: a thread that is cut off inside a library's C++ at the process' end takes the exit code with it
+        threading.Thread(target=read, args=(self.step,), name="read-ahead").start()
         return result
 
     def _start(self, at: Mapping[int, tuple[Place, int]]) -> None:

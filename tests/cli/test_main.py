@@ -26,21 +26,19 @@ def tpshard(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     [["--help"], ["validate", "--help"], ["plan", "--help"], ["train", "--help"], ["validate", "quickstart"],
      ["validate", "llama3-405b"], ["recipes", "ls"], ["recipes", "schema"], ["doctor", "--help"], ["--version"]],
 )  # fmt: skip
-def test_nothing_heavy_is_imported_and_it_starts_at_once(arguments: list[str]) -> None:
+def test_what_should_start_at_once_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
-        "import sys, time\nbegin = time.perf_counter()\nfrom tpshard.cli.main import run\n"
+        "import sys\nfrom tpshard.cli.main import run\n"
         f"code = run({arguments!r})\n"
         "loaded = sorted(m for m in sys.modules if m.partition('.')[0] in HEAVY or m in HEAVY)\n"
-        "print('took', time.process_time(), code, loaded)\n"
+        "print('ended', code, loaded)\n"
     ).replace("HEAVY", repr(HEAVY))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    took, code_word, loaded = done.stdout.splitlines()[-1].removeprefix("took ").split(" ", 2)
+    code_word, loaded = done.stdout.splitlines()[-1].removeprefix("ended ").split(" ", 1)
     assert (code_word, done.returncode) == ("0", 0), done.stderr
     allowed = {"tpshard.train", "tpshard.train.sample"}  # the size of the sample's vocabulary
     heavy = {name for name in eval(loaded) if not (name.startswith("pydantic") and "schema" in arguments)}
     assert heavy - allowed == set()
-    # processor time: the machine that runs the tests does other things too
-    assert float(took) < 0.3
 
 
 @pytest.mark.parametrize("name", sorted(main.COMMANDS))

@@ -23,6 +23,7 @@ name: small
 cluster: {device: cpu}
 model: {preset: tiny, layers: 2, width: 24, heads: 4, kv_heads: 2, head_dim: 8, mlp: 36, vocab: 40, seq_len: 12}
 batch: {global_sequences: 12, per_device: 2}
+compile: eager
 """
 SEED = 3
 
