@@ -99,7 +99,21 @@ def need(
     kernels = _kernels(dtype, device, batch_invariant)
     if quantized is not None:
         kernels["quantized weights"] = f"{quantized}; {_meaning(made.arrangement, layout)}"
+        more = _widened(program, device) if batch_invariant else 0
+        if more:
+            kernels["head"] = f"as fp32, {more / 2**20:,.1f} MiB more: this CPU multiplies bf16 slowly"
     return Need(tp, dtype, blocks, held, cache, _collectives(program), kernels)
+
+
+def _widened(program: Program, device: str) -> int:
+    """Bytes that the head takes more where a CPU multiplies it as fp32 (see `rows_linear.can_widen`)."""
+    from tpshard.kernels.rows_linear import can_widen
+
+    heads = {port.name: port for port in program.inputs if port.name in ("output.weight", "tok_embed.weight")}
+    head = heads.get("output.weight", heads["tok_embed.weight"])
+    wide = device == "cpu" and can_widen(torch.empty(0, dtype=head.dtype))
+    tied = head.name == "tok_embed.weight"  # then the embedding reads it as it was
+    return head.local_bytes * (2 if tied else 1) if wide else 0
 
 
 def _meaning(arrangement: Arrangement, layout: str) -> str:

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 from tpshard.models import build
 from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.runtime.context import Context
@@ -52,6 +52,7 @@ class Part:
         self._fixed = [self._value(port, blocks[port.name], weights) for port in ports]
         self._packed: dict[int, Tensor] = {}
         self._steps = {rows: self._prepared(context, one.program, job) for rows, one in steps.items()}
+        self._let_go()
 
     def step(self, batch: StepInput) -> Tensor:
         """Logits [wanted, vocab], the same bits on every rank."""
@@ -82,7 +83,7 @@ class Part:
         if not job.batch_invariant and not self._linears.of:
             return executor, []
         graph = executor.module.graph
-        inputs = [node for node in graph.nodes if node.op == "placeholder"][len(ROWS) :]
+        inputs = _inputs(executor)[len(ROWS) :]
         names = {node: port.name for node, port in zip(inputs, program.inputs[len(ROWS) :])}
         held = dict(zip(inputs, self._fixed))
         more = Inputs(graph)
@@ -95,6 +96,18 @@ class Part:
             packed = pack_weights(graph, nodes, held.get, self._packed, widen=bool(self._linears.of))
         executor.module.recompile()
         return executor, [*more.tensors, *packed]
+
+
+    def _let_go(self) -> None:
+        """Frees the weights that no program reads any more, since packed ones replaced them."""
+        for i, held in enumerate(self._fixed):
+            nodes = (_inputs(executor)[len(ROWS) + i] for executor, _ in self._steps.values())
+            if not any(node.users for node in nodes):
+                self._fixed[i] = held.new_zeros(1).expand(held.shape)
+
+
+def _inputs(executor: Executor) -> list[fx.Node]:
+    return [node for node in executor.module.graph.nodes if node.op == "placeholder"]
 
 
 def _agree(context: Context, what: list[str]) -> None:

@@ -86,6 +86,7 @@ def serve_on_rank(context: Context, jobs: list[bytes]) -> list[tuple[dict[tuple[
             logits = part.step(batch)
         tensors = {t.untyped_storage().data_ptr(): t for t in part._fixed if t.is_floating_point()}
         held = sum(t.untyped_storage().nbytes() for t in tensors.values() if t.dim() < 4)
+        held += sum(2 * t.numel() for t in part._packed.values())  # bf16, whatever this CPU's library packs it as
         for linear in part._linears.of.values():
             packed = linear.packed
             own = [] if packed is None else [packed.scales, packed.zeros, packed.int4, packed.int4_scales]
