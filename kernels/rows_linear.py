@@ -32,8 +32,8 @@ def can_pack(w: Tensor) -> bool:
 
 
 def can_widen(w: Tensor) -> bool:
-    """Whether a bf16 weight is better packed as fp32: on a CPU that multiplies bf16 without units for it, four times
-    slower than fp32. The packed form is then twice as large."""
+    """Whether a bf16 weight is better packed as fp32: on a CPU that multiplies bf16 without units for it, slower than
+    fp32. The packed form is then twice as large."""
     return w.dtype == torch.bfloat16 and not can_pack(w) and can_pack(w.new_empty(0, dtype=torch.float32))
 
 

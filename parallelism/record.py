@@ -1,6 +1,6 @@
 """Records what a function runs: every ATen op on fake tensors, below autograd, as an `Op` of the global graph.
 
-It does what `make_fx` does and makes our graph at once: no proxies and no second graph, in a third of the time.
+It does what `make_fx` does and makes our graph at once: no proxies, and no second graph to translate.
 """
 
 from __future__ import annotations
