@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from tpshard.cli.arguments import Device, Overrides, RecipeArgument, load, on_device
@@ -49,7 +49,7 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     return launch(["train", recipe, *overrides, *chosen], world=world, nodes=nodes)
 
 
-def _work(recipe: str, overrides: Sequence[str], place: Place, plan_file: str | None) -> int:
+def _work(recipe: str, overrides: Sequence[str], place: Place, plan_file: str | None) -> NoReturn:
     from tpshard.cli.workers import describe
     from tpshard.parallelism.runtime.worker import run_worker
 
@@ -70,7 +70,7 @@ def _work(recipe: str, overrides: Sequence[str], place: Place, plan_file: str | 
             _compared(loaded.run.dir)
         return code
 
-    return run_worker(body, place, describe)
+    run_worker(body, place, describe)
 
 
 class _Plan:

@@ -19,20 +19,17 @@ Describe = Callable[[BaseException], tuple[str, int]]
 """An error as the user should read it, and its exit code."""
 
 
-def run_worker(body: Callable[[], int], place: Place, describe: Describe) -> int:
-    """Runs a worker's work and returns its exit code.
+def run_worker(body: Callable[[], int], place: Place, describe: Describe) -> NoReturn:
+    """Runs a worker's work and ends the process with its exit code.
 
-    An error ends the process here, at once: the usual way out waits for threads and process groups that other ranks no
-    longer serve. Our own launcher prints the error of the rank to blame; under another launcher this rank prints its
+    At once, whatever the code: the usual way out waits for threads and process groups that other ranks no longer serve,
+    and may abort over a thread that it cuts off inside a library's C++. Our own launcher prints the error of the rank to blame; under another launcher this rank prints its
     own, and waits a moment when it only lost its peers, so that the cause is read last.
     """
     try:
-        return body()
+        _leave(body())
     except SystemExit as ending:
-        code = ending.code if isinstance(ending.code, int) else 1 if ending.code else 0
-        if code == 0:
-            raise
-        _leave(code)
+        _leave(ending.code if isinstance(ending.code, int) else 1 if ending.code else 0)
     except BaseException as error:
         if report.is_lost_peer(error):
             first = str(error).strip().splitlines()[0]

@@ -91,7 +91,7 @@ def test_a_run_that_is_killed_and_stopped_ends_as_one_that_was_not(tmp_path: Pat
 
     last = start(tmp_path, "run.dir=runs/other")
     _, err = last.communicate(timeout=120)
-    assert last.returncode == 0 and f"continuing from step {step}" in err
+    assert last.returncode == 0 and f"continuing from step {step}" in err, err
     assert record(tmp_path, "other") == record(tmp_path, "whole")
     assert {row["run"] for row in rows(tmp_path, "other")} == {1, 2, 3}
 

@@ -71,4 +71,4 @@ if __name__ == "__main__":
     here = places.find(os.environ)
     assert here is not None
     arguments = sys.argv[1:] + ["."]
-    sys.exit(run_worker(lambda: work(arguments[0], here, Path(arguments[1])), here, describe))
+    run_worker(lambda: work(arguments[0], here, Path(arguments[1])), here, describe)
