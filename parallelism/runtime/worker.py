@@ -23,8 +23,9 @@ def run_worker(body: Callable[[], int], place: Place, describe: Describe) -> NoR
     """Runs a worker's work and ends the process with its exit code.
 
     At once, whatever the code: the usual way out waits for threads and process groups that other ranks no longer serve,
-    and may abort over a thread that it cuts off inside a library's C++. Our own launcher prints the error of the rank to blame; under another launcher this rank prints its
-    own, and waits a moment when it only lost its peers, so that the cause is read last.
+    and may abort over a thread that it cuts off inside a library's C++. Our own launcher prints the error of the rank
+    to blame; under another launcher this rank prints its own, and waits a moment when it only lost its peers, so that
+    the cause is read last.
     """
     try:
         _leave(body())
