@@ -313,19 +313,33 @@ def test_the_page_is_whole_and_loads_nothing(report):
     assert escape(report.tensors[0].reason, quote=True) in made
 
 
-@pytest.mark.skipif(
-    not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), reason="no Chromium here"
-)
-def test_the_page_opens_in_chromium_without_errors(report, tmp_path):
-    browser = next(b for b in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if b)
-    (tmp_path / "plan.html").write_text(page.page(report))
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def opened(html, folder):
+    """(DOM, lines on the console, addresses that the page asked for) of a page in headless Chromium."""
+    (folder / "plan.html").write_text(html)
     done = subprocess.run(
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0", "--dump-dom",
-         f"file://{tmp_path}/plan.html"],
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--enable-logging=stderr",
+         "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder}/profile",
+         f"--log-net-log={folder}/net.json", "--dump-dom", f"file://{folder}/plan.html"],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert "CONSOLE" not in done.stderr
-    assert 'id="what-if"' in done.stdout
+    # The browser asks for things of its own (its updates, the time); those have no origin, a page's have one.
+    log = [event.get("params", {}) for event in json.loads((folder / "net.json").read_text())["events"]]
+    asked = {e["url"] for e in log if "url" in e and e.get("initiator", "not an origin") != "not an origin"}
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line], asked
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+def test_the_page_opens_in_chromium_without_errors_or_requests(report, tmp_path):
+    dom, console, asked = opened(page.page(report), tmp_path)
+    assert (console, asked) == ([], set())
+    assert 'id="what-if"' in dom
+    broken = '<img src="http://example.invalid/a.png"><script>nothing.there</script>'  # this test can fail
+    _, console, asked = opened(broken, tmp_path)
+    assert "nothing is not defined" in "".join(console)
+    assert asked == {"http://example.invalid/a.png"}
 
 
 def test_trace_has_a_lane_per_resource_and_the_memory(report):
