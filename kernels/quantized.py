@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -103,6 +104,28 @@ class Quantized:
             bias=None if self.bias is None else self.bias[columns],
         )
 
+    def padded(self, inputs: int, outputs: int) -> Quantized:
+        """With further inputs and outputs whose weights are exactly 0, in every form that the weights are given.
+
+        Their scales are 0; inputs that fill a group up (see `longer`) have its zeros as codes.
+        """
+        rows, columns = inputs - self.inputs, outputs - self.outputs
+        if not rows and not columns:
+            return self
+        group = longer(self.group, inputs)
+        groups = max(0, int(group.max()) + 1 - self.groups)
+        middle = 1 << (self.bits - 1)
+        zeros = F.pad(self.zeros, (0, columns, 0, groups), value=middle)
+        codes = F.pad(self.codes, (0, columns), value=middle)
+        return Quantized(
+            torch.cat([codes, zeros[group[self.inputs :].long()]]),
+            F.pad(self.scales, (0, columns, 0, groups)),
+            zeros,
+            group,
+            self.bits,
+            None if self.bias is None else F.pad(self.bias, (0, columns)),
+        )
+
     def to(self, device: torch.device | str) -> Quantized:
         bias = None if self.bias is None else self.bias.to(device)
         codes, scales, zeros, group = (t.to(device) for t in (self.codes, self.scales, self.zeros, self.group))
@@ -117,6 +140,15 @@ def group_index(inputs: int, group_size: int, device: torch.device | str = "cpu"
 
 def group_count(inputs: int, group_size: int) -> int:
     return 1 if group_size == -1 else -(-inputs // group_size)
+
+
+def longer(group: Tensor, inputs: int) -> Tensor:
+    """`group` [in] for more inputs: they fill the last group, and are further ones of the same size; one group stays
+    one."""
+    sizes = torch.bincount(group.long())
+    size = int(sizes.max()) if len(sizes) > 1 else inputs
+    more = torch.arange(len(group), inputs, device=group.device) // size
+    return torch.cat([group, more.clamp(min=len(sizes) - 1).to(group.dtype)])
 
 
 def reference_matmul(x: Tensor, weight: Quantized) -> Tensor:

@@ -1,12 +1,14 @@
 """Products with quantized weights on a CPU: every path against the reference, traced and real."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from tpshard.kernels import quantized_ops as ops
-from tpshard.kernels.quantized import Quantized, concatenate, group_count, group_index, reference_matmul
+from tpshard.kernels.quantized import Quantized, concatenate, group_count, group_index, longer, reference_matmul
 
 ROUNDING = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
@@ -55,6 +57,35 @@ def test_torch_int4_serves_few_rows_of_bf16_and_only_where_it_is_fast(monkeypatc
     assert not dense
     ops.matmul(torch.randn(65, 128).bfloat16(), packed)
     assert len(dense) == 1
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (3, 64), (4, -1), (8, 40)])
+def test_padding_multiplies_to_zero(dtype, bits, group_size):
+    weight = linear(bits=bits, group_size=group_size, bias=True)
+    wider = weight.padded(320, 96).check()
+    dense = wider.dequantize()
+    assert torch.equal(dense[:128, :64], weight.dequantize())
+    assert dense.count_nonzero() == weight.dequantize().count_nonzero() and wider.sorted
+    packed = ops.prepare(wider, "cpu", dtype)
+    assert (packed.int4 is not None) == (dtype == torch.bfloat16 and group_size in (32, 64))
+    x = torch.randn(3, 320, generator=torch.Generator().manual_seed(1)).to(dtype)
+    y, cut = ops.matmul(x, packed), ops.matmul(x * (torch.arange(320) < 128), packed)
+    assert torch.equal(y, cut) and not y[:, 64:].any()
+    expected = reference_matmul(x[:, :128].double(), weight)
+    assert (y[:, :64].double() - expected).norm() <= ROUNDING[dtype] * expected.norm()
+    assert weight.padded(128, 64) is weight
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_padding_fills_the_last_group(symmetric):
+    weight = linear(inputs=144, bits=4, group_size=64, order=True, sort=False)
+    if symmetric:
+        weight = dataclasses.replace(weight, zeros=torch.full_like(weight.zeros, 8))
+    wider = weight.padded(320, 64)
+    assert torch.bincount(wider.group).tolist() == [64] * 5 and wider.symmetric == symmetric
+    assert torch.equal(wider.group, longer(weight.group, 320))
+    assert not wider.dequantize()[144:].any() and torch.equal(wider.dequantize()[:144], weight.dequantize())
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
