@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -65,6 +65,24 @@ class DequantizedTensors(Tensors):
             return super().block(name, starts, sizes)
         cut = tuple(slice(start, start + size) for start, size in zip(starts, sizes))
         return self._dense(module)[cut].clone()
+
+
+def quantizable(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:
+    """Which matrices inside the layers, of these by name [outputs, inputs], the format holds: those of multiples of 32.
+
+    Parameters that share a matrix in the folder go as one.
+    """
+    homes, together = hf_modules(config), dict[str, list[str]]()
+    for name, shape in shapes.items():
+        module, _, leaf = name.rpartition(".")
+        if name.startswith("layers.") and leaf == "weight" and len(shape) == 2:
+            together.setdefault(homes[module].module, []).append(name)
+    return frozenset(
+        name
+        for names in together.values()
+        for name in names
+        if shapes[name][1] % 32 == 0 and sum(shapes[other][0] for other in names) % 32 == 0
+    )
 
 
 class QuantizedParameters:

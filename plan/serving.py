@@ -11,6 +11,7 @@ from tpshard.parallelism.program import INFO, Program, info
 from tpshard.plan.pricing import Part, price_parts
 from tpshard.plan.report import Job, Report
 from tpshard.programs import serving
+from tpshard.programs.padding import note, padded
 from tpshard.programs.served import served
 from tpshard.programs.setting import DTYPES
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -34,15 +35,15 @@ def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "") -> R
     rows = length if what == "prefill" else requests
     each = -(-length // serving.BLOCK_SIZE)
     sequences = 1 if what == "prefill" else requests
-    model = build(told.config, dtype=DTYPES[told.dtype])
+    tp, quantized = sizes.get("tp", 1), told.quantized
+    config = padded(told.config, tp, 1 if quantized is None else quantized.shared)
     try:
         made = serving.step(
-            model, told.config, mesh, rows=rows, wanted=sequences, blocks=each * sequences,
+            build(config, dtype=DTYPES[told.dtype]), config, mesh, rows=rows, wanted=sequences, blocks=each * sequences,
             block_size=serving.BLOCK_SIZE, orders=told.orders, layout=recipe.serve.layout,
         )  # fmt: skip
     except ValueError as error:
         raise Mistakes.one(str(error), exit=Exit.FIT, where=recipe.where("serve.mesh")) from error
-    quantized = told.quantized
     program = with_kinds(made.program if quantized is None else quantized.held(made, device.kind, told.dtype))
     # the rule counts every row against the whole pool; a row reads its own sequence, half of it while prompts grow
     _scale_attention(program, sequences * (2 if what == "prefill" else 1))
@@ -54,13 +55,13 @@ def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "") -> R
     parameters = [port.name for port in program.inputs if port.kind == "parameter"]
     job = Job(
         name=recipe.name, recipe=source, what=what, model=recipe.model.preset or recipe.model.hf or "model",
-        params=sum(p.numel() for p in model.parameters()),
-        seq_len=length, dtype=told.dtype, mesh=sizes, nodes=-(-mesh.ranks // per_host),
+        params=told.config.parameters, seq_len=length, dtype=told.dtype, mesh=sizes, nodes=-(-mesh.ranks // per_host),
         devices_per_node=per_host, global_sequences=sequences, per_device=sequences, micro_batches=1, tokens=rows,
         compiled=False, device_assumed=recipe.cluster is None,
         quantized="" if quantized is None else f"{quantized}, layout {recipe.serve.layout}",
     )  # fmt: skip
-    warnings = [*([told.note] if told.note else []), *make.extra_warnings(job, device, program)]
+    notes = [text for text in (told.note, note(told.config, config, tp)) if text]
+    warnings = [*notes, *make.extra_warnings(job, device, program)]
     return make.assemble(job, pricing, program, parameters, accuracy, warnings)
 
 

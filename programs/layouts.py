@@ -24,6 +24,7 @@ from tpshard.kernels import reorder
 from tpshard.kernels.gptq_solver import Order
 from tpshard.kernels.layouts import Layout, head_local_order
 from tpshard.models.dims import param_dims
+from tpshard.models.hf_quantized import quantizable
 from tpshard.models.presets import ModelConfig
 from tpshard.parallelism.absorb import absorb
 from tpshard.parallelism.canonical import contract
@@ -186,13 +187,12 @@ def planned_orders(model: nn.Module, config: ModelConfig, order: Order, group_si
     Weights that share an input share its order (see `gptq_solver.ordering`).
     """
     found = {}
-    dims = param_dims(model)
-    for name, parameter in model.named_parameters():
-        if not name.startswith("layers.") or len(dims[name]) != 2:
-            continue
-        inputs = parameter.shape[1]
+    dims, shapes = param_dims(model), {name: p.shape for name, p in model.named_parameters()}
+    held = quantizable(config, shapes)
+    for name in dims:
+        inputs = shapes[name][-1]
         size = inputs if group_size == -1 else group_size
-        if order == "none" or size >= inputs or inputs % 32:
+        if order == "none" or size >= inputs or name not in held:
             continue
         key = f"{name.removesuffix('.weight').rpartition('.')[0]} {dims[name][1]}"
         if dims[name][1] != "heads" or order == "global":

@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 from tpshard.kernels.gptq_config import GPTQConfig, read_config
 from tpshard.kernels.packed import INT4_GROUPS, width_of
+from tpshard.kernels.quantized import group_index
 from tpshard.models import build
 from tpshard.models.hf_config import folder_config
-from tpshard.models.hf_quantized import QuantizedParameters
+from tpshard.models.hf_quantized import QuantizedParameters, quantizable
 from tpshard.models.presets import ModelConfig
 from tpshard.parallelism.program import INFO, Port, Program, Spec, info
 from tpshard.programs.layouts import ActOrder, act_orders, planned_orders
+from tpshard.programs.padding import shared_rows
 from tpshard.programs.serving import Step
 from tpshard.programs.setting import model_config
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -32,6 +34,8 @@ class Quantization:
     weights: frozenset[str]
     orders: Mapping[str, ActOrder]
     """Of those that are act-ordered."""
+    shared: int = 1
+    """So many inputs of `down` share scales (see `programs.padding`)."""
 
     @staticmethod
     def of_folder(folder: Path, config: ModelConfig) -> Quantization | None:
@@ -41,16 +45,19 @@ class Quantization:
             return None
         model, stored = build(config), QuantizedParameters(folder, config)
         weights = frozenset(name for name, _ in model.named_parameters() if stored.holds(name))
-        return Quantization(settings, weights, act_orders(model, config, stored.group))
+        orders = act_orders(model, config, stored.group)
+        return Quantization(settings, weights, orders, shared_rows(config, stored.group))
 
     @staticmethod
     def planned(told: Quantize, config: ModelConfig) -> Quantization:
         """What `tpshard quantize` will write for this section of a recipe."""
         settings = GPTQConfig(bits=told.bits, group_size=told.group_size, sym=told.sym, desc_act=told.order != "none")
         model = build(config)
-        matrices = {name: p for name, p in model.named_parameters() if name.startswith("layers.") and p.dim() == 2}
-        weights = frozenset(name for name, p in matrices.items() if p.shape[1] % 32 == 0)
-        return Quantization(settings, weights, planned_orders(model, config, told.order, told.group_size))
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        weights = quantizable(config, shapes)
+        orders = planned_orders(model, config, told.order, told.group_size)
+        groups = lambda name: group_index(shapes[name][1], told.group_size) if name in weights else None  # noqa: E731
+        return Quantization(settings, weights, orders, shared_rows(config, groups))
 
     def __str__(self) -> str:
         size, ordered = self.settings.group_size, len(self.orders)

@@ -102,7 +102,8 @@ def step_program(
 ) -> Program:
     """The step of `model` (on meta, in the dtype it computes in) for one device of `mesh`, whose axis is `tp`.
 
-    Heads, mlp and vocab are spread over `tp`, and the cache with its heads; logits come out whole on every device.
+    Heads, mlp (see `programs.padding`) and vocab, where tp divides it, are spread over `tp`, and the cache with its
+    heads; logits come out whole on every device.
     Its first inputs are ROWS, then the pools (`layers.N.cache.k`, `.v`), then the parameters by name. ValueError where
     tp fits neither heads nor KV heads.
     """
@@ -174,8 +175,8 @@ def _axes(config: ModelConfig, tp: int) -> dict[str, Any]:
             f"{', '.join(map(str, fit))}"
         )
     kv: Any = "tp" if config.kv_heads % tp == 0 else ("tp", 1, config.kv_heads) if config.kv_heads > 1 else None
-    spread = {"heads": "tp", "kv_heads": kv}
-    spread |= {"mlp": "tp"} if config.mlp % tp == 0 else {}
+    assert config.mlp % tp == 0, "programs.padding makes the MLP divide"
+    spread = {"heads": "tp", "kv_heads": kv, "mlp": "tp"}
     return spread | ({"vocab": "tp"} if config.vocab % tp == 0 else {})
 
 

@@ -13,6 +13,7 @@ from tpshard.models.presets import ModelConfig
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.program import Program
 from tpshard.programs.layouts import Arrangement
+from tpshard.programs.padding import note, padded
 from tpshard.programs.served import Quantization
 from tpshard.programs.serving import BLOCK_SIZE, local_kv_heads, step
 from tpshard.programs.setting import DTYPES
@@ -51,6 +52,8 @@ class Need:
     collectives: tuple[dict[str, Any], ...]
     """Per step of one token."""
     kernels: dict[str, str]
+    padding: str = ""
+    """What the program is wider by than the model, in words."""
 
     @property
     def cache_tokens(self) -> int:
@@ -61,7 +64,7 @@ class Need:
             "tp": self.tp, "dtype": self.dtype,
             "memory": {"parameters": self.parameter_bytes, "cache": self.cache_bytes},
             "cache": {"blocks": self.blocks, "block_size": BLOCK_SIZE, "tokens": self.cache_tokens},
-            "kernels": self.kernels, "collectives_per_token": list(self.collectives),
+            "kernels": self.kernels, "collectives_per_token": list(self.collectives), "padding": self.padding,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -71,6 +74,7 @@ class Need:
             f"  cache      {self.cache_bytes / 2**20:,.1f} MiB: {self.blocks} blocks of {BLOCK_SIZE}, "
             f"{self.cache_tokens:,} tokens",
             *(f"  {what}: {kernel}" for what, kernel in self.kernels.items()),
+            *([f"  {self.padding}"] if self.padding else []),
         ]
         for c in self.collectives:
             lines.append(f"  per token {c['count']} {c['kind']} over {c['axes']}, {c['bytes']:,} bytes each")
@@ -85,10 +89,11 @@ def need(
 
     ValueError where tp does not fit the model.
     """
-    model = build(config, dtype=DTYPES[dtype])
+    wider = padded(config, tp, 1 if quantized is None else quantized.shared)
+    model = build(wider, dtype=DTYPES[dtype])
     orders = {} if quantized is None else quantized.orders
     made = step(
-        model, config, Mesh({"tp": tp}), rows=1, wanted=1, blocks=blocks, block_size=BLOCK_SIZE, orders=orders,
+        model, wider, Mesh({"tp": tp}), rows=1, wanted=1, blocks=blocks, block_size=BLOCK_SIZE, orders=orders,
         layout=layout,
     )  # fmt: skip
     kind = "cpu" if device == "cpu" else "gpu"
@@ -102,7 +107,7 @@ def need(
         more = _widened(program, device) if batch_invariant else 0
         if more:
             kernels["head"] = f"as fp32, {more / 2**20:,.1f} MiB more: this CPU multiplies bf16 slowly"
-    return Need(tp, dtype, blocks, held, cache, _collectives(program), kernels)
+    return Need(tp, dtype, blocks, held, cache, _collectives(program), kernels, note(config, wider, tp))
 
 
 def _widened(program: Program, device: str) -> int:

@@ -16,9 +16,11 @@ from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.simulate import block
 from tpshard.programs.layouts import act_orders
+from tpshard.programs.padding import padded, shared_rows
 from tpshard.programs.serving import ROWS, step
 from tpshard.programs.setting import DTYPES
 from tpshard.serve.job import Job, Weights
+from tpshard.serve.padding import pad
 from tpshard.serve.quantized import Inputs, cached, prepare, rewrite
 from tpshard.serve.step import StepInput
 from tpshard.serve.stepgraph import fix_rows, pack_weights
@@ -29,6 +31,8 @@ class Part:
 
     def __init__(self, context: Context, job: Job, weights: Weights) -> None:
         dtype = DTYPES[job.dtype]
+        shared = shared_rows(weights.config, weights.group)
+        weights = pad(weights, padded(weights.config, context.mesh.ranks, shared))
         model = build(weights.config, dtype=dtype)
         group = lru_cache(maxsize=None)(weights.group)
         matrices = [name for name, p in model.named_parameters() if p.dim() == 2]

@@ -36,6 +36,7 @@ from tpshard.models.aside import written_aside
 from tpshard.models.hf import copy_tokenizer
 from tpshard.models.hf_config import write_config
 from tpshard.models.hf_names import Home, fuse, hf_modules, hf_tensors
+from tpshard.models.hf_quantized import quantizable
 from tpshard.models.loss import cross_entropy_sum
 from tpshard.models.presets import ModelConfig
 
@@ -137,13 +138,9 @@ class Quantizer:
         self.homes = hf_modules(config)
         self.plans: dict[str, Ordering] = {}
         self.linears = [name for name, module in self.model.named_modules() if _is_linear(name, module)]
-        self.fits = {home: self._fits(home) for home in {self.homes[name].module for name in self.linears}}
+        fits = quantizable(config, self.parameters)
+        self.fits = {self.homes[name].module: f"{name}.weight" in fits for name in self.linears}
         self.report.left_dense = sorted(home for home, fits in self.fits.items() if not fits)
-
-    def _fits(self, home: str) -> bool:
-        """The format holds multiples of 32 alone. A matrix that several linears share goes as one."""
-        shapes = [self.parameters[f"{n}.weight"] for n in self.linears if self.homes[n].module == home]
-        return shapes[0][1] % 32 == 0 and sum(shape[0] for shape in shapes) % 32 == 0
 
     @torch.no_grad()
     def run(self) -> Iterator[tuple[str, Quantized]]:

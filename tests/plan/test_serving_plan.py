@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from tpshard.cli.main import run as tpshard
 from tpshard.cli.serve_worker import open_weights
 from tpshard.kernels.gptq_solver import Order, Settings
 from tpshard.kernels.layouts import LAYOUTS
-from tpshard.models import build
+from tpshard.models import build, to_hf
+from tpshard.models.hf_config import folder_config
 from tpshard.models.presets import ModelConfig
 from tpshard.parallelism.runtime.context import Context
 from tpshard.plan import make, text
 from tpshard.programs.served import served
+from tpshard.programs.setting import DTYPES
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
 from tpshard.serve.check import need
@@ -26,6 +29,7 @@ from tpshard.serve.job import Job
 from tpshard.serve.parallel import Part
 from tpshard.serve.quantize import Quantizer, Sequences, write
 from tpshard.serve.step import StepInput
+from tpshard.serve.worker import local_runner
 
 CONFIG = ModelConfig(
     family="llama", layers=2, width=64, heads=4, kv_heads=2, head_dim=64, mlp=128, vocab=128, max_seq=64, seq_len=16,
@@ -34,12 +38,12 @@ CONFIG = ModelConfig(
 ROWS = 8
 
 
-def quantized(out: Path, order: Order) -> Path:
-    model = build(CONFIG, device="cpu", seed=1)
+def quantized(out: Path, order: Order, config: ModelConfig = CONFIG) -> Path:
+    model = build(config, device="cpu", seed=1)
     parameters = dict(model.named_parameters())
     tokens = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
     read = lambda name: parameters[name].detach() * (1 if "norm" in name else 3)  # noqa: E731
-    write(Quantizer(CONFIG, read, Sequences(tokens, tokens), None, Settings(group_size=32), order), out)
+    write(Quantizer(config, read, Sequences(tokens, tokens), None, Settings(group_size=32), order), out)
     return out
 
 
@@ -73,20 +77,24 @@ class Counting(TorchDispatchMode):
         return out
 
 
+def prompt() -> StepInput:
+    rows = np.arange(ROWS)
+    return StepInput(rows + 3, rows, rows + 16, rows * 0, np.array([[1]]), rows)
+
+
 def serve_on_rank(context: Context, jobs: list[bytes]) -> list[tuple[dict[tuple[str, int], int], int, list[Any]]]:
     """For each job: the collectives that a step of the server dispatches, bytes of weights held, and the logits."""
     done = []
     for raw in jobs:
         job = Job.decode(raw)
         part = Part(context, job, open_weights(job.source))
-        rows = np.arange(ROWS)
-        batch = StepInput(rows + 3, rows, rows + 16, rows * 0, np.array([[1]]), rows)
         counting = Counting()
         with counting:
-            logits = part.step(batch)
+            logits = part.step(prompt())
         tensors = {t.untyped_storage().data_ptr(): t for t in part._fixed if t.is_floating_point()}
         held = sum(t.untyped_storage().nbytes() for t in tensors.values() if t.dim() < 4)
-        held += sum(2 * t.numel() for t in part._packed.values())  # bf16, whatever this CPU's library packs it as
+        each = DTYPES[job.dtype].itemsize  # whatever this CPU's library packs it as
+        held += sum(each * t.numel() for t in part._packed.values())
         for linear in part._linears.of.values():
             packed = linear.packed
             own = [] if packed is None else [packed.scales, packed.zeros, packed.int4, packed.int4_scales]
@@ -123,6 +131,40 @@ def test_every_layout_sends_on_real_ranks_what_is_planned(pool: Any, folders: di
         assert whole.parameter_bytes == report.static_bytes()["parameters"]
 
 
+def test_an_mlp_that_tp_does_not_divide_is_served_as_planned(pool: Any, tmp_path: Path, capsys: Any) -> None:
+    groups = quantized(tmp_path / "groups", "head_local", replace(CONFIG, mlp=7 * 32))
+    to_hf(build(replace(CONFIG, mlp=97), device="cpu", seed=1), dense := tmp_path / "dense")
+    cases = [(groups, "tp_aware", "224 to 256"), (groups, "naive", "224 to 256"), (dense, "tp_aware", "97 to 128")]
+    reports = [make.report(recipe(folder, layout), "", "decode") for folder, layout, _ in cases]
+    jobs = [
+        Job(str(folder), 128, 64, 2, report.job.dtype, 4, 16, (ROWS,), layout=layout, dense=False)  # type: ignore[arg-type]
+        for (folder, layout, _), report in zip(cases, reports)
+    ]
+    results = pool.run(serve_on_rank, [job.encode() for job in jobs], world=2, mesh={"tp": 2})
+    for i, ((folder, layout, wider), report) in enumerate(zip(cases, reports)):
+        config = folder_config(folder)
+        expected = local_runner(replace(jobs[i], tp=1), open_weights(str(folder))).step(prompt())
+        program = report.pricing.parts[0].part.program
+        planned = Counter((c.kind, c.bytes) for c in program.collectives)
+        counted = Counter(c.kind for c in program.collectives)
+        assert counted == {"all_reduce": 2 * 2 + 1, "all_gather": 1 + (4 if layout == "naive" else 0)}
+        for sent, held, logits in (rank[i] for rank in results):
+            assert sent == planned
+            assert held == pytest.approx(report.static_bytes()["parameters"], rel=0.001)
+            assert logits == results[0][i][2]
+            assert (torch.tensor(logits) - expected).norm() <= (0.03 if folder is groups else 1e-5) * expected.norm()
+        said = f"MLP padded from {wider} columns, equal parts for tp 2"
+        assert report.job.params == config.parameters
+        assert f"warning: {said}" in text.screen(report)
+        capsys.readouterr()
+        told = [f"serve.checkpoint={folder}", "serve.mesh.tp=2", f"serve.layout={layout}", "cluster.device=cpu"]
+        assert tpshard(["serve", "tiny", "--check", *told]) == 0
+        assert f"  {said}\n" in capsys.readouterr().out
+    # codes, scales and zeros of 4 of the 7 groups, and not of all of them, for each of 64 outputs
+    (port,) = [p for p in reports[0].pricing.parts[0].part.program.inputs if p.name == "layers.0.mlp.down.weight"]
+    assert port.local_bytes == 64 * (4 * 32 // 2 + 4 * 7)
+
+
 def test_a_plan_says_what_gathers_and_why(folders: dict[str, Path]) -> None:
     naive, aware, local = (make.report(recipe(folders["head_local"], layout), "", "decode") for layout in
                            ("naive", "tp_aware", "local_sort"))  # fmt: skip
@@ -140,17 +182,22 @@ def test_a_plan_says_what_gathers_and_why(folders: dict[str, Path]) -> None:
     assert naive.pricing.step_s > aware.pricing.step_s
 
 
-def test_a_folder_that_is_not_there_is_planned_as_it_will_be_written(folders: dict[str, Path], capsys: Any) -> None:
+def test_a_folder_that_is_not_there_is_planned_as_it_will_be_written(
+    folders: dict[str, Path], tmp_path: Path, capsys: Any
+) -> None:
     dims = ["layers=2", "width=64", "heads=4", "kv_heads=2", "head_dim=64", "mlp=128", "vocab=128"]
     own = [f"model.{d}" for d in dims]
-    for order, folder in folders.items():
-        for layout in LAYOUTS:
-            there = make.report(recipe(folder, layout), "", "decode")
-            wanted = ["quantize.group_size=32", f"quantize.order={order}"]
-            planned = make.report(recipe("not-yet", layout, *own, *wanted), "", "decode")
-            assert any("not-yet is not there yet" in warning for warning in planned.warnings)
-            assert planned.fingerprint == there.fingerprint
-            assert planned.static_bytes() == there.static_bytes()
+    cases = [(folder, layout, order, 128) for order, folder in folders.items() for layout in LAYOUTS]
+    for mlp in (7 * 32, 112):  # groups that two ranks do not divide; an MLP that no GPTQ folder holds quantized
+        folder = quantized(tmp_path / f"{mlp}", "head_local", replace(CONFIG, mlp=mlp))
+        cases.append((folder, "tp_aware", "head_local", mlp))
+    for folder, layout, order, mlp in cases:
+        there = make.report(recipe(folder, layout), "", "decode")
+        wanted = ["quantize.group_size=32", f"quantize.order={order}", f"model.mlp={mlp}"]
+        planned = make.report(recipe("not-yet", layout, *own, *wanted), "", "decode")
+        assert any("not-yet is not there yet" in warning for warning in planned.warnings)
+        assert planned.fingerprint == there.fingerprint
+        assert planned.static_bytes() == there.static_bytes()
     dense = make.report(recipe("latest", "naive", *own), "", "decode")
     assert not dense.reshards and not dense.job.quantized
     broken = folders["global"].parent / "broken"

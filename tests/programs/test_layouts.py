@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
+from operator import add
 from typing import Any
 
 import pytest
@@ -21,8 +23,11 @@ from tpshard.parallelism.capture import capture
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.partitioner import partition_captured
 from tpshard.parallelism.simulate import local_arguments, run_lockstep
-from tpshard.programs.layouts import ActOrder, Arrangement, Turned, act_orders, arrange, planned_orders
+from tpshard.programs.layouts import ActOrder, Turned, act_orders, arrange, planned_orders
+from tpshard.programs.padding import padded, shared_rows
 from tpshard.programs.serving import Step, make_pools, step
+from tpshard.serve.job import Weights
+from tpshard.serve.padding import pad
 
 LLAMA = ModelConfig(
     family="llama", layers=1, width=64, heads=8, kv_heads=4, head_dim=16, mlp=128, vocab=64, max_seq=64, seq_len=32,
@@ -32,22 +37,26 @@ GRANITE = ModelConfig(
     family="granite", layers=1, width=64, heads=8, kv_heads=1, head_dim=16, mlp=128, vocab=64, max_seq=64, seq_len=32,
     dtype="fp32", attention_bias=True, mlp_bias=True, tie_embeddings=True,
 )  # fmt: skip
+MODELS = {"llama": (LLAMA, True), "granite": (GRANITE, True)}
+UNEVEN = {"llama, 11 groups": (replace(LLAMA, mlp=88), True), "granite, 11 groups": (replace(GRANITE, mlp=88), True)}
+UNEVEN |= {f"{family}, 10.5 groups": (replace(config, mlp=84), False) for family, (config, _) in MODELS.items()}
+"""Models whose groups no tp divides, and whether their zeros are symmetric."""
 CASES = [
     *(("llama", "head_local", tp) for tp in (1, 2, 4, 8)), *(("granite", "global", tp) for tp in (1, 8)),
     ("llama", "global", 4), ("granite", "head_local", 2),
+    *((name, "head_local", tp) for name in UNEVEN for tp in (1, 2, 4, 8)),
 ]  # fmt: skip
-MODELS = {"llama": LLAMA, "granite": GRANITE}
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 class Served:
     """A random model whose layers are quantized in groups of 8, and its logits for two short prompts."""
 
-    def __init__(self, config: ModelConfig, order: Any) -> None:
+    def __init__(self, config: ModelConfig, symmetric: bool, order: Any) -> None:
         self.config = config
         self.model = build(config, device="cpu", seed=3)
         generator = torch.Generator().manual_seed(0)
-        dims = param_dims(self.model)
+        dims, settings = param_dims(self.model), Settings(group_size=8, sym=symmetric)
         self.quantized: dict[str, Quantized] = {}
         importance: dict[str, torch.Tensor] = {}  # products of one input share its order
         with torch.no_grad():
@@ -59,22 +68,32 @@ class Served:
                     key = f"{name.split('.')[2]} {dims[name][1]}"
                     seen = importance.setdefault(key, torch.rand(p.shape[1], generator=generator))
                     heads = Heads(config.heads, config.kv_heads, config.head_dim) if dims[name][1] == "heads" else None
-                    plan = ordering(seen, Settings(group_size=8), order, heads)
-                    self.quantized[name] = round_to_nearest(p, Settings(group_size=8), plan)
+                    plan = ordering(seen, settings, order, heads)
+                    self.quantized[name] = round_to_nearest(p, settings, plan)
                     p.copy_(self.quantized[name].dequantize(torch.float32).T)
 
     def group(self, name: str) -> torch.Tensor | None:
         return self.quantized[name].group if name in self.quantized else None
 
+    def weights(self, tp: int) -> Weights:
+        """As a server over `tp` devices takes them."""
+        own = dict(self.model.named_parameters())
+        block = lambda name, starts, sizes: own[name].detach()[tuple(map(slice, starts, map(add, starts, sizes)))]  # noqa: E731
+        whole = Weights(self.config, block, self.quantized.get, self.group)
+        return pad(whole, padded(self.config, tp, shared_rows(self.config, self.group)))
+
     def step(self, layout: Layout, tp: int, dtype: torch.dtype = torch.float32) -> Step:
-        orders = act_orders(self.model, self.config, self.group)
+        weights = self.weights(tp)
+        model = build(weights.config, dtype=dtype)
+        orders = act_orders(model, weights.config, weights.group)
         return step(
-            build(self.config, dtype=dtype), self.config, Mesh({"tp": tp}), rows=8, wanted=8, blocks=2, block_size=16,
-            orders=orders, layout=layout,
+            model, weights.config, Mesh({"tp": tp}), rows=8, wanted=8, blocks=2, block_size=16, orders=orders,
+            layout=layout,
         )  # fmt: skip
 
-    def inputs(self, arrangement: Arrangement, dtype: torch.dtype) -> list[torch.Tensor]:
+    def inputs(self, step: Step, dtype: torch.dtype) -> list[torch.Tensor]:
         """Everything that a step takes, whole: a prompt of 5 tokens and one of 3, and the parameters as arranged."""
+        weights, arrangement = self.weights(step.program.mesh.ranks), step.arrangement
         tokens = torch.arange(8)[None] * 7 % 64
         places, sequences = torch.tensor([[*range(5), *range(3)]]), torch.tensor([[0] * 5 + [1] * 3])
         tables = torch.zeros(9, 2, dtype=torch.int64)
@@ -82,17 +101,18 @@ class Served:
         rows = [tokens, places, (sequences + 1) * 16 + places, sequences, tables, torch.arange(8)]
         pools = [pool for pair in make_pools(self.config, 2, 16, dtype, "cpu") for pool in pair]
         values = []
-        for name, p in self.model.named_parameters():
-            value = p.detach()
-            if (own := arrangement.rows_of(name, self.group)) is not None:
+        for name, p in build(weights.config).named_parameters():
+            found = weights.quantized(name)
+            value = weights.block(name, (0,) * p.dim(), p.shape) if found is None else found.dequantize(torch.float32).T
+            if (own := arrangement.rows_of(name, weights.group)) is not None:
                 value = value[:, own]
-            if (columns := arrangement.columns_of(name, self.group)) is not None:
+            if (columns := arrangement.columns_of(name, weights.group)) is not None:
                 value = value[columns]
             values.append(value.to(dtype))
-        return [*rows, *pools, *values, *(arrangement.order(t, self.group) for t in arrangement.inputs.values())]
+        return [*rows, *pools, *values, *(arrangement.order(t, weights.group) for t in arrangement.inputs.values())]
 
     def logits(self, step: Step, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        given = self.inputs(step.arrangement, dtype)
+        given = self.inputs(step, dtype)
         tp = step.program.mesh.ranks
         results = run_lockstep(step.program, [local_arguments(step.program, rank, given) for rank in range(tp)])
         for (other,) in results[1:]:
@@ -105,7 +125,7 @@ class Served:
         return torch.cat([self.model(tokens[:, :5])[0], self.model(tokens[:, 5:])[0]])
 
 
-served = cache(lambda family, order: Served(MODELS[family], order))
+served = cache(lambda family, order: Served(*(MODELS | UNEVEN)[family], order))
 
 
 def gathers(step: Step) -> list[str]:
@@ -145,6 +165,77 @@ def test_in_every_dtype(layout: Layout, dtype: torch.dtype) -> None:
     assert (found - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
 
+DOWN = "layers.0.mlp.down.weight"
+
+
+def groups_of_devices(step: Step, weights: Weights) -> list[set[int]]:
+    """The groups whose rows of `down` each device holds."""
+    group, rows = weights.group(DOWN), step.arrangement.rows_of(DOWN, weights.group)
+    assert group is not None and rows is not None
+    return [set(part.tolist()) for part in group[rows].chunk(step.program.mesh.ranks)]
+
+
+@pytest.mark.parametrize("layout", ["naive", "tp_aware"])
+@pytest.mark.parametrize("family", UNEVEN)
+def test_shards_are_cut_between_groups(family: str, layout: Layout) -> None:
+    model = served(family, "head_local")
+    for tp, own in ((2, [6, 5]), (4, [3, 3, 3, 2]), (8, [2, 2, 2, 2, 2, 1, 0, 0])):
+        weights = model.weights(tp)
+        found = groups_of_devices(model.step(layout, tp), weights)
+        assert sum(map(len, found)) == len(set().union(*found)), "a group lies on two devices"
+        assert [len(groups & set(range(11))) for groups in found] == own
+    whole = torch.sort(model.group(DOWN)).values  # type: ignore[arg-type]
+    halves = [set(part.tolist()) for part in whole.chunk(2)]
+    assert halves[0] & halves[1] == {5}  # what equal parts of the model's own columns would share
+
+
+def test_what_is_added_must_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: with other values there the logits are others."""
+    model, zeros = served("llama, 11 groups", "head_local"), Quantized.padded
+
+    def spoiled(self: Quantized, inputs: int, outputs: int) -> Quantized:
+        found = zeros(self, inputs, outputs)
+        added = found.scales == 0
+        codes = found.codes.where(~added[found.group.long()], 9)
+        return replace(found, codes=codes, scales=found.scales.where(~added, 1))
+
+    made = model.step("tp_aware", 2)
+    torch.testing.assert_close(model.logits(made), model.expected(), rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(Quantized, "padded", spoiled)
+    with pytest.raises(AssertionError, match="not close"):
+        torch.testing.assert_close(model.logits(made), model.expected(), rtol=1e-4, atol=1e-4)
+
+
+def test_padded_weights_are_zero_beyond_the_model() -> None:
+    model = served("granite, 10.5 groups", "head_local")
+    weights = model.weights(8)
+    assert weights.config.mlp == 128
+    own = dict(model.model.named_parameters())
+    for name, p in build(weights.config).named_parameters():
+        whole, mine = weights.block(name, (0,) * p.dim(), p.shape), own[name].detach()
+        inside = tuple(slice(n) for n in mine.shape)
+        assert whole.shape == p.shape and torch.equal(whole[inside], mine)
+        assert whole.count_nonzero() == mine.count_nonzero()
+        for start in (76, 84, 96):  # across the end of the model, at it, and beyond
+            starts = tuple(start if n == 128 else 3 for n in p.shape)
+            part = whole[tuple(slice(s, s + 16) for s in starts)]
+            assert torch.equal(weights.block(name, starts, part.shape), part)
+        found = weights.quantized(name)
+        assert found is None or torch.equal(found.check().dequantize(torch.float32).T, whole)
+    assert weights.group(DOWN).tolist() == weights.quantized(DOWN).group.tolist()  # type: ignore[union-attr]
+
+
+def test_only_what_is_not_divided_is_padded() -> None:
+    wide = replace(LLAMA, mlp=231 * 128)
+    assert [padded(wide, tp, 128).mlp // 128 for tp in (1, 2, 4, 8)] == [231, 232, 232, 232]
+    assert padded(LLAMA, 8, 8) is LLAMA and padded(LLAMA, 8) is LLAMA and padded(wide, 2) is wide
+    assert padded(replace(LLAMA, mlp=84), 1, 8).mlp == 84
+    assert padded(replace(LLAMA, mlp=100), 8).mlp == 256  # dense
+    assert padded(LLAMA, 4, 64) is LLAMA  # fewer groups than devices: cut within them
+    shared = {8: served("llama, 10.5 groups", "head_local").group, 1: lambda name: None}
+    assert all(shared_rows(LLAMA, group) == size for size, group in shared.items())
+
+
 def test_what_is_left_to_do_at_run_time() -> None:
     def reordered(step: Step) -> list[tuple[str, int]]:
         nodes = [n for n in step.program.graph.nodes if str(n.target) == "tpshard.reorder.default"]
@@ -166,7 +257,7 @@ def test_what_is_left_to_do_at_run_time() -> None:
 
 
 def test_orders_are_planned_as_the_quantizer_writes_them() -> None:
-    for family, config in MODELS.items():
+    for family, (config, _) in MODELS.items():
         for order in ("head_local", "global"):
             model = served(family, order)
             found = act_orders(model.model, config, model.group)

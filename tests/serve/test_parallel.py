@@ -13,8 +13,11 @@ from tpshard.models import build
 from tpshard.models.presets import ModelConfig
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.simulate import local_arguments, run_lockstep
+from tpshard.programs.padding import padded
 from tpshard.programs.serving import make_pools, step_program
 from tpshard.serve.check import need
+from tpshard.serve.job import Weights
+from tpshard.serve.padding import pad
 
 LLAMA = ModelConfig(
     family="llama", layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, vocab=64, max_seq=128, seq_len=64,
@@ -26,10 +29,12 @@ CASES = {
     "llama, KV heads replicated": (LLAMA, 4),
     "tied, vocab not divided": (replace(LLAMA, vocab=63, tie_embeddings=True), 2),
     "granite, one KV head": (GRANITE, 2),
+    "llama, MLP not divided": (replace(LLAMA, mlp=50, mlp_bias=True), 4),
+    "granite, MLP not divided": (replace(GRANITE, mlp=49), 2),
 }
 
 
-def program_inputs(config: ModelConfig, model: torch.nn.Module, rows: int) -> list[Any]:
+def program_inputs(config: ModelConfig, parameters: list[torch.Tensor], rows: int) -> list[Any]:
     """A prompt of 5 rows and one of 3, both from the start, in blocks 1 and 2."""
     tokens = torch.randint(0, config.vocab, (1, rows), generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([[*range(5), *range(3)]])
@@ -39,15 +44,25 @@ def program_inputs(config: ModelConfig, model: torch.nn.Module, rows: int) -> li
     tables[0, 0], tables[1, 0] = 1, 2
     wanted = torch.arange(rows)
     pools = [pool for pair in make_pools(config, 4, 16, torch.float32, "cpu") for pool in pair]
-    return [tokens, positions, slots, sequences, tables, wanted, *pools, *(p.detach() for p in model.parameters())]
+    return [tokens, positions, slots, sequences, tables, wanted, *pools, *parameters]
+
+
+def parameters_of(config: ModelConfig, model: torch.nn.Module) -> list[torch.Tensor]:
+    """Those of `model`, with zeros where `config` is larger."""
+    own = {name: p.detach() for name, p in model.named_parameters()}
+    block = lambda name, starts, sizes: own[name][tuple(slice(s, s + n) for s, n in zip(starts, sizes))]  # noqa: E731
+    weights = pad(Weights(model.config, block), config)  # type: ignore[arg-type]
+    return [weights.block(name, (0,) * p.dim(), p.shape) for name, p in build(config).named_parameters()]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_partitioned_step_is_the_model(case: str) -> None:
     config, tp = CASES[case]
     model = build(config, device="cpu", seed=2)
-    program = step_program(build(config), config, Mesh({"tp": tp}), rows=8, wanted=8, blocks=4, block_size=16)
-    inputs = program_inputs(config, model, 8)
+    wide = padded(config, tp)
+    assert (wide is config) == ("MLP" not in case)
+    program = step_program(build(wide), wide, Mesh({"tp": tp}), rows=8, wanted=8, blocks=4, block_size=16)
+    inputs = program_inputs(config, parameters_of(wide, model), 8)
     results = run_lockstep(program, [local_arguments(program, rank, inputs) for rank in range(tp)])
     for (other,) in results[1:]:
         assert torch.equal(results[0][0], other)
@@ -73,3 +88,14 @@ def test_what_it_needs_is_known_before_anything_is_loaded() -> None:
     assert {c["bytes"] for c in two.collectives if c["kind"] == "all_reduce"} == {LLAMA.width * 2}
     assert np.isclose(two.parameter_bytes, one.parameter_bytes / 2, rtol=0.1)
     assert "5 all_reduce over tp" in str(two)
+
+
+def test_a_device_holds_its_part_of_an_mlp_that_tp_does_not_divide() -> None:
+    uneven = replace(LLAMA, mlp=1001)
+    needs = {tp: need(uneven, tp, "fp32", 100, "cpu", True) for tp in (1, 2, 4)}
+    evenly = {tp: need(replace(LLAMA, mlp=1024), tp, "fp32", 100, "cpu", True) for tp in (2, 4)}
+    assert {tp: needs[tp].parameter_bytes for tp in (2, 4)} == {tp: evenly[tp].parameter_bytes for tp in (2, 4)}
+    assert needs[4].parameter_bytes < 0.27 * needs[1].parameter_bytes
+    assert needs[4].collectives == evenly[4].collectives
+    assert "MLP padded from 1,001 to 1,024 columns, equal parts for tp 4" in str(needs[4])
+    assert not needs[1].padding and not evenly[4].padding and "padded" not in str(needs[1])
