@@ -15,6 +15,7 @@ from torch._decomp import get_decompositions
 from torch.fx.graph import _Namespace
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
+from tpshard.parallelism.remember import Shapes
 
 aten = torch.ops.aten
 
@@ -75,6 +76,7 @@ class Recorder(TorchDispatchMode):
         self.known: dict[int, tuple[Value, Tensor]] = {}
         """By identity of the tensor, which is kept alive: its value, the newest where it was changed in place."""
         self.composite: dict[Any, bool] = {}
+        self.shapes = Shapes()
 
     def input(self, name: str, fake: Tensor) -> None:
         """Takes the next argument of the function."""
@@ -118,7 +120,7 @@ class Recorder(TorchDispatchMode):
             func = aten.lift_fresh_copy.default
         # before the op runs: it may change a tensor that it reads
         values = [self.value(tensor) for tensor in operands]
-        made = func(*args, **kwargs)
+        made = self.shapes.run(func, args, kwargs, (refs, keywords), operands)
         if isinstance(made, (int, float, bool)):
             return made  # of a constant: known while tracing
         self._record(func, refs, keywords, values, made)

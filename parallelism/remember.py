@@ -1,0 +1,94 @@
+"""What ops make of operands of known shapes. The layers of a model are alike: a fake tensor mode is asked only once."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from tpshard.parallelism.graph import Ref
+
+
+class Like(NamedTuple):
+    """All that is known of a fake tensor whose content is not."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Shapes:
+    """Runs ops on fake tensors, and remembers what came out.
+
+    Only for ops that change nothing in place, and for fake tensors of unknown content. A remembered result has a
+    storage of its own, also where the op makes a view: nothing here follows storages, values go by identity.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Any, tuple[type | None, list[Like]]] = {}
+        """By op and arguments: the type of the sequence that is returned, if one is, and the tensors."""
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any], refs: Any, operands: list[Tensor]) -> Any:
+        """`func(*args, **kwargs)`. `refs`: all arguments, with a `Ref` for each tensor, of `operands`."""
+        key = _key(func, refs, operands)
+        if key is None:
+            return func(*args, **kwargs)
+        known = self.known.get(key)
+        if known is not None:
+            sequence, likes = known
+            mode = operands[0].fake_mode  # type: ignore[attr-defined]
+            made = [FakeTensor(mode, _empty(like), like.device) for like in likes]
+            return made[0] if sequence is None else sequence(made)
+        made = func(*args, **kwargs)
+        several = type(made) in (list, tuple)
+        found = [_like(one) for one in (made if several else (made,))]
+        likes = [like for like in found if like is not None]
+        if len(likes) == len(found) and not any(made is operand for operand in operands):
+            self.known[key] = (type(made) if several else None, likes)
+        return made
+
+
+def _key(func: Any, refs: Any, operands: list[Tensor]) -> Any:
+    """What the shapes of an op's results depend on; None where more than shapes counts."""
+    likes = [_like(operand) for operand in operands]
+    if not likes or None in likes or func._schema.is_mutable:
+        return None
+    key = (func, _exact(refs), tuple(likes))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _like(tensor: Any) -> Like | None:
+    """None for what is no fake tensor, for one whose content is known, and for what may be conjugated (complex)."""
+    if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.dtype.is_complex:
+        return None
+    return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device)
+
+
+def _exact(arg: Any) -> Any:
+    """An argument as a key: 1, 1.0 and True are equal in Python, but promote types differently."""
+    if isinstance(arg, Ref):
+        return arg
+    if isinstance(arg, (tuple, list)):
+        return tuple([_exact(a) for a in arg])
+    if isinstance(arg, dict):
+        return tuple([(name, _exact(a)) for name, a in arg.items()])
+    return (type(arg), arg) if isinstance(arg, (int, float)) else arg
+
+
+def _empty(like: Like) -> Tensor:
+    """A tensor on the meta device, made behind the backs of the modes that look on.
+
+    A new one for each fake tensor: those that share one share its version too, and autograd would take a change of one
+    for a change of all.
+    """
+    unseen = torch._C._DisableTorchDispatch()
+    try:
+        return torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device="meta")
+    finally:
+        del unseen
