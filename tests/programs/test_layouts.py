@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from tpshard.kernels.gptq_solver import Heads, Settings, ordering, round_to_nearest
 from tpshard.kernels.layouts import LAYOUTS, Layout
-from tpshard.kernels.quantized import Quantized
+from tpshard.kernels.quantized import Quantized, group_index
 from tpshard.kernels.reorder import fewer, positions, sorting
 from tpshard.models import build
 from tpshard.models.dims import param_dims
@@ -234,6 +234,8 @@ def test_only_what_is_not_divided_is_padded() -> None:
     assert padded(LLAMA, 4, 64) is LLAMA  # fewer groups than devices: cut within them
     shared = {8: served("llama, 10.5 groups", "head_local").group, 1: lambda name: None}
     assert all(shared_rows(LLAMA, group) == size for size, group in shared.items())
+    layers = {"layers.0.mlp.down.weight": 8, "layers.1.mlp.down.weight": 12}  # which `dynamic` may say
+    assert shared_rows(replace(LLAMA, layers=3), lambda name: group_index(128, layers.get(name, -1))) == 24
 
 
 def test_what_is_left_to_do_at_run_time() -> None:
