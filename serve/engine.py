@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 from torch import Tensor
 from tpshard.serve.blocks import BlockPool
-from tpshard.serve.request import Event, Sequence
+from tpshard.serve.request import Event, Logprob, Sequence
 from tpshard.serve.sampling import choose, score
 from tpshard.serve.scheduler import Scheduler, Slice
 from tpshard.serve.step import Runner, StepInput
@@ -97,9 +98,14 @@ class Engine:
     def _receive(self, slices: list[Slice], logits: Tensor) -> Iterator[Event]:
         """logits: [wanted, vocab], in the order of the slices"""
         choosing: list[tuple[Sequence, int]] = []
+        sound = torch.isfinite(logits.amax(-1)).tolist()
         row = 0
         for piece in slices:
             s, wanted, ends = piece.sequence, piece.wanted, piece.ends
+            if not all(sound[row : row + wanted]):  # this sequence's fault alone: the others go on
+                row += wanted
+                yield self._end(s, None, "error", error="the model gave numbers that are not finite")
+                continue
             if piece.scores:
                 for offset in range(wanted):
                     place = piece.start + offset + 1
@@ -118,7 +124,9 @@ class Engine:
                 finish = "stop" if token in s.stop_tokens else "length" if len(s.answer) >= s.max_tokens else None
                 yield self._end(s, token, finish, logprob) if finish else Event(s, token, logprob)
 
-    def _end(self, s: Sequence, token: int | None, finish: str, logprob: object = None) -> Event:
+    def _end(
+        self, s: Sequence, token: int | None, finish: str, logprob: Logprob | None = None, error: str | None = None
+    ) -> Event:
         s.finish = finish
         self.scheduler.remove(s)
-        return Event(s, token, logprob, finish)  # type: ignore[arg-type]
+        return Event(s, token, logprob, finish, error)

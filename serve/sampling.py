@@ -47,7 +47,9 @@ def choose_one(logits: Tensor, sequence: Sequence) -> int:
     logits = shape(logits, sequence) if is_shaped(s) else logits
     if s.temperature == 0:
         return int(logits.argmax())
-    probabilities, tokens = nucleus(logits.double() / s.temperature, s)
+    logits = logits.double()
+    # Relative to the likeliest: a temperature near zero gives zeros and -inf, not inf - inf.
+    probabilities, tokens = nucleus((logits - logits.max()) / s.temperature, s)
     threshold = draw(s.seed, sequence.choice, len(sequence.tokens)) * float(probabilities.sum())
     index = int(torch.searchsorted(probabilities.cumsum(0), threshold, right=True))
     index = min(index, len(probabilities) - 1)

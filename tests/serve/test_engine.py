@@ -103,6 +103,44 @@ def test_a_reused_prefix_changes_no_bit(runner: LocalRunner) -> None:
     assert scores[again.id] == alone(runner, again)[1]
 
 
+def test_a_temperature_near_zero_is_greedy(runner: LocalRunner) -> None:
+    greedy = alone(runner, Sequence(prompt(9, 1), GREEDY, 8))[0]
+    for temperature in (1e-10, 1e-308, 5e-324):
+        for more in ({}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3}):
+            cold = Sampling(temperature=temperature, seed=3, logit_bias=((1, -100.0),), **more)
+            assert alone(runner, Sequence(prompt(9, 1), cold, 8))[0] == greedy
+
+
+class Overflowing:
+    """A runner whose logits are not finite after one token."""
+
+    def __init__(self, runner: LocalRunner, token: int, value: float) -> None:
+        self.runner, self.token, self.value = runner, token, value
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.runner, name)
+
+    def step(self, batch: StepInput) -> torch.Tensor:
+        logits = self.runner.step(batch)
+        logits[torch.from_numpy(batch.tokens[batch.wanted] == self.token), 5] = self.value
+        return logits
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_end_their_own_sequence_alone(runner: LocalRunner, value: float) -> None:
+    engine = Engine(Overflowing(runner, 299, value))  # type: ignore[arg-type]
+    bad, good = Sequence((7, 299), GREEDY, 8), Sequence((7, 8), GREEDY, 8)
+    scored = Sequence((7, 299, 9), GREEDY, 8, prompt_logprobs=True)
+    errors = {}
+    for s in (bad, good, scored):
+        engine.add(s)
+    while engine.busy:
+        errors |= {e.sequence.id: e.error for e in engine.step() if e.finish == "error"}
+    assert set(errors) == {bad.id, scored.id} and "not finite" in str(errors[bad.id])
+    assert good.tokens == alone(runner, good)[0]
+    assert engine.pool.available == engine.pool.total
+
+
 def test_aborted_sequences_give_their_blocks_back(runner: LocalRunner) -> None:
     engine = Engine(runner)
     sequences = crowd()
