@@ -7,6 +7,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tpshard.serve.request import Sampling
@@ -55,7 +56,9 @@ class Order:
 
 
 def parse(raw: bytes) -> dict[str, Any]:
-    """The body of a request: one JSON object in UTF-8, finite numbers, no key twice, not deep. Refused else."""
+    """The body of a request: one JSON object in UTF-8, no key twice, not deep. Refused else.
+
+    NaN and infinities pass, which some clients write: the checks of the fields refuse them by name."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -63,7 +66,7 @@ def parse(raw: bytes) -> dict[str, Any]:
     if _depth(text) > MAX_DEPTH:
         raise Refused(f"the body is nested deeper than {MAX_DEPTH} levels")
     try:
-        value = json.loads(text, parse_constant=_constant, object_pairs_hook=_object)
+        value = json.loads(text, object_pairs_hook=_object)
     except Refused:
         raise
     except (ValueError, RecursionError) as error:
@@ -97,10 +100,6 @@ def _depth(text: str) -> int:
         elif c in "]}":
             depth -= 1
     return deepest
-
-
-def _constant(name: str) -> Any:
-    raise Refused(f"the body is not JSON: {name} is not a number")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -185,9 +184,9 @@ def biases(value: Any) -> tuple[tuple[int, float], ...]:
         raise Refused(f"is not an object of up to {MAX_BIASES} token ids and biases")
     out = []
     for key, bias in value.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and key == str(int(key))):
             raise Refused(f"has a key that is no token id: {_show(key)}")
-        out.append((int(key), number(-100, 100)(bias)))
+        out.append((int(key), _within(f"of token {key}", number(-100, 100), bias)))
     return tuple(out)
 
 
@@ -200,7 +199,8 @@ def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
         raise Refused(f"is not 1 to {MAX_PROMPTS} prompts")
     out: list[str | tuple[int, ...]] = []
     for v in many:
-        out.append(tuple(whole(0, 2**31 - 1)(t) for t in v) if isinstance(v, list) else text(v))
+        token = partial(_within, "has a token that", whole(0, 2**31 - 1))
+        out.append(tuple(map(token, v)) if isinstance(v, list) else text(v))
         if not out[-1]:
             raise Refused("is empty")
     return tuple(out)
@@ -209,25 +209,33 @@ def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
 def messages(value: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list) or not 0 < len(value) <= 4096:
         raise Refused("is not a list of 1 to 4096 messages")
-    return tuple(_message(i, v) for i, v in enumerate(value))
+    return tuple(_within(f"has an item {i}", _message, v) for i, v in enumerate(value))
 
 
-def _message(index: int, value: Any) -> dict[str, Any]:
+def _message(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise Refused(f"has an item {index} that is not an object")
+        raise Refused("that is not an object")
     extra = sorted(k for k in value if k not in ("role", "content", "name") and value[k] is not None)
     if extra:
-        raise Refused(f"has an item {index} with `{extra[0]}`, which is not supported")
+        raise Refused(f"with `{extra[0][:64]}`, which is not supported")
     if value.get("role") not in ("system", "developer", "user", "assistant"):
-        raise Refused(f"has an item {index} whose role is not system, developer, user or assistant")
+        raise Refused("whose `role` is not system, developer, user or assistant")
     content = value.get("content")
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text" or set(part) != {"type", "text"}:
-                raise Refused(f"has an item {index} with a part that is not text; only text is supported")
-        content = "".join(text(part["text"]) for part in content)
-    out = {"role": value["role"], "content": text(content)}
-    return out | ({"name": text(value["name"])} if value.get("name") is not None else {})
+                raise Refused("with a part of `content` that is not text; only text is supported")
+        content = "".join(_within("whose `text`", text, part["text"]) for part in content)
+    out = {"role": value["role"], "content": _within("whose `content`", text, content)}
+    return out | ({"name": _within("whose `name`", text, value["name"])} if value.get("name") is not None else {})
+
+
+def _within(place: str, check: Check, value: Any) -> Any:
+    """What the check makes of a part of a field; what it refuses is told with its place."""
+    try:
+        return check(value)
+    except Refused as error:
+        raise Refused(f"{place} {error.message}") from error
 
 
 def stream_options(value: Any) -> bool:

@@ -23,7 +23,7 @@ WRONG: list[tuple[str, Any]] = [
     *((key, value) for key in ("stream", "echo", "ignore_eos") for value in (1, "true", [])),
     *(("stop", value) for value in ("", [""], [1], {}, ["x"] * 17, "x" * 257, [["x"]], "\0")),
     *(("logit_bias", v) for v in ([], "x", {"a": 1}, {"-1": 1}, {"1": 101}, {"1": "2"}, {"1": True}, {"1.5": 1})),
-    *(("logit_bias", v) for v in ({str(i): 1 for i in range(1025)}, {"٣": 1}, {"9" * 11: 1})),
+    *(("logit_bias", v) for v in ({str(i): 1 for i in range(1025)}, {"٣": 1}, {"9" * 11: 1}, {"5": 1, "05": 2})),
     *(("prompt", v) for v in ("", [], [""], [[]], 1, {}, [1, "a"], [-1], [True], [1.5], [2**31], ["a"] * 65, "a\0b")),
     *(("prompt", value) for value in ("\ud800", [["a"]], [[[1]]])),
     *(("stream_options", value) for value in ({}, {"include_usage": True})),  # without stream
@@ -87,7 +87,7 @@ def test_what_is_asked_for_is_what_is_meant() -> None:
 
 
 BODIES = [
-    b"", b"{", b"[]", b"1", b'"x"', b"null", b"{}x", b'{"a": NaN}', b'{"a": Infinity}', b'{"a": 1, "a": 2}',
+    b"", b"{", b"[]", b"1", b'"x"', b"null", b"{}x", b'{"a": 1, "a": 2}',
     b"\xff\xfe{\x00}\x00", b'{"a": "\xff"}', b'{"a": ' + b"[" * 100_000, b'{"a":' * 5000 + b"1" + b"}" * 5000,
     b'{"a": ' + b"9" * 5000 + b"}", b'{"a": "\x00"}', b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}",
 ]  # fmt: skip
@@ -98,6 +98,28 @@ def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(Refused) as error:
         fields.parse(body)
     assert error.value.status == 400
+
+
+def test_numbers_that_are_not_finite_are_refused_by_name() -> None:
+    for key in sorted(fields.COMPLETION):
+        for value in ("NaN", "Infinity", "-Infinity", "1e999", "[NaN]", '{"5": NaN}'):
+            raw = json.dumps(MODEL | {"prompt": "a", key: 0}).replace(f'"{key}": 0', f'"{key}": {value}')
+            with pytest.raises(Refused) as error:
+                fields.completion(fields.parse(raw.encode()))
+            assert error.value.param == key
+
+
+def test_a_wrong_message_is_told_with_its_place() -> None:
+    for message, place in (
+        (5, "an item 1 that is not an object"),
+        (MESSAGE | {"content": 5}, "an item 1 whose `content` is not a string: 5"),
+        ({"role": "user"}, "an item 1 whose `content` is not a string: None"),
+        (MESSAGE | {"name": 1}, "an item 1 whose `name` is not a string: 1"),
+        (MESSAGE | {"content": [{"type": "text", "text": 5}]}, "an item 1 whose `text` is not a string: 5"),
+    ):
+        with pytest.raises(Refused) as error:
+            fields.chat(MODEL | {"messages": [MESSAGE, message]})
+        assert place in error.value.message
 
 
 def test_brackets_in_strings_are_no_depth() -> None:
