@@ -98,12 +98,15 @@ class Answer:
         self.order, self.tokenizer = order, tokenizer
         self.id = f"{'chatcmpl' if order.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
+        # A chat's answer begins anew, a completion goes on from its prompt.
+        contexts = [() if order.chat else s.prompt for s in made]
         self.choices = [
-            Choice(i, s, Writer(tokenizer, order.stop), echoes[i // order.n] if order.echo else None)
-            for i, s in enumerate(made)
+            Choice(i, s, Writer(tokenizer, order.stop, context), echoes[i // order.n] if order.echo else None)
+            for i, (s, context) in enumerate(zip(made, contexts))
         ]
         self._by_sequence = {c.sequence.id: c for c in self.choices}
-        self._offsets: dict[int, int] = {}
+        self._places = [Writer(tokenizer, context=() if order.echo else context) for context in contexts]
+        """By choice the text so far of the tokens whose log-probabilities were told."""
         self._told_prompt: set[int] = set()
 
     @property
@@ -180,7 +183,7 @@ class Answer:
     def _chat_logprobs(self, fresh: list[Logprob]) -> dict[str, Any]:
         def entry(token: int, logprob: float) -> dict[str, Any]:
             text = self.tokenizer.token_text(token)
-            return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+            return {"token": text, "logprob": _finite(logprob), "bytes": list(self.tokenizer.token_bytes(token))}
 
         return {
             "content": [
@@ -190,18 +193,18 @@ class Answer:
 
     def _completion_logprobs(self, choice: Choice, fresh: list[Logprob]) -> dict[str, Any]:
         entries: list[Logprob | None] = list(fresh)
-        names = [self.tokenizer.token_text(x.token) for x in fresh]
+        tokens = [x.token for x in fresh]
         if self.order.echo and choice.index not in self._told_prompt:
             self._told_prompt.add(choice.index)
-            scores, first = choice.sequence.prompt_scores, choice.sequence.prompt[0]
+            scores = choice.sequence.prompt_scores
             entries = [None, *scores, *fresh]
-            names = [self.tokenizer.token_text(t) for t in (first, *(x.token for x in scores))] + names
-        offsets = []
-        for name in names:
-            offsets.append(self._offsets.get(choice.index, 0))
-            self._offsets[choice.index] = offsets[-1] + len(name)
+            tokens = [choice.sequence.prompt[0], *(x.token for x in scores), *tokens]
+        offsets, place = [], self._places[choice.index]
+        for token in tokens:  # where its text begins: special tokens and the first parts of a character have none
+            offsets.append(len(place.text))
+            place.add(token)
         return {
-            "tokens": names,
+            "tokens": [self.tokenizer.token_text(token) for token in tokens],
             "token_logprobs": [None if x is None else _finite(x.logprob) for x in entries],
             "top_logprobs": [None if x is None else self._top(x) for x in entries],
             "text_offset": offsets,
@@ -219,5 +222,3 @@ class Answer:
 def _finite(logprob: float) -> float:
     """JSON has no infinities: OpenAI's -9999 stands for them."""
     return max(logprob, -9999.0)
-
-

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import datetime
 from typing import Any
 
 SECONDS = 1.0
@@ -98,20 +99,12 @@ def _line(fd: int, seconds: float) -> bytes | None:
 def render_here(source: str, messages: list[dict[str, Any]], variables: dict[str, str]) -> str:
     """The template in this process: sandboxed, its output bounded, its time not. TemplateError."""
     from jinja2 import TemplateError as JinjaError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    def refuse(message: str) -> str:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = refuse
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    given = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None} | variables
     parts, size = [], 0
     try:
-        template = environment.from_string(source)
-        for part in template.generate(messages=messages, add_generation_prompt=True, **variables):
+        template = _environment().from_string(source)
+        for part in template.generate(given):
             size += len(part.encode())
             if size > BYTES:
                 raise TemplateError(f"the chat template wrote more than {BYTES} bytes")
@@ -123,6 +116,34 @@ def render_here(source: str, messages: list[dict[str, Any]], variables: dict[str
     except MemoryError as error:
         raise TemplateError("the chat template took too much memory") from error
     return "".join(parts)
+
+
+def _environment() -> Any:
+    """The sandbox, with what transformers gives a template: models' own ones rely on it."""
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}`, which marks what training learns from: its content as it is."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> str:
+        raise TemplateError(message)
+
+    def as_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    )
+    made.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    made.filters["tojson"] = as_json
+    return made
 
 
 def _child() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,18 @@ from typing import Any
 from tokenizers import Tokenizer as Rust
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_CONTEXT = 6
+"""Tokens of a prompt that an answer's first ones are decoded with: more than a character spans."""
+
+
+def _byte_names() -> dict[str, int]:
+    """How byte-level BPE spells bytes in its vocabulary: what prints as itself, the rest from U+0100 on (GPT-2)."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in printed]
+    return {chr(b): b for b in printed} | {chr(256 + i): b for i, b in enumerate(rest)}
+
+
+_BYTES = _byte_names()
 
 
 class Tokenizer:
@@ -37,6 +50,7 @@ class Tokenizer:
         self.size = self._rust.get_vocab_size(with_added_tokens=True)
         self._longest = max((len(token) for token in self._rust.get_vocab()), default=1)
         self.stop_tokens = frozenset(self._stop_tokens(folder))
+        self._plain = self.encode("a", special=False)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """`special` adds what the tokenizer adds to a document (a beginning)."""
@@ -45,9 +59,24 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._rust.decode(list(ids), skip_special_tokens=True))
 
+    def token_bytes(self, token: int) -> bytes:
+        """What one token adds to a text, in UTF-8: perhaps a part of a character. A special token's is its name."""
+        name = self._rust.id_to_token(token) or ""
+        known = self.decode(self._plain)  # a decoder may strip the space that a text begins with
+        text = self.decode([*self._plain, token])[len(known) :] or name
+        if "�" not in text:
+            return text.encode()
+        if re.fullmatch("<0x[0-9A-Fa-f]{2}>", name):  # SentencePiece's bytes
+            return bytes([int(name[3:5], 16)])
+        return bytes(_BYTES[c] for c in name) if all(c in _BYTES for c in name) else text.encode()
+
     def token_text(self, token: int) -> str:
-        """How one token is shown beside its log-probability."""
-        return self.decode([token]) or self._rust.id_to_token(token) or ""
+        """How one token is shown beside its log-probability: part of a character as `bytes:\\xe2\\x82`."""
+        raw = self.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
 
     def too_long(self, text: str, tokens: int) -> bool:
         """Whether the text is surely more than so many tokens, judged by its length alone."""
@@ -90,11 +119,13 @@ class Writer:
     """The text of one answer as it grows: only what can no longer change is given out.
 
     A character that spans tokens waits for its last byte. What may turn out to be the start of a stop string waits
-    until it is sure, so that no part of a stop string ever leaves.
+    until it is sure, so that no part of a stop string ever leaves. `context` are the tokens that the text goes on
+    from: some decoders strip the space that a text begins with.
     """
 
     tokenizer: Tokenizer
     stop: Sequence[str] = ()
+    context: Sequence[int] = ()
     text: str = ""
     """Given out so far."""
     stopped: bool = False
@@ -103,6 +134,11 @@ class Writer:
     _start: int = 0
     """First token of the window that is decoded together with the newest."""
     _read: int = 0
+
+    def __post_init__(self) -> None:
+        before = list(self.context[-_CONTEXT:])
+        if not self.tokenizer.decode(before).endswith("�"):  # half a character would swallow the first ones
+            self.tokens, self._read = before, len(before)
 
     def add(self, token: int, last: bool = False) -> str:
         """The text that this token lets out; with `last`, all that is left."""

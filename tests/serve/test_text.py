@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Rust
+from tokenizers import decoders, models, normalizers
 from tpshard.serve.chat import ChatTemplate, TemplateError
 from tpshard.serve.text import Tokenizer, Writer
 
@@ -38,6 +40,41 @@ def test_what_is_given_out_is_the_text_up_to_the_first_stop(tokenizer: Tokenizer
         assert len(out) in ends
 
 
+def sentencepiece(folder: Path) -> Tokenizer:
+    """A tokenizer as Llama 2's: spaces are `▁`, unknown characters bytes, and its decoder strips the first space."""
+    words = ["<unk>", "</s>", "▁", "▁the", "▁cat", "s", "a", "▁a", *(f"<0x{b:02X}>" for b in range(256))]
+    merges = [("▁", "a")]
+    made = Rust(models.BPE({w: i for i, w in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens(["</s>"])
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+def test_an_answer_goes_on_from_its_prompt_where_decoders_strip_spaces(tmp_path: Path) -> None:
+    tokenizer = sentencepiece(tmp_path / "sp")
+    assert tokenizer.decode([3, 4]) == "the cat"
+    fox = [8 + b for b in "🦊".encode()]
+    for context, space in (([3], " "), ([], ""), ([3, fox[0]], ""), ([1], "")):
+        writer = Writer(tokenizer, context=context)
+        assert "".join(writer.add(token) for token in [4, 5, 3, 2, *fox]) == f"{space}cats the 🦊"
+    assert [tokenizer.token_text(t) for t in (4, 5, 1)] == [" cat", "s", "</s>"]
+    assert b"".join(map(tokenizer.token_bytes, fox)).decode() == "🦊"
+
+
+def test_a_token_is_shown_with_its_bytes(tokenizer: Tokenizer) -> None:
+    text = "the fox: é日🦊 \n"
+    tokens = tokenizer.encode(text, special=False)
+    assert b"".join(map(tokenizer.token_bytes, tokens)).decode() == text
+    (first, *_, last) = tokenizer.encode("🦊", special=False)
+    assert (tokenizer.token_text(first), tokenizer.token_text(last)) == (r"bytes:\xf0", r"bytes:\x8a")
+    assert tokenizer.token_text(1) == "<|end|>"
+
+
 def test_half_a_character_waits(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("a🦊b", special=False)
     writer = Writer(tokenizer)
@@ -57,6 +94,17 @@ def test_a_tokenizer_folder_is_data(tmp_path: Path) -> None:
 
 
 HELLO = [{"role": "user", "content": "hello"}]
+
+
+def test_templates_of_models_find_what_transformers_gives_them() -> None:
+    source = (
+        "{%- if tools is not none or documents is not none %}no{% endif -%}"
+        "{% for m in messages %}{% generation %}{{ m.content | tojson(ensure_ascii=False) }}{% endgeneration %}"
+        "{% endfor %}{{ strftime_now('%Y') }}"
+    )
+    template = ChatTemplate(source, {})
+    assert template.render(HELLO) == f'"hello"{time.localtime().tm_year}'
+    template.close()
 
 
 def test_templates_are_bounded_and_the_next_one_works() -> None:
