@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -179,6 +180,7 @@ def _run(loaded: Recipe, model: Model, need: Need, device: str, sock: Any, key: 
     limits = Limits(running=told.requests, queue=told.queue, request_s=told.request_s, grace_s=told.grace_s)
     metrics = Metrics()
     service = Service(lambda: Ranks([sys.executable, "-m", "tpshard.cli.serve_worker"], job), limits, metrics)
+    signal.signal(signal.SIGTERM, _end)
     try:
         service.start()
     except WorkerLost as error:
@@ -196,11 +198,17 @@ def _run(loaded: Recipe, model: Model, need: Need, device: str, sock: Any, key: 
         stop()
 
 
+def _end(*_: object) -> None:
+    """SIGTERM before anything is served: there is nothing to drain."""
+    print("ended before it was ready", file=sys.stderr)
+    sys.exit(0)
+
+
 def _announce(loaded: Recipe, sock: Any, key: str | None) -> None:
     host, port = sock.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     print(f"serving {loaded.name} on http://{host}:{port}/v1", flush=True)
-    header = " -H 'Authorization: Bearer $TPSHARD_API_KEY'" if key is not None else ""
+    header = ' -H "Authorization: Bearer $TPSHARD_API_KEY"' if key is not None else ""
     body = json.dumps({"model": loaded.name, "prompt": "The return value of", "max_tokens": 24})
     print(f"  curl http://{host}:{port}/v1/completions{header} -d '{body}'", file=sys.stderr, flush=True)
 

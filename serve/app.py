@@ -95,6 +95,8 @@ class Server:
             raise Refused(
                 "too many requests wait already", status=429, kind="rate_limit_error", code="queue_full", retry_after=1
             ) from error
+        except ValueError as error:
+            raise Refused(str(error), param="n", code="invalid_value") from error
         except Unavailable as error:
             raise _unavailable() from error
 
@@ -194,7 +196,7 @@ class Reply:
     def _take(self, answer: Answer, event: Event) -> Choice | None:
         choice = answer.take(event)
         if choice is not None and choice.finish is not None and not event.sequence.done:
-            self.server.service.cancel([choice.sequence])  # a stop string: the engine knows nothing of them
+            self.server.service.cancel([choice.sequence], "stop")  # a stop string: the engine knows nothing of them
         return choice
 
 
@@ -220,7 +222,7 @@ class Raw(Response):
 
 def make_app(server: Server, key: str | None) -> App:
     """The ASGI application."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -258,7 +260,7 @@ def make_app(server: Server, key: str | None) -> App:
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, error: HTTPException) -> Response:
         refusal = Refused(f"{request.method} {request.url.path[:100]}: {error.detail}", status=error.status_code)
-        return JSONResponse(refusal.body(), status_code=error.status_code)
+        return JSONResponse(refusal.body(), status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:

@@ -11,7 +11,6 @@ import json
 import mmap
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,10 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 from tpshard.serve.job import DONE, ERROR, JOB, QUIT, READY, STEP, Closed, Job, receive, send
 from tpshard.serve.step import StepInput, WorkerLost
+
+_LOOK_S = 1.0
+"""How often a silent worker is looked at."""
 
 
 @dataclass
@@ -49,7 +52,7 @@ class Ranks:
         self._shared = os.memfd_create("tpshard-logits", os.MFD_CLOEXEC)
         os.ftruncate(self._shared, 4 * job.vocab * job.max_rows)
         self._memory = mmap.mmap(self._shared, 0, prot=mmap.PROT_READ)
-        self._folder = Path(tempfile.mkdtemp(prefix="tpshard-serve-"))
+        self._folder = tempfile.TemporaryDirectory(prefix="tpshard-serve-", ignore_cleanup_errors=True)
         self._workers: list[_Worker] = []
         self._ready = selectors.DefaultSelector()
         try:
@@ -92,7 +95,7 @@ class Ranks:
             worker.channel.close()
         self._workers.clear()
         self._ready.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.cleanup()
         if self._shared >= 0:
             self._memory.close()
             os.close(self._shared)
@@ -103,7 +106,7 @@ class Ranks:
         ours.settimeout(self._job.step_s)
         threads = max(1, (os.cpu_count() or 1) // self._job.tp)
         environment = {"OMP_NUM_THREADS": str(threads)} | dict(os.environ)
-        arguments = [str(rank), str(self._job.tp), str(self._folder / "rendezvous"), str(theirs.fileno())]
+        arguments = [str(rank), str(self._job.tp), str(Path(self._folder.name, "rendezvous")), str(theirs.fileno())]
         process = subprocess.Popen(
             [*command, *arguments, str(self._shared)], pass_fds=(theirs.fileno(), self._shared),
             stdin=subprocess.DEVNULL, start_new_session=True, env=environment,
@@ -120,12 +123,15 @@ class Ranks:
         deadline = time.monotonic() + seconds
         missing = set(ranks)
         while missing:
-            found = self._ready.select(max(0.0, deadline - time.monotonic()))
+            found = self._ready.select(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
             if not found and time.monotonic() >= deadline:
                 self._kill()
                 raise WorkerLost(f"rank {min(missing)} did not answer within {seconds:g} s; the workers were ended")
+            for worker in () if found else self._workers:
+                if _is_stopped(worker.process.pid):
+                    self._lost(worker, "it was stopped by a signal")
             for key, _ in found:
-                worker: _Worker = key.data
+                worker = key.data
                 try:
                     got, body = receive(worker.channel)
                 except (Closed, ValueError):
@@ -160,3 +166,10 @@ class Ranks:
                 worker.process.kill()
         for worker in self._workers:
             worker.process.wait()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP) keeps the process from running."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    return False

@@ -12,7 +12,7 @@ from typing import Literal
 
 from tpshard.serve.engine import Engine
 from tpshard.serve.metrics import Metrics
-from tpshard.serve.request import Event, Sampling, Sequence
+from tpshard.serve.request import Event, Sequence
 from tpshard.serve.step import Runner, WorkerLost
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,11 @@ class Limits:
     grace_s: float = 30.0
     """Longest that running requests may take once the server is asked to end."""
 
+    @property
+    def most(self) -> int:
+        """Sequences that may be in the server at once."""
+        return self.running + self.queue
+
 
 class Full(Exception):
     """The queue is full."""
@@ -57,8 +62,10 @@ class Service:
         """Why it is broken or could not start."""
         self._make_runner = make_runner
         self._engine: Engine | None = None
-        self._inbox: deque[tuple[Literal["add", "abort"], Sequence, Deliver | None]] = deque()
-        self._deliver: dict[int, Deliver] = {}
+        self._inbox: deque[tuple[str, Sequence]] = deque()
+        """("add", or why a sequence ends before its time; the sequence)"""
+        self._open: dict[int, tuple[Sequence, Deliver]] = {}
+        """By id the sequences that somebody waits for."""
         self._wake = threading.Condition()
         self._started = threading.Event()
         self._closing = False
@@ -92,13 +99,15 @@ class Service:
 
     @property
     def idle(self) -> bool:
-        return not self._deliver and not self._inbox
+        return not self._open and not self._inbox
 
     def check(self, sequences: int) -> None:
-        """Full or Unavailable where so many more sequences cannot be taken."""
+        """Full or Unavailable where so many more sequences cannot be taken now, ValueError where they never can."""
         if not self.ready:
             raise Unavailable()
-        if len(self._deliver) + sequences > self.limits.running + self.limits.queue:
+        if sequences > self.limits.most:
+            raise ValueError(f"{sequences} answers at once are more than the {self.limits.most} that fit this server")
+        if len(self._open) + sequences > self.limits.most:
             raise Full()
 
     def submit(self, sequences: Iterable[Sequence], deliver: Deliver) -> None:
@@ -107,16 +116,16 @@ class Service:
             if not self.ready:
                 raise Unavailable()
             for s in sequences:
-                self._deliver[s.id] = deliver
-                self._inbox.append(("add", s, deliver))
+                self._open[s.id] = (s, deliver)
+                self._inbox.append(("add", s))
             self._wake.notify()
 
-    def cancel(self, sequences: Iterable[Sequence]) -> None:
-        """Ends sequences without an event; those that have ended are left as they are."""
+    def cancel(self, sequences: Iterable[Sequence], reason: str = "abort") -> None:
+        """Ends sequences without an event; those that have ended are left as they are. `reason` is what metrics say."""
         with self._wake:
             for s in sequences:
-                self._deliver.pop(s.id, None)
-                self._inbox.append(("abort", s, None))
+                self._open.pop(s.id, None)
+                self._inbox.append((reason, s))
             self._wake.notify()
 
     def close(self) -> None:
@@ -168,8 +177,8 @@ class Service:
                 if self._closing:
                     return
                 inbox, self._inbox = self._inbox, deque()
-            for what, sequence, deliver in inbox:
-                self._take(engine, what, sequence, deliver)
+            for what, sequence in inbox:
+                self._take(engine, what, sequence)
             try:
                 events = engine.step()
             except WorkerLost as error:
@@ -185,10 +194,10 @@ class Service:
                 continue
             self._hand_out(events)
 
-    def _take(self, engine: Engine, what: str, sequence: Sequence, deliver: Deliver | None) -> None:
-        if what == "abort":
+    def _take(self, engine: Engine, what: str, sequence: Sequence) -> None:
+        if what != "add":
             if not sequence.done:
-                self.metrics.ended(sequence.id, sequence.arrived, "abort")
+                self.metrics.ended(sequence.id, sequence.arrived, what)
             engine.abort(sequence)
         elif not sequence.done:
             try:
@@ -201,23 +210,23 @@ class Service:
         grouped: dict[Deliver, list[Event]] = {}
         for event in events:
             self.metrics.event(event, now)
-            deliver = self._deliver.get(event.sequence.id)
+            found = self._open.get(event.sequence.id)
             if event.finish is not None:
-                self._deliver.pop(event.sequence.id, None)
-            if deliver is not None:
-                grouped.setdefault(deliver, []).append(event)
+                self._open.pop(event.sequence.id, None)
+            if found is not None:
+                grouped.setdefault(found[1], []).append(event)
         for deliver, some in grouped.items():
             deliver(some)
 
     def _fail_all(self, why: str) -> None:
         with self._wake:
-            waiting = {s.id: s for what, s, _ in self._inbox if what == "add"}
             self._inbox.clear()
-            lost, self._deliver = self._deliver, {}
-        for number, deliver in lost.items():
-            sequence = waiting.get(number) or Sequence((), Sampling(), 0, id=number)
+            lost, self._open = self._open, {}
+        for sequence, deliver in lost.values():
             sequence.finish = "error"
-            deliver([Event(sequence, None, finish="error", error=why)])
+            event = Event(sequence, None, finish="error", error=why)
+            self.metrics.event(event, time.monotonic())
+            deliver([event])
 
     def _pause(self, seconds: float) -> None:
         with self._wake:

@@ -90,16 +90,58 @@ def test_a_stream_is_the_whole_answer(server: Running) -> None:
     assert (text, logprobs, last) == (whole["text"], whole["logprobs"]["token_logprobs"], whole["finish_reason"])
 
 
+def test_offsets_are_where_a_token_begins_in_the_text(server: Running) -> None:
+    text = "the é fox 🦊 jumps"
+    found = post(server, BODY | {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 0})["choices"][0]
+    tokens, offsets = found["logprobs"]["tokens"], found["logprobs"]["text_offset"]
+    assert found["text"] == text
+    assert tokens[0] == "<|begin|>" and offsets[:2] == [0, 0]
+    for token, offset in zip(tokens[1:], offsets[1:]):
+        shown = text[offset : offset + len(token)]
+        assert shown == token or (token.startswith("bytes:") and shown[0] in "é🦊")
+    body = BODY | {"logprobs": 0, "max_tokens": 20, "temperature": 1, "seed": 2}
+    answer = post(server, body)["choices"][0]
+    echoed = post(server, body | {"echo": True})["choices"][0]
+    ends = [x + len(BODY["prompt"]) for x in answer["logprobs"]["text_offset"]]
+    assert echoed["logprobs"]["text_offset"][-20:] == ends
+
+
+def test_a_chats_tokens_come_with_the_bytes_of_its_text(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "日本"}]
+    choice = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=40, temperature=2, seed=1, logprobs=True
+    ).choices[0]
+    assert choice.logprobs and choice.logprobs.content
+    told = b"".join(bytes(entry.bytes or []) for entry in choice.logprobs.content)
+    assert told.decode(errors="replace") == choice.message.content
+    assert "�" in told.decode(errors="replace")  # or it says nothing about parts of characters
+
+
+def test_what_can_never_be_taken_is_no_matter_of_waiting(server: Running) -> None:
+    assert len(post(server, BODY | {"n": 12, "prompt": ["a"] * 4})["choices"]) == 48
+    status, error = refused(server, json=BODY | {"n": 13, "prompt": ["a"] * 4})
+    assert (status, error["param"]) == (400, "n") and "48" in error["message"]
+
+
+def ended(server: Running) -> dict[str, float]:
+    """How many sequences have ended, by reason."""
+    start = "serve/requests_finished_total."
+    return {k.removeprefix(start): v for k, v in server.service.metrics.snapshot().items() if k.startswith(start)}
+
+
 def test_stop_strings_end_the_answer_wherever_tokens_end(server: Running) -> None:
     body = BODY | {"max_tokens": 60, "temperature": 1, "seed": 4, "ignore_eos": True}
     free = post(server, body)["choices"][0]["text"]
     assert len(free) > 30
+    before = ended(server)
     for start in range(4, 24, 3):
         stop = free[start : start + 5]
         answer = post(server, body | {"stop": ["nowhere", stop]})
         assert answer["choices"][0]["text"] == free[: free.index(stop)]
         assert answer["choices"][0]["finish_reason"] == "stop"
     server.settled()
+    after = ended(server)
+    assert after["stop"] - before.get("stop", 0) == 7 and after.get("abort", 0) == before.get("abort", 0)
 
 
 def test_seed_decides_whatever_else_runs(server: Running) -> None:
@@ -154,6 +196,8 @@ def test_refusals_have_openais_shape(server: Running) -> None:
     assert refused(server, content=b" " * ((1 << 16) + 1))[0] == 413
     assert refused(server, content=iter([b" " * (1 << 15)] * 3))[0] == 413  # chunked: no length is announced
     assert refused(server, "/v1/completions", method="GET")[0] == 405
+    assert httpx.get(server.url + "/v1/completions").headers["allow"] == "POST"
+    assert refused(server, "/v1/completions/", json=BODY)[0] == 404
     assert refused(server, "/v1/embeddings", json={})[0] == 404
     assert refused(server, "/docs", method="GET")[0] == 404
     assert refused(server, json=BODY | {"prompt": [300]})[1]["param"] == "prompt"
@@ -177,7 +221,7 @@ def test_prompts_at_the_context_limit(server: Running) -> None:
 
 
 def test_a_client_that_leaves_frees_its_blocks(server: Running) -> None:
-    aborted = server.service.metrics.snapshot().get("serve/requests_finished_total.abort", 0)
+    aborted = ended(server).get("abort", 0)
     body = BODY | {"max_tokens": 400, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.url + "/v1/completions", json=body) as response:
         next(response.iter_lines())
@@ -188,7 +232,7 @@ def test_a_client_that_leaves_frees_its_blocks(server: Running) -> None:
         waiting.sendall(payload)
         time.sleep(0.1)
     server.settled()
-    assert server.service.metrics.snapshot()["serve/requests_finished_total.abort"] == aborted + 2
+    assert ended(server)["abort"] == aborted + 2
 
 
 def test_a_thousand_at_once_and_a_slow_reader(runner: LocalRunner, served: Any) -> None:
@@ -316,6 +360,7 @@ def test_a_lost_worker_fails_its_requests_at_once_and_is_replaced(runner: LocalR
             time.sleep(0.01)
         assert post(server, BODY)["choices"][0]["text"] == expected
         server.settled()
+        assert ended(server) == {"length": 2, "error": 2}
 
 
 def test_a_request_that_takes_too_long_is_ended(runner: LocalRunner, served: Any) -> None:
