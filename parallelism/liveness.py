@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from torch import fx
-from tpshard.parallelism.fusion import Kernel, inputs_of, known, op_name, roots, views
+from tpshard.parallelism.flow import Flow
+from tpshard.parallelism.fusion import Kernel
 from tpshard.parallelism.program import Program
 
 CATEGORIES = (
@@ -43,10 +45,9 @@ def liveness(
     `always`: bytes by category that live throughout and are no inputs of the program (optimizer state, accumulated
     gradients). `reuse`: a pointwise kernel may write over an operand that it is the last to read.
     """
-    nodes = [kernel.node for kernel in kernels]
-    position = {node: i for i, node in enumerate(nodes)}
-    root = roots(nodes, views(nodes))
-    birth, death, size, category = _lives(program, kernels, nodes, position, root)
+    flow = Flow.of(program)
+    nodes = flow.nodes
+    birth, death, size, category = _lives(program, kernels, flow)
 
     change: dict[str, list[int]] = {name: [0] * (len(nodes) + 2) for name in CATEGORIES}
     for base, start in birth.items():
@@ -62,10 +63,7 @@ def liveness(
     by_category: dict[str, list[int]] = {}
     curve = [0] * len(nodes)
     for name in CATEGORIES:
-        held, series = 0, []
-        for i in range(len(nodes)):
-            held += change[name][i]
-            series.append(held)
+        series = list(accumulate(change[name][: len(nodes)]))
         if any(series):
             by_category[name] = series
             curve = [a + b for a, b in zip(curve, series)]
@@ -87,13 +85,10 @@ def liveness(
 
 
 def _lives(
-    program: Program,
-    kernels: Sequence[Kernel],
-    nodes: list[fx.Node],
-    position: dict[fx.Node, int],
-    root: dict[fx.Node, fx.Node],
+    program: Program, kernels: Sequence[Kernel], flow: Flow
 ) -> tuple[dict[fx.Node, int], dict[fx.Node, int], dict[fx.Node, int], dict[fx.Node, str]]:
     """Per storage: index of the node that allocates it, of its last use, its bytes and its category."""
+    nodes, sources, root = flow.nodes, flow.sources, flow.root
     end = len(nodes)
     birth: dict[fx.Node, int] = {}
     size: dict[fx.Node, int] = {}
@@ -110,19 +105,19 @@ def _lives(
 
     death = dict(birth)
     readers: dict[fx.Node, list[fx.Node]] = {}
-    run = _run_at(kernels, position, root)
+    run = _run_at(kernels, flow)
     for node in nodes:
         if node.op == "output":
             continue
         i = run[node]
-        for source in inputs_of(node):
+        for source in sources[node]:
             base = root[source]
             if base in death:
                 death[base] = max(death[base], i)
                 readers.setdefault(base, []).append(node)
-        if op_name(node) == "wait_tensor":
-            for issued in inputs_of(node):
-                for source in inputs_of(issued):  # what is being sent must stay until it has been
+        if flow.name[node] == "wait_tensor":
+            for issued in sources[node]:
+                for source in sources[issued]:  # what is being sent must stay until it has been
                     if root[source] in death:
                         death[root[source]] = max(death[root[source]], i)
     results: dict[fx.Node, str] = {}
@@ -141,15 +136,14 @@ def _lives(
             size[root[ends[output]]] = 0
     for base in birth:
         if base not in category:
-            category[base] = results_category(results.get(base, "")) or _category(base, readers.get(base, []), root)
+            category[base] = results_category(results.get(base, "")) or _category(base, readers.get(base, []), flow)
     return birth, death, size, category
 
 
-def _run_at(
-    kernels: Sequence[Kernel], position: Mapping[fx.Node, int], root: Mapping[fx.Node, fx.Node]
-) -> dict[fx.Node, int]:
+def _run_at(kernels: Sequence[Kernel], flow: Flow) -> dict[fx.Node, int]:
     """When a node's operands are read: what stays inside a fused kernel is computed where the kernel writes."""
-    run = dict(position)
+    root = flow.root
+    run = {node: i for i, node in enumerate(flow.nodes)}
     inner = {k.node for k in kernels if k.work == "stream" and not k.written}
     for kernel in reversed(kernels):
         node = kernel.node
@@ -164,38 +158,39 @@ def results_category(kind: str) -> str:
     )
 
 
-def _category(base: fx.Node, readers: Sequence[fx.Node], root: Mapping[fx.Node, fx.Node]) -> str:
-    here = known(base)
+def _category(base: fx.Node, readers: Sequence[fx.Node], flow: Flow) -> str:
+    known = flow.info
+    here = known[base]
     if here.comm is not None:
         moved = here.comm.of
         if here.comm.kind == "all_gather" and moved == "parameter":
             return "gathered"
-        if here.phase == "forward" and any(known(reader).phase in ("backward", "recompute") for reader in readers):
+        if here.phase == "forward" and any(known[reader].phase in ("backward", "recompute") for reader in readers):
             return "activations"
         return "gradients" if moved == "gradient" else "communication"
     # the head's weight gradient and what flows back from it are no logits
     if "loss" in here.module or (
-        here.module.rpartition(".")[2] == "output" and (here.phase == "forward" or _wide(base, readers))
+        here.module.rpartition(".")[2] == "output" and (here.phase == "forward" or _wide(base, readers, flow))
     ):
         return "logits_and_loss"
     for reader in readers:
-        comm = known(reader).comm
+        comm = known[reader].comm
         if comm is not None:
             if comm.of == "gradient":
                 return "gradients"
             if comm.of == "parameter":
                 return "gathered"
-    sources = [known(root[source]).comm for source in inputs_of(base)]
+    sources = [known[flow.root[source]].comm for source in flow.sources[base]]
     if sources and all(c is not None and c.kind == "all_gather" and c.of == "parameter" for c in sources):
         return "gathered"  # a copy into the parameter's shape
-    if here.phase == "forward" and any(known(reader).phase in ("backward", "recompute") for reader in readers):
+    if here.phase == "forward" and any(known[reader].phase in ("backward", "recompute") for reader in readers):
         return "activations"
     return "activations" if here.phase == "recompute" else "temporary"
 
 
-def _wide(base: fx.Node, readers: Sequence[fx.Node]) -> bool:
-    shape = known(base).specs[0].shape if known(base).specs else ()
-    return len(shape) >= 3 and any("loss" in known(reader).module for reader in readers)
+def _wide(base: fx.Node, readers: Sequence[fx.Node], flow: Flow) -> bool:
+    specs = flow.info[base].specs
+    return bool(specs) and len(specs[0].shape) >= 3 and any("loss" in flow.info[reader].module for reader in readers)
 
 
 def _flat(output: fx.Node) -> list[fx.Node]:

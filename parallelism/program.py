@@ -10,13 +10,15 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.parallelism.sharding import Layout, local_shape
 
+T = TypeVar("T")
 INFO = "tpshard"
 """Key of `Info` in a node's meta."""
 
@@ -69,7 +71,7 @@ class Spec:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         n = self.dtype.itemsize
         for size in self.shape:
@@ -98,6 +100,11 @@ class Info:
     """FSDP unit of a gather or reduce-scatter."""
     saved: bool = False
     """Output of a matmul or attention: what selective recomputation keeps."""
+
+    @cached_property
+    def bytes(self) -> int:
+        """Of all results, on one device."""
+        return sum([spec.bytes for spec in self.specs])
 
 
 def info(node: fx.Node) -> Info:
@@ -163,6 +170,17 @@ class Program:
     in_tree: Any = None
     out_tree: Any = None
     lazy_causes: Callable[[str], tuple[str, ...]] | None = None
+    _derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def derived(self, key: Any, make: Callable[[], T]) -> T:
+        """What `make()` finds out about the program, made once for a key.
+
+        A program does not change once the pass that makes it has returned it: passes work on a copy of their own.
+        """
+        if key not in self._derived:
+            self._derived[key] = make()
+        found: T = self._derived[key]
+        return found
 
     # ---- what other programs read -------------------------------------------------------------------------
     @property

@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 
 from torch import fx
 from tpshard.parallelism.cost import CommCost, Device, Topology, collective
-from tpshard.parallelism.fusion import Compiled, Kernel, inputs_of, kernels, known, op_name, seconds
+from tpshard.parallelism.flow import Flow, known
+from tpshard.parallelism.fusion import Compiled, Kernel, kernels, seconds
 from tpshard.parallelism.program import Collective, Program
 
 
@@ -186,17 +187,17 @@ def price(program: Program, device: Device, devices_per_host: int, *, compiled: 
     `device` must already be the one a process has (`Device.shared_by`).
     """
     topology = Topology(program.mesh, devices_per_host)
-    parts = kernels(program, compiled=compiled)
+    parts, flow = kernels(program, compiled=compiled), Flow.of(program)
     index = {kernel.node: i for i, kernel in enumerate(parts)}
     tasks: list[Task] = []
     costs: dict[int, CommCost] = {}
     for i, kernel in enumerate(parts):
-        node, comm = kernel.node, known(kernel.node).comm
+        node, comm = kernel.node, flow.info[kernel.node].comm
         if comm is not None and node.op == "call_function":
             cost = comm_cost(device, topology, node, comm)
             costs[i] = cost
             tasks.append(Task(node.name, "issue", cost.seconds, lane_of(comm), cost.wire))
-        elif op_name(node) == "wait_tensor":
+        elif flow.name[node] == "wait_tensor":
             tasks.append(Task(node.name, "wait", 0.0, of=_issued(node, index)))
         else:
             tasks.append(Task(node.name, "compute", seconds(kernel, device)))
@@ -219,7 +220,7 @@ def lane_of(comm: Collective) -> str:
 
 def _issued(wait: fx.Node, index: dict[fx.Node, int]) -> int:
     """Index of the node that issued what `wait` waits for."""
-    node = inputs_of(wait)[0]
-    while known(node).comm is None and inputs_of(node):
-        node = inputs_of(node)[0]
+    node = wait.all_input_nodes[0]
+    while known(node).comm is None and node.all_input_nodes:
+        node = node.all_input_nodes[0]
     return index[node]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from tpshard.parallelism.fusion import known
+from tpshard.parallelism.flow import known
 from tpshard.parallelism.liveness import CATEGORIES
 from tpshard.plan.pricing import PricedPart
 from tpshard.plan.report import Report

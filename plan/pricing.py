@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tpshard.parallelism.cost import CommCost, Device
-from tpshard.parallelism.fusion import Compiled, known
+from tpshard.parallelism.flow import known
+from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.liveness import Memory, liveness
 from tpshard.parallelism.program import Collective, Program
 from tpshard.parallelism.simulation import Priced, Timeline, price

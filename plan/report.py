@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tpshard.parallelism.fusion import known, op_name
+from tpshard.parallelism.flow import known, op_name
 from tpshard.parallelism.program import Program, public
 from tpshard.plan.pricing import Line, Pricing
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tpshard.models import build
-from tpshard.parallelism.fusion import op_name
+from tpshard.parallelism.flow import op_name
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.program import INFO, Program, info
 from tpshard.plan.pricing import Part, price_parts

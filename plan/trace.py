@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tpshard.parallelism.fusion import known
+from tpshard.parallelism.flow import known
 from tpshard.plan.pricing import PricedPart
 from tpshard.plan.report import Report
 

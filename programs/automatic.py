@@ -47,24 +47,23 @@ class Chooser:
     def kernels(self, program: Program) -> list[Kernel]:
         return kernels(program, compiled=self.compiled)
 
-    def peak(self, program: Program, parts: list[Kernel] | None = None) -> int:
-        """Bytes at the peak of the step, with both moments of every parameter. `parts`: its kernels, where known."""
+    def peak(self, program: Program) -> int:
+        """Bytes at the peak of the step, with both moments of every parameter."""
         moments = 2 * sum(port.local_bytes for port in program.inputs if port.kind == "parameter")
-        parts = parts if parts is not None else self.kernels(program)
-        return liveness(program, parts, always={"optimizer": moments}).peak_bytes
+        return liveness(program, self.kernels(program), always={"optimizer": moments}).peak_bytes
 
     def finished(self, program: Program, groups: buckets.Groups) -> Program:
         """Bucketed and scheduled; made once for the same groups, since choosing prices what then runs."""
         key = (id(program), tuple(map(tuple, groups)))
         if key not in self._finished:
-            done = schedule(bucket(program, groups), prefetch=self.setting.recipe.fsdp.prefetch)
+            done = schedule(bucket(program, groups), prefetch=self.setting.recipe.fsdp.prefetch, own=True)
             self._finished[key] = (program, done)  # holding the program keeps its id its own
         return self._finished[key][1]
 
     # ---- buckets --------------------------------------------------------------------------------------------
-    def pieces(self, program: Program, parts: list[Kernel]) -> list[buckets.Piece]:
+    def pieces(self, program: Program) -> list[buckets.Piece]:
         """Every parameter, in order of use, with the computing from its first use to the next one's."""
-        order = buckets.in_order_of_use(program)
+        order, parts = buckets.in_order_of_use(program), self.kernels(program)
         first = buckets.first_uses(program)
         starts = sorted((at, name) for name, at in first.items())
         costs = [seconds(kernel, self.device) if info(kernel.node).phase == "forward" else 0.0 for kernel in parts]
@@ -85,10 +84,9 @@ class Chooser:
             cost = collective(self.device, self.topology, "all_gather", (axis,), size)
             return cost.seconds + self.device.issue_s
 
-        parts = self.kernels(program)
-        pieces = self.pieces(program, parts)
+        pieces = self.pieces(program)
         total = sum(piece.bytes for piece in pieces)
-        held = self.peak(program, parts)
+        held = self.peak(program)
         room = max(float(max(piece.bytes for piece in pieces)), min(float(total), self.memory - held))
         return buckets.greedy(pieces, gather_s, room)
 

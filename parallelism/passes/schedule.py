@@ -12,15 +12,17 @@ from tpshard.parallelism.program import Program, info
 funcol = torch.ops._c10d_functional
 
 
-def schedule(program: Program, prefetch: int = 1, in_flight: int = 1) -> Program:
+def schedule(program: Program, prefetch: int = 1, in_flight: int = 1, own: bool = False) -> Program:
     """Issues each bucket's all-gather `prefetch` buckets before its first use; waits stay at the first use.
 
     Reduce-scatters (and the all-reduces of replicas) are issued as soon as their gradients are there; their waits sink
     until `in_flight` later ones have been issued, which bounds the gradients that wait unsharded. All else runs in its
     order, each node only once something needs it. The order of collectives is the same on every rank: it depends on
-    the program alone. Memory grows by at most `prefetch` gathered buckets.
+    the program alone. Memory grows by at most `prefetch` gathered buckets. `own`: the program is the caller's alone,
+    as a pass has just made it, and is changed rather than copied.
     """
-    program, _ = copied(program)
+    if not own:
+        program, _ = copied(program)
     reorder(program.graph, _Scheduler(program, prefetch, in_flight).run())
     return program
 
@@ -131,7 +133,7 @@ class _Scheduler:
 
     def _finish(self, scatter: fx.Node) -> None:
         """Waits for a reduce-scatter and does what follows from it."""
-        queue = deque(scatter.users)
+        queue = deque(sorted(scatter.users))  # in the order of the graph
         seen: set[fx.Node] = set()
         while queue:
             node = queue.popleft()
@@ -145,7 +147,7 @@ class _Scheduler:
                 continue
             if ready or node not in self.late:
                 self.demand(node)
-                queue.extend(node.users)
+                queue.extend(sorted(node.users))
 
     def _first_uses(self) -> list[fx.Node]:
         """Gathers in the order in which something first needs them."""
