@@ -141,7 +141,9 @@ def _search(shape: tuple[int, ...], source: Layout, target: Layout, itemsize: in
     assert best is not None, f"no way from {source.show()} to {target.show()} for shape {list(shape)}"
     sent = [s for s in _join(best[1]) if s.kind not in ("slice", "mask")]
     swells = any(_held(shape, s.after.dims, itemsize) > bound for s in sent)
-    if len(sent) < 2 and not swells:
+    # Every partial axis has to be summed: ways that only do that have no exchange of places to gain from.
+    needed = len(sent) < 2 or all(s.kind in ("scatter", "reduce") for s in sent)
+    if needed and not swells:
         return best[1]
     tried: list[Mapping[str, Sequence[int]]] = []
     for order in (1, -1):
