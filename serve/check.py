@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from tpshard.kernels.layouts import Layout
 from tpshard.models import build
 from tpshard.models.presets import ModelConfig
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.program import Program
+from tpshard.parallelism.program import Port, Program
 from tpshard.programs.layouts import Arrangement
 from tpshard.programs.padding import note, padded
 from tpshard.programs.served import Quantization
@@ -104,21 +105,33 @@ def need(
     kernels = _kernels(dtype, device, batch_invariant)
     if quantized is not None:
         kernels["quantized weights"] = f"{quantized}; {_meaning(made.arrangement, layout)}"
-        more = _widened(program, device) if batch_invariant else 0
-        if more:
-            kernels["head"] = f"as fp32, {more / 2**20:,.1f} MiB more: this CPU multiplies bf16 slowly"
+        if device == "cpu":
+            whole = {port.name: port for port in made.program.inputs if port.name in parameters}
+            packed = {port.name: port for port in program.inputs if port.name in parameters}
+            kernels |= _held_otherwise(whole, packed, quantized.weights, batch_invariant)
     return Need(tp, dtype, blocks, held, cache, _collectives(program), kernels, note(config, wider, tp))
 
 
-def _widened(program: Program, device: str) -> int:
-    """Bytes that the head takes more where a CPU multiplies it as fp32 (see `rows_linear.can_widen`)."""
+def _held_otherwise(
+    whole: Mapping[str, Port], packed: Mapping[str, Port], quantized: Collection[str], batch_invariant: bool
+) -> dict[str, str]:
+    """What this machine's CPU takes beyond the bytes of the `packed` parameters: dense weights that it multiplies as
+    fp32, or quantized ones that it keeps dense (see `rows_linear.can_widen`, `quantized.dense_is_faster`)."""
     from tpshard.kernels.rows_linear import can_widen
+    from tpshard.serve.quantized import dense_is_faster
 
-    heads = {port.name: port for port in program.inputs if port.name in ("output.weight", "tok_embed.weight")}
-    head = heads.get("output.weight", heads["tok_embed.weight"])
-    wide = device == "cpu" and can_widen(torch.empty(0, dtype=head.dtype))
-    tied = head.name == "tok_embed.weight"  # then the embedding reads it as it was
-    return head.local_bytes * (2 if tied else 1) if wide else 0
+    head = "output.weight" if "output.weight" in packed else "tok_embed.weight"
+    multiplied = [packed[name] for name in (head, *quantized)]
+    wide = [port for port in multiplied if batch_invariant and can_widen(torch.empty(0, dtype=port.dtype))]
+    if wide:
+        tied = packed[head].local_bytes if head == "tok_embed.weight" else 0  # the embedding reads it as it was
+        more = sum(port.local_bytes for port in wide) + tied
+        return {"dense weights": f"multiplied as fp32, {more / 2**20:,.1f} MiB more: this CPU is slow in bf16"}
+    parts = {name: ((0, p.local[0]), (0, p.local[1])) for name, p in whole.items() if len(p.local) == 2}
+    if dense_is_faster(parts, whole[head].dtype):
+        more = sum(whole[name].local_bytes - packed[name].local_bytes for name in quantized)
+        return {"dense weights": f"{more / 2**20:,.1f} MiB more: quantized ones are kept dense, faster on this CPU"}
+    return {}
 
 
 def _meaning(arrangement: Arrangement, layout: str) -> str:

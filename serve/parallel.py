@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -108,6 +109,8 @@ class Part:
             nodes = (_inputs(executor)[len(ROWS) + i] for executor, _ in self._steps.values())
             if not any(node.users for node in nodes):
                 self._fixed[i] = held.new_zeros(1).expand(held.shape)
+        kept = {name: replace(linear, dense=None) for name, linear in self._linears.of.items()}  # `_fixed` has them
+        self._linears = replace(self._linears, of=kept)
 
 
 def _inputs(executor: Executor) -> list[fx.Node]:

@@ -20,7 +20,7 @@ from tpshard.models.hf_config import folder_config
 from tpshard.models.presets import ModelConfig
 from tpshard.parallelism.runtime.context import Context
 from tpshard.plan import make, text
-from tpshard.programs.served import served
+from tpshard.programs.served import Quantization, served
 from tpshard.programs.setting import DTYPES
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
@@ -91,7 +91,8 @@ def serve_on_rank(context: Context, jobs: list[bytes]) -> list[tuple[dict[tuple[
         counting = Counting()
         with counting:
             logits = part.step(prompt())
-        tensors = {t.untyped_storage().data_ptr(): t for t in part._fixed if t.is_floating_point()}
+        dense = [linear.dense for linear in part._linears.of.values() if linear.dense is not None]
+        tensors = {t.untyped_storage().data_ptr(): t for t in (*part._fixed, *dense) if t.is_floating_point()}
         held = sum(t.untyped_storage().nbytes() for t in tensors.values() if t.dim() < 4)
         each = DTYPES[job.dtype].itemsize  # whatever this CPU's library packs it as
         held += sum(each * t.numel() for t in part._packed.values())
@@ -129,6 +130,25 @@ def test_every_layout_sends_on_real_ranks_what_is_planned(pool: Any, folders: di
         whole = need(CONFIG, 2, "bf16", 4, "cpu", True, served(recipes[order, layout], "cpu").quantized, layout)
         assert sum(c["count"] for c in whole.collectives) == planned.total()
         assert whole.parameter_bytes == report.static_bytes()["parameters"]
+
+
+def test_what_a_cpu_holds_in_another_form_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(CONFIG, width=1024, mlp=4096, vocab=8192)
+    kind = Quantization.planned(recipe("nowhere", "tp_aware", "quantize.group_size=128").quantize, config)
+
+    def said(layout: str) -> str | None:
+        return need(config, 2, "bf16", 4, "cpu", True, kind, layout).kernels.get("dense weights")  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tpshard.kernels.rows_linear.can_widen", lambda w: w.dtype == torch.bfloat16)
+    monkeypatch.setattr("tpshard.serve.quantized.dense_is_faster", lambda parts, dtype: False)
+    told = {layout: str(said(layout)) for layout in LAYOUTS}
+    assert "as fp32, 8.0 MiB more" in told["tp_aware"] and "as fp32, 8.0 MiB more" in told["naive"]  # the head's half
+    # sorted within a rank, `down` has inputs of every group: no int4 form, 4 MiB in each of two layers
+    assert "as fp32, 16.0 MiB more" in told["local_sort"]
+    monkeypatch.setattr("tpshard.kernels.rows_linear.can_widen", lambda w: False)
+    assert said("tp_aware") is None
+    monkeypatch.setattr("tpshard.serve.quantized.dense_is_faster", lambda parts, dtype: True)
+    assert "kept dense" in str(said("tp_aware"))
 
 
 def test_an_mlp_that_tp_does_not_divide_is_served_as_planned(pool: Any, tmp_path: Path, capsys: Any) -> None:
