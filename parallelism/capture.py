@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from tpshard.parallelism.canonical import canonicalize
 from tpshard.parallelism.graph import Graph
 from tpshard.parallelism.record import Recorder
+from tpshard.parallelism.remember import Like, fake
 
 
 class Trail:
@@ -124,11 +125,8 @@ def capture(
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A stand-in without storage, on the CPU device."""
-    strides = _dense_strides(tensor)
-    with mode:
-        return torch.empty_strided(
-            tensor.shape, strides, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
-        )
+    like = Like(tuple(tensor.shape), tuple(_dense_strides(tensor)), tensor.dtype, torch.device("cpu"))
+    return fake(mode, like).requires_grad_(tensor.requires_grad)
 
 
 def _dense_strides(tensor: torch.Tensor) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import _Namespace
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
@@ -105,6 +106,8 @@ class Recorder(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             raise ValueError(f"`{func}` is not an ATen op: it cannot be partitioned")
         if func in QUESTIONS:
+            if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+                return args[0].fake_device  # what asking gives, without asking: autograd wants it of every tensor
             return func(*args, **kwargs)
         decomposition = self.decompositions.get(func)
         if decomposition is not None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from tpshard.parallelism.graph import Ref
 
 
@@ -39,7 +39,7 @@ class Shapes:
         if known is not None:
             sequence, likes = known
             mode = operands[0].fake_mode  # type: ignore[attr-defined]
-            made = [FakeTensor(mode, _empty(like), like.device) for like in likes]
+            made = [fake(mode, like) for like in likes]
             return made[0] if sequence is None else sequence(made)
         made = func(*args, **kwargs)
         several = type(made) in (list, tuple)
@@ -55,7 +55,7 @@ def _key(func: Any, refs: Any, operands: list[Tensor]) -> Any:
     likes = [_like(operand) for operand in operands]
     if not likes or None in likes or func._schema.is_mutable:
         return None
-    key = (func, _exact(refs), tuple(likes))
+    key = (func, _exact(refs, func.namespace == "tpshard"), tuple(likes))
     try:
         hash(key)
     except TypeError:
@@ -70,25 +70,31 @@ def _like(tensor: Any) -> Like | None:
     return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device)
 
 
-def _exact(arg: Any) -> Any:
-    """An argument as a key: 1, 1.0 and True are equal in Python, but promote types differently."""
+def _exact(arg: Any, ours: bool) -> Any:
+    """An argument as a key: 1, 1.0 and True are equal in Python, but promote types differently.
+
+    `ours`: of an op of this project, whose texts are names of values.
+    """
     if isinstance(arg, Ref):
         return arg
     if isinstance(arg, (tuple, list)):
-        return tuple([_exact(a) for a in arg])
+        return tuple([_exact(a, ours) for a in arg])
     if isinstance(arg, dict):
-        return tuple([(name, _exact(a)) for name, a in arg.items()])
+        return tuple([(name, _exact(a, ours)) for name, a in arg.items()])
+    if ours and isinstance(arg, str):
+        return None
     return (type(arg), arg) if isinstance(arg, (int, float)) else arg
 
 
-def _empty(like: Like) -> Tensor:
-    """A tensor on the meta device, made behind the backs of the modes that look on.
+def fake(mode: FakeTensorMode, like: Like) -> Tensor:
+    """A new fake tensor, whichever modes look on.
 
-    A new one for each fake tensor: those that share one share its version too, and autograd would take a change of one
-    for a change of all.
+    Of a meta tensor of its own: fake tensors that share one share its version too, and autograd would take a change
+    of one for a change of all.
     """
     unseen = torch._C._DisableTorchDispatch()
     try:
-        return torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device="meta")
+        empty = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device="meta")
     finally:
         del unseen
+    return FakeTensor(mode, empty, like.device)

@@ -89,6 +89,9 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if collecting:
+            if not gc.get_freeze_count():  # what was made counts as old, else the next allocation walks over it all
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
