@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from tpshard.parallelism.factors import project, unproject
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.mesh import Axes, Axis, merge, overlap, size_of, starts_with
-from tpshard.parallelism.propagate import project, unproject
 from tpshard.parallelism.reshard import cost, plan
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.sharding import Layout, is_even

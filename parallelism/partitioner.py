@@ -19,7 +19,8 @@ from tpshard.parallelism.local import LocalPart
 from tpshard.parallelism.lower import Emitter
 from tpshard.parallelism.mesh import Axes, Mesh, covers, difference, merge, size_of, union, without
 from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, ValueRecord
-from tpshard.parallelism.propagate import Annotation, Shardings, propagate
+from tpshard.parallelism.propagate import propagate
+from tpshard.parallelism.propagated import Annotation, Shardings
 from tpshard.parallelism.reasons import Reasons
 from tpshard.parallelism.reshard import LATENCY_BYTES, cost, plan
 from tpshard.parallelism.rules.rule import Rule

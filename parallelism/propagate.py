@@ -8,63 +8,17 @@ aggressive > basic. Both directions, through the whole training graph (GSPMD, se
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from tpshard.parallelism.factors import divisor, limit, project, unproject
 from tpshard.parallelism.graph import Graph, Op, Value
-from tpshard.parallelism.mesh import (
-    Axes,
-    Axis,
-    Mesh,
-    atoms,
-    common_prefix,
-    merge,
-    overlap,
-    remainder,
-    size_of,
-    split,
-    starts_with,
-    without,
-)
+from tpshard.parallelism.mesh import Axes, Axis, Mesh, common_prefix, merge, overlap, remainder, size_of, starts_with
+from tpshard.parallelism.propagated import Annotation, Cause, Conflict, Shardings
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import rule_for
-from tpshard.parallelism.sharding import Sharding, show_axis
-
-Annotations = Mapping[str, "Annotation"]
-
-
-@dataclass(frozen=True)
-class Annotation:
-    """What the user wrote for one value: a sharding, and where."""
-
-    sharding: Sharding
-    where: str
-    """`file:line:col  text`, or which argument of `partition` it is."""
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why a dim got axes: they came from `source`'s dim through `op`, or from an annotation."""
-
-    op: str
-    source: Value | None
-    source_dim: int
-    where: str = ""
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """An axis that two tensors of one op wanted on different dims."""
-
-    op: str
-    value: Value
-    axes: Axes
-    lost_to: Axes
-
-    @property
-    def bytes(self) -> int:
-        return self.value.bytes
+from tpshard.parallelism.sharding import Sharding
 
 
 class Tie:
@@ -103,62 +57,6 @@ class Moved(NamedTuple):
     """(tensor, factor) -> tensor that its axes came from."""
     conflicts: tuple[tuple[int, Axes, Axes], ...]
     """(tensor, axes it did not get, what was in their way)."""
-
-
-@dataclass
-class Shardings:
-    """A sharding per value, with its reason."""
-
-    mesh: Mesh
-    graph: Graph
-    of: dict[Value, Sharding]
-    rules: dict[Op, Rule]
-    causes: dict[tuple[Value, int], list[tuple[Axis, Cause]]]
-    annotated: dict[Value, Annotation]
-    conflicts: list[Conflict] = field(default_factory=list)
-
-    def explain(self, value: Value) -> tuple[str, ...]:
-        """A line per axis and step, each chain ending at an annotation."""
-        lines: list[str] = []
-        if value in self.annotated and self.annotated[value].where:
-            lines.append(f"annotated {self.annotated[value].sharding.show(self.mesh)} at {self.annotated[value].where}")
-        for dim in range(value.rank):
-            for axis in self.of[value].dims[dim]:
-                lines.extend(self.chain(value, dim, axis))
-        return tuple(lines) or ("replicated: no annotation reaches it",)
-
-    def chain(self, value: Value, dim: int, axis: Axis) -> list[str]:
-        lines: list[str] = []
-        seen = set()
-        while (value, dim) not in seen:
-            seen.add((value, dim))
-            cause = self.cause(value, dim, axis)
-            if cause is None:
-                break
-            here = f"{show_axis(axis, self.mesh)} on dim {dim} of {value.name}"
-            if cause.source is None:
-                lines.append(f"{here}: annotated at {cause.where}")
-                break
-            lines.append(f"{here}: from dim {cause.source_dim} of {cause.source.name} through {cause.op}")
-            value, dim = cause.source, cause.source_dim
-        return lines
-
-    def cause(self, value: Value, dim: int, axis: Axis) -> Cause | None:
-        for known, cause in self.causes.get((value, dim), ()):
-            if known.overlaps(axis):
-                return cause
-        return None
-
-    def root(self, value: Value, dim: int, axis: Axis) -> str:
-        """Where the annotation behind an axis was written."""
-        for _ in range(10_000):
-            cause = self.cause(value, dim, axis)
-            if cause is None:
-                return ""
-            if cause.source is None:
-                return cause.where
-            value, dim = cause.source, cause.source_dim
-        return ""
 
 
 def propagate(
@@ -361,10 +259,10 @@ class _Propagation:
             for t in have if len(start) > 1 else ():  # what two factors of one tensor want goes to neither
                 rivals = [a for g in projected[t] if g != f for a in start.get(g, ())]
                 if rivals:
-                    agreed = _limit(agreed, projected[t][f], rivals)
+                    agreed = limit(agreed, projected[t][f], rivals)
             for t in have:
                 if projected[t][f] != agreed:
-                    agreed = _limit(agreed, projected[t][f], self._room(edge, t, f, projected, shardings[t]))
+                    agreed = limit(agreed, projected[t][f], self._room(edge, t, f, projected, shardings[t]))
             for t in have:
                 mine = projected[t][f]
                 if backward_only and t >= count:
@@ -407,7 +305,7 @@ class _Propagation:
                 if axes == mine or not starts_with(axes, mine):
                     continue
                 room = self._room(edge, t, f, projected, shardings[t])
-                wanted = _limit(axes, mine, room)
+                wanted = limit(axes, mine, room)
                 if wanted != axes:
                     conflicts.append((t, remainder(axes, wanted), tuple(room)))
                 if pointwise and t < count:  # an operand is never sharded more than its result
@@ -429,7 +327,7 @@ class _Propagation:
         for axis in axes:
             have = size_of(fitting) * axis.size
             if size % have:
-                part = _divisor(axis, size // size_of(fitting))
+                part = divisor(axis, size // size_of(fitting))
                 if part is not None:
                     fitting.append(part)
                 break
@@ -472,66 +370,3 @@ def _describe(op: Op | Tie) -> str:
         return "a sharding group (parameter, gradient and optimizer state)"
     target = getattr(op.target, "__name__", str(op.target))
     return f"{target} `{op.name}`" + (f" in {op.module}" if op.module else "")
-
-
-def _divisor(axis: Axis, room: int) -> Axis | None:
-    """The major part of an axis that divides `room`."""
-    for size in range(axis.size, 1, -1):
-        if axis.size % size == 0 and room % size == 0:
-            return Axis(axis.name, axis.pre, size)
-    return None
-
-
-def _limit(axes: Axes, mine: Axes, taken: Iterable[Axis]) -> Axes:
-    """`axes` cut before the first part beyond `mine` that is taken."""
-    extra = remainder(axes, mine) if starts_with(axes, mine) else ()
-    if not extra:
-        return axes
-    return merge((*mine, *without(extra, taken)))
-
-
-def project(dims: Sequence[Axes], rule_dims: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> dict[int, Axes]:
-    """A tensor's sharding as axes per factor: each dim's axes fill its factors, major to minor."""
-    out: dict[int, Axes] = {}
-    for axes, members in zip(dims, rule_dims):
-        if len(members) == 1:
-            out[members[0]] = axes
-            continue
-        rest = list(axes)
-        for position, f in enumerate(members):
-            if position == len(members) - 1:
-                out[f] = merge(rest)
-                break
-            room, taken = sizes[f], []
-            while rest and room > 1:
-                axis = rest[0]
-                if room % axis.size == 0:
-                    taken.append(rest.pop(0))
-                    room //= axis.size
-                    continue
-                part = _divisor(axis, room)
-                if part is None:
-                    break
-                taken.append(part)
-                rest[0] = Axis(axis.name, part.end, axis.size // part.size)
-                room //= part.size
-                break
-            out[f] = merge(taken)
-            if room > 1:
-                for g in members[position + 1 :]:
-                    out[g] = ()
-                break
-    return out
-
-
-def unproject(members: Sequence[int], factors: Mapping[int, Axes], sizes: Sequence[int]) -> Axes:
-    """Factor axes concatenated, up to the first factor that is not fully sharded: no strided layouts."""
-    out: list[Axis] = []
-    for f in members:
-        out.extend(factors.get(f, ()))
-        if size_of(factors.get(f, ())) != sizes[f]:
-            break
-    return merge(out)
-
-
-__all__ = ["Annotation", "Cause", "Conflict", "Shardings", "Tie", "atoms", "propagate", "split"]

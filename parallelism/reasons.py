@@ -7,7 +7,7 @@ from typing import Any
 from tpshard.parallelism.anchors import ACTIVATIONS, is_anchor, is_boundary
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.mesh import Axis, overlap
-from tpshard.parallelism.propagate import Shardings
+from tpshard.parallelism.propagated import Shardings
 from tpshard.parallelism.reshard import Step
 
 FAR = 8

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, merge, overlap, size_of
-from tpshard.parallelism.propagate import Annotation, Shardings, propagate
+from tpshard.parallelism.propagate import propagate
+from tpshard.parallelism.propagated import Annotation, Shardings
 from tpshard.parallelism.sharding import Layout, Sharding, even
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.mesh import Axes, Mesh, merge, size_of
-from tpshard.parallelism.propagate import Annotation
+from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.storage import used_values
 from tpshard.programs.patterns import matches

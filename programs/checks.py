@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tpshard.parallelism.graph import Value
 from tpshard.parallelism.program import Program
-from tpshard.parallelism.propagate import Annotation
+from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import even
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes

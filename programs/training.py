@@ -16,7 +16,8 @@ from tpshard.parallelism.capture import Trail, capture
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.partitioner import mark_outputs, partition_graph
 from tpshard.parallelism.program import Program
-from tpshard.parallelism.propagate import Annotation, propagate
+from tpshard.parallelism.propagate import propagate
+from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Layout, Sharding
 from tpshard.parallelism.storage import boundaries, propagate_stored
 from tpshard.programs.annotations import annotate

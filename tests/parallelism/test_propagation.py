@@ -11,7 +11,8 @@ from torch import Tensor
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.partitioner import mark_outputs
-from tpshard.parallelism.propagate import Annotation, propagate
+from tpshard.parallelism.propagate import propagate
+from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import parse
 
 MESH = Mesh({"a": 2, "b": 2, "c": 2})

@@ -15,7 +15,8 @@ from tpshard.parallelism.capture import capture
 from tpshard.parallelism.mesh import Axis, starts_with
 from tpshard.parallelism.partitioner import mark_outputs, split_annotations
 from tpshard.parallelism.program import info
-from tpshard.parallelism.propagate import Annotation, propagate
+from tpshard.parallelism.propagate import propagate
+from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.simulate import join, local_arguments, run_lockstep
 
