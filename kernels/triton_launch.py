@@ -59,7 +59,11 @@ def tiles(rows: int, packed: Packed, gated: bool, multiprocessors: int) -> list[
     if block <= 32:
         shapes = [(wide, 4, 4), (narrow, 4, 4), (wide, 4, 6), (narrow, 4, 6)]
     elif block == 64:
-        shapes = [(narrow, 4, 4)] if gated and packed.quads else [(wide, 8, 4), (narrow, 4, 4)]
+        shapes = [(wide, 8, 4), (narrow, 4, 4)]
+        if gated and packed.quads:
+            shapes = shapes[1:]
+        elif gated and packed.zeros is not None:
+            shapes = shapes[:1]  # zeros of two matrices are too much for four warps
         if not gated and not packed.quads and packed.width < 8:
             shapes.append((128, 4, 3))
     else:
