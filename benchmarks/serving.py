@@ -21,9 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -195,24 +196,23 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     }
     peers = {"transformers eager": False} | ({} if options.no_compile else {"transformers compiled": True})
     results: dict[tuple[str, int], list[Measured]] = {}
-
-    def note(name: str, count: int, run: Any) -> None:
-        requests = prompts(count, config.vocab)
-        try:
-            run(requests, 4)
-            for _ in range(options.repeat):
-                results.setdefault((name, count), []).append(run(requests, options.new))
-        except RuntimeError as error:
-            print(f"{name}, {count} requests: {error}", file=sys.stderr)
-
-    for name, compiled in peers.items():
-        with closing(Peer(dense, compiled, "float32", threads)) as other:
-            for count in options.requests:
-                note(name, count, other.run)
-    for name, job in ours.items():
-        with closing(Ranks(WORKER, job)) as ranks:
-            for count in options.requests:
-                note(name, count, lambda requests, new, ranks=ranks: run_engine(ranks, requests, new))
+    with ExitStack() as opened:
+        ways: dict[str, Callable[[list[tuple[int, ...]], int], Measured]] = {}
+        for name, compiled in peers.items():
+            ways[name] = opened.enter_context(closing(Peer(dense, compiled, "float32", threads))).run
+        for name, job in ours.items():
+            ways[name] = partial(run_engine, opened.enter_context(closing(Ranks(WORKER, job))))
+        for count in options.requests:
+            requests = prompts(count, config.vocab)
+            for name, run in list(ways.items()):
+                try:
+                    run(requests, 4)
+                except RuntimeError as error:
+                    print(f"{name}, {count} requests: {error}", file=sys.stderr)
+                    del ways[name]
+            for _ in range(options.repeat):  # in turns: a machine whose speed drifts is as fast for all
+                for name, run in ways.items():
+                    results.setdefault((name, count), []).append(run(requests, options.new))
     for (name, count), runs in results.items():
         middle = sorted(runs, key=lambda m: m.tokens_per_s)[len(runs) // 2]
         known = [results[other, count] for other in peers if (other, count) in results]
