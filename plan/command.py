@@ -54,11 +54,9 @@ def run(recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callabl
     if other is not None:
         found = diffs.diff(report, make.report(other, other.name, asked.what))
         return Done(json.dumps(found, indent=1) + "\n" if asked.as_json else diffs.text(found), Exit.DONE)
-    if asked.what != "train":
-        pass  # its edits are other meshes, which the verdict already names
-    elif not report.fits:
+    if not report.fits:
         report.edits = search.edits(report, recipe)
-    else:
+    elif asked.what == "train":
         report.suggestions = search.suggestions(report, recipe)
     files = [(asked.html, page.page), (asked.trace, traces.trace), (asked.svg, pictures.svg)]
     if not asked.dry_run:

@@ -65,7 +65,7 @@ class Edit:
     change: str
     needed_bytes: int
     step_s: float
-    """Of the same number of tokens."""
+    """Of the same number of tokens, unless it changes how many a server computes at once."""
     fits: bool
 
 

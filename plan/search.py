@@ -37,44 +37,79 @@ def variant(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     return loads(recipe.to_yaml(), list(changes), file=recipe.name)
 
 
-def quick(recipe: Recipe) -> Quick:
+def quick(recipe: Recipe, what: str = "train") -> Quick:
     """Prices a variant. Raises `Mistakes` where it does not fit together."""
     config = model_config(recipe)
     layers = config.layers if config is not None else 0
-    if recipe.model.preset is None or layers <= MORE:
-        return _measured(recipe)
-    few, more = (_measured(variant(recipe, [f"model.layers={n}"])) for n in (FEW, MORE))
+    files = what != "train" and recipe.serve.checkpoint != "latest"  # they say how many layers there are
+    if recipe.model.preset is None or layers <= MORE or files:
+        return _measured(recipe, what)
+    try:
+        few, more = (_measured(variant(recipe, [f"model.layers={n}"]), what) for n in (FEW, MORE))
+    except Mistakes:  # something is wrong with the recipe, or it names a layer that a smaller model has not
+        return _measured(recipe, what)
     times = (layers - FEW) / (MORE - FEW)
     needed = int(few.needed_bytes + (more.needed_bytes - few.needed_bytes) * times)
-    device, _, _ = make.device_of(recipe)
-    _, _, per_host = make.device_of(recipe)
+    device, _, per_host = make.device_of(recipe)
     return Quick(
         needed,
         few.step_s + (more.step_s - few.step_s) * times,
         few.exposed_s + (more.exposed_s - few.exposed_s) * times,
-        needed <= device.shared_by(per_host).memory_bytes,
+        needed <= device.shared_by(_processes(recipe, what, per_host)).memory_bytes,
     )
 
 
-def _measured(recipe: Recipe) -> Quick:
-    pricing = make.price_training(make.built(Setting.of(recipe, devices_of(recipe))))
+def _processes(recipe: Recipe, what: str, per_host: int) -> int:
+    """Devices of a host that are in use."""
+    serving = math.prod(max(1, size) for size in recipe.serve.mesh.values())
+    return per_host if what == "train" else min(serving, per_host) if recipe.cluster is not None else serving
+
+
+def _measured(recipe: Recipe, what: str) -> Quick:
+    if what == "train":
+        pricing = make.price_training(make.built(Setting.of(recipe, devices_of(recipe))))
+    else:
+        pricing = make.report(recipe, "", what).pricing
     needed = pricing.needed_bytes
     return Quick(needed, pricing.step_s, pricing.exposed_s, needed <= pricing.device.memory_bytes)
 
 
 # ---- edits and suggestions ------------------------------------------------------------------------------------------
 def edits(report: Report, recipe: Recipe, wanted: int = 3, tries: int = 9) -> list[Edit]:
-    """The smallest edits that would fit, smallest first; where none does, those that come closest."""
+    """The smallest edits that would fit, smallest first; where none does, those that come closest.
+
+    An edit that changes what a fitting one changes, and more or further, is tried only where others are too few.
+    """
     done: list[Edit] = []
-    for change in _smaller(report, recipe):
-        if tries == 0 or sum(edit.fits for edit in done) == wanted:
+    fitting: list[frozenset[str]] = []
+    further: list[list[str]] = []
+    todo = iter(_smaller(report, recipe) if report.job.what == "train" else _served_smaller(report, recipe))
+
+    def larger(change: Sequence[str]) -> bool:
+        return any(keys <= _keys(change) for keys in fitting)
+
+    def first() -> Iterator[list[str]]:
+        for change in todo:
+            if larger(change):
+                further.append(change)
+            else:
+                yield change
+        yield from further
+
+    for change in first():
+        if tries == 0 or len(fitting) == wanted:
             break
-        found = _edit(recipe, change)
+        found = _edit(recipe, change, report.job.what)
         if found is not None:
             tries -= 1
             done.append(found)
-    fitting = [edit for edit in done if edit.fits]
-    return fitting[:wanted] or sorted(done, key=lambda e: (e.needed_bytes, e.change))[:wanted]
+            if found.fits:
+                fitting.append(_keys(change))
+    return [e for e in done if e.fits] or sorted(done, key=lambda e: (e.needed_bytes, e.change))[:wanted]
+
+
+def _keys(changes: Sequence[str]) -> frozenset[str]:
+    return frozenset(change.partition("=")[0] for change in changes)
 
 
 def suggestions(report: Report, recipe: Recipe, wanted: int = 3, tries: int = 4) -> list[Edit]:
@@ -87,9 +122,9 @@ def suggestions(report: Report, recipe: Recipe, wanted: int = 3, tries: int = 4)
     return sorted(done, key=lambda e: (e.step_s, e.change))[:wanted]
 
 
-def _edit(recipe: Recipe, changes: Sequence[str]) -> Edit | None:
+def _edit(recipe: Recipe, changes: Sequence[str], what: str = "train") -> Edit | None:
     try:
-        found = quick(variant(recipe, changes))
+        found = quick(variant(recipe, changes), what)
     except Mistakes:
         return None
     words = ", ".join(change.replace("=", ": ", 1) for change in changes)
@@ -130,12 +165,29 @@ def _divisor(n: int, by: int) -> int:
 def _wider(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[list[str]]:
     cluster = recipe.cluster
     assert cluster is not None
+    tp, fsdp = sizes.get("tp", 1), sizes.get("fsdp", 1)
+    if tp * 2 <= cluster.devices_per_node and fsdp % 2 == 0:
+        yield [f"mesh.tp={tp * 2}", f"mesh.fsdp={fsdp // 2}"]
     for times in (2, 4, 8):
-        tp, fsdp = sizes.get("tp", 1), sizes.get("fsdp", 1)
-        if times == 2 and tp * 2 <= cluster.devices_per_node and fsdp % 2 == 0:
-            yield [f"mesh.tp={tp * 2}", f"mesh.fsdp={fsdp // 2}"]
-        more = ["remat=full"] if recipe.remat != "full" else []
-        yield [f"cluster.nodes={cluster.nodes * times}", f"mesh.fsdp={fsdp * times}", *more]
+        wider = [f"cluster.nodes={cluster.nodes * times}", f"mesh.fsdp={fsdp * times}"]
+        yield wider
+        if recipe.remat != "full":
+            yield [*wider, "remat=full"]
+
+
+def _served_smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
+    """Edits of a server that need less memory, the least intrusive first."""
+    tp, requests, length = report.job.mesh.get("tp", 1), recipe.serve.requests, recipe.model.seq_len
+    most = recipe.cluster.devices_per_node if recipe.cluster is not None else tp * 8
+    for times in (2, 4, 8):
+        if tp * times <= most:
+            yield [f"serve.mesh.tp={tp * times}"]
+        if requests >= times:
+            yield [f"serve.requests={requests // times}"]
+        if length % times == 0:
+            yield [f"model.seq_len={length // times}"]
+    if requests > 1:
+        yield [f"serve.mesh.tp={max(tp, most)}", "serve.requests=1"]
 
 
 def _faster(report: Report, recipe: Recipe) -> Iterator[list[str]]:

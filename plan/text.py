@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,16 +65,27 @@ def cut(text: str, width: int = WIDTH) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def short(reason: str) -> str:
-    """A reason without folders, and defaults by what they say: `heads: tp (default)`."""
-    parts = []
-    for root in reason.split("; "):
-        where, _, what = root.partition(" (")
-        if where.startswith("<default"):
-            parts.append(f"{what.rstrip(')')} (default)")
-        else:
-            parts.append(where.rpartition("/")[2] + (f" ({what}" if what else ""))
-    return "; ".join(parts)
+def short(reason: str, home: str = "", room: float = math.inf) -> str:
+    """A reason without folders, and defaults by what they say: `heads: tp (default)`.
+
+    Where that takes more than `room`, places in the file `home` lose its name, and then all lose their words: what is
+    left is the lines to look at.
+    """
+    roots = [root.partition(" (") for root in reason.split("; ")]
+    places = [where.rpartition("/")[2] for where, _, _ in roots]
+    words = [what.rstrip(")") for _, _, what in roots]
+    default = [where.startswith("<default") for where, _, _ in roots]
+    near = [place.removeprefix(f"{home}:") for place in places]
+
+    def joined(named: Sequence[str]) -> str:
+        told = [f"{n} ({w})" if w else n for n, w in zip(named, words)]
+        return "; ".join(f"{w} (default)" if d else t for t, w, d in zip(told, words, default))
+
+    keys = [f"{word.partition(':')[0]} (default)" if d else place for place, word, d in zip(near, words, default)]
+    if all(default):
+        keys = [*(word.partition(":")[0] for word in words[:-1]), keys[-1]]
+    forms = [joined(places), joined(near), ", ".join(keys)]
+    return next((form for form in forms if len(form) <= room), forms[-1].partition(": no annotation")[0])
 
 
 def verdict(report: Report) -> str:
@@ -104,11 +118,14 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
     ]
     tail = _times(report) + _advice(report)
     middle = [_memory(report), _collectives(report, verbose), _reshards(report, verbose)]
-    rows = shardings(report)
+    rows = shardings(report, width)
     if not verbose:
         room = HEIGHT - len(head) - len(tail) - sum(map(len, middle)) - 2
         rows = _limit(rows, max(3, room))
-    title = f"SHARDING  {report.given} annotated, {report.inferred} inferred   [exact]"
+    file = home(report)
+    title = f"SHARDING  {report.given} annotated (*), {report.inferred} inferred   [exact]" + (
+        f"   line:column of {file} that decided" if file else ""
+    )
     lines = [*head, title, *rows, *middle[1], *middle[2], *middle[0], *tail]
     if not verbose and len(lines) > HEIGHT:
         lines = [*lines[: HEIGHT - 1], "... (--verbose shows all)"]
@@ -119,7 +136,14 @@ def _limit(rows: list[str], room: int) -> list[str]:
     return rows if len(rows) <= room else [*rows[: room - 1], f"  ... {len(rows) - room + 1} more (--verbose)"]
 
 
-def shardings(report: Report) -> list[str]:
+def home(report: Report) -> str:
+    """The file that most shardings were decided in, without its folder; "" where all of them are defaults."""
+    roots = [root for tensor in report.tensors for root in tensor.reason.split("; ")]
+    found = Counter(m[1] for root in roots if (m := re.match(r"(?:.*/)?([^/:<>]+):\d+:\d+(?: |$)", root)))
+    return min(found, key=lambda name: (-found[name], name), default="")
+
+
+def shardings(report: Report, width: float = math.inf) -> list[str]:
     """A row for each kind of tensor: how it is spread, and why; `*` marks what the recipe says itself."""
     groups: dict[tuple[str, str, str], list[Tensor]] = {}
     for tensor in report.tensors:
@@ -127,22 +151,25 @@ def shardings(report: Report) -> list[str]:
         groups.setdefault((pattern(tensor.name), spread(tensor.sharding), stored), []).append(tensor)
     rows = []
     for (name, used, stored), members in groups.items():
-        shape = "x".join(map(str, members[0].shape))
         many = f" x{len(members)}" if len(members) > 1 else ""
         at_rest = f", rest {stored}" if stored and stored != used else ""
+        shape = "x".join(map(str, members[0].shape))
         mark = "*" if members[0].annotated else " "
-        rows.append(
-            f" {mark}{name.removesuffix('.weight') + many:<31} {shape:<14} {used + at_rest:<27} "
-            f"{short(members[0].reason)}"
-        )
-    return rows
+        rows.append((f"{mark}{name.removesuffix('.weight')}{many}", shape, used + at_rest))
+    wide = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
+    file, room = home(report), width - sum(wide) - 4
+    return [
+        f" {' '.join(text.ljust(n) for text, n in zip(row, wide))} {short(members[0].reason, file, room)}"
+        for row, members in zip(rows, groups.values())
+    ]
 
 
 def _collectives(report: Report, verbose: bool) -> list[str]:
     if not report.lines:
         return ["COLLECTIVES  none"]
     rows = [
-        "COLLECTIVES per step [count, bytes exact]     count      bytes       sent     time  exposed  link"
+        f"{'COLLECTIVES [bytes exact, times ' + report.provenance['collectives.time_s'] + ']':<45}"
+        "count      bytes       sent     time  exposed  link"
     ]
     merged: dict[tuple[str, str, str, str], list[float]] = {}
     for line in report.lines:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import xml.etree.ElementTree as ET
 from collections import Counter
+from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -191,6 +192,22 @@ def test_one_screen(report):
     assert "heads: tp" in shown
 
 
+def test_a_narrow_screen_keeps_the_line_that_decided():
+    where = "/far/away/llama3-8b.yaml:8:18 (batch: [dp, fsdp]); /far/away/llama3-8b.yaml:8:48 (heads: tp)"
+    assert text.short(where) == "llama3-8b.yaml:8:18 (batch: [dp, fsdp]); llama3-8b.yaml:8:48 (heads: tp)"
+    assert text.short(where, "llama3-8b.yaml", 50) == "8:18 (batch: [dp, fsdp]); 8:48 (heads: tp)"
+    assert text.short(where, "llama3-8b.yaml", 20) == "8:18, 8:48"
+    defaults = "<default sharding.rules.batch> (batch: [dp, fsdp]); <default sharding.rules.heads> (heads: tp)"
+    assert text.short(defaults) == "batch: [dp, fsdp] (default); heads: tp (default)"
+    assert text.short(defaults, "", 25) == "batch, heads (default)"
+    assert text.short("whole: no annotation cuts it", "", 10) == "whole"
+
+
+def test_no_row_of_the_shardings_is_cut(report):
+    rows = [line for line in text.screen(report).splitlines() if re.match(r" [* ]\S+ +[\dx]+ +\[", line)]
+    assert rows and not any(row.endswith("...") for row in rows)
+
+
 def test_json_has_the_names_that_others_rely_on(report):
     data = json.loads(json.dumps(report.to_json()))
     names = {"schema", "params", "mesh", "memory", "time", "tokens_per_s_per_device", "flop_efficiency", "collectives"}
@@ -255,6 +272,40 @@ host:
     assert not out["fits"] and out["spare_bytes"] < 0
     assert out["edits"] and any(edit["fits"] for edit in out["edits"])
     assert max(out["memory"]["by_category"], key=out["memory"]["by_category"].get) == "logits_and_loss"
+
+
+def test_a_server_that_does_not_fit_is_told_edits_that_fit_when_made(report, monkeypatch):
+    def needed(*changes):
+        return make.report(loads(RECIPE, ["serve.mesh.tp=1", *changes]), "", "decode").pricing.needed_bytes
+
+    full = needed()
+    found = make.report(loads(RECIPE, ["serve.mesh.tp=1"]), "", "decode")
+    limit = full - 1
+    assert needed("serve.requests=8") < limit
+    whole = make.device_of
+
+    def tight(recipe):
+        device, nodes, per_host = whole(recipe)
+        processes = recipe.serve.mesh["tp"]  # a CPU's share the host's memory
+        return replace(device, memory_bytes=limit * processes), nodes, per_host
+
+    monkeypatch.setattr(make, "device_of", tight)
+    edits = search.edits(found, loads(RECIPE, ["serve.mesh.tp=1"]))
+    assert len(edits) == 3 and all(edit.fits for edit in edits)
+    for edit in edits:
+        assert needed(*(change.replace(": ", "=") for change in edit.change.split(", "))) == edit.needed_bytes
+
+
+def test_an_edit_that_fits_is_not_offered_again_with_more_beside_it(report, monkeypatch):
+    tried = []
+
+    def quick(recipe, what):
+        tried.append((recipe.batch.per_device, recipe.remat))
+        return search.Quick(1, 1.0, 0.0, recipe.batch.per_device == 1 or recipe.remat == "full")
+
+    monkeypatch.setattr(search, "quick", quick)
+    edits = search.edits(report, loads(RECIPE, ["remat=none"]), wanted=2)
+    assert [edit.change for edit in edits] == ["remat: full", "batch.per_device: 1"]
 
 
 @pytest.mark.parametrize(
