@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from tpshard.recipes.nodes import Node, read, scalar
 BUILTIN = ("cpu", "a100-40g", "a100-80g", "h100-sxm-80g", "h100-sxm-96g", "h200", "h200-x4", "b200")
 _PREFIX = {"": 1.0, "K": 1e3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _UNITS = {
-    "bytes": re.compile(r"([\d.]+(?:e\d+)?)\s*([KkMGT]?)(i?)B"),
-    "bandwidth": re.compile(r"([\d.]+(?:e\d+)?)\s*([kMGT]?)(i?)(B|bit)/s"),
-    "rate": re.compile(r"([\d.]+(?:e\d+)?)\s*([GTP])(i?)FLOP/s"),
-    "time": re.compile(r"([\d.]+(?:e-?\d+)?)\s*(s|ms|us|ns)"),
+    "bytes": re.compile(r"(\d+\.?\d*(?:e\d+)?)\s*([KkMGT]?)(i?)B"),
+    "bandwidth": re.compile(r"(\d+\.?\d*(?:e\d+)?)\s*([kMGT]?)(i?)(B|bit)/s"),
+    "rate": re.compile(r"(\d+\.?\d*(?:e\d+)?)\s*([GTP])(i?)FLOP/s"),
+    "time": re.compile(r"(\d+\.?\d*(?:e-?\d+)?)\s*(s|ms|us|ns)"),
 }
 
 
@@ -28,6 +28,9 @@ _WORDS = {
     "bandwidth": ("a bandwidth", "3.35 TB/s or 400 Gbit/s"),
     "rate": ("a rate", "989 TFLOP/s"),
     "time": ("a time", "5 us"),
+    "rates": ("dense rates by dtype", "{bf16: 989 TFLOP/s}"),
+    "host": ("devices of a host and their links", "{devices: 8, inside: {...}, across: {...}}"),
+    "link": ("a link between devices", "{bandwidth: 450 GB/s, latency: 4 us}"),
 }
 
 
@@ -115,7 +118,7 @@ def device(name_or_file: str, where: Source | None = None) -> Device:
 
 def parse(data: bytes, file: str) -> Device:
     """A `Device` from the bytes of a device file; `file` is named in what is reported."""
-    root = read(data, file)
+    root = _read(data, file)
     reader = _Reader()
     top = reader.section(root, _TOP, "")
     if reader.mistakes:
@@ -156,6 +159,18 @@ def parse(data: bytes, file: str) -> Device:
     if reader.mistakes:
         raise Mistakes(reader.mistakes)
     return made
+
+
+def _read(data: bytes, file: str) -> Node:
+    """The file's tree. What is said of one that is empty or a list is said of a device file, not of a recipe."""
+    try:
+        return read(data, file)
+    except Mistakes as error:
+        needed = "schema, name, kind, backend, memory, memory_bandwidth, rates and host are needed"
+        raise Mistakes(
+            replace(d, message=d.message.replace("recipe", "device file"), fix=needed) if "recipe" in d.message else d
+            for d in error.diagnostics
+        ) from None
 
 
 def _link(values: dict[str, Any]) -> Link:
@@ -221,6 +236,8 @@ class _Reader:
         if key.unit == "crowds":
             return self._crowds(node, path)
         if key.unit == "texts":
+            if node.kind != "map":
+                self.wrong(f"`{path}` is not a map", node, "constant: what it was fitted on", "")
             return {name.text: value.text for name, value in node.entries}
         if node.kind != "scalar":
             self.wrong(f"`{path}` is not a single value", node, f"a {key.unit}", "")
@@ -240,7 +257,8 @@ class _Reader:
         if number is None:
             return key.default
         if not (key.least <= number <= key.most):
-            limits = f"between {_show(key.least, key.unit)} and {_show(key.most, key.unit)}"
+            least, most = _show(key.least, key.unit), _show(key.most, key.unit)
+            limits = least if least == most else f"between {least} and {most}"
             self.wrong(f"`{path}: {node.text}` cannot be", node, f"{limits} expected", "")
         return int(number) if key.unit == "int" else number
 
@@ -297,5 +315,13 @@ def _join(path: str, name: str) -> str:
 
 
 def _show(number: float, unit: str) -> str:
-    suffix = {"bytes": " B", "bandwidth": " B/s", "rate": " FLOP/s", "time": " s"}.get(unit, "")
-    return f"{number:g}{suffix}"
+    """A limit as it would be written: the largest unit of which it is 1 or more."""
+    suffix = {"bytes": "B", "bandwidth": "B/s", "rate": "FLOP/s", "time": "s"}.get(unit)
+    if suffix is None:
+        return f"{number:g}"
+    if unit == "time":
+        return f"{number:g} s"
+    marks = {"bytes": ("", "Ki", "Mi", "Gi", "Ti"), "rate": ("", "k", "M", "G", "T", "P")}.get(unit, ("", *"kMGT"))
+    step = 1024.0 if unit == "bytes" else 1000.0
+    power = min(len(marks) - 1, int(math.log(number, step) + 1e-9)) if number >= 1 else 0
+    return f"{number / step**power:g} {marks[power]}{suffix}"

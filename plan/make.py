@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import gc
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from tpshard.devices import read as devices
@@ -218,20 +219,30 @@ def _remat(recipe: Recipe) -> str:
 
 
 def explain(program: Program, name: str) -> str:
-    """`--explain NAME`: the chain of reasons of a value, of a parameter's used and stored form, or of a pattern."""
+    """`--explain NAME`: the chain of reasons of a value, of a parameter's used and stored form, or of a pattern.
+
+    `.weight` may be left out, as the screen does. Raises `KeyError` that names what is near.
+    """
     known = program.records
-    names = [n for n in (f"{name}.used", name, f"{name}.grad") if n in known]
+    names: list[str] = []
+    for asked in (name, f"{name}.weight"):
+        names = names or [n for n in (f"{asked}.used", asked, f"{asked}.grad") if n in known]
+    for asked in (name, f"{name}.weight"):
+        names = names or [n for n in known if pattern(n) == pattern(asked)][:1]
     if not names:
-        names = [n for n in known if pattern(n) == pattern(name)][:1]
-    if not names:
-        near = [n for n in known if name in n and not n.startswith("return")][:8]
-        raise KeyError(f"no value is named {name!r}" + (f"; similar: {', '.join(near)}" if near else ""))
+        raise KeyError(f"no value is named {name!r}{_similar(name, known)}")
     parts = [program.explain(n) for n in names]
+    whole = {n.removesuffix(".used") for n in names}
     moved = [
         f"  {c.kind} over {'+'.join(map(str, c.axes))}, {c.bytes} bytes: {c.reason}"
         for c in program.collectives
-        if {name, *names} & {value.strip() for value in c.value.split(",")}
+        if {*whole, *names} & {value.strip() for value in c.value.split(",")}
     ]
     return "\n".join([*parts, *(["collectives that move it:"] if moved else []), *dict.fromkeys(moved)]) + "\n"
 
 
+def _similar(name: str, known: Iterable[str]) -> str:
+    """Names that a misspelt one may have meant: those of tensors of the model, not of what was made of them."""
+    shown = dict.fromkeys(n.removesuffix(".used") for n in known if _is_name(n) and not n.endswith(".grad_sum"))
+    near = [n for n in shown if name and name in n][:5] or difflib.get_close_matches(name, shown, 5)
+    return f"; similar: {', '.join(near)}" if near else ""

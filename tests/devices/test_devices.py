@@ -50,7 +50,13 @@ def test_units_are_what_they_say():
         ("devices: 8", "devices: 0", "box.yaml:9:12", "between 1 and 4096"),
         ("latency: 12 us", "latency: 12", "box.yaml:11:44", "a time"),
         ("kind: gpu", "kind: tpu", "box.yaml:3:7", "gpu or cpu"),
-        ("schema: 1", "schema: 9", "box.yaml:1:9", "between 1 and 1"),
+        ("schema: 1", "schema: 9", "box.yaml:1:9", "^ 1 expected"),
+        ("memory: 80 GiB", "memory: 1.2.3 GiB", "box.yaml:5:9", "with its unit"),
+        ("memory: 80 GiB", "memory: . GiB", "box.yaml:5:9", "with its unit"),
+        ("memory: 80 GiB", "memory: 1 GiB\ncontext: 1 TiB", "box.yaml:6:10", "between 0 B and 64 GiB"),
+        ("3.35 TB/s", "1 B/s", "box.yaml:6:19", "between 100 MB/s and 1000 TB/s"),
+        ("rates: {bf16: 989 TFLOP/s}\n", "", "box.yaml:1:1", "rates: {bf16: 989 TFLOP/s}"),
+        ("name: box", "name: box\nfitted: 3", "box.yaml:3:9", "`fitted` is not a map"),
         ("name: box", "name: box\ncolour: red", "box.yaml:3:1", "unknown key"),
     ],
 )
@@ -61,6 +67,13 @@ def test_absurd_values_are_refused_with_their_place(old, new, place, words):
     assert caught.value.exit == Exit.RECIPE
     assert place in str(caught.value)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [b"", b"[1, 2]"])
+def test_a_file_that_is_no_map_is_not_called_a_recipe(data):
+    with pytest.raises(Mistakes, match="device file") as caught:
+        parse(data, "box.yaml")
+    assert "recipe" not in str(caught.value)
 
 
 def test_every_mistake_is_reported_at_once():

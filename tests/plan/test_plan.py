@@ -416,6 +416,16 @@ def test_explain_ends_at_the_annotation(programs):
         make.explain(programs.micro, "attention.wq")
 
 
+@pytest.mark.parametrize("name", ["layers.0.attention.wk", "layers.*.attention.wk", "layers.*.attention.wk.weight"])
+def test_explain_takes_the_names_of_the_screen(programs, name):
+    assert make.explain(programs.micro, name).startswith("layers.0.attention.wk.weight")
+
+
+def test_explain_of_a_misspelt_name_says_which_are_near(programs):
+    with pytest.raises(KeyError, match=r"similar: layers\.0\.attention\.wk\.weight"):
+        make.explain(programs.micro, "layers.0.atention.wk.weight")
+
+
 def test_diff_says_what_changes_and_what_it_costs(report):
     other = make.of_training(make.built(Setting.of(loads(RECIPE, ["mesh.tp=1", "mesh.fsdp=4"]))))
     found = diff.diff(report, other)
