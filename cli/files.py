@@ -40,10 +40,10 @@ def write(path: Path, text: str, *, overwrite: bool = False) -> None:
 
 def refuse(path: Path, overwrite: bool) -> None:
     """Raises `Mistakes` (exit 2) when `path` may not be written; called early by what takes long."""
-    if os.path.lexists(path) and not overwrite:
-        raise _taken(path)
     if path.is_dir():
         raise Mistakes.one(f"{path} is a folder", exit=Exit.USAGE, fix="the name of a file")
+    if os.path.lexists(path) and not overwrite:
+        raise _taken(path)
 
 
 def _taken(path: Path) -> Mistakes:

@@ -39,10 +39,20 @@ def plan(
     """Say what a recipe would do: shardings, collectives, memory, time. Needs no GPU, network or other process."""
     from tpshard.cli.files import refuse
 
-    for file in filter(None, (html, trace, svg)):
+    files = {"--html": html, "--trace": trace, "--svg": svg}
+    named = [file for file in files.values() if file is not None]
+    for file in named:
         refuse(file, overwrite)
+    if len({file.absolute() for file in named}) < len(named):
+        raise typer.BadParameter("one file cannot hold two of them", param_hint=", ".join(files))
+    asked_for = [name for name, on in (("--explain", explain), ("--diff", diff), ("--search", search)) if on]
+    unwritten = [name for name, file in files.items() if file is not None]
+    if len(asked_for) > 1 or (asked_for and unwritten):
+        raise typer.BadParameter("these do not go together", param_hint=", ".join([*asked_for, *unwritten]))
     if what not in ("train", "prefill", "decode"):
         raise typer.BadParameter(f"{what!r} is not train, prefill or decode", param_hint="--for")
+    if search and what != "train":
+        raise typer.BadParameter("the search is over training runs", param_hint="--search, --for")
     overrides = on_device(overrides, device)
     loaded = load(recipe, overrides)
     from tpshard.plan import command

@@ -39,6 +39,10 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     from tpshard.parallelism.runtime.launch import Nodes, launch
 
     loaded = load(recipe, overrides)
+    if plan is not None:
+        from tpshard.plan import save
+
+        save.read(plan)  # a file that is none is said before anything starts; the workers compare it
     machine.require(loaded)
     nodes = Nodes.of(os.environ)
     gpus = visible_gpus() if loaded.cluster is None else 0
@@ -95,7 +99,7 @@ class _Plan:
         if self._saved is not None:
             from tpshard.plan import save
 
-            save.check(save.read(self._saved), save.fingerprints(report), programs.setting.recipe.to_yaml())
+            save.check(save.read(self._saved), report, programs.setting.recipe.to_yaml())
         head = f"{report.given} values annotated (*), {report.inferred} inferred"
         return "\n".join([head, *text.shardings(report)])
 

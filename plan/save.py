@@ -64,15 +64,29 @@ def read(path: str) -> SavedPlan:
         raise Mistakes.one(f"{path} is not a saved plan", why=str(error)) from error
 
 
-def check(saved: SavedPlan, programs: Mapping[str, str], recipe_yaml: str) -> None:
-    """Refuses (`Mistakes`, exit 4) where the recipe or the code would now give another program than was planned."""
-    if dict(saved.fingerprints) == dict(programs):
+ADVICE = ("accuracy", "edits", "suggestions")
+"""What a plan says beside the run itself: a run neither knows nor needs it."""
+
+
+def check(saved: SavedPlan, report: Report, recipe_yaml: str) -> None:
+    """Refuses (`Mistakes`, exit 4) where the recipe or the code would now give another plan than the saved one.
+
+    Both the programs and every figure are compared: the number of micro-batches is in no program.
+    """
+    now = json.loads(json.dumps(report.to_json()))
+    differs = [key for key in {**saved.report, **now} if key not in ADVICE and saved.report.get(key) != now.get(key)]
+    if dict(saved.fingerprints) == fingerprints(report) and not differs:
         return
     before, after = saved.recipe.splitlines(), recipe_yaml.splitlines()
     changed = [line.strip() for line in after if line not in before] + [
         f"(was) {line.strip()}" for line in before if line not in after
     ]
-    why = "the recipe differs: " + "; ".join(changed[:4]) if changed else "the recipe is the same: the code has changed"
+    if changed:
+        why = "the recipe differs: " + "; ".join(changed[:4])
+    else:
+        why = "the recipe is the same: the code has changed, a device file, or the plan itself"
+    if differs:
+        why += f" (not as planned: {', '.join(sorted(differs)[:6])})"
     raise Mistakes.one(
         f"the plan {saved.path} is for another program",
         exit=Exit.FIT,

@@ -451,16 +451,38 @@ def test_search_ranks_what_fits():
 
 def test_a_saved_plan_is_refused_for_another_program(report, tmp_path):
     recipe = loads(RECIPE)
-    save.write(tmp_path / "plan.json", save.dumps(report, recipe.to_yaml()))
-    saved = save.read(str(tmp_path / "plan.json"))
-    save.check(saved, save.fingerprints(report), recipe.to_yaml())
-    with pytest.raises(Mistakes, match="per_device: 1") as caught:
-        changed = loads(RECIPE, ["batch.per_device=1"])
-        save.check(saved, {**saved.fingerprints, "micro-batch": "other"}, changed.to_yaml())
+    file = tmp_path / "plan.json"
+    save.write(file, save.dumps(report, recipe.to_yaml()))
+    save.check(save.read(str(file)), report, recipe.to_yaml())
+    changed = loads(RECIPE, ["batch.global_sequences=16"])
+    more = make.report(changed, "")
+    assert save.fingerprints(more) == save.fingerprints(report)  # the same programs, run more often
+    with pytest.raises(Mistakes, match="global_sequences: 16") as caught:
+        save.check(save.read(str(file)), more, changed.to_yaml())
     assert caught.value.exit == Exit.FIT
-    (tmp_path / "plan.json").write_text("{}")
+    edited = json.loads(file.read_text())
+    edited["plan"]["memory"]["peak_bytes"] -= 1
+    file.write_text(json.dumps(edited))
+    with pytest.raises(Mistakes, match="not as planned: memory"):
+        save.check(save.read(str(file)), report, recipe.to_yaml())
+    file.write_text("{}")
     with pytest.raises(Mistakes, match="not a saved plan"):
-        save.read(str(tmp_path / "plan.json"))
+        save.read(str(file))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--html", "same", "--svg", "same"],
+        ["--explain", "norm.weight", "--html", "page.html"],
+        ["--search", "--for", "decode"],
+        ["--html", "."],
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_before_planning(small, capsys, options):
+    assert tpshard(["plan", "small.yaml", "--dry-run", *options]) == Exit.USAGE
+    assert "exists" not in capsys.readouterr().err
+    assert [p.name for p in small.parent.iterdir()] == ["small.yaml"]
 
 
 def test_without_dry_run_the_plan_is_saved_in_the_runs_folder(small, report, monkeypatch):
