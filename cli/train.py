@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -68,10 +69,10 @@ def _work(recipe: str, overrides: Sequence[str], place: Place, plan_file: str | 
         loaded = checked(recipe, overrides)[0] if quiet else load(recipe, overrides)
         device = device_kind(loaded, visible_gpus() if loaded.cluster is None else 0)
         plan = _Plan(plan_file)
-        around = Surroundings(version(), device, plan.screen, plan.saved, _peak)
+        around = Surroundings(version(), device, plan.screen, plan.saved, _compared, _peak)
         code = work(loaded, place, around)
-        if place.rank == 0:
-            _compared(loaded.run.dir)
+        if place.rank == 0 and (said := _compared(Path(loaded.run.dir))):
+            print(said, file=sys.stderr, flush=True)
         return code
 
     run_worker(body, place, describe)
@@ -110,15 +111,11 @@ class _Plan:
         return save.dumps(self._of(programs), programs.setting.recipe.to_yaml())
 
 
-def _compared(folder: str) -> None:
-    """Says how far the plan was from the run, and leaves it in the run's folder."""
-    from pathlib import Path
-
+def _compared(folder: Path) -> str:
+    """How far the plan is from the run, which is left in the run's folder too."""
     from tpshard.plan import compare
 
-    said = compare.record(Path(folder))
-    if said:
-        print(said, file=sys.stderr, flush=True)
+    return compare.record(folder)
 
 
 def _peak(programs: TrainingPrograms) -> float | None:

@@ -40,6 +40,7 @@ def compare(folder: Path) -> dict[str, Any] | None:
         "step_s": plan["time"]["step_s"],
         "exposed_comm_s": plan["time"]["exposed_comm_s"],
         "peak_memory_bytes": plan["memory"]["peak_bytes"],
+        "sent_bytes": sum(line["bytes"] for line in plan["collectives"]),
         "tokens_per_s": plan["tokens_per_s_per_device"] * _devices(plan),
     }
     found: dict[str, Any] = {}
@@ -57,7 +58,7 @@ def record(folder: Path) -> str:
     if found is None:
         return ""
     save.write(folder / "plan_measured.json", json.dumps(found, indent=1, sort_keys=True) + "\n")
-    show = {"step_s": seconds, "exposed_comm_s": seconds, "peak_memory_bytes": gib}
+    show = {"step_s": seconds, "exposed_comm_s": seconds, "peak_memory_bytes": gib, "sent_bytes": gib}
     parts = []
     for name, row in found.items():
         form = show.get(name, lambda v: f"{v:.0f}")

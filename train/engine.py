@@ -54,6 +54,11 @@ class Engine(Protocol):
         """Seconds that this rank waited for collectives since it was last asked; None: not measured."""
         ...
 
+    @property
+    def sent_bytes(self) -> int | None:
+        """Bytes of the buffers of all collectives of one step, counted as this rank ran it; None: not counted yet."""
+        ...
+
     def accumulate(self, batch: Batch) -> None:
         """Forward and backward of one micro-batch: adds to the gradients and to the sums of loss and tokens."""
         ...

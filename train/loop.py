@@ -210,7 +210,8 @@ class Loop:
             "tokens": self.course.tokens + (result.targets if finite else 0), "tokens_per_s": rate, "step_s": step_s,
             "mfu": flops / step_s / self.flops_per_s if flops and self.flops_per_s else None,
             "peak_memory_bytes": self.peak_memory() if logged else None,
-            "exposed_comm_s": self.engine.exposed_comm_s, "time": time.time(), "run": self.attempt,
+            "exposed_comm_s": self.engine.exposed_comm_s, "sent_bytes": self.engine.sent_bytes,
+            "time": time.time(), "run": self.attempt,
         }  # fmt: skip
         if finite:
             self.outcome.last_loss = result.loss

@@ -39,6 +39,8 @@ from tpshard.train.wandb_sink import WandbSink
 logger = logging.getLogger(__name__)
 
 IGNORE = -100
+ENOUGH = 6
+"""Recorded steps after which the plan is held against the run; once more at its end."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Surroundings:
     """What was annotated and what was inferred, for the screen."""
     plan_json: Callable[[TrainingPrograms], str] | None = None
     """The plan, for the run's folder."""
+    measured: Callable[[Path], str] = lambda folder: ""
+    """Planned against measured, from what the run's folder holds by now."""
     flops_per_s: Callable[[TrainingPrograms], float | None] = lambda programs: None
     """Of all devices together at their peak."""
 
@@ -104,18 +108,18 @@ def _train(setting: Setting, context: Context, around: Surroundings, folder: Pat
     held_out = list(_held_out(corpus, tokenizer, setting, data_rank)) if recipe.evaluate.every_steps else []
     attempt = context.from_main(run.attempt if run is not None else 0)
     if run is not None:
-        if around.plan_json is not None:
-            run.write("plan.json", around.plan_json(programs))
         for line in [around.announce(programs).rstrip("\n"), str(plan)]:
             _say(line + "\n" if line else "", sys.stderr)
+        if around.plan_json is not None:
+            run.write("plan.json", around.plan_json(programs))
         for warning in programs.micro.warnings:
             _say(f"warning: {warning}\n", sys.stderr)
     sinks, sink = _sinks(recipe, run, attempt)
     with _display(recipe, context) as progress:
         loop = Loop(
-            recipe, context, engine, loader, plan, folder=folder, record=sinks, progress=progress, held_out=held_out,
-            attempt=attempt, flops_per_s=around.flops_per_s(programs), peak_memory=partial(_peak_memory, context),
-            model=blueprint.to_json(),
+            recipe, context, engine, loader, plan, folder=folder, record=_comparing(sinks, around, folder, progress),
+            progress=progress, held_out=held_out, attempt=attempt, flops_per_s=around.flops_per_s(programs),
+            peak_memory=partial(_peak_memory, context, engine), model=blueprint.to_json(),
         )  # fmt: skip
         code = 1
         try:
@@ -284,9 +288,28 @@ def _sinks(recipe: Recipe, run: RunDir | None, attempt: int) -> tuple[Callable[[
     return both, sink
 
 
-def _peak_memory(context: Context) -> int | None:
+def _comparing(
+    record: Callable[[Row], None], around: Surroundings, folder: Path, progress: Progress
+) -> Callable[[Row], None]:
+    """`record`, and how far the plan is from the run once some steps are recorded."""
+    steps = 0
+
+    def both(row: Row) -> None:
+        nonlocal steps
+        record(row)
+        steps += row.get("loss") is not None
+        if steps == ENOUGH and row.get("loss") is not None:
+            said = around.measured(folder)
+            if said:
+                progress.note(said)
+
+    return both
+
+
+def _peak_memory(context: Context, engine: SpmdEngine) -> int | None:
+    """Bytes of tensors at most: as the device's allocator says, on a CPU as one step was counted."""
     if context.device.type != "cuda":
-        return None
+        return engine.peak_bytes
     return int(torch.cuda.max_memory_allocated(context.device))
 
 

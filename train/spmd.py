@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from tpshard.parallelism.program import Port, Program, info
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
+from tpshard.parallelism.runtime.tally import Tally
 from tpshard.parallelism.sharding import Layout
 from tpshard.parallelism.simulate import block, cut
 from tpshard.programs.training import BATCH, TrainingPrograms
@@ -19,6 +21,9 @@ from tpshard.train.shards import Shard
 from tpshard.train.stream import Batch
 
 MOMENTS = (f"{OPTIMIZER}exp_avg/", f"{OPTIMIZER}exp_avg_sq/")
+
+COUNTED = 2
+"""Which step of an attempt is counted: not the first, which makes what stays. Counting makes it slower."""
 
 InitialBlock = Callable[..., Tensor]
 """(name, starts, sizes, seed=, dtype=) -> that block of a parameter's initial value."""
@@ -48,6 +53,8 @@ class SpmdEngine:
         self._sums: list[tuple[Tensor, Tensor]] = []
         self._used: list[Tensor] | None = None
         """Parameters gathered for all micro-batches of this step."""
+        self._steps = 0
+        self._tally: Tally | None = None
         rows = self.batch_ports[0].shape[0]
         self.flops_per_sequence = flops(programs.micro) // rows
 
@@ -65,7 +72,7 @@ class SpmdEngine:
 
     @property
     def exposed_comm_s(self) -> float | None:
-        if self.context.device.type != "cpu":
+        if self.context.device.type != "cpu" or self.micro.compiled:  # waits are in the compiler's code
             return None
         executors = [e for e in (self.micro, self.step, self.evaluation, self.gather, self.reduce) if e is not None]
         waited = sum(e.waited_s for e in executors)
@@ -73,21 +80,42 @@ class SpmdEngine:
             executor.waited_s = 0.0
         return waited
 
+    @property
+    def sent_bytes(self) -> int | None:
+        return None if self._tally is None or self._steps < COUNTED else self._tally.sent_bytes
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of all tensors in the counted step; None before it, and where a compiler allocates unseen."""
+        unseen = self.micro.compiled or self._steps < COUNTED
+        return None if self._tally is None or unseen else self._tally.peak_bytes
+
+    def _counted(self) -> AbstractContextManager[object]:
+        """Counts what the step sends and holds, if it is the one that is counted."""
+        if self._steps != COUNTED - 1:
+            return nullcontext()
+        if self._tally is None:
+            self._tally = Tally([*self.params, *self.sums, *self.moments[0], *self.moments[1]])
+        return self._tally
+
     # ---- computing -------------------------------------------------------------------------------------------
     def accumulate(self, batch: Batch) -> None:
-        if self.gather is not None and self._used is None:
-            self._used = self.gather(*self.params)
-        params = self.params if self._used is None else self._used
-        loss, count, *self.sums = self.micro(*params, *self.sums, *self._local(batch))
+        with self._counted():
+            if self.gather is not None and self._used is None:
+                self._used = self.gather(*self.params)
+            params = self.params if self._used is None else self._used
+            loss, count, *self.sums = self.micro(*params, *self.sums, *self._local(batch))
         self._sums.append((loss, count))
 
     def update(self, lr: float, number: int) -> StepResult:
         losses = torch.stack([loss for loss, _ in self._sums])
         counts = torch.stack([count for _, count in self._sums])
         scalars = (losses.sum(), counts.sum(), self._scalar(lr), self._scalar(number))
-        sums = self.sums if self.reduce is None else self.reduce(*self.sums)
-        self._used = None
-        made = self.step(*self.params, *sums, *self.moments[0], *self.moments[1], *scalars)
+        with self._counted():
+            sums = self.sums if self.reduce is None else self.reduce(*self.sums)
+            self._used = None
+            made = self.step(*self.params, *sums, *self.moments[0], *self.moments[1], *scalars)
+        self._steps += 1
         count = len(self.params)
         self.params = made[:count]
         self.moments = (made[count : 2 * count], made[2 * count : 3 * count])

@@ -69,6 +69,11 @@ def test_a_run_that_is_killed_and_stopped_ends_as_one_that_was_not(tmp_path: Pat
     names = {path.name for path in (tmp_path / "runs" / "whole").iterdir()}
     assert {"recipe.yaml", "plan.json", "metrics.jsonl", "checkpoints", "logs"} <= names
     assert not list((tmp_path / "runs" / "whole").glob("lock*"))
+    # the plan is held against the run after some steps, not only at its end; bytes are exact, counted as they are sent
+    assert 0 < err.index("planned against measured") < err.index("step 20/40"), err
+    measured = json.loads((tmp_path / "runs" / "whole" / "plan_measured.json").read_text())
+    assert measured["sent_bytes"]["measured"] == measured["sent_bytes"]["predicted"] > 0
+    assert abs(measured["peak_memory_bytes"]["error"]) < 0.02, measured
 
     killed = start(tmp_path, "run.dir=runs/other")
     until(killed, lambda: len(rows(tmp_path, "other")) > 12)

@@ -45,6 +45,7 @@ class PlainEngine:
     """A bigram model, copied on every rank: gradients and sums are all-reduced."""
 
     exposed_comm_s = None
+    sent_bytes = None
     flops_per_sequence = 0
 
     def __init__(self, context: Context, poison: Callable[[int, int], bool] = lambda rank, number: False):

@@ -1,0 +1,24 @@
+"""What a rank sends and holds is counted as it happens."""
+
+from __future__ import annotations
+
+import torch
+from tpshard.parallelism.runtime.tally import Tally
+
+
+def test_storages_count_once_and_only_while_they_live() -> None:
+    there = torch.zeros(1000)
+    tally = Tally([there])
+    with tally:
+        made = there + 1
+        seen = made.view(10, 100)
+        twice = seen * 2
+        assert tally.held_bytes == 3 * 4000
+        del made  # the view holds its storage
+        assert tally.held_bytes == 3 * 4000
+        del seen
+        assert tally.held_bytes == 2 * 4000
+    del twice
+    assert (tally.held_bytes, tally.peak_bytes, tally.sent_bytes) == (4000, 3 * 4000, 0)
+    with tally:
+        assert (there + 1).sum() and tally.peak_bytes == 3 * 4000
