@@ -111,10 +111,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         begun = time.monotonic()
         device = asked.device.resolve() if asked.device else Path(folder) / "this-machine.yaml"
-        then = pace()
+        then, before = pace(), cpu_seconds()
         if asked.device is None:
             tpshard("doctor", "--measure", str(device), folder=folder)
-            print(f"tpshard doctor --measure: {time.monotonic() - begun:.0f} s")
+            busy = others_busy(before, begun)
+            print(f"tpshard doctor --measure: {time.monotonic() - begun:.0f} s, others {busy:.2f}")
             then = (then + pace()) / 2
         print("recipe              predicted ms  measured ms   ratio   exposed ms: predicted  measured  others   pace")
         for name, arguments in commands(folder, device, asked.steps).items():

@@ -1,7 +1,8 @@
 """`tpshard doctor --measure`: the constants of the machine it runs on, fitted into a dated device file.
 
 On a CPU one, two and four processes (and one for each core) measure products, attention, streams of operations and
-gloo, all at the same time, so that what they take from each other is in the constants. On a GPU the device is measured
+gloo, all at the same time, so that what they take from each other is in the constants; three times over, of which the
+middle counts. On a GPU the device is measured
 and its links are taken from the shipped file of its kind.
 """
 
@@ -59,6 +60,16 @@ def fit(rows: Sequence[Sequence[float]]) -> Fit:
                 best[list(kept)] = found
     error = float(np.abs(scaled @ best - ones).mean())
     return Fit(tuple(float(cost) for cost in best), error)
+
+
+def typical(found: Sequence[Any]) -> Any:
+    """Number by number the median of several results of one structure."""
+    first = found[0]
+    if isinstance(first, dict):
+        return {key: typical([one[key] for one in found]) for key in first}
+    if isinstance(first, list):
+        return [typical(parts) for parts in zip(*found, strict=True)]
+    return first if all(one == first for one in found) else float(np.median(found))
 
 
 @dataclass(frozen=True)
@@ -158,7 +169,7 @@ def _hops(kind: str, members: int) -> float:
 
 
 def measure(say: Callable[[str], None] | None = None, *, name: str = "", today: str = "") -> str:
-    """Text of a device file for this machine. `say` gets a line per stage. Takes one to three minutes.
+    """Text of a device file for this machine. `say` gets a line per stage. Takes about four minutes on two cores.
 
     Raises `Mistakes` (exit 5) where the processes of a measurement do not come up.
     """
@@ -172,16 +183,22 @@ def measure(say: Callable[[str], None] | None = None, *, name: str = "", today: 
         return measure_gpu(tell, name, today)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     crowds = sorted({1, 2, 4, min(cores, MOST)})
-    found: dict[int, list[Result]] = {}
+    rounds: list[dict[int, list[Result]]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for i, processes in enumerate(crowds):
+        for i in range(ROUNDS):
             begun = time.monotonic()
-            tell(f"{i + 1} of {len(crowds)}: {processes} process(es) on {cores} core(s) compute, move and send ...")
-            found[processes] = _run(Path(folder), processes, cores)
+            tell(f"{i + 1} of {ROUNDS}: {', '.join(map(str, crowds))} process(es) on {cores} core(s) compute, move and "
+                 "send ...")  # fmt: skip
+            place = Path(folder) / str(i)
+            place.mkdir()
+            rounds.append({processes: _run(place, processes, cores) for processes in crowds})
             tell(f"  {time.monotonic() - begun:.0f} s")
+    found = {processes: typical([each[processes] for each in rounds]) for processes in crowds}
     return device_file(name or "measured-cpu", today, cores, psutil.virtual_memory().total, found)
 
 
+ROUNDS = 3
+"""How often all is measured, some time apart: a machine that others use is slow now and then, for seconds or more."""
 MOST = 16
 """Processes at once at most: more add nothing that a host's rates do not say."""
 

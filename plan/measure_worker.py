@@ -33,7 +33,7 @@ ELEMENTS = (1 << 16, 1 << 18, 1 << 20, 1 << 21)
 BLOCK_OPS = 31
 """Operations of a `block`."""
 COMM_BYTES = (64, 1 << 16, 1 << 20, 1 << 22)
-LEAST_S = 0.12
+LEAST_S = 0.04
 aten, funcol = torch.ops.aten, torch.ops._c10d_functional
 
 
@@ -49,12 +49,12 @@ class Clock:
         self.read, self.turns = (time.process_time, turns) if threads == 1 else (time.perf_counter, 1.0)
 
     def seconds(self, run: Callable[[], object], least_s: float = LEAST_S) -> float:
-        """Mean over calls of at least `least_s` together, without the first two and the slowest tenth: a step is a sum
+        """Mean over calls of at least `least_s` together, without the first and the slowest tenth: a step is a sum
         of operations, so that a median would leave out what some of them lose."""
-        run(), run()
+        run()
         taken: list[float] = []
         end = self.read() + least_s
-        while (begun := self.read()) < end or len(taken) < 5:
+        while (begun := self.read()) < end or len(taken) < 3:
             run()
             taken.append(self.read() - begun)
         kept = sorted(taken)[: max(1, len(taken) * 9 // 10)]
@@ -258,7 +258,7 @@ def communicate(cores: int) -> list[list[Any]]:
             buffers = [torch.ones(n) for _ in range(8)]
             for kind, run in calls.items():
                 rounds = []
-                for _ in range(4):
+                for _ in range(3):
                     alone, with_it = spent(lambda _: None, buffers), spent(run, buffers)
                     rounds.append((with_it[0] - alone[0], with_it[1] - alone[1]))
                 wall, own = (max(1e-6, sorted(times)[1]) for times in zip(*rounds))
