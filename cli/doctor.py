@@ -50,8 +50,8 @@ def doctor(
 ) -> int:
     """Look at this machine: versions, devices, links, disk, limits, ports, and a collective between two processes.
 
-    Ends with 5 when something is there that a run would fail on. With --measure it times the machine instead (a
-    minute or two) and writes what it found as a device file, for `cluster.device`.
+    Ends with 5 when something is there that a run would fail on. With --measure it times the machine instead
+    (some minutes) and writes what it found as a device file, for `cluster.device`.
     """
     from tpshard.recipes.diagnostic import Exit
 
