@@ -100,6 +100,7 @@ def _stored(loaded: Recipe, model: Model) -> tuple[ModelConfig, str, Quantizatio
 def _need(loaded: Recipe, config: ModelConfig, dtype: str, quantized: Quantization | None) -> tuple[Need, str]:
     """What serving takes on one device, and which kind of device that is. Mistakes where they do not fit."""
     import psutil
+    from tpshard.programs.serving import cache_blocks
     from tpshard.recipes.diagnostic import Exit, Mistakes
     from tpshard.serve import check
 
@@ -121,10 +122,11 @@ def _need(loaded: Recipe, config: ModelConfig, dtype: str, quantized: Quantizati
                 f"`serve.mesh` asks for {tp} GPUs and {torch.cuda.device_count()} are visible", exit=Exit.MACHINE,
                 where=where, fix="`cluster.device=cpu` after the recipe serves on the CPU",
             )  # fmt: skip
-        free = torch.cuda.mem_get_info()[0] * 3
+        free = torch.cuda.mem_get_info()[0]
     invariant = loaded.serve.batch_invariant
     try:
-        blocks = check.cache_blocks(config, tp, dtype, loaded.serve.requests, loaded.serve.cache_mb, free)
+        kind = "cpu" if device == "cpu" else "gpu"
+        blocks = cache_blocks(config, tp, dtype, loaded.serve.requests, loaded.serve.cache_mb, free, kind)
         fixed = device == "cpu" if invariant is None else invariant
         need = check.need(config, tp, dtype, blocks, device, fixed, quantized, loaded.serve.layout)
     except ValueError as error:

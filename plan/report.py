@@ -293,7 +293,8 @@ class Report:
                 if port.kind == "gradient":
                     mine["gradients"] += port.local_bytes
             for kind, size in entry.part.always.items():
-                mine[kind] = max(mine[kind], size)
+                # a step takes a part of the cache and the rest is beside it; gathered parameters are stored ones
+                mine[kind] = mine[kind] + size if kind == "cache" else max(mine[kind], size)
             for kind, size in mine.items():
                 held[kind] = max(held[kind], size)
         return dict(sorted(held.items()))

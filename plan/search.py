@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tpshard.plan import make
+from tpshard.plan import make, serving
 from tpshard.plan.report import Edit, Report
 from tpshard.plan.text import gib, seconds
 from tpshard.programs.setting import Setting, devices_of, model_config
@@ -45,7 +45,8 @@ def quick(recipe: Recipe, what: str = "train") -> Quick:
     if recipe.model.preset is None or layers <= MORE or files:
         return _measured(recipe, what)
     try:
-        few, more = (_measured(variant(recipe, [f"model.layers={n}"]), what) for n in (FEW, MORE))
+        blocks = serving.cache_blocks(recipe) if what != "train" else None  # fewer layers would leave room for more
+        few, more = (_measured(variant(recipe, [f"model.layers={n}"]), what, blocks) for n in (FEW, MORE))
     except Mistakes:  # something is wrong with the recipe, or it names a layer that a smaller model has not
         return _measured(recipe, what)
     times = (layers - FEW) / (MORE - FEW)
@@ -65,11 +66,12 @@ def _processes(recipe: Recipe, what: str, per_host: int) -> int:
     return per_host if what == "train" else min(serving, per_host) if recipe.cluster is not None else serving
 
 
-def _measured(recipe: Recipe, what: str) -> Quick:
+def _measured(recipe: Recipe, what: str, blocks: int | None = None) -> Quick:
     if what == "train":
         pricing = make.price_training(make.built(Setting.of(recipe, devices_of(recipe))))
     else:
-        pricing = make.report(recipe, "", what).pricing
+        with make.uncollected():
+            pricing = serving.report(recipe, what, blocks=blocks).pricing
     needed = pricing.needed_bytes
     return Quick(needed, pricing.step_s, pricing.exposed_s, needed <= pricing.device.memory_bytes)
 
@@ -178,6 +180,11 @@ def _wider(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[list[str]]:
 def _served_smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
     """Edits of a server that need less memory, the least intrusive first."""
     tp, requests, length = report.job.mesh.get("tp", 1), recipe.serve.requests, recipe.model.seq_len
+    cache = report.static_bytes()["cache"]
+    block = cache // (serving.cache_blocks(recipe) + 1)  # one that no request takes comes on top of `cache_mb`
+    left = cache - block - math.ceil(-report.spare_bytes / report.pricing.device.reserved)
+    if left >= max(2**20, cache // 8):
+        yield [f"serve.cache_mb={left // 2**20}"]
     most = recipe.cluster.devices_per_node if recipe.cluster is not None else tp * 8
     for times in (2, 4, 8):
         if tp * times <= most:

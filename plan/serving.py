@@ -5,30 +5,31 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tpshard.models import build
+from tpshard.parallelism.cost import Device
 from tpshard.parallelism.flow import op_name
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.program import INFO, Program, info
 from tpshard.plan.pricing import Part, price_parts
 from tpshard.plan.report import Job, Report
+from tpshard.plan.text import gib
 from tpshard.programs import serving
 from tpshard.programs.padding import note, padded
-from tpshard.programs.served import served
+from tpshard.programs.served import Served, served
 from tpshard.programs.setting import DTYPES
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 
 
-def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "") -> Report:
-    """The plan of a server's step. Raises `Mistakes` (exit 4) where tp does not fit the heads."""
+def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "", blocks: int | None = None) -> Report:
+    """The plan of a server's step, its cache as large as the server would make it, or of so many `blocks`.
+
+    All requests of a step are at `model.seq_len`, or as long as the cache holds them. Raises `Mistakes` (exit 4) where
+    tp does not fit the heads.
+    """
     from tpshard.plan import make
 
     device, _, per_host = make.device_of(recipe)
-    told = served(recipe, device.kind)
-    if told is None:
-        raise Mistakes.one(
-            "a module of your own cannot be served", exit=Exit.FIT, where=recipe.where("model.module"),
-            why="the server needs a cache of keys and values",
-        )  # fmt: skip
+    told = _served(recipe, device)
     sizes = {axis: max(1, size) for axis, size in recipe.serve.mesh.items()}
     mesh = Mesh(sizes)
     requests, length = recipe.serve.requests, recipe.model.seq_len
@@ -37,9 +38,11 @@ def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "") -> R
     sequences = 1 if what == "prefill" else requests
     tp, quantized = sizes.get("tp", 1), told.quantized
     config = padded(told.config, tp, 1 if quantized is None else quantized.shared)
+    blocks = cache_blocks(recipe) if blocks is None else blocks
+    used = min(each * sequences, blocks)
     try:
         made = serving.step(
-            build(config, dtype=DTYPES[told.dtype]), config, mesh, rows=rows, wanted=sequences, blocks=each * sequences,
+            build(config, dtype=DTYPES[told.dtype]), config, mesh, rows=rows, wanted=sequences, blocks=used,
             block_size=serving.BLOCK_SIZE, orders=told.orders, layout=recipe.serve.layout,
         )  # fmt: skip
     except ValueError as error:
@@ -47,8 +50,8 @@ def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "") -> R
     program = with_kinds(made.program if quantized is None else quantized.held(made, device.kind, told.dtype))
     # the rule counts every row against the whole pool; a row reads its own sequence, half of it while prompts grow
     _scale_attention(program, sequences * (2 if what == "prefill" else 1))
-    per_host = min(mesh.ranks, per_host) if recipe.cluster is not None else mesh.ranks
-    held = cache_bytes(program) * (requests // sequences - 1)
+    per_host = _processes(recipe, mesh.ranks, per_host)
+    held = (blocks - used) * serving.block_bytes(told.config, tp, told.dtype)
     pricing = price_parts(
         [Part(what, program, 1, {"cache": held} if held else {}, "none")], device, per_host, processes=per_host
     )
@@ -60,7 +63,8 @@ def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "") -> R
         compiled=False, device_assumed=recipe.cluster is None,
         quantized="" if quantized is None else f"{quantized}, layout {recipe.serve.layout}",
     )  # fmt: skip
-    notes = [text for text in (told.note, note(told.config, config, tp)) if text]
+    few = _too_few(blocks, requests, length, serving.block_bytes(told.config, tp, told.dtype))
+    notes = [text for text in (few, told.note, note(told.config, config, tp)) if text]
     warnings = [*notes, *make.extra_warnings(job, device, program)]
     return make.assemble(job, pricing, program, parameters, accuracy, warnings)
 
@@ -83,6 +87,37 @@ def _scale_attention(program: Program, divisor: int) -> None:
             node.meta[INFO] = replace(here, flops=here.flops // divisor, global_flops=here.global_flops // divisor)
 
 
-def cache_bytes(program: Program) -> int:
-    """Bytes of keys and values that one device holds for this program."""
-    return sum(port.local_bytes for port in program.inputs if port.kind == "cache")
+def cache_blocks(recipe: Recipe) -> int:
+    """Blocks of the cache that the server would make on each of the recipe's devices while nothing else is on them."""
+    from tpshard.plan import make
+
+    device, _, per_host = make.device_of(recipe)
+    told, serve = _served(recipe, device), recipe.serve
+    tp = max(1, serve.mesh.get("tp", 1))
+    mine = device.shared_by(_processes(recipe, tp, per_host))
+    free = mine.memory_bytes - mine.context_bytes
+    return serving.cache_blocks(told.config, tp, told.dtype, serve.requests, serve.cache_mb, free, device.kind)
+
+
+def _served(recipe: Recipe, device: Device) -> Served:
+    told = served(recipe, device.kind)
+    if told is None:
+        raise Mistakes.one(
+            "a module of your own cannot be served", exit=Exit.FIT, where=recipe.where("model.module"),
+            why="the server needs a cache of keys and values",
+        )  # fmt: skip
+    return told
+
+
+def _processes(recipe: Recipe, ranks: int, per_host: int) -> int:
+    """Ranks of a server on one host."""
+    return min(ranks, per_host) if recipe.cluster is not None else ranks
+
+
+def _too_few(blocks: int, requests: int, length: int, each: int) -> str:
+    """Says that a cache does not hold all `requests` of `length` tokens; empty where it does. `each`: bytes a block."""
+    held = blocks // -(-length // serving.BLOCK_SIZE)
+    if held >= requests:
+        return ""
+    tokens = blocks * serving.BLOCK_SIZE
+    return f"the cache, {gib(blocks * each)} or {tokens:,} tokens, holds {held} of {requests} requests of {length:,}"

@@ -25,6 +25,7 @@ from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.partitioner import partition_captured
 from tpshard.parallelism.program import Program
 from tpshard.programs.layouts import ActOrder, Arrangement, arrange
+from tpshard.programs.setting import DTYPES
 
 Pools = list[tuple[Tensor, Tensor]]
 """Per layer the blocks of keys and of values, each [blocks, block_size, kv_heads, head_dim]."""
@@ -187,3 +188,26 @@ def _fits(config: ModelConfig, tp: int) -> bool:
 def local_kv_heads(config: ModelConfig, tp: int) -> int:
     """KV heads that one device of `tp` holds."""
     return max(1, config.kv_heads // tp)
+
+
+def block_bytes(config: ModelConfig, tp: int, dtype: str) -> int:
+    """Bytes of one cache block (keys and values of all layers) on one device."""
+    heads = local_kv_heads(config, tp)
+    return 2 * config.layers * BLOCK_SIZE * heads * config.head_dim * DTYPES[dtype].itemsize
+
+
+def cache_blocks(
+    config: ModelConfig, tp: int, dtype: str, requests: int, given_mb: int | None, free_bytes: int, device: str
+) -> int:
+    """Blocks of a server's cache on one device (`cpu` or `gpu`) with `free_bytes`: those of `given_mb` MiB, else what
+    `requests` of the model's longest length need, within a quarter of a CPU's free memory, which is not the server's
+    alone, or three quarters of a GPU's. At least one sequence's worth of 256 tokens.
+
+    Ranks on a CPU share its memory: the caller divides.
+    """
+    each = block_bytes(config, tp, dtype)
+    if given_mb is not None:
+        return max(1, given_mb * 2**20 // each)
+    wanted = requests * -(-config.max_seq // BLOCK_SIZE)
+    share = 1 if device == "cpu" else 3
+    return max(256 // BLOCK_SIZE, min(wanted, free_bytes * share // 4 // each))

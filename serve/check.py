@@ -16,7 +16,7 @@ from tpshard.parallelism.program import Port, Program
 from tpshard.programs.layouts import Arrangement
 from tpshard.programs.padding import note, padded
 from tpshard.programs.served import Quantization
-from tpshard.programs.serving import BLOCK_SIZE, local_kv_heads, step
+from tpshard.programs.serving import BLOCK_SIZE, step
 from tpshard.programs.setting import DTYPES
 
 _MEANING = {
@@ -24,21 +24,6 @@ _MEANING = {
     "local_sort": "sorted within each rank",
     "tp_aware": "written by the products before",
 }
-
-
-def block_bytes(config: ModelConfig, tp: int, dtype: str) -> int:
-    """Bytes of one cache block (keys and values of all layers) on one device."""
-    heads = local_kv_heads(config, tp)
-    return 2 * config.layers * BLOCK_SIZE * heads * config.head_dim * DTYPES[dtype].itemsize
-
-
-def cache_blocks(config: ModelConfig, tp: int, dtype: str, requests: int, given_mb: int | None, free_bytes: int) -> int:
-    """Blocks per device: those of `given_mb` MiB, else what `requests` of full length need within a quarter of the
-    free memory (shared by tp ranks on a CPU: the caller divides). At least one sequence's worth of 256 tokens."""
-    each = block_bytes(config, tp, dtype)
-    wanted = requests * -(-config.max_seq // BLOCK_SIZE)
-    budget = given_mb * 2**20 // each if given_mb is not None else min(wanted, free_bytes // 4 // each)
-    return max(budget, 256 // BLOCK_SIZE if given_mb is None else 1)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,9 @@ from tpshard.models import build, to_hf
 from tpshard.models.hf_config import folder_config
 from tpshard.models.presets import ModelConfig
 from tpshard.parallelism.runtime.context import Context
-from tpshard.plan import make, text
+from tpshard.plan import make, search, text
 from tpshard.programs.served import Quantization, served
+from tpshard.programs.serving import cache_blocks
 from tpshard.programs.setting import DTYPES
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
@@ -205,7 +207,7 @@ def test_a_plan_says_what_gathers_and_why(folders: dict[str, Path]) -> None:
 def test_a_folder_that_is_not_there_is_planned_as_it_will_be_written(
     folders: dict[str, Path], tmp_path: Path, capsys: Any
 ) -> None:
-    dims = ["layers=2", "width=64", "heads=4", "kv_heads=2", "head_dim=64", "mlp=128", "vocab=128"]
+    dims = ["layers=2", "width=64", "heads=4", "kv_heads=2", "head_dim=64", "mlp=128", "vocab=128", "max_seq=64"]
     own = [f"model.{d}" for d in dims]
     cases = [(folder, layout, order, 128) for order, folder in folders.items() for layout in LAYOUTS]
     for mlp in (7 * 32, 112):  # groups that two ranks do not divide; an MLP that no GPTQ folder holds quantized
@@ -235,3 +237,66 @@ def test_four_bits_are_planned_as_four_bits(device: str, held: int, folders: dic
     (port,) = [p for p in make.report(told, "", "decode").pricing.parts[0].part.program.inputs
                if p.name == "layers.0.mlp.down.weight"]  # fmt: skip
     assert port.local_bytes == 64 * held
+
+
+def cached(*told: str) -> Recipe:
+    more = ["serve.requests=8", "serve.mesh.tp=2", *told]
+    return loads("name: small\ncluster: {device: cpu, devices_per_node: 2}\nmodel: {preset: tiny}\n", more)
+
+
+def with_memory(each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives each of two devices so many bytes."""
+    whole = make.device_of
+
+    def device_of(recipe: Recipe) -> Any:
+        device, nodes, per_host = whole(recipe)
+        return replace(device, memory_bytes=2 * each), nodes, per_host
+
+    monkeypatch.setattr(make, "device_of", device_of)
+
+
+@pytest.mark.parametrize("what", ["prefill", "decode"])
+@pytest.mark.parametrize(("told", "few"), [([], ""), (["serve.cache_mb=1"], "4 of 8"), (["serve.cache_mb=3"], "")])
+def test_a_plan_holds_the_cache_that_the_server_makes(what: str, told: list[str], few: str, capsys: Any) -> None:
+    asked = ["serve.requests=8", "serve.mesh.tp=2", "cluster.device=cpu", *told]
+    assert tpshard(["serve", "tiny", "--check", "--json", *asked]) == 0
+    check = json.loads(capsys.readouterr().out)
+    found = make.report(cached(*told), "", what)
+    assert found.static_bytes()["cache"] == found.pricing.worst.memory.at_peak["cache"] == check["memory"]["cache"]
+    # 16 KiB hold 16 positions of 2 KV heads in 4 layers; a request has 256
+    said = [warning for warning in found.warnings if "the cache" in warning]
+    assert said == ([f"the cache, 1.00 MiB or 1,024 tokens, holds {few} requests of 256"] if few else [])
+    assert not few or f"warning: {said[0]}" in text.screen(found)
+
+
+def test_a_plan_limits_the_cache_as_the_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = make.report(cached(), "", "decode")
+    with_memory(4 * 2**20, monkeypatch)
+    found = make.report(cached(), "", "decode")  # a quarter is for the cache
+    assert found.static_bytes()["cache"] == 2**20 + 2**14
+    assert "holds 4 of 8 requests of 256" in found.warnings[0]
+    assert found.useful_flops < whole.useful_flops  # what is not in the cache is not attended to
+    config = served(cached(), "cpu").config  # type: ignore[union-attr]
+    assert cache_blocks(config, 2, "fp32", 8, None, 2**21, "cpu") == 2**21 // 4 // 2**14
+    assert cache_blocks(config, 2, "fp32", 8, None, 2**21, "gpu") == 3 * 2**21 // 4 // 2**14
+
+
+def test_a_cache_that_leaves_no_room_is_cut_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = ["model.layers=8", "serve.cache_mb=4"]
+    full = make.report(cached(*told), "", "decode").pricing.needed_bytes
+    with_memory(full - 2**20, monkeypatch)
+    found = make.report(cached(*told), "", "decode")
+    first = search.edits(found, cached(*told))[0]
+    assert not found.fits and first.fits
+    key, _, value = first.change.partition(": ")
+    assert key == "serve.cache_mb" and 1 <= int(value) < 4
+    made = make.report(cached(*told, f"{key}={value}"), "", "decode").pricing.needed_bytes
+    assert first.needed_bytes == pytest.approx(made, rel=1e-4)
+
+
+def test_a_variant_is_priced_with_the_cache_of_all_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_memory(12 * 2**20, monkeypatch)  # room for the requests of two layers and not of eight
+    told = cached("model.layers=8", "model.vocab=256")
+    made = make.report(told, "", "decode")
+    assert "holds 6 of 8" in made.warnings[0]
+    assert search.quick(told, "decode").needed_bytes == pytest.approx(made.pricing.needed_bytes, rel=1e-4)
