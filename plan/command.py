@@ -43,26 +43,34 @@ class Done:
 def run(recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callable[[str], None] | None = None) -> Done:
     """Plans; writes the files that were asked for, and without `dry_run` those of the run's folder.
 
-    Exit 0, or 4 where the recipe does not fit its devices (everything is said and written all the same).
+    Exit 0, or 4 where the recipe does not fit its devices (everything is said and written all the same). Raises
+    `Mistakes` (exit 5) before planning where a file cannot be written.
     """
     tell = note or (lambda _: None)
+    folder = Path(recipe.run.dir)
+    saved = [folder / name for name in ("plan.json", "plan.html", "plan.trace.json")]
+    plans = not asked.search and asked.explain is None and other is None
+    for path in (asked.html, asked.trace, asked.svg, *(saved if plans and not asked.dry_run else [])):
+        if path is not None:
+            save.check_writable(path)
     if asked.search:
         return _searched(recipe, asked, tell)
     report = make.report(recipe, asked.source or recipe.name, asked.what, accuracy())
     if asked.explain is not None:
-        return Done(_explained(report, asked.explain), Exit.DONE)
+        told = _explained(report, asked.explain)
+        found = {"name": asked.explain, "lines": told.splitlines()}
+        return Done(json.dumps(found, indent=1) + "\n" if asked.as_json else told, Exit.DONE)
     if other is not None:
-        found = diffs.diff(report, make.report(other, other.name, asked.what))
-        return Done(json.dumps(found, indent=1) + "\n" if asked.as_json else diffs.text(found), Exit.DONE)
+        changed = diffs.diff(report, make.report(other, other.name, asked.what))
+        return Done(json.dumps(changed, indent=1) + "\n" if asked.as_json else diffs.text(changed), Exit.DONE)
     if not report.fits:
         report.edits = search.edits(report, recipe)
     elif asked.what == "train":
         report.suggestions = search.suggestions(report, recipe)
     files = [(asked.html, page.page), (asked.trace, traces.trace), (asked.svg, pictures.svg)]
     if not asked.dry_run:
-        folder = Path(recipe.run.dir)
-        save.write(folder / "plan.json", save.dumps(report, recipe.to_yaml()))
-        files += [(folder / "plan.html", page.page), (folder / "plan.trace.json", traces.trace)]
+        save.write(saved[0], save.dumps(report, recipe.to_yaml()))
+        files += [(saved[1], page.page), (saved[2], traces.trace)]
         tell(f"saved {folder}/plan.json, plan.html, plan.trace.json")
     for path, make_text in files:
         if path is not None:

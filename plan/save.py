@@ -51,6 +51,22 @@ def write(path: Path, text: str) -> None:
         raise Mistakes.one(f"{path} cannot be written", exit=Exit.MACHINE, why=why) from error
 
 
+def check_writable(path: Path) -> None:
+    """Raises `Mistakes` (exit 5) where `write` could not: what is said before a plan is made. Makes nothing."""
+    there = path.parent
+    while not os.path.lexists(there) and there != there.parent:
+        there = there.parent
+    if path.is_dir():
+        why = "it is a folder"
+    elif not there.is_dir():
+        why = f"{there} is no folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        why = f"no right to write in {there}"
+    else:
+        return
+    raise Mistakes.one(f"{path} cannot be written", exit=Exit.MACHINE, why=why)
+
+
 def read(path: str) -> SavedPlan:
     """A saved plan. Raises `Mistakes` (exit 3) where the file is none."""
     try:

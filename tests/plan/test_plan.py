@@ -485,6 +485,36 @@ def test_options_that_do_not_go_together_are_refused_before_planning(small, caps
     assert [p.name for p in small.parent.iterdir()] == ["small.yaml"]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--dry-run", "--html", "file/page.html"],
+        ["--dry-run", "--trace", "file/deeper/trace.json"],
+        ["--dry-run", "--svg", "locked/new/drawn.svg"],
+        ["run.dir=file"],
+        ["run.dir=taken"],
+    ],
+)
+def test_files_that_cannot_be_written_are_found_before_planning(small, capsys, monkeypatch, options):
+    base = small.parent
+    (base / "file").write_text("")
+    (base / "locked").mkdir()
+    (base / "taken" / "plan.html").mkdir(parents=True)
+    access = save.os.access  # root may write everywhere
+    monkeypatch.setattr(save.os, "access", lambda path, mode: "locked" not in str(path) and access(path, mode))
+    monkeypatch.setattr(make, "report", lambda *_: pytest.fail("it was planned"))
+    assert tpshard(["plan", "small.yaml", *options]) == Exit.MACHINE
+    assert "cannot be written" in capsys.readouterr().err
+    assert sorted(p.name for p in base.iterdir()) == ["file", "locked", "small.yaml", "taken"]
+
+
+def test_an_explanation_is_json_where_json_is_asked_for(report, monkeypatch):
+    monkeypatch.setattr(make, "report", lambda *_: report)
+    said = command.run(loads(RECIPE), command.Asked(explain="norm.weight")).text
+    found = json.loads(command.run(loads(RECIPE), command.Asked(explain="norm.weight", as_json=True)).text)
+    assert found == {"name": "norm.weight", "lines": said.splitlines()} and found["lines"]
+
+
 def test_without_dry_run_the_plan_is_saved_in_the_runs_folder(small, report, monkeypatch):
     monkeypatch.setattr(make, "report", lambda *_: report)
     monkeypatch.setattr(search, "suggestions", lambda *_: [])
