@@ -12,6 +12,7 @@ from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
 
 MOST = 5
+MIB = 2**20
 
 
 def check_reshards(setting: Setting, programs: Iterable[Program]) -> None:
@@ -28,9 +29,8 @@ def check_reshards(setting: Setting, programs: Iterable[Program]) -> None:
             continue
         total = sum(comm.bytes for comm in found)
         if how == "warn":
-            text = (
-                f"{len(found)} reshards that nothing asks for move {total / 1e6:.1f} MB; the first: {found[0].reason}"
-            )
+            moved = f"{len(found)} reshards that nothing asks for move {total / MIB:.1f} MiB"
+            text = f"{moved}; the first: {found[0].reason}"
             if text not in program.warnings:
                 program.warnings.append(text)
             continue
@@ -38,7 +38,7 @@ def check_reshards(setting: Setting, programs: Iterable[Program]) -> None:
         raise Mistakes(
             [
                 Diagnostic(
-                    f"{comm.kind} of `{comm.value}`, {comm.bytes / 1e6:.1f} MB, which nothing in the recipe asks for",
+                    f"{comm.kind} of `{comm.value}`, {comm.bytes / MIB:.1f} MiB, which nothing in the recipe asks for",
                     exit=Exit.FIT,
                     where=setting.recipe.where("sharding.on_reshard"),
                     why=comm.reason,
