@@ -14,16 +14,8 @@ from tpshard.parallelism.cost import Device
 from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.program import Program
 from tpshard.plan.pricing import Part, Pricing, price_parts
-from tpshard.plan.report import (
-    Job,
-    Report,
-    Tensor,
-    buckets_of,
-    losses_of,
-    pattern,
-    reshards_of,
-    tensors_of,
-)
+from tpshard.plan.report import Job, Report, Tensor
+from tpshard.plan.rows import buckets_of, losses_of, pattern, reshards_of, tensors_of
 from tpshard.programs import training
 from tpshard.programs.setting import Setting, devices_of
 from tpshard.recipes.schema import Recipe

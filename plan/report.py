@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tpshard.parallelism.flow import known, op_name
-from tpshard.parallelism.program import Program, public
 from tpshard.plan.pricing import Line, Pricing
 
 SCHEMA = 1
@@ -211,20 +209,20 @@ class Report:
                 "largest": [{"value": v, "category": c, "bytes": b} for v, c, b in memory.largest],
             },
             "time": {
-                "step_s": _round(times.step_s),
-                "compute_s": _round(times.compute_s),
-                "comm_s": _round(times.comm_s),
-                "exposed_comm_s": _round(times.exposed_s),
-                "slowed_s": _round(times.slowed_s),
+                "step_s": rounded(times.step_s),
+                "compute_s": rounded(times.compute_s),
+                "comm_s": rounded(times.comm_s),
+                "exposed_comm_s": rounded(times.exposed_s),
+                "slowed_s": rounded(times.slowed_s),
                 "by_part": [
-                    {"part": p.part.name, "times": p.part.times, "seconds": _round(p.timeline.seconds)}
+                    {"part": p.part.name, "times": p.part.times, "seconds": rounded(p.timeline.seconds)}
                     for p in times.parts
                 ],
-                "by_work": {k: _round(v) for k, v in self.work_seconds().items()},
+                "by_work": {k: rounded(v) for k, v in self.work_seconds().items()},
             },
-            "tokens_per_s_per_device": _round(self.tokens_per_s_per_device),
-            "mfu": _round(self.mfu),
-            "flop_efficiency": _round(self.flop_efficiency),
+            "tokens_per_s_per_device": rounded(self.tokens_per_s_per_device),
+            "mfu": rounded(self.mfu),
+            "flop_efficiency": rounded(self.flop_efficiency),
             "flops_lost": self.losses,
             "bottleneck": self.bottleneck,
             "collectives": [
@@ -234,8 +232,8 @@ class Report:
                     "count": line.count,
                     "bytes": line.bytes,
                     "wire_bytes": line.wire_bytes,
-                    "time_s": _round(line.time_s),
-                    "exposed_s": _round(line.exposed_s),
+                    "time_s": rounded(line.time_s),
+                    "exposed_s": rounded(line.exposed_s),
                     "of": line.of,
                     "phase": line.phase,
                     "dtype": line.dtype,
@@ -300,118 +298,10 @@ class Report:
         return dict(sorted(held.items()))
 
 
-def _round(value: float) -> float:
+def rounded(value: float) -> float:
     """Nine significant digits: what the figures carry at most, and the same text on every machine."""
     return float(f"{value:.9g}")
 
 
 def _plain(sharding: Sequence[Any]) -> list[Any]:
     return [list(dim) if isinstance(dim, tuple) else dim for dim in sharding]
-
-
-def pattern(name: str) -> str:
-    """`layers.3.mlp.up.weight` -> `layers.*.mlp.up.weight`."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
-def tensors_of(program: Program, names: Sequence[str] | None = None) -> list[Tensor]:
-    """Named values of a program with sharding and reason: parameters first, then activations."""
-    stored = {port.name: port for port in program.inputs if port.kind == "parameter"}
-    chosen = list(program.records) if names is None else list(names)
-    out = []
-    reasons: dict[tuple[str, str], str] = {}
-    for name in chosen:
-        record = program.records.get(name)
-        if record is None:
-            continue
-        port = stored.get(name)
-        key = (pattern(name), str(record.layout))
-        if key not in reasons:
-            reasons[key] = reason_of(program, name)
-        out.append(
-            Tensor(
-                name,
-                tuple(record.shape),
-                public(record.layout, program.mesh),
-                reasons[key],
-                port.kind if port is not None else "value",
-                record.annotated,
-                public(port.layout, program.mesh) if port is not None else None,
-                str(record.dtype).removeprefix("torch."),
-            )
-        )
-    return out
-
-
-def reason_of(program: Program, name: str) -> str:
-    """Where the annotations behind a value's axes stand; `no annotation cuts it` where there is none."""
-    causes = program.lazy_causes(name) if program.lazy_causes is not None else program.records[name].causes
-    roots = [line.rpartition(" annotated at ")[2].strip() for line in causes if " annotated at " in line]
-    found = list(dict.fromkeys(root for root in roots if root))
-    if not any(program.records[name].layout.dims):
-        return "whole: no annotation cuts it"
-    return "; ".join(found) or (causes[-1] if causes else "inferred")
-
-
-def reshards_of(pricing: Pricing) -> list[dict[str, Any]]:
-    """Collectives that nothing in the annotations asks for, the most expensive first, alike ones together."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for entry in pricing.parts:
-        for i, cost in sorted(entry.priced.costs.items()):
-            comm = known(entry.priced.kernels[i].node).comm
-            if comm is None or comm.asked:
-                continue
-            head, _, tail = comm.reason.partition(": ")
-            why = pattern(head)
-            key = (comm.kind, comm.axes, why if why != head else pattern(comm.value), comm.bytes)
-            row = found.setdefault(
-                key,
-                {
-                    "kind": comm.kind, "axes": [str(a) for a in comm.axes], "value": pattern(comm.value), "count": 0,
-                    "bytes": 0, "time_s": 0.0, "reason": f"{why}: {tail}",
-                },
-            )  # fmt: skip
-            row["count"] += entry.part.times
-            row["bytes"] += comm.bytes * entry.part.times
-            row["time_s"] = _round(row["time_s"] + cost.seconds * entry.part.times)
-    return sorted(found.values(), key=lambda row: (-row["time_s"], row["value"]))
-
-
-def losses_of(pricing: Pricing, devices: int) -> list[dict[str, Any]]:
-    """Operations whose FLOPs on all devices exceed those of the whole operation, worst first."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for entry in pricing.parts:
-        for node in entry.part.program.graph.nodes:
-            here = known(node)
-            if here.flops and here.phase != "recompute":
-                row = found.setdefault((op_name(node), pattern(here.module or here.origin)), [0, 0])
-                row[0] += here.flops * entry.part.times
-                row[1] += here.global_flops * entry.part.times
-    rows = [
-        {"op": op, "where": where, "efficiency": _round(whole / (devices * local)), "wasted": devices * local - whole}
-        for (op, where), (local, whole) in found.items()
-        if devices * local > whole * 1.0001
-    ]
-    return sorted(rows, key=lambda row: (-int(str(row["wasted"])), str(row["where"])))
-
-
-def buckets_of(pricing: Pricing) -> list[dict[str, Any]]:
-    """FSDP's collectives in issue order: what each moves, of the part that runs most."""
-    rows = []
-    entry = max(pricing.parts, key=lambda p: p.seconds)
-    for i, cost in sorted(entry.priced.costs.items()):
-        here = known(entry.priced.kernels[i].node)
-        if here.comm is None or here.comm.of not in ("parameter", "gradient"):
-            continue
-        rows.append(
-            {
-                "kind": here.comm.kind,
-                "unit": here.unit,
-                "phase": here.phase,
-                "members": here.comm.members,
-                "values": here.comm.value,
-                "bytes": here.comm.bytes,
-                "time_s": _round(cost.seconds),
-            }
-        )
-    return rows

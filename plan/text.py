@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from tpshard.plan.report import Edit, Report, Tensor, pattern
+from tpshard.plan.report import Edit, Report, Tensor
+from tpshard.plan.rows import pattern
 
 WIDTH, HEIGHT = 100, 60
 LABELS = {

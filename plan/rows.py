@@ -1,0 +1,120 @@
+"""What a report lists, read off the programs: tensors and their reasons, reshards, lost FLOPs, FSDP's buckets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tpshard.parallelism.flow import known, op_name
+from tpshard.parallelism.program import Program, public
+from tpshard.plan.pricing import Pricing
+from tpshard.plan.report import Tensor, rounded
+
+
+def pattern(name: str) -> str:
+    """`layers.3.mlp.up.weight` -> `layers.*.mlp.up.weight`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def tensors_of(program: Program, names: Sequence[str] | None = None) -> list[Tensor]:
+    """Named values of a program with sharding and reason: parameters first, then activations."""
+    stored = {port.name: port for port in program.inputs if port.kind == "parameter"}
+    chosen = list(program.records) if names is None else list(names)
+    out = []
+    reasons: dict[tuple[str, str], str] = {}
+    for name in chosen:
+        record = program.records.get(name)
+        if record is None:
+            continue
+        port = stored.get(name)
+        key = (pattern(name), str(record.layout))
+        if key not in reasons:
+            reasons[key] = reason_of(program, name)
+        out.append(
+            Tensor(
+                name,
+                tuple(record.shape),
+                public(record.layout, program.mesh),
+                reasons[key],
+                port.kind if port is not None else "value",
+                record.annotated,
+                public(port.layout, program.mesh) if port is not None else None,
+                str(record.dtype).removeprefix("torch."),
+            )
+        )
+    return out
+
+
+def reason_of(program: Program, name: str) -> str:
+    """Where the annotations behind a value's axes stand; `no annotation cuts it` where there is none."""
+    causes = program.lazy_causes(name) if program.lazy_causes is not None else program.records[name].causes
+    roots = [line.rpartition(" annotated at ")[2].strip() for line in causes if " annotated at " in line]
+    found = list(dict.fromkeys(root for root in roots if root))
+    if not any(program.records[name].layout.dims):
+        return "whole: no annotation cuts it"
+    return "; ".join(found) or (causes[-1] if causes else "inferred")
+
+
+def reshards_of(pricing: Pricing) -> list[dict[str, Any]]:
+    """Collectives that nothing in the annotations asks for, the most expensive first, alike ones together."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for entry in pricing.parts:
+        for i, cost in sorted(entry.priced.costs.items()):
+            comm = known(entry.priced.kernels[i].node).comm
+            if comm is None or comm.asked:
+                continue
+            head, _, tail = comm.reason.partition(": ")
+            why = pattern(head)
+            key = (comm.kind, comm.axes, why if why != head else pattern(comm.value), comm.bytes)
+            row = found.setdefault(
+                key,
+                {
+                    "kind": comm.kind, "axes": [str(a) for a in comm.axes], "value": pattern(comm.value), "count": 0,
+                    "bytes": 0, "time_s": 0.0, "reason": f"{why}: {tail}",
+                },
+            )  # fmt: skip
+            row["count"] += entry.part.times
+            row["bytes"] += comm.bytes * entry.part.times
+            row["time_s"] = rounded(row["time_s"] + cost.seconds * entry.part.times)
+    return sorted(found.values(), key=lambda row: (-row["time_s"], row["value"]))
+
+
+def losses_of(pricing: Pricing, devices: int) -> list[dict[str, Any]]:
+    """Operations whose FLOPs on all devices exceed those of the whole operation, worst first."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for entry in pricing.parts:
+        for node in entry.part.program.graph.nodes:
+            here = known(node)
+            if here.flops and here.phase != "recompute":
+                row = found.setdefault((op_name(node), pattern(here.module or here.origin)), [0, 0])
+                row[0] += here.flops * entry.part.times
+                row[1] += here.global_flops * entry.part.times
+    rows = [
+        {"op": op, "where": where, "efficiency": rounded(whole / (devices * local)), "wasted": devices * local - whole}
+        for (op, where), (local, whole) in found.items()
+        if devices * local > whole * 1.0001
+    ]
+    return sorted(rows, key=lambda row: (-int(str(row["wasted"])), str(row["where"])))
+
+
+def buckets_of(pricing: Pricing) -> list[dict[str, Any]]:
+    """FSDP's collectives in issue order: what each moves, of the part that runs most."""
+    rows = []
+    entry = max(pricing.parts, key=lambda p: p.seconds)
+    for i, cost in sorted(entry.priced.costs.items()):
+        here = known(entry.priced.kernels[i].node)
+        if here.comm is None or here.comm.of not in ("parameter", "gradient"):
+            continue
+        rows.append(
+            {
+                "kind": here.comm.kind,
+                "unit": here.unit,
+                "phase": here.phase,
+                "members": here.comm.members,
+                "values": here.comm.value,
+                "bytes": here.comm.bytes,
+                "time_s": rounded(cost.seconds),
+            }
+        )
+    return rows
