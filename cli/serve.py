@@ -126,7 +126,8 @@ def _need(loaded: Recipe, config: ModelConfig, dtype: str, quantized: Quantizati
     invariant = loaded.serve.batch_invariant
     try:
         kind = "cpu" if device == "cpu" else "gpu"
-        blocks = cache_blocks(config, tp, dtype, loaded.serve.requests, loaded.serve.cache_mb, free, kind)
+        bits = None if quantized is None else quantized.settings.bits
+        blocks = cache_blocks(config, tp, dtype, loaded.serve.requests, loaded.serve.cache_mb, free, kind, bits)
         fixed = device == "cpu" if invariant is None else invariant
         need = check.need(config, tp, dtype, blocks, device, fixed, quantized, loaded.serve.layout)
     except ValueError as error:

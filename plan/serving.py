@@ -96,7 +96,8 @@ def cache_blocks(recipe: Recipe) -> int:
     tp = max(1, serve.mesh.get("tp", 1))
     mine = device.shared_by(_processes(recipe, tp, per_host))
     free = mine.memory_bytes - mine.context_bytes
-    return serving.cache_blocks(told.config, tp, told.dtype, serve.requests, serve.cache_mb, free, device.kind)
+    bits = None if told.quantized is None else told.quantized.settings.bits
+    return serving.cache_blocks(told.config, tp, told.dtype, serve.requests, serve.cache_mb, free, device.kind, bits)
 
 
 def _served(recipe: Recipe, device: Device) -> Served:

@@ -196,12 +196,22 @@ def block_bytes(config: ModelConfig, tp: int, dtype: str) -> int:
     return 2 * config.layers * BLOCK_SIZE * heads * config.head_dim * DTYPES[dtype].itemsize
 
 
+def weight_bytes(config: ModelConfig, tp: int, dtype: str, bits: int | None = None) -> int:
+    """About what the weights take on one device; quantized ones (all but the tables) half a bit more than `bits`."""
+    size = DTYPES[dtype].itemsize
+    tables = (1 if config.tie_embeddings else 2) * config.vocab * config.width
+    rest = config.parameters - tables
+    return (tables * size + (rest * size if bits is None else rest * (2 * bits + 1) // 16)) // tp
+
+
 def cache_blocks(
-    config: ModelConfig, tp: int, dtype: str, requests: int, given_mb: int | None, free_bytes: int, device: str
-) -> int:
+    config: ModelConfig, tp: int, dtype: str, requests: int, given_mb: int | None, free_bytes: int, device: str,
+    bits: int | None = None,
+) -> int:  # fmt: skip
     """Blocks of a server's cache on one device (`cpu` or `gpu`) with `free_bytes`: those of `given_mb` MiB, else what
     `requests` of the model's longest length need, within a quarter of a CPU's free memory, which is not the server's
-    alone, or three quarters of a GPU's. At least one sequence's worth of 256 tokens.
+    alone, or three quarters of what the weights (of `bits`, where quantized) leave of a GPU's. At least one sequence's
+    worth of 256 tokens.
 
     Ranks on a CPU share its memory: the caller divides.
     """
@@ -209,5 +219,7 @@ def cache_blocks(
     if given_mb is not None:
         return max(1, given_mb * 2**20 // each)
     wanted = requests * -(-config.max_seq // BLOCK_SIZE)
-    share = 1 if device == "cpu" else 3
-    return max(256 // BLOCK_SIZE, min(wanted, free_bytes * share // 4 // each))
+    room = free_bytes // 4
+    if device != "cpu":
+        room = 3 * max(0, free_bytes - weight_bytes(config, tp, dtype, bits)) // 4
+    return max(256 // BLOCK_SIZE, min(wanted, room // each))

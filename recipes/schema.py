@@ -386,7 +386,7 @@ class Serve(Section):
     served."""
     cache_mb: Annotated[int, Range(least=1)] | None = None
     """MiB per device for keys and values; null: what `requests` of full length need, at most a quarter of the memory
-    that is free, on a GPU three quarters."""
+    that is free, on a GPU three quarters of what the weights leave."""
     requests: Annotated[int, Range(least=1, most=1024)] = 64
     """Answers computed at once."""
     queue: Annotated[int, Range(least=0, most=100000)] = 256

@@ -22,7 +22,7 @@ from tpshard.models.presets import ModelConfig
 from tpshard.parallelism.runtime.context import Context
 from tpshard.plan import make, search, text
 from tpshard.programs.served import Quantization, served
-from tpshard.programs.serving import cache_blocks
+from tpshard.programs.serving import cache_blocks, weight_bytes
 from tpshard.programs.setting import DTYPES
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
@@ -278,7 +278,10 @@ def test_a_plan_limits_the_cache_as_the_server_does(monkeypatch: pytest.MonkeyPa
     assert found.useful_flops < whole.useful_flops  # what is not in the cache is not attended to
     config = served(cached(), "cpu").config  # type: ignore[union-attr]
     assert cache_blocks(config, 2, "fp32", 8, None, 2**21, "cpu") == 2**21 // 4 // 2**14
-    assert cache_blocks(config, 2, "fp32", 8, None, 2**21, "gpu") == 3 * 2**21 // 4 // 2**14
+    weights = weight_bytes(config, 2, "fp32")
+    assert weights == pytest.approx(config.parameters * 4 / 2)
+    assert weight_bytes(config, 2, "fp32", 4) < weights
+    assert cache_blocks(config, 2, "fp32", 8, None, weights + 2**21, "gpu") == 3 * 2**21 // 4 // 2**14
 
 
 def test_a_cache_that_leaves_no_room_is_cut_first(monkeypatch: pytest.MonkeyPatch) -> None:
