@@ -112,10 +112,14 @@ class _Plan:
 
 
 def _compared(folder: Path) -> str:
-    """How far the plan is from the run, which is left in the run's folder too."""
+    """How far the plan is from the run, which is left in the run's folder too. A disk that refuses ends no training."""
     from tpshard.plan import compare
+    from tpshard.recipes.diagnostic import Mistakes
 
-    return compare.record(folder)
+    try:
+        return compare.record(folder)
+    except (OSError, Mistakes) as error:
+        return f"warning: the plan was not held against the run: {str(error).splitlines()[0]}"
 
 
 def _peak(programs: TrainingPrograms) -> float | None:

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
+from tpshard.cli import train
+from tpshard.plan import compare
 
 RECIPE = """
 name: small
@@ -99,6 +102,14 @@ def test_a_run_that_is_killed_and_stopped_ends_as_one_that_was_not(tmp_path: Pat
     assert last.returncode == 0 and f"continuing from step {step}" in err, err
     assert record(tmp_path, "other") == record(tmp_path, "whole")
     assert {row["run"] for row in rows(tmp_path, "other")} == {1, 2, 3}
+
+
+def test_a_disk_that_refuses_the_comparison_ends_no_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(folder: Path) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compare, "record", refuse)
+    assert "No space left on device" in train._compared(tmp_path)
 
 
 def test_a_run_that_is_there_is_not_touched_when_asked_so(tmp_path: Path) -> None:
