@@ -69,7 +69,8 @@ def _work(recipe: str, overrides: Sequence[str], place: Place, plan_file: str | 
         loaded = checked(recipe, overrides)[0] if quiet else load(recipe, overrides)
         device = device_kind(loaded, visible_gpus() if loaded.cluster is None else 0)
         plan = _Plan(plan_file)
-        around = Surroundings(version(), device, plan.screen, plan.saved, _compared, _peak)
+        approve = plan.approve if plan_file is not None else None
+        around = Surroundings(version(), device, approve, plan.screen, plan.saved, _compared, _peak)
         code = work(loaded, place, around)
         if place.rank == 0 and (said := _compared(Path(loaded.run.dir))):
             print(said, file=sys.stderr, flush=True)
@@ -92,15 +93,18 @@ class _Plan:
             self._report = make.of_training(programs)
         return self._report
 
+    def approve(self, programs: TrainingPrograms) -> None:
+        """Refuses (`Mistakes`, exit 4) programs that are not those of the saved plan."""
+        from tpshard.plan import save
+
+        if self._saved is not None:
+            save.check(save.read(self._saved), self._of(programs), programs.setting.recipe.to_yaml())
+
     def screen(self, programs: TrainingPrograms) -> str:
         """What was annotated and what was inferred."""
         from tpshard.plan import text
 
         report = self._of(programs)
-        if self._saved is not None:
-            from tpshard.plan import save
-
-            save.check(save.read(self._saved), report, programs.setting.recipe.to_yaml())
         head = f"{report.given} values annotated (*), {report.inferred} inferred"
         return "\n".join([head, *text.shardings(report)])
 

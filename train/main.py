@@ -50,6 +50,8 @@ class Surroundings:
     version: str = ""
     device: str = "cpu"
     """cpu or cuda."""
+    approve: Callable[[TrainingPrograms], None] | None = None
+    """Raises `Mistakes` where these programs are not those that were asked for."""
     announce: Callable[[TrainingPrograms], str] = lambda programs: ""
     """What was annotated and what was inferred, for the screen."""
     plan_json: Callable[[TrainingPrograms], str] | None = None
@@ -76,15 +78,24 @@ def work(recipe: Recipe, place: Place, around: Surroundings) -> int:
             }
         )  # fmt: skip
         folder = Path(recipe.run.dir)
+        programs = None
+        if around.approve is not None:  # before anything is written: a refusal leaves nothing behind
+            programs = _built(setting, context)
+            if context.is_main:
+                around.approve(programs)
+            context.barrier()
         with _run_folder(recipe, folder, context) as run:
             _keep_output(folder, context)
-            outcome = _train(setting, context, around, folder, run)
+            outcome = _train(setting, programs, context, around, folder, run)
     if place.rank == 0:
         _say(ending(outcome, recipe, folder))
     return int(outcome.exit)
 
 
-def _train(setting: Setting, context: Context, around: Surroundings, folder: Path, run: RunDir | None) -> Outcome:
+def _train(
+    setting: Setting, programs: TrainingPrograms | None, context: Context, around: Surroundings, folder: Path,
+    run: RunDir | None,
+) -> Outcome:  # fmt: skip
     recipe = setting.recipe
     context.watchdog.stacks_to = folder / "logs"
     # Data first: its mistakes are common, and show in a second; building the programs takes longer.
@@ -97,11 +108,7 @@ def _train(setting: Setting, context: Context, around: Surroundings, folder: Pat
         corpus.train, tokenizer, seq_len=setting.seq_len, global_sequences=plan.global_sequences,
         part=plan.rows(data_rank), seed=recipe.seed, bad_rows=recipe.data.bad_rows,
     )  # fmt: skip
-    context.watchdog.doing = Doing("building the programs")
-    if run is not None:
-        _say(f"building the programs for {context.world} device{'s' * (context.world != 1)}\n", sys.stderr)
-    programs = training.build(setting)
-    _same_programs(context, programs)
+    programs = programs or _built(setting, context)
     blueprint = _blueprint(recipe)
     engine = SpmdEngine(programs, context, blueprint.initial_block)
     assert engine.data_rank == data_rank, "the program spreads its batch over the axes that the recipe names"
@@ -225,7 +232,12 @@ def _blueprint(recipe: Recipe) -> Blueprint:
         raise Mistakes.one(str(error), where=recipe.where("model")) from error
 
 
-def _same_programs(context: Context, programs: TrainingPrograms) -> None:
+def _built(setting: Setting, context: Context) -> TrainingPrograms:
+    """The programs of this run, the same on all ranks."""
+    context.watchdog.doing = Doing("building the programs")
+    if context.is_main:
+        _say(f"building the programs for {context.world} device{'s' * (context.world != 1)}\n", sys.stderr)
+    programs = training.build(setting)
     context.agree(
         {
             "program of a micro-batch": programs.micro.fingerprint,
@@ -233,6 +245,7 @@ def _same_programs(context: Context, programs: TrainingPrograms) -> None:
             "program of an evaluation": programs.evaluate.fingerprint,
         }
     )
+    return programs
 
 
 def _held_out(corpus: Corpus, tokenizer: TextTokenizer, setting: Setting, data_rank: int) -> Iterator[Batch]:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from tpshard.cli import train
 from tpshard.plan import compare
+from tpshard.plan.report import SCHEMA
 
 RECIPE = """
 name: small
@@ -119,6 +120,18 @@ def test_a_run_that_is_there_is_not_touched_when_asked_so(tmp_path: Path) -> Non
     _, err = refused.communicate(timeout=60)
     assert refused.returncode == 7
     assert "holds a run already" in err and "<override 3>" in err and "rank" not in err
+
+
+def test_a_plan_that_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "plan.json").write_text(json.dumps({"schema": SCHEMA, "recipe": "", "programs": {}, "plan": {}}))
+    (tmp_path / "runs" / "old").mkdir(parents=True)
+    (tmp_path / "runs" / "old" / "recipe.yaml").write_text("name: before")
+    held = {path: path.is_file() and path.read_text() for path in tmp_path.rglob("*")}
+    refused = start(tmp_path, "mesh.fsdp=1", "run.dir=runs/old", "--plan", "plan.json")
+    _, err = refused.communicate(timeout=60)
+    assert refused.returncode == 4 and "plan.json is for another program" in err, err
+    assert {path: path.is_file() and path.read_text() for path in tmp_path.rglob("*")} == held
 
 
 def test_a_mesh_that_does_not_fit_the_workers_is_refused_with_near_ones(tmp_path: Path) -> None:
