@@ -9,7 +9,8 @@ attends to positions 0 .. its own. Rows of many sequences share one call, so tha
 tokens of others are one program. Block 0 is nobody's: padding rows write there.
 
 A row's result depends on its own query, position and cache alone, bit for bit, whatever else is in the call: each
-row's products have a shape that follows from its position only, and heads never mix, so that they can be sharded.
+row's products have a shape that follows from its position only, and heads never mix, so that they can be sharded. Nor
+does what lies beyond its position reach it, a NaN that another sequence left there included.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class _Part:
     """[r]"""
     span: int
     entries: Tensor
-    """[m * kv * span]: the keys and values read, in a pool seen as [n * s * kv, d]; m is 1 for one sequence, else r"""
+    """[m * kv * span]: the keys and values read, in a pool seen as [n * s * kv, d]; m is 1 for one sequence, else r.
+    After the last position that position again: a masked value is multiplied by 0, and 0 * NaN is NaN."""
     unseen: Tensor
     """[r, 1, 1, span]: keys after the row's own position"""
     shared: bool
@@ -71,7 +73,7 @@ class _Part:
 def _parts(positions: bytes, sequences: bytes, tables: bytes, block: int, heads: int, kv: int) -> tuple[_Part, ...]:
     """How rows with these positions and sequences (int64) are multiplied. Kept, since all layers of a step ask alike.
 
-    `tables` is int64 [sequences, blocks], flat; what a span reads beyond a table's end is block 0.
+    `tables` is int64 [sequences, blocks], flat.
     """
     position, sequence = (np.frombuffer(x, dtype=np.int64) for x in (positions, sequences))
     table = np.frombuffer(tables, dtype=np.int64).reshape(sequence.max() + 1, -1)
@@ -83,12 +85,14 @@ def _parts(positions: bytes, sequences: bytes, tables: bytes, block: int, heads:
     for (p, which), members in groups.items():
         step = max(1, _SCORES // (heads * p))
         for rows in (np.array(members[start : start + step]) for start in range(0, len(members), step)):
-            blocks = table[[which] if which >= 0 else sequence[rows], : p // block]  # [m, span / block]
-            blocks = np.pad(blocks, ((0, 0), (0, p // block - blocks.shape[1])))
-            slots = (blocks[:, :, None] * block + np.arange(block)).reshape(len(blocks), 1, p)
+            one = which >= 0
+            last = position[rows].max(keepdims=True) if one else position[rows]
+            at = np.minimum(np.arange(p), last[:, None])  # [m, span]
+            blocks = np.take_along_axis(table[[which] if one else sequence[rows]], at // block, 1)
+            slots = (blocks * block + at % block)[:, None]
             entries = torch.from_numpy(slots * kv + np.arange(kv)[:, None]).flatten()  # of [m, kv, span]
             unseen = torch.from_numpy(np.arange(p) > position[rows, None, None, None])
-            parts.append(_Part(torch.from_numpy(rows), p, entries, unseen, which >= 0))
+            parts.append(_Part(torch.from_numpy(rows), p, entries, unseen, one))
     return tuple(parts)
 
 
@@ -104,6 +108,9 @@ def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, part: _Part) -> Tensor
     for head in range(kv):
         torch.bmm(q[:, head], turned[head].expand(r, -1, -1), out=scores[head])
     probabilities = torch.softmax(scores.masked_fill_(unseen.transpose(0, 1), float("-inf")), -1)
+    if not values.sum().isfinite():  # rows share these values, and may not all see the one that is not finite
+        seen = (values.masked_fill(hidden.view(-1, 1), 0) for hidden in unseen)
+        return torch.stack([torch.bmm(probabilities[:, i], own) for i, own in enumerate(seen)])
     return torch.stack([torch.bmm(probabilities[i], values[i].expand(r, -1, -1)) for i in range(kv)], dim=1)
 
 

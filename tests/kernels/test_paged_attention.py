@@ -66,6 +66,25 @@ def test_a_row_has_the_same_bits_in_every_batch() -> None:
     assert torch.equal(run(shuffled), whole[shuffled])
 
 
+def test_what_lies_beyond_a_rows_position_does_not_reach_it() -> None:
+    """A freed block may hold NaN: of its next owner, nothing that was not written is read. Block 0 is nobody's."""
+    lengths = [1, 17, 40, 90]
+    tables, pools, past = fill(lengths, 2, 16)
+    dirty = torch.full_like(pools, float("nan"))
+    for i, n in enumerate(lengths):
+        at = torch.arange(n)
+        dirty[:, tables[i, at // 16], at % 16] = past[:, i, :n]
+    rows = [(0, 0), (1, 16), (2, 39), *((3, p) for p in (64, 65, 70, 89))]
+    sequences, positions = (torch.tensor([x]) for x in zip(*rows))
+    slots = tables[sequences, positions // 16] * 16 + positions % 16
+    q, new = torch.randn(1, len(rows), 4, 16), past[:, sequences[0], positions[0]].unsqueeze(1)
+    clean = paged_attention(q, *new, *pools, positions, slots, sequences, tables)
+    assert torch.equal(paged_attention(q, *new, *dirty, positions, slots, sequences, tables), clean)
+    new[:, :, 5] = float("nan")  # of position 70: the rows of the same call at 64 and 65 do not see it, that at 89 does
+    out = paged_attention(q, *new, *dirty, positions, slots, sequences, tables)
+    assert torch.equal(out[:, :5], clean[:, :5]) and out[0, 5:].isnan().all()
+
+
 def test_heads_do_not_mix() -> None:
     tables, pools, past = fill([50], 4, 16)
     sequences, positions = torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[49]])
@@ -115,6 +134,12 @@ for h, kv, d, dtype, close in ((4, 2, 16, torch.float32, 2e-6), (3, 1, 24, torch
         return triton_paged.paged_attention(*(a.to(device) for a in arrays), d**-0.5).cpu()
 
     whole = run(list(range(len(rows))))
+    kept = pools.clone()
+    pools[:] = float("nan")  # what nobody wrote, or another sequence left
+    for i, n in enumerate([1, 17, 64, 65, 130]):
+        for p in range(n):
+            pools[:, tables[i, p // 16], p % 16] = kept[:, tables[i, p // 16], p % 16]
+    assert torch.equal(run(list(range(len(rows)))), whole)
     torch.testing.assert_close(whole, expected[0], rtol=0, atol=close)
     for row in range(len(rows)):
         assert torch.equal(run([row])[0], whole[row])
