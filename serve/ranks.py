@@ -14,16 +14,15 @@ import selectors
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import psutil
 import torch
 from torch import Tensor
+from tpshard.parallelism.runtime.place import nameless_file
 from tpshard.serve.job import DONE, ERROR, JOB, QUIT, READY, STEP, Closed, Job, receive, send
 from tpshard.serve.step import StepInput, WorkerLost
 
@@ -52,16 +51,18 @@ class Ranks:
         self._shared = os.memfd_create("tpshard-logits", os.MFD_CLOEXEC)
         os.ftruncate(self._shared, 4 * job.vocab * job.max_rows)
         self._memory = mmap.mmap(self._shared, 0, prot=mmap.PROT_READ)
-        self._folder = tempfile.TemporaryDirectory(prefix="tpshard-serve-", ignore_cleanup_errors=True)
         self._workers: list[_Worker] = []
         self._ready = selectors.DefaultSelector()
+        store, rendezvous = nameless_file()
         try:
             for rank in range(job.tp):
-                self._start(command, rank)
+                self._start(command, rank, store, rendezvous)
             self._await(READY, set(range(job.tp)), job.start_s)
         except BaseException:
             self.close()
             raise
+        finally:
+            os.close(store)
 
     @property
     def pids(self) -> list[int]:
@@ -95,20 +96,19 @@ class Ranks:
             worker.channel.close()
         self._workers.clear()
         self._ready.close()
-        self._folder.cleanup()
         if self._shared >= 0:
             self._memory.close()
             os.close(self._shared)
             self._shared = -1
 
-    def _start(self, command: Sequence[str], rank: int) -> None:
+    def _start(self, command: Sequence[str], rank: int, store: int, rendezvous: str) -> None:
         ours, theirs = socket.socketpair()
         ours.settimeout(self._job.step_s)
         threads = max(1, (os.cpu_count() or 1) // self._job.tp)
         environment = {"OMP_NUM_THREADS": str(threads)} | dict(os.environ)
-        arguments = [str(rank), str(self._job.tp), str(Path(self._folder.name, "rendezvous")), str(theirs.fileno())]
+        arguments = [str(rank), str(self._job.tp), rendezvous, str(theirs.fileno()), str(self._shared)]
         process = subprocess.Popen(
-            [*command, *arguments, str(self._shared)], pass_fds=(theirs.fileno(), self._shared),
+            [*command, *arguments], pass_fds=(theirs.fileno(), self._shared, store),
             stdin=subprocess.DEVNULL, start_new_session=True, env=environment,
         )  # fmt: skip
         theirs.close()

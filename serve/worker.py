@@ -2,7 +2,8 @@
 
     COMMAND rank world rendezvous channel logits
 
-`channel` is the descriptor of a socket pair (see job.py), `logits` of memory where rank 0 leaves results.
+`rendezvous` is a Place's, `channel` the descriptor of a socket pair (see job.py), `logits` of memory where rank 0
+leaves results.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str], open_weights: Callable[[str], Weights]) -> in
             _warm(compute, job)
             _answer(channel, compute, _map(logits_fd))
             return 0
-        place = Place(rank, world, rank, world, f"file:{arguments[2]}", "tpshard")
+        place = Place(rank, world, rank, world, arguments[2], "tpshard")
         with connect(
             place, Mesh({"tp": world}), device=job.device, start_s=job.start_s, step_s=job.step_s, watch=False
         ) as context:

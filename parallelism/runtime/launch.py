@@ -23,7 +23,7 @@ from types import FrameType
 from typing import IO, Any
 
 from tpshard.parallelism.runtime import report
-from tpshard.parallelism.runtime.place import Place
+from tpshard.parallelism.runtime.place import Place, nameless_file
 from tpshard.parallelism.runtime.report import Report
 from tpshard.parallelism.runtime.stop import POLITE
 
@@ -147,7 +147,7 @@ class Launcher:
     def _start(self) -> None:
         store = None
         if self.nodes.count == 1:
-            store, rendezvous = _nameless_file()
+            store, rendezvous = nameless_file()
         else:
             rendezvous = f"tcp:{self.nodes.meet}"
         threads = max(1, len(os.sched_getaffinity(0)) // self.local)
@@ -305,12 +305,6 @@ class Launcher:
             os.close(worker.pipe)
             if worker.output is not None:
                 worker.output.close()
-
-
-def _nameless_file() -> tuple[int, str]:
-    """A descriptor of an empty file that lives in memory as long as a process holds it, and its rendezvous."""
-    descriptor = os.memfd_create("tpshard-store")
-    return descriptor, f"file:/proc/self/fd/{descriptor}"
 
 
 def _die_with(launcher: int) -> Callable[[], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Mapping
@@ -39,6 +40,15 @@ class Place:
             "RANK": str(self.rank), "WORLD_SIZE": str(self.world), "LOCAL_RANK": str(self.local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_world), RENDEZVOUS: self.rendezvous,
         }  # fmt: skip
+
+
+def nameless_file() -> tuple[int, str]:
+    """A descriptor of an empty file that lives in memory as long as a process holds it, and its rendezvous.
+
+    The workers must inherit the descriptor under its number. Nothing is left behind, however they all end.
+    """
+    descriptor = os.memfd_create("tpshard-store")
+    return descriptor, f"file:/proc/self/fd/{descriptor}"
 
 
 def find(env: Mapping[str, str]) -> Place | None:

@@ -109,21 +109,23 @@ def recipe(tmp_path: Path) -> Path:
     return tmp_path / "recipe.yaml"
 
 
-def test_a_server_that_is_told_to_end_while_it_starts_leaves_nothing(
-    recipe: Path, folder: Path, tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_that_is_ended_while_it_starts_leaves_nothing(
+    number: signal.Signals, recipe: Path, folder: Path, tmp_path: Path
 ) -> None:
     told = [f"serve.checkpoint={folder}", "serve.port=0", "serve.mesh.tp=1"]
     (tmp_path / "scratch").mkdir()
-    environment = os.environ | {"TMPDIR": str(tmp_path / "scratch")}
+    elsewhere = {"TMPDIR": str(tmp_path / "scratch"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    environment = os.environ | elsewhere
     process = subprocess.Popen(command(recipe, *told), stderr=subprocess.PIPE, text=True, env=environment)
     try:
         deadline = time.monotonic() + 60
         while not (workers := psutil.Process(process.pid).children()):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
-        assert "ended before it was ready" in process.communicate()[1]
+        process.send_signal(number)
+        assert process.wait(10) == (0 if number == signal.SIGTERM else -number)
+        assert ("ended before it was ready" in process.communicate()[1]) == (number == signal.SIGTERM)
         psutil.wait_procs(workers, 5)
         assert all_ended([worker.pid for worker in workers])
         assert not list((tmp_path / "scratch").iterdir())
