@@ -23,6 +23,9 @@ from tpshard.serve.request import Event
 from tpshard.serve.service import Full, Service, Unavailable
 from tpshard.serve.text import Tokenizer
 
+READ = ["GET", "HEAD"]
+"""Methods of what is only read: load balancers ask with HEAD, and get what GET would, without its body."""
+
 
 @dataclass
 class Server:
@@ -232,28 +235,28 @@ def make_app(server: Server, key: str | None) -> App:
     async def chat(request: Request) -> Response:
         return Raw(Reply(server, fields.chat))
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=READ)
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [_card(server)]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=READ)
     async def model(name: str) -> Response:
         if name != server.model:
             refusal = Refused(f"there is no model `{name[:100]}`", param="model", code="model_not_found", status=404)
             return JSONResponse(refusal.body(), status_code=404)
         return JSONResponse(_card(server))
 
-    @app.get("/health")
+    @app.api_route("/health", methods=READ)
     async def health() -> Response:
         healthy = server.service.healthy
         return JSONResponse({"status": "ok" if healthy else "unhealthy"}, status_code=200 if healthy else 503)
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=READ)
     async def ready() -> Response:
         is_ready = server.service.ready
         return JSONResponse({"status": "ready" if is_ready else "not ready"}, status_code=200 if is_ready else 503)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
         return PlainTextResponse(server.service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

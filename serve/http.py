@@ -13,10 +13,12 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import h11
 import uvicorn
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 from tpshard.serve.access import App
-from tpshard.serve.service import Service
+from tpshard.serve.service import Limits, Service
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 log = logging.getLogger(__name__)
 
@@ -89,12 +91,55 @@ def run(app: App, service: Service, sock: socket.socket, announce: Callable[[], 
     return asyncio.run(_run(app, service, sock, announce))
 
 
-async def _run(app: App, service: Service, sock: socket.socket, announce: Callable[[], None]) -> int:
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=30, server_header=False,
-        h11_max_incomplete_event_size=1 << 16, backlog=1024,
+class Patience(H11Protocol):
+    """A connection that has asked for nothing is closed after a while, whether bytes come on it or not.
+
+    uvicorn's own clock is for a connection without any bytes, after its first request. Bytes of a header that does not
+    end would stop it for ever, as would those of a body that nobody reads: one that was answered 401 already.
+    """
+
+    _clock: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop()
+
+    def _watch(self) -> None:
+        if self.conn.our_state not in (h11.IDLE, h11.DONE):
+            self._stop()  # a request is being answered; from here on its own limits count
+        elif self._clock is None:
+            self._clock = self.loop.call_later(self.timeout_keep_alive, self._end)
+
+    def _stop(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+    def _end(self) -> None:
+        if not self.transport.is_closing():
+            if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
+                self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+            self.transport.close()
+
+
+def configured(app: App, limits: Limits) -> uvicorn.Config:
+    """How uvicorn serves the app."""
+    return uvicorn.Config(
+        app, http=Patience, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=limits.header_s,
+        server_header=False, h11_max_incomplete_event_size=1 << 16, backlog=1024,
     )  # fmt: skip
-    server = uvicorn.Server(config)
+
+
+async def _run(app: App, service: Service, sock: socket.socket, announce: Callable[[], None]) -> int:
+    server = uvicorn.Server(configured(app, service.limits))
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)

@@ -31,6 +31,8 @@ class Limits:
     """Sequences that may wait for that."""
     request_s: float = 600.0
     """Longest a request may take, waiting included."""
+    header_s: int = 30
+    """Longest a request's header may take to arrive, and longest a connection may rest after an answer."""
     body_bytes: int = 1 << 20
     body_s: float = 30.0
     """Longest a request's body may take to arrive."""

@@ -20,7 +20,7 @@ from tpshard.models import build
 from tpshard.models.presets import ModelConfig
 from tpshard.serve.app import Server, make_app
 from tpshard.serve.chat import ChatTemplate
-from tpshard.serve.http import bind
+from tpshard.serve.http import bind, configured
 from tpshard.serve.local import LocalRunner
 from tpshard.serve.metrics import Metrics
 from tpshard.serve.service import Limits, Service
@@ -103,8 +103,7 @@ def serving(make: Callable[[], Runner], folder: Path, limits: Limits, key: str |
     template = ChatTemplate(tokenizer.chat_template, tokenizer.special)
     sock = bind("127.0.0.1", 0)
     app = make_app(Server("tiny", service, tokenizer, template), key)
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", backlog=1024)
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(configured(app, limits))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import socket
@@ -30,6 +31,12 @@ BODY = {"model": "tiny", "prompt": "the quick brown", "max_tokens": 8, "temperat
 @pytest.fixture
 def client(server: Running) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def hasty(runner: LocalRunner, served: Any) -> Iterator[Running]:
+    with served(lambda: Failing(runner, []), Limits(header_s=1), key="secret") as made:
         yield made
 
 
@@ -304,6 +311,13 @@ def test_the_key_is_asked_for_on_every_route(runner: LocalRunner, served: Any) -
         for path in ("/health", "/ready"):
             assert httpx.get(server.url + path).status_code == 200
             assert set(httpx.get(server.url + path).json()) == {"status"}
+        key = {"Authorization": "Bearer secret"}
+        for path in ("/health", "/ready", "/v1/models", "/v1/models/tiny"):  # load balancers ask with HEAD
+            got, head = (httpx.request(method, server.url + path, headers=key) for method in ("GET", "HEAD"))
+            assert (head.status_code, head.content) == (200, b"")
+            assert head.headers["content-length"] == str(len(got.content))
+        assert httpx.head(server.url + "/metrics").status_code == 401
+        assert httpx.post(server.url + "/health").status_code == 405
         with openai.OpenAI(base_url=server.url + "/v1", api_key="secret") as client:
             assert [m.id for m in client.models.list()] == ["tiny"]
 
@@ -372,6 +386,32 @@ def test_a_request_that_takes_too_long_is_ended(runner: LocalRunner, served: Any
         with socket.create_connection((host, int(port)), timeout=10) as slow:
             slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
             assert b" 408 " in slow.recv(4096).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "answer"),
+    [
+        (b"", b""),
+        (b"GET /ready HTTP/1.1\r\nHost: a\r\nX: ", b"HTTP/1.1 408 "),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n\r\n", b"HTTP/1.1 401 "),
+    ],
+    ids=["nothing", "header", "body"],
+)
+def test_a_connection_that_asks_for_nothing_is_closed(hasty: Running, first: bytes, answer: bytes) -> None:
+    host, port = hasty.url.removeprefix("http://").split(":")
+    got, ended = b"", False
+    with socket.create_connection((host, int(port)), timeout=0.1) as slow, httpx.Client() as used:
+        slow.sendall(first)
+        began = time.monotonic()
+        while not ended and time.monotonic() < began + 5:
+            with contextlib.suppress(TimeoutError):
+                part = slow.recv(4096)
+                got, ended = got + part, not part
+            with contextlib.suppress(OSError):
+                slow.sendall(b"x" if first else b"")  # bytes that end nothing
+            assert used.get(hasty.url + "/health").status_code == 200  # one that asks lives on
+    assert ended and 0.9 < time.monotonic() - began < 4
+    assert got[:13] == answer
 
 
 def test_an_aborted_sequence_that_never_ran_is_no_leak(server: Running) -> None:
