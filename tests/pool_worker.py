@@ -17,6 +17,7 @@ def load(name: str, path: str) -> ModuleType:
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == path:
         return known
+    sys.path.insert(0, os.path.dirname(path))  # helpers that lie beside the test
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,0 +1,153 @@
+"""Figures that a plan calls exact, against the programs that run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from small_recipe import RECIPE
+from torch.utils._python_dispatch import TorchDispatchMode
+from tpshard.devices.read import device
+from tpshard.parallelism.fusion import kernels
+from tpshard.parallelism.liveness import liveness
+from tpshard.parallelism.runtime.context import Context
+from tpshard.parallelism.runtime.execute import Executor
+from tpshard.plan import make
+from tpshard.plan.pricing import Part, price_parts
+from tpshard.programs import passes, training
+from tpshard.programs.setting import Setting
+from tpshard.recipes.load import loads
+
+
+class Counting(TorchDispatchMode):
+    """Counts collectives as they are dispatched: (kind, bytes of the buffer) -> times."""
+
+    KINDS = {
+        "all_gather_into_tensor": "all_gather", "all_reduce": "all_reduce", "reduce_scatter_tensor": "reduce_scatter",
+        "all_to_all_single": "all_to_all",
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        kind = self.KINDS.get(func.overloadpacket.__name__) if func.namespace == "_c10d_functional" else None
+        if kind is not None:
+            buffer = out if kind == "all_gather" else args[0]
+            self.found[kind, buffer.numel() * buffer.itemsize] += 1
+        return out
+
+
+def count_on_rank(context: Context, recipe: str) -> tuple[dict[str, list[tuple[str, int, int]]], dict[str, int]]:
+    """Runs both programs of a recipe on this rank; what was dispatched, and the bytes of the tensors they hold."""
+    built = make.built(Setting.of(loads(recipe)))
+    sent, held = {}, Counter[str]()
+    for name, program in (("micro-batch", built.micro), ("update", built.update)):
+        inputs = [torch.zeros(p.local, dtype=p.dtype) for p in program.inputs]
+        mode = Counting()
+        executor = Executor(program, context)
+        with mode:
+            executor(*inputs)
+        sent[name] = sorted((kind, size, n) for (kind, size), n in mode.found.items())
+        for port, tensor in zip(program.inputs, inputs):
+            if name == "update" and port.kind in ("parameter", "gradient", "optimizer"):
+                held[port.kind] += tensor.numel() * tensor.itemsize
+    return sent, dict(held)
+
+
+def test_collectives_and_bytes_equal_those_dispatched_on_real_ranks(pool, report):
+    results = pool.run(count_on_rank, RECIPE, world=4, mesh={"dp": 1, "fsdp": 2, "tp": 2})
+    planned: dict[str, Counter[tuple[str, int]]] = {}
+    for part in report.pricing.parts:
+        counted = planned.setdefault(part.part.name, Counter())
+        for comm in part.part.program.collectives:
+            # on gloo the executor sends a reduce-scatter as an all-to-all, and the plan prices it as such
+            kind = "all_to_all" if comm.kind == "reduce_scatter" else comm.kind
+            counted[kind, comm.bytes] += 1
+    expected = {name: sorted((k, b, n) for (k, b), n in found.items()) for name, found in planned.items()}
+    assert expected["micro-batch"]
+    for sent, held in results:
+        assert sent == expected
+        static = report.static_bytes()
+        assert held["parameter"] == static["parameters"]
+        assert held["gradient"] == static["gradients"]
+        assert held["optimizer"] == static["optimizer"]
+    times = {p.part.name: p.part.times for p in report.pricing.parts}
+    assert times == {"micro-batch": 2, "update": 1}
+    assert sum(line.count for line in report.lines) == sum(
+        times[name] * n for name, rows in expected.items() for _, _, n in rows
+    )
+
+
+class Living(TorchDispatchMode):
+    """Peak bytes of the storages that are alive, counting each once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self.alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.note(tensor)
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return out
+
+    def note(self, tensor: torch.Tensor) -> None:
+        import weakref
+
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.alive:
+            self.alive[key] = storage.nbytes()
+            weakref.finalize(storage, self.alive.pop, key, None)
+
+
+def test_predicted_peak_is_that_of_the_storages_alive_while_running():
+    def step(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ((x @ w).exp() @ v).transpose(0, 1).reshape(-1, 8).sum(0)
+
+    from tpshard.parallelism import Mesh, partition
+
+    args = [torch.randn(64, 32), torch.randn(32, 256), torch.randn(256, 16)]
+    program = partition(step, args, Mesh({"x": 1}))
+    predicted = liveness(program, kernels(program, compiled="none"))
+    mode = Living()
+    module = torch.fx.GraphModule({}, program.graph)
+    with mode:
+        for tensor in args:
+            mode.note(tensor)
+        module(*args)
+    assert predicted.peak_bytes == pytest.approx(mode.peak, rel=0.02)
+
+
+def test_recomputation_trades_memory_for_time():
+    found = {}
+    for remat in ("none", "selective", "full"):
+        setting = Setting.of(loads(RECIPE, [f"remat={remat}", "model.seq_len=64", "mesh.tp=1", "mesh.fsdp=4"]))
+        micro = passes.apply(setting, training.micro_program(setting))
+        pricing = price_parts([Part("micro-batch", micro, compiled="none")], device("cpu"), 4, processes=4)
+        found[remat] = (pricing.peak_bytes, pricing.compute_s)
+    assert found["full"][0] < found["selective"][0] < found["none"][0]
+    assert found["full"][1] > found["selective"][1] > found["none"][1]
+
+
+def test_step_time_is_what_its_lanes_say(report):
+    t = report.pricing
+    assert t.step_s == pytest.approx(t.compute_s + t.slowed_s + t.exposed_s)
+    assert 0 < t.exposed_s <= t.comm_s
+
+
+def test_plans_for_serving_hold_a_cache(report):
+    recipe = loads(RECIPE, ["serve.mesh.tp=2", "serve.requests=4"])
+    prefill, decode = make.report(recipe, "", "prefill"), make.report(recipe, "", "decode")
+    # keys and values, half of the 2 heads of 8, fp32, 4 sequences of 16 and block 0
+    assert decode.static_bytes()["cache"] >= 2 * 1 * 8 * 4 * (4 * 16)
+    assert prefill.job.tokens == 16 and decode.job.tokens == 4
+    assert {line.kind for line in decode.lines} == {"all_reduce", "all_gather"}

@@ -1,0 +1,110 @@
+"""`tpshard plan` as a command: what it refuses before it plans, and the files that it writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from small_recipe import RECIPE
+from tpshard.cli.main import run as tpshard
+from tpshard.plan import command, compare, make, save, search
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.load import loads
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "words"),
+    [
+        (["mesh.tp=4"], 5, "does not fit 4 devices"),  # row 8: the product is not the devices
+        (["mesh.tp=3", "cluster.devices_per_node=6"], 4, "3"),  # row 9: heads that tp does not divide
+        (["sharding.rules.heads=tpp"], 3, "tpp"),  # row 10: an axis that is not there
+        (["sharding.pin.layers.9.mlp.up.weight=[tp, null]"], 3, ""),  # row 10: a pattern that matches nothing
+        (["batch.global_sequences=7"], 4, "7"),  # row 12
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_is_built(small, capsys, overrides, code, words):
+    assert tpshard(["plan", "small.yaml", "--dry-run", *overrides]) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words in said.err
+
+
+def test_a_saved_plan_is_refused_for_another_program(report, tmp_path):
+    recipe = loads(RECIPE)
+    file = tmp_path / "plan.json"
+    save.write(file, save.dumps(report, recipe.to_yaml()))
+    save.check(save.read(str(file)), report, recipe.to_yaml())
+    changed = loads(RECIPE, ["batch.global_sequences=16"])
+    more = make.report(changed, "")
+    assert save.fingerprints(more) == save.fingerprints(report)  # the same programs, run more often
+    with pytest.raises(Mistakes, match="global_sequences: 16") as caught:
+        save.check(save.read(str(file)), more, changed.to_yaml())
+    assert caught.value.exit == Exit.FIT
+    edited = json.loads(file.read_text())
+    edited["plan"]["memory"]["peak_bytes"] -= 1
+    file.write_text(json.dumps(edited))
+    with pytest.raises(Mistakes, match="not as planned: memory"):
+        save.check(save.read(str(file)), report, recipe.to_yaml())
+    file.write_text("{}")
+    with pytest.raises(Mistakes, match="not a saved plan"):
+        save.read(str(file))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--html", "same", "--svg", "same"],
+        ["--explain", "norm.weight", "--html", "page.html"],
+        ["--search", "--for", "decode"],
+        ["--html", "."],
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_before_planning(small, capsys, options):
+    assert tpshard(["plan", "small.yaml", "--dry-run", *options]) == Exit.USAGE
+    assert "exists" not in capsys.readouterr().err
+    assert [p.name for p in small.parent.iterdir()] == ["small.yaml"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--dry-run", "--html", "file/page.html"],
+        ["--dry-run", "--trace", "file/deeper/trace.json"],
+        ["--dry-run", "--svg", "locked/new/drawn.svg"],
+        ["run.dir=file"],
+        ["run.dir=taken"],
+    ],
+)
+def test_files_that_cannot_be_written_are_found_before_planning(small, capsys, monkeypatch, options):
+    base = small.parent
+    (base / "file").write_text("")
+    (base / "locked").mkdir()
+    (base / "taken" / "plan.html").mkdir(parents=True)
+    access = save.os.access  # root may write everywhere
+    monkeypatch.setattr(save.os, "access", lambda path, mode: "locked" not in str(path) and access(path, mode))
+    monkeypatch.setattr(make, "report", lambda *_: pytest.fail("it was planned"))
+    assert tpshard(["plan", "small.yaml", *options]) == Exit.MACHINE
+    assert "cannot be written" in capsys.readouterr().err
+    assert sorted(p.name for p in base.iterdir()) == ["file", "locked", "small.yaml", "taken"]
+
+
+def test_without_dry_run_the_plan_is_saved_in_the_runs_folder(small, report, monkeypatch):
+    monkeypatch.setattr(make, "report", lambda *_: report)
+    monkeypatch.setattr(search, "suggestions", lambda *_: [])
+    done = command.run(loads(RECIPE), command.Asked(source="small.yaml"))
+    assert done.exit == Exit.DONE
+    folder = small.parent / "runs" / "small"
+    assert sorted(p.name for p in folder.iterdir()) == ["plan.html", "plan.json", "plan.trace.json"]
+
+
+def test_a_run_is_compared_with_its_plan(report, tmp_path):
+    assert compare.record(tmp_path) == ""
+    save.write(tmp_path / "plan.json", save.dumps(report, loads(RECIPE).to_yaml()))
+    step_s = report.pricing.step_s
+    rows = [{"step": i, "loss": 1.0, "step_s": step_s * (9 if i < 2 else 2), "run": 1} for i in range(8)]
+    rows.append({"step": 8, "eval_loss": 1.0, "run": 1})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 9, "lo')
+    found = compare.compare(tmp_path)
+    assert found is not None and found["step_s"]["error"] == pytest.approx(-0.5)
+    assert "(-50%)" in compare.record(tmp_path)
+    assert json.loads((tmp_path / "plan_measured.json").read_text())["step_s"]["measured"] == pytest.approx(2 * step_s)

@@ -1,0 +1,109 @@
+"""What `tpshard plan` says, to people and to machines: one screen, stable names, the same bytes each time."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+
+import pytest
+from small_recipe import RECIPE
+from tpshard.cli.main import run as tpshard
+from tpshard.plan import command, diff, make, text
+from tpshard.programs.setting import Setting
+from tpshard.recipes.load import loads
+
+
+def test_one_screen(report):
+    lines = text.screen(report).splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 100
+    shown = "\n".join(lines)
+    for word in ("FITS", "SHARDING", "COLLECTIVES", "MEMORY", "TIME", "MFU", "FLOP efficiency", "BOTTLENECK"):
+        assert word in shown
+    assert "heads: tp" in shown
+
+
+def test_a_narrow_screen_keeps_the_line_that_decided():
+    where = "/far/away/llama3-8b.yaml:8:18 (batch: [dp, fsdp]); /far/away/llama3-8b.yaml:8:48 (heads: tp)"
+    assert text.short(where) == "llama3-8b.yaml:8:18 (batch: [dp, fsdp]); llama3-8b.yaml:8:48 (heads: tp)"
+    assert text.short(where, "llama3-8b.yaml", 50) == "8:18 (batch: [dp, fsdp]); 8:48 (heads: tp)"
+    assert text.short(where, "llama3-8b.yaml", 20) == "8:18, 8:48"
+    defaults = "<default sharding.rules.batch> (batch: [dp, fsdp]); <default sharding.rules.heads> (heads: tp)"
+    assert text.short(defaults) == "batch: [dp, fsdp] (default); heads: tp (default)"
+    assert text.short(defaults, "", 25) == "batch, heads (default)"
+    assert text.short("whole: no annotation cuts it", "", 10) == "whole"
+
+
+def test_no_row_of_the_shardings_is_cut(report):
+    rows = [line for line in text.screen(report).splitlines() if re.match(r" [* ]\S+ +[\dx]+ +\[", line)]
+    assert rows and not any(row.endswith("...") for row in rows)
+
+
+def test_json_has_the_names_that_others_rely_on(report):
+    data = json.loads(json.dumps(report.to_json()))
+    names = {"schema", "params", "mesh", "memory", "time", "tokens_per_s_per_device", "flop_efficiency", "collectives"}
+    assert names | {"shardings", "buckets", "annotations", "warnings"} <= data.keys()
+    assert {"peak_bytes", "reserved_bytes", "by_category"} <= data["memory"].keys()
+    assert {"step_s", "compute_s", "comm_s", "exposed_comm_s"} <= data["time"].keys()
+    assert {"kind", "axes", "count", "bytes", "wire_bytes", "time_s", "reason"} <= data["collectives"][0].keys()
+    assert {"name", "shape", "sharding", "reason"} <= data["shardings"][0].keys()
+    assert {"given", "inferred"} == data["annotations"].keys()
+    assert data["mesh"] == {"fsdp": 2, "tp": 2} or data["mesh"] == {"dp": 1, "fsdp": 2, "tp": 2}
+    assert sum(data["memory"]["by_category"].values()) == data["memory"]["peak_bytes"]
+    wq = next(s for s in data["shardings"] if s["name"] == "layers.0.attention.wq.weight")
+    assert wq["sharding"] == ["tp", None] and wq["annotated"]
+    for figure in ("memory.parameters", "collectives.bytes", "params"):
+        assert data["provenance"][figure] == "exact"
+
+
+def test_plan_twice_gives_the_same_bytes_and_touches_nothing(small, monkeypatch, capsys):
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a dry run opens no socket and starts no process")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+    said = []
+    for _ in range(2):
+        assert tpshard(["plan", "small.yaml", "--dry-run", "--json"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    json.loads(said[0])
+    assert [p.name for p in small.parent.iterdir()] == ["small.yaml"]
+
+
+def test_explain_ends_at_the_annotation(programs):
+    said = make.explain(programs.micro, "layers.0.attention.wq.weight")
+    assert "heads: tp" in said
+    assert "all_gather over fsdp" in said
+    with pytest.raises(KeyError, match=r"layers\.0\.attention"):
+        make.explain(programs.micro, "attention.wq")
+
+
+@pytest.mark.parametrize("name", ["layers.0.attention.wk", "layers.*.attention.wk", "layers.*.attention.wk.weight"])
+def test_explain_takes_the_names_of_the_screen(programs, name):
+    assert make.explain(programs.micro, name).startswith("layers.0.attention.wk.weight")
+
+
+def test_explain_of_a_misspelt_name_says_which_are_near(programs):
+    with pytest.raises(KeyError, match=r"similar: layers\.0\.attention\.wk\.weight"):
+        make.explain(programs.micro, "layers.0.atention.wk.weight")
+
+
+def test_diff_says_what_changes_and_what_it_costs(report):
+    other = make.of_training(make.built(Setting.of(loads(RECIPE, ["mesh.tp=1", "mesh.fsdp=4"]))))
+    found = diff.diff(report, other)
+    assert any(row["name"] == "layers.0.mlp.up.weight" for row in found["shardings"])
+    assert any(row["axes"] == "tp" and row["count"][1] == 0 for row in found["collectives"])
+    assert found["figures"]["step_s"]["change"] == pytest.approx(other.pricing.step_s / report.pricing.step_s - 1)
+    assert "COLLECTIVES" in diff.text(found)
+    same = diff.diff(report, report)
+    assert same["shardings"] == [] and same["collectives"] == []
+
+
+def test_an_explanation_is_json_where_json_is_asked_for(report, monkeypatch):
+    monkeypatch.setattr(make, "report", lambda *_: report)
+    said = command.run(loads(RECIPE), command.Asked(explain="norm.weight")).text
+    found = json.loads(command.run(loads(RECIPE), command.Asked(explain="norm.weight", as_json=True)).text)
+    assert found == {"name": "norm.weight", "lines": said.splitlines()} and found["lines"]

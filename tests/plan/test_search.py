@@ -1,0 +1,97 @@
+"""Edits that would fit, suggestions, and the search over meshes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from small_recipe import RECIPE
+from tpshard.cli.main import run as tpshard
+from tpshard.plan import command, make, search
+from tpshard.plan.report import Edit
+from tpshard.recipes.diagnostic import Exit
+from tpshard.recipes.load import loads
+
+
+def test_too_little_memory_names_edits_that_fit(small, capsys):
+    (small.parent / "tight.yaml").write_text(
+        """
+schema: 1
+name: tight
+kind: cpu
+backend: gloo
+memory: 1 GiB
+memory_bandwidth: 20 GB/s
+rates: {fp32: 100 GFLOP/s}
+host:
+  devices: 64
+  cores: 4
+  inside: {bandwidth: 2 GB/s, latency: 60 us, shared: true}
+  across: {bandwidth: 1 GB/s, latency: 100 us, shared: true}
+"""
+    )
+    code = tpshard(
+        ["plan", "small.yaml", "--dry-run", "--json", "cluster.device=tight.yaml", "model.vocab=65536",
+         "model.seq_len=512", "batch.per_device=4"]
+    )  # fmt: skip
+    out = json.loads(capsys.readouterr().out)
+    assert code == Exit.FIT
+    assert not out["fits"] and out["spare_bytes"] < 0
+    assert out["edits"] and any(edit["fits"] for edit in out["edits"])
+    assert max(out["memory"]["by_category"], key=out["memory"]["by_category"].get) == "logits_and_loss"
+
+
+def test_a_server_that_does_not_fit_is_told_edits_that_fit_when_made(report, monkeypatch):
+    def needed(*changes):
+        return make.report(loads(RECIPE, ["serve.mesh.tp=1", *changes]), "", "decode").pricing.needed_bytes
+
+    full = needed()
+    found = make.report(loads(RECIPE, ["serve.mesh.tp=1"]), "", "decode")
+    limit = full - 1
+    assert needed("serve.requests=8") < limit
+    whole = make.device_of
+
+    def tight(recipe):
+        device, nodes, per_host = whole(recipe)
+        processes = recipe.serve.mesh["tp"]  # a CPU's share the host's memory
+        return replace(device, memory_bytes=limit * processes), nodes, per_host
+
+    monkeypatch.setattr(make, "device_of", tight)
+    edits = search.edits(found, loads(RECIPE, ["serve.mesh.tp=1"]))
+    assert len(edits) == 3 and all(edit.fits for edit in edits)
+    for edit in edits:
+        assert needed(*(change.replace(": ", "=") for change in edit.change.split(", "))) == edit.needed_bytes
+
+
+def test_an_edit_that_fits_is_not_offered_again_with_more_beside_it(report, monkeypatch):
+    tried = []
+
+    def quick(recipe, what):
+        tried.append((recipe.batch.per_device, recipe.remat))
+        return search.Quick(1, 1.0, 0.0, recipe.batch.per_device == 1 or recipe.remat == "full")
+
+    monkeypatch.setattr(search, "quick", quick)
+    edits = search.edits(report, loads(RECIPE, ["remat=none"]), wanted=2)
+    assert [edit.change for edit in edits] == ["remat: full", "batch.per_device: 1"]
+
+
+def test_search_ranks_what_fits():
+    recipe = loads(RECIPE, ["cluster.devices_per_node=2", "mesh.fsdp=2", "mesh.tp=1",
+                            "batch.global_sequences=2", "batch.per_device=1"])  # fmt: skip
+    found = search.search(recipe)
+    assert {(c.mesh["fsdp"], c.mesh["tp"]) for c in found.candidates} == {(2, 1), (1, 2)}
+    steps = [c.found.step_s for c in found.candidates]
+    assert steps == sorted(steps)
+    assert found.candidates[0].pareto
+    winner = loads(search.text(found, recipe).partition("# the fastest, as a recipe\n")[2])
+    assert winner.mesh == {**winner.mesh, **found.candidates[0].mesh}
+
+
+def test_machines_are_told_the_suggestions_that_people_are(small, report, monkeypatch):
+    faster = Edit("remat: none", 2**20, report.pricing.step_s / 2, True)
+    monkeypatch.setattr(make, "report", lambda *_: report)
+    monkeypatch.setattr(search, "suggestions", lambda *_: [faster])
+    shown = command.run(loads(RECIPE), command.Asked(dry_run=True)).text
+    found = json.loads(command.run(loads(RECIPE), command.Asked(dry_run=True, as_json=True)).text)
+    assert "try: remat: none" in shown
+    assert [edit["change"] for edit in found["suggestions"]] == ["remat: none"]
