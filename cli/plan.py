@@ -15,7 +15,13 @@ Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write
 Trace = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write a trace for Perfetto.")]
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw timeline and memory.")]
 Explain = Annotated[str | None, typer.Option("--explain", metavar="NAME", help="Why a tensor is sharded as it is.")]
-Diff = Annotated[str | None, typer.Option("--diff", metavar="OTHER", help="Compare with another recipe.")]
+Diff = Annotated[
+    str | None,
+    typer.Option(
+        "--diff", metavar="OTHER",
+        help="Compare with another recipe as it is written, or with this one after one more KEY.PATH=VALUE.",
+    ),
+]  # fmt: skip
 Search = Annotated[bool, typer.Option("--search", help="Try meshes, recomputation and micro-batches.")]
 What = Annotated[str, typer.Option("--for", metavar="WHAT", help="train, prefill or decode.")]
 
@@ -36,7 +42,10 @@ def plan(
     overwrite: Overwrite = False,
     device: Device = None,
 ) -> int:
-    """Say what a recipe would do: shardings, collectives, memory, time. Needs no GPU, network or other process."""
+    """Say what a recipe would do: shardings, collectives, memory, time. Needs no GPU, network or other process.
+
+    Changes are to RECIPE alone, not to the OTHER of --diff; --device holds for both.
+    """
     from tpshard.cli.files import refuse
 
     files = {"--html": html, "--trace": trace, "--svg": svg}
@@ -53,15 +62,19 @@ def plan(
         raise typer.BadParameter(f"{what!r} is not train, prefill or decode", param_hint="--for")
     if search and what != "train":
         raise typer.BadParameter("the search is over training runs", param_hint="--search, --for")
-    overrides = on_device(overrides, device)
-    loaded = load(recipe, overrides)
+    changes = on_device(overrides, device)
+    loaded = load(recipe, changes)
+    other = None
+    if diff is not None:
+        one_more = "=" in diff and not Path(diff).exists()
+        other = load(recipe, [*changes, diff]) if one_more else load(diff, on_device(None, device))
     from tpshard.plan import command
 
     asked = command.Asked(
         source=recipe if recipe is not None and "=" not in recipe else "", what=what, dry_run=dry_run, as_json=as_json,
         verbose=verbose, html=html, trace=trace, svg=svg, explain=explain, search=search,
+        compared=(" ".join([*([recipe] if recipe else []), *(overrides or ())]) or loaded.name, diff or ""),
     )  # fmt: skip
-    other = load(diff, overrides) if diff is not None else None
     done = command.run(loaded, asked, other, note=lambda text: print(text, file=sys.stderr))
     sys.stdout.write(done.text)
     return done.exit

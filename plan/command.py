@@ -31,6 +31,8 @@ class Asked:
     svg: Path | None = None
     explain: str | None = None
     search: bool = False
+    compared: tuple[str, str] = ("", "")
+    """What the two recipes of a comparison are called; "" for their own names."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,9 @@ def run(recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callabl
         found = {"name": asked.explain, "lines": told.splitlines()}
         return Done(json.dumps(found, indent=1) + "\n" if asked.as_json else told, Exit.DONE)
     if other is not None:
+        before, after = asked.compared
         changed = diffs.diff(report, make.report(other, other.name, asked.what))
+        changed |= {"before": before or recipe.name, "after": after or other.name}
         return Done(json.dumps(changed, indent=1) + "\n" if asked.as_json else diffs.text(changed), Exit.DONE)
     if not report.fits:
         report.edits = search.edits(report, recipe)

@@ -108,3 +108,25 @@ def test_a_run_is_compared_with_its_plan(report, tmp_path):
     assert found is not None and found["step_s"]["error"] == pytest.approx(-0.5)
     assert "(-50%)" in compare.record(tmp_path)
     assert json.loads((tmp_path / "plan_measured.json").read_text())["step_s"]["measured"] == pytest.approx(2 * step_s)
+
+
+FLAT = "mesh={tp: 1, fsdp: 4}"
+
+
+@pytest.mark.parametrize(
+    ("options", "tp", "names"),
+    [
+        (["seed=9", FLAT, "--diff", "other.yaml"], (1, 4), (f"small.yaml seed=9 {FLAT}", "other.yaml")),
+        (["seed=9", "--diff", FLAT], (2, 1), ("small.yaml seed=9", FLAT)),
+    ],
+)
+def test_changes_are_to_the_first_of_two_recipes(small, report, capsys, monkeypatch, options, tp, names):
+    (small.parent / "other.yaml").write_text(RECIPE.replace("{fsdp: 2, tp: 2}", "{fsdp: 1, tp: 4}"))
+    planned = []
+    monkeypatch.setattr(make, "report", lambda recipe, *_: planned.append(recipe) or report)
+    assert tpshard(["plan", "small.yaml", "--json", *options, "--device", "a100-40g"]) == Exit.DONE
+    found = json.loads(capsys.readouterr().out)
+    assert tuple(recipe.mesh["tp"] for recipe in planned) == tp
+    assert (found["before"], found["after"]) == names
+    assert [recipe.cluster.device for recipe in planned] == ["a100-40g"] * 2
+    assert [recipe.seed == 9 for recipe in planned] == [True, "other.yaml" not in options]
