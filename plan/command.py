@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -52,11 +52,14 @@ def run(recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callabl
     folder = Path(recipe.run.dir)
     saved = [folder / name for name in ("plan.json", "plan.html", "plan.trace.json")]
     plans = not asked.search and asked.explain is None and other is None
-    for path in (asked.html, asked.trace, asked.svg, *(saved if plans and not asked.dry_run else [])):
+    if asked.search:
+        saved = [folder / "fastest.yaml"]
+    kept = saved if (plans or asked.search) and not asked.dry_run else []
+    for path in (asked.html, asked.trace, asked.svg, *kept):
         if path is not None:
             save.check_writable(path)
     if asked.search:
-        return _searched(recipe, asked, tell)
+        return _searched(recipe, asked, tell, kept)
     report = make.report(recipe, asked.source or recipe.name, asked.what, accuracy())
     if asked.explain is not None:
         told = _explained(report, asked.explain)
@@ -85,12 +88,18 @@ def run(recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callabl
     return Done(shown, Exit.DONE if report.fits else Exit.FIT)
 
 
-def _searched(recipe: Recipe, asked: Asked, tell: Callable[[str], None]) -> Done:
+def _searched(recipe: Recipe, asked: Asked, tell: Callable[[str], None], kept: Sequence[Path]) -> Done:
     result = search.search(recipe, tell)
+    winner = search.winner(result, recipe)
+    for path in kept if winner else ():
+        save.write(path, winner)
+        tell(f"saved {path}; next: tpshard plan {path}, tpshard train {path}")
+    code = Exit.DONE if winner else Exit.FIT
     if asked.as_json:
         rows = [dataclasses.asdict(c) for c in result.candidates]
-        return Done(json.dumps({"candidates": rows, "refused": result.refused}, indent=1) + "\n", Exit.DONE)
-    return Done(search.text(result, recipe), Exit.DONE if result.candidates else Exit.FIT)
+        found = {"candidates": rows, "refused": result.refused, "recipe": winner or None}
+        return Done(json.dumps(found, indent=1) + "\n", code)
+    return Done(search.text(result, recipe), code)
 
 
 def _explained(report: Report, name: str) -> str:

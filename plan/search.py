@@ -240,6 +240,8 @@ class SearchResult:
     candidates: list[Candidate] = field(default_factory=list)
     refused: int = 0
     """Variants that do not fit together (divisibility) or do not fit the memory."""
+    closest: Candidate | None = None
+    """Of those that do not fit the memory the smallest."""
 
     @property
     def best(self) -> Candidate | None:
@@ -250,6 +252,7 @@ def search(recipe: Recipe, say: Callable[[str], None] | None = None) -> SearchRe
     """Tries meshes, micro-batches and recomputation on the recipe's devices; those that fit, fastest first.
 
     Recomputation is tried from none upwards and only until it fits, a larger micro-batch only while a smaller one fits.
+    Raises `Mistakes` where no variant can be priced for something that is wrong with the recipe itself.
     """
     tell = say or (lambda _: None)
     result = SearchResult()
@@ -262,6 +265,7 @@ def search(recipe: Recipe, say: Callable[[str], None] | None = None) -> SearchRe
                 found = _tried(recipe, mesh, remat, per_device)
                 if found is None or not found.found.fits:
                     result.refused += 1
+                    result.closest = min(filter(None, (result.closest, found)), key=_needed, default=None)
                     continue
                 result.candidates.append(found)
                 tell(f"{_sizes(mesh)} remat {remat} per_device {per_device}: {seconds(found.found.step_s)}")
@@ -269,8 +273,14 @@ def search(recipe: Recipe, say: Callable[[str], None] | None = None) -> SearchRe
                 break
             if not placed:
                 break
+    if not result.candidates and result.closest is None:
+        quick(recipe)
     result.candidates = _marked(result.candidates)
     return result
+
+
+def _needed(candidate: Candidate) -> int:
+    return candidate.found.needed_bytes
 
 
 def meshes(recipe: Recipe) -> Iterator[dict[str, int]]:
@@ -318,8 +328,16 @@ def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
             f"{gib(c.found.needed_bytes):>10} {seconds(c.found.step_s):>10} {c.tokens_per_s_per_device:>12.0f}"
         )
     if result.best is not None:
-        lines += ["", "# the fastest, as a recipe", variant(recipe, result.best.changes).to_yaml().rstrip()]
+        lines += ["", "# the fastest, as a recipe", winner(result, recipe).rstrip()]
+    elif result.closest is not None:
+        least = result.closest
+        lines.append(f"   the smallest needs {gib(_needed(least))} a device: {', '.join(least.changes)}")
     return "\n".join(lines) + "\n"
+
+
+def winner(result: SearchResult, recipe: Recipe) -> str:
+    """The recipe of the fastest variant, as YAML; "" where none fits."""
+    return variant(recipe, result.best.changes).to_yaml() if result.best is not None else ""
 
 
 def _sizes(mesh: dict[str, int]) -> str:

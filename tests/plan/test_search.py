@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
 from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
 from tpshard.plan import command, make, search
@@ -95,3 +96,30 @@ def test_machines_are_told_the_suggestions_that_people_are(small, report, monkey
     found = json.loads(command.run(loads(RECIPE), command.Asked(dry_run=True, as_json=True)).text)
     assert "try: remat: none" in shown
     assert [edit["change"] for edit in found["suggestions"]] == ["remat: none"]
+
+
+def test_the_fastest_is_saved_as_a_recipe_that_plans_as_it_was_found(small, capsys):
+    told = ["cluster.devices_per_node=1", "mesh={fsdp: 1, tp: 1}", "batch={global_sequences: 1, per_device: 1}"]
+    assert tpshard(["plan", "small.yaml", "--search", "--dry-run", *told]) == Exit.DONE
+    assert [path.name for path in small.parent.iterdir()] == ["small.yaml"]
+    capsys.readouterr()
+    assert tpshard(["plan", "small.yaml", "--search", "--json", *told]) == Exit.DONE
+    said = capsys.readouterr()
+    assert "tpshard train runs/small/fastest.yaml" in said.err
+    found = json.loads(said.out)
+    file = small.parent / "runs" / "small" / "fastest.yaml"
+    assert file.read_text() == found["recipe"]
+    assert tpshard(["validate", str(file)]) == Exit.DONE
+    capsys.readouterr()
+    assert tpshard(["plan", str(file), "--dry-run", "--json"]) == Exit.DONE
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["time"]["step_s"] == pytest.approx(found["candidates"][0]["found"]["step_s"], rel=1e-6)
+
+
+def test_a_search_that_finds_nothing_says_why(small, capsys, monkeypatch):
+    assert tpshard(["plan", "small.yaml", "--search", "cluster.device=nowhere.yaml"]) == Exit.RECIPE
+    assert "nowhere.yaml" in capsys.readouterr().err
+    monkeypatch.setattr(search, "quick", lambda recipe: search.Quick(2**40 + recipe.batch.per_device, 1.0, 0.0, False))
+    assert tpshard(["plan", "small.yaml", "--search"]) == Exit.FIT
+    assert "the smallest needs 1024 GiB a device: " in capsys.readouterr().out
+    assert [path.name for path in small.parent.iterdir()] == ["small.yaml"]
