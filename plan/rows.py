@@ -81,13 +81,16 @@ def reshards_of(pricing: Pricing) -> list[dict[str, Any]]:
 
 
 def losses_of(pricing: Pricing, devices: int) -> list[dict[str, Any]]:
-    """Operations whose FLOPs on all devices exceed those of the whole operation, worst first."""
+    """Operations whose FLOPs on all devices exceed those of the whole operation, worst first.
+
+    `where` is a module of the model, or for what runs in none (rotary angles, the optimizer) the phase.
+    """
     found: dict[tuple[str, str], list[int]] = {}
     for entry in pricing.parts:
         for node in entry.part.program.graph.nodes:
             here = known(node)
             if here.flops and here.phase != "recompute":
-                row = found.setdefault((op_name(node), pattern(here.module or here.origin)), [0, 0])
+                row = found.setdefault((op_name(node), pattern(here.module or here.phase)), [0, 0])
                 row[0] += here.flops * entry.part.times
                 row[1] += here.global_flops * entry.part.times
     rows = [

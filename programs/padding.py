@@ -40,6 +40,11 @@ def padded(config: ModelConfig, tp: int, shared: int = 1) -> ModelConfig:
 
 
 def note(config: ModelConfig, wider: ModelConfig, tp: int) -> str:
-    """What `padded` did, in a line; empty where it did nothing."""
-    same = config.mlp == wider.mlp
-    return "" if same else f"MLP padded from {config.mlp:,} to {wider.mlp:,} columns, equal parts for tp {tp}"
+    """What is not cut as `tp` devices would have it, in a line: the MLP that `padded` made wider, and a vocabulary that
+    stays whole. Empty where all is cut as it is."""
+    said = []
+    if config.mlp != wider.mlp:
+        said.append(f"MLP padded from {config.mlp:,} to {wider.mlp:,} columns, equal parts for tp {tp}")
+    if config.vocab % tp:
+        said.append(f"each device holds and computes the whole vocabulary: tp {tp} does not divide {config.vocab:,}")
+    return "; ".join(said)

@@ -19,7 +19,7 @@ from tpshard.kernels.layouts import Layout
 from tpshard.kernels.paged_attention import paged_attention
 from tpshard.models.dims import param_dims
 from tpshard.models.presets import ModelConfig
-from tpshard.parallelism.capture import capture
+from tpshard.parallelism.capture import Trail, capture
 from tpshard.parallelism.graph import Graph
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.partitioner import partition_captured
@@ -158,8 +158,9 @@ def _captured(
     tables = torch.zeros(rows + 1, blocks, dtype=torch.int64, device="meta")
     inputs: list[Any] = [*row, tables, torch.zeros(wanted, dtype=torch.int64, device="meta"), pools, parameters]
     names = [*ROWS, *(f"layers.{i}.cache.{x}" for i in range(config.layers) for x in "kv"), *parameters]
-    with torch.no_grad():
-        graph = capture(step_function(model), inputs, names)
+    trail = Trail()
+    with torch.no_grad(), trail.watch(model):
+        graph = capture(step_function(model), inputs, names, trail)
     inner = {name: dims[name][1] for name in orders if dims[name][1] in ("heads", "mlp")}
     spread = {name: tp if axes.get(dim) is not None else 1 for name, dim in inner.items()}
     return graph, arrange(graph, orders, layout, spread, parameters)

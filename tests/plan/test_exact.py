@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -151,3 +152,15 @@ def test_plans_for_serving_hold_a_cache(report):
     assert decode.static_bytes()["cache"] >= 2 * 1 * 8 * 4 * (4 * 16)
     assert prefill.job.tokens == 16 and decode.job.tokens == 4
     assert {line.kind for line in decode.lines} == {"all_reduce", "all_gather"}
+
+
+def test_a_servers_plan_names_what_every_device_computes():
+    even, odd = (
+        make.report(loads(RECIPE, ["serve.mesh.tp=2", *more]), "", "decode") for more in ([], ["model.vocab=2047"])
+    )
+    places = {row["where"] for row in even.losses}
+    assert {"layers.*.attention_norm", "layers.*.mlp_norm", "norm"} <= places
+    assert not any(re.search(r"_\d+$", place) for place in places)
+    assert (odd.losses[0]["op"], odd.losses[0]["where"], odd.losses[0]["efficiency"]) == ("mm", "output", 0.5)
+    assert not any("vocabulary" in line for line in even.warnings)
+    assert any("the whole vocabulary: tp 2 does not divide 2,047" in line for line in odd.warnings)
