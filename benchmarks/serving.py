@@ -192,7 +192,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
             str(source), config.vocab, config.max_seq, tp=tp, dtype=dtype, blocks=1024, step_s=600
         )
         for tp in options.tp
-        for label, source, dtype in (("fp32", dense, "fp32"), ("4-bit", quantized, "bf16"))
+        for label, source, dtype in (("fp32", dense, "fp32"), ("4-bit", quantized, "fp32"))
     }
     peers = {"transformers eager": False} | ({} if options.no_compile else {"transformers compiled": True})
     results: dict[tuple[str, int], list[Measured]] = {}

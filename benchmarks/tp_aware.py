@@ -2,13 +2,12 @@
 
     python benchmarks/tp_aware.py [--json] [--ranks 2 4 8] [--rounds 30]
 
-MLPs of Llama-70B and Granite-20B and whole layers, dims divided by 4, on gloo processes of this machine, bf16. All
-layouts multiply alike, by the faster product for that many rows: torch's int4 product or dense copies of the shards,
-as rank 0 finds at the start. (Local sort's ragged groups are timed as if they were regular, which the int4 product
-would not take: the strong baseline.) All layouts reduce in one shot, by an all-gather and a sum in rank order. Rounds
-are interleaved; a row's times are medians in ms on rank 0 between two barriers, less the barriers. `parts` are the
-naive layout's pieces timed one by one; `explained` is the ratio naive / tp_aware that they predict over the ratio
-measured.
+MLPs of Llama-70B and Granite-20B and whole layers, dims divided by 4, on gloo processes of this machine, fp32 as a
+server on a CPU computes. All layouts multiply alike, by the server's kernel. (Local sort's ragged groups are timed as
+if they were regular, which are half as large: the strong baseline.) All layouts reduce in one shot, by an all-gather
+and a sum in rank order. Rounds are interleaved; a row's times are medians in ms on rank 0 between two barriers, less
+the barriers. `parts` are the naive layout's pieces timed one by one; `explained` is the ratio naive / tp_aware that
+they predict over the ratio measured.
 """
 
 from __future__ import annotations
@@ -73,36 +72,14 @@ class Product:
     """x [rows, inputs] -> [rows, outputs]"""
 
     def __init__(self, weight: Quantized):
-        self.dense = weight.dequantize(torch.bfloat16).T.contiguous()
         size = next(s for s in (128, 64, 32) if weight.inputs % s == 0)
         regular = replace(linear(weight.inputs, 1, 0, group_index(weight.inputs, size), size), codes=weight.codes)
         spread = (t.expand(-1, weight.outputs).contiguous() for t in (regular.scales, regular.zeros))
-        self.packed = ops.prepare(Quantized(weight.codes, *spread, regular.group, 4), "cpu", torch.bfloat16)
-        self.by_int4: frozenset[int] = frozenset()
-        """Numbers of rows that torch's int4 product multiplies faster than the dense copy."""
+        self.packed = ops.prepare(Quantized(weight.codes, *spread, regular.group, 4), "cpu")
+        self.outputs = weight.outputs
 
     def __call__(self, x: Tensor) -> Tensor:
-        return ops.matmul(x, self.packed) if x.shape[0] in self.by_int4 else F.linear(x, self.dense)
-
-    def faster_by_int4(self, rows: int) -> bool:
-        """Medians of eleven products each, one after the other."""
-        x, taken = torch.randn(rows, self.packed.inputs).bfloat16(), ([], [])
-        for _ in range(11):
-            for way, times in zip((lambda: ops.matmul(x, self.packed), lambda: F.linear(x, self.dense)), taken):
-                began = time.perf_counter()
-                way()
-                times.append(time.perf_counter() - began)
-        return statistics.median(taken[0]) < statistics.median(taken[1])
-
-
-def agree(products: list[Product]) -> None:
-    """Rank 0 finds which numbers of rows the first of these multiplies faster by int4; all take it from there."""
-    found = torch.zeros(len(ROWS), dtype=torch.int64)
-    if dist.get_rank() == 0:
-        found = torch.tensor([products[0].faster_by_int4(rows) for rows in ROWS]).long()
-    dist.broadcast(found, 0)
-    for product in products:
-        product.by_int4 = frozenset(rows for rows, by in zip(ROWS, found.tolist()) if by)
+        return ops.matmul(x, self.packed)
 
 
 class Products:
@@ -112,7 +89,6 @@ class Products:
         self.local = local
         self.column = [Product(w) for w in local.column]
         self.row = Product(local.row)
-        self.all = [*self.column, self.row]
 
     def first(self, x: Tensor) -> list[Tensor]:
         shared = x[..., self.local.input_orders[0]]  # one order for all, as in found checkpoints
@@ -136,7 +112,7 @@ def gather(own: Tensor) -> Tensor:
 def reduce(own: Tensor) -> Tensor:
     """The sum over ranks in rank order. In one shot: at these sizes an all-reduce is its number of messages, and gloo's
     ring sends twice as many."""
-    return collect(own).float().sum(0).to(own.dtype)
+    return collect(own).sum(0)
 
 
 class MLP:
@@ -168,8 +144,8 @@ class Attention:
         o = linear(inner, shape.width, 7, order, size)
         self.products = Products(shard_attention(layout, q, k, v, o, shape.head_dim, rank, ranks))  # type: ignore[arg-type]
         self.head_dim = shape.head_dim
-        kv = self.products.column[1].dense.shape[0] // shape.head_dim
-        self.past = torch.randn(2, rows, CONTEXT, kv, shape.head_dim).bfloat16()
+        kv = self.products.column[1].outputs // shape.head_dim
+        self.past = torch.randn(2, rows, CONTEXT, kv, shape.head_dim)
 
     def __call__(self, x: Tensor) -> Tensor:
         p = self.products
@@ -182,7 +158,7 @@ class Attention:
 class Layer:
     def __init__(self, shape: Shape, layout: str, rank: int, ranks: int, rows: int):
         self.attention, self.mlp = Attention(shape, layout, rank, ranks, rows), MLP(shape, layout, rank, ranks)
-        self.scale = torch.ones(shape.width).bfloat16()
+        self.scale = torch.ones(shape.width)
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x + self.attention(F.rms_norm(x, self.scale.shape, self.scale))
@@ -210,7 +186,7 @@ def parts_of(mlps: dict[str, MLP], x: Tensor) -> dict[str, Callable[[], object]]
     own = naive.hidden(x)
     whole = gather(own)
     order, start, stop = p.local.gathered_order, p.local.start, p.local.stop
-    result = torch.zeros(x.shape[0], x.shape[1]).bfloat16()
+    result = torch.zeros(x.shape[0], x.shape[1])
 
     def products() -> Tensor:
         return p.row(naive.hidden(x))
@@ -224,10 +200,9 @@ def measure(rank: int, ranks: int, rounds: int) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for shape in SHAPES:
         mlps = {layout: MLP(shape, layout, rank, ranks) for layout in LAYOUTS}
-        agree([product for mlp in mlps.values() for product in mlp.products.all])
         layers: dict[str, Layer] = {}
         for m in ROWS:
-            x = torch.randn(m, shape.width, generator=torch.Generator().manual_seed(m)).bfloat16()
+            x = torch.randn(m, shape.width, generator=torch.Generator().manual_seed(m))
             pieces = parts_of(mlps, x)
             calls: dict[str, Callable[[], object]] = {name: partial(mlp, x) for name, mlp in mlps.items()}
             ms = milliseconds(calls | pieces, rounds)
@@ -240,10 +215,8 @@ def measure(rank: int, ranks: int, rounds: int) -> list[dict[str, object]]:
             for layout in LAYOUTS:
                 if layout not in layers:
                     layers[layout] = Layer(shape, layout, rank, ranks, m)
-                    mlp = layers[layout].mlp.products
-                    agree([*mlp.all, *layers[layout].attention.products.all])
                 kv = layers[layout].attention.past.shape[3]
-                layers[layout].attention.past = torch.randn(2, m, CONTEXT, kv, shape.head_dim).bfloat16()
+                layers[layout].attention.past = torch.randn(2, m, CONTEXT, kv, shape.head_dim)
             whole: dict[str, Callable[[], object]] = {name: partial(layer, x) for name, layer in layers.items()}
             rows.append(row(f"{shape.name} layer", ranks, m, milliseconds(whole, rounds), empty))
     return rows

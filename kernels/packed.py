@@ -20,9 +20,9 @@ from tpshard.kernels.quantized import Quantized
 
 @dataclass(frozen=True)
 class Packed:
-    """words int32 [chunks, columns, chunk * width / 32] (on a CPU uint8 codes [inputs, columns]); scales fp16
-    [groups, columns]; zeros uint8 alike, or None where all are 2**(bits - 1); row_group int32 [chunks * chunk] where
-    groups end within chunks, else None; bias [columns] or None; int4, int4_scales: torch's own form for a CPU, if any.
+    """words int32 [chunks, columns, chunk * width / 32]; scales fp16 [groups, columns]; zeros uint8 alike, or None
+    where all are 2**(bits - 1); row_group int32 [chunks * chunk] where groups end within chunks, else None; bias
+    [columns] or None.
 
     width: bits of a field in `words` (3-bit codes travel in fields of 4). Without `row_group` chunk c belongs to group
     (c + first_chunk) // group_chunks.
@@ -40,8 +40,6 @@ class Packed:
     group_chunks: int = 1
     first_chunk: int = 0
     quads: bool = False
-    int4: Tensor | None = None
-    int4_scales: Tensor | None = None
 
     @property
     def columns(self) -> int:
@@ -49,16 +47,12 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        held = (self.words, self.scales, self.zeros, self.row_group, self.bias, self.int4, self.int4_scales)
+        held = (self.words, self.scales, self.zeros, self.row_group, self.bias)
         return sum(t.nbytes for t in held if t is not None)
 
 
-INT4_GROUPS = (32, 64, 128, 256)
-"""Sizes of group that torch's int4 product on a CPU takes."""
-
-
 def width_of(bits: int) -> int:
-    """Bits of a field in `words`: 3-bit codes travel in fields of 4."""
+    """Bits of a field: 3-bit codes travel in fields of 4."""
     return 4 if bits == 3 else bits
 
 
@@ -88,35 +82,6 @@ def pack(weight: Quantized, quads: bool = False) -> Packed:
         group_chunks=group_chunks,
         first_chunk=first_chunk,
         quads=quads,
-    )
-
-
-def pack_cpu(weight: Quantized, dtype: torch.dtype) -> Packed:
-    """The form for a CPU: codes of a byte each, and beside them torch's int4 form where that is fast (bf16, 4 bits,
-    groups of 32, 64, 128 or 256). Raises ValueError where rows of a group are apart.
-    """
-    if not weight.sorted:
-        raise ValueError("Rows of a group must be adjacent: sort them first, and gather the inputs alike.")
-    size = weight.inputs // weight.groups
-    regular = torch.equal(weight.group, torch.arange(weight.inputs, device=weight.group.device) // size)
-    int4 = int4_scales = None
-    fits = weight.bits in (3, 4) and size in INT4_GROUPS and weight.outputs % 16 == 0
-    if dtype == torch.bfloat16 and regular and fits:
-        int4 = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes.T.contiguous().int(), 1)
-        shift = (8 - weight.zeros.float()) * weight.scales.float()  # torch means scale * (q - 8) + shift
-        int4_scales = torch.stack([weight.scales.float(), shift], -1).to(dtype).contiguous()
-    return Packed(
-        words=weight.codes.contiguous(),
-        scales=weight.scales.to(torch.float16).contiguous(),
-        zeros=weight.zeros.contiguous(),
-        row_group=None if regular else weight.group.contiguous(),
-        bias=weight.bias,
-        bits=weight.bits,
-        width=8,
-        inputs=weight.inputs,
-        chunk=size,
-        int4=int4,
-        int4_scales=int4_scales,
     )
 
 
@@ -163,8 +128,6 @@ def pack_words(codes: Tensor, width: int, chunk: int, quads: bool) -> Tensor:
 
 def unpack_words(packed: Packed) -> Tensor:
     """codes uint8 [inputs, columns]: the inverse of `pack_words`."""
-    if packed.words.dtype == torch.uint8:
-        return packed.words
     chunks, outputs, _ = packed.words.shape
     pairs, words = 16 // packed.width, packed.chunk * packed.width // 128
     mask = (1 << packed.width) - 1

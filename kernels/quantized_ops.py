@@ -5,9 +5,9 @@
     tpshard::rms_norm_permuted(x [..., width], weight [width], order [width] int32 | None, eps) -> [..., width]
 
 `prepare` brings a `Quantized` linear into the form of a device; `matmul` and `gate_up` call the operations with it. On
-CUDA the tile, or dequantize-and-multiply, is measured at first use (fp32 always dequantizes); on a CPU torch's int4
-product takes up to 64 rows of bf16, beyond which dequantizing pays. With `invariant` a row's bits do not depend on the
-others.
+CUDA the tile, or dequantize-and-multiply, is measured at first use (fp32 always dequantizes). A CPU has one kernel for
+all bits, dtypes and numbers of rows (see `llvm_quantized`), which sums in fp32. With `invariant` a row's bits do not
+depend on the others; on a CPU they never do.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tpshard.kernels.packed import Packed, groups_of, pack, pack_cpu
+from tpshard.kernels import llvm_launch
+from tpshard.kernels.blocked import Blocked, block, unblocked
+from tpshard.kernels.packed import Packed, pack
 from tpshard.kernels.quantized import Quantized, concatenate
 
-_INT4_ROWS = 64
-"""Rows up to which a CPU's int4 product is the faster one than dequantizing first."""
+Prepared = Packed | Blocked
+"""A weight as a GPU or a CPU multiplies by it."""
 
 _WEIGHT = (
-    "Tensor x, Tensor words, Tensor scales, Tensor? zeros, Tensor? row_group, Tensor? bias, Tensor? int4, "
-    "Tensor? int4_scales, int[] form, bool invariant"
+    "Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? groups, Tensor? bias, int[] form, bool invariant"
 )
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define(f"quantized_matmul({_WEIGHT}) -> Tensor")
@@ -34,8 +35,8 @@ _library.define(f"quantized_gate_up({_WEIGHT}) -> Tensor")
 _library.define("rms_norm_permuted(Tensor x, Tensor weight, Tensor? order, float eps) -> Tensor")
 
 
-def prepare(weight: Quantized | Sequence[Quantized], device: torch.device | str, dtype: torch.dtype) -> Packed:
-    """The form in which `device` multiplies x of `dtype`. Several weights (gate, up) are put side by side.
+def prepare(weight: Quantized | Sequence[Quantized], device: torch.device | str) -> Prepared:
+    """The form in which `device` multiplies. Several weights (gate, up) are put side by side.
 
     Raises ValueError where rows of a group are apart, or where the weights to join have different g_idx.
     """
@@ -43,15 +44,15 @@ def prepare(weight: Quantized | Sequence[Quantized], device: torch.device | str,
     joined = joined.to(device)
     if joined.codes.is_cuda:
         return pack(joined, quads=torch.cuda.get_device_capability(joined.codes.device) < (9, 0))
-    return pack_cpu(joined, dtype)
+    return block(joined)
 
 
-def matmul(x: Tensor, weight: Packed, invariant: bool = False) -> Tensor:
+def matmul(x: Tensor, weight: Prepared, invariant: bool = False) -> Tensor:
     """x [..., inputs] -> [..., columns] in x's dtype."""
     return torch.ops.tpshard.quantized_matmul(x, *_arguments(weight), invariant)
 
 
-def gate_up(x: Tensor, weight: Packed, invariant: bool = False) -> Tensor:
+def gate_up(x: Tensor, weight: Prepared, invariant: bool = False) -> Tensor:
     """silu(gate) * up [..., columns / 2], with `weight` holding gate and up side by side."""
     return torch.ops.tpshard.quantized_gate_up(x, *_arguments(weight), invariant)
 
@@ -61,66 +62,44 @@ def rms_norm_permuted(x: Tensor, weight: Tensor, order: Tensor | None, eps: floa
     return torch.ops.tpshard.rms_norm_permuted(x, weight, order, eps)
 
 
-def _arguments(weight: Packed) -> tuple[Any, ...]:
+def _arguments(weight: Prepared) -> tuple[Any, ...]:
+    """What the operations take of a weight; a form ends with the columns."""
+    if isinstance(weight, Blocked):
+        form = [weight.bits, weight.width, weight.inputs, weight.columns]
+        return weight.codes, weight.scales, weight.zeros, weight.spans, weight.bias, form
     groups = (weight.chunk, weight.group_chunks, weight.first_chunk)
-    form = [weight.bits, weight.width, weight.inputs, *groups, int(weight.quads)]
-    tensors = (weight.words, weight.scales, weight.zeros, weight.row_group, weight.bias)
-    return (*tensors, weight.int4, weight.int4_scales, form)
-
-
-def _packed(
-    words: Tensor, scales: Tensor, zeros: Tensor | None, row_group: Tensor | None, bias: Tensor | None,
-    int4: Tensor | None, int4_scales: Tensor | None, form: Sequence[int],
-) -> Packed:  # fmt: skip
-    bits, width, inputs, chunk, group_chunks, first_chunk, quads = form
-    return Packed(words, scales, zeros, row_group, bias, bits, width, inputs, chunk, group_chunks, first_chunk,
-                  bool(quads), int4, int4_scales)  # fmt: skip
+    form = [weight.bits, weight.width, weight.inputs, *groups, int(weight.quads), weight.columns]
+    return weight.words, weight.scales, weight.zeros, weight.row_group, weight.bias, form
 
 
 # CPU
 
 
-def dequantize_cpu(weight: Packed, dtype: torch.dtype) -> Tensor:
-    """Dense weights [columns, inputs] (a view): scales * (codes - zeros) in one fp16 rounding, then `dtype`."""
-    if weight.row_group is not None or weight.inputs % weight.chunk:
-        plain = Quantized(weight.words, weight.scales, _zeros(weight), groups_of(weight), weight.bits)
-        return plain.dequantize(dtype).T
-    steps = weight.words.view(-1, weight.chunk, weight.columns).float()
-    steps -= _zeros(weight).float().unsqueeze(1)
-    steps *= weight.scales.float().unsqueeze(1)
-    return steps.half().to(dtype).view(weight.inputs, weight.columns).T
+def _cpu_product(
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, spans: Tensor, bias: Tensor | None, form: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """x [..., inputs] -> fp32 [..., columns] with bias. Few calls: a decoded token waits for each of them."""
+    _, width, inputs, columns = form
+    rows = x.reshape(-1, inputs).float()
+    if llvm_launch.available():
+        y = llvm_launch.matmul(rows, codes, scales, zeros, spans, width)
+        if y.shape[1] != columns:
+            y = y[:, :columns]
+    else:
+        y = rows @ unblocked(Blocked(codes, scales, zeros, spans, None, *form)).dequantize(torch.float32)
+    if bias is not None:
+        y = y + bias
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], columns)
 
 
-def _zeros(weight: Packed) -> Tensor:
-    assert weight.zeros is not None, "pack_cpu keeps the zeros"
-    return weight.zeros
+def _matmul_cpu(x: Tensor, *weight: Any) -> Tensor:
+    y = _cpu_product(x, *weight[:-1])
+    return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
-def _cpu_product(x: Tensor, weight: Packed, invariant: bool) -> Tensor:
-    """x [rows, inputs] -> [rows, columns] with bias."""
-    rows = x.shape[0]
-    bias = None if weight.bias is None else weight.bias.to(x.dtype)
-    if weight.int4 is not None and x.dtype == torch.bfloat16 and (invariant or rows <= _INT4_ROWS):
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight.int4, weight.chunk, weight.int4_scales)
-        return y if bias is None else y + bias
-    dense = dequantize_cpu(weight, x.dtype)
-    if not invariant:
-        return F.linear(x, dense, bias)
-    from tpshard.kernels.rows_linear import TILE
-
-    padded = F.pad(x, (0, 0, 0, -rows % TILE))
-    return torch.ops.tpshard.rows_linear(padded, dense.contiguous(), bias)[:rows]
-
-
-def _matmul_cpu(x: Tensor, *arguments: Any) -> Tensor:
-    weight, invariant = _packed(*arguments[:-1]), arguments[-1]
-    y = _cpu_product(x.reshape(-1, weight.inputs).contiguous(), weight, invariant)
-    return y.view(*x.shape[:-1], weight.columns)
-
-
-def _gate_up_cpu(x: Tensor, *arguments: Any) -> Tensor:
-    gate, up = _matmul_cpu(x, *arguments).chunk(2, -1)
-    return F.silu(gate) * up
+def _gate_up_cpu(x: Tensor, *weight: Any) -> Tensor:
+    gate, up = _cpu_product(x, *weight[:-1]).chunk(2, -1)
+    return (F.silu(gate) * up).to(x.dtype)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
@@ -149,6 +128,15 @@ def _cuda_product(x: Tensor, weight: Packed, gated: bool, invariant: bool) -> Te
         else:
             y = triton_launch.matmul(rows, weight, gated, tile)
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _packed(
+    words: Tensor, scales: Tensor, zeros: Tensor | None, row_group: Tensor | None, bias: Tensor | None,
+    form: Sequence[int],
+) -> Packed:  # fmt: skip
+    bits, width, inputs, chunk, group_chunks, first_chunk, quads, _ = form
+    return Packed(words, scales, zeros, row_group, bias, bits, width, inputs, chunk, group_chunks, first_chunk,
+                  bool(quads))  # fmt: skip
 
 
 def _matmul_cuda(x: Tensor, *arguments: Any) -> Tensor:
@@ -189,13 +177,15 @@ _library.impl("rms_norm_permuted", _rms_norm_cuda, "CUDA")
 
 
 @torch.library.register_fake("tpshard::quantized_matmul", lib=_library)
-def _(x: Tensor, words: Tensor, scales: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], scales.shape[1])
+def _(x: Tensor, *weight: Any) -> Tensor:
+    form = weight[-2]
+    return x.new_empty(*x.shape[:-1], form[-1])
 
 
 @torch.library.register_fake("tpshard::quantized_gate_up", lib=_library)
-def _(x: Tensor, words: Tensor, scales: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], scales.shape[1] // 2)
+def _(x: Tensor, *weight: Any) -> Tensor:
+    form = weight[-2]
+    return x.new_empty(*x.shape[:-1], form[-1] // 2)
 
 
 @torch.library.register_fake("tpshard::rms_norm_permuted", lib=_library)

@@ -31,12 +31,6 @@ def can_pack(w: Tensor) -> bool:
     return w.dtype == torch.float32 or (w.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def can_widen(w: Tensor) -> bool:
-    """Whether a bf16 weight is better packed as fp32: on a CPU that multiplies bf16 without units for it, slower than
-    fp32. The packed form is then twice as large."""
-    return w.dtype == torch.bfloat16 and not can_pack(w) and can_pack(w.new_empty(0, dtype=torch.float32))
-
-
 def pack(w: Tensor) -> Tensor:
     """w: [n, k] -> an opaque tensor for `packed_rows_linear`, about as large as w, which it replaces."""
     return torch.ops.mkldnn._reorder_linear_weight(w.contiguous(), TILE)
@@ -62,9 +56,6 @@ def _product(x: Tensor, packed: Tensor, b: Tensor | None) -> Tensor:
 
 def _packed_rows_linear(x: Tensor, packed: Tensor, b: Tensor | None, n: int) -> Tensor:
     x = _whole(x)
-    if packed.dtype != x.dtype:  # a widened weight: one rounding, at the end
-        b = None if b is None else b.to(packed.dtype)
-        return _packed_rows_linear(x.to(packed.dtype), packed, b, n).to(x.dtype)
     rows = x.shape[0]
     if rows == TILE:
         return _product(x, packed, b)

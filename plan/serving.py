@@ -47,7 +47,7 @@ def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "", bloc
         )  # fmt: skip
     except ValueError as error:
         raise Mistakes.one(str(error), exit=Exit.FIT, where=recipe.where("serve.mesh")) from error
-    program = with_kinds(made.program if quantized is None else quantized.held(made, device.kind, told.dtype))
+    program = with_kinds(made.program if quantized is None else quantized.held(made, device.kind))
     # the rule counts every row against the whole pool; a row reads its own sequence, half of it while prompts grow
     _scale_attention(program, sequences * (2 if what == "prefill" else 1))
     per_host = _processes(recipe, mesh.ranks, per_host)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from tpshard.kernels.gptq_config import GPTQConfig, read_config
-from tpshard.kernels.packed import INT4_GROUPS, width_of
+from tpshard.kernels.packed import width_of
 from tpshard.kernels.quantized import group_index
 from tpshard.models import build
 from tpshard.models.hf_config import folder_config
@@ -64,44 +64,44 @@ class Quantization:
         groups = f"groups of {size}" if size > 0 else "one group a linear"
         return f"{self.settings.bits} bits in {groups}, {ordered} of {len(self.weights)} linears act-ordered"
 
-    def row_bytes(self, whole: int, own: int, ragged: bool, device: str, dtype: str) -> int | None:
+    def row_bytes(self, whole: int, own: int, ragged: bool, device: str) -> int:
         """Bytes of one output of a weight, of whose `whole` inputs a `cpu` or `gpu` holds `own`: codes, scales, zeros.
 
-        `ragged`: they are sorted by group from among all. None where the weight is held dense.
+        `ragged`: they are sorted by group from among all.
         """
         s = self.settings
         size = s.group_size if s.group_size > 0 else whole
         groups = min(-(-whole // size), own) if ragged else -(-own // size)
         if device == "gpu":
             return own * width_of(s.bits) // 8 + groups * (2 if s.sym else 3)
-        if s.bits not in (3, 4) or dtype != "bf16" or size not in INT4_GROUPS or ragged or own % size:
-            return None
-        return own // 2 + groups * (2 + 1 + 2 * 2)  # beside its own scales and zeros those of torch's form
+        width = width_of(s.bits)
+        if ragged or size % (8 // width) or own % (8 // width):
+            width = 8  # see `kernels.blocked`: groups begin within bytes
+        return own * width // 8 + groups * 3
 
     def _ragged(self, name: str, step: Step) -> bool:
         """Whether a device's rows of a weight come from groups that others share: heads keep theirs to themselves."""
         taken, order = step.arrangement.rows.get(name), self.orders.get(name)
         return taken is not None and order is not None and order.blocks % taken.blocks != 0
 
-    def held(self, step: Step, device: str, dtype: str) -> Program:
+    def held(self, step: Step, device: str) -> Program:
         """The step's program with its quantized weights as the bytes that are held, for whoever prices it."""
         program, ports = step.program, list[Port]()
         feeds = [node for node in program.graph.nodes if node.op == "placeholder"]
         for node, port in zip(feeds, program.inputs):
             if port.name in self.weights:
                 (outputs, whole), own = port.shape, port.local[1]
-                each = self.row_bytes(whole, own, self._ragged(port.name, step), device, dtype)
-                if each is not None:
-                    port = replace(port, shape=(outputs, each * (whole // own)), dtype=torch.uint8)
-                    node.meta[INFO] = replace(info(node), specs=(Spec(port.local, port.dtype),))
+                each = self.row_bytes(whole, own, self._ragged(port.name, step), device)
+                port = replace(port, shape=(outputs, each * (whole // own)), dtype=torch.uint8)
+                node.meta[INFO] = replace(info(node), specs=(Spec(port.local, port.dtype),))
             ports.append(port)
         return replace(program, inputs=tuple(ports))
 
 
 def serving_dtype(recipe: Recipe, quantized: Quantization | None, stored: str, device: str) -> str:
     """The dtype to compute in: the recipe's for its own checkpoint, else that of the folder, or of a CPU's kernel."""
-    if quantized is not None and quantized.settings.bits <= 4 and device == "cpu":
-        return "bf16"  # what a CPU multiplies with four bits
+    if quantized is not None and device == "cpu":
+        return "fp32"  # in which a CPU multiplies by codes; the weights take the same room in any
     if recipe.serve.checkpoint == LATEST and recipe.model.dtype is not None:
         return str(recipe.model.dtype)
     return stored
@@ -135,9 +135,7 @@ def served(recipe: Recipe, device: str) -> Served | None:
             config = folder_config(folder)
             found = Quantization.of_folder(folder, config)
         except (ValueError, OSError) as error:
-            raise Mistakes.one(
-                f"{folder} cannot be read", exit=Exit.CHECKPOINT, where=where, why=str(error)
-            ) from error
+            raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, where=where, why=str(error)) from error
         return Served(config, serving_dtype(recipe, found, config.dtype, device), found)
     own = model_config(recipe)
     if own is None:

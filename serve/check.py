@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from tpshard.kernels.layouts import Layout
 from tpshard.models import build
 from tpshard.models.presets import ModelConfig
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.program import Port, Program
+from tpshard.parallelism.program import Program
 from tpshard.programs.layouts import Arrangement
 from tpshard.programs.padding import note, padded
 from tpshard.programs.served import Quantization
@@ -83,40 +82,14 @@ def need(
         layout=layout,
     )  # fmt: skip
     kind = "cpu" if device == "cpu" else "gpu"
-    program = made.program if quantized is None else quantized.held(made, kind, dtype)
+    program = made.program if quantized is None else quantized.held(made, kind)
     parameters = {name for name, _ in model.named_parameters()}
     held = sum(port.local_bytes for port in program.inputs if port.name in parameters)
     cache = sum(port.local_bytes for port in program.inputs if ".cache." in port.name)
     kernels = _kernels(dtype, device, batch_invariant)
     if quantized is not None:
         kernels["quantized weights"] = f"{quantized}; {_meaning(made.arrangement, layout)}"
-        if device == "cpu":
-            whole = {port.name: port for port in made.program.inputs if port.name in parameters}
-            packed = {port.name: port for port in program.inputs if port.name in parameters}
-            kernels |= _held_otherwise(whole, packed, quantized.weights, batch_invariant)
     return Need(tp, dtype, blocks, held, cache, _collectives(program), kernels, note(config, wider, tp))
-
-
-def _held_otherwise(
-    whole: Mapping[str, Port], packed: Mapping[str, Port], quantized: Collection[str], batch_invariant: bool
-) -> dict[str, str]:
-    """What this machine's CPU takes beyond the bytes of the `packed` parameters: dense weights that it multiplies as
-    fp32, or quantized ones that it keeps dense (see `rows_linear.can_widen`, `quantized.dense_is_faster`)."""
-    from tpshard.kernels.rows_linear import can_widen
-    from tpshard.serve.quantized import dense_is_faster
-
-    head = "output.weight" if "output.weight" in packed else "tok_embed.weight"
-    multiplied = [packed[name] for name in (head, *quantized)]
-    wide = [port for port in multiplied if batch_invariant and can_widen(torch.empty(0, dtype=port.dtype))]
-    if wide:
-        tied = packed[head].local_bytes if head == "tok_embed.weight" else 0  # the embedding reads it as it was
-        more = sum(port.local_bytes for port in wide) + tied
-        return {"dense weights": f"multiplied as fp32, {more / 2**20:,.1f} MiB more: this CPU is slow in bf16"}
-    parts = {name: ((0, p.local[0]), (0, p.local[1])) for name, p in whole.items() if len(p.local) == 2}
-    if dense_is_faster(parts, whole[head].dtype):
-        more = sum(whole[name].local_bytes - packed[name].local_bytes for name in quantized)
-        return {"dense weights": f"{more / 2**20:,.1f} MiB more: quantized ones are kept dense, faster on this CPU"}
-    return {}
 
 
 def _meaning(arrangement: Arrangement, layout: str) -> str:
@@ -146,5 +119,3 @@ def _kernels(dtype: str, device: str, batch_invariant: bool) -> dict[str, str]:
     else:
         products = f"{TILE} rows at a time"
     return {"attention": "tpshard::paged_attention, a row's bits its own", "products": products}
-
-

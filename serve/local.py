@@ -56,7 +56,7 @@ class LocalRunner:
                 reorder_inputs(nodes, names, linears, more, self.device)
                 rewrite(nodes, names, linears.of, more, batch_invariant)
             nodes = [node for node in nodes if not node._erased]
-            packed = pack_weights(graph, nodes, weights.get, {}, widen=linears is not None) if batch_invariant else []
+            packed = pack_weights(graph, nodes, weights.get, {}) if batch_invariant else []
             self._fixed = [*let_go(graph, list(weights), list(weights.values())), *more.tensors, *packed]
         self._program = fx.GraphModule(nn.Module(), graph)
         self._replayed: Replayed | None = None

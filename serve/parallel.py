@@ -98,10 +98,9 @@ class Part:
         nodes = [node for node in nodes if not node._erased]
         packed: list[Tensor] = []
         if job.batch_invariant:
-            packed = pack_weights(graph, nodes, held.get, self._packed, widen=bool(self._linears.of))
+            packed = pack_weights(graph, nodes, held.get, self._packed)
         executor.module.recompile()
         return executor, [*more.tensors, *packed]
-
 
     def _let_go(self) -> None:
         """Frees the weights that no program reads any more, since packed ones replaced them."""

@@ -6,17 +6,15 @@ and products are given the quantized form.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor, fx
 from tpshard.kernels import quantized_ops
-from tpshard.kernels.packed import Packed
 from tpshard.kernels.quantized import Quantized
+from tpshard.kernels.quantized_ops import Prepared
 from tpshard.programs.layouts import Arrangement, Groups
 
 Block = tuple[tuple[int, int], tuple[int, int]]
@@ -31,8 +29,8 @@ ReadBlock = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 class Linear:
     """One rank's part of one quantized weight."""
 
-    packed: Packed | None
-    """None where no kernel of this device multiplies it quantized; then it is `dense` [outputs, inputs]."""
+    packed: Prepared | None
+    """None where it is kept `dense` [outputs, inputs]."""
     dense: Tensor | None
 
 
@@ -65,12 +63,10 @@ def cached(read: ReadQuantized) -> ReadQuantized:
 
 def prepare(
     parts: Mapping[str, Block], read: ReadQuantized, group: Groups, arrangement: Arrangement,
-    device: torch.device | str, dtype: torch.dtype, dense: bool | None = None,
+    device: torch.device | str, dtype: torch.dtype, dense: bool = False,
 ) -> Linears:  # fmt: skip
     """A rank's parts of the weights in `parts`, by parameter name; those that `read` has no quantized form of are
-    left out. `dense` keeps them as the dense weights that they stand for; None: where that is faster."""
-    if dense is None:
-        dense = torch.device(device).type == "cpu" and dense_is_faster(parts, dtype)
+    left out. `dense` keeps them as the dense weights, of `dtype`, that they stand for."""
     found: dict[str, Linear] = {}
     for name, ((first_out, outputs), (first_in, inputs)) in parts.items():
         whole = read(name)
@@ -80,42 +76,17 @@ def prepare(
         rows = _cut(arrangement.rows_of(name, group), first_in, inputs)
         own = whole.take_columns(columns).take_rows(rows)
         assert own.sorted, f"{name} does not lie as its program has it"
-        found[name] = _linear(replace(own, bias=None), device, dtype, dense)
+        own = replace(own, bias=None)
+        found[name] = (
+            Linear(None, own.dequantize(dtype).T.contiguous())
+            if dense
+            else Linear(quantized_ops.prepare(own, device), None)
+        )
     return Linears(found, arrangement, group)
 
 
 def _cut(order: Tensor | None, start: int, size: int) -> Tensor:
     return torch.arange(start, start + size) if order is None else order[start : start + size]
-
-
-def dense_is_faster(parts: Mapping[str, Block], dtype: torch.dtype) -> bool:
-    """Whether a CPU multiplies 8 rows faster by the dense weights: those with matrix units do, in bf16, as long as the
-    weights need not come from memory.
-
-    Decided by the machine and the sizes alone, so that a model gives the same bits whenever it is started.
-    """
-    size = sum(outputs * inputs for (_, outputs), (_, inputs) in parts.values()) * dtype.itemsize
-    return dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() and size <= last_level_cache()
-
-
-def last_level_cache() -> int:
-    """Bytes of the CPU's last cache as Linux tells it; 32 MiB where it does not."""
-    with contextlib.suppress(OSError, ValueError):
-        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
-        return int(text.rstrip("KM")) << (20 if text.endswith("M") else 10)
-    return 32 << 20
-
-
-def _linear(own: Quantized, device: torch.device | str, dtype: torch.dtype, dense: bool) -> Linear:
-    """A sorted part, in the form of the device."""
-    if dense:
-        return Linear(None, own.dequantize(dtype).T.contiguous())
-    packed = quantized_ops.prepare(own, device, dtype)
-    if torch.device(device).type == "cpu":
-        if packed.int4 is None:  # to dequantize it in every step would be slower than to keep it dense
-            return Linear(None, own.dequantize(dtype).T.contiguous())
-        packed = replace(packed, words=packed.words.new_zeros(1).expand(packed.words.shape))  # int4 replaces it
-    return Linear(packed, None)
 
 
 class Inputs:
@@ -165,8 +136,7 @@ def rewrite(
 ) -> None:
     """Lets products (nodes of `rows_linear`) whose weight input is quantized use the quantized form.
 
-    `names` says which parameter an input node is. With `invariant` a row's bits do not depend on the others; a CPU's
-    int4 product never lets them.
+    `names` says which parameter an input node is. With `invariant` a row's bits do not depend on the others.
     """
     graph = inputs.graph
     for node in nodes:
@@ -178,10 +148,9 @@ def rewrite(
             node.target = node.target if invariant else torch.ops.aten.linear.default
             continue
         *tensors, form = quantized_ops._arguments(linear.packed)
-        fixed = invariant or linear.packed.int4 is not None
         with graph.inserting_before(node):
             y = graph.call_function(
-                torch.ops.tpshard.quantized_matmul.default, (x, *(inputs.add(t) for t in tensors), form, fixed)
+                torch.ops.tpshard.quantized_matmul.default, (x, *(inputs.add(t) for t in tensors), form, invariant)
             )
             if bias is not None:
                 y = graph.call_function(torch.add, (y, bias))

@@ -80,13 +80,12 @@ def _turns(node: Any) -> bool:
 
 
 def pack_weights(
-    graph: fx.Graph, nodes: list[fx.Node], weight_of: Callable[[fx.Node], Tensor | None], made: dict[int, Tensor],
-    widen: bool = False,
-) -> list[Tensor]:  # fmt: skip
+    graph: fx.Graph, nodes: list[fx.Node], weight_of: Callable[[fx.Node], Tensor | None], made: dict[int, Tensor]
+) -> list[Tensor]:
     """Lets `rows_linear` nodes read weights in the library's packed form, as new inputs at the end of the graph's.
 
     Returns the packed weights in the order of these inputs. `made` holds those that other graphs of the same weights
-    (by id) have packed. With `widen` bf16 weights become fp32 where that is faster (see `rows_linear.can_widen`).
+    (by id) have packed.
     """
     inputs: dict[fx.Node, fx.Node] = {}
     packed: list[Tensor] = []
@@ -95,14 +94,11 @@ def pack_weights(
         x, source, bias = node.args
         assert isinstance(source, fx.Node)
         weight = weight_of(source)
-        if weight is None:
-            continue
-        wider = widen and rows_linear.can_widen(weight)
-        if not (wider or rows_linear.can_pack(weight)):
+        if weight is None or not rows_linear.can_pack(weight):
             continue
         if source not in inputs:
             if id(weight) not in made:
-                made[id(weight)] = rows_linear.pack(weight.float() if wider else weight)
+                made[id(weight)] = rows_linear.pack(weight)
             packed.append(made[id(weight)])
             with graph.inserting_after(last):
                 inputs[source] = last = graph.placeholder(f"{source.name}_packed")

@@ -1,13 +1,18 @@
 """Products with quantized weights on a CPU: every path against the reference, traced and real."""
 
 import dataclasses
+import platform
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from tpshard.kernels import llvm_launch
 from tpshard.kernels import quantized_ops as ops
+from tpshard.kernels.blocked import block, unblocked
+from tpshard.kernels.llvm_quantized import module
 from tpshard.kernels.quantized import Quantized, concatenate, group_count, group_index, longer, reference_matmul
 
 ROUNDING = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -36,7 +41,7 @@ def linear(inputs=128, outputs=64, bits=4, group_size=32, order=False, bias=Fals
 @pytest.mark.parametrize("invariant", [False, True])
 def test_products_equal_the_reference(dtype, bits, group_size, invariant):
     weight = linear(bits=bits, group_size=group_size, bias=True)
-    packed = ops.prepare(weight, "cpu", dtype)
+    packed = ops.prepare(weight, "cpu")
     for rows in (1, 3, 70):
         x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(rows)).to(dtype)
         expected = reference_matmul(x.double(), weight)
@@ -44,19 +49,54 @@ def test_products_equal_the_reference(dtype, bits, group_size, invariant):
         assert y.dtype == dtype and (y.double() - expected).norm() <= ROUNDING[dtype] * expected.norm()
 
 
-def test_torch_int4_serves_few_rows_of_bf16_and_only_where_it_is_fast(monkeypatch):
-    assert ops.prepare(linear(), "cpu", torch.bfloat16).int4 is not None
-    slow = [(linear(), torch.float32), (linear(), torch.float16), (linear(group_size=40), torch.bfloat16),
-            (linear(bits=8), torch.bfloat16), (linear(outputs=40), torch.bfloat16)]  # fmt: skip
-    for weight, dtype in slow:
-        assert ops.prepare(weight, "cpu", dtype).int4 is None
-    dense, dequantize = [], ops.dequantize_cpu
-    monkeypatch.setattr(ops, "dequantize_cpu", lambda *a: dense.append(a) or dequantize(*a))
-    packed = ops.prepare(linear(), "cpu", torch.bfloat16)
-    ops.matmul(torch.randn(64, 128).bfloat16(), packed)
-    assert not dense
-    ops.matmul(torch.randn(65, 128).bfloat16(), packed)
-    assert len(dense) == 1
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("outputs", [16, 40])
+def test_blocks_hold_what_they_were_made_of(bits, outputs):
+    regular, ragged = linear(outputs=outputs, bits=bits, bias=True), linear(outputs=outputs, bits=bits, seed=3)
+    ragged = dataclasses.replace(ragged, group=torch.tensor([0] * 5 + [1] * 90 + [3] * 33, dtype=torch.int32))
+    for weight, width in ((regular, {2: 2, 3: 4, 4: 4, 8: 8}[bits]), (ragged, 8)):
+        blocked = block(weight)
+        assert blocked.width == width and blocked.codes.shape == (-(-outputs // 16), 128 * width // 8, 16)
+        back = unblocked(blocked)
+        for name in ("codes", "scales", "zeros", "group"):
+            assert torch.equal(getattr(back, name), getattr(weight, name)), name
+        x = torch.randn(9, 128, generator=torch.Generator().manual_seed(2))
+        expected = reference_matmul(x.double(), weight)
+        assert (ops.matmul(x, blocked).double() - expected).norm() <= 2e-6 * expected.norm()
+
+
+@pytest.mark.skipif(not llvm_launch.available(), reason="the program is not made for this CPU")
+def test_the_width_of_vectors_and_the_number_of_threads_change_no_bit(monkeypatch):
+    blocked, x = block(linear(inputs=320, outputs=200, group_size=40)), torch.randn(11, 320)
+    expected, threads = ops.matmul(x, blocked), torch.get_num_threads()
+    for lanes in (4, 8, 16):
+        monkeypatch.setattr(llvm_launch, "lanes", lambda lanes=lanes: lanes)
+        assert torch.equal(ops.matmul(x, blocked), expected)
+        assert torch.equal(ops.matmul(x[:3], blocked), expected[:3])
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(ops.matmul(x, blocked), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_cpu_without_the_instructions_multiplies_dense_weights(monkeypatch):
+    weight, x = linear(bits=3, bias=True), torch.randn(5, 128)
+    monkeypatch.setattr(llvm_launch, "available", lambda: False)
+    monkeypatch.setattr(llvm_launch, "matmul", None)
+    expected = reference_matmul(x.double(), weight)
+    assert (ops.matmul(x, ops.prepare(weight, "cpu")).double() - expected).norm() <= 2e-6 * expected.norm()
+
+
+@pytest.mark.parametrize(("cpu", "lanes"), [("haswell", 8), ("znver3", 8), ("skylake-avx512", 16)])
+@pytest.mark.skipif("x86" not in platform.machine(), reason="LLVM knows other CPUs here")
+def test_the_loop_of_many_rows_keeps_its_sums_in_registers(cpu, lanes):
+    machine = llvm_launch.target_machine(cpu)
+    assembly = machine.emit_assembly(llvm_launch.optimized(module(4, lanes), machine))
+    body = assembly.split(f"\ntile_{lanes // 2}:")[1].split("\n.Lfunc_end")[0]
+    loop = max(re.split(r"\n\.L\w+:", body), key=lambda part: part.count("vfmadd"))
+    assert loop.count("vfmadd") == 2 * 8  # a byte's two inputs
+    assert "(%rsp)" not in loop and "(%rbp)" not in loop
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -67,8 +107,7 @@ def test_padding_multiplies_to_zero(dtype, bits, group_size):
     dense = wider.dequantize()
     assert torch.equal(dense[:128, :64], weight.dequantize())
     assert dense.count_nonzero() == weight.dequantize().count_nonzero() and wider.sorted
-    packed = ops.prepare(wider, "cpu", dtype)
-    assert (packed.int4 is not None) == (dtype == torch.bfloat16 and group_size in (32, 64))
+    packed = ops.prepare(wider, "cpu")
     x = torch.randn(3, 320, generator=torch.Generator().manual_seed(1)).to(dtype)
     y, cut = ops.matmul(x, packed), ops.matmul(x * (torch.arange(320) < 128), packed)
     assert torch.equal(y, cut) and not y[:, 64:].any()
@@ -90,7 +129,7 @@ def test_padding_fills_the_last_group(symmetric):
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_a_row_does_not_depend_on_the_others_when_asked(dtype):
-    packed = ops.prepare(linear(), "cpu", dtype)
+    packed = ops.prepare(linear(), "cpu")
     x = torch.randn(70, 128).to(dtype)
     together = ops.matmul(x, packed, invariant=True)
     for rows in (slice(0, 1), slice(5, 9), slice(60, 70)):
@@ -100,28 +139,22 @@ def test_a_row_does_not_depend_on_the_others_when_asked(dtype):
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_gate_and_up_share_one_product(dtype):
     gate, up = linear(seed=1, order=True), linear(seed=2, order=True)
-    packed = ops.prepare([gate, up], "cpu", dtype)
+    packed = ops.prepare([gate, up], "cpu")
     x = torch.randn(2, 5, 128).to(dtype)
     expected = F.silu(reference_matmul(x.double(), gate)) * reference_matmul(x.double(), up)
     y = ops.gate_up(x, packed)
     assert y.shape == (2, 5, 64) and (y.double() - expected).norm() <= 3 * ROUNDING[dtype] * expected.norm()
 
 
-def test_dense_weights_are_the_files_bit_for_bit():
-    for weight in (linear(bits=3), linear(group_size=40), linear(group_size=-1)):
-        assert torch.equal(ops.dequantize_cpu(ops.prepare(weight, "cpu", torch.float16), torch.float16).T,
-                           weight.dequantize())  # fmt: skip
-
-
 def test_weights_that_cannot_be_multiplied_are_refused():
     with pytest.raises(ValueError, match="adjacent"):
-        ops.prepare(linear(order=True, sort=False), "cpu", torch.float32)
+        ops.prepare(linear(order=True, sort=False), "cpu")
     with pytest.raises(ValueError, match="same g_idx"):
         concatenate([linear(), linear(group_size=64)])
 
 
 def test_operations_are_traced_whole():
-    packed = ops.prepare([linear(seed=1), linear(seed=2)], "cpu", torch.bfloat16)
+    packed = ops.prepare([linear(seed=1), linear(seed=2)], "cpu")
     order = torch.randperm(128)
 
     def block(x, scale):

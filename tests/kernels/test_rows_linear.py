@@ -33,16 +33,3 @@ def test_rows_do_not_know_of_each_other(k: int, n: int, dtype: torch.dtype, pack
 def test_other_numbers_of_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 8"):
         torch.ops.tpshard.rows_linear(torch.zeros(9, 4), torch.zeros(3, 4), None)
-
-
-def test_a_widened_weight_is_rounded_once() -> None:
-    g = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(n, 96, generator=g).bfloat16() for n in (16, 40))
-    packed = rows_linear.pack(w.float())
-    found = torch.ops.tpshard.packed_rows_linear(x, packed, None, 40)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, (x.double() @ w.double().T).bfloat16(), rtol=2**-8, atol=1e-6)
-    for start in (0, 8):
-        part = torch.ops.tpshard.packed_rows_linear(x[start : start + 8], packed, None, 40)
-        assert torch.equal(part, found[start : start + 8])
-    assert not rows_linear.can_widen(w.float())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import fx
 from tpshard.cli.serve_worker import open_weights
+from tpshard.kernels.blocked import Blocked
 from tpshard.kernels.gptq_solver import Settings
 from tpshard.kernels.rows_linear import TILE
 from tpshard.models import build, from_hf
@@ -90,13 +91,13 @@ def test_four_bits_are_multiplied_as_four_bits(folders: dict[str, Path]) -> None
     model = build(LLAMA)
     arrangement = arrangement_on_one(model, LLAMA, act_orders(model, LLAMA, weights.group), "tp_aware")
     parts = {"layers.0.mlp.down.weight": ((0, 64), (0, 128)), "layers.0.mlp.up.weight": ((0, 128), (0, 64))}
-    linears = prepare(parts, weights.quantized, weights.group, arrangement, "cpu", torch.bfloat16, dense=False)
+    linears = prepare(parts, weights.quantized, weights.group, arrangement, "cpu", torch.bfloat16)
     down = linears.of["layers.0.mlp.down.weight"]
-    assert down.packed is not None and down.packed.int4 is not None
+    assert isinstance(down.packed, Blocked) and down.packed.width == 4 and down.dense is None
     assert "layers.0.mlp.down.weight" not in arrangement.of  # nothing is taken in order between the two
     dense = LocalRunner(from_hf(folders["llama"], dtype=torch.bfloat16), blocks=16, max_seq=64)
     _, expected = greedy(dense)
-    quantized = local_runner(job(folders["llama"], dtype="bf16", dense=False), weights)
+    quantized = local_runner(job(folders["llama"], dtype="bf16"), weights)
     code = quantized._program.code
     assert code.count("tpshard.quantized_matmul.default(") == 14
     assert code.count("rows_linear.default(") == 1  # the head is dense
@@ -115,7 +116,7 @@ def test_rows_are_kept_apart_only_where_it_is_asked_for(invariant: bool) -> None
     graph.output(tuple(nodes))
     weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
     quantized = round_to_nearest(weight, Settings(group_size=32))
-    packed = quantized_ops.prepare(quantized, "cpu", torch.float32)  # as on a GPU: without torch's int4 form
+    packed = quantized_ops.prepare(quantized, "cpu")
     linears = {"first": Linear(packed, None), "second": Linear(None, weight)}
     inputs = Inputs(graph)
     rewrite(nodes, {first: "first", second: "second"}, linears, inputs, invariant)
