@@ -1,12 +1,13 @@
 """Predicted against measured step time on the machine it runs on: the quickstart and three other recipes.
 
-    python benchmarks/plan_this_machine.py [--steps N] [--device FILE]
+    python benchmarks/plan_this_machine.py [--steps N] [--turns N] [--device FILE]
 
 First `tpshard doctor --measure` fits the machine into a device file (`--device` takes one that is there instead), then
-each recipe is planned with it and trained for a few steps. Exits with 1 where a prediction is more than 20% off the
-median step. Leave the machine alone meanwhile: `others` says how many of its cores something else kept busy. `pace` is
-the time of a fixed piece of work around each run against that around the measurement; away from 1 the machine itself
-has changed its speed since (a virtual one does), which no constants can know.
+each recipe is planned with it and trained for a few steps; all of them once, then all again, so that minutes in which
+the machine is slow fall on each. `measured` is the middle of the runs' median steps, `runs` the least and the most.
+Exits with 1 where a prediction is more than 20% off. Leave the machine alone meanwhile: `others` says how many of its
+cores something else kept busy. `pace` is the time of a fixed piece of work around each run against that around the
+measurement; away from 1 the machine itself has changed its speed since (a virtual one does), which no constants know.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import argparse
 import datetime
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -99,9 +103,35 @@ def pace() -> float:
     return sum(sorted(taken)[2:-2]) / 8
 
 
+@dataclass(frozen=True)
+class Run:
+    """Seconds, predicted and measured, of a run's median step; cores that others kept busy; seconds of `pace`."""
+
+    step: dict[str, float]
+    exposed: dict[str, float]
+    others: float
+    pace: float
+
+
+def run(arguments: list[str], folder: Path) -> Run:
+    folder.mkdir()
+    earlier, begun, before = pace(), time.monotonic(), cpu_seconds()
+    tpshard("train", *arguments, folder=str(folder))
+    others, now = others_busy(before, begun), (earlier + pace()) / 2
+    found = compare.compare(folder / "runs" / Path(arguments[0]).stem)
+    assert found is not None, "a run leaves its plan and its steps"
+    nothing = {"predicted": 0.0, "measured": 0.0}
+    return Run(found["step_s"], found.get("exposed_comm_s", nothing), others, now)
+
+
+def middle(runs: list[Run], value: Callable[[Run], float]) -> float:
+    return statistics.median(value(one) for one in runs)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=3, help="runs of each recipe")
     parser.add_argument("--device", type=Path, help="a device file that is there already")
     asked = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
@@ -117,20 +147,21 @@ def main() -> int:
             busy = others_busy(before, begun)
             print(f"tpshard doctor --measure: {time.monotonic() - begun:.0f} s, others {busy:.2f}")
             then = (then + pace()) / 2
-        print("recipe              predicted ms  measured ms   ratio   exposed ms: predicted  measured  others   pace")
-        for name, arguments in commands(folder, device, asked.steps).items():
-            earlier, begun, before = pace(), time.monotonic(), cpu_seconds()
-            tpshard("train", *arguments, folder=folder)
-            busy, now = others_busy(before, begun), (earlier + pace()) / 2
-            found = compare.compare(Path(folder) / "runs" / Path(arguments[0]).stem)
-            assert found is not None, "a run leaves its plan and its steps"
-            step, exposed = found["step_s"], found.get("exposed_comm_s", {"predicted": 0.0, "measured": 0.0})
-            worst = max(worst, abs(step["error"]))
+        recipes = commands(folder, device, asked.steps)
+        runs: dict[str, list[Run]] = {name: [] for name in recipes}
+        for turn in range(asked.turns):
+            for i, (name, arguments) in enumerate(recipes.items()):
+                runs[name].append(run(arguments, Path(folder) / f"{turn}-{i}"))
+        print("step, ms             predicted  measured       runs  ratio  exposed: predicted  measured  others   pace")
+        for name, each in runs.items():
+            times = sorted(1e3 * one.step["measured"] for one in each)
+            predicted, measured = 1e3 * each[0].step["predicted"], statistics.median(times)
+            waits = [1e3 * middle(each, lambda one, key=key: one.exposed[key]) for key in ("predicted", "measured")]
+            worst = max(worst, abs(predicted / measured - 1))
             print(
-                f"{name:<19} {1e3 * step['predicted']:>12.0f} {1e3 * step['measured']:>12.0f} "
-                f"{1 + step['error']:>7.2f} {1e3 * exposed['predicted']:>22.0f} {1e3 * exposed['measured']:>9.0f} "
-                f"{busy:>7.2f} {now / then:>6.2f}",
-                flush=True,
+                f"{name:<20} {predicted:>10.0f} {measured:>9.0f} {times[0]:>5.0f}-{times[-1]:<5.0f}"
+                f"{predicted / measured:>6.2f} {waits[0]:>19.0f} {waits[1]:>9.0f} "
+                f"{max(one.others for one in each):>7.2f} {middle(each, lambda one: one.pace) / then:>6.2f}"
             )
     print(f"worst {100 * worst:.0f}%, {'within' if worst <= WITHIN else 'beyond'} {100 * WITHIN:.0f}%")
     return 0 if worst <= WITHIN else 1

@@ -56,9 +56,11 @@ _LINK = {
 _CROWD = {
     "compute": _Key("ratio", 0.01, 4.0, 1.0),
     "memory": _Key("ratio", 0.01, 4.0, 1.0),
+    "growth": _Key("ratio", 0.01, 16.0, -1.0),
     "overhead": _Key("ratio", 0.01, 1000.0, 1.0),
     "bandwidth": _Key("bandwidth", 1e6, 1e13, 0.0),
     "latency": _Key("time", 0.0, 1.0, 0.0),
+    "skew": _Key("time", 0.0, 1.0, 0.0),
     "slowdown": _Key("share", 0.0, 0.95, -1.0),
 }
 _CONSTANTS = {
@@ -68,6 +70,7 @@ _CONSTANTS = {
     "softmax": _Key("ratio", 0.0, 1000.0, 0.0),
     "packing": _Key("ratio", 0.01, 100.0, 1.0),
     "streaming": _Key("share", 0.01, 1.0, 0.85),
+    "exponential": _Key("ratio", 0.0, 1000.0, 0.0),
     "op": _Key("time", 0.0, 0.1, 4e-6),
     "eager_op": _Key("time", 0.0, 0.1, 8e-6),
     "view": _Key("time", 0.0, 0.1, 0.0),
@@ -141,6 +144,7 @@ def parse(data: bytes, file: str) -> Device:
         softmax=constants["softmax"],
         packing=constants["packing"],
         streaming=constants["streaming"],
+        exponential=constants["exponential"],
         op_s=constants["op"],
         eager_op_s=constants["eager_op"],
         view_s=constants["view"],
@@ -181,10 +185,10 @@ def _link(values: dict[str, Any]) -> Link:
 
 
 def _crowd(values: dict[str, Any]) -> Crowd:
-    slowdown = values["slowdown"]
+    growth, slowdown = (None if values[key] < 0 else values[key] for key in ("growth", "slowdown"))
     return Crowd(
-        values["compute"], values["memory"], values["overhead"], values["bandwidth"], values["latency"],
-        None if slowdown < 0 else slowdown,
+        values["compute"], values["memory"], growth, values["overhead"], values["bandwidth"], values["latency"],
+        values["skew"], slowdown,
     )  # fmt: skip
 
 

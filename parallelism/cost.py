@@ -44,11 +44,15 @@ class Crowd:
 
     compute: float = 1.0
     memory: float = 1.0
+    growth: float | None = None
+    """Of `Device.growth`; None: as of the memory's bandwidth."""
     overhead: float = 1.0
     bandwidth: float = 0.0
     """Bytes/s that one process sends; 0: an even part of the host's."""
     latency_s: float = 0.0
     """Of one hop; 0: `inside`'s, times the turns that processes take."""
+    skew_s: float = 0.0
+    """Of a collective, however little it sends: until the system has given each member its turn."""
     slowdown: float | None = None
     """Share of its computing rate that a process loses beside a collective; None: `inside`'s."""
 
@@ -80,6 +84,8 @@ class Device:
     """CPU only: share of the memory bandwidth at which a matrix product reads its operands and writes its result."""
     streaming: float = 0.85
     """Share of the memory bandwidth that pointwise operations and reductions reach."""
+    exponential: float = 0.0
+    """CPU only: what an element's exponential costs (of `exp`, `silu`, ...), in bytes of such operations."""
     op_s: float = 4e-6
     """Least time of one operation run from a compiled graph."""
     eager_op_s: float = 8e-6
@@ -94,6 +100,9 @@ class Device:
     """What a step costs besides its operations: data, metrics, the host's loop."""
     growth: float = 0.0
     """CPU only: bytes/s at which the memory that a program takes and gives back is made ready; 0: at no cost."""
+    skew_s: float = 0.0
+    """CPU only: what a collective waits, however little it sends, until each member has its turn; `shared_by` takes it
+    from `crowds`."""
     cores: int = 0
     """CPU only: cores of the host, shared by its processes; the rates above are then the whole host's."""
     crowds: Mapping[int, Crowd] = field(default_factory=dict)
@@ -128,12 +137,13 @@ class Device:
             rates={dtype: rate * crowd.compute / processes for dtype, rate in self.rates.items()},
             memory_bandwidth=self.memory_bandwidth * crowd.memory / processes,
             memory_bytes=self.memory_bytes // processes,
-            growth=self.growth * crowd.memory / processes,
+            growth=self.growth * (crowd.memory if crowd.growth is None else crowd.growth) / processes,
             op_s=self.op_s * overhead,
             eager_op_s=self.eager_op_s * overhead,
             view_s=self.view_s * overhead,
             issue_s=self.issue_s * overhead,
             step_s=self.step_s * overhead,
+            skew_s=crowd.skew_s * more,
             crowds={},
         )
 
@@ -236,7 +246,7 @@ def bandwidth(device: Device, span: Span, per_host: int) -> float:
 def collective(
     device: Device, topology: Topology, kind: str, refs: Axes, buffer: int, algorithm: str | None = None
 ) -> CommCost:
-    """Latency plus bytes over bandwidth. `algorithm` overrides what the backend does, e.g. `all_to_all` for a
+    """Skew, latency, and bytes over bandwidth. `algorithm` overrides what the backend does, e.g. `all_to_all` for a
     reduce-scatter sent as an all-to-all and summed locally."""
     span = topology.span(refs)
     if span.members <= 1:
@@ -259,24 +269,25 @@ def collective(
         name = "all-to-all and local sum"
     if device.kind == "cpu" and kind in ("all_reduce", "reduce_scatter"):
         seconds += buffer / (device.memory_bandwidth * device.streaming)
-    return CommCost(seconds, sent, span.wire, name)
+    return CommCost(seconds + device.skew_s, sent, span.wire, name)
 
 
 Work = Literal["matmul", "attention", "attention_backward", "stream", "free"]
 
 
 def operation(
-    device: Device, work: Work, flops: int, moved: int, dtype: str, *, eager: bool, head_dim: int = 0
-) -> float:
+    device: Device, work: Work, flops: int, moved: int, dtype: str, *, eager: bool, head_dim: int = 0,
+    exponentials: int = 0,
+) -> float:  # fmt: skip
     """Seconds of one kernel: the larger of computing and moving bytes (the roofline), at the device's efficiencies.
 
-    `moved` counts bytes read and written in the device's memory; `head_dim` is attention's. A CPU computes and moves in
-    turn: there the two add up.
+    `moved` counts bytes read and written in the device's memory; `head_dim` is attention's; `exponentials` counts the
+    elements of a stream that take one. A CPU computes and moves in turn: there the two add up.
     """
     if work == "free":
         return 0.0
     least = device.eager_op_s if eager else device.op_s
-    memory = moved / (device.memory_bandwidth * device.streaming)
+    memory = (moved + device.exponential * exponentials) / (device.memory_bandwidth * device.streaming)
     if work == "stream":
         return memory + least if device.kind == "cpu" else max(memory, least)
     share = {"matmul": device.matmul, "attention": device.attention}.get(work, device.attention_backward)

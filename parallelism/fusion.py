@@ -18,6 +18,7 @@ from tpshard.parallelism.flow import Flow, known, op_name
 from tpshard.parallelism.program import Info, Program
 
 _POINTWISE = {"_to_copy", "roll", "clone", "full_like", "ones_like", "zeros_like", "arange", "full", "scalar_tensor"}
+_EXPONENTIALS = {"exp", "silu", "silu_backward", "sigmoid", "gelu", "gelu_backward", "tanh", "log", "_softmax"}
 _LOOKUPS = {"embedding", "index_select", "gather", "index"}
 _MOST_READS = 2
 """Operands of its size from which on a value with several readers is written rather than computed again."""
@@ -39,6 +40,8 @@ class Kernel:
     counts: bool
     """Whether it has a kernel launch of its own (the first of a fused group has)."""
     compiled: bool = False
+    exponentials: int = 0
+    """Elements that take one."""
 
 
 def classify(node: fx.Node, is_view: bool) -> Work:
@@ -108,10 +111,16 @@ def _kernels(flow: Flow, compiled: Compiled) -> list[Kernel]:
             read = min(read, 2 * here.bytes + 8)
         written = 0 if inside else here.bytes
         counts = not inside and mine not in opened
-        out.append(Kernel(node, work, here.flops, read + written, written, dtype, counts, seen_by[node]))
+        exponentials = _elements(here) if flow.name[node] in _EXPONENTIALS else 0
+        moved = read + written
+        out.append(Kernel(node, work, here.flops, moved, written, dtype, counts, seen_by[node], exponentials))
         if counts:
             opened.add(mine)
     return out
+
+
+def _elements(here: Info) -> int:
+    return sum([spec.bytes // spec.dtype.itemsize for spec in here.specs])
 
 
 class _Unfused:
@@ -255,7 +264,10 @@ def seconds(kernel: Kernel, device: Device) -> float:
         dispatched = node.op == "call_function" and here.specs and here.comm is None
         return device.view_s if dispatched and not kernel.compiled else 0.0
     if kernel.work == "stream" and not kernel.counts:
-        return kernel.moved / (device.memory_bandwidth * device.streaming)
+        streamed = kernel.moved + device.exponential * kernel.exponentials
+        return streamed / (device.memory_bandwidth * device.streaming)
     head_dim = here.specs[0].shape[-1] if kernel.work.startswith("attention") and here.specs else 0
-    eager = not kernel.compiled
-    return operation(device, kernel.work, kernel.flops, kernel.moved, kernel.dtype, eager=eager, head_dim=head_dim)
+    return operation(
+        device, kernel.work, kernel.flops, kernel.moved, kernel.dtype, eager=not kernel.compiled, head_dim=head_dim,
+        exponentials=kernel.exponentials,
+    )  # fmt: skip

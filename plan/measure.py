@@ -1,9 +1,9 @@
 """`tpshard doctor --measure`: the constants of the machine it runs on, fitted into a dated device file.
 
 On a CPU one, two and four processes (and one for each core) measure products, attention, streams of operations and
-gloo, all at the same time, so that what they take from each other is in the constants; three times over, of which the
-middle counts. On a GPU the device is measured
-and its links are taken from the shipped file of its kind.
+gloo, all of such a crowd at the same time, so that what they take from each other is in the constants. Crowds take
+turns at every part and all is gone through several times, of which the middle counts: a machine that others use is slow
+now and then. On a GPU the device is measured and its links are taken from the shipped file of its kind.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -86,6 +88,8 @@ class Computing:
     attention_backward: float
     streaming: float
     """Bytes/s of pointwise operations and reductions."""
+    exponential: float
+    """Bytes that could be streamed while one exponential is taken."""
     growth: float
     """Bytes/s at which memory that a step takes and gives back is made ready."""
     op_s: float
@@ -95,13 +99,20 @@ class Computing:
 
 def computing(results: Sequence[Result]) -> Computing:
     """Constants of one process from the rows of all processes of a crowd."""
-    op_s, view_s = (max(0.0, _middle(t for entry in results for t in entry["overhead"][key])) for key in ("op", "view"))
-    # an operation's own time was measured apart: what is left of it here is at least a fifth
+    op_s, view_s, exponential_s, fresh_s = (
+        max(0.0, _middle(t for entry in results for t in entry["overhead"][key]))
+        for key in ("op", "view", "exponential", "fresh")
+    )
+    # Exponentials were measured apart: what is left of a block is at least a fifth. So was an operation, but as one
+    # among larger ones: in a block on little memory the next one finds its code in the caches.
     rows = [row for entry in results for row in entry["stream"]]
-    streams = fit([(moved, fresh, max(s - ops * op_s, 0.2 * s)) for ops, moved, _, fresh, s in rows])
-    per_byte, per_fresh = streams.costs
-    # of what a step takes and gives back the system hands out a part anew: that much for each byte of it
-    again = sum(row[3] for row in rows) / sum(row[2] for row in rows)
+    streams = fit([(ops, moved, max(s - exps * exponential_s, 0.2 * s)) for ops, moved, exps, _, _, s in rows])
+    per_byte = max(streams.costs[1], 1e-13)
+    # Of the most that is held at once the system hands out a part anew, each time: that much for each byte of it. The
+    # largest block does not count: results of the largest size are always new, and a program has few of that size.
+    largest = max(row[3] for row in rows)
+    smaller = [row for row in rows if row[3] < largest]
+    again = sum(row[4] for row in smaller) / sum(row[3] for row in smaller)
     products = fit([row[1:] for entry in results for row in entry["matmul"] if row[0] == "float32"])
     per_flop, packing = products.costs
     half = fit([(row[1], row[3]) for entry in results for row in entry["matmul"] if row[0] == "bfloat16"])
@@ -121,7 +132,8 @@ def computing(results: Sequence[Result]) -> Computing:
         attention=1 / rates[0].costs[0],
         attention_backward=1 / rates[1].costs[0],
         streaming=1 / per_byte,
-        growth=1 / max(per_fresh * again, 1e-13),
+        exponential=exponential_s / per_byte,
+        growth=1 / max(fresh_s * again, 1e-13),
         op_s=op_s,
         view_s=view_s,
         errors={
@@ -138,7 +150,10 @@ def _middle(values: Iterable[float]) -> float:
 class Communicating:
     """What one process of a crowd sends while all send."""
 
+    skew_s: float
+    """Of a collective, whatever it sends: until each member has its turn."""
     latency_s: float
+    """Of a hop."""
     bandwidth: float
     slowdown: float
     """Share of the cores that a large collective keeps busy."""
@@ -148,16 +163,21 @@ class Communicating:
 def communicating(results: Sequence[Result], local: float) -> Communicating:
     """`local`: bytes/s at which a process adds up what it receives, which the cost model counts by itself."""
     rows, busy = [], []
+    # a collective is one thing that all its members see: what one waits for another is not late with
+    every: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
     for entry in results:
         for kind, members, buffer, seconds, share in entry["comm"]:
-            summed = buffer / local if kind == "all_reduce" else 0.0
-            hops, sent = _hops(kind, members), wire_bytes(kind, buffer, members, "gloo")
-            rows.append((hops, sent, max(seconds - summed, 0.2 * seconds)))
-            if buffer >= 1 << 20:
-                busy.append(share)
+            every.setdefault((kind, members, buffer), []).append((seconds, share))
+    for (kind, members, buffer), seen in every.items():
+        seconds, share = (sum(part) / len(seen) for part in zip(*seen, strict=True))
+        summed = buffer / local if kind == "all_reduce" else 0.0
+        hops, sent = _hops(kind, members), wire_bytes(kind, buffer, members, "gloo")
+        rows.append((1.0, hops, sent, max(seconds - summed, 0.2 * seconds)))
+        if buffer >= 1 << 20:
+            busy.append(share)
     found = fit(rows)
-    rate = 1 / max(found.costs[1], 1e-13)
-    return Communicating(found.costs[0], rate, min(0.95, _middle(busy)), found.error)
+    skew, hop, byte = found.costs
+    return Communicating(skew, hop, 1 / max(byte, 1e-13), min(0.95, _middle(busy)), found.error)
 
 
 def _hops(kind: str, members: int) -> float:
@@ -169,7 +189,7 @@ def _hops(kind: str, members: int) -> float:
 
 
 def measure(say: Callable[[str], None] | None = None, *, name: str = "", today: str = "") -> str:
-    """Text of a device file for this machine. `say` gets a line per stage. Takes about four minutes on two cores.
+    """Text of a device file for this machine. `say` gets a line per stage. Takes about two minutes on two cores.
 
     Raises `Mistakes` (exit 5) where the processes of a measurement do not come up.
     """
@@ -183,52 +203,59 @@ def measure(say: Callable[[str], None] | None = None, *, name: str = "", today: 
         return measure_gpu(tell, name, today)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     crowds = sorted({1, 2, 4, min(cores, MOST)})
-    rounds: list[dict[int, list[Result]]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for i in range(ROUNDS):
-            begun = time.monotonic()
-            tell(f"{i + 1} of {ROUNDS}: {', '.join(map(str, crowds))} process(es) on {cores} core(s) compute, move and "
-                 "send ...")  # fmt: skip
-            place = Path(folder) / str(i)
-            place.mkdir()
-            rounds.append({processes: _run(place, processes, cores) for processes in crowds})
-            tell(f"  {time.monotonic() - begun:.0f} s")
-    found = {processes: typical([each[processes] for each in rounds]) for processes in crowds}
+    tell(f"{', '.join(map(str, crowds))} process(es) on {cores} core(s) compute, move and send, {ROUNDS} times ...")
+    found = _workers(crowds, cores, tell)
     return device_file(name or "measured-cpu", today, cores, psutil.virtual_memory().total, found)
 
 
-ROUNDS = 3
-"""How often all is measured, some time apart: a machine that others use is slow now and then, for seconds or more."""
+ROUNDS = 5
+"""How often all is measured: a machine that others use is slow now and then, for seconds or more."""
 MOST = 16
 """Processes at once at most: more add nothing that a host's rates do not say."""
+LIMIT_S = 600
+"""Seconds after which a measurement is given up."""
 
 
-def _run(folder: Path, world: int, cores: int) -> list[dict[str, Any]]:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, cores // world)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [sys.executable, "-m", "tpshard.plan.measure_worker", str(folder)]
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(cores)], env=environment, stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    wrong = ""
-    try:
-        for worker in workers:
-            _, said = worker.communicate(timeout=300)
-            if worker.returncode:
-                wrong = said.strip().splitlines()[-1] if said.strip() else f"exit code {worker.returncode}"
-    except subprocess.TimeoutExpired:
-        wrong = "no answer for five minutes"
-    finally:
-        for worker in workers:
-            if worker.poll() is None:
+def _workers(crowds: list[int], cores: int, tell: Callable[[str], None]) -> dict[int, list[Result]]:
+    """What each process of each crowd found; `tell` gets the rounds. The largest crowd's processes stay for all."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
+        command = [sys.executable, "-m", "tpshard.plan.measure_worker", folder]
+        numbers = [str(n) for n in (cores, ROUNDS, *crowds)]
+        errors = [files.enter_context(Path(folder, str(rank)).open("w+")) for rank in range(max(crowds))]
+        workers = [
+            subprocess.Popen(
+                [*command, str(rank), *numbers], env=environment, stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL if rank else subprocess.PIPE, stderr=errors[rank], text=True,
+            )
+            for rank in range(max(crowds))
+        ]  # fmt: skip
+
+        def end() -> None:
+            for worker in workers:
                 worker.kill()
+
+        late = threading.Timer(LIMIT_S, end)
+        late.start()
+        begun = time.monotonic()
+        try:
+            assert workers[0].stdout is not None
+            for line in workers[0].stdout:
+                tell(f"  {line.strip()} of {ROUNDS}, {time.monotonic() - begun:.0f} s")
+            ended = [worker.wait() for worker in workers]
+        finally:
+            late.cancel()
+            end()
+            for worker in workers:
                 worker.wait()
-    if wrong:
-        raise Mistakes.one(f"the measurement with {world} processes failed", exit=Exit.MACHINE, why=wrong)
-    return [json.loads((folder / f"result-{world}-{rank}.json").read_text()) for rank in range(world)]
+        for code, error in zip(ended, errors, strict=True):
+            if code:
+                error.seek(0)
+                said = error.read().strip().splitlines()
+                why = said[-1] if said else f"exit code {code}"
+                raise Mistakes.one(f"the measurement with {len(workers)} processes failed", exit=Exit.MACHINE, why=why)
+        each = [json.loads(Path(folder, f"result-{rank}.json").read_text()) for rank in range(len(workers))]
+    return {n: [typical(result[str(n)]) for result in each[:n]] for n in crowds}
 
 
 def device_file(name: str, today: str, cores: int, memory: int, found: dict[int, list[Result]]) -> str:
@@ -249,12 +276,13 @@ def device_file(name: str, today: str, cores: int, memory: int, found: dict[int,
         parts = {
             "compute": f"{mine.rates['fp32'] * n / rates['fp32']:.3g}",
             "memory": f"{mine.streaming * n / memory_rate:.3g}",
+            "growth": f"{mine.growth * n / (here.growth * base):.3g}",
             "overhead": f"{(mine.op_s + mine.view_s) / max(op_s + view_s, 1e-9):.3g}",
         }
         if n in sends:
             parts |= {
                 "bandwidth": f"{sends[n].bandwidth / 1e9:.4g} GB/s", "latency": f"{sends[n].latency_s * 1e6:.4g} us",
-                "slowdown": f"{sends[n].slowdown:.3g}",
+                "skew": f"{sends[n].skew_s * 1e6:.4g} us", "slowdown": f"{sends[n].slowdown:.3g}",
             }  # fmt: skip
         return f"    {n}: {{{', '.join(f'{key}: {value}' for key, value in parts.items())}}}"
 
@@ -262,7 +290,8 @@ def device_file(name: str, today: str, cores: int, memory: int, found: dict[int,
         "matmul": "1.0", "packing": f"{here.packing / here.streaming:.3g}",
         "attention": _share(here.attention / here.rates["fp32"]),
         "attention_backward": _share(here.attention_backward / here.rates["fp32"]), "softmax": f"{here.softmax:.3g}",
-        "streaming": "1.0", "op": f"{op_s * 5e5:.3g} us", "eager_op": f"{op_s * 1e6:.3g} us",
+        "streaming": "1.0", "exponential": f"{here.exponential:.3g}", "op": f"{op_s * 5e5:.3g} us",
+        "eager_op": f"{op_s * 1e6:.3g} us",
         "growth": f"{here.growth * base / 1e9:.4g} GB/s", "view": f"{view_s * 1e6:.3g} us",
         "issue": "0 us", "reserved": "1.0",
     }  # fmt: skip

@@ -1,19 +1,25 @@
 """One process of a measurement: seconds of what it computes, moves and sends beside the others, written as JSON.
 
-All processes do the same at the same time, with the threads that the launcher would give them. Nothing here is a
-recipe: products, attention and a block of small operations in usual shapes, run the way a program's graph is run.
+All processes of a crowd do the same at the same time, with the threads that the launcher would give them. Crowds take
+turns at every part, and all parts are gone through several times: what a machine loses for some seconds or minutes
+falls on all of them alike. Nothing here is a recipe: products, attention and a block of small operations in usual
+shapes, run the way a program's graph is run.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import resource
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +36,12 @@ MATMULS = {
 HEADS = ((8, 256, 8, 16), (4, 256, 8, 32), (2, 512, 8, 64), (1, 512, 8, 128))
 """Batch, sequence, heads and head size."""
 ELEMENTS = (1 << 16, 1 << 18, 1 << 20, 1 << 21)
-BLOCK_OPS = 31
-"""Operations of a `block`."""
+HEAD_DIM = 32
+FRESH_BYTES = 1 << 24
 COMM_BYTES = (64, 1 << 16, 1 << 20, 1 << 22)
 LEAST_S = 0.04
 aten, funcol = torch.ops.aten, torch.ops._c10d_functional
+EXPONENTIALS = (aten.exp.default, aten.silu.default)
 
 
 class Clock:
@@ -47,6 +54,8 @@ class Clock:
 
     def __init__(self, threads: int, turns: float):
         self.read, self.turns = (time.process_time, turns) if threads == 1 else (time.perf_counter, 1.0)
+        self.share = turns / threads
+        """Wall seconds of a second that the process works."""
 
     def seconds(self, run: Callable[[], object], least_s: float = LEAST_S) -> float:
         """Mean over calls of at least `least_s` together, without the first and the slowest tenth: a step is a sum
@@ -60,11 +69,23 @@ class Clock:
         kept = sorted(taken)[: max(1, len(taken) * 9 // 10)]
         return sum(kept) / len(kept) * self.turns
 
+    def behind(self, run: Callable[[int], object], larger: list[Tensor], times: int = 100) -> float:
+        """Mean of `run(i)`, each behind an operation on one of the larger tensors, without the slowest tenth."""
+        taken = []
+        for i in range(times):
+            torch.mul(larger[i % len(larger)], 2.0)
+            begun = self.read()
+            run(i)
+            taken.append(self.read() - begun)
+        kept = sorted(taken)[: times * 9 // 10]
+        return sum(kept) / len(kept) * self.turns
+
 
 # ---- computing -----------------------------------------------------------------------------------------------
-def products(clock: Clock) -> list[list[float | str]]:
+# Each part makes its tensors once, and measures as often as it is called with the clock of a crowd.
+def products() -> Callable[[Clock], list[list[float | str]]]:
     """Matrix products, plain and with either operand transposed: (dtype, FLOPs, bytes read and written, seconds)."""
-    rows: list[list[float | str]] = []
+    cases: list[tuple[list[float | str], Callable[[], Tensor]]] = []
     for dtype, shapes in MATMULS.items():
         name = str(dtype).removeprefix("torch.")
         for m, k, n in shapes:
@@ -74,37 +95,38 @@ def products(clock: Clock) -> list[list[float | str]]:
             for left_turned, right_turned in ((False, False), (False, True), (True, False)):
                 a = [x.t().contiguous().t() for x in lefts] if left_turned else lefts
                 b = [x.t().contiguous().t() for x in rights] if right_turned else rights
-                taken = clock.seconds(partial(_all, a, b)) / len(a)
-                rows.append([name, 2 * m * k * n, dtype.itemsize * (m * k + k * n + m * n), taken])
-    return rows
+                amounts: list[float | str] = [name, 2 * m * k * n, dtype.itemsize * (m * k + k * n + m * n)]
+                cases.append((amounts, partial(_next, cycle(zip(a, b)))))
+    return lambda clock: [[*amounts, clock.seconds(run)] for amounts, run in cases]
 
 
-def _all(lefts: list[Tensor], rights: list[Tensor]) -> list[Tensor]:
-    return [torch.mm(a, b) for a, b in zip(lefts, rights)]
+def _next(pairs: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
+    return torch.mm(*next(pairs))
 
 
-def attentions(clock: Clock) -> tuple[list[list[float]], list[list[float]]]:
+def attentions() -> Callable[[Clock], tuple[list[list[float]], list[list[float]]]]:
     """Causal attention within documents, forward and backward: (FLOPs, head size, seconds)."""
     forward, backward = torch.ops.tpshard.attention, torch.ops.tpshard.attention_backward
-    ahead, back = [], []
+    cases = []
     for b, s, h, d in HEADS:
         q, kv, documents = torch.randn(b, s, h, d), torch.randn(b, s, h // 2, d), torch.zeros(b, s, dtype=torch.int64)
         o, lse = forward(q, kv, kv, documents, 0.2)
-        flops = 4 * b * h * s * s * d // 2
-        ahead.append([flops, d, clock.seconds(partial(forward, q, kv, kv, documents, 0.2))])
-        back.append([flops * 5 // 2, d, clock.seconds(partial(backward, o, q, kv, kv, o, lse, documents, 0.2))])
-    return ahead, back
+        ahead = partial(forward, q, kv, kv, documents, 0.2)
+        cases.append((4 * b * h * s * s * d // 2, d, ahead, partial(backward, o, q, kv, kv, o, lse, documents, 0.2)))
+    return lambda clock: (
+        [[flops, d, clock.seconds(ahead)] for flops, d, ahead, _ in cases],
+        [[flops * 5 // 2, d, clock.seconds(back)] for flops, d, _, back in cases],
+    )
 
 
 class Tape:
-    """A graph of operations as a program's executor runs it, and what they read and write."""
+    """A graph of operations as a program's executor runs it, and what they read, write and hold."""
 
     def __init__(self) -> None:
         self.graph, self.inputs = fx.Graph(), list[Tensor]()
-        self.ops = self.views = self.moved = 0
-        self.kept: list[fx.Node] = []
-        self.between: Callable[[], None] = lambda: None
-        """Called after every operation."""
+        self.ops = self.moved = self.exponentials = 0
+        self.root: dict[fx.Node, fx.Node] = {}
+        """Of a view: what it is a view of."""
 
     def feed(self, *shape: int) -> fx.Node:
         node = self.graph.placeholder(f"x{len(self.inputs)}")
@@ -112,131 +134,185 @@ class Tape:
         self.inputs.append(node.meta["value"])
         return node
 
-    def add(self, target: Any, *args: Any, view: bool = False) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        out = target(*fx.map_arg(args, lambda n: n.meta["value"].to("meta")))
-        node.meta["value"] = out
-        if view:
-            self.views += 1
-            return node
-        self.ops += 1
-        self.moved += sum(4 * n.meta["value"].numel() for n in (*node.all_input_nodes, node))
+    def view(self, target: Any, source: fx.Node, *args: Any) -> fx.Node:
+        node = self._call(target, source, *args)
+        self.root[node] = self.root.get(source, source)
         return node
 
     def op(self, target: Any, *args: Any) -> fx.Node:
-        node = self.add(target, *args)
-        self.between()
+        node = self._call(target, *args)
+        self.ops += 1
+        self.moved += sum(_bytes(n) for n in (*node.all_input_nodes, node))
+        self.exponentials += node.meta["value"].numel() if target in EXPONENTIALS else 0
         return node
 
-    def keep(self, *nodes: fx.Node) -> None:
-        """As activations are, until the end."""
-        self.kept += nodes
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta["value"] = target(*fx.map_arg(args, lambda n: n.meta["value"].to("meta")))
+        return node
 
-    def module(self) -> fx.GraphModule:
-        self.graph.output(tuple(self.kept))
+    def module(self, *results: fx.Node) -> fx.GraphModule:
+        self.graph.output(results)
         return fx.GraphModule({}, self.graph)
 
+    def held(self) -> int:
+        """The most bytes of results that are held at once: each from its making to its last use."""
+        read = {node: {self.root.get(n, n) for n in node.all_input_nodes} for node in self.graph.nodes}
+        last = {source: node for node, sources in read.items() for source in sources}
+        alive: dict[fx.Node, int] = {}
+        most = 0
+        for node, sources in read.items():
+            if node.op == "call_function" and node not in self.root:
+                alive[node] = _bytes(node)
+                most = max(most, sum(alive.values()))
+            for source in sources:
+                if last[source] is node:
+                    alive.pop(source, None)
+        return most
 
-def block(tape: Tape, x: fx.Node, weight: fx.Node) -> fx.Node:
-    """What a transformer's layer and its gradient do besides products and attention: mostly scaling and adding, and of
-    the rest a norm, a rotation, a gate, sums over rows, and an exponential."""
 
-    def mul(a: fx.Node, b: fx.Node) -> fx.Node:
-        return tape.op(aten.mul.Tensor, a, b)
+def _bytes(node: fx.Node) -> int:
+    return 4 * int(node.meta["value"].numel())
 
-    def add(a: fx.Node, b: fx.Node) -> fx.Node:
-        return tape.op(aten.add.Tensor, a, b)
 
-    op = tape.op
+def forward(tape: Tape, x: fx.Node, weight: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    """(result, what the gradient reads) of what a transformer's layer does besides products and attention: mostly
+    scaling and adding, and of the rest a norm, a rotation of each head, a copy in another order and a gate."""
+    op, mul, add = tape.op, partial(tape.op, aten.mul.Tensor), partial(tape.op, aten.add.Tensor)
     inverse = op(aten.rsqrt.default, op(aten.mean.dim, mul(x, x), [-1], True))
     scaled = mul(x, inverse)
     normed = mul(scaled, weight)
-    rotated = add(mul(normed, weight), mul(op(aten.roll.default, normed, [1], [1]), weight))
-    gate = op(aten.silu.default, rotated)
-    hidden = mul(gate, normed)
-    out = add(x, mul(hidden, weight))
-    tape.keep(scaled, normed, rotated, gate, hidden, out)
-    grad = op(aten.exp.default, op(aten.div.Tensor, out, inverse))
+    heads, angle = _heads(tape, normed), tape.view(aten.slice.Tensor, weight, 0, 0, HEAD_DIM)
+    turned = add(mul(heads, angle), mul(op(aten.roll.default, heads, [1], [-1]), angle))
+    gate = op(aten.silu.default, _reordered(tape, turned, x))
+    out = add(x, mul(mul(gate, normed), weight))
+    return out, (inverse, scaled, normed, gate, out)
+
+
+def backward(tape: Tape, x: fx.Node, kept: tuple[fx.Node, ...], weight: fx.Node) -> fx.Node:
+    """What its gradient does: sums over rows, a copy in another order, and an exponential."""
+    op, mul, add = tape.op, partial(tape.op, aten.mul.Tensor), partial(tape.op, aten.add.Tensor)
+    inverse, scaled, normed, gate, out = kept
+    grad = op(aten.exp.default, op(aten.div.Tensor, normed, out))
     back = add(mul(grad, gate), mul(mul(grad, normed), weight))
-    tape.keep(op(aten.sum.dim_IntList, mul(back, scaled), [0]))
-    row = op(aten.sum.dim_IntList, mul(back, rotated), [-1], True)
+    op(aten.sum.dim_IntList, mul(back, scaled), [0])
+    back = _reordered(tape, _heads(tape, back), x)
+    row = op(aten.sum.dim_IntList, mul(back, gate), [-1], True)
     down = add(mul(back, inverse), mul(mul(scaled, row), weight))
     return add(mul(down, weight), add(x, mul(down, inverse)))
 
 
-def streams(clock: Clock) -> list[list[float]]:
-    """Blocks of several sizes, whose results are kept as activations are:
-    (operations, bytes moved, bytes kept, bytes that the system had to hand out anew, seconds)."""
-    rows = []
-    for elements in ELEMENTS:
-        tape = _blocks(elements, max(1, min(16, (1 << 21) // elements)), "")
-        kept = sum(4 * node.meta["value"].numel() for node in tape.kept)
-        run, calls = partial(tape.module(), *tape.inputs), 0
-
-        def counted(run: Callable[[], object] = run) -> None:
-            nonlocal calls
-            calls += 1
-            run()
-
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        taken = clock.seconds(counted, 2 * LEAST_S)
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-        rows.append([tape.ops, tape.moved, kept, faults * resource.getpagesize() / calls, taken])
-    return rows
-
-
-def overheads(clock: Clock) -> dict[str, list[float]]:
-    """Seconds of a tiny operation and of a view between larger ones: what they add to the blocks around them."""
-    found: dict[str, list[float]] = {"op": [], "view": []}
-    for elements in ELEMENTS[:2]:
-        seconds = {}
-        for between in ("", "op", "view"):
-            tape = _blocks(elements, 8, between)
-            tape.kept = tape.kept[-1:]  # nothing is kept: memory that grows and shrinks would hide so little
-            seconds[between] = clock.seconds(partial(tape.module(), *tape.inputs), 3 * LEAST_S)
-            if between:
-                found[between].append((seconds[between] - seconds[""]) / (2 * 8 * BLOCK_OPS))
-    return found
-
-
-def _blocks(elements: int, count: int, between: str) -> Tape:
-    """Several blocks in a row on so many elements, with what `between` says after each of their operations."""
-    tape = Tape()
-    width = 128 if elements <= ELEMENTS[1] else 512
-    x, weight = tape.feed(elements // width, width), tape.feed(width)
-    small = [tape.feed(8, 16) for _ in range(512 if between == "op" else 0)]
-    if between:
-        tape.between = partial(_interleave, tape, between, x, small)
-    for _ in range(count):
-        x = block(tape, x, weight)
-    tape.keep(x)
-    return tape
-
-
-def _interleave(tape: Tape, what: str, x: fx.Node, small: list[fx.Node]) -> None:
-    """Two tiny operations on tensors that were not used for long, as an optimizer's are; or two views."""
-    if what == "op":
-        a, b = small[tape.ops % len(small)], small[(tape.ops + 7) % len(small)]
-        kind = (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.sub.Tensor)[tape.ops // 3 % 4]
-        tape.add((aten.sqrt.default, aten.reciprocal.default)[tape.ops % 2], tape.add(kind, a, b))
-        return
+def _heads(tape: Tape, x: fx.Node) -> fx.Node:
+    """[rows, width] -> [8, rows / 8, heads, head size]"""
     rows, width = x.meta["value"].shape
-    split = tape.add(aten.reshape.default, x, [8, rows // 8, width // 16, 16], view=True)
-    tape.add(aten.permute.default, split, [0, 2, 1, 3], view=True)
+    return tape.view(aten.reshape.default, x, [8, rows // 8, width // HEAD_DIM, HEAD_DIM])
+
+
+def _reordered(tape: Tape, heads: fx.Node, like: fx.Node) -> fx.Node:
+    """A copy with the heads before the sequence, of `like`'s shape."""
+    turned = tape.view(aten.permute.default, heads, [0, 2, 1, 3])
+    return tape.op(aten.reshape.default, turned, list(like.meta["value"].shape))
+
+
+def streams() -> Callable[[Clock], list[list[float]]]:
+    """Blocks of several sizes: (operations, bytes moved, exponentials, bytes held at most, bytes that the system had to
+    hand out anew, seconds without that)."""
+    cases: list[tuple[list[float], Callable[[], object]]] = []
+    for elements in ELEMENTS:
+        tape, result = _blocks(elements, max(1, min(16, (1 << 21) // elements)))
+        run: Callable[[], object] = partial(tape.module(result), *tape.inputs)
+        run()
+        cases.append(([tape.ops, tape.moved, tape.exponentials, tape.held()], run))
+    for amounts, run in cases:  # after all ran once: what is given back depends on the largest that was seen
+        amounts.append(_handed_out(run))
+    return lambda clock: [[*amounts, clock.seconds(run, 2 * LEAST_S)] for amounts, run in cases]
+
+
+def _handed_out(run: Callable[[], object], calls: int = 4) -> float:
+    """Bytes of a call that the system hands out anew, because they were given back to it after the last one."""
+    run()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(calls):
+        run()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() / calls
+
+
+def keep_memory() -> None:
+    """From here on this process gives no memory back, so that nothing of it is in what is timed; glibc only."""
+    with suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD, at its most
+        mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+
+
+def overheads() -> Callable[[Clock], dict[str, list[float]]]:
+    """Seconds of a tiny operation and of a view, each behind an operation that has used up the nearer caches; of an
+    element's exponential: what it takes beyond an operation that computes nothing; and of a byte that the system hands
+    out anew and gets back: what writing it takes the first time beyond the second."""
+    larger = [torch.rand(elements // 512, 512) for elements in ELEMENTS[:2]]
+    small = [torch.rand(8, 16) for _ in range(512)]  # as an optimizer's: not used for long
+    kinds = (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default, aten.sub.Tensor)
+    x = torch.rand(ELEMENTS[1]) - 1  # as below a maximum; one that overflows takes several times as long
+    pairs = ((torch.exp, torch.neg), (torch.nn.functional.silu, torch.relu))
+
+    def op(i: int) -> None:
+        a, b, kind = small[i % len(small)], small[(i + 7) % len(small)], kinds[i % len(kinds)]
+        made = kind(a, b)
+        aten.sqrt.default(made) if i % 2 else aten.sum.dim_IntList(made, [0])
+
+    def view(i: int) -> None:
+        aten.permute.default(aten.reshape.default(larger[i % 2], [8, -1, 32, 16]), [0, 2, 1, 3])
+
+    def fresh(clock: Clock) -> float:
+        times = [time.process_time()]
+        memory = mmap.mmap(-1, FRESH_BYTES)
+        values = torch.frombuffer(memory, dtype=torch.float32)
+        for _ in range(2):
+            values.fill_(1.0)
+            times.append(time.process_time())
+        del values
+        memory.close()
+        return (time.process_time() - times[0] - 2 * (times[2] - times[1])) * clock.share / FRESH_BYTES
+
+    def measure(clock: Clock) -> dict[str, list[float]]:
+        nothing = clock.behind(lambda i: None, larger)
+        found = {
+            "op": [(clock.behind(op, larger) - nothing) / 2],
+            "view": [(clock.behind(view, larger) - nothing) / 2],
+        }
+        taken = [[clock.seconds(partial(run, x)) for run in pair] for pair in pairs]
+        found["exponential"] = [(exponential - plain) / x.numel() for exponential, plain in taken]
+        return {**found, "fresh": [fresh(clock) for _ in range(5)]}
+
+    return measure
+
+
+def _blocks(elements: int, count: int) -> tuple[Tape, fx.Node]:
+    """Several blocks in a row on so many elements and then their gradients from the last to the first, as a step runs
+    them; and the result."""
+    tape = Tape()
+    width = 128 if elements <= 1 << 18 else 512
+    x, weight = tape.feed(elements // width, width), tape.feed(width)
+    kept = []
+    for _ in range(count):
+        x, saved = forward(tape, x, weight)
+        kept.append(saved)
+    for saved in reversed(kept):
+        x = backward(tape, x, saved, weight)
+    return tape, x
 
 
 # ---- communicating -------------------------------------------------------------------------------------------
-def communicate(cores: int) -> list[list[Any]]:
-    """Collectives as a program runs them, in pairs and over all, each behind some computing: whoever is late is waited
-    for, and what is sent was made a while ago. (kind, members, bytes of the buffer, seconds, share of the host's cores
-    that it kept busy).
+def communications(crowd: int, cores: int) -> Callable[[Clock], list[list[Any]]]:
+    """Collectives as a program runs them, in pairs and over all of a crowd, each behind some computing: whoever is late
+    is waited for, and what is sent was made a while ago. (kind, members, bytes of the buffer, seconds, share of the
+    host's cores that it kept busy).
 
-    With more processes than cores somebody always has work: there a collective takes the time it computes, in turns.
-    Otherwise it takes what the wall clock says.
+    With more processes than cores the computing takes turns, also while others wait for the collective: what it takes
+    is then what the wall clock says beyond the turns of the computing. Every rank has to call this, in a crowd or not.
     """
-    world, rank = dist.get_world_size(), dist.get_rank()
-    turns = world / cores
-    rows: list[list[Any]] = []
+    rank, turns = dist.get_rank(), max(1.0, crowd / cores)
+    cases: list[tuple[list[Any], Callable[[Tensor], Tensor], list[Tensor]]] = []
     a, b = torch.randn(2048, 128), torch.randn(128, 384)
 
     def spent(run: Callable[[Tensor], object], buffers: list[Tensor]) -> tuple[float, float]:
@@ -247,24 +323,26 @@ def communicate(cores: int) -> list[list[Any]]:
             run(buffer)
         return (time.perf_counter() - begun) / len(buffers), (time.process_time() - own) / len(buffers)
 
-    for members in sorted({2, world}):
-        # every rank makes every group; those of a size run at the same time, as the groups of a mesh axis do
-        groups = [dist.new_group(list(range(i, i + members))) for i in range(0, world - members + 1, members)]
-        if rank >= len(groups) * members:
+    for members in sorted({2, crowd} - {1}):
+        # those of a size run at the same time, as the groups of a mesh axis do
+        groups = [dist.new_group(list(range(i, i + members))) for i in range(0, crowd - members + 1, members)]
+        if crowd == 1 or rank >= len(groups) * members:
             continue
-        calls = _collectives(groups[rank // members].group_name, members)
         for size in COMM_BYTES:
-            n = max(world, size // 4 // world * world)
+            n = max(crowd, size // 4 // crowd * crowd)
             buffers = [torch.ones(n) for _ in range(8)]
-            for kind, run in calls.items():
-                rounds = []
-                for _ in range(3):
-                    alone, with_it = spent(lambda _: None, buffers), spent(run, buffers)
-                    rounds.append((with_it[0] - alone[0], with_it[1] - alone[1]))
-                wall, own = (max(1e-6, sorted(times)[1]) for times in zip(*rounds))
-                seconds = own * turns if turns > 1 else wall
-                rows.append([kind, members, 4 * n, seconds, min(1.0, own * turns / seconds)])
-    return rows
+            for kind, run in _collectives(groups[rank // members].group_name, members).items():
+                cases.append(([kind, members, 4 * n], run, buffers))
+
+    def measure(_: Clock) -> list[list[Any]]:
+        rows = []
+        for case, run, buffers in cases:
+            (wall, own), (wall_with, own_with) = spent(lambda _: None, buffers), spent(run, buffers)
+            seconds = max(1e-6, wall_with - (own * turns if turns > 1 else wall))
+            rows.append([*case, seconds, min(1.0, max(0.0, own_with - own) * turns / seconds)])
+        return rows
+
+    return measure
 
 
 def _collectives(group: str, members: int) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -283,27 +361,35 @@ def _collectives(group: str, members: int) -> dict[str, Callable[[Tensor], Tenso
     return {"all_reduce": all_reduce, "all_gather": all_gather, "all_to_all": all_to_all}
 
 
-def main(folder: str, rank: int, world: int, cores: int) -> None:
-    threads = max(1, cores // world)
-    torch.set_num_threads(threads)
-    turns = max(1.0, world / cores)
+def main(folder: str, rank: int, cores: int, rounds: int, crowds: list[int]) -> None:
+    """Measures with each crowd of which this process is one, and writes {processes: a result per round}."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # names that newer torch spells otherwise
+    world = max(crowds)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(str(Path(folder) / f"store-{world}"), world), rank=rank, world_size=world,
+        "gloo", store=dist.FileStore(str(Path(folder) / "store"), world), rank=rank, world_size=world,
         timeout=timedelta(seconds=120),
     )  # fmt: skip
-    clock, found = Clock(threads, turns), dict[str, Any]()
+    found: dict[int, list[dict[str, Any]]] = {crowd: [{} for _ in range(rounds)] for crowd in crowds if rank < crowd}
+    torch.set_num_threads(1)
     with torch.no_grad():
-        parts = {"matmul": products, "attention": attentions, "stream": streams, "overhead": overheads}
-        for name, part in parts.items():
-            dist.barrier()
-            found[name] = part(clock)
-        dist.barrier()
-        found["comm"] = communicate(cores) if world > 1 else []
-    (Path(folder) / f"result-{world}-{rank}.json").write_text(json.dumps(found))
+        alike = {"matmul": products(), "attention": attentions(), "stream": streams(), "overhead": overheads()}
+        keep_memory()
+        parts = {crowd: {**alike, "comm": communications(crowd, cores)} for crowd in crowds}
+        for i in range(rounds):
+            for name in (*alike, "comm"):
+                for crowd in crowds:
+                    threads = max(1, cores // crowd)
+                    dist.barrier()
+                    if rank < crowd:
+                        torch.set_num_threads(threads)
+                        found[crowd][i][name] = parts[crowd][name](Clock(threads, max(1.0, crowd / cores)))
+            if rank == 0:
+                print(i + 1, flush=True)
+    (Path(folder) / f"result-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *(int(text) for text in sys.argv[2:5]))
+    rank, cores, rounds, *crowds = (int(text) for text in sys.argv[2:])
+    main(sys.argv[1], rank, cores, rounds, crowds)

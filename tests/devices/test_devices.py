@@ -91,8 +91,9 @@ CROWDED = (
     GOOD.replace("kind: gpu", "kind: cpu").replace("devices: 8", "devices: 8\n  cores: 2")
     + "  crowds:\n"
     + "    1: {compute: 0.9}\n"
-    + "    4: {compute: 0.8, memory: 0.5, overhead: 3, bandwidth: 1 GB/s, latency: 2 ms, slowdown: 0.9}\n"
-    + "constants: {view: 5 us, eager_op: 10 us, packing: 0.5, softmax: 20, growth: 8 GB/s}\n"
+    + "    4: {compute: 0.8, memory: 0.5, overhead: 3, bandwidth: 1 GB/s, latency: 2 ms, skew: 3 ms, "
+    + "growth: 2, slowdown: 0.9}\n"
+    + "constants: {view: 5 us, eager_op: 10 us, packing: 0.5, softmax: 20, growth: 8 GB/s, exponential: 40}\n"
 )
 
 
@@ -103,11 +104,20 @@ def test_crowds_say_what_processes_lose_to_each_other():
     assert four.memory_bandwidth == pytest.approx(3.35e12 * 0.5 / 4)
     assert (four.view_s, four.eager_op_s) == (pytest.approx(15e-6), pytest.approx(30e-6))
     assert (four.inside.bandwidth, four.inside.latency_s, four.inside.slowdown) == (1e9, 2e-3, 0.9)
-    assert four.growth == pytest.approx(1e9)
+    assert four.growth == pytest.approx(4e9)  # of its own; without, as of the memory
+    without = parse(CROWDED.replace("growth: 2, ", "").encode(), "box.yaml").shared_by(4)
+    assert without.growth == pytest.approx(1e9)
+    assert (four.skew_s, found.shared_by(8).skew_s) == (3e-3, 6e-3)
     # one process has an entry of its own, two and three take it too
     assert found.shared_by(1).rate("bf16") == pytest.approx(found.rate("bf16") * 0.9)
     assert found.shared_by(3).rate("bf16") == pytest.approx(found.rate("bf16") * 0.9 / 3)
     assert found.shared_by(3).inside.latency_s == pytest.approx(1.5 * 4e-6)  # taking turns
+
+
+def test_a_file_without_skew_has_none():
+    found = parse(CROWDED.replace("skew: 3 ms, ", "").encode(), "box.yaml")
+    assert found.shared_by(4).skew_s == found.skew_s == 0.0
+    assert all(device(name).shared_by(4).skew_s == 0.0 for name in BUILTIN)
 
 
 def test_constants_change_what_operations_cost():
@@ -119,6 +129,8 @@ def test_constants_change_what_operations_cost():
 
     moved = 10**9 / one.memory_bandwidth
     assert cost(one, "matmul") - cost(plain, "matmul") == pytest.approx(moved)  # at half the bandwidth
+    taken = cost(one, "stream", exponentials=10**6) - cost(one, "stream")
+    assert taken == pytest.approx(40e6 / (one.memory_bandwidth * one.streaming))
     computed = cost(plain, "attention", head_dim=20) - one.eager_op_s
     assert cost(one, "attention", head_dim=20) - one.eager_op_s == pytest.approx(2 * computed)
 
@@ -131,6 +143,10 @@ def test_constants_change_what_operations_cost():
         ("compute: 0.9", "computing: 0.9", "unknown key `host.crowds.1.computing`"),
         ("slowdown: 0.9", "slowdown: 1.5", "cannot be"),
         ("latency: 2 ms", "latency: 2", "a time"),
+        ("skew: 3 ms", "skew: 3", "a time"),
+        ("skew: 3 ms", "skew: 2 s", "cannot be"),
+        ("exponential: 40", "exponential: -1", "cannot be"),
+        ("growth: 2", "growth: 100", "cannot be"),
         ("growth: 8 GB/s", "growth: fast", "a bandwidth"),
     ],
 )

@@ -1,7 +1,12 @@
 """The cost model against arithmetic done by hand."""
 
+from dataclasses import replace
+
 import pytest
-from tpshard.parallelism.cost import Device, Link, Topology, collective, operation, wire_bytes
+import torch
+from tpshard.parallelism import partition
+from tpshard.parallelism.cost import Crowd, Device, Link, Topology, collective, operation, wire_bytes
+from tpshard.parallelism.fusion import kernels
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.simulation import Task, simulate
 
@@ -115,3 +120,23 @@ def test_a_running_collective_slows_computing():
 
 def test_what_is_never_waited_for_still_ends_before_the_step():
     assert simulate([Task("g", "issue", 1.0, "fsdp", "across")], {}).exposed_s == 1.0
+
+
+def test_skew_is_paid_once_a_collective_and_hidden_behind_computing():
+    four = make(kind="cpu", cores=2, crowds={4: Crowd(skew_s=2.0)}).shared_by(4)
+    plain, skewed = (cost(d, {"a": 4}, ["a"], "all_gather", 4_000) for d in (replace(four, skew_s=0.0), four))
+    assert skewed.seconds - plain.seconds == pytest.approx(2.0) and skewed.wire_bytes == plain.wire_bytes
+    issue = Task("gather", "issue", skewed.seconds, "a", "inside")
+    tasks = [issue, Task("work", "compute", 10.0), Task("wait", "wait", 0.0, of=0)]
+    assert simulate(tasks, {"inside": 0.0}).exposed_s == 0.0
+    late = simulate([issue, tasks[2], issue, Task("wait", "wait", 0.0, of=2)], {"inside": 0.0})
+    assert late.exposed_s == pytest.approx(2 * skewed.seconds)
+
+
+@pytest.mark.parametrize("compiled", ["none", "all"])
+def test_exponentials_of_a_device_are_counted(compiled):
+    def gate(x):
+        return torch.nn.functional.silu(x) * x.exp()
+
+    program = partition(gate, (torch.ones(8, 6, device="meta"),), Mesh({"x": 4}), in_shardings=[("x",)])
+    assert sum(kernel.exponentials for kernel in kernels(program, compiled=compiled)) == 2 * 2 * 6
