@@ -187,6 +187,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     )  # fmt: skip
     dense, quantized = write_models(folder, config)
     threads = os.cpu_count() or 1
+    torch.set_num_threads(1)  # as `tpshard serve` does: idle threads would spin on the cores that the ranks compute on
     ours = {
         f"tpshard tp {tp} {label}": Job(
             str(source), config.vocab, config.max_seq, tp=tp, dtype=dtype, blocks=1024, step_s=600

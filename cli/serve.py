@@ -149,6 +149,7 @@ def _product(mesh: Any) -> int:
 
 
 def _run(loaded: Recipe, model: Model, need: Need, device: str, sock: Any, key: str | None) -> int:
+    import torch
     from tpshard.recipes.diagnostic import Exit, Mistakes
     from tpshard.serve import check, http
     from tpshard.serve.app import Server, make_app
@@ -182,6 +183,7 @@ def _run(loaded: Recipe, model: Model, need: Need, device: str, sock: Any, key: 
     )  # fmt: skip
     limits = Limits(running=told.requests, queue=told.queue, request_s=told.request_s, grace_s=told.grace_s)
     metrics = Metrics()
+    torch.set_num_threads(1)  # idle threads of this process would spin on the cores that the ranks compute on
     service = Service(lambda: Ranks([sys.executable, "-m", "tpshard.cli.serve_worker"], job), limits, metrics)
     signal.signal(signal.SIGTERM, _end)
     try:

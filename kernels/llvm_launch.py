@@ -1,4 +1,4 @@
-"""Making the program of `kernels.llvm_quantized` for this CPU, and running it in torch's threads."""
+"""Making the programs of `llvm_quantized` and `llvm_attention` for this CPU, and running them in torch's threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 import llvmlite.binding as llvm
 import torch
 from torch import Tensor
-from tpshard.kernels.llvm_quantized import ARGUMENTS, ENTRY, module
+from tpshard.kernels import llvm_attention, llvm_quantized
 
 _NEEDED = {"x86_64": ("fma", "f16c", "avx2"), "aarch64": (), "arm64": ()}
 """Features without which LLVM would call functions for what is one instruction here."""
@@ -30,23 +30,27 @@ def lanes() -> int:
 
 
 @cache
-def compiled(bits: int, lanes: int) -> int:
-    """The address of the program, made at first use in about a third of a second."""
-    return _Engine(bits, lanes).address
+def product(bits: int, lanes: int) -> int:
+    """The address of the product's program, made at first use in about a third of a second."""
+    return _address(llvm_quantized.module(bits, lanes), llvm_quantized.ENTRY)
 
 
-class _Engine:
-    """Compiled code. It lives as long as the process."""
+@cache
+def attention(dim: int, dtype: torch.dtype) -> int:
+    """The address of the program for attention over a paged cache."""
+    return _address(llvm_attention.module(dim, str(dtype).removeprefix("torch.")), llvm_attention.ENTRY)
 
-    _kept: list[object] = []
 
-    def __init__(self, bits: int, lanes: int) -> None:
-        machine = target_machine()
-        made = optimized(module(bits, lanes), machine)
-        engine = llvm.create_mcjit_compiler(made, machine)
-        engine.finalize_object()
-        self._kept.append(engine)
-        self.address: int = engine.get_function_address(ENTRY)
+_engines: list[llvm.ExecutionEngine] = []
+"""Compiled code. It lives as long as the process."""
+
+
+def _address(text: str, entry: str) -> int:
+    machine = target_machine()
+    engine = llvm.create_mcjit_compiler(optimized(text, machine), machine)
+    engine.finalize_object()
+    _engines.append(engine)
+    return int(engine.get_function_address(entry))
 
 
 def target_machine(cpu: str = "") -> llvm.TargetMachine:
@@ -75,15 +79,38 @@ def matmul(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, spans: Tenso
     x = x.contiguous()
     blocks, groups, columns = scales.shape
     out = x.new_empty(x.shape[0], blocks * columns)
-    arguments = _Arguments(
-        x.data_ptr(), codes.data_ptr(), scales.data_ptr(), zeros.data_ptr(), out.data_ptr(), spans.data_ptr(),
-        *x.shape, blocks, groups, spans.shape[0], 0,
+    _run(
+        product(width, lanes()), x.data_ptr(), codes.data_ptr(), scales.data_ptr(), zeros.data_ptr(), out.data_ptr(),
+        spans.data_ptr(), *x.shape, blocks, groups, spans.shape[0],
     )  # fmt: skip
-    _in_threads()(compiled(width, lanes()), ctypes.addressof(arguments), torch.get_num_threads())
     return out
 
 
-_Arguments = ctypes.c_int64 * len(ARGUMENTS)
+def takes_heads(dim: int) -> bool:
+    """Whether there is a program for attention with heads of so many elements."""
+    return available() and dim % llvm_attention.LANES == 0
+
+
+def paged_attention(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor
+) -> Tensor:
+    """q fp32 [rows, h, d], scaled; pools [n, s, kv, d] that hold the rows' own keys and values already; positions and
+    sequences int64 [rows]; tables int64 [m, w]. -> fp32 [rows, h, d]"""
+    q, positions, sequences, tables = (x.contiguous() for x in (q, positions, sequences, tables))
+    out = torch.empty_like(q)
+    (rows, heads, dim), (_, size, kv_heads, _) = q.shape, k_pool.shape
+    _run(
+        attention(dim, k_pool.dtype), q.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(), out.data_ptr(),
+        positions.data_ptr(), sequences.data_ptr(), tables.data_ptr(), rows, heads, kv_heads, tables.shape[1],
+        size.bit_length() - 1,
+    )  # fmt: skip
+    return out
+
+
+def _run(function: int, *fields: int) -> None:
+    """The function with these fields, and 0 for the first task."""
+    arguments = (ctypes.c_int64 * (len(fields) + 1))(*fields, 0)
+    _in_threads()(function, ctypes.addressof(arguments), torch.get_num_threads())
 
 
 @cache

@@ -124,7 +124,7 @@ def paged_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
     sequences: Tensor, tables: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
-    """The operation in plain torch, and the CPU's implementation."""
+    """The operation in plain torch."""
     _check(q, k, k_pool, v_pool, positions)
     _store(k, v, k_pool, v_pool, slots)
     (b, t, h, d), (_, block, kv, _) = q.shape, k_pool.shape
@@ -138,6 +138,21 @@ def paged_attention_reference(
         )
         out[members] = _attend_rows(rows[members], keys, values, part)
     return out.reshape(b, t, h, d).to(q.dtype)
+
+
+def _paged_attention_cpu(
+    q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
+    sequences: Tensor, tables: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    from tpshard.kernels import llvm_launch
+
+    if not llvm_launch.takes_heads(q.shape[-1]):
+        return paged_attention_reference(q, k, v, k_pool, v_pool, positions, slots, sequences, tables, scale)
+    _check(q, k, k_pool, v_pool, positions)
+    _store(k, v, k_pool, v_pool, slots)
+    rows = q.reshape(-1, *q.shape[2:]).float() * scale
+    out = llvm_launch.paged_attention(rows, k_pool, v_pool, positions.reshape(-1), sequences.reshape(-1), tables)
+    return out.view(q.shape).to(q.dtype)
 
 
 def _paged_attention_cuda(
@@ -155,7 +170,7 @@ def _paged_attention_cuda(
     return out.view(q.shape)
 
 
-_library.impl("paged_attention", paged_attention_reference, "CPU")
+_library.impl("paged_attention", _paged_attention_cpu, "CPU")
 _library.impl("paged_attention", _paged_attention_cuda, "CUDA")
 
 

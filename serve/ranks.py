@@ -40,7 +40,8 @@ class _Worker:
 class Ranks:
     """`job.tp` worker processes, started by `command` (see worker.py for what they are given).
 
-    Raises WorkerLost where they do not become ready; their own error is its message.
+    Raises WorkerLost where they do not become ready; their own error is its message. On a CPU the process that samples
+    should have one thread: torch's idle ones spin for milliseconds, on cores that the workers compute on.
     """
 
     def __init__(self, command: Sequence[str], job: Job) -> None:

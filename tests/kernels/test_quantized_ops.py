@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from tpshard.kernels import llvm_launch
+from tpshard.kernels import llvm_launch, llvm_quantized
 from tpshard.kernels import quantized_ops as ops
 from tpshard.kernels.blocked import block, unblocked
-from tpshard.kernels.llvm_quantized import module
 from tpshard.kernels.quantized import Quantized, concatenate, group_count, group_index, longer, reference_matmul
 
 ROUNDING = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -92,7 +91,7 @@ def test_a_cpu_without_the_instructions_multiplies_dense_weights(monkeypatch):
 @pytest.mark.skipif("x86" not in platform.machine(), reason="LLVM knows other CPUs here")
 def test_the_loop_of_many_rows_keeps_its_sums_in_registers(cpu, lanes):
     machine = llvm_launch.target_machine(cpu)
-    assembly = machine.emit_assembly(llvm_launch.optimized(module(4, lanes), machine))
+    assembly = machine.emit_assembly(llvm_launch.optimized(llvm_quantized.module(4, lanes), machine))
     body = assembly.split(f"\ntile_{lanes // 2}:")[1].split("\n.Lfunc_end")[0]
     loop = max(re.split(r"\n\.L\w+:", body), key=lambda part: part.count("vfmadd"))
     assert loop.count("vfmadd") == 2 * 8  # a byte's two inputs
