@@ -86,9 +86,11 @@ def matmul(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, spans: Tenso
     return out
 
 
-def takes_heads(dim: int) -> bool:
-    """Whether there is a program for attention with heads of so many elements."""
-    return available() and dim % llvm_attention.LANES == 0
+def takes(k_pool: Tensor, v_pool: Tensor) -> bool:
+    """Whether there is a program for attention over this cache."""
+    known = str(k_pool.dtype).removeprefix("torch.") in llvm_attention.KINDS and v_pool.dtype == k_pool.dtype
+    whole = k_pool.is_contiguous() and v_pool.is_contiguous()
+    return available() and known and whole and k_pool.shape[-1] % llvm_attention.LANES == 0
 
 
 def paged_attention(

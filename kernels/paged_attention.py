@@ -146,7 +146,7 @@ def _paged_attention_cpu(
 ) -> Tensor:  # fmt: skip
     from tpshard.kernels import llvm_launch
 
-    if not llvm_launch.takes_heads(q.shape[-1]):
+    if not llvm_launch.takes(k_pool, v_pool):
         return paged_attention_reference(q, k, v, k_pool, v_pool, positions, slots, sequences, tables, scale)
     _check(q, k, k_pool, v_pool, positions)
     _store(k, v, k_pool, v_pool, slots)
