@@ -49,12 +49,12 @@ def prepare(weight: Quantized | Sequence[Quantized], device: torch.device | str)
 
 def matmul(x: Tensor, weight: Prepared, invariant: bool = False) -> Tensor:
     """x [..., inputs] -> [..., columns] in x's dtype."""
-    return torch.ops.tpshard.quantized_matmul(x, *_arguments(weight), invariant)
+    return torch.ops.tpshard.quantized_matmul(x, *arguments(weight), invariant)
 
 
 def gate_up(x: Tensor, weight: Prepared, invariant: bool = False) -> Tensor:
     """silu(gate) * up [..., columns / 2], with `weight` holding gate and up side by side."""
-    return torch.ops.tpshard.quantized_gate_up(x, *_arguments(weight), invariant)
+    return torch.ops.tpshard.quantized_gate_up(x, *arguments(weight), invariant)
 
 
 def rms_norm_permuted(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
@@ -62,7 +62,7 @@ def rms_norm_permuted(x: Tensor, weight: Tensor, order: Tensor | None, eps: floa
     return torch.ops.tpshard.rms_norm_permuted(x, weight, order, eps)
 
 
-def _arguments(weight: Prepared) -> tuple[Any, ...]:
+def arguments(weight: Prepared) -> tuple[Any, ...]:
     """What the operations take of a weight; a form ends with the columns."""
     if isinstance(weight, Blocked):
         form = [weight.bits, weight.width, weight.inputs, weight.columns]

@@ -88,7 +88,7 @@ def need(
     cache = sum(port.local_bytes for port in program.inputs if ".cache." in port.name)
     kernels = _kernels(dtype, device, batch_invariant)
     if quantized is not None:
-        kernels["quantized weights"] = f"{quantized}; {_meaning(made.arrangement, layout)}"
+        kernels["quantized weights"] = f"tpshard::quantized_matmul, {quantized}; {_meaning(made.arrangement, layout)}"
     return Need(tp, dtype, blocks, held, cache, _collectives(program), kernels, note(config, wider, tp))
 
 

@@ -38,8 +38,6 @@ class Job:
     batch_invariant: bool = True
     device: str = "cpu"
     layout: Layout = "tp_aware"
-    dense: bool = False
-    """Whether quantized weights are kept as the dense ones that they stand for."""
     step_s: float = 60.0
     """A step that takes longer means that a rank hangs."""
     start_s: float = 600.0

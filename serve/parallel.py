@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -51,9 +50,7 @@ class Part:
         ports = first.program.inputs[len(ROWS) :]
         blocks = {p.name: block(p.shape, p.layout, context.mesh, context.rank) for p in ports}
         parts = {name: (blocks[name][0], blocks[name][1]) for name in matrices}
-        self._linears = prepare(
-            parts, cached(weights.quantized), group, first.arrangement, self._device, dtype, job.dense
-        )
+        self._linears = prepare(parts, cached(weights.quantized), group, first.arrangement, self._device)
         self._fixed = [self._value(port, blocks[port.name], weights) for port in ports]
         self._packed: dict[int, Tensor] = {}
         self._steps = {rows: self._prepared(context, one.program, job) for rows, one in steps.items()}
@@ -73,10 +70,8 @@ class Part:
     def _value(self, port: Port, part: Sequence[tuple[int, int]], weights: Weights) -> Tensor:
         if ".cache." in port.name:
             return torch.zeros(port.local, dtype=port.dtype, device=self._device)
-        linear = self._linears.of.get(port.name)
-        if linear is not None:
-            nothing = torch.zeros(1, dtype=port.dtype, device=self._device).expand(port.local)
-            return nothing if linear.dense is None else linear.dense.to(self._device)
+        if port.name in self._linears.of:  # its codes are further inputs
+            return torch.zeros(1, dtype=port.dtype, device=self._device).expand(port.local)
         starts, sizes = zip(*part)
         if port.name in self._linears.arrangement.inputs:
             return self._linears.order(port.name, starts[0], sizes[0]).to(self._device)
@@ -108,8 +103,6 @@ class Part:
             nodes = (_inputs(executor)[len(ROWS) + i] for executor, _ in self._steps.values())
             if not any(node.users for node in nodes):
                 self._fixed[i] = held.new_zeros(1).expand(held.shape)
-        kept = {name: replace(linear, dense=None) for name, linear in self._linears.of.items()}  # `_fixed` has them
-        self._linears = replace(self._linears, of=kept)
 
 
 def _inputs(executor: Executor) -> list[fx.Node]:

@@ -26,19 +26,10 @@ ReadBlock = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True)
-class Linear:
-    """One rank's part of one quantized weight."""
-
-    packed: Prepared | None
-    """None where it is kept `dense` [outputs, inputs]."""
-    dense: Tensor | None
-
-
-@dataclass(frozen=True)
 class Linears:
     """A rank's quantized weights by parameter name, as the program's arrangement has them."""
 
-    of: Mapping[str, Linear]
+    of: Mapping[str, Prepared]
     arrangement: Arrangement
     group: Groups
 
@@ -63,11 +54,11 @@ def cached(read: ReadQuantized) -> ReadQuantized:
 
 def prepare(
     parts: Mapping[str, Block], read: ReadQuantized, group: Groups, arrangement: Arrangement,
-    device: torch.device | str, dtype: torch.dtype, dense: bool = False,
+    device: torch.device | str,
 ) -> Linears:  # fmt: skip
     """A rank's parts of the weights in `parts`, by parameter name; those that `read` has no quantized form of are
-    left out. `dense` keeps them as the dense weights, of `dtype`, that they stand for."""
-    found: dict[str, Linear] = {}
+    left out."""
+    found: dict[str, Prepared] = {}
     for name, ((first_out, outputs), (first_in, inputs)) in parts.items():
         whole = read(name)
         if whole is None:
@@ -76,12 +67,7 @@ def prepare(
         rows = _cut(arrangement.rows_of(name, group), first_in, inputs)
         own = whole.take_columns(columns).take_rows(rows)
         assert own.sorted, f"{name} does not lie as its program has it"
-        own = replace(own, bias=None)
-        found[name] = (
-            Linear(None, own.dequantize(dtype).T.contiguous())
-            if dense
-            else Linear(quantized_ops.prepare(own, device), None)
-        )
+        found[name] = quantized_ops.prepare(replace(own, bias=None), device)
     return Linears(found, arrangement, group)
 
 
@@ -132,7 +118,7 @@ def reorder_inputs(
 
 
 def rewrite(
-    nodes: list[fx.Node], names: Mapping[fx.Node, str], linears: Mapping[str, Linear], inputs: Inputs, invariant: bool
+    nodes: list[fx.Node], names: Mapping[fx.Node, str], linears: Mapping[str, Prepared], inputs: Inputs, invariant: bool
 ) -> None:
     """Lets products (nodes of `rows_linear`) whose weight input is quantized use the quantized form.
 
@@ -144,10 +130,7 @@ def rewrite(
         linear = linears.get(names.get(source, ""))  # type: ignore[arg-type]
         if linear is None:
             continue
-        if linear.packed is None:
-            node.target = node.target if invariant else torch.ops.aten.linear.default
-            continue
-        *tensors, form = quantized_ops._arguments(linear.packed)
+        *tensors, form = quantized_ops.arguments(linear)
         with graph.inserting_before(node):
             y = graph.call_function(
                 torch.ops.tpshard.quantized_matmul.default, (x, *(inputs.add(t) for t in tensors), form, invariant)

@@ -112,16 +112,14 @@ def local_runner(job: Job, weights: Weights) -> LocalRunner:
     parts = {n: ((0, p.shape[0]), (0, p.shape[1])) for n, p in parameters.items() if p.dim() == 2}
     orders = act_orders(model, weights.config, group)
     arrangement = arrangement_on_one(model, weights.config, orders, job.layout)
-    linears = prepare(parts, cached(weights.quantized), group, arrangement, job.device, dtype, job.dense)
+    linears = prepare(parts, cached(weights.quantized), group, arrangement, job.device)
     for name, meta in parameters.items():
         module, _, leaf = name.rpartition(".")
         linear = linears.of.get(name)
         if linear is None:
             value = linears.parameter(name, (0,) * meta.dim(), tuple(meta.shape), weights.block).to(job.device, dtype)
-        elif linear.dense is None:
-            value = torch.zeros(1, dtype=dtype, device=job.device).expand(meta.shape)
         else:
-            value = linear.dense
+            value = torch.zeros(1, dtype=dtype, device=job.device).expand(meta.shape)
         setattr(model.get_submodule(module), leaf, torch.nn.Parameter(value, requires_grad=False))
     return LocalRunner(
         model, blocks=job.blocks, block_size=job.block_size, max_rows=job.max_rows, max_seq=job.max_seq,

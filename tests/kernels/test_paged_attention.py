@@ -214,3 +214,11 @@ def test_scores_far_apart_keep_their_weights() -> None:
     q[..., 0] = -1.0  # the first position outweighs all that follow
     out = torch.ops.tpshard.paged_attention(q, *new, k_pool, v_pool, at, at + size, at * 0, tables, 1.0)
     torch.testing.assert_close(out.flatten(), v_pool.view(-1, 8)[size])
+
+
+def test_a_cache_that_the_program_does_not_know_is_attended_to_by_plain_operations() -> None:
+    whole = torch.randn(3, 8, 1, 16)
+    assert llvm_launch.takes(whole, whole) == llvm_launch.available()
+    assert not llvm_launch.takes(whole[..., ::2], whole[..., ::2])
+    assert not llvm_launch.takes(whole.double(), whole.double())
+    assert not llvm_launch.takes(whole[..., :12].contiguous(), whole[..., :12].contiguous())

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.cli.main import run as tpshard
 from tpshard.cli.serve_worker import open_weights
+from tpshard.kernels.blocked import Blocked
 from tpshard.kernels.gptq_solver import Order, Settings
 from tpshard.kernels.layouts import LAYOUTS
 from tpshard.models import build, to_hf
@@ -93,15 +94,13 @@ def serve_on_rank(context: Context, jobs: list[bytes]) -> list[tuple[dict[tuple[
         counting = Counting()
         with counting:
             logits = part.step(prompt())
-        dense = [linear.dense for linear in part._linears.of.values() if linear.dense is not None]
-        tensors = {t.untyped_storage().data_ptr(): t for t in (*part._fixed, *dense) if t.is_floating_point()}
+        tensors = {t.untyped_storage().data_ptr(): t for t in part._fixed if t.is_floating_point()}
         held = sum(t.untyped_storage().nbytes() for t in tensors.values() if t.dim() < 4)
         each = DTYPES[job.dtype].itemsize  # whatever this CPU's library packs it as
         held += sum(each * t.numel() for t in part._packed.values())
         for linear in part._linears.of.values():
-            packed = linear.packed
-            own = [] if packed is None else [packed.scales, packed.zeros, packed.codes]
-            held += sum(t.untyped_storage().nbytes() for t in own if t is not None)
+            assert isinstance(linear, Blocked)
+            held += sum(t.nbytes for t in (linear.scales, linear.zeros, linear.codes))
         done.append((dict(counting.found), held, logits.tolist()))
     return done
 

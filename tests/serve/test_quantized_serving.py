@@ -21,7 +21,7 @@ from tpshard.serve.engine import Engine
 from tpshard.serve.job import Job
 from tpshard.serve.local import LocalRunner
 from tpshard.serve.quantize import Quantizer, Sequences, write
-from tpshard.serve.quantized import Inputs, Linear, prepare, rewrite
+from tpshard.serve.quantized import Inputs, prepare, rewrite
 from tpshard.serve.ranks import Ranks
 from tpshard.serve.request import Sampling, Sequence
 from tpshard.serve.worker import local_runner
@@ -91,9 +91,9 @@ def test_four_bits_are_multiplied_as_four_bits(folders: dict[str, Path]) -> None
     model = build(LLAMA)
     arrangement = arrangement_on_one(model, LLAMA, act_orders(model, LLAMA, weights.group), "tp_aware")
     parts = {"layers.0.mlp.down.weight": ((0, 64), (0, 128)), "layers.0.mlp.up.weight": ((0, 128), (0, 64))}
-    linears = prepare(parts, weights.quantized, weights.group, arrangement, "cpu", torch.bfloat16)
+    linears = prepare(parts, weights.quantized, weights.group, arrangement, "cpu")
     down = linears.of["layers.0.mlp.down.weight"]
-    assert isinstance(down.packed, Blocked) and down.packed.width == 4 and down.dense is None
+    assert isinstance(down, Blocked) and down.width == 4
     assert "layers.0.mlp.down.weight" not in arrangement.of  # nothing is taken in order between the two
     dense = LocalRunner(from_hf(folders["llama"], dtype=torch.bfloat16), blocks=16, max_seq=64)
     _, expected = greedy(dense)
@@ -111,27 +111,23 @@ def test_rows_are_kept_apart_only_where_it_is_asked_for(invariant: bool) -> None
     from tpshard.kernels.gptq_solver import round_to_nearest
 
     graph = fx.Graph()
-    x, first, second = (graph.placeholder(name) for name in ("x", "first", "second"))
-    nodes = [graph.call_function(torch.ops.tpshard.rows_linear.default, (x, w, None)) for w in (first, second)]
-    graph.output(tuple(nodes))
+    x, source = graph.placeholder("x"), graph.placeholder("source")
+    node = graph.call_function(torch.ops.tpshard.rows_linear.default, (x, source, None))
+    graph.output(node)
     weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
     quantized = round_to_nearest(weight, Settings(group_size=32))
-    packed = quantized_ops.prepare(quantized, "cpu")
-    linears = {"first": Linear(packed, None), "second": Linear(None, weight)}
     inputs = Inputs(graph)
-    rewrite(nodes, {first: "first", second: "second"}, linears, inputs, invariant)
-    multiplied, dense = (node for node in graph.nodes if node.op == "call_function")
+    rewrite([node], {source: "w"}, {"w": quantized_ops.prepare(quantized, "cpu")}, inputs, invariant)
+    (multiplied,) = (node for node in graph.nodes if node.op == "call_function")
     assert multiplied.target is torch.ops.tpshard.quantized_matmul.default and multiplied.args[-1] is invariant
-    assert dense.target is (torch.ops.tpshard.rows_linear.default if invariant else torch.ops.aten.linear.default)
     rows = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
-    found = fx.GraphModule(torch.nn.Module(), graph)(rows, weight, weight, *inputs.tensors)
-    torch.testing.assert_close(found[0], rows @ quantized.dequantize(torch.float32))
-    torch.testing.assert_close(found[1], rows @ weight.T)
+    found = fx.GraphModule(torch.nn.Module(), graph)(rows, weight, *inputs.tensors)
+    torch.testing.assert_close(found, rows @ quantized.dequantize(torch.float32))
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_a_row_of_a_quantized_step_has_the_same_bits_in_every_batch(dense: bool, folders: dict[str, Path]) -> None:
-    runner = local_runner(job(folders["llama"], dtype="bf16", dense=dense), open_weights(str(folders["llama"])))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_row_of_a_quantized_step_has_the_same_bits_in_every_batch(dtype: str, folders: dict[str, Path]) -> None:
+    runner = local_runner(job(folders["llama"], dtype=dtype), open_weights(str(folders["llama"])))
     _, together = greedy(runner)
     alone = []
     for n in (2, 9, 21):
