@@ -38,7 +38,6 @@ class AttentionWriter(Writer):
     def __init__(self, dim: int, kind: Any) -> None:
         super().__init__("attention", LANES)
         self.dim, self.kind, self.parts = dim, kind, [integer(first) for first in range(0, dim, LANES)]
-        self._round = self.intrinsic("rint", 1)
 
     def cached(self, b: Any, pool: Any, index: Any) -> Any:
         """Floats of the cache."""
@@ -54,22 +53,20 @@ class AttentionWriter(Writer):
         size = self.lanes
         while size > 1:
             size //= 2
-            low, high = (ir.Constant(ir.VectorType(I32, size), [*range(first, first + size)]) for first in (0, size))
-            vector = join(b.shuffle_vector(vector, vector, low), b.shuffle_vector(vector, vector, high))
+            vector = join(*(self.picked(b, vector, range(first, first + size)) for first in (0, size)))
         return b.extract_element(vector, ir.Constant(I32, 0))
 
     def larger(self, b: Any, x: Any, y: Any) -> Any:
         return b.select(b.fcmp_ordered(">", x, y), x, y)
 
     def everywhere(self, b: Any, value: Any) -> Any:
-        one = b.insert_element(ir.Constant(self.floats, ir.Undefined), value, ir.Constant(I32, 0))
-        return b.shuffle_vector(one, one, ir.Constant(self.ints, [0] * self.lanes))
+        return self.filled(b, value, self.floats)
 
     def exp(self, b: Any, x: Any) -> Any:
         """For x up to 0, and NaN."""
         far = b.fcmp_ordered("<", x, self.constant(_LEAST))
         x = b.select(far, self.constant(_LEAST), x)
-        n = b.call(self._round, [b.fmul(x, self.constant(_LOG2_E))])
+        n = self.intrinsic(b, "rint", b.fmul(x, self.constant(_LOG2_E)))
         r = self.fma(b, n, self.constant(-_LN_2[0]), x)
         r = self.fma(b, n, self.constant(-_LN_2[1]), r)
         y = self.constant(_POLYNOMIAL[0])

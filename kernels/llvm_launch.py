@@ -8,6 +8,7 @@ from functools import cache
 
 import llvmlite.binding as llvm
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tpshard.kernels import llvm_attention, llvm_quantized
 
@@ -19,8 +20,13 @@ _NEEDED = {"x86_64": ("fma", "f16c", "avx2"), "aarch64": (), "arm64": ()}
 def available() -> bool:
     """Whether this CPU has instructions for what the program does."""
     features = llvm.get_host_cpu_features()
-    needed = _NEEDED.get(llvm.get_default_triple().split("-")[0])
+    needed = _NEEDED.get(architecture())
     return needed is not None and all(features.get(name, False) for name in needed)
+
+
+def architecture() -> str:
+    """LLVM's name for the kind of this CPU."""
+    return llvm.get_default_triple().split("-")[0]
 
 
 @cache
@@ -32,7 +38,7 @@ def lanes() -> int:
 @cache
 def product(bits: int, lanes: int) -> int:
     """The address of the product's program, made at first use in about a third of a second."""
-    return _address(llvm_quantized.module(bits, lanes), llvm_quantized.ENTRY)
+    return _address(llvm_quantized.module(bits, lanes, architecture()), llvm_quantized.ENTRY)
 
 
 @cache
@@ -72,16 +78,18 @@ def optimized(text: str, machine: llvm.TargetMachine) -> llvm.ModuleRef:
 
 
 def matmul(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, spans: Tensor, width: int) -> Tensor:
-    """x fp32 [rows, inputs] -> fp32 [rows, columns filled up to whole blocks], by the tensors of a `Blocked` weight.
+    """x fp32 [rows, inputs] -> fp32 [rows, columns filled up to whole panels], by the tensors of a `Blocked` weight.
 
     A row's bits do not depend on the others.
     """
+    (rows, inputs), (panels, groups, columns) = x.shape, scales.shape
+    if codes.shape[1] * 8 > inputs * width * columns:  # a chunk that is not full reads on, and multiplies by 0
+        x = F.pad(x, (0, llvm_quantized.CHUNK))
     x = x.contiguous()
-    blocks, groups, columns = scales.shape
-    out = x.new_empty(x.shape[0], blocks * columns)
+    out = x.new_empty(rows, panels * columns)
     _run(
         product(width, lanes()), x.data_ptr(), codes.data_ptr(), scales.data_ptr(), zeros.data_ptr(), out.data_ptr(),
-        spans.data_ptr(), *x.shape, blocks, groups, spans.shape[0],
+        spans.data_ptr(), rows, x.shape[1], panels, groups, spans.shape[0], codes.shape[1],
     )  # fmt: skip
     return out
 

@@ -3,198 +3,275 @@
     out [rows, columns] = x [rows, inputs] @ w,    w[k, n] = scales[g, n] * (codes[k, n] - zeros[g, n])
 
 Weights are rounded to fp16, which is what files mean by them; all else is fp32. They lie as `kernels.blocked` says:
-blocks of COLUMNS columns, spans of at most SPAN inputs that share a group g. Threads take panels of PANEL blocks until
-none is left. For a few rows (FUSED) a weight is decoded in registers and used at once. For more, a span of a panel is
-decoded into a buffer that fits the first cache, once for all rows, and multiplied from there by tiles of SUMS vectors.
+panels of COLUMNS columns, spans of at most SPAN inputs that share a group g, chunks of CHUNK inputs. Threads take
+panels until none is left. A column has at most 16 weights in a group: they are computed once for a span, and codes look
+them up a chunk at a time (codes of 8 bits are computed with instead). Up to FEW rows use a weight while it is in a
+register; for more, a span is decoded into a buffer that fits the first cache, and multiplied from there.
 
-Every element of the result is one chain of fused multiply-adds, inputs in ascending order, on either way and whatever
-the width of a vector: a row's bits depend neither on the other rows, nor on the number of threads, nor on the CPU.
+A vector holds successive inputs. Every element of the result is as many chains of fused multiply-adds as a vector has
+lanes, spans in ascending order, joined at the end in one order, on either way: a row's bits depend neither on the other
+rows nor on the number of threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
 from tpshard.kernels.llvm_writer import FLOAT, HALF, I8, I32, I64, Entry, Writer, integer
 
 COLUMNS = 16
-"""Columns of a block: one vector of the widest CPUs, two or four of others."""
+"""Columns of a panel."""
+CHUNK = 32
+"""Inputs decoded at once: 16 bytes of codes of 4 bits."""
 SPAN = 128
-"""Inputs decoded at once: with PANEL blocks 16 KiB, half of a common first cache."""
-PANEL = 2
-AHEAD = 1024
-"""Bytes of codes fetched ahead of use: blocks take turns by span, which no CPU foresees."""
-FUSED = 4
-"""Rows up to which decoding for each use is cheaper than a buffer."""
-SUMS = 8
-"""Vectors of sums that a tile has: as many as two multiply-adds at a time, of four cycles each, can keep busy."""
-ARGUMENTS = ("x", "codes", "scales", "zeros", "out", "ends", "rows", "inputs", "blocks", "groups", "spans", "next")
-"""The 64-bit fields that the program takes a pointer to: addresses, sizes, and the panel that is next to be taken."""
+"""Inputs that a buffer holds: with COLUMNS columns 8 KiB, a quarter of a common first cache."""
+FEW = 8
+"""Rows whose sums fit the registers beside a decoded chunk."""
+TILE = 4
+"""Rows multiplied at once from the buffer, by two columns: a vector that is loaded is used several times."""
+MANY = 64
+"""Rows that share a decoded span: their sums, 32 KiB, stay in the second cache."""
+ARGUMENTS = (
+    "x", "codes", "scales", "zeros", "out", "ends", "rows", "stride", "panels", "groups", "spans", "bytes", "next",
+)  # fmt: skip
+"""The 64-bit fields that the program takes a pointer to: addresses, sizes (`stride` floats from a row of x to the next,
+`bytes` of codes in a panel), and the panel that is next to be taken."""
 ENTRY = "quantized_product"
+_KNOWN = 32
+"""Bytes that are known of a column in a group: its 16 weights as fp16, low bytes first; or scale and shift."""
+_TABLE = "llvm.aarch64.neon.tbl1.v16i8"
+_LOOKUP = {"x86_64": "llvm.x86.ssse3.pshuf.b.128", "aarch64": _TABLE, "arm64": _TABLE}
+"""(16 bytes, 16 places) -> the bytes at these places, by LLVM's name of the architecture."""
+_BYTES = ir.VectorType(I8, 16)
 
 
 class ProductWriter(Writer):
-    """For codes of `bits` (1, 2, 4 or 8)."""
+    """For codes of `bits` (2, 4 or 8)."""
 
-    def __init__(self, bits: int, lanes: int) -> None:
+    def __init__(self, bits: int, lanes: int, architecture: str) -> None:
         super().__init__("quantized", lanes)
-        self.bits, self.per_byte = bits, 8 // bits
-        self.halves = ir.VectorType(HALF, lanes)
-        self.parts = [integer(first) for first in range(0, COLUMNS, lanes)]
-        """Where the vectors of a block begin."""
-        self.tile_rows = SUMS // len(self.parts)
-        ahead = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-        self._prefetch = ir.Function(self.module, ahead, "llvm.prefetch.p0")
+        self.bits, self.chunk_bytes = bits, CHUNK * bits // 8
+        kind = ir.FunctionType(_BYTES, [_BYTES, _BYTES])
+        self._lookup = ir.Function(self.module, kind, _LOOKUP[architecture])
+        self._wide = ir.VectorType(FLOAT, 16)
 
     # Weights
 
-    def scales(self, b: Any, scales: Any, zeros: Any) -> list[tuple[Any, Any]]:
-        """(scale, shift) of every vector of a block, so that a weight is scale * code + shift. An fp16 scale times a
-        zero of 8 bits is exact in fp32, and so is the weight, which is then rounded once."""
+    def knowing(self) -> Any:
+        """know(scales, zeros, known): what is known of each column in a group, [COLUMNS, _KNOWN] bytes.
+
+        A weight is scale * code + shift. An fp16 scale times a zero of 8 bits is exact in fp32, and so is the weight,
+        which is then rounded once.
+        """
+        made, b = self.function("know", [HALF.as_pointer(), I8.as_pointer(), I8.as_pointer()])
+        scales, zeros, known = made.args
+        scale = b.fpext(self.whole(b, scales, HALF, COLUMNS), self._wide)
+        shift = b.fneg(b.fmul(b.uitofp(self.whole(b, zeros, I8, COLUMNS), self._wide), scale))
+        pairs = b.bitcast(b.alloca(ir.ArrayType(FLOAT, 2 * COLUMNS)), FLOAT.as_pointer())
+        for i, vector in enumerate((scale, shift)):
+            self.keep(b, vector, b.gep(pairs, [integer(i * COLUMNS)]))
+        with self.loop(b, integer(0), integer(COLUMNS), 1) as column:
+            pair = [b.load(b.gep(pairs, [b.add(column.index, integer(i * COLUMNS))])) for i in (0, 1)]
+            place = b.gep(known, [b.mul(column.index, integer(_KNOWN))])
+            if self.bits == 8:
+                for i, value in enumerate(pair):
+                    b.store(value, b.gep(b.bitcast(place, FLOAT.as_pointer()), [integer(i)]))
+            else:
+                codes = ir.Constant(self._wide, [float(code) for code in range(16)])
+                exact = self.fma(b, codes, *(self.filled(b, value, self._wide) for value in pair))
+                raw = b.bitcast(b.fptrunc(exact, ir.VectorType(HALF, 16)), ir.VectorType(I8, 32))
+                halves = [self.picked(b, raw, [*range(i, i + 16, 2), *range(i + 1, i + 16, 2)]) for i in (0, 16)]
+                order = [*range(8), *range(16, 24), *range(8, 16), *range(24, 32)]
+                self.keep(b, self.picked(b, halves[0], order, halves[1]), place)
+        b.ret_void()
+        return made
+
+    def codes(self, b: Any, chunk: Any) -> list[Any]:
+        """A chunk's codes, a byte each, in two vectors."""
+        raw = self.whole(b, chunk, I8, self.chunk_bytes)
+
+        def each(value: int) -> Any:
+            return ir.Constant(raw.type, [value] * self.chunk_bytes)
+
+        fields = [b.and_(b.lshr(raw, each(shift)), each((1 << self.bits) - 1)) for shift in range(0, 8, self.bits)]
+        if len(fields) == 4:
+            fields = [self.picked(b, x, range(16), y) for x, y in zip(fields[::2], fields[1::2])]
+        return fields if len(fields) == 2 else [self.picked(b, raw, range(i, i + 16)) for i in (0, 16)]
+
+    def weights(self, b: Any, chunk: Any, known: Sequence[Any]) -> list[Any]:
+        """A chunk's weights of a column, as vectors of `lanes` inputs."""
         found = []
-        for part in self.parts:
-            scale = b.fpext(self.load(b, HALF, scales, part), self.floats)
-            zero = b.uitofp(b.zext(self.load(b, I8, zeros, part), self.ints), self.floats)
-            found.append((scale, b.fneg(b.fmul(zero, scale))))
+        for codes in self.codes(b, chunk):
+            if self.bits == 8:
+                exact = self.fma(b, b.uitofp(codes, self._wide), *known)
+                halves = b.fptrunc(exact, ir.VectorType(HALF, 16))
+            else:
+                low, high = (b.call(self._lookup, [table, codes]) for table in known)
+                mixed = self.picked(b, low, [i for pair in zip(range(16), range(16, 32)) for i in pair], high)
+                halves = b.bitcast(mixed, ir.VectorType(HALF, 16))
+            for first in range(0, 16, self.lanes):
+                part = self.picked(b, halves, range(first, first + self.lanes))
+                found.append(b.fpext(part, self.floats))
         return found
 
-    def decoded(self, b: Any, codes: Any, index: Any, scales: list[tuple[Any, Any]]) -> list[list[Any]]:
-        """The weights [input][vector] of the inputs that share a byte, from input `index` on."""
-        row = b.mul(b.udiv(index, integer(self.per_byte)), integer(COLUMNS))
-        ahead = b.gep(codes, [b.add(row, integer(AHEAD))])
-        b.call(self._prefetch, [ahead, *(ir.Constant(I32, n) for n in (0, 3, 1))])  # to read, to stay, data
-        raw = [b.zext(self.load(b, I8, codes, b.add(row, part)), self.ints) for part in self.parts]
-        mask = ir.Constant(self.ints, [(1 << self.bits) - 1] * self.lanes)
-        found = []
-        for place in range(self.per_byte):
-            shift = ir.Constant(self.ints, [self.bits * place] * self.lanes)
-            fields = [b.and_(b.lshr(r, shift), mask) for r in raw]
-            exact = [self.fma(b, b.uitofp(f, self.floats), *scale) for f, scale in zip(fields, scales)]
-            found.append([b.fpext(b.fptrunc(w, self.halves), self.floats) for w in exact])
-        return found
+    def known(self, b: Any, known: Any, column: Any) -> list[Any]:
+        """Of a column, as `weights` wants it."""
+        place = b.gep(known, [b.mul(column, integer(_KNOWN))])
+        if self.bits == 8:
+            pair = b.bitcast(place, FLOAT.as_pointer())
+            return [self.filled(b, b.load(b.gep(pair, [integer(i)])), self._wide) for i in (0, 1)]
+        return [self.whole(b, b.gep(place, [integer(i)]), I8, 16) for i in (0, 16)]
+
+    def chunk_of(self, b: Any, codes: Any, index: Any) -> Any:
+        """Where the chunk begins whose first input is `index`."""
+        return b.gep(codes, [b.mul(b.udiv(index, integer(CHUNK)), integer(self.chunk_bytes))])
 
     def staging(self) -> Any:
-        """decode(codes, scales, zeros, w, start, end): inputs start to end of a block -> w [end - start, COLUMNS]"""
-        types = [t.as_pointer() for t in (I8, HALF, I8, FLOAT)] + [I64] * 2
-        made, b = self.function("decode", types)
-        codes, scales, zeros, w, start, end = made.args
-        known = self.scales(b, scales, zeros)
-        with self.loop(b, start, end, self.per_byte) as k:
-            for place, weights in enumerate(self.decoded(b, codes, k.index, known)):
-                row = b.mul(b.add(b.sub(k.index, start), integer(place)), integer(COLUMNS))
-                for part, weight in zip(self.parts, weights):
-                    self.store(b, weight, w, b.add(row, part))
+        """decode(codes, known, w, size): `size` inputs of a panel -> w [COLUMNS, SPAN]"""
+        made, b = self.function("decode", [*(t.as_pointer() for t in (I8, I8, FLOAT)), I64])
+        codes, known, w, size = made.args
+        with self.loop(b, integer(0), integer(COLUMNS), 1) as column:
+            mine = self.known(b, known, column.index)
+            chunks = self.chunk_of(b, codes, b.mul(column.index, size))
+            with self.loop(b, integer(0), size, CHUNK) as k:
+                place = b.add(b.mul(column.index, integer(SPAN)), k.index)
+                for i, weight in enumerate(self.weights(b, self.chunk_of(b, chunks, k.index), mine)):
+                    self.store(b, weight, w, b.add(place, integer(i * self.lanes)))
         b.ret_void()
         return made
 
     # Products
 
-    def tile(self, rows: int, fused: bool) -> Any:
-        """tile(x, x_stride, out, out_stride, start, end, ...): out [rows, COLUMNS] += x [rows, start:end] @ w, of a
-        block's `w` as it was staged, or its `codes, scales, zeros`."""
-        weights = (I8, HALF, I8) if fused else (FLOAT,)
-        types = [FLOAT.as_pointer(), I64, FLOAT.as_pointer(), I64, I64, I64, *(t.as_pointer() for t in weights)]
-        made, b = self.function(f"{'fused' if fused else 'tile'}_{rows}", types)
-        x, x_stride, out, out_stride, start, end, *source = made.args
-        known = self.scales(b, *source[1:]) if fused else []
-        places = [b.add(b.mul(integer(row), out_stride), part) for row in range(rows) for part in self.parts]
-        sums = [self.load(b, FLOAT, out, place) for place in places]
-        with self.loop(b, start, end, self.per_byte, sums) as k:
-            sums = list(k.values)
-            decoded = self.decoded(b, source[0], k.index, known) if fused else []
-            for place in range(self.per_byte):
-                index = b.add(k.index, integer(place))
-                if not fused:
-                    row = b.mul(b.sub(index, start), integer(COLUMNS))
-                    decoded.append([self.load(b, FLOAT, source[0], b.add(row, part)) for part in self.parts])
-                for row in range(rows):
-                    one = self.spread(b, x, b.add(b.mul(integer(row), x_stride), index))
-                    for j, weight in enumerate(decoded[place]):
-                        which = row * len(self.parts) + j
-                        sums[which] = self.fma(b, one, weight, sums[which])
-            k.next = sums
-        for at, total in zip(places, k.results):
-            self.store(b, total, out, at)
+    def fused(self, rows: int) -> Any:
+        """fused(x, stride, sums, size, codes, known): sums [rows, COLUMNS, lanes] += x [rows, size] @ w."""
+        pointer = FLOAT.as_pointer()
+        made, b = self.function(f"fused_{rows}", [pointer, I64, pointer, I64, *[I8.as_pointer()] * 2])
+        x, stride, sums, size, codes, known = made.args
+        rows_of_x = [b.gep(x, [b.mul(integer(row), stride)]) for row in range(rows)]
+        with self.loop(b, integer(0), integer(COLUMNS), 1) as column:
+            mine = self.known(b, known, column.index)
+            chunks = self.chunk_of(b, codes, b.mul(column.index, size))
+            places = [self.sum_of(b, row, column.index) for row in range(rows)]
+            totals = [self.load(b, FLOAT, sums, place) for place in places]
+            with self.loop(b, integer(0), size, CHUNK, totals) as k:
+                totals = list(k.values)
+                for i, weight in enumerate(self.weights(b, self.chunk_of(b, chunks, k.index), mine)):
+                    index = b.add(k.index, integer(i * self.lanes))
+                    for row, source in enumerate(rows_of_x):
+                        totals[row] = self.fma(b, self.load(b, FLOAT, source, index), weight, totals[row])
+                k.next = totals
+            for place, total in zip(places, k.results):
+                self.store(b, total, sums, place)
         b.ret_void()
         return made
 
+    def tile(self, rows: int) -> Any:
+        """tile(x, stride, sums, size, w): as `fused`, with w [COLUMNS, SPAN] as it was staged; two columns at once."""
+        pointer = FLOAT.as_pointer()
+        made, b = self.function(f"tile_{rows}", [pointer, I64, pointer, I64, pointer])
+        x, stride, sums, size, w = made.args
+        rows_of_x = [b.gep(x, [b.mul(integer(row), stride)]) for row in range(rows)]
+        with self.loop(b, integer(0), integer(COLUMNS), 2) as first:
+            columns = [b.add(first.index, integer(i)) for i in (0, 1)]
+            sources = [b.gep(w, [b.mul(column, integer(SPAN))]) for column in columns]
+            places = [self.sum_of(b, row, column) for row in range(rows) for column in columns]
+            totals = [self.load(b, FLOAT, sums, place) for place in places]
+            with self.loop(b, integer(0), size, self.lanes, totals) as k:
+                weights = [self.load(b, FLOAT, source, k.index) for source in sources]
+                values = [self.load(b, FLOAT, source, k.index) for source in rows_of_x]
+                pairs = [(value, weight) for value in values for weight in weights]
+                k.next = [self.fma(b, *pair, total) for pair, total in zip(pairs, k.values)]
+            for place, total in zip(places, k.results):
+                self.store(b, total, sums, place)
+        b.ret_void()
+        return made
+
+    def sum_of(self, b: Any, row: int, column: Any) -> Any:
+        return b.add(b.mul(column, integer(self.lanes)), integer(row * COLUMNS * self.lanes))
+
+    def joined(self, b: Any, vectors: list[Any]) -> Any:
+        """The sums over all lanes of as many vectors as a vector has lanes."""
+        size = self.lanes
+        while len(vectors) > 1:
+            size //= 2
+            first = [i + j for i in range(0, self.lanes, 2 * size) for j in range(size)]
+            halves = [[*(i + more for i in first), *(i + more + self.lanes for i in first)] for more in (0, size)]
+            pairs = list(zip(vectors[::2], vectors[1::2]))
+            vectors = [b.fadd(*(self.picked(b, x, half, y) for half in halves)) for x, y in pairs]
+        return vectors[0]
+
+    # The program
+
     def program(self) -> None:
         """quantized_product(arguments): takes panels until none is left; for any number of threads at once."""
-        decode = self.staging()
-        fused = [self.tile(rows, True) for rows in range(1, FUSED + 1)]
-        tiles = [self.tile(rows, False) for rows in range(1, self.tile_rows + 1)]
+        know, decode = self.knowing(), self.staging()
+        fused = [self.fused(rows) for rows in range(1, FEW + 1)]
+        tiles = [self.tile(rows) for rows in range(1, TILE + 1)]
         pointers = {"x": FLOAT, "codes": I8, "scales": HALF, "zeros": I8, "out": FLOAT, "ends": I32}
         entry = self.entry(ENTRY, ARGUMENTS, pointers)
-        buffer = entry.b.alloca(ir.ArrayType(FLOAT, PANEL * SPAN * COLUMNS))
-        with self.tasks(entry, PANEL, entry.given["blocks"]) as first:
-            self.panel(entry, first, entry.b.bitcast(buffer, FLOAT.as_pointer()), decode, fused, tiles)
+        b, value = entry.b, entry.given
+        known = self.room(b, I8, COLUMNS * _KNOWN)
+        sums, w = self.room(b, FLOAT, MANY * COLUMNS * self.lanes), self.room(b, FLOAT, COLUMNS * SPAN)
 
-    def panel(self, entry: Entry, first: Any, buffer: Any, decode: Any, fused: list[Any], tiles: list[Any]) -> None:
-        """All rows of the blocks of a panel."""
-        b, value, at = entry.b, entry.given, entry.at
-        rows, inputs, columns = value["rows"], value["inputs"], b.mul(value["blocks"], integer(COLUMNS))
-        code_bytes = b.mul(b.udiv(inputs, integer(self.per_byte)), integer(COLUMNS))
-        few = b.icmp_signed("<=", rows, integer(FUSED))
-        end = b.add(first, integer(PANEL))
-        end = b.select(b.icmp_signed("<", end, value["blocks"]), end, value["blocks"])
+        def few(rows: Any) -> Callable[..., None]:
+            def multiply(x: Any, codes: Any, size: Any) -> None:
+                self.by_count(b, rows, fused, [x, value["stride"], sums, size, codes, known])
 
-        def each_block(action: Callable[[Any], None]) -> None:
-            with self.loop(b, first, end, 1) as block:
-                action(block.index)
+            return multiply
 
-        def result(row: Any, block: Any) -> Any:
-            return b.gep(at["out"], [b.add(b.mul(row, columns), b.mul(block, integer(COLUMNS)))])
+        def many(rows: Any) -> Callable[..., None]:
+            def multiply(x: Any, codes: Any, size: Any) -> None:
+                b.call(decode, [codes, known, w, size])
+                with self.loop(b, integer(0), rows, TILE) as row:
+                    source = b.gep(x, [b.mul(row.index, value["stride"])])
+                    mine = b.gep(sums, [b.mul(row.index, integer(COLUMNS * self.lanes))])
+                    count = self.smaller(b, b.sub(rows, row.index), TILE)
+                    self.by_count(b, count, tiles, [source, value["stride"], mine, size, w])
 
-        def clear(row: Any, block: Any) -> None:
-            for part in self.parts:
-                self.store(b, self.constant(0.0), result(row, block), part)
+            return multiply
 
-        with self.loop(b, integer(0), rows, 1) as row:
-            each_block(lambda block: clear(row.index, block))
-        with self.loop(b, integer(0), value["spans"], 1, [integer(0)]) as span:
-            (start,) = span.values
-            stop, group = (
-                b.sext(b.load(b.gep(at["ends"], [b.add(b.mul(span.index, integer(2)), integer(i))])), I64)
-                for i in (0, 1)
-            )
-            span.next = [stop]
-
-            def coded(block: Any) -> list[Any]:
-                """A block's codes, and its scales and zeros of the span."""
-                known = b.mul(b.add(b.mul(block, value["groups"]), group), integer(COLUMNS))
-                codes = b.gep(at["codes"], [b.mul(block, code_bytes)])
-                return [codes, b.gep(at["scales"], [known]), b.gep(at["zeros"], [known])]
-
-            def staged(block: Any) -> Any:
-                return b.gep(buffer, [b.mul(b.sub(block, first), integer(SPAN * COLUMNS))])
-
-            def multiply(function: Any, row: Any, weights: Callable[[Any], list[Any]]) -> None:
-                x = b.gep(at["x"], [b.mul(row, inputs)])
-                each_block(
-                    lambda block: b.call(
-                        function, [x, inputs, result(row, block), columns, start, stop, *weights(block)]
-                    )
-                )
-
-            with b.if_else(few) as (then, otherwise):
+        with self.tasks(entry, 1, value["panels"]) as panel:
+            few_rows = b.icmp_signed("<=", value["rows"], integer(FEW))
+            with b.if_else(few_rows) as (then, otherwise):
                 with then:
-                    for count, function in enumerate(fused, 1):
-                        with b.if_then(b.icmp_signed("==", rows, integer(count))):
-                            multiply(function, integer(0), coded)
-                with otherwise:
-                    each_block(lambda block: b.call(decode, [*coded(block), staged(block), start, stop]))
-                    whole = b.sub(rows, b.srem(rows, integer(self.tile_rows)))
-                    with self.loop(b, integer(0), whole, self.tile_rows) as row:
-                        multiply(tiles[-1], row.index, lambda block: [staged(block)])
-                    for count, function in enumerate(tiles[:-1], 1):
-                        with b.if_then(b.icmp_signed("==", b.sub(rows, whole), integer(count))):
-                            multiply(function, whole, lambda block: [staged(block)])
+                    self.rows(entry, panel, integer(0), value["rows"], know, known, sums, few(value["rows"]))
+                with otherwise, self.loop(b, integer(0), value["rows"], MANY) as first:
+                    count = self.smaller(b, b.sub(value["rows"], first.index), MANY)
+                    self.rows(entry, panel, first.index, count, know, known, sums, many(count))
+
+    def rows(
+        self, entry: Entry, panel: Any, first: Any, count: Any, know: Any, known: Any, sums: Any,
+        multiply: Callable[..., None],
+    ) -> None:  # fmt: skip
+        """`count` rows from `first` on of a panel's columns."""
+        b, value, at = entry.b, entry.given, entry.at
+        row_sums = integer(COLUMNS * self.lanes)
+        with self.loop(b, integer(0), b.mul(count, row_sums), self.lanes) as place:
+            self.store(b, self.constant(0.0), sums, place.index)
+        x = b.gep(at["x"], [b.mul(first, value["stride"])])
+        begin = b.gep(at["codes"], [b.mul(panel, value["bytes"])])
+        with self.loop(b, integer(0), value["spans"], 1, [integer(0), begin]) as span:
+            start, codes = span.values
+            ends = b.gep(at["ends"], [b.mul(span.index, integer(2))])
+            stop, group = (b.sext(b.load(b.gep(ends, [integer(i)])), I64) for i in (0, 1))
+            size = b.and_(b.add(b.sub(stop, start), integer(CHUNK - 1)), integer(-CHUNK))
+            of_group = b.mul(b.add(b.mul(panel, value["groups"]), group), integer(COLUMNS))
+            b.call(know, [b.gep(at["scales"], [of_group]), b.gep(at["zeros"], [of_group]), known])
+            multiply(b.gep(x, [start]), codes, size)
+            span.next = [stop, self.chunk_of(b, codes, b.mul(size, integer(COLUMNS)))]
+        width = b.mul(value["panels"], integer(COLUMNS))
+        with self.loop(b, integer(0), count, 1) as row:
+            mine = b.gep(sums, [b.mul(row.index, row_sums)])
+            out = b.gep(at["out"], [b.add(b.mul(b.add(first, row.index), width), b.mul(panel, integer(COLUMNS)))])
+            for column in range(0, COLUMNS, self.lanes):
+                vectors = [self.load(b, FLOAT, mine, integer((column + i) * self.lanes)) for i in range(self.lanes)]
+                self.store(b, self.joined(b, vectors), out, integer(column))
 
 
-def module(bits: int, lanes: int) -> str:
+def module(bits: int, lanes: int, architecture: str) -> str:
     """The program as LLVM's text."""
-    writer = ProductWriter(bits, lanes)
+    writer = ProductWriter(bits, lanes, architecture)
     writer.program()
     return str(writer.module)

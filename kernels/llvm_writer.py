@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,12 +39,12 @@ class Writer:
     def __init__(self, name: str, lanes: int) -> None:
         self.module, self.lanes = ir.Module(name), lanes
         self.floats, self.ints = ir.VectorType(FLOAT, lanes), ir.VectorType(I32, lanes)
-        self._fma = self.intrinsic("fma", 3)
 
-    def intrinsic(self, name: str, operands: int) -> Any:
-        """An operation of LLVM's on vectors of floats."""
-        kind = ir.FunctionType(self.floats, [self.floats] * operands)
-        return ir.Function(self.module, kind, f"llvm.{name}.v{self.lanes}f32")
+    def intrinsic(self, b: Any, name: str, *operands: Any) -> Any:
+        """An operation of LLVM's on vectors of floats of any length."""
+        kind, name = operands[0].type, f"llvm.{name}.v{operands[0].type.count}f32"
+        known = self.module.globals.get(name)
+        return b.call(known or ir.Function(self.module, ir.FunctionType(kind, [kind] * len(operands)), name), operands)
 
     def function(self, name: str, types: Sequence[Any]) -> tuple[Any, Any]:
         """A function that no other module sees, and where its instructions go."""
@@ -84,13 +84,47 @@ class Writer:
         b.store(vector, b.bitcast(b.gep(pointer, [index]), self.floats.as_pointer())).align = 4
 
     def spread(self, b: Any, pointer: Any, index: Any) -> Any:
-        """One float in every lane."""
-        undefined = ir.Constant(self.floats, ir.Undefined)
-        one = b.insert_element(undefined, b.load(b.gep(pointer, [index])), ir.Constant(I32, 0))
-        return b.shuffle_vector(one, undefined, ir.Constant(self.ints, [0] * self.lanes))
+        """One float of memory in every lane."""
+        return self.filled(b, b.load(b.gep(pointer, [index])), self.floats)
+
+    def filled(self, b: Any, value: Any, kind: Any) -> Any:
+        """A vector with one value in every place."""
+        one = b.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
+        return self.picked(b, one, [0] * kind.count)
+
+    def picked(self, b: Any, vector: Any, places: Iterable[int], following: Any = None) -> Any:
+        """The elements at these places of a vector, or of two, one after the other."""
+        mask = list(places)
+        following = vector if following is None else following
+        return b.shuffle_vector(vector, following, ir.Constant(ir.VectorType(I32, len(mask)), mask))
+
+    def whole(self, b: Any, pointer: Any, kind: Any, count: int) -> Any:
+        """`count` elements of memory, wherever they begin."""
+        loaded = b.load(b.bitcast(pointer, ir.VectorType(kind, count).as_pointer()))
+        loaded.align = 1
+        return loaded
+
+    def keep(self, b: Any, vector: Any, pointer: Any) -> None:
+        """Stores a vector of any type, wherever it begins."""
+        b.store(vector, b.bitcast(pointer, vector.type.as_pointer())).align = 1
+
+    def room(self, b: Any, kind: Any, count: int) -> Any:
+        """Memory of the function that is being written, on a line of the cache."""
+        made = b.alloca(ir.ArrayType(kind, count))
+        made.align = 64
+        return b.bitcast(made, kind.as_pointer())
+
+    def smaller(self, b: Any, value: Any, most: int) -> Any:
+        return b.select(b.icmp_signed("<", value, integer(most)), value, integer(most))
+
+    def by_count(self, b: Any, count: Any, functions: Sequence[Any], arguments: Sequence[Any]) -> None:
+        """Calls the function for this count, the first of them for 1."""
+        for n, function in enumerate(functions, 1):
+            with b.if_then(b.icmp_signed("==", count, integer(n))):
+                b.call(function, arguments)
 
     def fma(self, b: Any, x: Any, y: Any, z: Any) -> Any:
-        return b.call(self._fma, [x, y, z])
+        return self.intrinsic(b, "fma", x, y, z)
 
     def constant(self, value: float) -> Any:
         return ir.Constant(self.floats, [value] * self.lanes)

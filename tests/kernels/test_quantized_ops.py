@@ -53,9 +53,10 @@ def test_products_equal_the_reference(dtype, bits, group_size, invariant):
 def test_blocks_hold_what_they_were_made_of(bits, outputs):
     regular, ragged = linear(outputs=outputs, bits=bits, bias=True), linear(outputs=outputs, bits=bits, seed=3)
     ragged = dataclasses.replace(ragged, group=torch.tensor([0] * 5 + [1] * 90 + [3] * 33, dtype=torch.int32))
-    for weight, width in ((regular, {2: 2, 3: 4, 4: 4, 8: 8}[bits]), (ragged, 8)):
+    width = {2: 2, 3: 4, 4: 4, 8: 8}[bits]
+    for weight, filled in ((regular, 128), (ragged, 32 + 96 + 64)):
         blocked = block(weight)
-        assert blocked.width == width and blocked.codes.shape == (-(-outputs // 16), 128 * width // 8, 16)
+        assert blocked.width == width and blocked.codes.shape == (-(-outputs // 16), filled * 16 * width // 8)
         back = unblocked(blocked)
         for name in ("codes", "scales", "zeros", "group"):
             assert torch.equal(getattr(back, name), getattr(weight, name)), name
@@ -65,18 +66,48 @@ def test_blocks_hold_what_they_were_made_of(bits, outputs):
 
 
 @pytest.mark.skipif(not llvm_launch.available(), reason="the program is not made for this CPU")
-def test_the_width_of_vectors_and_the_number_of_threads_change_no_bit(monkeypatch):
-    blocked, x = block(linear(inputs=320, outputs=200, group_size=40)), torch.randn(11, 320)
-    expected, threads = ops.matmul(x, blocked), torch.get_num_threads()
-    for lanes in (4, 8, 16):
-        monkeypatch.setattr(llvm_launch, "lanes", lambda lanes=lanes: lanes)
-        assert torch.equal(ops.matmul(x, blocked), expected)
-        assert torch.equal(ops.matmul(x[:3], blocked), expected[:3])
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+@pytest.mark.parametrize("group_size", [40, 64])
+def test_the_number_of_rows_and_of_threads_changes_no_bit(monkeypatch, lanes, group_size):
+    monkeypatch.setattr(llvm_launch, "lanes", lambda: lanes)
+    weight = linear(inputs=320, outputs=200, group_size=group_size)
+    blocked, x, threads = block(weight), torch.randn(75, 320), torch.get_num_threads()
+    together, exact = ops.matmul(x, blocked), reference_matmul(x.double(), weight)
+    assert (together.double() - exact).norm() <= 2e-6 * exact.norm()
+    for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 70):
+        assert torch.equal(ops.matmul(x[:count], blocked), together[:count])
+        assert torch.equal(ops.matmul(x[-count:], blocked), together[-count:])
     try:
         torch.set_num_threads(3)
-        assert torch.equal(ops.matmul(x, blocked), expected)
+        assert torch.equal(ops.matmul(x, blocked), together)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(not llvm_launch.available(), reason="the program is not made for this CPU")
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_weights_are_the_files_fp16_values_bit_for_bit(bits):
+    """Scales from the smallest subnormal fp16 number to large ones: every weight is rounded once, as readers do."""
+    weight = linear(bits=bits, group_size=40)
+    spread = torch.logspace(-24, 7, weight.scales.numel(), base=2).view_as(weight.scales).half()
+    weight = dataclasses.replace(weight, scales=spread)
+    ones = torch.eye(128)
+    for rows in (slice(0, 128), slice(0, 3), slice(100, 108)):
+        y = ops.matmul(ones[rows], block(weight))
+        assert torch.equal(y, weight.dequantize(torch.float32)[rows])
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_row_that_is_not_finite_spoils_no_other(bits):
+    ragged = dataclasses.replace(
+        linear(bits=bits), group=torch.tensor([0] * 5 + [1] * 90 + [3] * 33, dtype=torch.int32)
+    )
+    x = torch.randn(11, 128)
+    expected = ops.matmul(x, block(ragged))
+    x[3], x[10] = float("nan"), float("inf")
+    y = ops.matmul(x, block(ragged))
+    whole = [row for row in range(11) if row not in (3, 10)]
+    assert torch.equal(y[whole], expected[whole]) and not torch.isfinite(y[[3, 10]]).any()
 
 
 def test_a_cpu_without_the_instructions_multiplies_dense_weights(monkeypatch):
@@ -89,13 +120,14 @@ def test_a_cpu_without_the_instructions_multiplies_dense_weights(monkeypatch):
 
 @pytest.mark.parametrize(("cpu", "lanes"), [("haswell", 8), ("znver3", 8), ("skylake-avx512", 16)])
 @pytest.mark.skipif("x86" not in platform.machine(), reason="LLVM knows other CPUs here")
-def test_the_loop_of_many_rows_keeps_its_sums_in_registers(cpu, lanes):
+def test_sums_stay_in_registers(cpu, lanes):
     machine = llvm_launch.target_machine(cpu)
-    assembly = machine.emit_assembly(llvm_launch.optimized(llvm_quantized.module(4, lanes), machine))
-    body = assembly.split(f"\ntile_{lanes // 2}:")[1].split("\n.Lfunc_end")[0]
-    loop = max(re.split(r"\n\.L\w+:", body), key=lambda part: part.count("vfmadd"))
-    assert loop.count("vfmadd") == 2 * 8  # a byte's two inputs
-    assert "(%rsp)" not in loop and "(%rbp)" not in loop
+    assembly = machine.emit_assembly(llvm_launch.optimized(llvm_quantized.module(4, lanes, "x86_64"), machine))
+    for function, products in (("fused_8", 8 * 32 // lanes), ("tile_4", 4 * 2)):
+        body = assembly.split(f"\n{function}:")[1].split("\n.Lfunc_end")[0]
+        loop = max(re.split(r"\n\.L\w+:", body), key=lambda part: part.count("vfmadd")).split("jl\t")[0]
+        assert loop.count("vfmadd") == products
+        assert "(%rsp)" not in loop and "(%rbp)" not in loop
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
