@@ -57,7 +57,8 @@ class Block(nn.Module):
         self.mlp = MLP(c)
 
     def forward(self, x: Tensor, documents: Tensor | None, cache: Cache | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), documents, cache)
+        attended = self.attention(self.attention_norm(x), documents, cache)
+        x = (x if cache is None else cache.needed(self.attention.layer, x)) + attended
         x = name(x, "residual", "batch", "seq", "embed")
         x = x + self.mlp(self.mlp_norm(x))
         return name(x, "residual", "batch", "seq", "embed")

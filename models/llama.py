@@ -20,7 +20,12 @@ class Cache(Protocol):
     """What a server keeps of the past: it stores a layer's new keys and values and attends to all of them."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q: [batch, seq, heads, head_dim], k and v: [batch, seq, kv_heads, head_dim] -> as q"""
+        """q: [batch, seq, heads, head_dim], k and v: [batch, seq, kv_heads, head_dim] -> as q, the needed rows"""
+        ...
+
+    def needed(self, layer: int, x: Tensor) -> Tensor:
+        """x: [batch, seq, embed] -> its rows that are of use once this layer has stored keys and values of all: where
+        it is the last one, those whose logits are asked for."""
         ...
 
 
@@ -72,7 +77,8 @@ class Block(nn.Module):
         self.mlp = MLP(c)
 
     def forward(self, x: Tensor, turn: Rotation, documents: Tensor | None, cache: Cache | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), turn, documents, cache)
+        attended = self.attention(self.attention_norm(x), turn, documents, cache)
+        x = (x if cache is None else cache.needed(self.attention.layer, x)) + attended
         x = name(x, "residual", "batch", "seq", "embed")
         x = x + self.mlp(self.mlp_norm(x))
         return name(x, "residual", "batch", "seq", "embed")

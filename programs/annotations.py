@@ -89,9 +89,7 @@ class _Reader:
         axes = [self.fits(value, i, a, name, f"sharding.rules.{dims[i]}") for i, a in enumerate(axes)]
         found[value] = Annotation(Sharding(tuple(axes), opened), where)
 
-    def pattern(
-        self, found: dict[Value, Annotation], value: Value, pattern: str, names: Sequence[str | None]
-    ) -> None:
+    def pattern(self, found: dict[Value, Annotation], value: Value, pattern: str, names: Sequence[str | None]) -> None:
         path = f"sharding.annotate.{pattern}"
         if self.ranks_differ(value, pattern, len(names), path):
             return

@@ -8,8 +8,7 @@ the same program in two sizes.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,46 +36,43 @@ ROWS = ("tokens", "positions", "slots", "sequences", "tables", "wanted")
 
 @dataclass
 class PagedCache:
-    """What a model's attention layers see of the paged cache."""
+    """What a model's attention layers see of the paged cache.
+
+    Only the wanted rows go on once the last layer has stored its keys and values: of a prompt mostly one.
+    """
 
     pools: Pools
     positions: Tensor
     slots: Tensor
     sequences: Tensor
     tables: Tensor
+    wanted: Tensor
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k_pool, v_pool = self.pools[layer]
-        return paged_attention(
+        attended = paged_attention(
             q, k, v, k_pool, v_pool, self.positions, self.slots, self.sequences, self.tables
         )  # fmt: skip
+        return self.needed(layer, attended)
+
+    def needed(self, layer: int, x: Tensor) -> Tensor:
+        return x.index_select(1, self.wanted) if layer == len(self.pools) - 1 else x
 
 
 def step_function(model: nn.Module) -> Callable[..., Tensor]:
-    """`step` as above. Only the wanted rows reach the head: the final norm takes them out of the residual stream."""
-    norm = model.get_submodule("norm")
+    """`step` as above."""
 
     def step(
         tokens: Tensor, positions: Tensor, slots: Tensor, sequences: Tensor, tables: Tensor, wanted: Tensor,
         pools: Pools, parameters: dict[str, Tensor],
     ) -> Tensor:  # fmt: skip
-        cache = PagedCache(pools, positions, slots, sequences, tables)
-        with _selecting(norm, wanted):
-            logits = torch.func.functional_call(
-                model, parameters, (tokens,), {"positions": positions, "cache": cache}, tie_weights=True
-            )
+        cache = PagedCache(pools, positions, slots, sequences, tables, wanted)
+        logits = torch.func.functional_call(
+            model, parameters, (tokens,), {"positions": positions, "cache": cache}, tie_weights=True
+        )
         return logits.squeeze(0)
 
     return step
-
-
-@contextlib.contextmanager
-def _selecting(norm: nn.Module, wanted: Tensor) -> Iterator[None]:
-    handle = norm.register_forward_pre_hook(lambda _module, args: (args[0].index_select(1, wanted),))
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def make_pools(

@@ -86,9 +86,9 @@ def _batch(setting: Setting) -> dict[str, Tensor]:
     return {name: torch.empty(rows, setting.seq_len, dtype=torch.int64, device="meta") for name in BATCH}
 
 
-def _forward(setting: Setting, trail: Trail, used: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> tuple[
-    Tensor, Tensor
-]:
+def _forward(
+    setting: Setting, trail: Trail, used: Mapping[str, Tensor], batch: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
     inputs = (batch["tokens"], batch["documents"], batch["positions"])
     with trail.watch(setting.model):
         logits = torch.func.functional_call(setting.model, dict(used), inputs)
@@ -266,15 +266,11 @@ def update_program(setting: Setting, storage: Mapping[str, Layout]) -> Program:
     kinds: dict[Value, str] = {}
     for i, value in enumerate(graph.inputs[: 4 * count]):
         name = names[i % count]
-        annotations[value] = Annotation(
-            Sharding(storage[name].dims, (False,) * value.rank), f"how `{name}` is stored"
-        )
+        annotations[value] = Annotation(Sharding(storage[name].dims, (False,) * value.rank), f"how `{name}` is stored")
         kinds[value] = ("parameter", "gradient", "optimizer", "optimizer")[i // count]
     for i, value in enumerate(graph.outputs[: 3 * count]):
         name = names[i % count]
-        annotations[value] = Annotation(
-            Sharding(storage[name].dims, (False,) * value.rank), f"how `{name}` is stored"
-        )
+        annotations[value] = Annotation(Sharding(storage[name].dims, (False,) * value.rank), f"how `{name}` is stored")
         kinds[value] = ("parameter", "optimizer", "optimizer")[i // count]
     program = partition_graph(propagate(graph, setting.mesh, annotations), kinds)
     program.donated = {i: i if i < count else i + count for i in range(3 * count)}
