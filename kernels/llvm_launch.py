@@ -77,19 +77,21 @@ def optimized(text: str, machine: llvm.TargetMachine) -> llvm.ModuleRef:
     return made
 
 
-def matmul(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, spans: Tensor, width: int) -> Tensor:
+def matmul(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, spans: Tensor, width: int, used: int) -> Tensor:
     """x fp32 [rows, inputs] -> fp32 [rows, columns filled up to whole panels], by the tensors of a `Blocked` weight.
 
-    A row's bits do not depend on the others.
+    Rows from `used` on come out as 0. A row's bits do not depend on the others.
     """
     (rows, inputs), (panels, groups, columns) = x.shape, scales.shape
     if codes.shape[1] * 8 > inputs * width * columns:  # a chunk that is not full reads on, and multiplies by 0
         x = F.pad(x, (0, llvm_quantized.CHUNK))
     x = x.contiguous()
     out = x.new_empty(rows, panels * columns)
+    if used < rows:
+        out[used:] = 0
     _run(
         product(width, lanes()), x.data_ptr(), codes.data_ptr(), scales.data_ptr(), zeros.data_ptr(), out.data_ptr(),
-        spans.data_ptr(), rows, x.shape[1], panels, groups, spans.shape[0], codes.shape[1],
+        spans.data_ptr(), used, x.shape[1], panels, groups, spans.shape[0], codes.shape[1],
     )  # fmt: skip
     return out
 

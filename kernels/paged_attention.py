@@ -140,10 +140,11 @@ def paged_attention_reference(
     return out.reshape(b, t, h, d).to(q.dtype)
 
 
-def _paged_attention_cpu(
+def paged_attention_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
     sequences: Tensor, tables: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
+    """The operation on a CPU: LLVM's program where there is one for this cache."""
     from tpshard.kernels import llvm_launch
 
     if not llvm_launch.takes(k_pool, v_pool):
@@ -170,7 +171,7 @@ def _paged_attention_cuda(
     return out.view(q.shape)
 
 
-_library.impl("paged_attention", _paged_attention_cpu, "CPU")
+_library.impl("paged_attention", paged_attention_on_cpu, "CPU")
 _library.impl("paged_attention", _paged_attention_cuda, "CUDA")
 
 

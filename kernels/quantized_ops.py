@@ -7,7 +7,8 @@
 `prepare` brings a `Quantized` linear into the form of a device; `matmul` and `gate_up` call the operations with it. On
 CUDA the tile, or dequantize-and-multiply, is measured at first use (fp32 always dequantizes). A CPU has one kernel for
 all bits, dtypes and numbers of rows (see `llvm_quantized`), which sums in fp32. With `invariant` a row's bits do not
-depend on the others; on a CPU they never do.
+depend on the others; on a CPU they never do. `used` (int64 [1], on the CPU) says how many of the first rows matter: on
+a CPU the others are not multiplied and come out as 0, or the bias.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Prepared = Packed | Blocked
 """A weight as a GPU or a CPU multiplies by it."""
 
 _WEIGHT = (
-    "Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? groups, Tensor? bias, int[] form, bool invariant"
+    "Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? groups, Tensor? bias, int[] form, bool invariant, "
+    "Tensor? used=None"
 )
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define(f"quantized_matmul({_WEIGHT}) -> Tensor")
@@ -72,17 +74,27 @@ def arguments(weight: Prepared) -> tuple[Any, ...]:
     return weight.words, weight.scales, weight.zeros, weight.row_group, weight.bias, form
 
 
+_FORM = 5
+"""Where the form is among the arguments after x; `invariant` and, where it is given, `used` follow."""
+
+
 # CPU
+
+
+def _split(arguments: Sequence[Any]) -> list[Any]:
+    return [*arguments[: _FORM + 1], arguments[_FORM + 2] if len(arguments) > _FORM + 2 else None]
 
 
 def _cpu_product(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, spans: Tensor, bias: Tensor | None, form: Sequence[int],
+    used: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """x [..., inputs] -> fp32 [..., columns] with bias. Few calls: a decoded token waits for each of them."""
     _, width, inputs, columns = form
     rows = x.reshape(-1, inputs).float()
     if llvm_launch.available():
-        y = llvm_launch.matmul(rows, codes, scales, zeros, spans, width)
+        count = rows.shape[0] if used is None else min(rows.shape[0], int(used))
+        y = llvm_launch.matmul(rows, codes, scales, zeros, spans, width, count)
         if y.shape[1] != columns:
             y = y[:, :columns]
     else:
@@ -92,13 +104,14 @@ def _cpu_product(
     return y if x.dim() == 2 else y.view(*x.shape[:-1], columns)
 
 
-def _matmul_cpu(x: Tensor, *weight: Any) -> Tensor:
-    y = _cpu_product(x, *weight[:-1])
+def matmul_on_cpu(x: Tensor, *arguments: Any) -> Tensor:
+    """quantized_matmul on a CPU."""
+    y = _cpu_product(x, *_split(arguments))
     return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
-def _gate_up_cpu(x: Tensor, *weight: Any) -> Tensor:
-    gate, up = _cpu_product(x, *weight[:-1]).chunk(2, -1)
+def _gate_up_cpu(x: Tensor, *arguments: Any) -> Tensor:
+    gate, up = _cpu_product(x, *_split(arguments)).chunk(2, -1)
     return (F.silu(gate) * up).to(x.dtype)
 
 
@@ -140,11 +153,11 @@ def _packed(
 
 
 def _matmul_cuda(x: Tensor, *arguments: Any) -> Tensor:
-    return _cuda_product(x, _packed(*arguments[:-1]), False, arguments[-1])
+    return _cuda_product(x, _packed(*arguments[: _FORM + 1]), False, arguments[_FORM + 1])
 
 
 def _gate_up_cuda(x: Tensor, *arguments: Any) -> Tensor:
-    return _cuda_product(x, _packed(*arguments[:-1]), True, arguments[-1])
+    return _cuda_product(x, _packed(*arguments[: _FORM + 1]), True, arguments[_FORM + 1])
 
 
 def _rms_norm_cuda(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
@@ -168,7 +181,7 @@ class _LazyChoice:
 
 _choice = _LazyChoice()
 
-_library.impl("quantized_matmul", _matmul_cpu, "CPU")
+_library.impl("quantized_matmul", matmul_on_cpu, "CPU")
 _library.impl("quantized_gate_up", _gate_up_cpu, "CPU")
 _library.impl("rms_norm_permuted", rms_norm_reference, "CPU")
 _library.impl("quantized_matmul", _matmul_cuda, "CUDA")
@@ -177,15 +190,13 @@ _library.impl("rms_norm_permuted", _rms_norm_cuda, "CUDA")
 
 
 @torch.library.register_fake("tpshard::quantized_matmul", lib=_library)
-def _(x: Tensor, *weight: Any) -> Tensor:
-    form = weight[-2]
-    return x.new_empty(*x.shape[:-1], form[-1])
+def _(x: Tensor, *arguments: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], arguments[_FORM][-1])
 
 
 @torch.library.register_fake("tpshard::quantized_gate_up", lib=_library)
-def _(x: Tensor, *weight: Any) -> Tensor:
-    form = weight[-2]
-    return x.new_empty(*x.shape[:-1], form[-1] // 2)
+def _(x: Tensor, *arguments: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], arguments[_FORM][-1] // 2)
 
 
 @torch.library.register_fake("tpshard::rms_norm_permuted", lib=_library)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
+from tpshard.kernels.direct import call_directly
 from tpshard.kernels.rows_linear import TILE
 from tpshard.models.presets import ModelConfig
 from tpshard.programs.serving import make_pools
@@ -43,6 +44,8 @@ class LocalRunner:
         self.vocab, self.max_seq = config.vocab, max_seq or config.max_seq
         self.max_rows = self.max_wanted = max_rows
         self.cache_bytes = sum(k.nbytes + v.nbytes for k, v in pools)
+        self._used = torch.zeros(1, dtype=torch.int64) if self.device.type == "cpu" else None
+        """Rows of a step that are not padding."""
         graph = trace(model, pools, parameters)
         self._fixed = pytree.tree_leaves((pools, parameters))
         if batch_invariant or linears is not None:
@@ -54,10 +57,12 @@ class LocalRunner:
             nodes = fix_rows(graph, None if batch_invariant else quantized)
             if linears is not None:
                 reorder_inputs(nodes, names, linears, more, self.device)
-                rewrite(nodes, names, linears.of, more, batch_invariant)
+                rewrite(nodes, names, linears.of, more, batch_invariant, self._used)
             nodes = [node for node in nodes if not node._erased]
             packed = pack_weights(graph, nodes, weights.get, {}) if batch_invariant else []
             self._fixed = [*let_go(graph, list(weights), list(weights.values())), *more.tensors, *packed]
+        if self.device.type == "cpu":
+            call_directly(graph)
         self._program = fx.GraphModule(nn.Module(), graph)
         self._replayed: Replayed | None = None
         if self.device.type == "cuda":
@@ -66,6 +71,8 @@ class LocalRunner:
     @torch.no_grad()
     def step(self, batch: StepInput) -> Tensor:
         b = batch.padded(_up(len(batch.tokens)), _up(len(batch.wanted)))
+        if self._used is not None:
+            self._used.fill_(len(batch.tokens))
         arrays = [b.tokens[None], b.positions[None], b.slots[None], b.sequences[None], b.tables, b.wanted]
         inputs = [torch.from_numpy(a).to(self.device) for a in arrays]
         logits = self._program(*inputs, *self._fixed) if self._replayed is None else self._replayed(*inputs)

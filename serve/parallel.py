@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from tpshard.kernels.direct import call_directly
 from tpshard.models import build
 from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.runtime.context import Context
@@ -53,6 +54,8 @@ class Part:
         self._linears = prepare(parts, cached(weights.quantized), group, first.arrangement, self._device)
         self._fixed = [self._value(port, blocks[port.name], weights) for port in ports]
         self._packed: dict[int, Tensor] = {}
+        self._used = torch.zeros(1, dtype=torch.int64) if self._device.type == "cpu" else None
+        """Rows of a step that are not padding."""
         self._steps = {rows: self._prepared(context, one.program, job) for rows, one in steps.items()}
         self._let_go()
 
@@ -61,6 +64,8 @@ class Part:
         size = next(n for n in self._steps if n >= len(batch.tokens))
         executor, packed = self._steps[size]
         b = batch.padded(size, size)
+        if self._used is not None:
+            self._used.fill_(len(batch.tokens))
         arrays = [b.tokens[None], b.positions[None], b.slots[None], b.sequences[None], b.tables, b.wanted]
         inputs = [torch.from_numpy(np.ascontiguousarray(a)).to(self._device) for a in arrays]
         with torch.inference_mode():
@@ -89,11 +94,13 @@ class Part:
         more = Inputs(graph)
         quantized = [node for node, name in names.items() if name in self._linears.of]
         nodes = fix_rows(graph, None if job.batch_invariant else quantized)
-        rewrite(nodes, names, self._linears.of, more, job.batch_invariant)
+        rewrite(nodes, names, self._linears.of, more, job.batch_invariant, self._used)
         nodes = [node for node in nodes if not node._erased]
         packed: list[Tensor] = []
         if job.batch_invariant:
             packed = pack_weights(graph, nodes, held.get, self._packed)
+        if self._device.type == "cpu":
+            call_directly(graph)
         executor.module.recompile()
         return executor, [*more.tensors, *packed]
 

@@ -118,11 +118,13 @@ def reorder_inputs(
 
 
 def rewrite(
-    nodes: list[fx.Node], names: Mapping[fx.Node, str], linears: Mapping[str, Prepared], inputs: Inputs, invariant: bool
-) -> None:
+    nodes: list[fx.Node], names: Mapping[fx.Node, str], linears: Mapping[str, Prepared], inputs: Inputs,
+    invariant: bool, used: Tensor | None = None,
+) -> None:  # fmt: skip
     """Lets products (nodes of `rows_linear`) whose weight input is quantized use the quantized form.
 
-    `names` says which parameter an input node is. With `invariant` a row's bits do not depend on the others.
+    `names` says which parameter an input node is. With `invariant` a row's bits do not depend on the others. `used`
+    says at each step how many of its first rows are not padding.
     """
     graph = inputs.graph
     for node in nodes:
@@ -132,8 +134,9 @@ def rewrite(
             continue
         *tensors, form = quantized_ops.arguments(linear)
         with graph.inserting_before(node):
+            weight = [inputs.add(t) for t in tensors]
             y = graph.call_function(
-                torch.ops.tpshard.quantized_matmul.default, (x, *(inputs.add(t) for t in tensors), form, invariant)
+                torch.ops.tpshard.quantized_matmul.default, (x, *weight, form, invariant, inputs.add(used))
             )
             if bias is not None:
                 y = graph.call_function(torch.add, (y, bias))

@@ -99,7 +99,7 @@ def test_four_bits_are_multiplied_as_four_bits(folders: dict[str, Path]) -> None
     _, expected = greedy(dense)
     quantized = local_runner(job(folders["llama"], dtype="bf16"), weights)
     code = quantized._program.code
-    assert code.count("tpshard.quantized_matmul.default(") == 14
+    assert code.count("matmul_on_cpu(") == 14
     assert code.count("rows_linear.default(") == 1  # the head is dense
     found = greedy(quantized)[1]
     assert found[0] == pytest.approx(expected[0], abs=0.15)
@@ -117,12 +117,17 @@ def test_rows_are_kept_apart_only_where_it_is_asked_for(invariant: bool) -> None
     weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
     quantized = round_to_nearest(weight, Settings(group_size=32))
     inputs = Inputs(graph)
-    rewrite([node], {source: "w"}, {"w": quantized_ops.prepare(quantized, "cpu")}, inputs, invariant)
+    used = torch.tensor([8])
+    rewrite([node], {source: "w"}, {"w": quantized_ops.prepare(quantized, "cpu")}, inputs, invariant, used)
     (multiplied,) = (node for node in graph.nodes if node.op == "call_function")
-    assert multiplied.target is torch.ops.tpshard.quantized_matmul.default and multiplied.args[-1] is invariant
+    assert multiplied.target is torch.ops.tpshard.quantized_matmul.default and multiplied.args[-2] is invariant
     rows = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
-    found = fx.GraphModule(torch.nn.Module(), graph)(rows, weight, *inputs.tensors)
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    found = module(rows, weight, *inputs.tensors)
     torch.testing.assert_close(found, rows @ quantized.dequantize(torch.float32))
+    used.fill_(3)  # what follows is padding
+    fewer = module(rows, weight, *inputs.tensors)
+    assert torch.equal(fewer[:3], found[:3]) and not fewer[3:].any()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
