@@ -2,12 +2,12 @@
 
     python benchmarks/plan_this_machine.py [--steps N] [--turns N] [--device FILE]
 
-First `tpshard doctor --measure` fits the machine into a device file (`--device` takes one that is there instead), then
-each recipe is planned with it and trained for a few steps; all of them once, then all again, so that minutes in which
-the machine is slow fall on each. `measured` is the middle of the runs' median steps, `runs` the least and the most.
-Exits with 1 where a prediction is more than 20% off. Leave the machine alone meanwhile: `others` says how many of its
-cores something else kept busy. `pace` is the time of a fixed piece of work around each run against that around the
-measurement; away from 1 the machine itself has changed its speed since (a virtual one does), which no constants know.
+In every turn `tpshard doctor --measure` fits the machine into a device file (`--device` takes one that is there
+instead), then each recipe is planned with it and trained for a few steps. A turn's constants know nothing of its runs,
+nor of an earlier turn's. Of the turns the middle counts: `ratio` is that of predicted / measured, `turns` lists them.
+Exits with 1 where a ratio is more than 20% off. Leave the machine alone meanwhile: `others` says how many of its cores
+something else kept busy. `pace` is the time of a fixed piece of work around a run against that around the measurement;
+away from 1 the machine itself has changed its speed since (a virtual one does), which no constants know.
 """
 
 from __future__ import annotations
@@ -105,15 +105,20 @@ def pace() -> float:
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds, predicted and measured, of a run's median step; cores that others kept busy; seconds of `pace`."""
+    """Seconds, predicted and measured, of a run's median step; cores that others kept busy; `pace` since measuring."""
 
     step: dict[str, float]
     exposed: dict[str, float]
     others: float
     pace: float
 
+    @property
+    def ratio(self) -> float:
+        return self.step["predicted"] / self.step["measured"]
 
-def run(arguments: list[str], folder: Path) -> Run:
+
+def run(arguments: list[str], folder: Path, then: float) -> Run:
+    """Trains a recipe. `then`: `pace` around the measurement that it is planned with."""
     folder.mkdir()
     earlier, begun, before = pace(), time.monotonic(), cpu_seconds()
     tpshard("train", *arguments, folder=str(folder))
@@ -121,49 +126,65 @@ def run(arguments: list[str], folder: Path) -> Run:
     found = compare.compare(folder / "runs" / Path(arguments[0]).stem)
     assert found is not None, "a run leaves its plan and its steps"
     nothing = {"predicted": 0.0, "measured": 0.0}
-    return Run(found["step_s"], found.get("exposed_comm_s", nothing), others, now)
+    return Run(found["step_s"], found.get("exposed_comm_s", nothing), others, now / then)
+
+
+def turn(folder: Path, steps: int, device: Path | None) -> dict[str, Run]:
+    """Measures the machine, unless there is a device file, and then trains each recipe once."""
+    before, begun, then = cpu_seconds(), time.monotonic(), pace()
+    file = device or folder / "this-machine.yaml"
+    if device is None:
+        tpshard("doctor", "--measure", str(file), folder=str(folder))
+        busy = others_busy(before, begun)
+        print(f"tpshard doctor --measure: {time.monotonic() - begun:.0f} s, others {busy:.2f}", flush=True)
+        then = (then + pace()) / 2
+    recipes = commands(str(folder), file, steps)
+    return {name: run(arguments, folder / f"run-{i}", then) for i, (name, arguments) in enumerate(recipes.items())}
+
+
+HEAD = "step, ms            predicted  measured  ratio  turns            exposed: predicted  measured  others   pace"
+
+
+def table(turns: list[dict[str, Run]]) -> tuple[str, float]:
+    """(a row for each recipe, how far the worst is off)"""
+    lines, worst = [HEAD], 0.0
+    for name in turns[0]:
+        runs = [each[name] for each in turns]
+        ratio, each = middle(runs, lambda one: one.ratio), " ".join(f"{one.ratio:.2f}" for one in runs)
+        worst = max(worst, abs(ratio - 1))
+        times = [1e3 * middle(runs, lambda one, key=key: one.step[key]) for key in ("predicted", "measured")]
+        waits = [1e3 * middle(runs, lambda one, key=key: one.exposed[key]) for key in ("predicted", "measured")]
+        lines.append(
+            f"{name:<19} {times[0]:>9.0f} {times[1]:>9.0f} {ratio:>6.2f}  {each:<15}{waits[0]:>19.0f} {waits[1]:>9.0f} "
+            f"{max(one.others for one in runs):>7.2f} {middle(runs, lambda one: one.pace):>6.2f}"
+        )
+    lines.append(f"worst {100 * worst:.0f}%, {'within' if worst <= WITHIN else 'beyond'} {100 * WITHIN:.0f}%")
+    return "\n".join(lines), worst
 
 
 def middle(runs: list[Run], value: Callable[[Run], float]) -> float:
     return statistics.median(value(one) for one in runs)
 
 
+def machine() -> str:
+    cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory().total / 2**30
+    name = platform.processor() or platform.machine()
+    return f"{name}, {cores} cores, {memory:.0f} GiB, torch {torch.__version__}, {datetime.date.today()}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--turns", type=int, default=3, help="runs of each recipe")
+    parser.add_argument("--turns", type=int, default=3, help="measurements, each with a run of every recipe")
     parser.add_argument("--device", type=Path, help="a device file that is there already")
     asked = parser.parse_args()
-    cores = len(os.sched_getaffinity(0))
-    print(f"{platform.processor() or platform.machine()}, {cores} cores, {psutil.virtual_memory().total / 2**30:.0f} "
-          f"GiB, torch {torch.__version__}, {datetime.date.today()}")  # fmt: skip
-    worst = 0.0
-    with tempfile.TemporaryDirectory() as folder:
-        begun = time.monotonic()
-        device = asked.device.resolve() if asked.device else Path(folder) / "this-machine.yaml"
-        then, before = pace(), cpu_seconds()
-        if asked.device is None:
-            tpshard("doctor", "--measure", str(device), folder=folder)
-            busy = others_busy(before, begun)
-            print(f"tpshard doctor --measure: {time.monotonic() - begun:.0f} s, others {busy:.2f}")
-            then = (then + pace()) / 2
-        recipes = commands(folder, device, asked.steps)
-        runs: dict[str, list[Run]] = {name: [] for name in recipes}
-        for turn in range(asked.turns):
-            for i, (name, arguments) in enumerate(recipes.items()):
-                runs[name].append(run(arguments, Path(folder) / f"{turn}-{i}"))
-        print("step, ms             predicted  measured       runs  ratio  exposed: predicted  measured  others   pace")
-        for name, each in runs.items():
-            times = sorted(1e3 * one.step["measured"] for one in each)
-            predicted, measured = 1e3 * each[0].step["predicted"], statistics.median(times)
-            waits = [1e3 * middle(each, lambda one, key=key: one.exposed[key]) for key in ("predicted", "measured")]
-            worst = max(worst, abs(predicted / measured - 1))
-            print(
-                f"{name:<20} {predicted:>10.0f} {measured:>9.0f} {times[0]:>5.0f}-{times[-1]:<5.0f}"
-                f"{predicted / measured:>6.2f} {waits[0]:>19.0f} {waits[1]:>9.0f} "
-                f"{max(one.others for one in each):>7.2f} {middle(each, lambda one: one.pace) / then:>6.2f}"
-            )
-    print(f"worst {100 * worst:.0f}%, {'within' if worst <= WITHIN else 'beyond'} {100 * WITHIN:.0f}%")
+    print(machine(), flush=True)
+    turns = []
+    for _ in range(asked.turns):
+        with tempfile.TemporaryDirectory() as folder:
+            turns.append(turn(Path(folder), asked.steps, asked.device and asked.device.resolve()))
+    text, worst = table(turns)
+    print(text)
     return 0 if worst <= WITHIN else 1
 
 

@@ -61,6 +61,7 @@ _CROWD = {
     "bandwidth": _Key("bandwidth", 1e6, 1e13, 0.0),
     "latency": _Key("time", 0.0, 1.0, 0.0),
     "skew": _Key("time", 0.0, 1.0, 0.0),
+    "spread": _Key("ratio", 0.0, 1.0, 0.0),
     "slowdown": _Key("share", 0.0, 0.95, -1.0),
 }
 _CONSTANTS = {
@@ -188,7 +189,7 @@ def _crowd(values: dict[str, Any]) -> Crowd:
     growth, slowdown = (None if values[key] < 0 else values[key] for key in ("growth", "slowdown"))
     return Crowd(
         values["compute"], values["memory"], growth, values["overhead"], values["bandwidth"], values["latency"],
-        values["skew"], slowdown,
+        values["skew"], values["spread"], slowdown,
     )  # fmt: skip
 
 

@@ -53,6 +53,8 @@ class Crowd:
     """Of one hop; 0: `inside`'s, times the turns that processes take."""
     skew_s: float = 0.0
     """Of a collective, however little it sends: until the system has given each member its turn."""
+    spread: float = 0.0
+    """Of a collective, as a share of what was computed since the last: until the last of its members has come."""
     slowdown: float | None = None
     """Share of its computing rate that a process loses beside a collective; None: `inside`'s."""
 
@@ -97,12 +99,15 @@ class Device:
     reserved: float = 1.05
     """Bytes the allocator reserves for each byte allocated at the peak."""
     step_s: float = 0.0
-    """What a step costs besides its operations: data, metrics, the host's loop."""
+    """What a training step costs besides its operations: data, metrics, the host's loop."""
     growth: float = 0.0
     """CPU only: bytes/s at which the memory that a program takes and gives back is made ready; 0: at no cost."""
     skew_s: float = 0.0
     """CPU only: what a collective waits, however little it sends, until each member has its turn; `shared_by` takes it
     from `crowds`."""
+    spread: float = 0.0
+    """CPU only: what ranks drift apart while they compute, and a collective waits for, as a share of what was computed
+    since the last; `shared_by` takes it from `crowds`."""
     cores: int = 0
     """CPU only: cores of the host, shared by its processes; the rates above are then the whole host's."""
     crowds: Mapping[int, Crowd] = field(default_factory=dict)
@@ -144,6 +149,7 @@ class Device:
             issue_s=self.issue_s * overhead,
             step_s=self.step_s * overhead,
             skew_s=crowd.skew_s * more,
+            spread=crowd.spread,
             crowds={},
         )
 

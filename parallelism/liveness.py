@@ -35,6 +35,8 @@ class Memory:
     by_category: dict[str, list[int]] = field(default_factory=dict)
     largest: list[tuple[str, str, int]] = field(default_factory=list)
     """At the peak: (value, category, bytes), largest first."""
+    results: list[int] = field(default_factory=list)
+    """Bytes of every value that takes memory and is no input, in the order in which they are made."""
 
 
 def liveness(
@@ -81,6 +83,7 @@ def liveness(
         curve,
         by_category,
         alive[:12],
+        [size[base] for base in birth if base.op != "placeholder" and size[base]],
     )
 
 

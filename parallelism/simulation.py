@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from torch import fx
@@ -191,26 +191,29 @@ def price(program: Program, device: Device, devices_per_host: int, *, compiled: 
     index = {kernel.node: i for i, kernel in enumerate(parts)}
     tasks: list[Task] = []
     costs: dict[int, CommCost] = {}
+    apart = 0.0  # what ranks have drifted apart since they last met
     for i, kernel in enumerate(parts):
         node, comm = kernel.node, flow.info[kernel.node].comm
         if comm is not None and node.op == "call_function":
-            cost = comm_cost(device, topology, node, comm)
-            costs[i] = cost
+            cost = costs[i] = comm_cost(device, topology, node, comm, apart)
+            apart = 0.0 if cost.wire != "none" else apart
             tasks.append(Task(node.name, "issue", cost.seconds, lane_of(comm), cost.wire))
         elif flow.name[node] == "wait_tensor":
             tasks.append(Task(node.name, "wait", 0.0, of=_issued(node, index)))
         else:
             tasks.append(Task(node.name, "compute", seconds(kernel, device)))
+            apart += device.spread * tasks[-1].seconds
     slowdown = {"inside": device.inside.slowdown, "across": device.across.slowdown}
     return Priced(program, parts, tasks, costs, slowdown)
 
 
-def comm_cost(device: Device, topology: Topology, node: fx.Node, comm: Collective) -> CommCost:
-    """Cost of the collective that a node issues, as the backend runs it."""
+def comm_cost(device: Device, topology: Topology, node: fx.Node, comm: Collective, apart: float = 0.0) -> CommCost:
+    """Cost of the collective that a node issues, as the backend runs it, `apart` seconds after the first of its members
+    has come."""
     # on a CPU the executor sends a reduce-scatter as an all-to-all and sums in rank order
     algorithm = "all_to_all" if device.kind == "cpu" and comm.kind == "reduce_scatter" else None
     cost = collective(device, topology, comm.kind, comm.refs, comm.bytes, algorithm)
-    return CommCost(cost.seconds + device.issue_s, cost.wire_bytes, cost.wire, cost.algorithm)
+    return replace(cost, seconds=cost.seconds + device.issue_s + (apart if cost.wire != "none" else 0.0))
 
 
 def lane_of(comm: Collective) -> str:

@@ -57,7 +57,7 @@ def _held(program: Program, kind: str) -> int:
 def price_training(programs: training.TrainingPrograms, compiled: Compiled | None = None) -> Pricing:
     """Prices a training step of programs that are built already. `compiled` overrides what the recipe says."""
     device, _, per_host = device_of(programs.setting.recipe)
-    return price_parts(training_parts(programs, compiled), device, per_host, processes=per_host)
+    return price_parts(training_parts(programs, compiled), device, per_host, processes=per_host, trains=True)
 
 
 def report(recipe: Recipe, source: str, what: str = "train", accuracy: str = "") -> Report:

@@ -91,9 +91,11 @@ class Computing:
     exponential: float
     """Bytes that could be streamed while one exponential is taken."""
     growth: float
-    """Bytes/s at which memory that a step takes and gives back is made ready."""
+    """Bytes/s at which the system hands out memory anew."""
     op_s: float
     view_s: float
+    step_s: float
+    """A step's own work besides its operations, with a core to itself."""
     errors: dict[str, float]
 
 
@@ -106,13 +108,8 @@ def computing(results: Sequence[Result]) -> Computing:
     # Exponentials were measured apart: what is left of a block is at least a fifth. So was an operation, but as one
     # among larger ones: in a block on little memory the next one finds its code in the caches.
     rows = [row for entry in results for row in entry["stream"]]
-    streams = fit([(ops, moved, max(s - exps * exponential_s, 0.2 * s)) for ops, moved, exps, _, _, s in rows])
+    streams = fit([(ops, moved, max(s - exps * exponential_s, 0.2 * s)) for ops, moved, exps, s in rows])
     per_byte = max(streams.costs[1], 1e-13)
-    # Of the most that is held at once the system hands out a part anew, each time: that much for each byte of it. The
-    # largest block does not count: results of the largest size are always new, and a program has few of that size.
-    largest = max(row[3] for row in rows)
-    smaller = [row for row in rows if row[3] < largest]
-    again = sum(row[4] for row in smaller) / sum(row[3] for row in smaller)
     products = fit([row[1:] for entry in results for row in entry["matmul"] if row[0] == "float32"])
     per_flop, packing = products.costs
     half = fit([(row[1], row[3]) for entry in results for row in entry["matmul"] if row[0] == "bfloat16"])
@@ -133,9 +130,10 @@ def computing(results: Sequence[Result]) -> Computing:
         attention_backward=1 / rates[1].costs[0],
         streaming=1 / per_byte,
         exponential=exponential_s / per_byte,
-        growth=1 / max(fresh_s * again, 1e-13),
+        growth=1 / max(fresh_s, 1e-13),
         op_s=op_s,
         view_s=view_s,
+        step_s=max(0.0, _middle(t for entry in results for t in entry["loop"])),
         errors={
             "matmul": products.error, "attention": (rates[0].error + rates[1].error) / 2, "streaming": streams.error
         },
@@ -155,6 +153,8 @@ class Communicating:
     latency_s: float
     """Of a hop."""
     bandwidth: float
+    spread: float
+    """Of what was computed since the last collective: until the last of its members has come."""
     slowdown: float
     """Share of the cores that a large collective keeps busy."""
     error: float
@@ -164,20 +164,21 @@ def communicating(results: Sequence[Result], local: float) -> Communicating:
     """`local`: bytes/s at which a process adds up what it receives, which the cost model counts by itself."""
     rows, busy = [], []
     # a collective is one thing that all its members see: what one waits for another is not late with
-    every: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
+    every: dict[tuple[Any, ...], list[list[float]]] = {}
     for entry in results:
-        for kind, members, buffer, seconds, share in entry["comm"]:
-            every.setdefault((kind, members, buffer), []).append((seconds, share))
-    for (kind, members, buffer), seen in every.items():
-        seconds, share = (sum(part) / len(seen) for part in zip(*seen, strict=True))
+        for i, (kind, members, buffer, *seen) in enumerate(entry["comm"]):
+            every.setdefault((kind, members, buffer, i), []).append(seen)
+    least = min((seen[0] for members in every.values() for seen in members), default=0.0)
+    for (kind, members, buffer, _), found in every.items():
+        computed, seconds, share = (sum(part) / len(found) for part in zip(*found, strict=True))
         summed = buffer / local if kind == "all_reduce" else 0.0
         hops, sent = _hops(kind, members), wire_bytes(kind, buffer, members, "gloo")
-        rows.append((1.0, hops, sent, max(seconds - summed, 0.2 * seconds)))
-        if buffer >= 1 << 20:
+        rows.append((1.0, hops, sent, computed, max(seconds - summed, 0.2 * seconds)))
+        if buffer >= 1 << 20 and computed < 3 * least:
             busy.append(share)
-    found = fit(rows)
-    skew, hop, byte = found.costs
-    return Communicating(skew, hop, 1 / max(byte, 1e-13), min(0.95, _middle(busy)), found.error)
+    fitted = fit(rows)
+    skew, hop, byte, spread = fitted.costs
+    return Communicating(skew, hop, 1 / max(byte, 1e-13), spread, min(0.95, _middle(busy)), fitted.error)
 
 
 def _hops(kind: str, members: int) -> float:
@@ -282,7 +283,8 @@ def device_file(name: str, today: str, cores: int, memory: int, found: dict[int,
         if n in sends:
             parts |= {
                 "bandwidth": f"{sends[n].bandwidth / 1e9:.4g} GB/s", "latency": f"{sends[n].latency_s * 1e6:.4g} us",
-                "skew": f"{sends[n].skew_s * 1e6:.4g} us", "slowdown": f"{sends[n].slowdown:.3g}",
+                "skew": f"{sends[n].skew_s * 1e6:.4g} us", "spread": f"{sends[n].spread:.3g}",
+                "slowdown": f"{sends[n].slowdown:.3g}",
             }  # fmt: skip
         return f"    {n}: {{{', '.join(f'{key}: {value}' for key, value in parts.items())}}}"
 
@@ -293,7 +295,7 @@ def device_file(name: str, today: str, cores: int, memory: int, found: dict[int,
         "streaming": "1.0", "exponential": f"{here.exponential:.3g}", "op": f"{op_s * 5e5:.3g} us",
         "eager_op": f"{op_s * 1e6:.3g} us",
         "growth": f"{here.growth * base / 1e9:.4g} GB/s", "view": f"{view_s * 1e6:.3g} us",
-        "issue": "0 us", "reserved": "1.0",
+        "issue": "0 us", "step": f"{here.step_s * 1e3:.3g} ms", "reserved": "1.0",
     }  # fmt: skip
     said = f"measured {today}"
     errors = {key: f"mean error {100 * value:.0f}%" for key, value in here.errors.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
-import resource
+import os
 import sys
 import time
 import warnings
@@ -21,12 +21,14 @@ from datetime import timedelta
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor
 from tpshard.kernels import attention
+from tpshard.plan.measure_blocks import blocks
 
 OPS = attention.__name__  # importing it registers torch.ops.tpshard.attention
 MATMULS = {
@@ -36,12 +38,12 @@ MATMULS = {
 HEADS = ((8, 256, 8, 16), (4, 256, 8, 32), (2, 512, 8, 64), (1, 512, 8, 128))
 """Batch, sequence, heads and head size."""
 ELEMENTS = (1 << 16, 1 << 18, 1 << 20, 1 << 21)
-HEAD_DIM = 32
 FRESH_BYTES = 1 << 24
 COMM_BYTES = (64, 1 << 16, 1 << 20, 1 << 22)
+PIECES = 12
+"""Of computing behind which some collectives come; others come behind one."""
 LEAST_S = 0.04
 aten, funcol = torch.ops.aten, torch.ops._c10d_functional
-EXPONENTIALS = (aten.exp.default, aten.silu.default)
 
 
 class Clock:
@@ -119,130 +121,26 @@ def attentions() -> Callable[[Clock], tuple[list[list[float]], list[list[float]]
     )
 
 
-class Tape:
-    """A graph of operations as a program's executor runs it, and what they read, write and hold."""
-
-    def __init__(self) -> None:
-        self.graph, self.inputs = fx.Graph(), list[Tensor]()
-        self.ops = self.moved = self.exponentials = 0
-        self.root: dict[fx.Node, fx.Node] = {}
-        """Of a view: what it is a view of."""
-
-    def feed(self, *shape: int) -> fx.Node:
-        node = self.graph.placeholder(f"x{len(self.inputs)}")
-        node.meta["value"] = torch.rand(shape) + 0.5
-        self.inputs.append(node.meta["value"])
-        return node
-
-    def view(self, target: Any, source: fx.Node, *args: Any) -> fx.Node:
-        node = self._call(target, source, *args)
-        self.root[node] = self.root.get(source, source)
-        return node
-
-    def op(self, target: Any, *args: Any) -> fx.Node:
-        node = self._call(target, *args)
-        self.ops += 1
-        self.moved += sum(_bytes(n) for n in (*node.all_input_nodes, node))
-        self.exponentials += node.meta["value"].numel() if target in EXPONENTIALS else 0
-        return node
-
-    def _call(self, target: Any, *args: Any) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        node.meta["value"] = target(*fx.map_arg(args, lambda n: n.meta["value"].to("meta")))
-        return node
-
-    def module(self, *results: fx.Node) -> fx.GraphModule:
-        self.graph.output(results)
-        return fx.GraphModule({}, self.graph)
-
-    def held(self) -> int:
-        """The most bytes of results that are held at once: each from its making to its last use."""
-        read = {node: {self.root.get(n, n) for n in node.all_input_nodes} for node in self.graph.nodes}
-        last = {source: node for node, sources in read.items() for source in sources}
-        alive: dict[fx.Node, int] = {}
-        most = 0
-        for node, sources in read.items():
-            if node.op == "call_function" and node not in self.root:
-                alive[node] = _bytes(node)
-                most = max(most, sum(alive.values()))
-            for source in sources:
-                if last[source] is node:
-                    alive.pop(source, None)
-        return most
-
-
-def _bytes(node: fx.Node) -> int:
-    return 4 * int(node.meta["value"].numel())
-
-
-def forward(tape: Tape, x: fx.Node, weight: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """(result, what the gradient reads) of what a transformer's layer does besides products and attention: mostly
-    scaling and adding, and of the rest a norm, a rotation of each head, a copy in another order and a gate."""
-    op, mul, add = tape.op, partial(tape.op, aten.mul.Tensor), partial(tape.op, aten.add.Tensor)
-    inverse = op(aten.rsqrt.default, op(aten.mean.dim, mul(x, x), [-1], True))
-    scaled = mul(x, inverse)
-    normed = mul(scaled, weight)
-    heads, angle = _heads(tape, normed), tape.view(aten.slice.Tensor, weight, 0, 0, HEAD_DIM)
-    turned = add(mul(heads, angle), mul(op(aten.roll.default, heads, [1], [-1]), angle))
-    gate = op(aten.silu.default, _reordered(tape, turned, x))
-    out = add(x, mul(mul(gate, normed), weight))
-    return out, (inverse, scaled, normed, gate, out)
-
-
-def backward(tape: Tape, x: fx.Node, kept: tuple[fx.Node, ...], weight: fx.Node) -> fx.Node:
-    """What its gradient does: sums over rows, a copy in another order, and an exponential."""
-    op, mul, add = tape.op, partial(tape.op, aten.mul.Tensor), partial(tape.op, aten.add.Tensor)
-    inverse, scaled, normed, gate, out = kept
-    grad = op(aten.exp.default, op(aten.div.Tensor, normed, out))
-    back = add(mul(grad, gate), mul(mul(grad, normed), weight))
-    op(aten.sum.dim_IntList, mul(back, scaled), [0])
-    back = _reordered(tape, _heads(tape, back), x)
-    row = op(aten.sum.dim_IntList, mul(back, gate), [-1], True)
-    down = add(mul(back, inverse), mul(mul(scaled, row), weight))
-    return add(mul(down, weight), add(x, mul(down, inverse)))
-
-
-def _heads(tape: Tape, x: fx.Node) -> fx.Node:
-    """[rows, width] -> [8, rows / 8, heads, head size]"""
-    rows, width = x.meta["value"].shape
-    return tape.view(aten.reshape.default, x, [8, rows // 8, width // HEAD_DIM, HEAD_DIM])
-
-
-def _reordered(tape: Tape, heads: fx.Node, like: fx.Node) -> fx.Node:
-    """A copy with the heads before the sequence, of `like`'s shape."""
-    turned = tape.view(aten.permute.default, heads, [0, 2, 1, 3])
-    return tape.op(aten.reshape.default, turned, list(like.meta["value"].shape))
-
-
 def streams() -> Callable[[Clock], list[list[float]]]:
-    """Blocks of several sizes: (operations, bytes moved, exponentials, bytes held at most, bytes that the system had to
-    hand out anew, seconds without that)."""
+    """Blocks of several sizes: (operations, bytes moved, exponentials, seconds)."""
     cases: list[tuple[list[float], Callable[[], object]]] = []
     for elements in ELEMENTS:
-        tape, result = _blocks(elements, max(1, min(16, (1 << 21) // elements)))
-        run: Callable[[], object] = partial(tape.module(result), *tape.inputs)
-        run()
-        cases.append(([tape.ops, tape.moved, tape.exponentials, tape.held()], run))
-    for amounts, run in cases:  # after all ran once: what is given back depends on the largest that was seen
-        amounts.append(_handed_out(run))
+        tape, result = blocks(elements, max(1, min(16, (1 << 21) // elements)))
+        cases.append(([tape.ops, tape.moved, tape.exponentials], partial(tape.module(result), *tape.inputs)))
     return lambda clock: [[*amounts, clock.seconds(run, 2 * LEAST_S)] for amounts, run in cases]
 
 
-def _handed_out(run: Callable[[], object], calls: int = 4) -> float:
-    """Bytes of a call that the system hands out anew, because they were given back to it after the last one."""
-    run()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(calls):
-        run()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() / calls
-
-
 def keep_memory() -> None:
-    """From here on this process gives no memory back, so that nothing of it is in what is timed; glibc only."""
+    """From here on this process gives no memory back, so that getting it is in nothing that is timed; glibc only."""
     with suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD, at its most
         mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+
+
+def new_memory(size: int) -> Tensor:
+    """So many bytes as floats that the system has not handed out yet, and gets back as soon as nobody has them."""
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.float32)
 
 
 def overheads() -> Callable[[Clock], dict[str, list[float]]]:
@@ -265,13 +163,11 @@ def overheads() -> Callable[[Clock], dict[str, list[float]]]:
 
     def fresh(clock: Clock) -> float:
         times = [time.process_time()]
-        memory = mmap.mmap(-1, FRESH_BYTES)
-        values = torch.frombuffer(memory, dtype=torch.float32)
+        values = new_memory(FRESH_BYTES)
         for _ in range(2):
             values.fill_(1.0)
             times.append(time.process_time())
         del values
-        memory.close()
         return (time.process_time() - times[0] - 2 * (times[2] - times[1])) * clock.share / FRESH_BYTES
 
     def measure(clock: Clock) -> dict[str, list[float]]:
@@ -287,39 +183,52 @@ def overheads() -> Callable[[Clock], dict[str, list[float]]]:
     return measure
 
 
-def _blocks(elements: int, count: int) -> tuple[Tape, fx.Node]:
-    """Several blocks in a row on so many elements and then their gradients from the last to the first, as a step runs
-    them; and the result."""
-    tape = Tape()
-    width = 128 if elements <= 1 << 18 else 512
-    x, weight = tape.feed(elements // width, width), tape.feed(width)
-    kept = []
-    for _ in range(count):
-        x, saved = forward(tape, x, weight)
-        kept.append(saved)
-    for saved in reversed(kept):
-        x = backward(tape, x, saved, weight)
-    return tape, x
+def loops() -> Callable[[Clock], list[float]]:
+    """Seconds that a step's own work takes besides its program, by the wall clock: a thread that reads ahead keeps the
+    interpreter for as long as it may, and a line is written."""
+    larger, row = torch.rand(ELEMENTS[0]), json.dumps(dict.fromkeys(map(str, range(16)), 0.1)).encode()
+
+    def reading() -> None:
+        end = time.perf_counter() + sys.getswitchinterval()
+        while time.perf_counter() < end:
+            pass
+
+    def taken(ahead: Thread | None) -> float:
+        begun = time.perf_counter()
+        if ahead is not None:
+            ahead.start()
+        for _ in range(200):
+            torch.mul(larger, 2.0)
+        if ahead is not None:
+            ahead.join()
+            with open(os.devnull, "ab") as file:
+                file.write(row)
+        return time.perf_counter() - begun
+
+    return lambda _: [taken(Thread(target=reading)) - taken(None) for _ in range(4)]
 
 
 # ---- communicating -------------------------------------------------------------------------------------------
 def communications(crowd: int, cores: int) -> Callable[[Clock], list[list[Any]]]:
     """Collectives as a program runs them, in pairs and over all of a crowd, each behind some computing: whoever is late
-    is waited for, and what is sent was made a while ago. (kind, members, bytes of the buffer, seconds, share of the
-    host's cores that it kept busy).
+    is waited for, and what is sent was made a while ago. (kind, members, bytes of the buffer, seconds of the computing,
+    seconds, share of the host's cores that it kept busy).
 
+    Some come behind much computing: the longer ranks compute by themselves, the further they are apart when they meet.
     With more processes than cores the computing takes turns, also while others wait for the collective: what it takes
     is then what the wall clock says beyond the turns of the computing. Every rank has to call this, in a crowd or not.
     """
     rank, turns = dist.get_rank(), max(1.0, crowd / cores)
-    cases: list[tuple[list[Any], Callable[[Tensor], Tensor], list[Tensor]]] = []
+    cases: list[tuple[list[Any], int, Callable[[Tensor], Tensor], list[Tensor]]] = []
     a, b = torch.randn(2048, 128), torch.randn(128, 384)
 
-    def spent(run: Callable[[Tensor], object], buffers: list[Tensor]) -> tuple[float, float]:
-        """(wall, own) seconds of one collective with the computing before it."""
+    def spent(run: Callable[[Tensor], object], pieces: int, buffers: list[Tensor]) -> tuple[float, float]:
+        """(wall, own) seconds of one collective with the computing before it, which takes and gives back memory."""
         begun, own = time.perf_counter(), time.process_time()
         for buffer in buffers:
-            torch.mm(a, b)
+            for _ in range(pieces):
+                torch.mm(a, b)
+                new_memory(FRESH_BYTES // 64).fill_(1.0)
             run(buffer)
         return (time.perf_counter() - begun) / len(buffers), (time.process_time() - own) / len(buffers)
 
@@ -332,14 +241,17 @@ def communications(crowd: int, cores: int) -> Callable[[Clock], list[list[Any]]]
             n = max(crowd, size // 4 // crowd * crowd)
             buffers = [torch.ones(n) for _ in range(8)]
             for kind, run in _collectives(groups[rank // members].group_name, members).items():
-                cases.append(([kind, members, 4 * n], run, buffers))
+                cases.append(([kind, members, 4 * n], 1, run, buffers))
+                if members == crowd and size in COMM_BYTES[::2]:
+                    cases.append(([kind, members, 4 * n], PIECES, run, buffers[:4]))
 
     def measure(_: Clock) -> list[list[Any]]:
         rows = []
-        for case, run, buffers in cases:
-            (wall, own), (wall_with, own_with) = spent(lambda _: None, buffers), spent(run, buffers)
-            seconds = max(1e-6, wall_with - (own * turns if turns > 1 else wall))
-            rows.append([*case, seconds, min(1.0, max(0.0, own_with - own) * turns / seconds)])
+        for case, pieces, run, buffers in cases:
+            (wall, own), (wall_with, own_with) = (spent(each, pieces, buffers) for each in (lambda _: None, run))
+            computed = own * turns if turns > 1 else wall
+            seconds = max(1e-6, wall_with - computed)
+            rows.append([*case, computed, seconds, min(1.0, max(0.0, own_with - own) * turns / seconds)])
         return rows
 
     return measure
@@ -371,9 +283,12 @@ def main(folder: str, rank: int, cores: int, rounds: int, crowds: list[int]) -> 
     )  # fmt: skip
     found: dict[int, list[dict[str, Any]]] = {crowd: [{} for _ in range(rounds)] for crowd in crowds if rank < crowd}
     torch.set_num_threads(1)
+    keep_memory()
     with torch.no_grad():
-        alike = {"matmul": products(), "attention": attentions(), "stream": streams(), "overhead": overheads()}
-        keep_memory()
+        alike = {
+            "matmul": products(), "attention": attentions(), "stream": streams(), "overhead": overheads(),
+            "loop": loops(),
+        }  # fmt: skip
         parts = {crowd: {**alike, "comm": communications(crowd, cores)} for crowd in crowds}
         for i in range(rounds):
             for name in (*alike, "comm"):

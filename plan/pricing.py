@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tpshard.parallelism.cost import CommCost, Device
+from tpshard.parallelism.cost import CommCost, Device, Topology, collective
 from tpshard.parallelism.flow import known
 from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.liveness import Memory, liveness
+from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.program import Collective, Program
 from tpshard.parallelism.simulation import Priced, Timeline, price
 
@@ -64,7 +65,7 @@ class Pricing:
     device: Device
     parts: list[PricedPart]
     fixed_s: float
-    """Seconds of a step that belong to no operation: the host's loop, and getting memory."""
+    """Seconds of a step that belong to no operation: the training loop, and getting memory."""
 
     def _sum(self, name: str) -> float:
         return float(sum(getattr(p.timeline, name) * p.part.times for p in self.parts))
@@ -148,21 +149,49 @@ def _add(
     line.exposed_s += exposed * times
 
 
-def price_parts(parts: Sequence[Part], device: Device, per_host: int, *, processes: int) -> Pricing:
-    """Prices a step. `per_host`: devices of a host that the mesh uses; `processes`: of them on the busiest host."""
+def price_parts(
+    parts: Sequence[Part], device: Device, per_host: int, *, processes: int, trains: bool = False
+) -> Pricing:
+    """Prices a step. `per_host`: devices of a host that the mesh uses; `processes`: of them on the busiest host;
+    `trains`: it is one of the training loop, which has work of its own."""
     mine = device.shared_by(processes)
     done = []
     for part in parts:
         priced = price(part.program, mine, per_host, compiled=part.compiled)
         memory = liveness(part.program, priced.kernels, always=part.always, reuse=part.compiled == "all")
         done.append(PricedPart(part, priced, priced.run(), memory))
-    return Pricing(mine, done, mine.step_s + sum(_growing(entry, mine) for entry in done))
+    loop = _looping(mine, parts[0].program.mesh, per_host) if trains else 0.0
+    return Pricing(mine, done, loop + _growing(done, mine))
 
 
-def _growing(entry: PricedPart, device: Device) -> float:
-    """Seconds a step spends on getting memory: what a program takes beyond what is there anyway, each time it runs."""
+def _looping(device: Device, mesh: Mesh, per_host: int) -> float:
+    """Seconds of the training loop in a step: the host's own work, and that all ranks agree on whether to go on."""
+    everyone = mesh.sorted(mesh.axis(name) for name in mesh.axes)
+    return device.step_s + collective(device, Topology(mesh, per_host), "all_reduce", everyone, 8).seconds
+
+
+LARGEST = 1 << 25
+"""Bytes of the largest result that a CPU's allocator takes from its heap: above, glibc maps each anew."""
+
+
+def _growing(parts: Sequence[PricedPart], device: Device) -> float:
+    """Seconds of a step in which a CPU's system hands out memory anew, as glibc gives it back.
+
+    Each time a program ends its results leave the heap's end free, and of that twice the largest stays. A result that
+    is too large for the heap is new whenever it is made.
+    """
     if not device.growth:
         return 0.0
-    held = ("parameters", "gradients", "optimizer", "cache")
-    memory = entry.memory
-    return entry.part.times * (memory.peak_bytes - sum(memory.at_peak.get(k, 0) for k in held)) / device.growth
+    results = [size for part in parts for size in part.memory.results]
+    stays = 2 * max((size for size in results if size <= LARGEST), default=0)
+    total = 0
+    for part in parts:
+        memory = part.memory
+        heap = memory.peak_bytes - sum(memory.at_peak.get(kind, 0) for kind in _STAYING)
+        heap -= sum(size for _, kind, size in memory.largest if size > LARGEST and kind not in _STAYING)
+        mapped = sum(size for size in memory.results if size > LARGEST)
+        total += part.part.times * (max(0, heap - stays) + mapped)
+    return total / device.growth
+
+
+_STAYING = ("parameters", "gradients", "optimizer", "cache")

@@ -91,7 +91,7 @@ CROWDED = (
     GOOD.replace("kind: gpu", "kind: cpu").replace("devices: 8", "devices: 8\n  cores: 2")
     + "  crowds:\n"
     + "    1: {compute: 0.9}\n"
-    + "    4: {compute: 0.8, memory: 0.5, overhead: 3, bandwidth: 1 GB/s, latency: 2 ms, skew: 3 ms, "
+    + "    4: {compute: 0.8, memory: 0.5, overhead: 3, bandwidth: 1 GB/s, latency: 2 ms, skew: 3 ms, spread: 0.1, "
     + "growth: 2, slowdown: 0.9}\n"
     + "constants: {view: 5 us, eager_op: 10 us, packing: 0.5, softmax: 20, growth: 8 GB/s, exponential: 40}\n"
 )
@@ -108,6 +108,7 @@ def test_crowds_say_what_processes_lose_to_each_other():
     without = parse(CROWDED.replace("growth: 2, ", "").encode(), "box.yaml").shared_by(4)
     assert without.growth == pytest.approx(1e9)
     assert (four.skew_s, found.shared_by(8).skew_s) == (3e-3, 6e-3)
+    assert (four.spread, found.shared_by(8).spread, found.shared_by(2).spread) == (0.1, 0.1, 0.0)
     # one process has an entry of its own, two and three take it too
     assert found.shared_by(1).rate("bf16") == pytest.approx(found.rate("bf16") * 0.9)
     assert found.shared_by(3).rate("bf16") == pytest.approx(found.rate("bf16") * 0.9 / 3)
@@ -145,6 +146,7 @@ def test_constants_change_what_operations_cost():
         ("latency: 2 ms", "latency: 2", "a time"),
         ("skew: 3 ms", "skew: 3", "a time"),
         ("skew: 3 ms", "skew: 2 s", "cannot be"),
+        ("spread: 0.1", "spread: 2", "cannot be"),
         ("exponential: 40", "exponential: -1", "cannot be"),
         ("growth: 2", "growth: 100", "cannot be"),
         ("growth: 8 GB/s", "growth: fast", "a bandwidth"),

@@ -8,7 +8,7 @@ from tpshard.parallelism import partition
 from tpshard.parallelism.cost import Crowd, Device, Link, Topology, collective, operation, wire_bytes
 from tpshard.parallelism.fusion import kernels
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.simulation import Task, simulate
+from tpshard.parallelism.simulation import Task, price, simulate
 
 
 def make(**changes):
@@ -131,6 +131,26 @@ def test_skew_is_paid_once_a_collective_and_hidden_behind_computing():
     assert simulate(tasks, {"inside": 0.0}).exposed_s == 0.0
     late = simulate([issue, tasks[2], issue, Task("wait", "wait", 0.0, of=2)], {"inside": 0.0})
     assert late.exposed_s == pytest.approx(2 * skewed.seconds)
+
+
+def test_a_collective_waits_for_what_its_ranks_drifted_apart_since_the_last():
+    def step(x, w):
+        return (x.exp().sum(0) * w).exp().sum(), x.sum()
+
+    inputs = (torch.ones(8, 4096, device="meta"), torch.ones(4096, device="meta"))
+    program = partition(step, inputs, Mesh({"x": 4}), in_shardings=[("x",), ()])
+    box = make(kind="cpu", cores=2, crowds={4: Crowd(spread=0.5)})
+    plain, apart = (price(program, d.shared_by(4), 4, compiled="none") for d in (replace(box, crowds={}), box))
+    assert len(plain.costs) >= 2
+    before = 0.0
+    for i, task in enumerate(plain.tasks):
+        if task.kind == "compute":
+            before += task.seconds
+        elif task.kind == "issue":
+            assert apart.costs[i].seconds - plain.costs[i].seconds == pytest.approx(0.5 * before)
+            before = 0.0
+    assert apart.run().exposed_s > plain.run().exposed_s
+    assert apart.run().compute_s == pytest.approx(plain.run().compute_s)
 
 
 @pytest.mark.parametrize("compiled", ["none", "all"])

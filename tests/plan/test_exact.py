@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 from small_recipe import RECIPE
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.devices.read import device
+from tpshard.parallelism.cost import Topology, collective
 from tpshard.parallelism.fusion import kernels
 from tpshard.parallelism.liveness import liveness
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
-from tpshard.plan import make
+from tpshard.plan import make, pricing
 from tpshard.plan.pricing import Part, price_parts
 from tpshard.programs import passes, training
 from tpshard.programs.setting import Setting
@@ -143,6 +145,37 @@ def test_step_time_is_what_its_lanes_say(report):
     t = report.pricing
     assert t.step_s == pytest.approx(t.compute_s + t.slowed_s + t.exposed_s)
     assert 0 < t.exposed_s <= t.comm_s
+
+
+def test_the_training_loop_has_work_of_its_own_and_agrees_once_a_step(programs, report):
+    cpu = device("cpu")
+    parts = make.training_parts(programs)
+    plain, trained = (price_parts(parts, cpu, 4, processes=4, trains=trains) for trains in (False, True))
+    everyone = tuple(map(programs.setting.mesh.axis, ("fsdp", "tp")))
+    agreed = collective(cpu.shared_by(4), Topology(programs.setting.mesh, 4), "all_reduce", everyone, 8)
+    assert agreed.seconds > 0 and cpu.shared_by(4).step_s > 0
+    assert trained.step_s - plain.step_s == pytest.approx(agreed.seconds + cpu.shared_by(4).step_s)
+    assert report.pricing.step_s == pytest.approx(trained.step_s)
+
+
+@pytest.mark.parametrize(("largest", "mapped"), [(1 << 25, 0), (1 << 10, 3)])
+def test_memory_is_handed_out_anew_above_what_stays_on_the_heap(monkeypatch, largest, mapped):
+    def step(x: torch.Tensor) -> torch.Tensor:  # x lives throughout, and at most three results of 4096 bytes
+        a, b = x + 1, x + 2
+        return (a * b).sum()
+
+    from tpshard.parallelism import Mesh, partition
+
+    program = partition(step, [torch.ones(1024)], Mesh({"x": 1}))
+    program = replace(program, inputs=tuple(replace(port, kind="parameter") for port in program.inputs))
+    monkeypatch.setattr(pricing, "LARGEST", largest)
+    box = replace(device("cpu"), growth=1e3)
+    times = {
+        n: price_parts([Part("", program, n, compiled="none")], replace(box, growth=g), 1, processes=1).fixed_s
+        for n, g in ((1, 1e3), (2, 1e3), (0, 0.0))
+    }
+    heap = 0 if mapped else 3 * 4096 - 2 * 4096
+    assert times == {1: pytest.approx((heap + mapped * 4096) / 1e3), 2: pytest.approx(2 * times[1]), 0: 0.0}
 
 
 def test_plans_for_serving_hold_a_cache(report):

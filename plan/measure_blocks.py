@@ -1,0 +1,109 @@
+"""What a measurement runs as streams of operations: blocks of what a transformer's layer does besides its products and
+attention, and their gradients, as a graph that runs the way a program's does."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+EXPONENTIALS = (aten.exp.default, aten.silu.default)
+HEAD_DIM = 32
+
+
+class Tape:
+    """A graph of operations as a program's executor runs it, and what they read, write and hold."""
+
+    def __init__(self) -> None:
+        self.graph, self.inputs = fx.Graph(), list[Tensor]()
+        self.ops = self.moved = self.exponentials = 0
+        self.root: dict[fx.Node, fx.Node] = {}
+        """Of a view: what it is a view of."""
+
+    def feed(self, *shape: int) -> fx.Node:
+        node = self.graph.placeholder(f"x{len(self.inputs)}")
+        node.meta["value"] = torch.rand(shape) + 0.5
+        self.inputs.append(node.meta["value"])
+        return node
+
+    def view(self, target: Any, source: fx.Node, *args: Any) -> fx.Node:
+        node = self._call(target, source, *args)
+        self.root[node] = self.root.get(source, source)
+        return node
+
+    def op(self, target: Any, *args: Any) -> fx.Node:
+        node = self._call(target, *args)
+        self.ops += 1
+        self.moved += sum(_bytes(n) for n in (*node.all_input_nodes, node))
+        self.exponentials += node.meta["value"].numel() if target in EXPONENTIALS else 0
+        return node
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta["value"] = target(*fx.map_arg(args, lambda n: n.meta["value"].to("meta")))
+        return node
+
+    def module(self, *results: fx.Node) -> fx.GraphModule:
+        self.graph.output(results)
+        return fx.GraphModule({}, self.graph)
+
+
+def _bytes(node: fx.Node) -> int:
+    return 4 * int(node.meta["value"].numel())
+
+
+def forward(tape: Tape, x: fx.Node, weight: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    """(result, what the gradient reads) of what a transformer's layer does besides products and attention: mostly
+    scaling and adding, and of the rest a norm, a rotation of each head, a copy in another order and a gate."""
+    op, mul, add = tape.op, partial(tape.op, aten.mul.Tensor), partial(tape.op, aten.add.Tensor)
+    inverse = op(aten.rsqrt.default, op(aten.mean.dim, mul(x, x), [-1], True))
+    scaled = mul(x, inverse)
+    normed = mul(scaled, weight)
+    heads, angle = _heads(tape, normed), tape.view(aten.slice.Tensor, weight, 0, 0, HEAD_DIM)
+    turned = add(mul(heads, angle), mul(op(aten.roll.default, heads, [1], [-1]), angle))
+    gate = op(aten.silu.default, _reordered(tape, turned, x))
+    out = add(x, mul(mul(gate, normed), weight))
+    return out, (inverse, scaled, normed, gate, out)
+
+
+def backward(tape: Tape, x: fx.Node, kept: tuple[fx.Node, ...], weight: fx.Node) -> fx.Node:
+    """What its gradient does: sums over rows, a copy in another order, and an exponential."""
+    op, mul, add = tape.op, partial(tape.op, aten.mul.Tensor), partial(tape.op, aten.add.Tensor)
+    inverse, scaled, normed, gate, out = kept
+    grad = op(aten.exp.default, op(aten.div.Tensor, normed, out))
+    back = add(mul(grad, gate), mul(mul(grad, normed), weight))
+    op(aten.sum.dim_IntList, mul(back, scaled), [0])
+    back = _reordered(tape, _heads(tape, back), x)
+    row = op(aten.sum.dim_IntList, mul(back, gate), [-1], True)
+    down = add(mul(back, inverse), mul(mul(scaled, row), weight))
+    return add(mul(down, weight), add(x, mul(down, inverse)))
+
+
+def _heads(tape: Tape, x: fx.Node) -> fx.Node:
+    """[rows, width] -> [8, rows / 8, heads, head size]"""
+    rows, width = x.meta["value"].shape
+    return tape.view(aten.reshape.default, x, [8, rows // 8, width // HEAD_DIM, HEAD_DIM])
+
+
+def _reordered(tape: Tape, heads: fx.Node, like: fx.Node) -> fx.Node:
+    """A copy with the heads before the sequence, of `like`'s shape."""
+    turned = tape.view(aten.permute.default, heads, [0, 2, 1, 3])
+    return tape.op(aten.reshape.default, turned, list(like.meta["value"].shape))
+
+
+def blocks(elements: int, count: int) -> tuple[Tape, fx.Node]:
+    """Several blocks in a row on so many elements and then their gradients from the last to the first, as a step runs
+    them; and the result."""
+    tape = Tape()
+    width = 128 if elements <= 1 << 18 else 512
+    x, weight = tape.feed(elements // width, width), tape.feed(width)
+    kept = []
+    for _ in range(count):
+        x, saved = forward(tape, x, weight)
+        kept.append(saved)
+    for saved in reversed(kept):
+        x = backward(tape, x, saved, weight)
+    return tape, x
