@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from tpshard.models import build
 from tpshard.parallelism.cost import Device
-from tpshard.parallelism.flow import op_name
+from tpshard.parallelism.flow import known, op_name
+from tpshard.parallelism.fusion import is_pointwise
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.program import INFO, Program, info
 from tpshard.plan.pricing import Part, price_parts
@@ -50,6 +51,7 @@ def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "", bloc
     program = with_kinds(made.program if quantized is None else quantized.held(made, device.kind))
     # the rule counts every row against the whole pool; a row reads its own sequence, half of it while prompts grow
     _scale_attention(program, sequences * (2 if what == "prefill" else 1))
+    _own_columns(program, told.config.mlp, config.mlp)
     per_host = _processes(recipe, mesh.ranks, per_host)
     held = (blocks - used) * serving.block_bytes(told.config, tp, told.dtype)
     pricing = price_parts(
@@ -85,6 +87,18 @@ def _scale_attention(program: Program, divisor: int) -> None:
         if op_name(node) == "paged_attention":
             here = info(node)
             node.meta[INFO] = replace(here, flops=here.flops // divisor, global_flops=here.global_flops // divisor)
+
+
+def _own_columns(program: Program, mlp: int, wider: int) -> None:
+    """Of an MLP that was padded for tp only the model's own columns are of use: devices compute the others as well."""
+    for node in program.graph.nodes:
+        here = known(node)
+        _, inside, part = here.module.partition(".mlp")
+        # what `down` does besides its product is as wide as the residual stream
+        if mlp == wider or not here.global_flops or not inside or part[:1] not in ("", "."):
+            continue
+        if not (part == ".down" and is_pointwise(node)):
+            node.meta[INFO] = replace(here, global_flops=here.global_flops * mlp // wider)
 
 
 def cache_blocks(recipe: Recipe) -> int:

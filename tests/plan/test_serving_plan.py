@@ -20,8 +20,10 @@ from tpshard.kernels.layouts import LAYOUTS
 from tpshard.models import build, to_hf
 from tpshard.models.hf_config import folder_config
 from tpshard.models.presets import ModelConfig
+from tpshard.parallelism.flow import known, op_name
 from tpshard.parallelism.runtime.context import Context
 from tpshard.plan import make, search, text
+from tpshard.plan.report import Report
 from tpshard.programs.served import served
 from tpshard.programs.serving import cache_blocks, weight_bytes
 from tpshard.programs.setting import DTYPES
@@ -165,6 +167,27 @@ def test_an_mlp_that_tp_does_not_divide_is_served_as_planned(pool: Any, tmp_path
     # codes, scales and zeros of 4 of the 7 groups, and not of all of them, for each of 64 outputs
     (port,) = [p for p in reports[0].pricing.parts[0].part.program.inputs if p.name == "layers.0.mlp.down.weight"]
     assert port.local_bytes == 64 * (4 * 32 // 2 + 4 * 3)
+
+
+def test_columns_that_pad_an_mlp_are_no_useful_work(tmp_path: Path) -> None:
+    to_hf(build(replace(CONFIG, mlp=97, mlp_bias=True), device="cpu", seed=1), folder := tmp_path / "odd")
+    whole, padded = (make.report(recipe(folder, "tp_aware", f"serve.mesh.tp={tp}"), "", "decode") for tp in (1, 2))
+
+    def work(report: Report) -> list[tuple[str, str, int, int]]:
+        infos = [(node, known(node)) for node in report.pricing.parts[0].part.program.graph.nodes]
+        return [
+            (here.module, op_name(node), here.flops, here.global_flops)
+            for node, here in infos if ".mlp" in here.module and "norm" not in here.module and here.flops
+        ]  # fmt: skip
+
+    expected, found = work(whole), work(padded)
+    assert len(found) == 8 * CONFIG.layers  # three products and their biases, a gate and what it multiplies
+    for (module, op, useful, _), (there, as_there, computed, useful_there) in zip(expected, found, strict=True):
+        assert (module, op, useful) == (there, as_there, useful_there)
+        if (module[-4:], op) != ("down", "add"):
+            assert 2 * computed * 97 == useful * 128
+    losses = {(row["op"], row["where"]): row["efficiency"] for row in padded.losses}
+    assert losses["mm", "layers.*.mlp.gate"] == pytest.approx(97 / 128)
 
 
 def test_a_plan_says_what_gathers_and_why(folders: dict[str, Path]) -> None:
