@@ -56,6 +56,8 @@ class Clock:
 
     def __init__(self, threads: int, turns: float):
         self.read, self.turns = (time.process_time, turns) if threads == 1 else (time.perf_counter, 1.0)
+        self.share = turns / threads
+        """Wall seconds of a second of work that the process's threads divide."""
 
     def seconds(self, run: Callable[[], object], least_s: float = LEAST_S) -> float:
         """Mean over calls of at least `least_s` together, without the first and the slowest tenth: a step is a sum
@@ -160,13 +162,14 @@ def overheads() -> Callable[[Clock], dict[str, list[float]]]:
         aten.permute.default(aten.reshape.default(larger[i % 2], [8, -1, 32, 16]), [0, 2, 1, 3])
 
     def fresh(clock: Clock) -> float:
-        times = [clock.read()]
+        # by one thread: two that write one new mapping slow each other now and then, which those of a program do not
+        times = [time.thread_time()]
         values = new_memory(FRESH_BYTES)
         for _ in range(2):
-            values.fill_(1.0)
-            times.append(clock.read())
+            ctypes.memset(values.data_ptr(), 1, FRESH_BYTES)
+            times.append(time.thread_time())
         del values
-        return (clock.read() - times[0] - 2 * (times[2] - times[1])) * clock.turns / FRESH_BYTES
+        return (time.thread_time() - times[0] - 2 * (times[2] - times[1])) * clock.share / FRESH_BYTES
 
     def measure(clock: Clock) -> dict[str, list[float]]:
         nothing = clock.behind(lambda i: None, larger)
