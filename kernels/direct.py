@@ -10,10 +10,12 @@ import torch
 from torch import fx
 from tpshard.kernels.paged_attention import paged_attention_on_cpu
 from tpshard.kernels.quantized_ops import matmul_on_cpu
+from tpshard.kernels.rows import rms_norm
 
 ON_CPU: dict[Any, Callable[..., Any]] = {
     torch.ops.tpshard.paged_attention.default: paged_attention_on_cpu,
     torch.ops.tpshard.quantized_matmul.default: matmul_on_cpu,
+    torch.ops.tpshard.rms_norm_permuted.default: rms_norm,
 }
 
 

@@ -8,7 +8,6 @@ neither on the other rows and heads nor on the number of threads. Nothing after 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -24,12 +23,6 @@ ARGUMENTS = (
 )  # fmt: skip
 """The fields of the program: `width` blocks in a row of `tables`, each of 2**shift positions."""
 ENTRY = "paged_attention"
-
-# exp(x) = 2**n * exp(r), n whole and |r| <= ln(2) / 2: ln(2) in two parts, and a polynomial (those of Cephes' expf)
-_LOG2_E, _LN_2 = 1.44269504088896341, (0.693359375, -2.12194440e-4)
-_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-_LEAST = -87.0
-"""Below it exp is taken for 0."""
 
 
 class AttentionWriter(Writer):
@@ -48,34 +41,8 @@ class AttentionWriter(Writer):
             return b.bitcast(b.shl(b.zext(value, self.ints), ir.Constant(self.ints, [16] * LANES)), self.floats)
         return value
 
-    def folded(self, b: Any, vector: Any, join: Callable[[Any, Any], Any]) -> Any:
-        """All lanes joined, halves first."""
-        size = self.lanes
-        while size > 1:
-            size //= 2
-            vector = join(*(self.picked(b, vector, range(first, first + size)) for first in (0, size)))
-        return b.extract_element(vector, ir.Constant(I32, 0))
-
     def larger(self, b: Any, x: Any, y: Any) -> Any:
         return b.select(b.fcmp_ordered(">", x, y), x, y)
-
-    def everywhere(self, b: Any, value: Any) -> Any:
-        return self.filled(b, value, self.floats)
-
-    def exp(self, b: Any, x: Any) -> Any:
-        """For x up to 0, and NaN."""
-        far = b.fcmp_ordered("<", x, self.constant(_LEAST))
-        x = b.select(far, self.constant(_LEAST), x)
-        n = self.intrinsic(b, "rint", b.fmul(x, self.constant(_LOG2_E)))
-        r = self.fma(b, n, self.constant(-_LN_2[0]), x)
-        r = self.fma(b, n, self.constant(-_LN_2[1]), r)
-        y = self.constant(_POLYNOMIAL[0])
-        for factor in _POLYNOMIAL[1:]:
-            y = self.fma(b, y, r, self.constant(factor))
-        y = b.fadd(self.fma(b, y, b.fmul(r, r), r), self.constant(1.0))
-        exponent = b.add(b.fptosi(n, self.ints), ir.Constant(self.ints, [127] * self.lanes))
-        power = b.bitcast(b.shl(exponent, ir.Constant(self.ints, [23] * self.lanes)), self.floats)
-        return b.select(far, self.constant(0.0), b.fmul(y, power))
 
     def attend(self, heads: int) -> Any:
         """attend_n(q, out, k, v, table, shift, stride, last): n query heads [n, dim] of one KV head, whose entries lie
@@ -129,7 +96,7 @@ class AttentionWriter(Writer):
                 for place, total in zip(where, position.results):
                     self.store(b, total, out, place)
         for head in range(heads):
-            inverse = self.everywhere(b, b.fdiv(ir.Constant(FLOAT, 1.0), chunk.results[2 * head + 1]))
+            inverse = self.filled(b, b.fdiv(ir.Constant(FLOAT, 1.0), chunk.results[2 * head + 1]), self.floats)
             for place in places[head]:
                 self.store(b, b.fmul(self.load(b, FLOAT, out, place), inverse), out, place)
         b.ret_void()
@@ -145,14 +112,14 @@ class AttentionWriter(Writer):
         for vector in found[1:]:
             most = self.larger(b, most, vector)
         new = self.larger(b, maximum, self.folded(b, most, lambda x, y: self.larger(b, x, y)))
-        least = self.everywhere(b, new)
+        least = self.filled(b, new, self.floats)
         weights = [self.exp(b, b.fsub(vector, least)) for vector in found]
         for place, vector in zip(at, weights):
             self.store(b, vector, scores, place)
         added = weights[0]
         for vector in weights[1:]:
             added = b.fadd(added, vector)
-        kept = self.exp(b, self.everywhere(b, b.fsub(maximum, new)))
+        kept = self.exp(b, self.filled(b, b.fsub(maximum, new), self.floats))
         for part in self.parts:
             place = b.add(integer(head * self.dim), part)
             self.store(b, b.fmul(self.load(b, FLOAT, out, place), kept), out, place)

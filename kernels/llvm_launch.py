@@ -1,4 +1,4 @@
-"""Making the programs of `llvm_quantized` and `llvm_attention` for this CPU, and running them in torch's threads."""
+"""Making the programs of the `llvm_` modules for this CPU, and running them in torch's threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import llvmlite.binding as llvm
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tpshard.kernels import llvm_attention, llvm_quantized
+from tpshard.kernels import llvm_attention, llvm_quantized, llvm_rows
 
 _NEEDED = {"x86_64": ("fma", "f16c", "avx2"), "aarch64": (), "arm64": ()}
 """Features without which LLVM would call functions for what is one instruction here."""
@@ -46,6 +46,15 @@ def attention(dim: int, dtype: torch.dtype) -> int:
     """The address of the program for attention over a paged cache."""
     return _address(llvm_attention.module(dim, str(dtype).removeprefix("torch.")), llvm_attention.ENTRY)
 
+
+@cache
+def row_program(name: str) -> int:
+    """The address of one of the programs of `llvm_rows`."""
+    return _address(llvm_rows.module(name), name)
+
+
+_FOR_ONE_THREAD = 1 << 15
+"""Elements up to which waking others takes longer than what they would do."""
 
 _engines: list[llvm.ExecutionEngine] = []
 """Compiled code. It lives as long as the process."""
@@ -96,6 +105,11 @@ def matmul(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, spans: Tenso
     return out
 
 
+def rows(name: str, *fields: int, elements: int) -> None:
+    """A program of `llvm_rows`; `elements` says how much there is to do."""
+    _run(row_program(name), *fields, threads=None if elements > _FOR_ONE_THREAD else 1)
+
+
 def takes(k_pool: Tensor, v_pool: Tensor) -> bool:
     """Whether there is a program for attention over this cache."""
     known = str(k_pool.dtype).removeprefix("torch.") in llvm_attention.KINDS and v_pool.dtype == k_pool.dtype
@@ -119,10 +133,10 @@ def paged_attention(
     return out
 
 
-def _run(function: int, *fields: int) -> None:
+def _run(function: int, *fields: int, threads: int | None = None) -> None:
     """The function with these fields, and 0 for the first task."""
     arguments = (ctypes.c_int64 * (len(fields) + 1))(*fields, 0)
-    _in_threads()(function, ctypes.addressof(arguments), torch.get_num_threads())
+    _in_threads()(function, ctypes.addressof(arguments), threads or torch.get_num_threads())
 
 
 @cache

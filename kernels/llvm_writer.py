@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,13 @@ from llvmlite import ir
 
 I8, I16, I32, I64, HALF, FLOAT = (*(ir.IntType(n) for n in (8, 16, 32, 64)), ir.HalfType(), ir.FloatType())
 _BYTES = {I8: 1, I16: 2, HALF: 2, FLOAT: 4}
+
+
+# exp(x) = 2**n * exp(r), n whole and |r| <= ln(2) / 2: ln(2) in two parts, and a polynomial (those of Cephes' expf)
+_LOG2_E, _LN_2 = 1.44269504088896341, (0.693359375, -2.12194440e-4)
+_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_LEAST = -87.0
+"""Below it exp is taken for 0."""
 
 
 def integer(value: int) -> Any:
@@ -98,6 +105,14 @@ class Writer:
         following = vector if following is None else following
         return b.shuffle_vector(vector, following, ir.Constant(ir.VectorType(I32, len(mask)), mask))
 
+    def folded(self, b: Any, vector: Any, join: Callable[[Any, Any], Any]) -> Any:
+        """All lanes joined, halves first."""
+        size = self.lanes
+        while size > 1:
+            size //= 2
+            vector = join(*(self.picked(b, vector, range(first, first + size)) for first in (0, size)))
+        return b.extract_element(vector, ir.Constant(I32, 0))
+
     def whole(self, b: Any, pointer: Any, kind: Any, count: int) -> Any:
         """`count` elements of memory, wherever they begin."""
         loaded = b.load(b.bitcast(pointer, ir.VectorType(kind, count).as_pointer()))
@@ -125,6 +140,21 @@ class Writer:
 
     def fma(self, b: Any, x: Any, y: Any, z: Any) -> Any:
         return self.intrinsic(b, "fma", x, y, z)
+
+    def exp(self, b: Any, x: Any) -> Any:
+        """For x up to 0, and NaN."""
+        far = b.fcmp_ordered("<", x, self.constant(_LEAST))
+        x = b.select(far, self.constant(_LEAST), x)
+        n = self.intrinsic(b, "rint", b.fmul(x, self.constant(_LOG2_E)))
+        r = self.fma(b, n, self.constant(-_LN_2[0]), x)
+        r = self.fma(b, n, self.constant(-_LN_2[1]), r)
+        y = self.constant(_POLYNOMIAL[0])
+        for factor in _POLYNOMIAL[1:]:
+            y = self.fma(b, y, r, self.constant(factor))
+        y = b.fadd(self.fma(b, y, b.fmul(r, r), r), self.constant(1.0))
+        exponent = b.add(b.fptosi(n, self.ints), ir.Constant(self.ints, [127] * self.lanes))
+        power = b.bitcast(b.shl(exponent, ir.Constant(self.ints, [23] * self.lanes)), self.floats)
+        return b.select(far, self.constant(0.0), b.fmul(y, power))
 
     def constant(self, value: float) -> Any:
         return ir.Constant(self.floats, [value] * self.lanes)

@@ -23,6 +23,7 @@ from tpshard.kernels import llvm_launch
 from tpshard.kernels.blocked import Blocked, block, unblocked
 from tpshard.kernels.packed import Packed, pack
 from tpshard.kernels.quantized import Quantized, concatenate
+from tpshard.kernels.rows import rms_norm
 
 Prepared = Packed | Blocked
 """A weight as a GPU or a CPU multiplies by it."""
@@ -35,6 +36,7 @@ _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define(f"quantized_matmul({_WEIGHT}) -> Tensor")
 _library.define(f"quantized_gate_up({_WEIGHT}) -> Tensor")
 _library.define("rms_norm_permuted(Tensor x, Tensor weight, Tensor? order, float eps) -> Tensor")
+NORM = torch.ops.tpshard.rms_norm_permuted.default
 
 
 def prepare(weight: Quantized | Sequence[Quantized], device: torch.device | str) -> Prepared:
@@ -91,7 +93,9 @@ def _cpu_product(
 ) -> Tensor:  # fmt: skip
     """x [..., inputs] -> fp32 [..., columns] with bias. Few calls: a decoded token waits for each of them."""
     _, width, inputs, columns = form
-    rows = x.reshape(-1, inputs).float()
+    rows = x if x.dim() == 2 else x.reshape(-1, inputs)
+    if rows.dtype != torch.float32:
+        rows = rows.float()
     if llvm_launch.available():
         count = rows.shape[0] if used is None else min(rows.shape[0], int(used))
         y = llvm_launch.matmul(rows, codes, scales, zeros, spans, width, count)
@@ -113,13 +117,6 @@ def matmul_on_cpu(x: Tensor, *arguments: Any) -> Tensor:
 def _gate_up_cpu(x: Tensor, *arguments: Any) -> Tensor:
     gate, up = _cpu_product(x, *_split(arguments)).chunk(2, -1)
     return (F.silu(gate) * up).to(x.dtype)
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
-    """What `triton_norm.rms_norm_kernel` computes, in plain operations."""
-    wide = x.float()
-    normed = (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x.dtype)
-    return normed if order is None else normed[..., order.long()]
 
 
 # CUDA
@@ -183,7 +180,7 @@ _choice = _LazyChoice()
 
 _library.impl("quantized_matmul", matmul_on_cpu, "CPU")
 _library.impl("quantized_gate_up", _gate_up_cpu, "CPU")
-_library.impl("rms_norm_permuted", rms_norm_reference, "CPU")
+_library.impl("rms_norm_permuted", rms_norm, "CPU")
 _library.impl("quantized_matmul", _matmul_cuda, "CUDA")
 _library.impl("quantized_gate_up", _gate_up_cuda, "CUDA")
 _library.impl("rms_norm_permuted", _rms_norm_cuda, "CUDA")

@@ -10,6 +10,7 @@ from tpshard.kernels.rows_linear import TILE
 from tpshard.models.presets import ModelConfig
 from tpshard.programs.serving import make_pools
 from tpshard.serve.cuda_graphs import Replayed
+from tpshard.serve.fusion import fuse
 from tpshard.serve.quantized import Inputs, Linears, reorder_inputs, rewrite
 from tpshard.serve.step import StepInput
 from tpshard.serve.stepgraph import fix_rows, let_go, pack_weights, trace
@@ -47,6 +48,7 @@ class LocalRunner:
         self._used = torch.zeros(1, dtype=torch.int64) if self.device.type == "cpu" else None
         """Rows of a step that are not padding."""
         graph = trace(model, pools, parameters)
+        fuse(graph, self.device)
         self._fixed = pytree.tree_leaves((pools, parameters))
         if batch_invariant or linears is not None:
             inputs = [node for node in graph.nodes if node.op == "placeholder"]

@@ -20,6 +20,7 @@ from tpshard.programs.layouts import act_orders
 from tpshard.programs.padding import padded, shared_rows
 from tpshard.programs.serving import ROWS, step
 from tpshard.programs.setting import DTYPES
+from tpshard.serve.fusion import fuse
 from tpshard.serve.job import Job, Weights
 from tpshard.serve.padding import pad
 from tpshard.serve.quantized import Inputs, cached, prepare, rewrite
@@ -85,6 +86,8 @@ class Part:
 
     def _prepared(self, context: Context, program: Program, job: Job) -> tuple[Executor, list[Tensor]]:
         executor = Executor(program, context)
+        fuse(executor.module.graph, self._device)
+        executor.module.recompile()
         if not job.batch_invariant and not self._linears.of:
             return executor, []
         graph = executor.module.graph

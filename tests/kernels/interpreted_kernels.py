@@ -10,7 +10,7 @@ import torch
 from tpshard.kernels import triton_launch as launch
 from tpshard.kernels.packed import pack, unpacked
 from tpshard.kernels.quantized import Quantized, group_count, group_index, reference_matmul
-from tpshard.kernels.quantized_ops import rms_norm_reference
+from tpshard.kernels.rows import rms_norm_reference
 from tpshard.kernels.triton_launch import Tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

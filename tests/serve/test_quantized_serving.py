@@ -101,6 +101,8 @@ def test_four_bits_are_multiplied_as_four_bits(folders: dict[str, Path]) -> None
     code = quantized._program.code
     assert code.count("matmul_on_cpu(") == 14
     assert code.count("rows_linear.default(") == 1  # the head is dense
+    assert [code.count(f"{one}(") for one in ("rows_rms_norm", "rows_rotate", "rows_gate")] == [5, 4, 2]
+    assert "rsqrt" not in code and "roll" not in code and "silu" not in code
     found = greedy(quantized)[1]
     assert found[0] == pytest.approx(expected[0], abs=0.15)
 

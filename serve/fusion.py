@@ -1,0 +1,80 @@
+"""Runs of operations in a step's graph that our kernels do in one: the norm on every device, the others on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from tpshard.kernels import rows
+from tpshard.kernels.quantized_ops import NORM
+
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten.reshape.default)
+
+Match = Callable[[fx.Node], tuple[Any, tuple[Any, ...]] | None]
+"""The last node of a run -> what is called instead, and with what; None where it ends no such run."""
+
+
+def fuse(graph: fx.Graph, device: torch.device) -> dict[str, int]:
+    """Puts each run that a kernel stands for in its place; returns how many there were of each."""
+    kinds: dict[str, Match] = {"norm": _norm}
+    if device.type == "cpu":
+        kinds |= {"rotation": _rotation, "gate": _gate}
+    found = dict.fromkeys(kinds, 0)
+    for node in list(graph.nodes):
+        for kind, match in kinds.items():
+            if (instead := match(node)) is not None:
+                with graph.inserting_before(node):
+                    new = graph.call_function(*instead)
+                new.meta.update(node.meta)
+                node.replace_all_uses_with(new)
+                found[kind] += 1
+    graph.eliminate_dead_code()
+    return found
+
+
+def _norm(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
+    """x * rsqrt(mean(x * x) + eps) * weight, all but the last product in fp32: models.layers.RMSNorm."""
+    if node.target is not aten.mul.Tensor:
+        return None
+    narrowed = _made(node, 0, aten._to_copy.default)
+    unit = _made(narrowed or node, 0, aten.mul.Tensor)
+    root = _made(unit, 1, aten.rsqrt.default)
+    shifted = _made(root, 0, aten.add.Tensor)
+    mean = _made(shifted, 0, aten.mean.dim)
+    square = _made(mean, 0, aten.mul.Tensor)
+    if square is None:
+        return None
+    wide = unit.args[0]
+    if square.args != (wide, wide) or [list(mean.args[1]), *mean.args[2:]] != [[-1], True]:
+        return None
+    x = wide.args[0] if narrowed is not None and isinstance(wide, fx.Node) else wide
+    return NORM, (x, node.args[1], None, shifted.args[1])
+
+
+def _rotation(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
+    """x * cos + roll(x, half) * sin, with x a view whose last dim is twice that half: models.rope.rotate."""
+    kept, turned = (_made(node, place, aten.mul.Tensor) for place in (0, 1))
+    rolled = _made(turned, 0, aten.roll.default)
+    if node.target is not aten.add.Tensor or kept is None or rolled is None:
+        return None
+    x, (half,), dims = rolled.args[0], rolled.args[1], rolled.args[2]
+    if x is not kept.args[0] or x.target not in _VIEWS or x.args[1][-1] != 2 * half or list(dims) != [-1]:
+        return None
+    return rows.rotate, (x, kept.args[1], turned.args[1])
+
+
+def _gate(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
+    """silu(x) * up: models.llama.MLP."""
+    silu = _made(node, 0, aten.silu.default)
+    if node.target is not aten.mul.Tensor or silu is None:
+        return None
+    return rows.gate, (silu.args[0], node.args[1])
+
+
+def _made(node: Any, place: int, target: Any) -> Any:
+    """The argument of a node (or None) at a place, where this operation made it; else None."""
+    found = node.args[place] if node is not None and len(node.args) > place else None
+    return found if isinstance(found, fx.Node) and found.target is target else None
