@@ -12,9 +12,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tpshard.kernels.llvm_quantized import CHUNK, COLUMNS, SPAN
 from tpshard.kernels.packed import width_of
 from tpshard.kernels.quantized import Quantized
+
+COLUMNS = 16
+"""Columns of a panel."""
+CHUNK = 32
+"""Inputs decoded at once: 16 bytes of codes of 4 bits."""
+SPAN = 128
+"""Inputs whose weights are held decoded: with COLUMNS columns 8 KiB, a quarter of a common first cache."""
 
 
 @dataclass(frozen=True)

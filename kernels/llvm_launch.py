@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tpshard.kernels import llvm_attention, llvm_quantized, llvm_rows
+from tpshard.kernels.blocked import CHUNK
 
 _NEEDED = {"x86_64": ("fma", "f16c", "avx2"), "aarch64": (), "arm64": ()}
 """Features without which LLVM would call functions for what is one instruction here."""
@@ -93,7 +94,7 @@ def matmul(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, spans: Tenso
     """
     (rows, inputs), (panels, groups, columns) = x.shape, scales.shape
     if codes.shape[1] * 8 > inputs * width * columns:  # a chunk that is not full reads on, and multiplies by 0
-        x = F.pad(x, (0, llvm_quantized.CHUNK))
+        x = F.pad(x, (0, CHUNK))
     x = x.contiguous()
     out = x.new_empty(rows, panels * columns)
     if used < rows:

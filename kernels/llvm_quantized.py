@@ -19,14 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
+from tpshard.kernels.blocked import CHUNK, COLUMNS, SPAN
 from tpshard.kernels.llvm_writer import FLOAT, HALF, I8, I32, I64, Entry, Writer, integer
 
-COLUMNS = 16
-"""Columns of a panel."""
-CHUNK = 32
-"""Inputs decoded at once: 16 bytes of codes of 4 bits."""
-SPAN = 128
-"""Inputs that a buffer holds: with COLUMNS columns 8 KiB, a quarter of a common first cache."""
 FEW = 8
 """Rows whose sums fit the registers beside a decoded chunk."""
 TILE = 4

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from tpshard.kernels.blocked import CHUNK
 from tpshard.kernels.gptq_config import GPTQConfig, read_config
 from tpshard.kernels.packed import width_of
 from tpshard.kernels.quantized import group_index
@@ -67,17 +68,16 @@ class Quantization:
     def row_bytes(self, whole: int, own: int, ragged: bool, device: str) -> int:
         """Bytes of one output of a weight, of whose `whole` inputs a `cpu` or `gpu` holds `own`: codes, scales, zeros.
 
-        `ragged`: they are sorted by group from among all.
+        `ragged`: they are sorted by group from among all; each group is taken to have as many.
         """
         s = self.settings
         size = s.group_size if s.group_size > 0 else whole
         groups = min(-(-whole // size), own) if ragged else -(-own // size)
         if device == "gpu":
             return own * width_of(s.bits) // 8 + groups * (2 if s.sym else 3)
-        width = width_of(s.bits)
-        if ragged or size % (8 // width) or own % (8 // width):
-            width = 8  # see `kernels.blocked`: groups begin within bytes
-        return own * width // 8 + groups * 3
+        sizes = [-(-own // groups)] * groups if ragged else [min(size, own - start) for start in range(0, own, size)]
+        filled = sum(-(-each // CHUNK) * CHUNK for each in sizes)  # see `kernels.blocked`
+        return filled * width_of(s.bits) // 8 + groups * 3
 
     def _ragged(self, name: str, step: Step) -> bool:
         """Whether a device's rows of a weight come from groups that others share: heads keep theirs to themselves."""

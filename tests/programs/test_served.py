@@ -1,0 +1,26 @@
+"""What a plan says of quantized weights, against the weights themselves."""
+
+import pytest
+import torch
+from tpshard.kernels.blocked import block
+from tpshard.kernels.gptq_config import GPTQConfig
+from tpshard.kernels.quantized import Quantized, group_count, group_index
+from tpshard.programs.served import Quantization
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("inputs", "size"), [(256, 64), (256, 40), (200, 96), (448, 200), (96, -1)])
+def test_bytes_of_a_weight_on_a_cpu(bits, inputs, size):
+    groups, outputs = group_count(inputs, size), 32
+    weight = Quantized(
+        torch.zeros(inputs, outputs, dtype=torch.uint8),
+        torch.ones(groups, outputs).half(),
+        torch.zeros(groups, outputs, dtype=torch.uint8),
+        group_index(inputs, size),
+        bits,
+    )
+    held = block(weight)
+    bytes_held = sum(t.nbytes for t in (held.codes, held.scales, held.zeros))
+    settings = GPTQConfig(bits=bits, group_size=size, desc_act=False)
+    planned = Quantization(settings, frozenset(), {}).row_bytes(inputs, inputs, False, "cpu")
+    assert planned * outputs == bytes_held
