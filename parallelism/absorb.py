@@ -2,8 +2,9 @@
 
     y = f(x @ A + a, x @ B)[..., P] @ C   ->   y = f(x @ A[:, P] + a[P], x @ B[:, P]) @ C
 
-Pointwise operations, products and views commute with a permutation of a dim that they pass through; attention commutes
-with one of the positions within V's heads. What cannot be passed leaves the operation where it is.
+Pointwise operations, products, views and a selection along another dim commute with a permutation of a dim that they
+pass through; attention commutes with one of the positions within V's heads. What cannot be passed leaves the operation
+where it is.
 ("TP-aware dequantization", Hoque et al. 2024, for any function between two products.)
 """
 
@@ -80,7 +81,10 @@ def _behind(op: Op, place: Place, alike: int) -> list[tuple[Value, Place, int]] 
         return [(value, Place(3, kept, 2 if kept > 1 else None), alike // share)]
     rule = rule_for(op)
     pointwise = torch.Tag.pointwise in getattr(op.target, "tags", ()) or str(op.target) in _ALSO_POINTWISE
-    if not op.operands or len(op.results) != 1 or not (pointwise or rule.view or op.target is contract):
+    selects = op.target is torch.ops.aten.index_select.default
+    if selects and op.args[1] % op.results[0].rank in (place.dim, place.outer):
+        return None
+    if not op.operands or len(op.results) != 1 or not (pointwise or selects or rule.view or op.target is contract):
         return None
     found = []
     for value, dims in zip(op.operands, rule.operands):

@@ -305,7 +305,12 @@ def pair(between: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], layout: 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "between", [lambda a, b: torch.relu(a) * b.sigmoid(), lambda a, b: (a + b).view(3, 4, 8).tanh().view(3, 32)]
+    "between",
+    [
+        lambda a, b: torch.relu(a) * b.sigmoid(),
+        lambda a, b: a.index_select(0, torch.arange(2)) * b.index_select(0, torch.arange(2)),
+        lambda a, b: (a + b).view(3, 4, 8).tanh().view(3, 32),
+    ],
 )
 def test_any_two_products_are_laid_out(layout: Layout, between: Any) -> None:
     found, program, y, expected = pair(between, layout)
@@ -325,6 +330,7 @@ def test_any_two_products_are_laid_out(layout: Layout, between: Any) -> None:
         lambda a, b: torch.softmax(a, -1) + b,  # sums over the permuted dim
         lambda a, b: a + b * torch.arange(32),  # depends on the position
         lambda a, b: a.flip(-1) + b,
+        lambda a, b: a.index_select(1, torch.arange(32)) + b,
     ],
 )
 def test_what_mixes_positions_is_not_passed(between: Any) -> None:
