@@ -5,8 +5,8 @@
 Weights are rounded to fp16, which is what files mean by them; all else is fp32. They lie as `kernels.blocked` says:
 panels of COLUMNS columns, spans of at most SPAN inputs that share a group g, chunks of CHUNK inputs. Threads take
 panels until none is left. A column has at most 16 weights in a group: they are computed once for a span, and codes look
-them up a chunk at a time (codes of 8 bits are computed with instead). Up to FEW rows use a weight while it is in a
-register; for more, a span is decoded into a buffer that fits the first cache, and multiplied from there.
+them up a chunk at a time (codes of 8 bits are computed with instead). The first FEW rows use a weight while it is in
+a register; where there are more, they leave a span's weights in a buffer that fits the first cache for the others.
 
 A vector holds successive inputs. Every element of the result is as many chains of fused multiply-adds as a vector has
 lanes, spans in ascending order, joined at the end in one order, on either way: a row's bits depend neither on the other
@@ -123,27 +123,15 @@ class ProductWriter(Writer):
         """Where the chunk begins whose first input is `index`."""
         return b.gep(codes, [b.mul(b.udiv(index, integer(CHUNK)), integer(self.chunk_bytes))])
 
-    def staging(self) -> Any:
-        """decode(codes, known, w, size): `size` inputs of a panel -> w [COLUMNS, SPAN]"""
-        made, b = self.function("decode", [*(t.as_pointer() for t in (I8, I8, FLOAT)), I64])
-        codes, known, w, size = made.args
-        with self.loop(b, integer(0), integer(COLUMNS), 1) as column:
-            mine = self.known(b, known, column.index)
-            chunks = self.chunk_of(b, codes, b.mul(column.index, size))
-            with self.loop(b, integer(0), size, CHUNK) as k:
-                place = b.add(b.mul(column.index, integer(SPAN)), k.index)
-                for i, weight in enumerate(self.weights(b, self.chunk_of(b, chunks, k.index), mine)):
-                    self.store(b, weight, w, b.add(place, integer(i * self.lanes)))
-        b.ret_void()
-        return made
-
     # Products
 
-    def fused(self, rows: int) -> Any:
-        """fused(x, stride, sums, size, codes, known): sums [rows, COLUMNS, lanes] += x [rows, size] @ w."""
-        pointer = FLOAT.as_pointer()
-        made, b = self.function(f"fused_{rows}", [pointer, I64, pointer, I64, *[I8.as_pointer()] * 2])
-        x, stride, sums, size, codes, known = made.args
+    def fused(self, rows: int, keep: bool = False) -> Any:
+        """fused(x, stride, sums, size, codes, known, w): sums [rows, COLUMNS, lanes] += x [rows, size] @ w. With `keep`
+        the weights are left in w [COLUMNS, SPAN] for further rows."""
+        pointer, byte = FLOAT.as_pointer(), I8.as_pointer()
+        name = f"{'kept' if keep else 'fused'}_{rows}"
+        made, b = self.function(name, [pointer, I64, pointer, I64, byte, byte, pointer])
+        x, stride, sums, size, codes, known, w = made.args
         rows_of_x = [b.gep(x, [b.mul(integer(row), stride)]) for row in range(rows)]
         with self.loop(b, integer(0), integer(COLUMNS), 1) as column:
             mine = self.known(b, known, column.index)
@@ -154,6 +142,8 @@ class ProductWriter(Writer):
                 totals = list(k.values)
                 for i, weight in enumerate(self.weights(b, self.chunk_of(b, chunks, k.index), mine)):
                     index = b.add(k.index, integer(i * self.lanes))
+                    if keep:
+                        self.store(b, weight, w, b.add(b.mul(column.index, integer(SPAN)), index))
                     for row, source in enumerate(rows_of_x):
                         totals[row] = self.fma(b, self.load(b, FLOAT, source, index), weight, totals[row])
                 k.next = totals
@@ -163,7 +153,7 @@ class ProductWriter(Writer):
         return made
 
     def tile(self, rows: int) -> Any:
-        """tile(x, stride, sums, size, w): as `fused`, with w [COLUMNS, SPAN] as it was staged; two columns at once."""
+        """tile(x, stride, sums, size, w): as `fused`, with w as it was left; two columns at once."""
         pointer = FLOAT.as_pointer()
         made, b = self.function(f"tile_{rows}", [pointer, I64, pointer, I64, pointer])
         x, stride, sums, size, w = made.args
@@ -201,7 +191,7 @@ class ProductWriter(Writer):
 
     def program(self) -> None:
         """quantized_product(arguments): takes panels until none is left; for any number of threads at once."""
-        know, decode = self.knowing(), self.staging()
+        know, kept = self.knowing(), self.fused(FEW, keep=True)
         fused = [self.fused(rows) for rows in range(1, FEW + 1)]
         tiles = [self.tile(rows) for rows in range(1, TILE + 1)]
         pointers = {"x": FLOAT, "codes": I8, "scales": HALF, "zeros": I8, "out": FLOAT, "ends": I32}
@@ -210,31 +200,25 @@ class ProductWriter(Writer):
         known = self.room(b, I8, COLUMNS * _KNOWN)
         sums, w = self.room(b, FLOAT, MANY * COLUMNS * self.lanes), self.room(b, FLOAT, COLUMNS * SPAN)
 
-        def few(rows: Any) -> Callable[..., None]:
-            def multiply(x: Any, codes: Any, size: Any) -> None:
-                self.by_count(b, rows, fused, [x, value["stride"], sums, size, codes, known])
+        def multiply(count: Any, x: Any, codes: Any, size: Any) -> None:
+            given = [x, value["stride"], sums, size, codes, known, w]
+            with b.if_else(b.icmp_signed("<=", count, integer(FEW))) as (few, many):
+                with few:
+                    self.by_count(b, count, fused, given)
+                with many:
+                    b.call(kept, given)
+                    with self.loop(b, integer(FEW), count, TILE) as row:
+                        source = b.gep(x, [b.mul(row.index, value["stride"])])
+                        mine = b.gep(sums, [b.mul(row.index, integer(COLUMNS * self.lanes))])
+                        left = self.smaller(b, b.sub(count, row.index), TILE)
+                        self.by_count(b, left, tiles, [source, value["stride"], mine, size, w])
 
-            return multiply
-
-        def many(rows: Any) -> Callable[..., None]:
-            def multiply(x: Any, codes: Any, size: Any) -> None:
-                b.call(decode, [codes, known, w, size])
-                with self.loop(b, integer(0), rows, TILE) as row:
-                    source = b.gep(x, [b.mul(row.index, value["stride"])])
-                    mine = b.gep(sums, [b.mul(row.index, integer(COLUMNS * self.lanes))])
-                    count = self.smaller(b, b.sub(rows, row.index), TILE)
-                    self.by_count(b, count, tiles, [source, value["stride"], mine, size, w])
-
-            return multiply
-
-        with self.tasks(entry, 1, value["panels"]) as panel:
-            few_rows = b.icmp_signed("<=", value["rows"], integer(FEW))
-            with b.if_else(few_rows) as (then, otherwise):
-                with then:
-                    self.rows(entry, panel, integer(0), value["rows"], know, known, sums, few(value["rows"]))
-                with otherwise, self.loop(b, integer(0), value["rows"], MANY) as first:
-                    count = self.smaller(b, b.sub(value["rows"], first.index), MANY)
-                    self.rows(entry, panel, first.index, count, know, known, sums, many(count))
+        with (
+            self.tasks(entry, 1, value["panels"]) as panel,
+            self.loop(b, integer(0), value["rows"], MANY) as first,
+        ):
+            count = self.smaller(b, b.sub(value["rows"], first.index), MANY)
+            self.rows(entry, panel, first.index, count, know, known, sums, multiply)
 
     def rows(
         self, entry: Entry, panel: Any, first: Any, count: Any, know: Any, known: Any, sums: Any,
@@ -254,7 +238,7 @@ class ProductWriter(Writer):
             size = b.and_(b.add(b.sub(stop, start), integer(CHUNK - 1)), integer(-CHUNK))
             of_group = b.mul(b.add(b.mul(panel, value["groups"]), group), integer(COLUMNS))
             b.call(know, [b.gep(at["scales"], [of_group]), b.gep(at["zeros"], [of_group]), known])
-            multiply(b.gep(x, [start]), codes, size)
+            multiply(count, b.gep(x, [start]), codes, size)
             span.next = [stop, self.chunk_of(b, codes, b.mul(size, integer(COLUMNS)))]
         width = b.mul(value["panels"], integer(COLUMNS))
         with self.loop(b, integer(0), count, 1) as row:

@@ -40,7 +40,7 @@ def gate(x: Tensor, up: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
     """rms_norm_permuted on a CPU. A row's bits do not depend on the others."""
     width = x.shape[-1]
-    if not _known(x, weight) or width % STEP:
+    if not _known(x, weight) or width % STEP or weight.shape != (width,):
         return rms_norm_reference(x, weight, order, eps)
     out, rows = torch.empty_like(x), x.numel() // width
     llvm_launch.rows(
