@@ -45,31 +45,36 @@ def _norm(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     shifted = _made(root, 0, aten.add.Tensor)
     mean = _made(shifted, 0, aten.mean.dim)
     square = _made(mean, 0, aten.mul.Tensor)
-    if square is None:
+    if square is None or shifted.kwargs:
         return None
-    wide = unit.args[0]
+    wide, weight, eps = unit.args[0], node.args[1], shifted.args[1]
+    widened = wide if narrowed is None else _made(unit, 0, aten._to_copy.default)
+    if widened is None or not isinstance(weight, fx.Node) or not isinstance(eps, (int, float)):
+        return None
     if square.args != (wide, wide) or [list(mean.args[1]), *mean.args[2:]] != [[-1], True]:
         return None
-    x = wide.args[0] if narrowed is not None and isinstance(wide, fx.Node) else wide
-    return NORM, (x, node.args[1], None, shifted.args[1])
+    return NORM, (wide if narrowed is None else widened.args[0], weight, None, eps)
 
 
 def _rotation(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     """x * cos + roll(x, half) * sin, with x a view whose last dim is twice that half: models.rope.rotate."""
     kept, turned = (_made(node, place, aten.mul.Tensor) for place in (0, 1))
     rolled = _made(turned, 0, aten.roll.default)
-    if node.target is not aten.add.Tensor or kept is None or rolled is None:
+    if node.target is not aten.add.Tensor or node.kwargs or kept is None or rolled is None:
         return None
-    x, (half,), dims = rolled.args[0], rolled.args[1], rolled.args[2]
-    if x is not kept.args[0] or x.target not in _VIEWS or x.args[1][-1] != 2 * half or list(dims) != [-1]:
+    x, shifts, *dims = rolled.args
+    if x is not kept.args[0] or x.target not in _VIEWS:
         return None
-    return rows.rotate, (x, kept.args[1], turned.args[1])
+    if [[2 * shift for shift in shifts], *map(list, dims)] != [[x.args[1][-1]], [-1]]:
+        return None
+    cos, sin = kept.args[1], turned.args[1]
+    return (rows.rotate, (x, cos, sin)) if isinstance(cos, fx.Node) and isinstance(sin, fx.Node) else None
 
 
 def _gate(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     """silu(x) * up: models.llama.MLP."""
     silu = _made(node, 0, aten.silu.default)
-    if node.target is not aten.mul.Tensor or silu is None:
+    if node.target is not aten.mul.Tensor or silu is None or not isinstance(node.args[1], fx.Node):
         return None
     return rows.gate, (silu.args[0], node.args[1])
 
