@@ -1,6 +1,6 @@
 """lm-eval's `local-completions` against a server beside `--model hf` on the same weights: log-likelihoods to 1e-4.
 
-    pip install "lm-eval[api]"                      # into an environment that has tpshard
+    pip install "lm-eval[api,hf]"                   # into an environment that has tpshard
     python benchmarks/lm_eval_likelihoods.py [--model HF_FOLDER]
 
 Writes a task of 24 items (a context, two continuations) from CPython's documentation, serves the model (by default a
