@@ -16,7 +16,7 @@ from tpshard.kernels.llvm_writer import FLOAT, I32, Entry, Writer, integer
 
 LANES, SUMS = 8, 4
 STEP = LANES * SUMS
-"""Widths are multiples of it, and of half of it a head's dim."""
+"""The width of a norm is a multiple of it; that of a gate is one of LANES, as is half of a head's dim."""
 ARGUMENTS = {
     "rms_norm": ("x", "weight", "out", "rows", "width", "eps", "next"),
     "rotate": ("x", "cos", "sin", "out", "rows", "heads", "dim", "next"),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tpshard.kernels import llvm_launch
-from tpshard.kernels.llvm_rows import STEP
+from tpshard.kernels.llvm_rows import LANES, STEP
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Bit for bit what torch gives.
     """
     dim = x.shape[-1]
-    if not _known(x, cos, sin) or dim % (STEP // 2) or cos.shape != (1, x.shape[1], 1, dim) or x.shape[0] != 1:
+    if not _known(x, cos, sin) or dim % (2 * LANES) or cos.shape != (1, x.shape[1], 1, dim) or x.shape[0] != 1:
         return x * cos + torch.roll(x, dim // 2, -1) * sin
     out = torch.empty_like(x)
     llvm_launch.rows(
@@ -28,9 +28,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def gate(x: Tensor, up: Tensor) -> Tensor:
-    """x, up [..., width] -> silu(x) * up. Where STEP divides the width, a row's bits do not depend on the others."""
+    """x, up [..., width] -> silu(x) * up. Where LANES divides the width, a row's bits do not depend on the others."""
     width = x.shape[-1]
-    if not _known(x, up) or width % STEP or x.shape != up.shape:
+    if not _known(x, up) or width % LANES or x.shape != up.shape:
         return F.silu(x) * up
     out, rows = torch.empty_like(x), x.numel() // width
     llvm_launch.rows("gate", x.data_ptr(), up.data_ptr(), out.data_ptr(), rows, width, elements=4 * x.numel())
