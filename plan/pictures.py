@@ -76,7 +76,8 @@ def timeline(part: PricedPart) -> str:
     for tick in range(6):
         x = _LEFT + (_W - _LEFT - 10) * tick / 5
         words = seconds(total * tick / 5)
-        out.append(f'<text x="{x:.1f}" y="{y + 14}" text-anchor="middle" fill="#555555">{words}</text>')
+        anchor = "middle" if tick < 5 else "end"  # the last one would be cut off
+        out.append(f'<text x="{x:.1f}" y="{y + 14}" text-anchor="{anchor}" fill="#555555">{words}</text>')
     return "\n".join(out)
 
 
@@ -122,7 +123,7 @@ def memory(report: Report, part: PricedPart, height: int) -> str:
     for tick in range(5):
         y = plot_h - plot_h * tick / 4
         words = gib(top * tick / 4)
-        out.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#555555">{words}</text>')
+        out.append(f'<text x="{_LEFT - 6}" y="{max(9.0, y + 4):.1f}" text-anchor="end" fill="#555555">{words}</text>')
     x = _LEFT
     for name in names:
         out.append(f'<rect x="{x}" y="{plot_h + 14}" width="10" height="10" fill="{COLORS[name]}"/>')
