@@ -250,31 +250,31 @@ def bandwidth(device: Device, span: Span, per_host: int) -> float:
 
 
 def collective(
-    device: Device, topology: Topology, kind: str, refs: Axes, buffer: int, algorithm: str | None = None
+    device: Device, topology: Topology, kind: str, refs: Axes, buffer: int, exchange: bool = False
 ) -> CommCost:
-    """Skew, latency, and bytes over bandwidth. `algorithm` overrides what the backend does, e.g. `all_to_all` for a
-    reduce-scatter sent as an all-to-all and summed locally."""
+    """Skew, latency, and bytes over bandwidth. `exchange`: sent as an all-to-all and summed locally, whatever the
+    backend has for it (see `exchange.exchanged`)."""
     span = topology.span(refs)
     if span.members <= 1:
         return CommCost(0.0, 0, "none", "none")
-    as_kind, as_backend = kind, device.backend
-    if algorithm == "all_to_all" and kind == "reduce_scatter":
-        as_kind, as_backend = "all_to_all", "nccl"
-    sent = wire_bytes(as_kind, buffer, span.members, as_backend)
+    as_kind, received = kind, buffer
+    if exchange:
+        as_kind, received = "all_to_all", buffer * (span.members if kind == "all_reduce" else 1)
+    sent = wire_bytes(as_kind, received, span.members, device.backend)
     rate = bandwidth(device, span, topology.per_host)
     # gloo's all-reduce takes both rounds also between two, where they send no more than the buffer
-    rounds = 2 if sent > buffer or (kind == "all_reduce" and device.backend == "gloo") else 1
+    rounds = 2 if sent > received or (as_kind == "all_reduce" and device.backend == "gloo") else 1
     hop_in, hop_out = device.inside.latency_s, device.across.latency_s
     ring = rounds * ((span.hosts - 1) * hop_out + (span.members - span.hosts) * hop_in)
     tree = rounds * (math.ceil(math.log2(span.hosts)) * hop_out + math.ceil(math.log2(span.inside or 1)) * hop_in)
-    seconds = sent / rate + (min(ring, 2 * tree) if kind in ("all_reduce", "all_gather", "reduce_scatter") else tree)
+    seconds = sent / rate + (tree if as_kind in ("all_to_all", "permute") else min(ring, 2 * tree))
     name = {"permute": "point to point", "all_to_all": "pairwise"}.get(as_kind, "ring" if ring <= 2 * tree else "tree")
-    if kind == "reduce_scatter" and as_kind == kind and as_backend == "gloo":
+    if kind == "reduce_scatter" and as_kind == kind and device.backend == "gloo":
         name = "all-reduce, own part kept"
     elif as_kind != kind:
         name = "all-to-all and local sum"
     if device.kind == "cpu" and kind in ("all_reduce", "reduce_scatter"):
-        seconds += buffer / (device.memory_bandwidth * device.streaming)
+        seconds += received / (device.memory_bandwidth * device.streaming)
     return CommCost(seconds + device.skew_s, sent, span.wire, name)
 
 

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from torch import fx
 from tpshard.parallelism.cost import CommCost, Device, Topology, collective
+from tpshard.parallelism.exchange import exchanged
 from tpshard.parallelism.flow import Flow, known
 from tpshard.parallelism.fusion import Compiled, Kernel, kernels, seconds
 from tpshard.parallelism.program import Collective, Program
@@ -210,9 +211,8 @@ def price(program: Program, device: Device, devices_per_host: int, *, compiled: 
 def comm_cost(device: Device, topology: Topology, node: fx.Node, comm: Collective, apart: float = 0.0) -> CommCost:
     """Cost of the collective that a node issues, as the backend runs it, `apart` seconds after the first of its members
     has come."""
-    # on a CPU the executor sends a reduce-scatter as an all-to-all and sums in rank order
-    algorithm = "all_to_all" if device.kind == "cpu" and comm.kind == "reduce_scatter" else None
-    cost = collective(device, topology, comm.kind, comm.refs, comm.bytes, algorithm)
+    exchange = device.kind == "cpu" and exchanged(comm.kind, comm.bytes, comm.size)
+    cost = collective(device, topology, comm.kind, comm.refs, comm.bytes, exchange)
     return replace(cost, seconds=cost.seconds + device.issue_s + (apart if cost.wire != "none" else 0.0))
 
 

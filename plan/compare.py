@@ -40,7 +40,7 @@ def compare(folder: Path) -> dict[str, Any] | None:
         "step_s": plan["time"]["step_s"],
         "exposed_comm_s": plan["time"]["exposed_comm_s"],
         "peak_memory_bytes": plan["memory"]["peak_bytes"],
-        "sent_bytes": sum(line["bytes"] for line in plan["collectives"]),
+        "sent_bytes": sum(line["wire_bytes"] for line in plan["collectives"]),
         "tokens_per_s": plan["tokens_per_s_per_device"] * _devices(plan),
     }
     found: dict[str, Any] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from tpshard.parallelism.exchange import exchanged
 from tpshard.parallelism.program import Collective, Program, info
 from tpshard.parallelism.runtime.compiled import compile_graph
 from tpshard.parallelism.runtime.context import Context
@@ -31,19 +32,19 @@ class Executor:
     `executor(*inputs)` takes the local tensors of `program.inputs` and returns those of `program.outputs`, in order.
     A gradient sum that the program donates is added to in place; other results are new tensors.
 
-    On gloo a reduce-scatter is sent as an all-to-all and summed here, in rank order: gloo's own is an all-reduce, which
-    sends twice as much and sums in another order (`ordered=False` leaves it as it is).
+    On a CPU reduce-scatters and small all-reduces are sent as an all-to-all and summed here, in rank order (see
+    `parallelism.exchange`). `exchange=False` leaves them to the backend.
     """
 
-    def __init__(self, program: Program, context: Context, *, ordered: bool | None = None, compiled: bool = False):
+    def __init__(self, program: Program, context: Context, *, exchange: bool | None = None, compiled: bool = False):
         self.program, self.context = program, context
         self.waited_s = 0.0
         """Seconds spent waiting for collectives; on CUDA waiting happens on the device and is not seen here."""
         context.groups.ensure(comm.refs for comm in program.collectives)
         context.watchdog.describe = describe
-        if ordered is None:
-            ordered = context.device.type == "cpu"
-        self.module = localize(program, context.rank, context.device, None if compiled else self.wait, ordered)
+        if exchange is None:
+            exchange = context.device.type == "cpu"
+        self.module = localize(program, context.rank, context.device, None if compiled else self.wait, exchange)
         self.compiled = compiled
         self.run: Callable[..., list[Tensor]] | None = None if compiled else self.module
         """None: to be compiled at the first call, for tensors like those."""
@@ -86,7 +87,7 @@ def localize(
     rank: int,
     device: torch.device,
     wait: Callable[[Tensor, fx.Node], Tensor] | None,
-    ordered: bool,
+    exchange: bool,
 ) -> fx.GraphModule:
     """The program's graph as one rank runs it: what depends on the rank is filled in, waits go through `wait`.
 
@@ -104,7 +105,7 @@ def localize(
             graph.output([o for o in fx.map_arg(node.args[0], lambda n: made[n]) if o is not None])
             continue
         if node.op == "call_function" and node.target is funcol.wait_tensor.default:
-            made[node] = _waited(graph, node, made, wait, ordered)
+            made[node] = _waited(graph, node, made, wait, exchange)
             continue
         copy = graph.node_copy(node, lambda n: made[n])
         made[node] = copy
@@ -113,7 +114,7 @@ def localize(
         if node in in_place:
             copy.target = aten.add_.Tensor
         if info(node).comm is not None:
-            _issued(graph, copy, ordered)
+            _issued(graph, copy, exchange)
         if node in taken:
             made[node] = graph.call_function(aten.copy_.default, (made[taken[node]], copy))
     graph.lint()
@@ -121,23 +122,36 @@ def localize(
     return fx.GraphModule(constants, graph)
 
 
-def _issued(graph: fx.Graph, node: fx.Node, ordered: bool) -> None:
-    """Collectives want memory without gaps; on gloo a reduce-scatter travels as an all-to-all."""
+def _issued(graph: fx.Graph, node: fx.Node, exchange: bool) -> None:
+    """Collectives want memory without gaps; some travel as an all-to-all."""
     sent = node.args[0]
+    exchange = exchange and _exchanged(node)
     with graph.inserting_before(node):
-        packed = graph.call_function(aten.contiguous.default, (sent,))
-    node.args = (packed, *node.args[1:])
-    if ordered and node.target is funcol.reduce_scatter_tensor.default:
-        _, _, count, group = node.args
-        with graph.inserting_before(node):
-            pieces = graph.call_function(piece_sizes, (packed, count))
-        node.target = funcol.all_to_all_single.default
-        node.args = (packed, pieces, pieces, group)
+        if exchange and node.target is funcol.all_reduce.default:
+            packed = graph.call_function(copies, (sent, _members(node)))
+        else:
+            packed = graph.call_function(aten.contiguous.default, (sent,))
+        node.args = (packed, *node.args[1:])
+        if exchange:
+            pieces = graph.call_function(piece_sizes, (packed, _members(node)))
+            node.target = funcol.all_to_all_single.default
+            node.args = (packed, pieces, pieces, node.args[-1])
+
+
+def _members(node: fx.Node) -> int:
+    comm = info(node).comm
+    assert comm is not None, "only what issues a collective has members"
+    return comm.size
+
+
+def _exchanged(node: fx.Node) -> bool:
+    comm = info(node).comm
+    return comm is not None and exchanged(comm.kind, comm.bytes, comm.size)
 
 
 def _waited(
     graph: fx.Graph, node: fx.Node, made: dict[fx.Node, Any], wait: Callable[[Tensor, fx.Node], Tensor] | None,
-    ordered: bool,
+    exchange: bool,
 ) -> fx.Node:  # fmt: skip
     started = node.args[0]
     assert isinstance(started, fx.Node)
@@ -146,8 +160,10 @@ def _waited(
         done = graph.call_function(funcol.wait_tensor.default, (made[started],))
     else:
         done = graph.call_function(_waiting_for(started, wait), (made[started],))
-    if ordered and started.target is funcol.reduce_scatter_tensor.default:
-        return graph.call_function(reduce_pieces, (done, started.args[2], started.args[1]))
+    if exchange and _exchanged(started):
+        done = graph.call_function(reduce_pieces, (done, _members(started), started.args[1]))
+        if started.target is funcol.all_reduce.default:
+            done = graph.call_function(aten.reshape.default, (done, list(info(started).specs[0].shape)))
     return done
 
 
@@ -163,12 +179,23 @@ def piece_sizes(tensor: Tensor, count: int) -> list[int]:
     return [tensor.shape[0] // count] * count
 
 
+_REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add, "max": torch.maximum, "min": torch.minimum
+}  # fmt: skip
+
+
+def copies(tensor: Tensor, count: int) -> Tensor:
+    """[...] -> [count * n]: one for each of `count` ranks."""
+    return tensor.reshape(1, -1).expand(count, -1).reshape(-1)
+
+
 def reduce_pieces(tensor: Tensor, count: int, how: str) -> Tensor:
     """[count * n, ...] -> [n, ...]: the pieces of all ranks reduced in rank order, as the simulation does."""
+    reduce = _REDUCE[how]
     first, *rest = tensor.chunk(count)
     total = first
     for piece in rest:
-        total = total + piece if how == "sum" else torch.maximum(total, piece)
+        total = reduce(total, piece)
     return total
 
 

@@ -6,11 +6,14 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from tpshard.parallelism.cost import wire_bytes
 
-_GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_out")
+_KINDS = {"all_gather_into_tensor": "all_gather", "all_reduce": "all_reduce", "reduce_scatter_tensor": "reduce_scatter"}
 
 
 class Tally(TorchDispatchMode):
@@ -23,7 +26,7 @@ class Tally(TorchDispatchMode):
     def __init__(self, held: Iterable[Tensor]):
         super().__init__()
         self.sent_bytes = 0
-        """Of the buffers of all collectives: what an all-gather makes, what any other one is given."""
+        """To other ranks, by all collectives, as `cost.wire_bytes` counts them."""
         self.held_bytes = self.peak_bytes = 0
         """Of the storages of all tensors seen, now and at most."""
         self._live: dict[int, int] = {}
@@ -32,10 +35,7 @@ class Tally(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional":
-            name = func.overloadpacket.__name__
-            if not name.startswith("wait_tensor"):
-                buffer = made if name in _GATHERS else args[0]
-                self.sent_bytes += buffer.numel() * buffer.itemsize
+            self.sent_bytes += _sent(func.overloadpacket.__name__, args, made)
         self._take(pytree.tree_leaves(made))
         return made
 
@@ -54,3 +54,17 @@ class Tally(TorchDispatchMode):
 
     def _freed(self, key: int) -> None:
         self.held_bytes -= self._live.pop(key, 0)
+
+
+def _sent(name: str, args: Any, made: Any) -> int:
+    """Bytes that this rank sends for a collective of `_c10d_functional`; 0 for a wait."""
+    name = name.removesuffix("_out").removesuffix("_")  # as a compiler writes them
+    if name == "wait_tensor":
+        return 0
+    group = distributed_c10d._resolve_process_group(args[-1])
+    if name == "all_to_all_single":
+        given, into = args[0], args[2]
+        return (sum(into) - into[group.rank()]) * given[:1].numel() * given.itemsize
+    kind = _KINDS[name]
+    buffer = made if kind == "all_gather" else args[0]
+    return wire_bytes(kind, buffer.numel() * buffer.itemsize, group.size(), dist.get_backend(group))
