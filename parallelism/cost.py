@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from tpshard.parallelism.exchange import carried
 from tpshard.parallelism.mesh import Axes, Mesh
 
 Wire = Literal["inside", "across", "none"]
@@ -249,17 +250,12 @@ def bandwidth(device: Device, span: Span, per_host: int) -> float:
     return min(within, outside) if span.inside > 1 else outside
 
 
-def collective(
-    device: Device, topology: Topology, kind: str, refs: Axes, buffer: int, exchange: bool = False
-) -> CommCost:
-    """Skew, latency, and bytes over bandwidth. `exchange`: sent as an all-to-all and summed locally, whatever the
-    backend has for it (see `exchange.exchanged`)."""
+def collective(device: Device, topology: Topology, kind: str, refs: Axes, buffer: int) -> CommCost:
+    """Skew, latency, and bytes over bandwidth, as the executor sends it: on a CPU some are exchanges."""
     span = topology.span(refs)
     if span.members <= 1:
         return CommCost(0.0, 0, "none", "none")
-    as_kind, received = kind, buffer
-    if exchange:
-        as_kind, received = "all_to_all", buffer * (span.members if kind == "all_reduce" else 1)
+    as_kind, received = carried(kind, buffer, span.members) if device.kind == "cpu" else (kind, buffer)
     sent = wire_bytes(as_kind, received, span.members, device.backend)
     rate = bandwidth(device, span, topology.per_host)
     # gloo's all-reduce takes both rounds also between two, where they send no more than the buffer

@@ -11,15 +11,22 @@ from __future__ import annotations
 LEAST_BYTES = 32
 """A scalar goes round gloo's ring in one piece, which is as fast."""
 MOST_BYTES = 128 << 10
-"""Where messages of 4 and 8 ranks took as long in the ring as in the exchange, at 1 to 10 Gbit/s a host."""
+"""Of more than two ranks. There messages took as long in the ring as in the exchange, at 1 to 10 Gbit/s a host."""
 MOST_SENT = 1 << 20
-"""By one rank, to all others together."""
+"""By one rank, to all others together. Two ranks send no more than in a ring, but hold what is sent twice."""
 
 
 def exchanged(kind: str, buffer: int, members: int) -> bool:
     """Whether a collective whose buffer (see `program.Collective.bytes`) has `buffer` bytes is sent as an all-to-all on
-    a CPU. Between two ranks the ring of an all-reduce has as many waits as an exchange has messages."""
+    a CPU."""
     if kind == "reduce_scatter":
         return True
-    small = LEAST_BYTES <= buffer <= MOST_BYTES and (members - 1) * buffer <= MOST_SENT
-    return kind == "all_reduce" and members > 2 and small
+    small = buffer >= LEAST_BYTES and (members - 1) * buffer <= MOST_SENT
+    return kind == "all_reduce" and small and (members == 2 or buffer <= MOST_BYTES)
+
+
+def carried(kind: str, buffer: int, members: int) -> tuple[str, int]:
+    """The kind that a collective is on a CPU's wires, and the bytes that a rank hands over for it."""
+    if not exchanged(kind, buffer, members):
+        return kind, buffer
+    return "all_to_all", buffer * (members if kind == "all_reduce" else 1)

@@ -15,7 +15,6 @@ from typing import Literal, NamedTuple
 
 from torch import fx
 from tpshard.parallelism.cost import CommCost, Device, Topology, collective
-from tpshard.parallelism.exchange import exchanged
 from tpshard.parallelism.flow import Flow, known
 from tpshard.parallelism.fusion import Compiled, Kernel, kernels, seconds
 from tpshard.parallelism.program import Collective, Program
@@ -211,8 +210,7 @@ def price(program: Program, device: Device, devices_per_host: int, *, compiled: 
 def comm_cost(device: Device, topology: Topology, node: fx.Node, comm: Collective, apart: float = 0.0) -> CommCost:
     """Cost of the collective that a node issues, as the backend runs it, `apart` seconds after the first of its members
     has come."""
-    exchange = device.kind == "cpu" and exchanged(comm.kind, comm.bytes, comm.size)
-    cost = collective(device, topology, comm.kind, comm.refs, comm.bytes, exchange)
+    cost = collective(device, topology, comm.kind, comm.refs, comm.bytes)
     return replace(cost, seconds=cost.seconds + device.issue_s + (apart if cost.wire != "none" else 0.0))
 
 

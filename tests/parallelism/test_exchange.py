@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.devices.read import device
 from tpshard.parallelism import Mesh, Program, partition
-from tpshard.parallelism.cost import Topology, collective
+from tpshard.parallelism.cost import Topology
 from tpshard.parallelism.exchange import LEAST_BYTES, MOST_BYTES, MOST_SENT, exchanged
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
@@ -26,8 +27,8 @@ def test_what_goes_as_an_exchange() -> None:
     assert exchanged("reduce_scatter", 1 << 30, 2)
     assert not exchanged("all_gather", 64, 4) and not exchanged("all_to_all", 64, 4)
     assert [exchanged("all_reduce", n, 4) for n in (8, LEAST_BYTES, MOST_BYTES, MOST_BYTES + 4)] == [0, 1, 1, 0]
-    assert not exchanged("all_reduce", 64, 2)  # the ring's two messages wait no longer
-    assert [exchanged("all_reduce", MOST_SENT // 32 + n, 33) for n in (0, 1)] == [1, 0]
+    for members, most in ((2, MOST_SENT), (33, MOST_SENT // 32)):
+        assert [exchanged("all_reduce", most + n, members) for n in (0, 1)] == [1, 0]
 
 
 def product(columns: int, ranks: int) -> Program:
@@ -70,7 +71,8 @@ def run(context: Context, columns: int, exchange: bool | None) -> tuple[torch.Te
         (3, SMALL, None, "all_to_all_single"),
         (4, SMALL, False, "all_reduce"),
         (4, LARGE, None, "all_reduce"),
-        (2, SMALL, None, "all_reduce"),
+        (2, SMALL, None, "all_to_all_single"),
+        (2, LARGE, None, "all_to_all_single"),
     ],
 )
 def test_ranks_agree_bit_for_bit_and_send_what_is_priced(
@@ -98,5 +100,5 @@ def test_an_exchange_is_cheaper_than_the_ring_where_latency_is_all() -> None:
     ((node, comm),) = program.issues()
     topology = Topology(program.mesh, 8)
     sent = comm_cost(box, topology, node, comm)
-    ring = collective(box, topology, comm.kind, comm.refs, comm.bytes)
+    ring = comm_cost(replace(box, kind="gpu"), topology, node, comm)
     assert sent.wire_bytes == 7 * comm.bytes > ring.wire_bytes and sent.seconds < ring.seconds

@@ -13,7 +13,7 @@ from small_recipe import RECIPE
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.devices.read import device
 from tpshard.parallelism.cost import Topology, collective
-from tpshard.parallelism.exchange import exchanged
+from tpshard.parallelism.exchange import carried
 from tpshard.parallelism.fusion import kernels
 from tpshard.parallelism.liveness import liveness
 from tpshard.parallelism.runtime.context import Context
@@ -70,9 +70,7 @@ def test_collectives_and_bytes_equal_those_dispatched_on_real_ranks(pool, report
         counted = planned.setdefault(part.part.name, Counter())
         for comm in part.part.program.collectives:
             # on a CPU the executor sends some as an all-to-all, and the plan prices them as such
-            sent = exchanged(comm.kind, comm.bytes, comm.size)
-            copies = comm.size if sent and comm.kind == "all_reduce" else 1
-            counted["all_to_all" if sent else comm.kind, copies * comm.bytes] += 1
+            counted[carried(comm.kind, comm.bytes, comm.size)] += 1
     expected = {name: sorted((k, b, n) for (k, b), n in found.items()) for name, found in planned.items()}
     assert expected["micro-batch"]
     for sent, held in results:
