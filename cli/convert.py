@@ -23,6 +23,7 @@ Source = Annotated[
     ),
 ]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.", show_default=False)]
+ROOM = "a folder that may be written, on a disk with room for the model"
 
 
 class Type(StrEnum):
@@ -49,7 +50,7 @@ def convert(
 
     OUT appears when everything is written, or not at all. The weights of a GPTQ folder become dense.
     """
-    from tpshard.cli.sources import open_source
+    from tpshard.cli.sources import keep_apart, open_source
     from tpshard.recipes.diagnostic import Exit, Mistakes
 
     if out.exists() and not overwrite and not (out.is_dir() and not any(out.iterdir())):
@@ -57,6 +58,7 @@ def convert(
     if tokenizer is not None and not tokenizer.is_dir():
         raise Mistakes.one(f"the tokenizer {tokenizer} is not a folder", exit=Exit.USAGE)
     model = open_source(source, overrides or ())
+    keep_apart(model, out)
     folder = tokenizer or model.tokenizer
     if folder is None:
         print("no tokenizer goes along; --tokenizer names one", file=sys.stderr)
@@ -85,4 +87,4 @@ def _write(model: Model, out: Path, dtype: str | None, tokenizer: Path | None, o
             f"{model.name} cannot be written as a Hugging Face folder", exit=Exit.FIT, why=str(error)
         ) from error
     except OSError as error:
-        raise Mistakes.one(f"{out} cannot be written", exit=Exit.MACHINE, why=str(error)) from error
+        raise Mistakes.one(f"{out} cannot be written", exit=Exit.MACHINE, why=str(error), fix=ROOM) from error

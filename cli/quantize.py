@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from tpshard.cli.arguments import Json, Overrides, Overwrite
-from tpshard.cli.convert import Out, Source
+from tpshard.cli.convert import ROOM, Out, Source
 
 if TYPE_CHECKING:
     from tpshard.cli.sources import Model
+    from tpshard.recipes.diagnostic import Exit
     from tpshard.recipes.schema import Quantize, Recipe
     from tpshard.serve.quantize import Quantizer, Report, Sequences
 
@@ -42,6 +44,7 @@ def quantize(
     Settings are the recipe's `quantize`: quantize.bits=4 quantize.group_size=64 ... may follow. OUT appears when
     everything is written, or not at all.
     """
+    from tpshard.cli.sources import keep_apart
     from tpshard.recipes.diagnostic import Exit, Mistakes
 
     if out.exists() and not overwrite and not (out.is_dir() and not any(out.iterdir())):
@@ -50,6 +53,7 @@ def quantize(
     model, recipe = _open(source, overrides or ())
     if Path(model.name).resolve() == out.resolve():
         raise Mistakes.one(f"{out} is what would be read", exit=Exit.USAGE, fix="another name")
+    keep_apart(model, out)
     quantizer = _quantizer(model, recipe, text, seq_len, nearest, static_groups, damp)
     report = _write(quantizer, model, out, overwrite)
     if as_json:
@@ -93,7 +97,9 @@ def _open(source: str, overrides: Sequence[str]) -> tuple[Model, Recipe]:
         return open_source(source, overrides), load(source, overrides)
     model = open_source(source)
     run = path.absolute().parent.parent / "recipe.yaml"
-    return model, load(str(run) if run.is_file() else "tiny", overrides)
+    recipe = load(str(run) if run.is_file() else "tiny", overrides)
+    named = recipe.data.tokenizer
+    return (model if named is None else replace(model, tokenizer=Path(named))), recipe
 
 
 def _quantizer(
@@ -137,12 +143,12 @@ def _text(
     from tpshard.train.tokens import check_vocab, load_tokenizer
 
     corpus = open_text(source or recipe.data.source)
-    folder = model.tokenizer or corpus.tokenizer
-    if folder is None:
+    if model.tokenizer is None:
+        why = "text can be cut by the model's own tokenizer only"
         raise Mistakes.one(
-            f"{model.name} comes without a tokenizer", exit=Exit.DATA, fix="data.tokenizer=DIR after the recipe"
+            f"{model.name} comes without a tokenizer", exit=Exit.DATA, why=why, fix="data.tokenizer=DIR after OUT"
         )
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(model.tokenizer)
     check_vocab(tokenizer, model.config.vocab)
 
     def joined(batches: list[Batch]) -> Sequences:
@@ -168,12 +174,26 @@ def _write(quantizer: Quantizer, model: Model, out: Path, overwrite: bool) -> Re
     except FileExistsError as error:
         raise Mistakes.one(str(error), exit=Exit.USAGE, fix="another name, or --overwrite") from error
     except ValueError as error:
-        fix = "quantize.order=global, or another quantize.group_size" if "divide one another" in str(error) else ""
-        raise Mistakes.one(f"{model.name} cannot be quantized", exit=Exit.FIT, why=str(error), fix=fix) from error
+        found = ((code, fix) for words, code, fix in _wrong() if words in str(error))
+        code, fix = next(found, (Exit.FIT, ""))
+        raise Mistakes.one(f"{model.name} cannot be quantized", exit=code, why=str(error), fix=fix) from error
     except OSError as error:
-        raise Mistakes.one(f"{out} cannot be written", exit=Exit.MACHINE, why=str(error)) from error
+        raise Mistakes.one(f"{out} cannot be written", exit=Exit.MACHINE, why=str(error), fix=ROOM) from error
     finally:
         _progress_ends()
+
+
+def _wrong() -> list[tuple[str, Exit, str]]:
+    """(words of what is wrong, exit code, how to mend it)."""
+    from tpshard.recipes.diagnostic import Exit
+
+    smaller = "a model whose values fp16 can hold: the format has no other type"
+    return [
+        ("divide one another", Exit.FIT, "quantize.order=global, or another quantize.group_size"),
+        ("not finite in fp16", Exit.FIT, smaller),
+        ("fp16 cannot hold", Exit.FIT, smaller),
+        ("not finite", Exit.CHECKPOINT, "an earlier checkpoint, from before its values went wrong"),
+    ]
 
 
 def _progress(done: int, of: int, name: str) -> None:

@@ -51,6 +51,12 @@ def open_source(source: str, overrides: Sequence[str] = ()) -> Model:
     return _from_checkpoint(_latest(runs, recipe), recipe)
 
 
+def keep_apart(model: Model, out: Path) -> None:
+    """`Mistakes` (exit 2) where a folder written to `out` would replace one that holds the model."""
+    if out.resolve() in Path(model.name).resolve().parents:
+        raise Mistakes.one(f"{out} holds what would be read, {model.name}", exit=Exit.USAGE, fix="another name")
+
+
 def _none(overrides: Sequence[str], source: str) -> None:
     if overrides:
         raise Mistakes.one(

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tpshard.kernels.gptq_config import GPTQConfig, read_config
 from tpshard.kernels.packing import pack_stream, unpack_stream
 from tpshard.kernels.quantized import Quantized, group_count, group_index
+from tpshard.kernels.tensor_file import write_tensors
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx", "bias")
 INDEX = "model.safetensors.index.json"
@@ -265,9 +265,7 @@ def write_into(
     size = total = 0
 
     def flush() -> None:
-        part = folder / _part(len(shards))
-        save_file({n: t.cpu().clone() for n, t in held.items()}, part, {"format": "pt"})
-        part.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files that only the owner can read
+        write_tensors(folder / _part(len(shards)), {n: t.cpu().clone() for n, t in held.items()})
         shards.append(list(held))
         held.clear()
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
+from tpshard.kernels.tensor_file import write_tensors
 from tpshard.models import hf_config, hf_files, hf_json
 from tpshard.models.aside import written_aside
 from tpshard.models.assemble import build
@@ -171,8 +171,7 @@ def write_hf(
                 tensor: fuse([(read(parameter).to("cpu", dtype), home) for parameter, home in tensors[tensor]])
                 for tensor in members
             }
-            save_file({tensor: value.contiguous() for tensor, value in shard.items()}, aside / file, {"format": "pt"})
-            (aside / file).chmod(aside.stat().st_mode & 0o666)  # safetensors makes files that only the owner can read
+            write_tensors(aside / file, {tensor: value.contiguous() for tensor, value in shard.items()})
         if len(shards) > 1:
             places = {tensor: file for file, members in shards.items() for tensor in members}
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}

@@ -220,14 +220,14 @@ class Quantizer:
             if not names:
                 continue
             seen = self._hessian(names[0], layer, calls, dense, references)
-            hessian = seen.mean()
+            hessian, name = seen.mean(), names[0]
             try:
-                plan = ordering(hessian.diagonal(), self.settings, self.order, self._heads(layer, names[0]))
+                plan = ordering(hessian.diagonal(), self.settings, self.order, self._heads(layer, name))
                 for name in names:
                     linear = layer.get_submodule(name)
                     found[prefix + name] = self._quantize_linear(linear, prefix + name, seen, plan)
             except ValueError as error:
-                raise ValueError(f"{prefix}{names[0]}: {error}") from error
+                raise ValueError(f"{prefix}{name}: {error}") from error
         return found
 
     def _quantize_linear(self, linear: nn.Module, name: str, seen: Hessian, plan: Ordering) -> Quantized:

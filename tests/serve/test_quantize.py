@@ -1,12 +1,14 @@
 """`serve.quantize` and its command: what goes in, what comes out, and what is refused."""
 
 import json
+import resource
+import shutil
 import stat
 from dataclasses import replace
 
 import pytest
 import torch
-from tpshard.kernels import gptq_format
+from safetensors.torch import load_file, save_file
 from tpshard.kernels.gptq_format import GPTQFolder
 from tpshard.kernels.gptq_solver import Settings, round_to_nearest
 from tpshard.kernels.layouts import head_local_order
@@ -118,16 +120,6 @@ def test_head_local_groups_that_do_not_fit_heads_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(gptq_format, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
-        write(quantizer(random_model(LLAMA)), tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
 def command(*arguments):
     from tpshard.cli.main import run
 
@@ -165,6 +157,62 @@ def test_the_command_writes_reports_and_never_replaces(folder, tmp_path, capsys)
                    "quantize.calibration.sequences=2") == 4  # fmt: skip
     assert "quantize.order=global" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.fixture
+def files_end():
+    """No file grows beyond 64 KiB: what a full disk is to those who write."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("name", ["quantize", "convert"])
+def test_a_full_disk_is_said_and_leaves_nothing(name, folder, tmp_path, capsys, files_end):
+    from tpshard.cli.main import run
+
+    few = ["quantize.group_size=32", "quantize.calibration.sequences=2"] if name == "quantize" else []
+    assert run([name, str(folder), str(tmp_path / "out"), *few]) == 5
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'out'} cannot be written" in said and "File too large" in said and "disk with room" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["quantize", "convert"])
+def test_a_folder_that_holds_the_source_is_never_replaced(name, folder, tmp_path, capsys):
+    from tpshard.cli.main import run
+
+    source = tmp_path / "run" / "model"
+    shutil.copytree(folder, source)
+    assert run([name, str(source), str(tmp_path / "run"), "--overwrite"]) == 2
+    assert f"holds what would be read, {source}" in capsys.readouterr().err
+    assert sorted(p.name for p in source.iterdir()) == sorted(p.name for p in folder.iterdir())
+
+
+def test_text_is_never_cut_by_a_tokenizer_that_is_not_the_models(folder, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*token*"))
+    few = ["quantize.group_size=32", "quantize.calibration.sequences=2"]
+    assert command(bare, tmp_path / "out", *few) == 6
+    assert "data.tokenizer=DIR" in capsys.readouterr().err
+    assert command(bare, tmp_path / "out", *few, f"data.tokenizer={folder}") == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "fix"), [(float("nan"), 7, "an earlier checkpoint"), (1e30, 4, "a model whose values fp16")]
+)
+def test_values_that_cannot_be_quantized_are_named_with_what_to_do(value, code, fix, folder, tmp_path, capsys):
+    bad = tmp_path / "bad"
+    shutil.copytree(folder, bad)
+    tensors = load_file(bad / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, bad / "model.safetensors", {"format": "pt"})
+    assert command(bad, tmp_path / "out", "quantize.group_size=32", "quantize.calibration.sequences=2") == code
+    said = capsys.readouterr().err
+    assert "layers.1.mlp.up" in said and f"fix: {fix}" in " ".join(said.split())
+    assert not (tmp_path / "out").exists()
 
 
 def test_pickles_and_hostile_files_are_refused(folder, tmp_path, capsys):
