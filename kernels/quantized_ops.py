@@ -2,7 +2,7 @@
 
     tpshard::quantized_matmul(x [..., inputs], ...packed weight...) -> [..., columns]
     tpshard::quantized_gate_up(x [..., inputs], ...packed weight...) -> silu(x @ gate) * (x @ up)   [..., columns / 2]
-    tpshard::rms_norm_permuted(x [..., width], weight [width], order [width] int32 | None, eps) -> [..., width]
+    tpshard::rms_norm_permuted(x [..., width], weight [width], order [width] | None, eps) -> [..., width]
 
 `prepare` brings a `Quantized` linear into the form of a device; `matmul` and `gate_up` call the operations with it. On
 CUDA the tile, or dequantize-and-multiply, is measured at first use (fp32 always dequantizes). A CPU has one kernel for
@@ -162,7 +162,7 @@ def _rms_norm_cuda(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) 
 
     with torch.cuda.device(x.device):
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return triton_launch.rms_norm(rows, weight, None if order is None else order.int(), eps).view(x.shape)
+        return triton_launch.rms_norm(rows, weight, order, eps).view(x.shape)
 
 
 class _LazyChoice:

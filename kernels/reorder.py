@@ -14,6 +14,7 @@ from torch import Tensor
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define("reorder(Tensor x, Tensor order, int blocks) -> Tensor")
+REORDER = torch.ops.tpshard.reorder.default
 
 
 def sorting(group: Tensor, blocks: int = 1) -> Tensor:

@@ -46,14 +46,14 @@ def rms_norm(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Ten
     llvm_launch.rows(
         "rms_norm", x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, _bits(eps), elements=x.numel()
     )  # fmt: skip
-    return out if order is None else out[..., order.long()]
+    return out if order is None else out.index_select(-1, order)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
     """What `triton_norm.rms_norm_kernel` computes, in plain operations."""
     wide = x.float()
     normed = (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x.dtype)
-    return normed if order is None else normed[..., order.long()]
+    return normed if order is None else normed.index_select(-1, order)
 
 
 def _known(*tensors: Tensor) -> bool:

@@ -128,7 +128,7 @@ def dense_matmul(x: Tensor, packed: Packed, gated: bool) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
-    """x [rows, width] contiguous -> normed and weighted, with `order` [width] int32 applied to the result."""
+    """x [rows, width] contiguous -> normed and weighted, with `order` [width] applied to the result."""
     out = torch.empty_like(x)
     width = x.shape[1]
     triton_norm.rms_norm_kernel[(x.shape[0],)](

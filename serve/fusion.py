@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from tpshard.kernels import rows
 from tpshard.kernels.quantized_ops import NORM
+from tpshard.kernels.reorder import REORDER
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default)
@@ -19,7 +20,7 @@ Match = Callable[[fx.Node], tuple[Any, tuple[Any, ...]] | None]
 
 def fuse(graph: fx.Graph, device: torch.device) -> dict[str, int]:
     """Puts each run that a kernel stands for in its place; returns how many there were of each."""
-    kinds: dict[str, Match] = {"norm": _norm}
+    kinds: dict[str, Match] = {"norm": _norm, "order": _order}
     if device.type == "cpu":
         kinds |= {"rotation": _rotation, "gate": _gate}
     found = dict.fromkeys(kinds, 0)
@@ -54,6 +55,15 @@ def _norm(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     if square.args != (wide, wide) or [list(mean.args[1]), *mean.args[2:]] != [[-1], True]:
         return None
     return NORM, (wide if narrowed is None else widened.args[0], weight, None, eps)
+
+
+def _order(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
+    """A norm that is read in one order only: it stores its result so."""
+    norm = _made(node, 0, NORM)
+    if node.target is not REORDER or norm is None or len(norm.users) > 1 or norm.args[2] is not None:
+        return None
+    (x, weight, _, eps), (_, order, blocks) = norm.args, node.args
+    return (NORM, (x, weight, order, eps)) if blocks == 1 else None
 
 
 def _rotation(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:

@@ -48,7 +48,6 @@ class LocalRunner:
         self._used = torch.zeros(1, dtype=torch.int64) if self.device.type == "cpu" else None
         """Rows of a step that are not padding."""
         graph = trace(model, pools, parameters)
-        fuse(graph, self.device)
         self._fixed = pytree.tree_leaves((pools, parameters))
         if batch_invariant or linears is not None:
             inputs = [node for node in graph.nodes if node.op == "placeholder"]
@@ -63,6 +62,7 @@ class LocalRunner:
             nodes = [node for node in nodes if not node._erased]
             packed = pack_weights(graph, nodes, weights.get, {}) if batch_invariant else []
             self._fixed = [*let_go(graph, list(weights), list(weights.values())), *more.tensors, *packed]
+        fuse(graph, self.device)
         if self.device.type == "cpu":
             call_directly(graph)
         self._program = fx.GraphModule(nn.Module(), graph)

@@ -15,8 +15,10 @@ from torch import Tensor, fx
 from tpshard.kernels import quantized_ops
 from tpshard.kernels.quantized import Quantized
 from tpshard.kernels.quantized_ops import Prepared
+from tpshard.kernels.reorder import REORDER
 from tpshard.programs.layouts import Arrangement, Groups
 
+_VIEW = torch.ops.aten.view.default
 Block = tuple[tuple[int, int], tuple[int, int]]
 """(start, size) of a rank's outputs and inputs in a whole weight [outputs, inputs]."""
 ReadQuantized = Callable[[str], Quantized | None]
@@ -109,12 +111,24 @@ def reorder_inputs(
             continue
         if key not in orders:
             orders[key] = linears.order(key).to(device)
-        if (x, key) not in made:
+        whole = _whole(x)
+        if (whole, key) not in made:
             blocks = linears.arrangement.inputs[key].blocks
             order = inputs.add(orders[key])
             with inputs.graph.inserting_before(node):
-                made[x, key] = inputs.graph.call_function(torch.ops.tpshard.reorder.default, (x, order, blocks))
-        node.args = (made[x, key], source, bias)
+                taken = inputs.graph.call_function(REORDER, (whole, order, blocks))
+                made[whole, key] = taken if whole is x else inputs.graph.call_function(_VIEW, (taken, *x.args[1:]))
+        node.args = (made[whole, key], source, bias)
+    inputs.graph.eliminate_dead_code()
+
+
+def _whole(x: fx.Node) -> fx.Node:
+    """What all products of one input read, each through a view of its own as rows."""
+    if x.target is not _VIEW:
+        return x
+    seen = x.args[0]
+    assert isinstance(seen, fx.Node)
+    return seen if seen.meta["val"].shape[-1] == x.meta["val"].shape[-1] else x
 
 
 def rewrite(

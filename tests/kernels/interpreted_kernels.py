@@ -127,7 +127,7 @@ def test_norm_stores_in_order(width, dtype):
     x, weight = torch.randn(5, width, generator=g).to(dtype), torch.rand(width, generator=g).to(dtype)
     order = torch.randperm(width, generator=g)
     for chosen in (None, order):
-        on_device = None if chosen is None else chosen.int().to(DEVICE)
+        on_device = None if chosen is None else chosen.to(DEVICE)
         y = launch.rms_norm(x.to(DEVICE), weight.to(DEVICE), on_device, 1e-5).cpu()
         tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 2e-2}[dtype]  # see above: cut off, twice
         torch.testing.assert_close(y, rms_norm_reference(x, weight, chosen, 1e-5), rtol=tolerance, atol=tolerance)

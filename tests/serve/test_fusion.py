@@ -72,3 +72,25 @@ def test_what_is_fused_computes_the_same(name: str) -> None:
     y, expected = traced(x, w), run(x, w)
     assert y.dtype == expected.dtype
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "also", "folded"), [(1, lambda y: 0, True), (2, lambda y: 0, False), (1, lambda y: y.sum(), False)]
+)
+def test_a_norm_stores_in_the_one_order_in_which_it_is_read(
+    blocks: int, also: Callable[[Tensor], Tensor | int], folded: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(1, 8, 64, generator=generator), torch.randn(64, generator=generator)
+    order = torch.randperm(64 // blocks, generator=generator).repeat(blocks)
+
+    def run(x: Tensor, w: Tensor, order: Tensor) -> Tensor:
+        y = x * root(x) * w
+        return torch.ops.tpshard.reorder(y, order, blocks) + also(y)
+
+    traced = make_fx(run)(x, w, order)
+    assert fuse(traced.graph, torch.device("cpu")) == {"norm": 1, "order": int(folded), "rotation": 0, "gate": 0}
+    traced.graph.lint()
+    traced.recompile()
+    assert ("reorder" in traced.code) == (not folded)
+    torch.testing.assert_close(traced(x, w, order), run(x, w, order), rtol=1e-5, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,9 @@ def test_four_bits_are_multiplied_as_four_bits(folders: dict[str, Path]) -> None
     assert code.count("matmul_on_cpu(") == 14
     assert code.count("rows_linear.default(") == 1  # the head is dense
     assert [code.count(f"{one}(") for one in ("rows_rms_norm", "rows_rotate", "rows_gate")] == [5, 4, 2]
+    norms = re.findall(r"rows_rms_norm\(\w+, \w+, (\w+),", code)
+    assert [order == "None" for order in norms] == [False] * 4 + [True]  # all but the last store in a product's order
+    assert code.count("reorder.default(") == 2  # of wo's inputs, whose order crosses heads, in each layer
     assert "rsqrt" not in code and "roll" not in code and "silu" not in code
     found = greedy(quantized)[1]
     assert found[0] == pytest.approx(expected[0], abs=0.15)
