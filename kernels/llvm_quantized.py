@@ -24,8 +24,9 @@ from tpshard.kernels.llvm_writer import FLOAT, HALF, I8, I32, I64, Entry, Writer
 
 FEW = 8
 """Rows whose sums fit the registers beside a decoded chunk."""
-TILE = 4
-"""Rows multiplied at once from the buffer, by two columns: a vector that is loaded is used several times."""
+TILE = 3
+"""Rows multiplied at once from the buffer, by ACROSS columns: twelve sums, the rows and a column fill 16 registers."""
+ACROSS = 4
 MANY = 64
 """Rows that share a decoded span: their sums, 32 KiB, stay in the second cache."""
 ARGUMENTS = (
@@ -153,21 +154,21 @@ class ProductWriter(Writer):
         return made
 
     def tile(self, rows: int) -> Any:
-        """tile(x, stride, sums, size, w): as `fused`, with w as it was left; two columns at once."""
+        """tile(x, stride, sums, size, w): as `fused`, with w as it was left; ACROSS columns at once."""
         pointer = FLOAT.as_pointer()
         made, b = self.function(f"tile_{rows}", [pointer, I64, pointer, I64, pointer])
         x, stride, sums, size, w = made.args
         rows_of_x = [b.gep(x, [b.mul(integer(row), stride)]) for row in range(rows)]
-        with self.loop(b, integer(0), integer(COLUMNS), 2) as first:
-            columns = [b.add(first.index, integer(i)) for i in (0, 1)]
+        with self.loop(b, integer(0), integer(COLUMNS), ACROSS) as first:
+            columns = [b.add(first.index, integer(i)) for i in range(ACROSS)]
             sources = [b.gep(w, [b.mul(column, integer(SPAN))]) for column in columns]
-            places = [self.sum_of(b, row, column) for row in range(rows) for column in columns]
+            places = [self.sum_of(b, row, column) for column in columns for row in range(rows)]
             totals = [self.load(b, FLOAT, sums, place) for place in places]
             with self.loop(b, integer(0), size, self.lanes, totals) as k:
-                weights = [self.load(b, FLOAT, source, k.index) for source in sources]
                 values = [self.load(b, FLOAT, source, k.index) for source in rows_of_x]
-                pairs = [(value, weight) for value in values for weight in weights]
-                k.next = [self.fma(b, *pair, total) for pair, total in zip(pairs, k.values)]
+                for i, source in enumerate(sources):
+                    weight = self.load(b, FLOAT, source, k.index)
+                    k.next += [self.fma(b, x, weight, k.values[i * rows + row]) for row, x in enumerate(values)]
             for place, total in zip(places, k.results):
                 self.store(b, total, sums, place)
         b.ret_void()
@@ -213,12 +214,12 @@ class ProductWriter(Writer):
                         left = self.smaller(b, b.sub(count, row.index), TILE)
                         self.by_count(b, left, tiles, [source, value["stride"], mine, size, w])
 
-        with (
-            self.tasks(entry, 1, value["panels"]) as panel,
-            self.loop(b, integer(0), value["rows"], MANY) as first,
-        ):
-            count = self.smaller(b, b.sub(value["rows"], first.index), MANY)
-            self.rows(entry, panel, first.index, count, know, known, sums, multiply)
+        blocks = b.udiv(b.add(value["rows"], integer(MANY - 1)), integer(MANY))
+        # all panels for some rows, then the next rows: these stay in the second cache meanwhile
+        with self.tasks(entry, 1, b.mul(blocks, value["panels"])) as task:
+            first = b.mul(b.udiv(task, value["panels"]), integer(MANY))
+            count = self.smaller(b, b.sub(value["rows"], first), MANY)
+            self.rows(entry, b.urem(task, value["panels"]), first, count, know, known, sums, multiply)
 
     def rows(
         self, entry: Entry, panel: Any, first: Any, count: Any, know: Any, known: Any, sums: Any,

@@ -123,7 +123,8 @@ def test_a_cpu_without_the_instructions_multiplies_dense_weights(monkeypatch):
 def test_sums_stay_in_registers(cpu, lanes):
     machine = llvm_launch.target_machine(cpu)
     assembly = machine.emit_assembly(llvm_launch.optimized(llvm_quantized.module(4, lanes, "x86_64"), machine))
-    for function, products in (("fused_8", 8 * 32 // lanes), ("tile_4", 4 * 2)):
+    tile, across = llvm_quantized.TILE, llvm_quantized.ACROSS
+    for function, products in (("fused_8", 8 * 32 // lanes), (f"tile_{tile}", tile * across)):
         body = assembly.split(f"\n{function}:")[1].split("\n.Lfunc_end")[0]
         loop = max(re.split(r"\n\.L\w+:", body), key=lambda part: part.count("vfmadd")).split("jl\t")[0]
         assert loop.count("vfmadd") == products
