@@ -36,6 +36,7 @@ _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define(f"quantized_matmul({_WEIGHT}) -> Tensor")
 _library.define(f"quantized_gate_up({_WEIGHT}) -> Tensor")
 _library.define("rms_norm_permuted(Tensor x, Tensor weight, Tensor? order, float eps) -> Tensor")
+GATE_UP = torch.ops.tpshard.quantized_gate_up.default
 NORM = torch.ops.tpshard.rms_norm_permuted.default
 
 

@@ -11,6 +11,7 @@ from tpshard.models.presets import ModelConfig
 from tpshard.programs.serving import make_pools
 from tpshard.serve.cuda_graphs import Replayed
 from tpshard.serve.fusion import fuse
+from tpshard.serve.gates import join_gates
 from tpshard.serve.quantized import Inputs, Linears, reorder_inputs, rewrite
 from tpshard.serve.step import StepInput
 from tpshard.serve.stepgraph import fix_rows, let_go, pack_weights, trace
@@ -58,6 +59,8 @@ class LocalRunner:
             nodes = fix_rows(graph, None if batch_invariant else quantized)
             if linears is not None:
                 reorder_inputs(nodes, names, linears, more, self.device)
+                join_gates(nodes, names, linears, more, batch_invariant)
+                nodes = [node for node in nodes if not node._erased]
                 rewrite(nodes, names, linears.of, more, batch_invariant, self._used)
             nodes = [node for node in nodes if not node._erased]
             packed = pack_weights(graph, nodes, weights.get, {}) if batch_invariant else []

@@ -21,6 +21,7 @@ from tpshard.programs.padding import padded, shared_rows
 from tpshard.programs.serving import ROWS, step
 from tpshard.programs.setting import DTYPES
 from tpshard.serve.fusion import fuse
+from tpshard.serve.gates import join_gates
 from tpshard.serve.job import Job, Weights
 from tpshard.serve.padding import pad
 from tpshard.serve.quantized import Inputs, cached, prepare, rewrite
@@ -97,6 +98,8 @@ class Part:
         more = Inputs(graph)
         quantized = [node for node, name in names.items() if name in self._linears.of]
         nodes = fix_rows(graph, None if job.batch_invariant else quantized)
+        join_gates(nodes, names, self._linears, more, job.batch_invariant)
+        nodes = [node for node in nodes if not node._erased]
         rewrite(nodes, names, self._linears.of, more, job.batch_invariant, self._used)
         nodes = [node for node in nodes if not node._erased]
         packed: list[Tensor] = []

@@ -7,12 +7,13 @@ and products are given the quantized form.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor, fx
 from tpshard.kernels import quantized_ops
+from tpshard.kernels.packed import Packed
 from tpshard.kernels.quantized import Quantized
 from tpshard.kernels.quantized_ops import Prepared
 from tpshard.kernels.reorder import REORDER
@@ -31,9 +32,11 @@ ReadBlock = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 class Linears:
     """A rank's quantized weights by parameter name, as the program's arrangement has them."""
 
-    of: Mapping[str, Prepared]
+    of: dict[str, Prepared]
     arrangement: Arrangement
     group: Groups
+    joined: dict[tuple[str, str], Packed] = field(default_factory=dict)
+    """Two that are held side by side (see serve/gates.py)."""
 
     def parameter(self, name: str, starts: Sequence[int], sizes: Sequence[int], read: ReadBlock) -> Tensor:
         """A block of a parameter that is not quantized, its outputs in the order that the program wants."""
