@@ -11,7 +11,7 @@ from __future__ import annotations
 LEAST_BYTES = 32
 """A scalar goes round gloo's ring in one piece, which is as fast."""
 MOST_BYTES = 128 << 10
-"""Of more than two ranks. There messages took as long in the ring as in the exchange, at 1 to 10 Gbit/s a host."""
+"""Of more than two ranks: of more, the fewer bytes of a ring outweigh its waits, on slow links sooner."""
 MOST_SENT = 1 << 20
 """By one rank, to all others together. Two ranks send no more than in a ring, but hold what is sent twice."""
 
