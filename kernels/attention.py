@@ -1,7 +1,7 @@
 """Causal attention as one operation, forward and backward, so that it can be spread over heads and batch as a whole.
 
     tpshard::attention(q [b,s,h,d], k [b,t,kv,d], v [b,t,kv,d], documents [b,t] | None, scale)
-        -> (out [b,s,h,d], lse [b,h,s] fp32)
+        -> (out [b,s,h,d], lse [b,h,s] fp32; fp64 for fp64)
     tpshard::attention_backward(dout, q, k, v, out, lse, documents, scale) -> (dq, dk, dv)
 
 Head i reads KV head i // (h / kv). The queries are the last s of t positions; position i attends to j <= i, and with
@@ -54,7 +54,12 @@ def _allowed(documents: Tensor | None, first: int, rows: int, keys: int, device:
     return seen.unsqueeze(1)
 
 
-# The reference, and the path for what no library kernel takes: plain products over blocks of queries, in fp32.
+# The reference, and the path for what no library kernel takes: plain products over blocks of queries, in fp32 or fp64.
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The dtype in which attention to `x` is computed: fp64 for fp64, fp32 for all others."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _blocks(s: int, t: int) -> Iterator[tuple[slice, int, int]]:
@@ -64,15 +69,15 @@ def _blocks(s: int, t: int) -> Iterator[tuple[slice, int, int]]:
 
 
 def _grouped(x: Tensor, kv: int) -> Tensor:
-    """[b,s,h,d] -> [b,kv,h/kv,s,d] in fp32"""
-    return x.unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).float()
+    """[b,s,h,d] -> [b,kv,h/kv,s,d] in fp32 or fp64"""
+    return x.unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).to(_wide(x))
 
 
 def blockwise(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """The forward operation in plain products, on any device and dtype."""
     (b, s, h, _), t, kv = q.shape, k.shape[1], k.shape[2]
     queries, keys, values = _grouped(q, kv) * scale, _grouped(k, kv), _grouped(v, kv)
-    out, lse = torch.empty_like(q), torch.empty(b, h, s, dtype=torch.float32, device=q.device)
+    out, lse = torch.empty_like(q), torch.empty(b, h, s, dtype=_wide(q), device=q.device)
     for rows, first, seen in _blocks(s, t):
         scores = queries[..., rows, :] @ keys[..., :seen, :].transpose(-1, -2)
         mask = _allowed(documents, first, rows.stop - rows.start, seen, q.device).unsqueeze(1)
@@ -180,7 +185,7 @@ _library.impl("attention_backward", _cuda_backward, "CUDA")
 @torch.library.register_fake("tpshard::attention", lib=_library)
 def _shape(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     b, s, h, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=_wide(q))
 
 
 @torch.library.register_fake("tpshard::attention_backward", lib=_library)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
-from tpshard.parallelism.program import Port
-from tpshard.parallelism.simulate import cut, join, run_lockstep
+from float64 import BOUND, distance, float64
+from planted_faults import FAULTS, Fault, plant
+from tpshard.parallelism.program import Port, Program
+from tpshard.parallelism.simulate import block, cut, join, run_lockstep
 from tpshard.programs import training
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
@@ -40,17 +44,25 @@ def built(mesh: str, overrides: tuple[str, ...] = (), sequence: bool = False) ->
     return training.build(Setting.of(loads(RECIPE.replace("MESH", mesh) + SEQUENCE * sequence, overrides)))
 
 
-class Simulated:
-    """A run of all ranks in this process, as the training loop drives one."""
+def run(program: Program, arguments: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """Every rank's results, computed in float64."""
+    with float64():
+        return run_lockstep(program, arguments)
 
-    def __init__(self, mesh: str, *overrides: str, sequence: bool = False):
+
+class Simulated:
+    """A run of all ranks in this process, as the training loop drives one, in float64."""
+
+    def __init__(self, mesh: str, *overrides: str, sequence: bool = False, fault: Fault | None = None):
         self.programs = built(mesh, overrides, sequence)
+        if fault is not None:
+            self.programs = replace(self.programs, micro=plant(self.programs.micro, fault))
         self.setting = self.programs.setting
         self.mesh, self.names = self.setting.mesh, self.programs.names
         count, random = len(self.names), torch.Generator().manual_seed(5)
         self.ports = self.programs.update.inputs
-        whole = [torch.randn(p.shape, generator=random) * 0.2 for p in self.ports[:count]]
-        zeros = [torch.zeros(p.shape) for p in self.ports[2 * count : 4 * count]]
+        whole = [torch.randn(p.shape, generator=random, dtype=torch.float64) * 0.2 for p in self.ports[:count]]
+        zeros = [torch.zeros(p.shape, dtype=torch.float64) for p in self.ports[2 * count : 4 * count]]
         self.params = self.local(whole, self.ports[:count])
         self.moments = self.local(zeros, self.ports[2 * count : 4 * count])
         self.random = torch.Generator().manual_seed(6)
@@ -59,14 +71,24 @@ class Simulated:
         pairs = list(zip(tensors, ports))
         return [[cut(t, p.layout, self.mesh, rank) for t, p in pairs] for rank in range(self.mesh.ranks)]
 
-    def join(self, ports: Sequence[Port], parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-        return [join(p, self.mesh, [part[i] for part in parts]) for i, p in enumerate(ports)]
+    def join(self, ports: Sequence[Port], parts: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Global tensors by parameter. Ranks that hold the same part hold the same bits of it."""
+        joined = {}
+        for i, (name, port) in enumerate(zip(self.names, ports, strict=True)):
+            joined[name] = join(port, self.mesh, [part[i] for part in parts])
+            for rank, part in enumerate(parts):
+                blocks = block(port.shape, port.layout, self.mesh, rank)
+                held = part[i][tuple(slice(size) for _, size in blocks)]
+                whole = joined[name][tuple(slice(start, start + size) for start, size in blocks)]
+                assert torch.equal(held, whole), f"replicas of {name} differ"
+        return joined
 
     def sums(self) -> tuple[list[list[torch.Tensor]], float, int]:
         """Gradients of one step's micro-batches, as the update takes them; loss sum and token count."""
         count, made = len(self.names), self.programs
-        used = self.params if made.gather is None else run_lockstep(made.gather, self.params)
-        sums = [[torch.zeros(p.local) for p in made.micro.inputs[count : 2 * count]] for _ in range(self.mesh.ranks)]
+        used = self.params if made.gather is None else run(made.gather, self.params)
+        shapes = [p.local for p in made.micro.inputs[count : 2 * count]]
+        sums = [[torch.zeros(shape, dtype=torch.float64) for shape in shapes] for _ in range(self.mesh.ranks)]
         plan, loss, targets = self.setting.batch, 0.0, 0
         # every data rank's own rows, contiguous, whatever the number of micro-batches
         step = torch.randint(0, VOCAB, (2, plan.global_sequences, SEQ), generator=self.random)
@@ -76,59 +98,81 @@ class Simulated:
             rows = tokens.shape[0]
             positions, documents = torch.arange(SEQ).expand(rows, SEQ), torch.zeros(rows, SEQ, dtype=torch.int64)
             batch = self.local([tokens, goals, documents, positions], made.micro.inputs[2 * count :])
-            outs = run_lockstep(made.micro, [[*u, *s, *b] for u, s, b in zip(used, sums, batch)])
+            outs = run(made.micro, [[*u, *s, *b] for u, s, b in zip(used, sums, batch)])
             sums = [out[2:] for out in outs]
             loss, targets = loss + float(outs[0][0]), targets + int(outs[0][1])
-        return (sums if made.reduce is None else run_lockstep(made.reduce, sums)), loss, targets
+        return (sums if made.reduce is None else run(made.reduce, sums)), loss, targets
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Summed gradients of the next step's micro-batches, whole."""
+        count = len(self.names)
+        return self.join(self.ports[count : 2 * count], self.sums()[0])
 
     def step(self, number: int, lr: float) -> tuple[float, float]:
         """Loss a token and gradient norm of one whole step."""
         count = len(self.names)
         sums, loss, targets = self.sums()
-        scalars = [torch.tensor(loss), torch.tensor(targets), torch.tensor(lr), torch.tensor(float(number))]
+        scalars = [torch.tensor(value, dtype=torch.float64) for value in (loss, targets, lr, number)]
         given = [[*p, *s, *m, *scalars] for p, s, m in zip(self.params, sums, self.moments)]
-        outs = run_lockstep(self.programs.update, given)
+        outs = run(self.programs.update, given)
         self.params = [out[:count] for out in outs]
         self.moments = [out[count : 3 * count] for out in outs]
         return loss / targets, float(outs[0][3 * count])
 
-    def weights(self) -> list[torch.Tensor]:
+    def weights(self) -> dict[str, torch.Tensor]:
         return self.join(self.ports[: len(self.names)], self.params)
 
 
-def close(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
-    for a, b, scale in zip(found, expected, of):
-        assert float((a - b).norm()) <= 1e-5 * float(scale.norm())
+def assert_close(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert distance(found[name], tensor) <= BOUND, name
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training comes to: gradients of the first step, then losses, norms and weights of five steps of AdamW."""
+
+    gradients: dict[str, torch.Tensor]
+    record: list[tuple[float, float]]
+    weights: dict[str, torch.Tensor]
+
+    def assert_equals(self, expected: Trained) -> None:
+        assert_close(self.gradients, expected.gradients)
+        for found, wanted in zip(self.record, expected.record, strict=True):
+            assert found == (pytest.approx(wanted[0], rel=BOUND), pytest.approx(wanted[1], rel=BOUND))
+        assert_close(self.weights, expected.weights)
+
+
+def trained(*arguments: Any, **options: Any) -> Trained:
+    gradients = Simulated(*arguments, **options).gradients()
+    steps = Simulated(*arguments, **options)
+    record = [steps.step(n, 1e-2) for n in range(1, STEPS + 1)]
+    return Trained(gradients, record, steps.weights())
 
 
 @pytest.fixture(scope="module")
-def alone() -> tuple[list[tuple[float, float]], list[torch.Tensor], list[torch.Tensor]]:
-    """On one device: twenty steps' record; weights before and after three steps that follow the gradients' size."""
-    run = Simulated("{}")
-    record = [run.step(n, 1e-2) for n in range(1, 21)]
-    plain = Simulated("{}", *FOLLOWING)
-    before = plain.weights()
-    for n in (1, 2, 3):
-        plain.step(n, 1.0)
-    return record, before, plain.weights()
+def alone() -> Trained:
+    return trained("{}")
 
 
-FOLLOWING = ["optimizer={eps: 1.0, lr: 1.0, weight_decay: 0}", "train.clip_grad_norm=null"]
+STEPS = 5
 CASES = [(name, [], False) for name in MESHES] + [
     ("fsdp2 x tp2", [], True), ("fsdp2 x tp2", ["batch.per_device=2"], False),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mesh", "overrides", "sequence"), CASES)
-def test_steps_are_those_of_one_device(mesh: str, overrides: list[str], sequence: bool, alone) -> None:
-    record, before, after = alone
-    run = Simulated(MESHES[mesh], *overrides, sequence=sequence)
-    for n, (loss, norm) in enumerate(record, 1):
-        assert run.step(n, 1e-2) == (pytest.approx(loss, rel=1e-4), pytest.approx(norm, rel=1e-4))
-    following = Simulated(MESHES[mesh], *overrides, *FOLLOWING, sequence=sequence)
-    for n in (1, 2, 3):
-        following.step(n, 1.0)
-    close(following.weights(), after, [b - a for a, b in zip(before, after)])
+def test_steps_are_those_of_one_device(mesh: str, overrides: list[str], sequence: bool, alone: Trained) -> None:
+    trained(MESHES[mesh], *overrides, sequence=sequence).assert_equals(alone)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("mesh", ["fsdp2", "dp2 x fsdp2", "fsdp2 x tp2"])
+def test_a_fault_is_seen(mesh: str, fault: str, alone: Trained) -> None:
+    gradients = Simulated(MESHES[mesh], fault=FAULTS[fault]).gradients
+    with pytest.raises(AssertionError):
+        assert_close(gradients(), alone.gradients)
 
 
 # ---- accumulation --------------------------------------------------------------------------------------------------
@@ -151,9 +195,7 @@ def sent(run: Simulated) -> Counter[tuple[str, str]]:
 @pytest.mark.parametrize(("gather", "reduce"), [("step", "each"), ("microbatch", "last"), ("step", "last")])
 def test_sums_are_the_same_however_often_it_is_sent(gather: str, reduce: str) -> None:
     plain, other = accumulating("microbatch", "each"), accumulating(gather, reduce)
-    count = len(plain.names)
-    expected, found = (run.join(run.ports[count : 2 * count], run.sums()[0]) for run in (plain, other))
-    close(found, expected, expected)
+    assert_close(other.gradients(), plain.gradients())
 
 
 def test_less_is_sent() -> None:
