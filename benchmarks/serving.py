@@ -34,9 +34,9 @@ from tpshard.kernels.gptq_config import GPTQConfig
 from tpshard.kernels.gptq_format import write_folder
 from tpshard.kernels.quantized import Quantized
 from tpshard.models import build, to_hf
+from tpshard.models.config import ModelConfig
 from tpshard.models.hf_config import write_config
 from tpshard.models.hf_names import hf_tensors
-from tpshard.models.presets import ModelConfig
 from tpshard.serve.engine import Engine
 from tpshard.serve.job import Job
 from tpshard.serve.ranks import Ranks

@@ -15,7 +15,7 @@ from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.recipes.fit import misfits
 
 if TYPE_CHECKING:
-    from tpshard.models.presets import ModelConfig
+    from tpshard.models.config import ModelConfig
     from tpshard.recipes.schema import Recipe
 
 

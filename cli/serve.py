@@ -14,7 +14,7 @@ from tpshard.cli.arguments import Device, Json, Overrides, RecipeArgument, load,
 
 if TYPE_CHECKING:
     from tpshard.cli.sources import Model
-    from tpshard.models.presets import ModelConfig
+    from tpshard.models.config import ModelConfig
     from tpshard.programs.served import Quantization
     from tpshard.recipes.schema import Recipe
     from tpshard.serve.check import Need

@@ -12,7 +12,7 @@ from tpshard.recipes.diagnostic import Exit, Mistakes
 if TYPE_CHECKING:
     import torch
     from tpshard.models import Blueprint
-    from tpshard.models.presets import ModelConfig
+    from tpshard.models.config import ModelConfig
     from tpshard.recipes.schema import Recipe
     from tpshard.train.restore import Checkpoint
 
@@ -148,15 +148,13 @@ def _recipe_of_run(checkpoint: Path) -> Recipe | None:
 
 def _require(checkpoint: Checkpoint, config: ModelConfig) -> torch.dtype:
     """The dtype of the model's values; `Mistakes` if the checkpoint is of another model."""
-    from tpshard.models import build
+    import torch
     from tpshard.train.checkpoint import OPTIMIZER
 
     saved = {name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()}
     state = {name: what for name, what in saved.items() if name.startswith(OPTIMIZER)}
-    dtype = next((what[1] for name, what in saved.items() if name not in state), None)
-    wanted = {name: (tuple(p.shape), dtype or p.dtype) for name, p in build(config).named_parameters()}
-    checkpoint.require(state | wanted)
-    assert dtype is not None
+    dtype = next((what[1] for name, what in saved.items() if name not in state), torch.float32)
+    checkpoint.require(state | {name: (shape, dtype) for name, shape in config.shapes.items()})
     return dtype
 
 

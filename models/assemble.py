@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from tpshard.models.config import ModelConfig
+from tpshard.models.decoder import Decoder
 from tpshard.models.dims import param_dims
-from tpshard.models.granite import Granite
 from tpshard.models.init import initialize
-from tpshard.models.llama import Llama
-from tpshard.models.presets import ModelConfig
 
 
 def build(
@@ -23,7 +22,7 @@ def build(
 ) -> nn.Module:
     """The model of `config`: tokens [batch, seq] -> logits [batch, seq, vocab]. On `meta` it has shapes only; on a
     real device it begins with the values that `seed` gives."""
-    return _place(lambda: _FAMILIES[config.family](config), device, dtype, seed)
+    return _place(lambda: Decoder(config), device, dtype, seed)
 
 
 def build_module(
@@ -64,9 +63,6 @@ def build_module(
         raise ValueError(f"`module: {path}` keeps the buffers {', '.join(buffers)}; compute them in forward instead")
     param_dims(model)
     return model
-
-
-_FAMILIES: dict[str, type[nn.Module]] = {"llama": Llama, "granite": Granite}
 
 
 def _place(make: Any, device: torch.device | str, dtype: torch.dtype, seed: int) -> nn.Module:

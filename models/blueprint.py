@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from tpshard.models import presets
 from tpshard.models.assemble import build, build_module
+from tpshard.models.config import ModelConfig
 from tpshard.models.hf import HFFolder
 from tpshard.models.init import InitPlan, init_plan, initial_block
-from tpshard.models.presets import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Blueprint:
         assert hf is not None
         source = HFFolder(hf)
         config = presets.override(source.config, overrides or {})
-        shapes = {name: tuple(parameter.shape) for name, parameter in build(config).named_parameters()}
-        if shapes != source.shapes:
-            changed = sorted(name for name in {*shapes, *source.shapes} if shapes.get(name) != source.shapes.get(name))
+        shapes, stored = config.shapes, source.shapes
+        if shapes != stored:
+            changed = sorted(name for name in {*shapes, *stored} if shapes.get(name) != stored.get(name))
             raise ValueError(f"the overrides {', '.join(overrides or {})} do not fit the weights in {hf}: {changed[0]}")
         return Blueprint(config, folder=hf)
 

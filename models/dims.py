@@ -11,9 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-DIMS = ("batch", "seq", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "expert")
-"""The dims that models of this package name. Modules of users may name others."""
-
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define("named(Tensor(a) x, str name, str[] dims) -> Tensor(a)")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -17,9 +18,9 @@ from tpshard.kernels.tensor_file import write_tensors
 from tpshard.models import hf_config, hf_files, hf_json
 from tpshard.models.aside import written_aside
 from tpshard.models.assemble import build
+from tpshard.models.config import ModelConfig
 from tpshard.models.hf_names import fuse, hf_modules, hf_tensors
 from tpshard.models.hf_quantized import DequantizedTensors
-from tpshard.models.presets import ModelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FLOATS = {"F64", "F32", "BF16", "F16"}
@@ -43,7 +44,7 @@ class HFFolder:
         self.tensors = DequantizedTensors(self.folder) if self.quantized else hf_files.Tensors(self.folder)
         if self.config.layers > len(self.tensors.names()):
             raise ValueError(f"{self.folder}: {self.config.layers} layers and {len(self.tensors.names())} tensors")
-        self.shapes = {name: tuple(p.shape) for name, p in build(self.config).named_parameters()}
+        self.shapes = self.config.shapes
         self._modules = hf_modules(self.config)
         self._check()
 
@@ -75,7 +76,7 @@ class HFFolder:
         return f"{home.module}.{leaf}", home.part
 
     def _check(self) -> None:
-        wanted = hf_tensors(self.config, list(self.shapes))
+        wanted = hf_tensors(self.config, self.shapes)
         wrong = [f"`{name}` is missing" for name in wanted if name not in self.tensors]
         for name in self.tensors.names():
             if name in wanted:
@@ -158,10 +159,9 @@ def write_hf(
         raise ValueError(f"{dtype} is not a dtype of such folders; {', '.join(map(str, names))} are")
     ids = _token_ids(Path(tokenizer)) if tokenizer is not None else {}
     values = hf_config.write_config(replace(config, dtype=names[dtype]), names[dtype], ids | dict(token_ids or {}))
-    shapes = {name: p.shape for name, p in build(config).named_parameters()}
-    tensors = hf_tensors(config, list(shapes))
+    tensors = hf_tensors(config, config.shapes)
     sizes = {
-        tensor: sum(shapes[parameter].numel() for parameter, _ in parts) * dtype.itemsize
+        tensor: sum(math.prod(config.shapes[parameter]) for parameter, _ in parts) * dtype.itemsize
         for tensor, parts in tensors.items()
     }
     shards = _shards(sizes, shard_bytes)

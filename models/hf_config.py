@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tpshard.models import hf_json
-from tpshard.models.presets import ModelConfig, RopeScaling
+from tpshard.models.catalog import FAMILIES
+from tpshard.models.config import ModelConfig, RopeScaling
+from tpshard.models.family import Family
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _UNSUPPORTED = {  # key -> the values that change nothing
@@ -55,75 +57,33 @@ def read_config(raw: Mapping[str, Any], *, quantized: bool = False) -> ModelConf
     With `quantized` a `quantization_config` is allowed: the caller sees to it.
     """
     kind = raw.get("model_type")
-    if kind not in ("llama", "gpt_bigcode"):
-        raise ValueError(f"config.json: `model_type: {kind}` is not supported; llama and gpt_bigcode are")
+    if kind not in _BY_TYPE:
+        *others, last = _BY_TYPE
+        raise ValueError(f"config.json: `model_type: {kind}` is not supported; {', '.join(others)} and {last} are")
+    family = _BY_TYPE[kind]
+    known = {key.theirs for key in family.hf.keys}
     for key, harmless in _UNSUPPORTED.items():
-        if raw.get(key) not in harmless and not (quantized and key == "quantization_config"):
+        if key not in known and raw.get(key) not in harmless and not (quantized and key == "quantization_config"):
             raise ValueError(f"config.json: `{key}: {_short(raw[key])}` is not supported")
     try:
-        return _read_llama(raw) if kind == "llama" else _read_bigcode(raw)
+        return _read(raw, family)
     except ValueError as error:
-        raise ValueError(f"config.json: {error}".replace("config.json: config.json: ", "config.json: ")) from error
+        raise ValueError(f"config.json: {error}") from error
 
 
-def _read_llama(raw: Mapping[str, Any]) -> ModelConfig:
-    _only(raw, "hidden_act", ("silu", "swish"), "silu")
-    heads = _size(raw, "num_attention_heads")
-    width = _size(raw, "hidden_size")
-    head_dim = raw.get("head_dim")
-    if head_dim is None:
-        if width % heads:
-            raise ValueError(f"`hidden_size: {width}` is not a multiple of {heads} heads and there is no `head_dim`")
-        head_dim = width // heads
-    max_seq = _size(raw, "max_position_embeddings", 2048)
-    theta, scaling = _rope(raw, max_seq)
-    kv_heads = raw.get("num_key_value_heads")
-    return ModelConfig(
-        "llama",
-        layers=_size(raw, "num_hidden_layers"),
-        width=width,
-        heads=heads,
-        kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=head_dim,
-        mlp=_size(raw, "intermediate_size"),
-        vocab=_size(raw, "vocab_size"),
-        max_seq=max_seq,
-        seq_len=min(max_seq, 8192),
-        dtype=_dtype(raw),
-        tie_embeddings=_flag(raw, "tie_word_embeddings", False),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        norm_eps=_number(raw, "rms_norm_eps", 1e-6),
-        attention_bias=_flag(raw, "attention_bias", False),
-        mlp_bias=_flag(raw, "mlp_bias", False),
-    )
-
-
-def _read_bigcode(raw: Mapping[str, Any]) -> ModelConfig:
-    _only(raw, "activation_function", ("gelu_pytorch_tanh", "gelu_new"), "gelu_pytorch_tanh")
-    _only(raw, "scale_attn_weights", (True,), True)
-    heads, width = _size(raw, "n_head"), _size(raw, "n_embd")
-    if width % heads:
-        raise ValueError(f"`n_embd: {width}` is not a multiple of {heads} heads")
-    max_seq = _size(raw, "n_positions", 1024)
-    inner = raw.get("n_inner")
-    return ModelConfig(
-        "granite",
-        layers=_size(raw, "n_layer"),
-        width=width,
-        heads=heads,
-        kv_heads=1 if _flag(raw, "multi_query", True) else heads,
-        head_dim=width // heads,
-        mlp=4 * width if inner is None else inner,
-        vocab=_size(raw, "vocab_size"),
-        max_seq=max_seq,
-        seq_len=min(max_seq, 8192),
-        dtype=_dtype(raw),
-        tie_embeddings=_flag(raw, "tie_word_embeddings", True),
-        norm_eps=_number(raw, "layer_norm_epsilon", 1e-5),
-        attention_bias=True,
-        mlp_bias=True,
-    )
+def _read(raw: Mapping[str, Any], family: Family) -> ModelConfig:
+    for name, allowed in family.hf.fixed.items():
+        if raw.get(name, allowed[0]) not in allowed:
+            raise ValueError(f"`{name}: {_short(raw[name])}` is not supported; {', '.join(map(str, allowed))} is")
+    numbers: dict[str, Any] = {"dtype": _dtype(raw), "vocab": _size(raw, "vocab_size")}
+    for key in family.hf.keys:
+        default = key.default(numbers) if callable(key.default) and raw.get(key.theirs) is None else key.default
+        said = _READERS[key.kind](raw, key.theirs, default)
+        numbers[key.ours] = said if key.read is None else key.read(said, numbers)
+    numbers |= {ours: follows(numbers) for ours, follows in family.hf.derived.items()}
+    if family.positions == "rotary":
+        numbers["rope_theta"], numbers["rope_scaling"] = _rope(raw, numbers["max_seq"])
+    return ModelConfig(family.name, **numbers, seq_len=min(numbers["max_seq"], 8192))
 
 
 def _rope(raw: Mapping[str, Any], max_seq: int) -> tuple[float, RopeScaling | None]:
@@ -173,18 +133,19 @@ def write_config(c: ModelConfig, dtype: str, tokens: Mapping[str, Any] | None = 
         "dtype": theirs,
         "torch_dtype": theirs,
         "initializer_range": 0.02,
-        "tie_word_embeddings": c.tie_embeddings,
         "use_cache": True,
         "vocab_size": c.vocab,
     }
-    return shared | (_write_llama(c) if c.family == "llama" else _write_bigcode(c))
+    hf = c.described.hf
+    hf.check(c)
+    own = {key.theirs: getattr(c, key.ours) if key.write is None else key.write(c) for key in hf.keys}
+    fixed = {key: allowed[0] for key, allowed in hf.fixed.items()}
+    kind = {"architectures": [hf.architecture], "model_type": hf.model_type}
+    rope = _written_rope(c) if c.described.positions == "rotary" else {}
+    return {**shared, **kind, **own, **fixed, **hf.written, **rope}
 
 
-def _write_llama(c: ModelConfig) -> dict[str, Any]:
-    if c.width % c.heads:
-        raise ValueError(
-            f"transformers wants a width that the heads divide, even beside `head_dim`: {c.width}, {c.heads}"
-        )
+def _written_rope(c: ModelConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default"}
     if c.rope_scaling is not None:
         rope = {
@@ -195,51 +156,9 @@ def _write_llama(c: ModelConfig) -> dict[str, Any]:
             "original_max_position_embeddings": c.rope_scaling.original_max_seq,
         }
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": c.attention_bias,
-        "attention_dropout": 0.0,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": c.width,
-        "intermediate_size": c.mlp,
-        "max_position_embeddings": c.max_seq,
-        "mlp_bias": c.mlp_bias,
-        "num_attention_heads": c.heads,
-        "num_hidden_layers": c.layers,
-        "num_key_value_heads": c.kv_heads,
-        "rms_norm_eps": c.norm_eps,
         "rope_theta": c.rope_theta,
         "rope_scaling": rope if c.rope_scaling is not None else None,
         "rope_parameters": {**rope, "rope_theta": c.rope_theta},
-    }
-
-
-def _write_bigcode(c: ModelConfig) -> dict[str, Any]:
-    if c.heads * c.head_dim != c.width:
-        raise ValueError(f"gpt_bigcode needs heads * head_dim equal to the width: {c.heads} * {c.head_dim}, {c.width}")
-    if c.kv_heads not in (1, c.heads):
-        raise ValueError(f"gpt_bigcode has one KV head or one a head, not {c.kv_heads} of {c.heads}")
-    if not (c.attention_bias and c.mlp_bias):
-        raise ValueError("gpt_bigcode has biases; a granite without them cannot be written")
-    return {
-        "architectures": ["GPTBigCodeForCausalLM"],
-        "model_type": "gpt_bigcode",
-        "activation_function": "gelu_pytorch_tanh",
-        "add_cross_attention": False,
-        "attention_softmax_in_fp32": True,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "layer_norm_epsilon": c.norm_eps,
-        "multi_query": c.kv_heads == 1,
-        "n_embd": c.width,
-        "n_head": c.heads,
-        "n_inner": c.mlp,
-        "n_layer": c.layers,
-        "n_positions": c.max_seq,
-        "resid_pdrop": 0.0,
-        "scale_attention_softmax_in_fp32": True,
-        "scale_attn_weights": True,
     }
 
 
@@ -271,7 +190,7 @@ def _number(raw: Mapping[str, Any], key: str, default: float | None) -> float:
     return float(value)
 
 
-def _flag(raw: Mapping[str, Any], key: str, default: bool) -> bool:
+def _flag(raw: Mapping[str, Any], key: str, default: bool | None) -> bool:
     value = raw.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -279,12 +198,10 @@ def _flag(raw: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
-def _only(raw: Mapping[str, Any], key: str, allowed: tuple[Any, ...], default: Any) -> None:
-    value = raw.get(key, default)
-    if value not in allowed:
-        raise ValueError(f"`{key}: {_short(value)}` is not supported; {', '.join(map(str, allowed))} is")
-
-
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+_READERS: dict[type, Callable[..., Any]] = {int: _size, float: _number, bool: _flag}
+_BY_TYPE = {family.hf.model_type: family for family in FAMILIES.values()}

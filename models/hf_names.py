@@ -6,11 +6,14 @@ its home. Where several modules share one fused matrix, `Home` also says which o
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
-from tpshard.models.presets import ModelConfig
+from tpshard.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,21 @@ class Home:
 
 def hf_modules(c: ModelConfig) -> dict[str, Home]:
     """The home of every module with parameters, by its path in the model: `layers.0.attention.wq` -> Home("model.
-    layers.0.self_attn.q_proj")."""
-    return _llama(c) if c.family == "llama" else _granite(c)
+    layers.0.self_attn.q_proj"). Modules that share a matrix lie there KV head by KV head: queries, key, value."""
+    sharing: dict[str, list[str]] = {}
+    for path in c.leaves:
+        pattern, layer = re.sub(r"\.(\d+)\.", ".*.", path), re.search(r"\.(\d+)\.", path)
+        module = c.described.hf.names[pattern].replace("*", layer[1] if layer else "*")
+        sharing.setdefault(module, []).append(path)
+    homes = {}
+    for module, paths in sharing.items():
+        ends = list(accumulate(c.size(c.leaves[path].dims[0]) // c.kv_heads for path in paths))
+        for path, start, stop in zip(paths, [0, *ends], ends):
+            homes[path] = Home(module, (c.kv_heads, ends[-1], start, stop) if len(paths) > 1 else None)
+    return homes
 
 
-def hf_tensors(c: ModelConfig, parameters: list[str]) -> dict[str, list[tuple[str, Home]]]:
+def hf_tensors(c: ModelConfig, parameters: Iterable[str]) -> dict[str, list[tuple[str, Home]]]:
     """For every tensor of the folder the parameters that it is made of, in the order of their rows."""
     modules = hf_modules(c)
     tensors: dict[str, list[tuple[str, Home]]] = {}
@@ -54,48 +67,3 @@ def fuse(parts: list[tuple[Tensor, Home]]) -> Tensor:
     if home.part is None:
         return first
     return torch.cat([value.unflatten(0, (home.part[0], -1)) for value, _ in parts], 1).flatten(0, 1)
-
-
-def _llama(c: ModelConfig) -> dict[str, Home]:
-    homes = {"tok_embed": Home("model.embed_tokens"), "norm": Home("model.norm"), "output": Home("lm_head")}
-    inside = {
-        "attention_norm": "input_layernorm",
-        "attention.wq": "self_attn.q_proj",
-        "attention.wk": "self_attn.k_proj",
-        "attention.wv": "self_attn.v_proj",
-        "attention.wo": "self_attn.o_proj",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp.gate": "mlp.gate_proj",
-        "mlp.up": "mlp.up_proj",
-        "mlp.down": "mlp.down_proj",
-    }
-    for i in range(c.layers):
-        homes |= {f"layers.{i}.{ours}": Home(f"model.layers.{i}.{theirs}") for ours, theirs in inside.items()}
-    return homes
-
-
-def _granite(c: ModelConfig) -> dict[str, Home]:
-    homes = {
-        "tok_embed": Home("transformer.wte"),
-        "pos_embed": Home("transformer.wpe"),
-        "norm": Home("transformer.ln_f"),
-        "output": Home("lm_head"),
-    }
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    if c.kv_heads == 1:  # queries of all heads, then the key, then the value
-        groups, cuts = 1, (0, q, q + kv, q + 2 * kv)
-    else:  # head by head: query, key, value
-        groups, cuts = c.heads, (0, c.head_dim, 2 * c.head_dim, 3 * c.head_dim)
-    inside = {
-        "attention_norm": "ln_1",
-        "attention.wo": "attn.c_proj",
-        "mlp_norm": "ln_2",
-        "mlp.up": "mlp.c_fc",
-        "mlp.down": "mlp.c_proj",
-    }
-    for i in range(c.layers):
-        there = f"transformer.h.{i}"
-        homes |= {f"layers.{i}.{ours}": Home(f"{there}.{theirs}") for ours, theirs in inside.items()}
-        for name, start, stop in zip(("wq", "wk", "wv"), cuts, cuts[1:]):
-            homes[f"layers.{i}.attention.{name}"] = Home(f"{there}.attn.c_attn", (groups, cuts[-1], start, stop))
-    return homes

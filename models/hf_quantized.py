@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from tpshard.kernels.gptq_format import SUFFIXES, GPTQFolder
 from tpshard.kernels.quantized import Quantized
+from tpshard.models.config import ModelConfig
 from tpshard.models.hf_files import Tensors
 from tpshard.models.hf_names import Home, hf_modules
-from tpshard.models.presets import ModelConfig
 
 
 class DequantizedTensors(Tensors):
@@ -67,12 +67,12 @@ class DequantizedTensors(Tensors):
         return self._dense(module)[cut].clone()
 
 
-def quantizable(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:
-    """Which matrices inside the layers, of these by name [outputs, inputs], the format holds: those of multiples of 32.
+def quantizable(config: ModelConfig) -> frozenset[str]:
+    """Which matrices inside the layers [outputs, inputs] the format holds: those of multiples of 32.
 
     Parameters that share a matrix in the folder go as one.
     """
-    homes, together = hf_modules(config), dict[str, list[str]]()
+    homes, shapes, together = hf_modules(config), config.shapes, dict[str, list[str]]()
     for name, shape in shapes.items():
         module, _, leaf = name.rpartition(".")
         if name.startswith("layers.") and leaf == "weight" and len(shape) == 2:

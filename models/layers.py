@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tpshard.models.config import ModelConfig
 
 
 class Linear(nn.Module):
     """x @ weight.T + bias.   x: [..., inputs] -> [..., outputs]; dims names (outputs, inputs)."""
 
-    def __init__(self, inputs: int, outputs: int, dims: tuple[str, str], bias: bool = False) -> None:
+    def __init__(self, inputs: int, outputs: int, dims: tuple[str, ...], bias: bool = False) -> None:
         super().__init__()
         self.dims = {"weight": dims} | ({"bias": dims[:1]} if bias else {})
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
@@ -23,7 +24,7 @@ class Linear(nn.Module):
 class Embedding(nn.Module):
     """Rows of a table that begins with deviation `std`.   tokens: [...] -> [..., width]; dims names (rows, width)."""
 
-    def __init__(self, rows: int, width: int, dims: tuple[str, str], std: float) -> None:
+    def __init__(self, rows: int, width: int, dims: tuple[str, ...], std: float) -> None:
         super().__init__()
         self.dims = {"weight": dims}
         self.initial_std = {"weight": std}
@@ -63,3 +64,33 @@ class LayerNorm(nn.Module):
         centred = wide - wide.mean(-1, keepdim=True)
         unit = centred * torch.rsqrt((centred * centred).mean(-1, keepdim=True) + self.eps)
         return (unit * self.weight.float() + self.bias.float()).to(x.dtype)
+
+
+class Parts:
+    """Makes the modules that a configuration describes, by their names at one place of the model.
+
+    `Parts(c).inside("layers.0.mlp")("gate")` is the module of `layers.0.mlp.gate`, its values not yet set.
+    """
+
+    def __init__(self, config: ModelConfig, place: str = "") -> None:
+        self.config, self.place = config, place
+
+    def inside(self, name: str) -> Parts:
+        return Parts(self.config, f"{self.place}{name}.")
+
+    def __contains__(self, name: str) -> bool:
+        return self.place + name in self.config.leaves
+
+    def __call__(self, name: str, *, std: float = 0.0) -> nn.Module:
+        """KeyError for a name that is not described. `std` is a table's."""
+        c, leaf = self.config, self.config.leaves[self.place + name]
+        sizes = [c.size(dim) for dim in leaf.dims]
+        match leaf.kind:
+            case "linear":
+                return Linear(sizes[1], sizes[0], leaf.dims, bool(leaf.bias))
+            case "table":
+                return Embedding(sizes[0], sizes[1], leaf.dims, std)
+            case "rms_norm":
+                return RMSNorm(sizes[0], c.norm_eps)
+            case "layer_norm":
+                return LayerNorm(sizes[0], c.norm_eps)

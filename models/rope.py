@@ -6,7 +6,7 @@ import math
 
 import torch
 from torch import Tensor
-from tpshard.models.presets import RopeScaling
+from tpshard.models.config import RopeScaling
 
 
 def rotation(

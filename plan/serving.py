@@ -60,7 +60,7 @@ def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "", bloc
     parameters = [port.name for port in program.inputs if port.kind == "parameter"]
     job = Job(
         name=recipe.name, recipe=source, what=what, model=recipe.model.preset or recipe.model.hf or "model",
-        params=told.config.parameters, seq_len=length, dtype=told.dtype, mesh=sizes, nodes=-(-mesh.ranks // per_host),
+        params=told.config.count, seq_len=length, dtype=told.dtype, mesh=sizes, nodes=-(-mesh.ranks // per_host),
         devices_per_node=per_host, global_sequences=sequences, per_device=sequences, micro_batches=1, tokens=rows,
         compiled=False, device_assumed=recipe.cluster is None,
         quantized="" if quantized is None else f"{quantized}, layout {recipe.serve.layout}",

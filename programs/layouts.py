@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from tpshard.kernels import reorder
 from tpshard.kernels.gptq_solver import Order
 from tpshard.kernels.layouts import Layout, head_local_order
+from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
 from tpshard.models.hf_quantized import quantizable
-from tpshard.models.presets import ModelConfig
 from tpshard.parallelism.absorb import absorb
 from tpshard.parallelism.canonical import contract
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
@@ -181,21 +181,21 @@ def act_orders(model: nn.Module, config: ModelConfig, group: Groups) -> dict[str
     return found
 
 
-def planned_orders(model: nn.Module, config: ModelConfig, order: Order, group_size: int) -> dict[str, ActOrder]:
+def planned_orders(config: ModelConfig, order: Order, group_size: int) -> dict[str, ActOrder]:
     """The act-ordered weights of a model that `tpshard quantize` is yet to write with these settings.
 
     Weights that share an input share its order (see `gptq_solver.ordering`).
     """
     found = {}
-    dims, shapes = param_dims(model), {name: p.shape for name, p in model.named_parameters()}
-    held = quantizable(config, shapes)
-    for name in dims:
-        inputs = shapes[name][-1]
+    held = quantizable(config)
+    for name in config.parameters:
+        inputs = config.shapes[name][-1]
         size = inputs if group_size == -1 else group_size
         if order == "none" or size >= inputs or name not in held:
             continue
-        key = f"{name.removesuffix('.weight').rpartition('.')[0]} {dims[name][1]}"
-        if dims[name][1] != "heads" or order == "global":
+        into = config.parameters[name][1]
+        key = f"{name.removesuffix('.weight').rpartition('.')[0]} {into}"
+        if into != "heads" or order == "global":
             found[name] = ActOrder(key)
         elif size < config.head_dim:
             found[name] = _within_heads(key, config)

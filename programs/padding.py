@@ -11,9 +11,7 @@ import math
 from dataclasses import replace
 
 import torch
-from tpshard.models import build
-from tpshard.models.dims import param_dims
-from tpshard.models.presets import ModelConfig
+from tpshard.models.config import ModelConfig
 from tpshard.programs.layouts import Groups
 
 ALIGNED = 32
@@ -22,7 +20,7 @@ ALIGNED = 32
 
 def shared_rows(config: ModelConfig, group: Groups) -> int:
     """How many neighbouring inputs of `down` share scales once they are sorted; 1 where a model has no such groups."""
-    found = [group(name) for name, dims in param_dims(build(config)).items() if dims[1:] == ("mlp",)]
+    found = [group(name) for name, dims in config.parameters.items() if dims[1:] == ("mlp",)]
     sizes = [torch.bincount(own.long()) for own in found if own is not None]
     return math.lcm(*(int(size.max()) for size in sizes if len(size) > 1))
 

@@ -13,9 +13,9 @@ from tpshard.kernels.gptq_config import GPTQConfig, read_config
 from tpshard.kernels.packed import width_of
 from tpshard.kernels.quantized import group_index
 from tpshard.models import build
+from tpshard.models.config import ModelConfig
 from tpshard.models.hf_config import folder_config
 from tpshard.models.hf_quantized import QuantizedParameters, quantizable
-from tpshard.models.presets import ModelConfig
 from tpshard.parallelism.program import INFO, Port, Program, Spec, info
 from tpshard.programs.layouts import ActOrder, act_orders, planned_orders
 from tpshard.programs.padding import shared_rows
@@ -45,7 +45,7 @@ class Quantization:
         if settings is None:
             return None
         model, stored = build(config), QuantizedParameters(folder, config)
-        weights = frozenset(name for name, _ in model.named_parameters() if stored.holds(name))
+        weights = frozenset(filter(stored.holds, config.parameters))
         orders = act_orders(model, config, stored.group)
         return Quantization(settings, weights, orders, shared_rows(config, stored.group))
 
@@ -53,11 +53,12 @@ class Quantization:
     def planned(told: Quantize, config: ModelConfig) -> Quantization:
         """What `tpshard quantize` will write for this section of a recipe."""
         settings = GPTQConfig(bits=told.bits, group_size=told.group_size, sym=told.sym, desc_act=told.order != "none")
-        model = build(config)
-        shapes = {name: p.shape for name, p in model.named_parameters()}
-        weights = quantizable(config, shapes)
-        orders = planned_orders(model, config, told.order, told.group_size)
-        groups = lambda name: group_index(shapes[name][1], told.group_size) if name in weights else None  # noqa: E731
+        weights = quantizable(config)
+        orders = planned_orders(config, told.order, told.group_size)
+
+        def groups(name: str) -> torch.Tensor | None:
+            return group_index(config.shapes[name][1], told.group_size) if name in weights else None
+
         return Quantization(settings, weights, orders, shared_rows(config, groups))
 
     def __str__(self) -> str:

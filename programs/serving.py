@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from tpshard.kernels.layouts import Layout
 from tpshard.kernels.paged_attention import paged_attention
+from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
-from tpshard.models.presets import ModelConfig
 from tpshard.parallelism.capture import Trail, capture
 from tpshard.parallelism.graph import Graph
 from tpshard.parallelism.mesh import Mesh
@@ -166,38 +166,28 @@ def _axes(config: ModelConfig, tp: int) -> dict[str, Any]:
     """Dim name -> the axes it is spread over. More devices than KV heads hold them several times."""
     if tp == 1:
         return {"kv_heads": None}
-    if config.heads % tp or (config.kv_heads % tp and tp % config.kv_heads):
-        fit = [n for n in range(1, config.heads + 1) if _fits(config, n)]
+    if not config.divides("heads", tp):
+        fit = [n for n in range(1, config.heads + 1) if config.divides("heads", n)]
         raise ValueError(
             f"tp {tp} does not fit {config.heads} heads and {config.kv_heads} KV heads; these do: "
             f"{', '.join(map(str, fit))}"
         )
     kv: Any = "tp" if config.kv_heads % tp == 0 else ("tp", 1, config.kv_heads) if config.kv_heads > 1 else None
-    assert config.mlp % tp == 0, "programs.padding makes the MLP divide"
+    assert config.divides("mlp", tp), "programs.padding makes the MLP divide"
     spread = {"heads": "tp", "kv_heads": kv, "mlp": "tp"}
-    return spread | ({"vocab": "tp"} if config.vocab % tp == 0 else {})
-
-
-def _fits(config: ModelConfig, tp: int) -> bool:
-    return config.heads % tp == 0 and (config.kv_heads % tp == 0 or tp % config.kv_heads == 0)
-
-
-def local_kv_heads(config: ModelConfig, tp: int) -> int:
-    """KV heads that one device of `tp` holds."""
-    return max(1, config.kv_heads // tp)
+    return spread | ({"vocab": "tp"} if config.divides("vocab", tp) else {})
 
 
 def block_bytes(config: ModelConfig, tp: int, dtype: str) -> int:
     """Bytes of one cache block (keys and values of all layers) on one device."""
-    heads = local_kv_heads(config, tp)
-    return 2 * config.layers * BLOCK_SIZE * heads * config.head_dim * DTYPES[dtype].itemsize
+    return BLOCK_SIZE * config.cached(tp) * DTYPES[dtype].itemsize
 
 
 def weight_bytes(config: ModelConfig, tp: int, dtype: str, bits: int | None = None) -> int:
     """About what the weights take on one device; quantized ones (all but the tables) half a bit more than `bits`."""
     size = DTYPES[dtype].itemsize
     tables = (1 if config.tie_embeddings else 2) * config.vocab * config.width
-    rest = config.parameters - tables
+    rest = config.count - tables
     return (tables * size + (rest * size if bits is None else rest * (2 * bits + 1) // 16)) // tp
 
 

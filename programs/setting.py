@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from tpshard.models import build
 from tpshard.models.assemble import build_module
+from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
-from tpshard.models.presets import ModelConfig, override, preset
+from tpshard.models.presets import override, preset
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.programs.batching import BatchPlan, derive
 from tpshard.recipes.diagnostic import Exit, Mistakes

@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
+from tpshard.models.family import DIMS
 from tpshard.recipes import schema
 from tpshard.recipes.check import alternatives, expected, hints, join, mapping_of, section_of, wholly_section
 from tpshard.recipes.constraints import Alone, Bytes, Constraint, NameOrFile, Size
@@ -193,7 +194,7 @@ def completions(incomplete: str) -> list[tuple[str, str]]:
 
 def _free(hint: Any, path: str, rest: list[str], incomplete: str) -> list[tuple[str, str]]:
     """Names that usually stand where any may."""
-    usual = {"mesh": ("dp", "fsdp", "tp"), "serve.mesh": ("tp",), "sharding.rules": schema.LOGICAL_AXES}.get(path, ())
+    usual = {"mesh": ("dp", "fsdp", "tp"), "serve.mesh": ("tp",), "sharding.rules": tuple(DIMS)}.get(path, ())
     if mapping_of(hint) is None or len(rest) != 1 or "=" in incomplete:
         return []
     return [(f"{path}.{name}=", "") for name in usual if name.startswith(rest[0])]

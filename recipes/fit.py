@@ -1,7 +1,7 @@
 """Whether a recipe fits its model and its mesh: patterns, ranks and divisibility, told before anything is built.
 
-Works on plain numbers and on the names that the models of this package give their tensors, so it needs no torch. A
-module of the user's own has other names; for it only `laws` hold, and building it tells the rest.
+Works on the plain description of a model, so it needs no torch. A module of the user's own has none; for it only `laws`
+hold, and building it tells the rest.
 """
 
 from __future__ import annotations
@@ -9,110 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from tpshard.models.config import ModelConfig
+from tpshard.models.family import DIMS, INPUTS
 from tpshard.recipes.check import join
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Source
 from tpshard.recipes.patterns import covers, matches, nearest
-from tpshard.recipes.schema import LOGICAL_AXES, Recipe
+from tpshard.recipes.schema import Recipe
 
 
-class Numbers(Protocol):
-    """What is read of a model's configuration; `tpshard.models.presets.ModelConfig` is one."""
-
-    @property
-    def family(self) -> str: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def mlp(self) -> int: ...
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def max_seq(self) -> int: ...
-    @property
-    def tie_embeddings(self) -> bool: ...
-    @property
-    def attention_bias(self) -> bool: ...
-    @property
-    def mlp_bias(self) -> bool: ...
-
-
-Dims = tuple[str, ...]
-
-_WORDS = {
-    "batch": "sequences of a step",
-    "seq": "tokens of a sequence",
-    "embed": "columns of the residual stream",
-    "heads": "heads",
-    "kv_heads": "KV heads",
-    "head_dim": "numbers of a head",
-    "mlp": "columns of the MLP",
-    "vocab": "tokens of the vocabulary",
-}
-
-
-def parameters(c: Numbers) -> dict[str, Dims]:
-    """Name to dims of every parameter, as `models` names them; tied ones once."""
-    llama = c.family == "llama"
-    norms: dict[str, Dims] = {"weight": ("embed",)} if llama else {"weight": ("embed",), "bias": ("embed",)}
-    attention: dict[str, Dims] = {"wq": ("heads", "embed"), "wk": ("kv_heads", "embed"), "wv": ("kv_heads", "embed")}
-    attention["wo"] = ("embed", "heads")
-    mlp: dict[str, Dims] = {"gate": ("mlp", "embed")} if llama else {}
-    mlp |= {"up": ("mlp", "embed"), "down": ("embed", "mlp")}
-    found: dict[str, Dims] = {"tok_embed.weight": ("vocab", "embed")}
-    if not llama:
-        found["pos_embed.weight"] = ("positions", "embed")
-    for n in range(c.layers):
-        for room, linears, bias in (("attention", attention, c.attention_bias), ("mlp", mlp, c.mlp_bias)):
-            found |= {f"layers.{n}.{room}_norm.{part}": dims for part, dims in norms.items()}
-            for name, dims in linears.items():
-                found[f"layers.{n}.{room}.{name}.weight"] = dims
-                if bias:
-                    found[f"layers.{n}.{room}.{name}.bias"] = dims[:1]
-    found |= {f"norm.{part}": dims for part, dims in norms.items()}
-    if not c.tie_embeddings:
-        found["output.weight"] = ("vocab", "embed")
-    return found
-
-
-def activations(c: Numbers) -> dict[str, Dims]:
-    """Name to dims of every named value of a step: its inputs, and what the models name on the way."""
-    inputs = ("tokens", "targets", "documents", "positions")
-    found: dict[str, Dims] = dict.fromkeys(inputs, ("batch", "seq"))
-    found["embedded"] = ("batch", "seq", "embed")
-    for n in range(c.layers):
-        found[f"layers.{n}.attention.q"] = ("batch", "seq", "heads", "head_dim")
-        found[f"layers.{n}.attention.k"] = ("batch", "seq", "kv_heads", "head_dim")
-        found[f"layers.{n}.attention.v"] = ("batch", "seq", "kv_heads", "head_dim")
-        found[f"layers.{n}.attention.attended"] = ("batch", "seq", "heads", "head_dim")
-        found[f"layers.{n}.mlp.hidden"] = ("batch", "seq", "mlp")
-        found[f"layers.{n}.residual"] = ("batch", "seq", "embed")
-    found["logits"] = ("batch", "seq", "vocab")
-    return found
-
-
-def sizes(recipe: Recipe, c: Numbers) -> dict[str, int]:
+def sizes(recipe: Recipe, c: ModelConfig) -> dict[str, int]:
     """Dim to how many pieces it can be cut into: heads count as heads, not as columns."""
-    return {
-        "batch": recipe.batch.global_sequences,
-        "seq": recipe.model.seq_len,
-        "embed": c.width,
-        "heads": c.heads,
-        "kv_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "mlp": c.mlp,
-        "vocab": c.vocab,
-        "positions": c.max_seq,
-    }
+    return {"batch": recipe.batch.global_sequences, "seq": recipe.model.seq_len, **c.pieces}
 
 
 def devices(recipe: Recipe) -> int | None:
@@ -122,7 +30,7 @@ def devices(recipe: Recipe) -> int | None:
     return None if -1 in recipe.mesh.values() else math.prod(recipe.mesh.values())
 
 
-def misfits(recipe: Recipe, c: Numbers | None, *, world: int | None = None) -> list[Diagnostic]:
+def misfits(recipe: Recipe, c: ModelConfig | None, *, world: int | None = None) -> list[Diagnostic]:
     """Every way in which recipe, model and mesh do not fit.
 
     `c` is None for a model whose numbers are not known. `world` is the number of devices where the recipe leaves it to
@@ -188,10 +96,10 @@ class _Use:
 class _Fit:
     """The checks that need the model's numbers."""
 
-    def __init__(self, recipe: Recipe, c: Numbers, mesh: Mapping[str, int], world: int | None):
+    def __init__(self, recipe: Recipe, c: ModelConfig, mesh: Mapping[str, int], world: int | None):
         self.recipe, self.c, self.mesh, self.world = recipe, c, mesh, world
-        self.parameters = parameters(c)
-        self.tensors = {**self.parameters, **activations(c)}
+        self.parameters = c.parameters
+        self.tensors = {**self.parameters, **INPUTS, **c.activations}
         self.sizes = sizes(recipe, c)
         self.model = recipe.model.preset or recipe.model.stored()["hf"] or "the model"
 
@@ -267,7 +175,7 @@ class _Fit:
         for pattern, names in sharding.annotate.items():
             for tensor in self.matched(pattern, len(names)):
                 for dim, logical in zip(self.tensors[tensor], names):
-                    if logical and logical not in LOGICAL_AXES and logical in sharding.rules:
+                    if logical and logical not in DIMS and logical in sharding.rules:
                         yield _Use(dim, sharding.rules[logical], f"sharding.annotate.{pattern}", tensor)
         for pattern, pinned in sharding.pin.items():
             for tensor in self.matched(pattern, len(pinned)):
@@ -294,7 +202,7 @@ class _Fit:
             axis = cut[-1]
             size = f"`mesh.{axis}: {ways}`" if len(cut) == 1 else " x ".join(f"{a} {self.mesh[a]}" for a in cut)
             verb = "does" if len(cut) == 1 else "do"
-            numbers = f"{self.sizes[use.dim]:,} {_WORDS.get(use.dim, use.dim)}"
+            numbers = f"{self.sizes[use.dim]:,} {DIMS.get(use.dim, use.dim)}"
             kv = f", {self.c.kv_heads} KV heads" if use.dim == "heads" and self.c.kv_heads != self.c.heads else ""
             legal = self.legal(axis)
             fix = f"{axis} {join(map(str, legal))}; or " if legal else ""
@@ -310,11 +218,7 @@ class _Fit:
         yield from self.replicated()
 
     def fits(self, dim: str, ways: int) -> bool:
-        if dim == "heads" and self.c.kv_heads % ways and ways % self.c.kv_heads:
-            return False
-        if dim == "kv_heads" and ways % self.c.kv_heads == 0:
-            return True
-        return self.sizes[dim] % ways == 0
+        return self.c.divides(dim, ways) if dim in self.c.pieces else self.sizes[dim] % ways == 0
 
     def legal(self, axis: str) -> list[int]:
         """Sizes of an axis with which everything fits, those around the present one."""
@@ -333,7 +237,7 @@ class _Fit:
     def replicated(self) -> Iterator[Diagnostic]:
         axes = self.recipe.sharding.rules.get("heads", ())
         ways = math.prod(self.mesh.get(axis, 1) for axis in axes)
-        if self.c.kv_heads < ways and ways % self.c.kv_heads == 0 and self.c.heads % ways == 0:
+        if self.c.kv_heads < ways and self.c.divides("heads", ways):
             last = next(axis for axis in reversed(axes) if self.mesh.get(axis, 1) > 1)
             yield Diagnostic(
                 f"each of the {self.c.kv_heads} KV heads is kept by {ways // self.c.kv_heads} devices",
@@ -343,7 +247,7 @@ class _Fit:
             )
 
     def positions(self) -> Iterator[Diagnostic]:
-        if self.c.family != "llama" and self.recipe.model.seq_len > self.c.max_seq:
+        if self.c.described.positions == "learned" and self.recipe.model.seq_len > self.c.max_seq:
             yield Diagnostic(
                 f"sequences of {self.recipe.model.seq_len:,} tokens, and {self.model} has {self.c.max_seq:,} positions",
                 exit=Exit.FIT,
@@ -356,4 +260,4 @@ def _written(source: Source, words: str) -> tuple[tuple[Source, str], ...]:
     return ((source, words),) if source.line else ()
 
 
-__all__ = ["activations", "devices", "misfits", "parameters", "sizes"]
+__all__ = ["devices", "misfits", "sizes"]

@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 
+from tpshard.models.family import DIMS
 from tpshard.recipes.check import suggestion
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
-from tpshard.recipes.schema import LOGICAL_AXES, Recipe
+from tpshard.recipes.schema import Recipe
 
 Law = Callable[[Recipe], Iterator[Diagnostic]]
 
@@ -159,18 +160,18 @@ def known_logical_axes(recipe: Recipe) -> Iterator[Diagnostic]:
         return
     annotated = {name for names in recipe.sharding.annotate.values() for name in names if name}
     for name in recipe.sharding.rules:
-        if name not in LOGICAL_AXES and name not in annotated:
-            close = suggestion(name, [*LOGICAL_AXES, *annotated])
+        if name not in DIMS and name not in annotated:
+            close = suggestion(name, [*DIMS, *annotated])
             yield Diagnostic(
                 f"no tensor has a dim called `{name}`",
                 where=recipe.where(f"sharding.rules.{name}"),
                 why="the rule would do nothing",
-                fix=f"did you mean {close}?" if close else f"dims are {', '.join(LOGICAL_AXES)}, or those in annotate",
+                fix=f"did you mean {close}?" if close else f"dims are {', '.join(DIMS)}, or those in annotate",
             )
     for pattern, names in recipe.sharding.annotate.items():
         for name in filter(None, names):
-            if name not in LOGICAL_AXES and name not in recipe.sharding.rules:
-                close = suggestion(name, [*LOGICAL_AXES, *recipe.sharding.rules])
+            if name not in DIMS and name not in recipe.sharding.rules:
+                close = suggestion(name, [*DIMS, *recipe.sharding.rules])
                 yield Diagnostic(
                     f"the logical axis `{name}` has no rule and is no dim of the model",
                     where=recipe.where(f"sharding.annotate.{pattern}"),

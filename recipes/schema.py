@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from tpshard.models.presets import PRESETS
 from tpshard.recipes.constraints import Alone, Bytes, GroupSize, NameOrFile, Range, Size, Text
 from tpshard.recipes.diagnostic import Diagnostic, Source
 from tpshard.recipes.section import Section, derived, section
@@ -16,11 +17,11 @@ from tpshard.recipes.section import Section, derived, section
 SCHEMA_VERSION = 1
 
 DEVICES = ("cpu", "a100-40g", "a100-80g", "h100-sxm-80g", "h100-sxm-96g", "h200", "h200-x4", "b200")
-LOGICAL_AXES = ("batch", "seq", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "expert")
 
-Preset = Literal[
-    "tiny", "llama3-1b", "llama3-8b", "llama3-70b", "llama3-405b", "granite-tiny", "granite-20b", "granite-34b"
-]
+if TYPE_CHECKING:
+    Preset = str
+else:
+    Preset = Literal[tuple(PRESETS)]
 Count = Annotated[int, Range(least=1, most=10**12)]
 CountOrZero = Annotated[int, Range(least=0, most=10**12)]
 Positive = Annotated[float, Range(above=0, most=1e12)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tpshard.kernels.layouts import Layout
 from tpshard.models import build
-from tpshard.models.presets import ModelConfig
+from tpshard.models.config import ModelConfig
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.program import Program
 from tpshard.programs.layouts import Arrangement

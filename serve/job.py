@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from tpshard.kernels.layouts import Layout
     from tpshard.kernels.quantized import Quantized
-    from tpshard.models.presets import ModelConfig
+    from tpshard.models.config import ModelConfig
 
 _HEAD = struct.Struct("<cI")
 _LARGEST = 1 << 28

@@ -7,7 +7,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from tpshard.kernels.direct import call_directly
 from tpshard.kernels.rows_linear import TILE
-from tpshard.models.presets import ModelConfig
+from tpshard.models.config import ModelConfig
 from tpshard.programs.serving import make_pools
 from tpshard.serve.cuda_graphs import Replayed
 from tpshard.serve.fusion import fuse

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tpshard.kernels.quantized import Quantized, longer
-from tpshard.models import build
-from tpshard.models.presets import ModelConfig
+from tpshard.models.config import ModelConfig
 from tpshard.serve.job import Weights
 
 
@@ -17,8 +16,7 @@ def pad(weights: Weights, config: ModelConfig) -> Weights:
     """The parameters of `config`, whose sizes are at least those of the weights' own model."""
     if config == weights.config:
         return weights
-    own = {name: tuple(p.shape) for name, p in build(weights.config).named_parameters()}
-    shapes = {name: tuple(p.shape) for name, p in build(config).named_parameters()}
+    own, shapes = weights.config.shapes, config.shapes
 
     def block(name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
         there = [max(0, min(size, n - start)) for n, start, size in zip(own[name], starts, sizes)]

@@ -33,12 +33,12 @@ from tpshard.kernels.gptq_solver import (
 from tpshard.kernels.quantized import Quantized, concatenate
 from tpshard.models import build
 from tpshard.models.aside import written_aside
+from tpshard.models.config import ModelConfig
 from tpshard.models.hf import copy_tokenizer
 from tpshard.models.hf_config import write_config
 from tpshard.models.hf_names import Home, fuse, hf_modules, hf_tensors
 from tpshard.models.hf_quantized import quantizable
 from tpshard.models.loss import cross_entropy_sum
-from tpshard.models.presets import ModelConfig
 
 Method = Literal["gptq", "nearest"]
 
@@ -133,12 +133,12 @@ class Quantizer:
         self.held_out = held_out.to(device).split(rows) if held_out is not None else []
         self.model = build(config, device="meta", dtype=dtype)
         self.layers: nn.ModuleList = self.model.layers  # type: ignore[assignment]
-        self.parameters = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        self.parameters = config.shapes
         self.report = Report(settings.bits, settings.group_size, order, method)
         self.homes = hf_modules(config)
         self.plans: dict[str, Ordering] = {}
         self.linears = [name for name, module in self.model.named_modules() if _is_linear(name, module)]
-        fits = quantizable(config, self.parameters)
+        fits = quantizable(config)
         self.fits = {self.homes[name].module: f"{name}.weight" in fits for name in self.linears}
         self.report.left_dense = sorted(home for home, fits in self.fits.items() if not fits)
 

@@ -18,8 +18,8 @@ from tpshard.kernels.blocked import Blocked
 from tpshard.kernels.gptq_solver import Order, Settings
 from tpshard.kernels.layouts import LAYOUTS
 from tpshard.models import build, to_hf
+from tpshard.models.config import ModelConfig
 from tpshard.models.hf_config import folder_config
-from tpshard.models.presets import ModelConfig
 from tpshard.parallelism.exchange import carried
 from tpshard.parallelism.flow import known, op_name
 from tpshard.parallelism.program import Program
@@ -164,7 +164,7 @@ def test_an_mlp_that_tp_does_not_divide_is_served_as_planned(pool: Any, tmp_path
             assert logits == results[0][i][2]
             assert (torch.tensor(logits) - expected).norm() <= 1e-5 * expected.norm()
         said = f"MLP padded from {wider} columns, equal parts for tp 2"
-        assert report.job.params == config.parameters
+        assert report.job.params == config.count
         assert f"warning: {said}" in text.screen(report)
         capsys.readouterr()
         told = [f"serve.checkpoint={folder}", "serve.mesh.tp=2", f"serve.layout={layout}", "cluster.device=cpu"]
@@ -288,7 +288,7 @@ def test_a_plan_limits_the_cache_as_the_server_does(monkeypatch: pytest.MonkeyPa
     config = served(cached(), "cpu").config  # type: ignore[union-attr]
     assert cache_blocks(config, 2, "fp32", 8, None, 2**21, "cpu") == 2**21 // 4 // 2**14
     weights = weight_bytes(config, 2, "fp32")
-    assert weights == pytest.approx(config.parameters * 4 / 2)
+    assert weights == pytest.approx(config.count * 4 / 2)
     assert weight_bytes(config, 2, "fp32", 4) < weights
     assert cache_blocks(config, 2, "fp32", 8, None, weights + 2**21, "gpu") == 3 * 2**21 // 4 // 2**14
 

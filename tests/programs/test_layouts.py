@@ -17,8 +17,8 @@ from tpshard.kernels.layouts import LAYOUTS, Layout
 from tpshard.kernels.quantized import Quantized, group_index
 from tpshard.kernels.reorder import fewer, positions, sorting
 from tpshard.models import build
+from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
-from tpshard.models.presets import ModelConfig
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.partitioner import partition_captured
@@ -263,17 +263,15 @@ def test_orders_are_planned_as_the_quantizer_writes_them() -> None:
         for order in ("head_local", "global"):
             model = served(family, order)
             found = act_orders(model.model, config, model.group)
-            planned = planned_orders(model.model, config, order, 8)
+            planned = planned_orders(config, order, 8)
             assert found.keys() == planned.keys()
             for a in found:
                 assert (found[a].blocks, found[a].alike) == (planned[a].blocks, planned[a].alike)
                 for b in found:
                     assert (found[a].key == found[b].key) == (planned[a].key == planned[b].key)
-    assert not planned_orders(model.model, LLAMA, "none", 8)
+    assert not planned_orders(LLAMA, "none", 8)
     in_sequence = {"layers.0.attention.wo.weight"}
-    assert planned_orders(served("llama", "global").model, LLAMA, "head_local", 16).keys() == (
-        planned_orders(served("llama", "global").model, LLAMA, "global", 16).keys() - in_sequence
-    )
+    assert planned_orders(LLAMA, "head_local", 16).keys() == (planned_orders(LLAMA, "global", 16).keys() - in_sequence)
 
 
 # ---- any pair of products ---------------------------------------------------------------------------------------

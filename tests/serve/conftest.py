@@ -17,7 +17,7 @@ import uvicorn
 from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from tpshard.models import build
-from tpshard.models.presets import ModelConfig
+from tpshard.models.config import ModelConfig
 from tpshard.serve.app import Server, make_app
 from tpshard.serve.chat import ChatTemplate
 from tpshard.serve.http import bind, configured

@@ -13,7 +13,7 @@ from tpshard.kernels import quantized_ops
 from tpshard.kernels.packed import Packed, beside, pack, unpacked
 from tpshard.kernels.quantized import Quantized, group_index
 from tpshard.models import build
-from tpshard.models.presets import ModelConfig
+from tpshard.models.config import ModelConfig
 from tpshard.programs.layouts import Arrangement
 from tpshard.programs.serving import make_pools
 from tpshard.serve.gates import join_gates

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tpshard.models import build
-from tpshard.models.presets import ModelConfig
+from tpshard.models.config import ModelConfig
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.simulate import local_arguments, run_lockstep
 from tpshard.programs.padding import padded
@@ -81,7 +81,7 @@ def test_tp_that_fits_no_heads_is_refused_with_what_fits() -> None:
 
 def test_what_it_needs_is_known_before_anything_is_loaded() -> None:
     one, two = (need(LLAMA, tp, "bf16", 100, "cpu", True) for tp in (1, 2))
-    assert one.parameter_bytes == 2 * LLAMA.parameters
+    assert one.parameter_bytes == 2 * LLAMA.count
     assert one.cache_bytes == 2 * LLAMA.layers * 101 * 16 * 2 * 8 * 2 == 2 * two.cache_bytes
     assert not one.collectives and one.cache_tokens == 1600
     assert sum(c["count"] for c in two.collectives) == 2 * LLAMA.layers + 2

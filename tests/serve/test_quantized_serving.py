@@ -15,7 +15,7 @@ from tpshard.kernels.blocked import Blocked
 from tpshard.kernels.gptq_solver import Settings
 from tpshard.kernels.rows_linear import TILE
 from tpshard.models import build, from_hf
-from tpshard.models.presets import ModelConfig
+from tpshard.models.config import ModelConfig
 from tpshard.programs.layouts import act_orders
 from tpshard.programs.serving import arrangement_on_one
 from tpshard.serve.engine import Engine

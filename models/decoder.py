@@ -1,0 +1,116 @@
+"""The decoder that every family here is: arithmetic with named dims, and nothing else.
+
+A layer is attention and an MLP, each on a normed copy of the residual stream. What a family is made of, and what its
+parameters are called, is told by its entry in `models.catalog`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tpshard.kernels.attention import attention
+from tpshard.models.config import ModelConfig
+from tpshard.models.dims import name
+from tpshard.models.layers import Parts
+from tpshard.models.mlp import MLPS
+from tpshard.models.rope import rotate, rotation
+
+Rotation = tuple[Tensor, Tensor]
+
+
+class Cache(Protocol):
+    """What a server keeps of the past: it stores a layer's new keys and values and attends to all of them."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q: [batch, seq, heads, head_dim], k and v: [batch, seq, kv_heads, head_dim] -> as q, the needed rows"""
+        ...
+
+    def needed(self, layer: int, x: Tensor) -> Tensor:
+        """x: [batch, seq, embed] -> its rows that are of use once this layer has stored keys and values of all: where
+        it is the last one, those whose logits are asked for."""
+        ...
+
+
+class Attention(nn.Module):
+    """Causal attention whose query heads share KV heads.   x: [batch, seq, embed] -> [batch, seq, embed]"""
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, parts.config.head_dim
+        self.wq, self.wk, self.wv, self.wo = map(parts, ("wq", "wk", "wv", "wo"))
+
+    def forward(self, x: Tensor, turn: Rotation | None, documents: Tensor | None, cache: Cache | None) -> Tensor:
+        q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
+        if turn is not None:
+            q, k = rotate(q, turn), rotate(k, turn)
+        q = name(q, "q", "batch", "seq", "heads", "head_dim")
+        k = name(k, "k", "batch", "seq", "kv_heads", "head_dim")
+        v = name(v, "v", "batch", "seq", "kv_heads", "head_dim")
+        out = attention(q, k, v, documents) if cache is None else cache.attend(self.layer, q, k, v)
+        out = name(out, "attended", "batch", "seq", "heads", "head_dim")
+        return self.wo(out.flatten(-2))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each on a normed copy of the residual stream.   x: [batch, seq, embed] -> the same"""
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = parts("attention_norm")
+        self.attention = Attention(parts.inside("attention"), layer)
+        self.mlp_norm = parts("mlp_norm")
+        self.mlp = MLPS[parts.config.described.mlp](parts.inside("mlp"))
+
+    def forward(self, x: Tensor, turn: Rotation | None, documents: Tensor | None, cache: Cache | None) -> Tensor:
+        attended = self.attention(self.attention_norm(x), turn, documents, cache)
+        x = (x if cache is None else cache.needed(self.attention.layer, x)) + attended
+        x = name(x, "residual", "batch", "seq", "embed")
+        x = x + self.mlp(self.mlp_norm(x))
+        return name(x, "residual", "batch", "seq", "embed")
+
+
+class Decoder(nn.Module):
+    """tokens: [batch, seq] int64 -> logits: [batch, seq, vocab]"""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.config = c
+        parts = Parts(c)
+        # 0.02 costs `tiny` half a nat after 60 steps; a table that is the head too must not saturate the softmax
+        std = c.width**-0.5 if c.tie_embeddings else 0.3
+        self.tok_embed = parts("tok_embed", std=std)
+        self.pos_embed = parts("pos_embed", std=std / 2) if "pos_embed" in parts else None
+        self.layers = nn.ModuleList(Block(parts.inside(f"layers.{i}"), i) for i in range(c.layers))
+        self.norm = parts("norm")
+        self.output = parts("output") if "output" in parts else None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """documents: [batch, seq] ids, attended within equal ids only; positions: [batch, seq], default 0, 1, 2, ...
+
+        ValueError if the default positions run beyond a table's: there is no row for them.
+        """
+        c = self.config
+        if positions is None:
+            if self.pos_embed is not None and tokens.shape[1] > c.max_seq:
+                raise ValueError(f"{tokens.shape[1]} tokens are more than the {c.max_seq} learned positions")
+            positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        x, turn = self.tok_embed(tokens), None
+        if self.pos_embed is not None:
+            x = x + self.pos_embed(positions)
+        x = name(x, "embedded", "batch", "seq", "embed")
+        if self.pos_embed is None:
+            turn = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling, x.dtype)
+        for layer in self.layers:
+            x = layer(x, turn, documents, cache)
+        x = self.norm(x)
+        logits = F.linear(x, self.tok_embed.weight) if self.output is None else self.output(x)  # type: ignore[arg-type]
+        return name(logits, "logits", "batch", "seq", "vocab")

@@ -1,0 +1,104 @@
+"""What a family of models is: its modules with parameters, the dims of everything, and its Hugging Face form.
+
+Plain data, without torch: recipes are checked against it, and modules, folders and servers are made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Dims = tuple[str, ...]
+
+DIMS = {
+    "batch": "sequences of a step",
+    "seq": "tokens of a sequence",
+    "embed": "columns of the residual stream",
+    "heads": "heads",
+    "kv_heads": "KV heads",
+    "head_dim": "numbers of a head",
+    "mlp": "columns of the MLP",
+    "vocab": "tokens of the vocabulary",
+    "expert": "experts",
+}
+"""Every dim that a rule may speak of, and what is counted along it. Modules of users may name others."""
+
+INPUTS: dict[str, Dims] = dict.fromkeys(("tokens", "targets", "documents", "positions"), ("batch", "seq"))
+"""The inputs of a training step."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A module with parameters: `weight` of `dims`, and perhaps `bias` along the first of them.
+
+    A `linear` maps its last dim to the one before, a `table` holds rows to look up.
+    """
+
+    kind: Literal["linear", "table", "rms_norm", "layer_norm"]
+    dims: Dims
+    bias: bool | str = False
+    """Whether there is a bias; text is the number of the configuration that says so."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block of a layer: its leaves, and the activations that it names."""
+
+    name: str
+    leaves: Mapping[str, Leaf]
+    activations: Mapping[str, Dims]
+
+
+@dataclass(frozen=True)
+class Key:
+    """A number of a model in config.json.
+
+    `default` is what transformers takes where the file does not say it: a value, or a function of the numbers that
+    were read before (by their names here). Without one the file must say it. `read` and `write` translate where the
+    two do not mean the same: the file's value and the earlier numbers to ours, and all of our numbers to the file's.
+    """
+
+    theirs: str
+    ours: str
+    default: Any = None
+    kind: type = int
+    read: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    write: Callable[[Any], Any] | None = None
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """How transformers stores a family.
+
+    `names` maps the paths of leaves, `*` standing for a layer on both sides. Leaves with one name there share a matrix,
+    in the order they stand here: for every KV head the rows of each.
+    """
+
+    model_type: str
+    architecture: str
+    names: Mapping[str, str]
+    keys: tuple[Key, ...]
+    derived: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
+    """Numbers of ours that follow from those read, and stand in no file."""
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Keys of which these values alone are computed; the first is written, and taken where a file is silent."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that are written and not read: they change no logits."""
+    check: Callable[[Any], None] = lambda numbers: None
+    """ValueError for numbers that the architecture cannot hold."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What models of one architecture have in common. `*` stands for a layer in the paths of leaves and activations."""
+
+    name: str
+    positions: Literal["rotary", "learned"]
+    mlp: str
+    """Which MLP of `models.mlp` its layers have."""
+    leaves: Mapping[str, Leaf]
+    activations: Mapping[str, Dims]
+    numbers: frozenset[str]
+    """The optional numbers of a configuration that mean something here."""
+    hf: HuggingFace
