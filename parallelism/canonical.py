@@ -1,4 +1,4 @@
-"""Rewrites on the captured graph that make shardings pass: no in-place ops, products over any number of dims.
+"""Rewrites on the captured graph that make shardings pass: products over any number of dims, few kinds of views.
 
 `F.linear` on [batch, seq, embed] arrives as view + mm + view, and no sharding of seq passes a view that merges
 [batch, seq]. Folding the views into one contraction `bsk,nk->bsn` keeps every dim visible, for any module's code.
@@ -25,7 +25,6 @@ def contract(a: Any, b: Any, equation: str) -> Any:
 
 def canonicalize(graph: Graph) -> None:
     """Brings a captured graph into canonical form, in place; its meaning stays."""
-    remove_mutations(graph)
     remove_identities(graph)
     unify_permutes(graph)
     fold_contractions(graph)
@@ -40,47 +39,6 @@ def remove_identities(graph: Graph) -> None:
         if op.target in IDENTITIES or same_view:
             graph.replace(op.results[0], op.operands[0])
     graph.drop_dead()
-
-
-def remove_mutations(graph: Graph) -> None:
-    """`x.add_(y)` on a temporary becomes `x + y`, read by everything after it."""
-    replaced: dict[int, Value] = {}
-
-    def newest(value: Value) -> Value:
-        while id(value) in replaced:
-            value = replaced[id(value)]
-        return value
-
-    for op in graph.ops:
-        op.operands = [newest(v) for v in op.operands]
-        schema = getattr(op.target, "_schema", None)
-        if schema is None or not schema.is_mutable or writes_own_inputs(op):
-            continue
-        name = op.target.overloadpacket.__name__
-        functional = getattr(aten, name.rstrip("_"), None)
-        overload = getattr(functional, op.target._overloadname, None) if functional is not None else None
-        base = op.operands[0] if op.operands else None
-        aliased = (
-            base is None or base.producer is None or any(user.target in VIEWS for user in base.users if user is not op)
-        )
-        if overload is None or len(op.results) != 1 or (aliased and name != "copy_"):
-            raise ValueError(f"`{op.target}` changes a tensor in place where a view or an input may see it")
-        op.target = overload
-        assert base is not None
-        replaced[id(base)] = op.results[0]
-    graph.outputs = [newest(o) if isinstance(o, Value) else o for o in graph.outputs]
-    graph.refresh_users()
-
-
-def writes_own_inputs(op: Op) -> bool:
-    """Whether an op changes nothing but inputs of the graph that no other op reads, as a cache is, and gives back
-    something else: that may stay."""
-    schema = op.target._schema
-    if any(result.alias_info is not None for result in schema.returns):
-        return False
-    written = [a for a, given in zip(op.args, schema.arguments) if given.alias_info and given.alias_info.is_write]
-    values = [op.operands[a.index] if isinstance(a, Ref) else None for a in written]
-    return bool(values) and all(v is not None and v.producer is None and v.users == [op] for v in values)
 
 
 def unify_permutes(graph: Graph) -> None:

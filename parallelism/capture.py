@@ -12,9 +12,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 from torch.utils import _pytree as pytree
 from tpshard.parallelism.canonical import canonicalize
+from tpshard.parallelism.functional import functionalize
 from tpshard.parallelism.graph import Graph
 from tpshard.parallelism.record import Recorder
-from tpshard.parallelism.remember import Like, fake
+from tpshard.parallelism.remember import Like, contiguous, fake
 
 
 class Trail:
@@ -119,19 +120,13 @@ def capture(
         raise ValueError(f"the function branches on data, which a static graph cannot hold: {error}") from error
     graph = recorder.graph(results)
     graph.in_tree, graph.out_tree = in_tree, out_tree
+    graph = functionalize(graph)
     canonicalize(graph)
     return graph
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A stand-in without storage, on the CPU device."""
-    like = Like(tuple(tensor.shape), tuple(_dense_strides(tensor)), tensor.dtype, torch.device("cpu"))
+    like = Like(tuple(tensor.shape), contiguous(tuple(tensor.shape)), tensor.dtype, torch.device("cpu"))
     return fake(mode, like).requires_grad_(tensor.requires_grad)
 
-
-def _dense_strides(tensor: torch.Tensor) -> list[int]:
-    strides, step = [], 1
-    for size in reversed(tensor.shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return strides[::-1]

@@ -42,7 +42,15 @@ def decompositions() -> dict[Any, Any]:
         with contextlib.suppress(RuntimeError):
             get_decompositions([packet])
             known.append(packet)
-    return get_decompositions(known)
+    return get_decompositions(known) | {torch.ops.prims.broadcast_in_dim.default: _broadcast}
+
+
+def _broadcast(x: Tensor, shape: list[int], dims: list[int]) -> Tensor:
+    """prims.broadcast_in_dim, whose dim i is dim dims[i] of the result, as torch's own ops."""
+    grown = [1] * len(shape)
+    for size, d in zip(x.shape, dims):
+        grown[d] = size
+    return x.view(grown).expand(shape) if tuple(grown) != tuple(x.shape) else x.expand(shape)
 
 
 RANDOM = {"rand", "randn", "randint", "bernoulli", "native_dropout", "uniform", "normal_functional", "multinomial",
@@ -83,6 +91,12 @@ class Recorder(TorchDispatchMode):
         """Takes the next argument of the function."""
         value = Value(name, tuple(fake.shape), fake.dtype, None, len(self.inputs))
         self.inputs.append(value)
+        self.known[id(fake)] = (value, fake)
+
+    def constant(self, name: str, tensor: Tensor, fake: Tensor) -> None:
+        """Takes a constant of the function, for which `fake` stands."""
+        value = Value(name, tuple(tensor.shape), tensor.dtype)
+        self.constants[name] = (value, tensor)
         self.known[id(fake)] = (value, fake)
 
     def graph(self, outputs: list[Any]) -> Graph:

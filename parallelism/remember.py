@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,8 @@ class Like(NamedTuple):
 class Shapes:
     """Runs ops on fake tensors, and remembers what came out.
 
-    Only for ops that change nothing in place, and for fake tensors of unknown content. A remembered result has a
-    storage of its own, also where the op makes a view: nothing here follows storages, values go by identity.
+    Only for ops that change nothing in place, and for fake tensors of unknown content. A view shares its source's
+    storage, as autograd expects of what is written to: it is not remembered but made at once, of meta tensors.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,8 @@ class Shapes:
         key = _key(func, refs, operands)
         if key is None:
             return func(*args, **kwargs)
+        if _is_view(func):
+            return _view(func, args, kwargs, operands[0])
         known = self.known.get(key)
         if known is not None:
             sequence, likes = known
@@ -68,6 +71,34 @@ def _like(tensor: Any) -> Like | None:
     if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.dtype.is_complex:
         return None
     return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device)
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether an op of torch gives back a view of its operand, and nothing else."""
+    returns = func._schema.returns
+    return func.namespace == "aten" and bool(returns) and all(r.alias_info is not None for r in returns)
+
+
+def _view(func: Any, args: Any, kwargs: Any, source: Any) -> Any:
+    """A view of a fake tensor, whichever modes look on."""
+    unseen, below = torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd()
+    try:
+        made = func(*args, **kwargs)
+    finally:
+        del unseen, below
+    if isinstance(made, Tensor):
+        return FakeTensor(source.fake_mode, made, source.fake_device)
+    return type(made)([FakeTensor(source.fake_mode, one, source.fake_device) for one in made])
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def _exact(arg: Any, ours: bool) -> Any:

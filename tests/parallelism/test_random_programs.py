@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, fx
@@ -20,22 +15,18 @@ from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.simulate import join, local_arguments, run_lockstep
 
+from fuzzed import Case
+from fuzzed import case as of_family
 
-def _sibling(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-programs = _sibling("random_programs")
 CASES, PARTS = 320, 8
 torch.set_num_threads(1)
 
 
-def _program(case: Any) -> Program:
+def chain(seed: int) -> Case:
+    return of_family("chain", seed)
+
+
+def _program(case: Case) -> Program:
     return partition(case.fn, case.args, case.mesh, case.in_shardings, case.out_shardings)
 
 
@@ -48,10 +39,10 @@ def _bytes_moved(node: fx.Node, operands: list[Tensor], results: list[Tensor]) -
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_devices_together_compute_what_one_does(part: int) -> None:
-    for seed in range(part, CASES, PARTS):
-        case = programs.case(seed)
-        expected = case.fn(*case.args)
-        told = f"seed {seed}: {case}"
+    for number in range(part, CASES, PARTS):
+        case = chain(number)
+        expected = case.fn(*(a.clone() for a in case.args))
+        told = str(case)
         try:
             program = _program(case)
             counted: list[tuple[str, int]] = []
@@ -91,7 +82,7 @@ def _check_specs(program: Program, results: list[list[Tensor]], told: str) -> No
 @pytest.mark.parametrize("seed", range(CASES, CASES + 24))
 def test_propagation_keeps_its_laws(seed: int) -> None:
     """Annotations stay and closed dims are not touched; twice is once; every axis has a chain to an annotation."""
-    case = programs.case(seed)
+    case = chain(seed)
     graph = capture(case.fn, case.args)
     mark_outputs(graph)
     given = dict(split_annotations(graph, case.mesh))
@@ -119,5 +110,5 @@ def test_propagation_keeps_its_laws(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(0, 24, 3))
 def test_same_function_same_program(seed: int) -> None:
-    case = programs.case(seed)
-    assert _program(case).fingerprint == _program(programs.case(seed)).fingerprint
+    case = chain(seed)
+    assert _program(case).fingerprint == _program(chain(seed)).fingerprint

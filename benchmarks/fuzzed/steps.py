@@ -1,166 +1,19 @@
-"""Random functions of tensors, with random shardings: what the partitioner is tried on. One seed, one case."""
+"""Steps of all kinds on any value: what follows an op of a family, and what chains are made of."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from tpshard.parallelism import Mesh, mesh_split
+from tpshard.parallelism import mesh_split
 
-MESHES: list[dict[str, int]] = [{"x": 2}, {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2}, {"x": 3, "y": 2}]
-SIZES = (1, 2, 3, 4, 4, 5, 6, 8, 8, 12)
-LARGEST = 1500
-"""Elements of a tensor."""
+from fuzzed.writer import SIZES, Writer
 
 
-@dataclass
-class Case:
-    """A function, its arguments, a mesh, and shardings for arguments and results (None: free)."""
-
-    mesh: Mesh
-    args: list[Tensor]
-    steps: list[tuple[str, Callable[..., Any], list[int]]]
-    outputs: list[int]
-    differentiate: bool
-    in_shardings: list[Any] | None = None
-    out_shardings: list[Any] | None = None
-
-    def fn(self, *args: Tensor) -> list[Tensor]:
-        floats = [a for a in args if a.is_floating_point()]
-        if self.differentiate:
-            args = tuple(a.detach().requires_grad_() if a.is_floating_point() else a for a in args)
-            floats = [a for a in args if a.is_floating_point()]
-        env = list(args)
-        for _, step, operands in self.steps:
-            env.append(step(*(env[i] for i in operands)))
-        results = [env[i] for i in self.outputs]
-        if not self.differentiate:
-            return results
-        total = sum((r.tanh() * r.detach().cos()).sum() for r in results if r.requires_grad)
-        if not isinstance(total, Tensor):
-            return results
-        grads = torch.autograd.grad(total, floats, allow_unused=True)
-        return [r.detach() for r in results] + [g for g in grads if g is not None]
-
-    def __str__(self) -> str:
-        lines = [f"mesh {self.mesh.axes}, gradients {self.differentiate}"]
-        lines += [f"  %{i} = input {tuple(a.shape)} {a.dtype}" for i, a in enumerate(self.args)]
-        lines += [f"  %{len(self.args) + i} = {what} of {of}" for i, (what, _, of) in enumerate(self.steps)]
-        return "\n".join(
-            [*lines, f"  return {self.outputs}", f"  in  {self.in_shardings}", f"  out {self.out_shardings}"]
-        )
-
-
-@dataclass
-class Writer:
-    """Writes a random function step by step, running it on the way to know shapes."""
-
-    rng: random.Random
-    mesh: Mesh
-    args: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-    """Inputs of steps: arguments first; arguments that a step adds are moved to the front at the end."""
-    steps: list[tuple[str, Callable[..., Any], list[tuple[str, int]]]] = field(default_factory=list)
-    refs: list[tuple[str, int]] = field(default_factory=list)
-    generator: torch.Generator = field(default_factory=torch.Generator)
-
-    def argument(self, tensor: Tensor) -> int:
-        self.refs.append(("arg", len(self.args)))
-        self.args.append(tensor)
-        self.values.append(tensor)
-        return len(self.values) - 1
-
-    def floats(self, *shape: int) -> int:
-        made = torch.randn(shape, generator=self.generator, dtype=torch.float64)
-        return self.argument(made)
-
-    def integers(self, below: int, *shape: int) -> int:
-        return self.argument(torch.randint(0, below, shape, generator=self.generator))
-
-    def step(self, what: str, fn: Callable[..., Any], *operands: int) -> bool:
-        made = fn(*(self.values[i] for i in operands))
-        if made.numel() > LARGEST or made.numel() == 0:
-            return False
-        if made.is_floating_point() and made.abs().max() > 50:
-            self.steps.append((what, fn, [self.refs[i] for i in operands]))
-            self._keep(made)
-            return self.step("tanh", lambda x: (x / 16).tanh(), len(self.values) - 1)
-        self.steps.append((what, fn, [self.refs[i] for i in operands]))
-        self._keep(made)
-        return True
-
-    def _keep(self, made: Tensor) -> None:
-        self.refs.append(("step", len(self.steps) - 1))
-        self.values.append(made)
-
-    def pick(self, rank: int | None = None, least: int = 0) -> int | None:
-        fitting = [
-            i for i, v in enumerate(self.values)
-            if v.is_floating_point() and v.dim() >= least and (rank is None or v.dim() == rank)
-        ]  # fmt: skip
-        recent = fitting[-4:] if self.rng.random() < 0.7 else fitting
-        return self.rng.choice(recent) if recent else None
-
-    def shape(self, i: int) -> tuple[int, ...]:
-        return tuple(self.values[i].shape)
-
-
-def sharding(rng: random.Random, mesh: Mesh, rank: int) -> tuple[Any, ...]:
-    """Random axes (whole or parts of them) on random dims, also where they do not divide."""
-    pieces: list[Any] = []
-    for name, size in mesh.axes.items():
-        if size == 4 and rng.random() < 0.3:
-            pieces += [(name, 1, 2), (name, 2, 2)]
-        else:
-            pieces.append(name)
-    rng.shuffle(pieces)
-    dims: list[list[Any]] = [[] for _ in range(rank)]
-    for piece in pieces:
-        if rank and rng.random() < 0.65:
-            dims[rng.randrange(rank)].append(piece)
-    return tuple(None if not d else d[0] if len(d) == 1 else tuple(d) for d in dims)
-
-
-def case(seed: int) -> Case:
-    """The random case of a seed: 4 to 10 steps."""
-    rng = random.Random(seed)
-    mesh = Mesh(rng.choice(MESHES))
-    writer = Writer(rng, mesh)
-    writer.generator.manual_seed(seed)
-    for _ in range(rng.randint(1, 2)):
-        writer.floats(*(rng.choice(SIZES) for _ in range(rng.choice((1, 2, 2, 3, 3, 4)))))
-    wanted = rng.randint(3, 8)
-    tries = 0
-    while len(writer.steps) < wanted and tries < 100:
-        tries += 1
-        i = writer.pick()
-        if i is not None:
-            rng.choice(OPS)(writer, rng, i)
-    if not writer.steps:
-        writer.step("neg", lambda x: -x, 0)
-    count = len(writer.args)
-    places = [i if kind == "arg" else count + i for kind, i in writer.refs]
-    results = [n for n, (kind, _) in enumerate(writer.refs) if kind == "step"]
-    chosen = sorted({results[-1], *rng.sample(results, min(2, len(results)))})
-    made = Case(
-        mesh, writer.args,
-        [(what, fn, [i if kind == "arg" else count + i for kind, i in of]) for what, fn, of in writer.steps],
-        [places[n] for n in chosen], rng.random() < 0.5,
-    )  # fmt: skip
-    made.in_shardings = [sharding(rng, mesh, a.dim()) if rng.random() < 0.8 else None for a in made.args]
-    if rng.random() < 0.5:
-        expected = made.fn(*made.args)
-        made.out_shardings = [sharding(rng, mesh, r.dim()) if rng.random() < 0.6 else None for r in expected]
-    return made
-
-
-# ---- the steps ------------------------------------------------------------------------------------------------
 def unary(w: Writer, rng: random.Random, i: int) -> None:
     name, fn = rng.choice([
         ("silu", F.silu), ("gelu", F.gelu), ("relu", torch.relu), ("sigmoid", torch.sigmoid), ("tanh", torch.tanh),
@@ -417,7 +270,7 @@ def annotation(w: Writer, rng: random.Random, i: int) -> None:
     w.step(f"mesh_split {mapping}", lambda x: mesh_split(x, w.mesh, mapping), i)
 
 
-OPS: list[Callable[[Writer, random.Random, int], None]] = [
+STEPS: list[Callable[[Writer, random.Random, int], None]] = [
     unary, unary, binary, binary, linear, linear, matmul, self_product, einsum, einsum, reduction, reduction, along,
     along,
     view, view, view, permute, pieces, pieces, pieces, by_index, by_index, mask, norm, loss, convolution, convolution,

@@ -1,0 +1,140 @@
+"""Random programs, partitioned and simulated, beside eager: how many are wrong, crash, or are refused, per family.
+
+    python benchmarks/fuzz.py --seeds 1000 [--start 0] [--family NAME ...] [--json] [--show] [--seconds 600]
+
+Each program is one op of a family with a random tail, half of them with gradients, on a random mesh, with random
+shardings of arguments and results: uneven sizes, parts of axes, several axes on one dim. `refused` is a ValueError
+before anything runs, told by its reason; `crash` any other exception. Exit code 1 where one is wrong or crashed.
+A program is repeated by `--family NAME --only SEED --show`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import time
+import traceback
+import warnings
+from collections import Counter, defaultdict
+from typing import Any, NamedTuple
+
+import torch
+from tpshard.parallelism import partition
+
+from fuzzed import FAMILIES, Case, case
+
+
+class Outcome(NamedTuple):
+    kind: str
+    """right, wrong, crash or refused."""
+    told: str = ""
+
+
+def run(made: Case) -> Outcome:
+    """What becomes of a program."""
+    torch.manual_seed(made.seed)
+    expected = made.fn(*(a.clone() for a in made.args))
+    try:
+        program = partition(made.fn, made.args, made.mesh, made.in_shardings, made.out_shardings)
+    except ValueError as error:
+        return Outcome("refused", str(error))
+    except Exception as error:
+        return Outcome("crash", _last(error))
+    try:
+        got = program.simulate(*made.args)
+    except Exception as error:
+        return Outcome("crash", _last(error))
+    if len(got) != len(expected):
+        return Outcome("wrong", f"{len(got)} results instead of {len(expected)}")
+    for i, (mine, theirs) in enumerate(zip(got, expected)):
+        told = difference(mine, theirs)
+        if told:
+            return Outcome("wrong", f"result {i}: {told}")
+    return Outcome("right")
+
+
+def difference(got: torch.Tensor, want: torch.Tensor) -> str:
+    """How two tensors differ, in words; empty where they agree to what their type holds."""
+    tolerance = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.complex64: 1e-4}
+    finite = want[torch.isfinite(want)] if want.is_floating_point() else want
+    scale = 1 + (float(finite.abs().max()) if finite.numel() and want.dtype.is_floating_point else 0.0)
+    close = tolerance.get(want.dtype, 1e-6)
+    try:
+        torch.testing.assert_close(got, want, rtol=close, atol=close * scale, equal_nan=True)
+    except AssertionError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def _last(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({frame.filename.split('/')[-1]}:{frame.lineno})"
+    )
+
+
+def _shape_of(reason: str) -> str:
+    """A reason without its names and numbers, to count by."""
+    return re.sub(r"\d+", "#", reason)[:110]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=len(FAMILIES) * 10, help="programs, of all families in turn")
+    parser.add_argument("--start", type=int, default=0, help="number of the first program")
+    parser.add_argument("--family", nargs="*", choices=list(FAMILIES), default=list(FAMILIES), metavar="NAME")
+    parser.add_argument("--only", type=int, help="one seed of the family")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after that time")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--show", action="store_true", help="print every program that is not right")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    names = given.family
+    numbers = range(given.start, given.start + given.seeds)
+    pairs = [(names[n % len(names)], n // len(names)) for n in numbers]
+    if given.only is not None:
+        pairs = [(name, given.only) for name in names]
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    told: dict[tuple[str, str], list[tuple[str, int, str]]] = defaultdict(list)
+    began = time.perf_counter()
+    for name, seed in pairs:
+        if time.perf_counter() - began > given.seconds:
+            break
+        made = case(name, seed)
+        outcome = run(made)
+        counts[name][outcome.kind] += 1
+        if outcome.kind != "right":
+            group = name if outcome.kind == "wrong" else _shape_of(outcome.told)
+            told[outcome.kind, group].append((name, seed, outcome.told))
+            if given.show:
+                print(f"--- {outcome.kind}: {outcome.told}\n{made}", flush=True)
+    _report(counts, told, time.perf_counter() - began, given.json)
+    if any(c["wrong"] or c["crash"] for c in counts.values()):
+        raise SystemExit(1)
+
+
+def _report(counts: dict[str, Counter[str]], told: dict[Any, Any], seconds: float, as_json: bool) -> None:
+    total: Counter[str] = sum(counts.values(), Counter())
+    if as_json:
+        kinds = ("right", "wrong", "crash", "refused")
+        everything = {k: total[k] for k in kinds}
+        seen = [{"kind": kind, "count": len(found), "family": found[0][0], "seed": found[0][1], "told": found[0][2]}
+                for (kind, _), found in told.items()]  # fmt: skip
+        families = {name: {k: c[k] for k in kinds} for name, c in counts.items()}
+        told_all = {"torch": torch.__version__, "seconds": round(seconds, 1), "total": everything}
+        print(json.dumps(told_all | {"families": families, "seen": seen}, indent=1))
+        return
+    print(f"{'family':<18} {'programs':>8} {'right':>7} {'wrong':>6} {'crash':>6} {'refused':>8}")
+    for name, c in [*counts.items(), ("all", total)]:
+        print(f"{name:<18} {sum(c.values()):>8} {c['right']:>7} {c['wrong']:>6} {c['crash']:>6} {c['refused']:>8}")
+    print(f"torch {torch.__version__}, {seconds:.0f} s")
+    for (kind, _), found in sorted(told.items(), key=lambda item: (item[0][0], -len(item[1]))):
+        name, seed, what = found[0]
+        print(f"{kind} x{len(found)}, as {name} {seed}: {what[:300]}")
+
+
+if __name__ == "__main__":
+    main()

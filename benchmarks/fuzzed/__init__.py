@@ -1,0 +1,67 @@
+"""Random programs, a family of ops each: what the partitioner is tried on, by benchmarks/fuzz.py and by the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import torch
+from tpshard.parallelism import Mesh
+
+from fuzzed import arithmetic, indexed, layers, layouts
+from fuzzed.steps import STEPS
+from fuzzed.writer import MESHES, Case, Writer
+
+
+def chain(w: Writer, rng: random.Random) -> None:
+    """Steps of any kind, one after another."""
+    for _ in range(rng.randint(1, 2)):
+        w.tensor(1, 2, 2, 3, 3, 4)
+    _steps(w, rng, rng.randint(3, 8))
+
+
+FAMILIES = layouts.FAMILIES | indexed.FAMILIES | arithmetic.FAMILIES | layers.FAMILIES | {"chain": chain}
+
+
+def case(family: str, seed: int) -> Case:
+    """The random program of a family and a seed: an op of the family, and up to three steps of any kind after it."""
+    rng = random.Random(f"{family} {seed}")
+    for attempt in range(50):
+        writer = Writer(rng, Mesh(rng.choice(MESHES)))
+        writer.generator.manual_seed(seed + 1000 * attempt)
+        # an op refuses some sizes: those are not drawn
+        with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, AssertionError):
+            FAMILIES[family](writer, rng)
+        if not writer.steps:
+            continue
+        if family != "chain":
+            tail = rng.randint(0, 3)
+            if tail and writer.values[-1].dtype != torch.float64:
+                writer.step(
+                    "double", lambda x: x.real.double() if x.is_complex() else x.double(), len(writer.values) - 1
+                )
+            _steps(writer, rng, tail)
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # no gradient: another program
+            made = writer.case(family, seed)
+            made.fn(*(a.clone() for a in made.args))
+            return made
+    raise AssertionError(f"the family {family} wrote no program for the seed {seed}")
+
+
+def numbered(number: int) -> Case:
+    """The programs of all families in turn."""
+    names = list(FAMILIES)
+    return case(names[number % len(names)], number // len(names))
+
+
+def _steps(w: Writer, rng: random.Random, count: int) -> None:
+    wanted = len(w.steps) + count
+    for _ in range(12 * count):
+        if len(w.steps) >= wanted:
+            return
+        i = w.pick()
+        if i is not None:
+            rng.choice(STEPS)(w, rng, i)
+
+
+__all__ = ["FAMILIES", "Case", "case", "numbered"]

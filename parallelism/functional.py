@@ -1,0 +1,180 @@
+"""functionalize: a recorded graph in which ops write into tensors -> one in which every op makes new ones.
+
+A write may be seen through any view of what is written, of a tensor whose views it goes through, or through several
+names of one tensor. torch's own functionalization knows; it is run on the recorded ops, below autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tpshard.parallelism.graph import Graph, Op, Ref, Value, map_refs
+from tpshard.parallelism.record import Recorder
+from tpshard.parallelism.remember import Like, contiguous, fake
+
+aten = torch.ops.aten
+
+
+def writes(op: Op) -> bool:
+    """Whether an op changes one of its operands."""
+    schema = getattr(op.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def writes_own_inputs(op: Op) -> bool:
+    """Whether an op changes nothing but inputs of the graph that no other op reads, as a cache is, and gives back
+    something else: that may stay."""
+    schema = op.target._schema
+    if any(result.alias_info is not None for result in schema.returns):
+        return False
+    written = [a for a, given in zip(op.args, schema.arguments) if given.alias_info and given.alias_info.is_write]
+    values = [op.operands[a.index] if isinstance(a, Ref) else None for a in written]
+    return bool(values) and all(v is not None and v.producer is None and v.users == [op] for v in values)
+
+
+def functionalize(graph: Graph) -> Graph:
+    """The same function without writes; the graph itself where there are none.
+
+    Raises ValueError where an argument or a constant of the function is changed, whose change would be lost.
+    """
+    if not any((writes(op) and not writes_own_inputs(op)) or op.target is aten.as_strided.default for op in graph.ops):
+        return graph
+    return _Replay(graph).run()
+
+
+class _Place:
+    path = ""
+    phase = "forward"
+
+
+class _Functional(Recorder):
+    """Records views by strides as look-ups: after functionalization nothing is written through them."""
+
+    def __init__(self, place: _Place):
+        super().__init__(place)
+        self.decompositions = self.decompositions | {
+            aten.as_strided.default: _strided, aten.as_strided_scatter.default: _strided_scatter
+        }  # fmt: skip
+
+
+class _Replay:
+    """Runs a graph's ops again, on fake tensors wrapped for functionalization, under a new recorder."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.place = _Place()
+        self.recorder = _Functional(self.place)
+        self.env: dict[Value, Any] = {}
+
+    def run(self) -> Graph:
+        held: list[tuple[Value, Tensor]] = []
+        for value in self.graph.inputs:
+            held.append((value, self._stand_in(value)))
+            self.recorder.input(value.name, held[-1][1])
+        for name, (value, constant) in self.graph.constants.items():
+            held.append((value, self._stand_in(value)))
+            self.recorder.constant(name, constant, held[-1][1])
+        with self.mode, self.recorder, _wrapping():
+            for value, plain in held:
+                self.env[value] = torch._to_functional_tensor(plain)
+            for op in self.graph.ops:
+                self._again(op)
+            outputs = [self._plain(o) if isinstance(o, Value) else o for o in self.graph.outputs]
+            changed = [value.name for value, plain in held if self._plain(value) is not plain]
+        if changed:
+            raise ValueError(
+                f"the function changes `{changed[0]}`, which it is given, in place: that change would be lost. Work on "
+                f"a copy (`{changed[0]}.clone()`) and return it"
+            )
+        made = self.recorder.graph(outputs)
+        made.in_tree, made.out_tree = self.graph.in_tree, self.graph.out_tree
+        return made
+
+    def _stand_in(self, value: Value) -> Tensor:
+        like = Like(value.shape, contiguous(value.shape), value.dtype, torch.device("cpu"))
+        return fake(self.mode, like)
+
+    def _plain(self, value: Value) -> Tensor:
+        """The tensor that a wrapped one stands for now, with all writes done."""
+        wrapped = self.env[value]
+        torch._sync(wrapped)
+        return torch._from_functional_tensor(wrapped)
+
+    def _again(self, op: Op) -> None:
+        self.place.path, self.place.phase = op.module, op.phase
+        if op.target is aten.lift_fresh_copy.default:  # of a constant: written to, it is another tensor
+            self.env[op.results[0]] = torch._to_functional_tensor(self._plain(op.operands[0]))
+            return
+        if op.target.namespace == "aten" or op.target.namespace == "prims":
+            args, kwargs = self._arguments(op, lambda value: self.env[value])
+            try:
+                made = op.target(*args, **kwargs)
+            except RuntimeError as error:
+                reason = str(error).strip().splitlines()[0]
+                raise ValueError(f"`{op.target}` writes into a tensor in a way that is not known: {reason}") from error
+            results = list(made) if isinstance(made, (list, tuple)) else [made]
+        else:  # torch cannot functionalize custom ops: they see plain tensors
+            if writes(op) and not writes_own_inputs(op):
+                raise ValueError(f"`{op.target}` changes a tensor in place that other operations read")
+            args, kwargs = self._arguments(op, self._plain)
+            with _wrapping(False):
+                made = op.target(*args, **kwargs)
+                plain = list(made) if isinstance(made, (list, tuple)) else [made]
+            results = [torch._to_functional_tensor(p) if isinstance(p, Tensor) else p for p in plain]
+        self.env.update(zip(op.results, results))
+
+    def _arguments(self, op: Op, read: Any) -> tuple[Any, Any]:
+        def change(tree: Any) -> Any:
+            return map_refs(tree, lambda ref: read(op.operands[ref.index]))
+
+        args = [list(a) if isinstance(a, tuple) and not isinstance(a, Ref) else a for a in map(change, op.args)]
+        return args, {key: change(arg) for key, arg in op.kwargs.items()}
+
+
+def _strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
+    flat, _ = _flat(x)
+    return aten.index.Tensor(flat, [_places(x, size, stride, offset)])
+
+
+def _strided_scatter(
+    x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Tensor:
+    flat, order = _flat(x)
+    written = flat.index_put((_places(x, size, stride, offset),), source)
+    back = [order.index(d) for d in range(x.dim())]
+    return written.view([x.shape[d] for d in order]).permute(back)
+
+
+def _flat(x: Tensor) -> tuple[Tensor, list[int]]:
+    """The elements of a tensor as they lie in memory, and its dims in that order."""
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda d: (-strides[d], -x.shape[d]))
+    stored = x.permute(order)
+    if not stored.is_contiguous() or x.untyped_storage().nbytes() != x.numel() * x.itemsize:
+        raise ValueError("`aten.as_strided.default` of a tensor that is itself a part of another")
+    return stored.reshape(-1), order
+
+
+def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor:
+    place = torch.full(tuple(size), int(x.storage_offset()) if offset is None else offset, dtype=torch.int64)
+    for d, (n, step) in enumerate(zip(size, stride)):
+        place = place + (torch.arange(n) * step).view(-1, *[1] * (len(size) - 1 - d))
+    return place
+
+
+@contextmanager
+def _wrapping(on: bool = True) -> Iterator[None]:
+    """Turns functionalization on (or off, inside of it) for what runs in the context."""
+    enable, disable = (lambda: torch._enable_functionalization(reapply_views=True)), torch._disable_functionalization
+    first, last = (enable, disable) if on else (disable, enable)
+    first()
+    try:
+        yield
+    finally:
+        last()

@@ -1,0 +1,125 @@
+"""Writes are seen through every view, on one device and on several: the captured graph has none of them left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tpshard.parallelism import Mesh, partition
+from tpshard.parallelism.capture import capture
+from tpshard.parallelism.functional import writes
+
+MESHES = [Mesh({"x": 1}), Mesh({"x": 2}), Mesh({"x": 3}), Mesh({"x": 2, "y": 2})]
+
+
+def column(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 0] = 1.0
+    return y
+
+
+def columns(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 2:4] = x[:, :2]
+    return y
+
+
+def row(x: Tensor) -> Tensor:
+    y = x * 2
+    y[0].zero_()
+    return y
+
+
+def flat(x: Tensor) -> Tensor:
+    y = x * 2
+    y.view(-1).add_(1)
+    return y
+
+
+def view_of_view(x: Tensor) -> Tensor:
+    y = x * 2
+    y.t()[1:3].mul_(3).select(1, 0).neg_()
+    return y
+
+
+def read_afterwards(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x.clone()
+    part = y[:, 1:]
+    y.tanh_()
+    return part + 0, part.sum()
+
+
+def strided(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.as_strided((3, 2), (7, 2), 1).mul_(5)
+    return y + x.as_strided((4, 6), (1, 4))
+
+
+def circular(x: Tensor) -> Tensor:
+    return F.pad(x[None], (2, 1), mode="circular")
+
+
+def in_a_loop(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for i in range(1, x.shape[0]):
+        out[i] = out[i - 1] * 0.5 + x[i]
+    return out
+
+
+def same_twice(x: Tensor) -> Tensor:
+    y = torch.empty_like(x).fill_(2)
+    z = y.detach()
+    z.add_(1)
+    return y * x
+
+
+def unsqueezed(x: Tensor) -> Tensor:
+    return (x * 1).unsqueeze_(0).transpose_(1, 2)
+
+
+def of_strides(x: Tensor) -> Tensor:
+    y = x.requires_grad_()
+    (grad,) = torch.autograd.grad(y.as_strided((2, 5), (3, 2), 2).tanh().sum() + torch.fft.rfft(y).abs().sum(), y)
+    return grad
+
+
+def written_with_gradient(x: Tensor) -> Tensor:
+    y = x.requires_grad_()
+    z = (y * 2).clone()
+    z[1:, ::2] *= y[1:, ::2]
+    (grad,) = torch.autograd.grad(z.tanh().sum(), y)
+    return grad
+
+
+FUNCTIONS: list[Callable[[Tensor], object]] = [
+    column, columns, row, flat, view_of_view, read_afterwards, strided, circular, in_a_loop, same_twice, unsqueezed,
+    of_strides, written_with_gradient,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
+def test_a_write_is_seen_through_every_view(fn: Callable[[Tensor], object]) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    made = fn(x.clone())
+    expected = made if isinstance(made, tuple) else (made,)
+    for mesh in MESHES:
+        for dims in ((None, None), ("x", None), (None, "x"), ("x", "y")):
+            known = tuple(d if d in mesh.axes else None for d in dims)
+            got = partition(fn, [x.clone()], mesh, [known]).simulate(x)
+            torch.testing.assert_close(tuple(got), expected)
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
+def test_no_op_of_a_captured_graph_writes(fn: Callable[[Tensor], object]) -> None:
+    assert not any(writes(op) for op in capture(fn, [torch.empty(4, 6)]).ops)
+
+
+def test_a_write_into_what_is_given_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"changes `scores`.*clone"):
+        capture(lambda x: x.mul_(2).sum(), [torch.empty(4)], ["scores"])
+    outside = torch.zeros(4)
+    with pytest.raises(ValueError, match="in place"):
+        capture(lambda x: outside.add_(x), [torch.empty(4)])
