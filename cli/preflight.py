@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tpshard.recipes import load as recipes
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.recipes.fit import misfits
+from tpshard.recipes.schema import DEVICES
 
 if TYPE_CHECKING:
     from tpshard.models.config import ModelConfig
@@ -25,9 +26,24 @@ def checked(path: str, overrides: Sequence[str] = ()) -> tuple[Recipe, list[Diag
     found = list(examined.diagnostics)
     if examined.sound("cluster", "mesh", "model", "sharding", "batch", "fsdp.wrap", "fsdp.bucket", "fsdp.axis"):
         found = recipes.in_order([*found, *beyond(examined.recipe)])
+    if examined.sound("cluster.device"):
+        found = recipes.in_order([*found, *device_file(examined.recipe)])
     if any(d.severity == "error" for d in found):
         raise Mistakes(found)
     return examined.recipe, found
+
+
+def device_file(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """What is wrong with the device file that the recipe names; a shipped one is right."""
+    if recipe.cluster is None or recipe.cluster.stored()["device"] in DEVICES:
+        return ()
+    from tpshard.devices.read import device
+
+    try:
+        device(recipe.cluster.device, recipe.where("cluster.device"))
+    except Mistakes as mistakes:
+        return mistakes.diagnostics
+    return ()
 
 
 def beyond(recipe: Recipe) -> list[Diagnostic]:

@@ -97,6 +97,9 @@ def cp(name: Name, to: To = None, overwrite: Overwrite = False) -> None:
     path = to or Path(f"{name}.yaml")
     if path.is_dir():
         path = path / f"{name}.yaml"
+    if not path.parent.is_dir() and not path.parent.resolve().is_relative_to(Path.cwd()):
+        why = "folders are made below the working directory only"
+        raise Mistakes.one(f"there is no folder {path.parent}", exit=Exit.USAGE, why=why, fix=f"mkdir -p {path.parent}")
     write(path, builtins()[name].read_text(encoding="utf-8"), overwrite=overwrite)
     print(path)
     print(f"next: edit it, then `tpshard validate {path}` and `tpshard plan {path}`", file=sys.stderr)

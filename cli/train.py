@@ -45,6 +45,10 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
 
         save.read(plan)  # a file that is none is said before anything starts; the workers compare it
     machine.require(loaded)
+    if loaded.data.source == "c4":
+        from tpshard.train import hub
+
+        hub.require("c4", loaded.where("data.source"))  # before workers take seconds to start
     nodes = Nodes.of(os.environ)
     gpus = visible_gpus() if loaded.cluster is None else 0
     world = workers_of(loaded, nodes, gpus)

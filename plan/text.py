@@ -156,7 +156,7 @@ def shardings(report: Report, width: float = math.inf) -> list[str]:
         at_rest = f", rest {stored}" if stored and stored != used else ""
         shape = "x".join(map(str, members[0].shape))
         mark = "*" if members[0].annotated else " "
-        rows.append((f"{mark}{name.removesuffix('.weight')}{many}", shape, used + at_rest))
+        rows.append((f"{mark}{name}{many}", shape, used + at_rest))
     wide = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
     file, room = home(report), width - sum(wide) - 4
     return [

@@ -15,7 +15,7 @@ from tpshard.recipes import schema
 from tpshard.recipes.constraints import Alone, Bytes, Constraint
 from tpshard.recipes.diagnostic import Diagnostic, Mistakes, Source
 from tpshard.recipes.nodes import Node, scalar, trap
-from tpshard.recipes.section import Section, default_of, field_names, malformed, mentions, resolved
+from tpshard.recipes.section import Section, default_of, field_names, malformed, resolved, waits
 
 
 class _Bad:
@@ -34,6 +34,12 @@ def hints(cls: type[Section]) -> dict[str, Any]:
 def _hints(cls: Any) -> dict[str, Any]:
     found = typing.get_type_hints(cls, include_extras=True)
     return {name: found[name] for name in field_names(cls)}
+
+
+def listed(cls: type[Section]) -> dict[str, Any]:
+    """`hints` without the keys that are reserved: what a reader may use."""
+    fields_of = cls.__dataclass_fields__  # type: ignore[attr-defined]
+    return {name: hint for name, hint in hints(cls).items() if "reserved" not in fields_of[name].metadata}
 
 
 def alternatives(hint: Any) -> list[tuple[Any, tuple[Constraint, ...]]]:
@@ -81,7 +87,9 @@ def join(words: Iterable[str]) -> str:
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """The one of `known` that `word` was probably meant to be, or nothing."""
-    close = difflib.get_close_matches(word.lower(), list(known), 1, 0.6)
+    names = list(known)
+    begun = [name for name in names if len(word) > 2 and name.startswith(word.lower())]
+    close = begun or difflib.get_close_matches(word.lower(), names, 1, 0.6)
     return close[0] if close else ""
 
 
@@ -91,7 +99,7 @@ def homes() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
 
     def visit(cls: type[Section], prefix: str) -> None:
-        for name, hint in hints(cls).items():
+        for name, hint in listed(cls).items():
             found.setdefault(name, []).append(prefix + name)
             inner = section_of(hint)
             if inner is not None:
@@ -124,7 +132,7 @@ class Checker:
         for key, value in node.entries:
             inside = f"{path}.{key.text}" if path else key.text
             if key.text not in known:
-                self.unknown(key, inside, path, list(known))
+                self.unknown(key, inside, path, list(listed(cls)))
                 continue
             self.places[inside] = (key.source, value.source)
             item = cls.__dataclass_fields__[key.text]  # type: ignore[attr-defined]
@@ -133,7 +141,7 @@ class Checker:
             found = self.value(value, known[key.text], inside)
             if found is not BAD:
                 given[key.text] = found
-                if mentions(found):
+                if waits(cls, key.text, found):
                     lazy[key.text] = value.source
         for item in fields(cls):  # type: ignore[arg-type]
             if item.name not in given and default_of(item) is MISSING:
@@ -144,7 +152,7 @@ class Checker:
                 given["model"] = schema.Model()
         made = cls(**given)
         for name, value in made.stored().items():
-            if name not in lazy and mentions(value):
+            if name not in lazy and waits(cls, name, value):
                 lazy[name] = default_source(f"{path}.{name}", value)
         object.__setattr__(made, "_lazy", lazy)
         return made
@@ -366,7 +374,7 @@ def _words(base: Any, constraints: tuple[Constraint, ...]) -> str:
     if get_origin(base) is Literal:
         return join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in get_args(base))
     if isinstance(base, type) and issubclass(base, Section):
-        return "a map of " + ", ".join(hints(base))
+        return "a map of " + ", ".join(listed(base))
     if get_origin(base) is tuple:
         inner = get_args(base)
         return "a list of lists" if get_origin(inner[0]) is tuple else "a list"

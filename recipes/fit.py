@@ -112,7 +112,7 @@ class _Fit:
         for path, pattern, dims in given:
             matched = [name for name in self.tensors if matches(pattern, name)]
             if not matched:
-                yield self.nothing(path, pattern, list(self.tensors))
+                yield self.nothing(path, pattern, list(self.tensors), modules=False)
             wrong = [name for name in matched if len(self.tensors[name]) != len(dims)]
             if wrong:
                 shape = self.tensors[wrong[0]]
@@ -134,10 +134,10 @@ class _Fit:
             for pattern in patterns:
                 tied = self.c.tie_embeddings and pattern in ("output", "output.weight")
                 if not tied and not any(covers(pattern, name) for name in self.parameters):
-                    yield self.nothing(path, pattern, list(self.parameters))
+                    yield self.nothing(path, pattern, list(self.parameters), modules=True)
 
-    def nothing(self, path: str, pattern: str, known: list[str]) -> Diagnostic:
-        close = nearest(pattern, known)
+    def nothing(self, path: str, pattern: str, known: list[str], *, modules: bool) -> Diagnostic:
+        close = nearest(pattern, known, modules=modules)
         return Diagnostic(
             f"the pattern `{pattern}` matches nothing in {self.model}",
             where=self.recipe.where(path),

@@ -15,7 +15,7 @@ from tpshard.recipes.check import Checker, hints, mapping_of, section_of, sugges
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
 from tpshard.recipes.nodes import Node, compose, scalar
 from tpshard.recipes.schema import SCHEMA_VERSION, Recipe
-from tpshard.recipes.section import default_of
+from tpshard.recipes.section import default_of, waits
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,8 @@ def _examined(layers: list[Node], overrides: Sequence[str], name: str, found: li
             tree = merged(tree, _override(text, number, tree), Recipe)
         except Mistakes as mistakes:
             found += mistakes.diagnostics
+    if overrides:
+        _version(tree)
     checker = Checker()
     recipe = checker.section(tree, Recipe, "")
     object.__setattr__(recipe, "_places", checker.places)
@@ -184,7 +186,10 @@ def _override(text: str, number: int, tree: Node) -> Node:
     parts = key.split(".")
     if "" in parts:
         raise malformed("an empty part between dots", col=len(".".join(parts[: parts.index("")])) + 1)
-    leaf = compose(value, file, shown=text, offset=len(key) + 1, mapping=False)
+    if value.strip():
+        leaf = compose(value, file, shown=text, offset=len(key) + 1, mapping=False)
+    else:  # a shell's `key=` is empty text, and no null
+        leaf = Node("scalar", Source(file, 1, len(key) + 1, text, 1))
     return _nested(parts, leaf, Recipe, Source(file, 1, 1, text, len(key)), tree)
 
 
@@ -232,7 +237,7 @@ def _derive(recipe: Recipe, name: str) -> None:
             object.__setattr__(section, key, value)
             if not section.__dataclass_fields__[key].metadata["saved"]:
                 object.__setattr__(section, "_unsaved", section._unsaved | {key})
-            if isinstance(value, str) and "${" in value:
+            if waits(type(section), key, value):
                 where = Source(f"<default {key}>", 0, 0, f"{key}: {value}")
                 object.__setattr__(section, "_lazy", {**section._lazy, key: where})
 
@@ -247,7 +252,7 @@ def _derive(recipe: Recipe, name: str) -> None:
         default(data, "tokenizer", "${oc.env:TOKENIZER_DIR}")
     directory = recipe.run.stored()["dir"].replace("${name}", recipe.stored()["name"])
     object.__setattr__(recipe.run, "dir", directory)
-    if "${" not in directory:
+    if not waits(type(recipe.run), "dir", directory):
         object.__setattr__(recipe.run, "_lazy", {})
     object.__setattr__(recipe, "mesh", _complete(recipe.mesh))
     if recipe.cluster is not None:

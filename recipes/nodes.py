@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,7 +57,7 @@ def compose(
     """
     place = _Places(text, file, shown, offset)
     try:
-        events = list(yaml.parse(text, Loader=yaml.SafeLoader))
+        events = _shallow(yaml.parse(text, Loader=yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
         raise Mistakes([_syntax(error, place)]) from None
     except yaml.reader.ReaderError as error:
@@ -75,6 +75,18 @@ def compose(
     if found is not None:
         found += composer.mistakes
     return root
+
+
+def _shallow(events: Iterable[yaml.Event]) -> list[yaml.Event]:
+    """The events up to the first that is nested too deep, which the composer refuses: PyYAML's time grows with the
+    square of the depth."""
+    depth, found = 0, []
+    for event in events:
+        found.append(event)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH + 1:
+            break
+    return found
 
 
 def trap(node: Node) -> str | None:

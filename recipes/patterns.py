@@ -22,10 +22,11 @@ def covers(pattern: str, name: str) -> bool:
     return depth <= len(have) and matches(pattern, ".".join(have[:depth]))
 
 
-def nearest(pattern: str, names: Iterable[str]) -> str:
-    """The pattern over `names`, or over modules they are in, that `pattern` was probably meant to be, or nothing."""
+def nearest(pattern: str, names: Iterable[str], *, modules: bool) -> str:
+    """The pattern over `names`, or with `modules` over what they are in, that `pattern` was probably meant to be."""
     known: dict[str, None] = {}
     for name in names:
         parts = re.sub(r"\.\d+(?=\.|$)", ".*", name).split(".")
-        known.update(dict.fromkeys(".".join(parts[:n]) for n in range(len(parts), 0, -1)))
+        shortest = 1 if modules else len(parts)
+        known.update(dict.fromkeys(".".join(parts[:n]) for n in range(len(parts), shortest - 1, -1)))
     return suggestion(pattern, known)

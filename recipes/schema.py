@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from tpshard.models.presets import PRESETS
 from tpshard.recipes.constraints import Alone, Bytes, GroupSize, NameOrFile, Range, Size, Text
 from tpshard.recipes.diagnostic import Diagnostic, Source
-from tpshard.recipes.section import Section, derived, section
+from tpshard.recipes.section import Section, derived, reserved, section
 
 SCHEMA_VERSION = 1
 
@@ -36,6 +36,8 @@ Axes = Annotated[tuple[AxisName, ...], Alone()]
 @section
 class Cluster(Section):
     """The machines that the recipe is meant for: what `plan` prices, and `train` checks against the one it is on."""
+
+    paths: ClassVar[tuple[str, ...]] = ("device",)
 
     device: Annotated[str, NameOrFile(DEVICES, ".yaml")]
     """A kind of device by name, or a file that describes one."""
@@ -64,6 +66,7 @@ class Model(Section):
     """What is computed. Exactly one of `preset`, `hf` and `module`; the other keys change its dimensions."""
 
     exclusive: ClassVar[tuple[str, ...]] = ("preset", "hf", "module")
+    paths: ClassVar[tuple[str, ...]] = ("hf",)
 
     preset: Preset | None = None
     """A model known by name. tiny: 4 layers, width 128, 8 heads, 4 KV heads, mlp 384, vocab 2048, seq_len 256, fp32."""
@@ -93,9 +96,9 @@ class Model(Section):
     """Width inside the MLP."""
     vocab: Annotated[int, Range(least=1, most=2**26)] | None = None
     """Rows of the embedding; at least as many as the tokenizer has tokens."""
-    experts: Annotated[int, Range(least=1, most=2**16)] | None = None
+    experts: Annotated[int, Range(least=1, most=2**16)] | None = reserved(default=None)
     """Experts of a mixture; none by default."""
-    top_k: Annotated[int, Range(least=1, most=2**16)] | None = None
+    top_k: Annotated[int, Range(least=1, most=2**16)] | None = reserved(default=None)
     """Experts that see each token."""
     tie_embeddings: bool | None = None
     """Whether the output projection is the embedding."""
@@ -217,6 +220,8 @@ class Pipeline(Section):
 class Data(Section):
     """Where the text comes from."""
 
+    paths: ClassVar[tuple[str, ...]] = ("source", "tokenizer")
+
     source: str = "sample"
     """c4, a directory or glob of C4-format *.json.gz, or sample (made on this machine)."""
     tokenizer: str | None = derived(default='its own for sample, else "${oc.env:TOKENIZER_DIR}"')
@@ -300,8 +305,11 @@ class Timeout(Section):
 class Run(Section):
     """Where a run leaves its files."""
 
+    paths: ClassVar[tuple[str, ...]] = ("dir",)
+
     dir: str = "runs/${name}"
-    """Folder of the run, relative to where the command runs; ${name} is the recipe's name."""
+    """Folder of the run, relative to where the command runs; ${name} is the recipe's name, and ~ and $NAME are what a
+    shell makes of them."""
 
 
 @section
@@ -370,6 +378,8 @@ class Quantize(Section):
 class Serve(Section):
     """What `tpshard serve` does."""
 
+    paths: ClassVar[tuple[str, ...]] = ("checkpoint",)
+
     checkpoint: str = "latest"
     """latest of this run; or a directory in Hugging Face format, GPTQ or not."""
     mesh: Mapping[AxisName, AxisSize] = field(default_factory=lambda: {"tp": 4})
@@ -423,7 +433,7 @@ class Recipe(Section):
     layer, or all but a list of operations to keep."""
     compile: Literal["inductor", "eager"] = "inductor"
     """How the program of a device is run."""
-    pipeline: Pipeline | None = None
+    pipeline: Pipeline | None = reserved(default=None)
     """Reserved."""
     data: Data = field(default_factory=Data)
     """Where the text comes from."""

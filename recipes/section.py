@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 
 INTERPOLATION = re.compile(r"\$\{([^{}]*)\}")
+_SHELL = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
 _ENVIRONMENT = re.compile(r"oc\.env:([A-Za-z_][A-Za-z0-9_]*)(?:,(.*))?", re.DOTALL)
 
 
@@ -18,6 +19,11 @@ def derived(*, default: str, saved: bool = True) -> Any:
     """A default that the loader works out from other keys, told in words. Not `saved`: it is left to be worked out
     again when a saved recipe is loaded with changes."""
     return field(default=None, metadata={"derived": default, "saved": saved})
+
+
+def reserved(*, default: None) -> Any:
+    """A key that is refused: its name is kept for what is to come, and nothing lists or suggests it."""
+    return field(default=default, metadata={"reserved": True})
 
 
 def default_of(item: Field[Any]) -> Any:
@@ -28,7 +34,9 @@ def default_of(item: Field[Any]) -> Any:
 T = TypeVar("T")
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(field, derived))
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(field, derived, reserved)
+)
 def section(cls: type[T]) -> type[T]:
     """A frozen dataclass of keywords that leaves repr and equality to `Section`."""
     return dataclass(frozen=True, kw_only=True, repr=False, eq=False)(cls)
@@ -47,6 +55,8 @@ class Section:
     """
 
     _lazy: Mapping[str, Source]
+    paths: ClassVar[tuple[str, ...]] = ()
+    """Keys that name files or folders: `~` and `$NAME` in them are what a shell makes of them."""
     _unsaved: ClassVar[frozenset[str]] = frozenset()
     """Derived values that a saved recipe leaves out."""
 
@@ -55,7 +65,8 @@ class Section:
         if name[0] != "_":
             lazy = object.__getattribute__(self, "__dict__").get("_lazy")
             if lazy and name in lazy:
-                return resolved(value, lazy[name])
+                done = _expanded(value, lazy[name]) if name in type(self).paths else value
+                return resolved(done, lazy[name])
         return value
 
     def stored(self) -> dict[str, Any]:
@@ -68,6 +79,19 @@ class Section:
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and isinstance(other, Section) and self.stored() == other.stored()
+
+
+def waits(section: type[Section], key: str, value: Any) -> bool:
+    """Whether the environment completes the value of a key when it is read."""
+    shell = key in section.paths and isinstance(value, str) and (value.startswith("~") or _SHELL.search(value))
+    return bool(shell) or mentions(value)
+
+
+def _expanded(path: Any, where: Source) -> Any:
+    """A path with `~` and `$NAME` as a shell reads them, but that a variable which is not set is a mistake."""
+    if not isinstance(path, str):
+        return path
+    return _SHELL.sub(lambda found: _environment(f"oc.env:{found[1]}", where), os.path.expanduser(path))
 
 
 def mentions(value: Any) -> bool:

@@ -121,7 +121,7 @@ def _train(
             run.write("plan.json", around.plan_json(programs))
         for warning in programs.micro.warnings:
             _say(f"warning: {warning}\n", sys.stderr)
-    sinks, sink = _sinks(recipe, run, attempt)
+    sinks, sink = _sinks(recipe, run)
     with _display(recipe, context) as progress:
         loop = Loop(
             recipe, context, engine, loader, plan, folder=folder, record=_comparing(sinks, around, folder, progress),
@@ -167,7 +167,7 @@ def _keep_output(folder: Path, context: Context) -> None:
     """What other ranks than 0 print goes to a file each, from libraries in C too; the launcher is told which."""
     handler: logging.Handler
     if context.is_main:
-        handler = logging.FileHandler(folder / "logs" / "rank-0.log", delay=True)
+        handler = _QuietFile(folder / "logs" / "rank-0.log", delay=True)
     else:
         path = (folder / "logs" / f"rank-{context.rank}.log").resolve()
         with contextlib.suppress(OSError):
@@ -183,6 +183,13 @@ def _keep_output(folder: Path, context: Context) -> None:
     ours = logging.getLogger("tpshard")
     ours.setLevel(logging.INFO)
     ours.addHandler(handler)
+
+
+class _QuietFile(logging.FileHandler):
+    """A log file whose full disk is told by whoever writes what matters, and not in the midst of the screen."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
 
 
 class _Notes(logging.Handler):
@@ -278,7 +285,7 @@ def padded(batch: Batch, plan: BatchPlan) -> Batch:
     )  # fmt: skip
 
 
-def _sinks(recipe: Recipe, run: RunDir | None, attempt: int) -> tuple[Callable[[Row], None], WandbSink | None]:
+def _sinks(recipe: Recipe, run: RunDir | None) -> tuple[Callable[[Row], None], WandbSink | None]:
     """metrics.jsonl, and wandb beside it; on rank 0."""
     if run is None:
         return lambda row: None, None
@@ -291,7 +298,7 @@ def _sinks(recipe: Recipe, run: RunDir | None, attempt: int) -> tuple[Callable[[
     config: Mapping[str, Any] = yaml.safe_load(recipe.to_yaml())
     sink = WandbSink(
         run.path, project=options.project, entity=options.entity, name=recipe.name, config=config, mode=options.mode,
-        attempt=attempt,
+        run_id=run.wandb_id,
     )  # fmt: skip
 
     def both(row: Row) -> None:
@@ -359,12 +366,11 @@ def ending(outcome: Outcome, recipe: Recipe, folder: Path) -> str:
     if outcome.exit in (Exit.PREEMPTED, Exit.INTERRUPTED):
         nexts = [(f"tpshard train {folder}", "continue from here" if saved else "begin again")]
     else:
-        nexts = [
-            (f"tpshard plan {folder}", "what it does: shardings, collectives, memory, time"),
-            (f"tpshard serve {folder}", "serve it over HTTP"),
-            (f"tpshard convert {folder} {folder}-hf", "take it away as a Hugging Face folder"),
-            (f"tpshard train {folder} train.steps={2 * recipe.train.steps}", "train on"),
-        ]
+        nexts = [(f"tpshard plan {folder}", "what it does: shardings, collectives, memory, time")]
+        if recipe.model.module is None:  # a module of the user's own can be trained, not served or converted
+            nexts.append((f"tpshard serve {folder}", "serve it over HTTP"))
+            nexts.append((f"tpshard convert {folder} {folder}-hf", "take it away as a Hugging Face folder"))
+        nexts.append((f"tpshard train {folder} train.steps={2 * recipe.train.steps}", "train on"))
     width = max(len(command) for command, _ in nexts)
     lines += ["next:", *(f"  {command:<{width}}   {why}" for command, why in nexts)]
     return "\n".join(lines) + "\n"

@@ -6,8 +6,12 @@ recipe.yaml  plan.json  metrics.jsonl  checkpoints/  logs/  wandb/
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
+import secrets
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -57,13 +61,7 @@ class RunDir:
                 folder.mkdir(parents=True, exist_ok=True)
             self._lock()
         except OSError as error:
-            raise Mistakes.one(
-                f"the run's folder {path} cannot be written",
-                exit=Exit.MACHINE,
-                where=where,
-                why=f"{error.strerror or error}",
-                fix="another run.dir",
-            ) from error
+            raise self._unwritable(error) from error
         checkpoint.clean(self.checkpoints)
         self.attempt = last_attempt(self.metrics) + 1
         """1 for a new run, counted by metrics.jsonl."""
@@ -88,22 +86,47 @@ class RunDir:
     def plan(self) -> Path:
         return self.path / "plan.json"
 
+    @property
+    def wandb_id(self) -> str:
+        """Under which wandb knows this run: made once, so that a run that stops and resumes is one run there."""
+        path = self.path / "wandb" / "id"
+        with contextlib.suppress(OSError):
+            if re.fullmatch(r"[a-z0-9]{1,64}", told := path.read_text().strip()):
+                return told
+        made = secrets.token_hex(4)
+        with contextlib.suppress(OSError):  # a disk that refuses costs one run there, not the training
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(made + "\n")
+        return made
+
     def write(self, name: str, text: str) -> Path:
-        """Write a file of the folder so that it is there whole or not at all."""
+        """Write a file of the folder so that it is there whole or not at all. Raises `Mistakes` (exit 5)."""
         path = self.path / name
-        handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=self.path)
+        beside = ""
         try:
+            handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=self.path)
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(beside, 0o644)
             os.replace(beside, path)
-        except BaseException:
+        except OSError as error:
+            raise self._unwritable(error) from error
+        finally:
             with contextlib.suppress(OSError):
                 os.unlink(beside)
-            raise
         return path
+
+    def _unwritable(self, error: OSError) -> Mistakes:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return Mistakes.one(
+            f"the run's folder {self.path} cannot be written",
+            exit=Exit.MACHINE,
+            where=self._where,
+            why=(error.strerror or str(error)) + (f", on {_disk(self.path)}" if full else ""),
+            fix="make room, or another run.dir" if full else "another run.dir",
+        )
 
     def close(self) -> None:
         """Give the lock back."""
@@ -165,6 +188,18 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # disks without locks: the link alone decides
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _disk(path: Path) -> str:
+    """`the disk at /home, 12.0 MiB of 50.0 GiB free`, of the file system that `path` would lie on."""
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    while not there.is_mount():
+        there = there.parent
+    try:
+        usage = shutil.disk_usage(there)
+    except OSError:
+        return f"the disk at {there}"
+    return f"the disk at {there}, {usage.free / 2**20:,.1f} of {usage.total / 2**20:,.1f} MiB free"
 
 
 def _read(path: Path) -> Holder | None:

@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, cast
 
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
+from tpshard.train import hub
 from tpshard.train.sample import ensure_sample
 
 logger = logging.getLogger(__name__)
 
+C4 = "allenai/c4"
+"""On the hub."""
 HELD_OUT = 20
 """Where a source names no held-out file, one document in so many is held out (of 20 files and more, the last file)."""
 PIECE = 1 << 18
@@ -139,7 +142,7 @@ def open_text(source: str, *, where: Source | None = None, fallback: Path | None
         train, held_out = (replace(text, name="sample", trusted=True) for text in (corpus.train, corpus.held_out))
         return Corpus(train, held_out, sample.tokenizer)
     if source == "c4":
-        return _hub("allenai/c4", "en", where)
+        return _hub(C4, "en", where)
     return _local(source, where)
 
 
@@ -272,6 +275,7 @@ def _split(name: str, files: Sequence[TextFile], where: Source | None) -> Corpus
 
 
 def _hub(repo: str, config: str, where: Source | None) -> Corpus:
+    hub.require(repo, where)
     try:
         import datasets
 
@@ -287,7 +291,7 @@ def _hub(repo: str, config: str, where: Source | None) -> Corpus:
             exit=Exit.DATA,
             where=where,
             why=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
-            fix="check the network and HF_ENDPOINT; or give data.source a folder of C4-format *.json.gz, or `sample`",
+            fix=hub.FIX,
         ) from error
     return _split(repo, files, where)
 

@@ -92,8 +92,10 @@ def _init(first: dict[str, Any], tell: Any) -> Any:
         return wandb.init(
             project=wanted["project"],
             entity=wanted["entity"],
-            name=f"{wanted['name']}-{first['attempt']}" if first["attempt"] > 1 else wanted["name"],
+            name=wanted["name"],
             group=wanted["name"],
+            id=first["id"],
+            resume="allow" if first["id"] and mode == "online" else None,  # offline there is nothing to ask
             config=wanted["config"],
             dir=first["dir"],
             mode=mode,

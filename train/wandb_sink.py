@@ -32,6 +32,7 @@ class WandbSink:
         folder: the run's; wandb writes below `folder`/wandb, its own messages go to `folder`/logs/wandb.log.
         mode: auto is online with a login and offline without.
         config: JSON, without secrets.
+        run_id: of the wandb run to begin or to go on with; None: a new one.
         warn: told of the first failure, once; default: the log.
     """
 
@@ -44,7 +45,7 @@ class WandbSink:
         config: Mapping[str, Any],
         entity: str | None = None,
         mode: Mode = "auto",
-        attempt: int = 1,
+        run_id: str | None = None,
         warn: Callable[[str], None] | None = None,
     ):
         self._warn = warn or logger.warning
@@ -62,7 +63,7 @@ class WandbSink:
             {
                 "init": {"project": project, "entity": entity, "name": name, "config": dict(config), "mode": mode},
                 "dir": str(folder.resolve()),
-                "attempt": attempt,
+                "id": run_id,
             }
         )
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from tpshard import devices
 from tpshard.cli.main import run
 from tpshard.recipes.diagnostic import Exit
 
@@ -151,3 +154,26 @@ def test_a_plans_files_never_replace_others_unless_asked(here: Path, capsys: pyt
     assert run(["plan", "tiny", "--dry-run", "--html", "a.html"]) == Exit.USAGE
     assert "a.html exists" in capsys.readouterr().err
     assert (here / "a.html").read_text() == "mine"
+
+
+def test_a_copy_makes_folders_below_the_working_directory_only(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "work").mkdir()
+    os.chdir(here / "work")
+    for path in ("../other/tiny.yaml", str(here / "else" / "tiny.yaml")):
+        assert run(["recipes", "cp", "tiny", path]) == Exit.USAGE
+        assert f"fix: mkdir -p {Path(path).parent}" in capsys.readouterr().err
+    assert [p.name for p in here.iterdir()] == ["work"]
+    assert run(["recipes", "cp", "tiny", "own/deep/tiny.yaml"]) == run(["recipes", "cp", "tiny", ".."]) == 0
+    assert (here / "work" / "own" / "deep" / "tiny.yaml").is_file() and (here / "tiny.yaml").is_file()
+
+
+def test_a_device_file_is_read_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = ["validate", "--json", "quickstart", "cluster.device=mine.yaml"]
+    assert run(recipe) == Exit.RECIPE
+    (found,) = diagnostics(capsys)
+    assert found["file"] == "<override 1>" and "mine.yaml" in found["message"]
+    (here / "mine.yaml").write_text("name: mine\nkind: toaster\n")
+    assert run(recipe) == Exit.RECIPE
+    assert {found["file"] for found in diagnostics(capsys)} == {"mine.yaml"}
+    shutil.copy(Path(devices.__file__).with_name("cpu.yaml"), here / "mine.yaml")
+    assert run(recipe) == Exit.DONE

@@ -10,6 +10,7 @@ import subprocess
 import pytest
 from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
+from tpshard.cli.preflight import beyond
 from tpshard.plan import command, diff, make, text
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
@@ -39,6 +40,22 @@ def test_a_narrow_screen_keeps_the_line_that_decided():
 def test_no_row_of_the_shardings_is_cut(report):
     rows = [line for line in text.screen(report).splitlines() if re.match(r" [* ]\S+ +[\dx]+ +\[", line)]
     assert rows and not any(row.endswith("...") for row in rows)
+
+
+def test_the_names_of_the_screen_are_what_patterns_match(report):
+    rows = [line for line in text.shardings(report) if re.match(r" [* ]\S+ ", line)]
+    names = [(row[2:].split()[0], len(re.search(r"\d+(x\d+)*(?= +\[)", row)[0].split("x"))) for row in rows]
+    assert ("output.weight", 2) in names and ("layers.*.residual", 3) in names
+    for name, rank in names:
+        assert not wrong_with(name, rank)
+    (mistake,) = wrong_with("output", 3)
+    assert mistake.fix == "did you mean `output.weight`?"
+
+
+def wrong_with(name, rank):
+    """What is wrong with a pattern over a tensor of so many dims."""
+    recipe = loads(RECIPE, [f"sharding.annotate={{{name}: [{', '.join(['null'] * rank)}]}}"])
+    return [found for found in beyond(recipe) if found.severity == "error"]
 
 
 def test_json_has_the_names_that_others_rely_on(report):

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from tpshard.cli.preflight import beyond
 from tpshard.recipes.check import hints, section_of
+from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.document import completions, json_schema, keys, texts
 from tpshard.recipes.extends import builtins
 from tpshard.recipes.load import load, loads
@@ -125,3 +126,15 @@ def test_keys_say_what_they_may_be_and_their_default() -> None:
     assert keys("optimiser") == []
     assert found["remat"].default == "selective" and "remat.every" not in found
     assert all(key.text for key in keys())
+
+
+def test_what_is_refused_is_not_listed() -> None:
+    refused = {"pipeline", "model.experts", "model.top_k"}
+    assert not {key.path for key in keys()} & refused and not keys("pipeline")
+    properties = json_schema()["properties"] | json_schema()["$defs"]["Model"]["properties"]
+    assert not properties.keys() & {"pipeline", "experts", "top_k"}
+    assert completions("pipe") == completions("model.exp") == []
+    for mistyped in ("pipelines: {}", "experts: 1"):
+        with pytest.raises(Mistakes) as caught:
+            loads("model: {preset: tiny}\n" + mistyped)
+        assert "pipeline`" not in caught.value.diagnostics[0].fix and "experts" not in caught.value.diagnostics[0].fix

@@ -184,6 +184,19 @@ def test_the_environment_is_read_when_the_value_is(monkeypatch: pytest.MonkeyPat
     assert again == recipe and again.data.tokenizer == "/there/x"
 
 
+def test_paths_are_read_as_a_shell_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.delenv("NOWHERE", raising=False)
+    text = TINY + "run: {dir: '~/runs/${name}'}\ndata: {source: $HOME/text, tokenizer: '$NOWHERE/x'}"
+    recipe = loads(text, ["name=a", "serve.checkpoint=~/hf"])
+    assert recipe.run.dir == "/home/ada/runs/a" and recipe.data.source == "/home/ada/text"
+    assert recipe.serve.checkpoint == "/home/ada/hf" and loads(TINY, ["run.dir=a~b"]).run.dir == "a~b"
+    with pytest.raises(Mistakes, match="NOWHERE is not set"):
+        _ = recipe.data.tokenizer
+    assert "/home/ada" not in recipe.to_yaml() and loads(recipe.to_yaml()) == recipe
+    assert loads(TINY, ["name=$HOME"]).name == "$HOME"  # no path
+
+
 def test_numbers_from_the_environment_are_checked_like_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPS", "12")
     text = TINY + 'train: {steps: "${oc.env:STEPS}"}\nserve: {port: "${oc.env:NO_PORT,81}"}'

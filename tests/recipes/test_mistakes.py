@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text, dumps
@@ -272,3 +275,37 @@ def test_whatever_is_written_there_is_an_answer(
             assert d.where is not None and (d.where.line == 0 or d.where.col <= len(d.where.text) + 1)
     else:
         assert loads(recipe.to_yaml()) == recipe
+
+
+@pytest.mark.parametrize(("override", "said"), [("schema=2", "schema 2"), ("name=", "name"), ("schema=x", "`schema`")])
+def test_an_override_is_refused_as_a_file_is(override: str, said: str) -> None:
+    with pytest.raises(Mistakes, match=said) as caught:
+        loads("model: {preset: tiny}", [override])
+    assert caught.value.exit == Exit.RECIPE and "<override 1>" in str(caught.value)
+
+
+@pytest.mark.parametrize("opening", ["[", "{a: "])
+def test_of_brackets_without_end_only_the_first_are_read(opening: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parser's time grows with the square of the depth."""
+    read = 0
+
+    def counted(*arguments: Any, **options: Any) -> Iterator[Any]:
+        nonlocal read
+        for event in parse(*arguments, **options):
+            read += 1
+            yield event
+
+    parse = yaml.parse
+    monkeypatch.setattr(yaml, "parse", counted)
+    with pytest.raises(Mistakes, match="nested deeper than 40 levels"):
+        loads("model: " + opening * 5000)
+    assert read < 200
+    read = 0
+    with pytest.raises(Mistakes, match="nested deeper than 40 levels"):
+        loads("model: {preset: tiny}", ["mesh=" + opening * 5000])
+    assert read < 200
+
+
+def test_the_name_of_a_family_is_completed() -> None:
+    (found,) = wrong("model: {preset: tiny}\ncluster: {device: h100}\n")
+    assert found.fix == "did you mean h100-sxm-80g?"

@@ -81,7 +81,7 @@ def test_a_shard_cut_short_on_the_hub_is_a_data_error_that_names_it(tmp_path: Pa
     assert "Traceback" not in process.stderr
 
 
-@pytest.mark.parametrize("offline", ["1", pytest.param("0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("offline", ["1", "0"])
 def test_a_hub_out_of_reach_is_a_data_error(offline: str, tmp_path: Path) -> None:
     with Hub({}) as hub:
         url = hub.url

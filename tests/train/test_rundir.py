@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -119,3 +120,30 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     with pytest.raises(Mistakes, match="cannot be written") as caught:
         RunDir(tmp_path / "file" / "run")
     assert caught.value.exit == Exit.MACHINE
+
+
+@pytest.mark.parametrize("call", ["fsync", "link"])
+def test_a_full_disk_is_named(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def begin() -> None:
+        with RunDir(tmp_path / "run") as run:
+            monkeypatch.setattr(os, call, full)
+            run.write("plan.json", "{}")
+
+    if call == "link":  # the lock's
+        monkeypatch.setattr(os, call, full)
+    with pytest.raises(Mistakes, match=r"No space left on device, on the disk at /.* MiB free") as caught:
+        begin()
+    assert caught.value.exit == Exit.MACHINE
+    assert not (tmp_path / "run" / "plan.json").exists() and not list((tmp_path / "run").glob(".plan.json*"))
+
+
+def test_wandb_knows_a_run_by_one_name_over_all_its_attempts(tmp_path: Path) -> None:
+    with RunDir(tmp_path / "run") as first:
+        name = first.wandb_id
+    with RunDir(tmp_path / "run") as again, RunDir(tmp_path / "other") as other:
+        assert again.wandb_id == name != other.wandb_id
+        (again.path / "wandb" / "id").write_text("../../etc\n")
+        assert again.wandb_id.isalnum()

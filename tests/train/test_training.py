@@ -105,3 +105,10 @@ def test_the_end_names_what_to_do_next() -> None:
     stopped = Outcome(Exit.PREEMPTED, Course(3, 3, 99), 8.0, 7.0)
     assert "stopped, as asked, after step 3" in ending(stopped, recipe, Path("runs/x"))
     assert "tpshard train runs/x" in ending(stopped, recipe, Path("runs/x"))
+
+
+def test_a_module_of_ones_own_is_not_sent_to_what_refuses_it() -> None:
+    recipe = loads("model: {module: 'own:Net', seq_len: 8}")
+    text = ending(Outcome(Exit.DONE, Course(10, 10, 1234), 8.0, 5.5), recipe, Path("runs/x"))
+    assert "tpshard plan runs/x" in text and "tpshard train runs/x" in text
+    assert "tpshard serve" not in text and "tpshard convert" not in text

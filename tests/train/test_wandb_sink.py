@@ -19,10 +19,10 @@ Settings = lambda **settings: settings
 class Summary(dict): pass
 class Run:
     offline, dir, url = True, "/nowhere/files", None
-    def __init__(self, mode):
+    def __init__(self, mode, id, resume):
         self.summary = Summary()
         self.out = open(os.environ["FAKE_OUT"], "a", buffering=1)
-        self.out.write(f"init {mode}\\n")
+        self.out.write(f"init {mode}\\n" if id is None else f"init {mode} {id} {resume}\\n")
     def log(self, values, step=None):
         if how == "dies": os._exit(11)
         if how == "disk full": raise OSError(28, "No space left on device")
@@ -30,11 +30,11 @@ class Run:
     def finish(self, exit_code=0):
         if how == "hangs at the end": time.sleep(1000)
         self.out.write(f"finish {exit_code} {dict(self.summary)}\\n")
-def init(mode=None, **_):
+def init(mode=None, id=None, resume=None, **_):
     if how == "hangs in init": time.sleep(1000)
     if how == "raises in init": raise RuntimeError("no")
     if how == "unreachable" and mode == "online": raise TimeoutError("no network")
-    return Run(mode)
+    return Run(mode, id, resume)
 if how == "cannot be imported": raise ImportError("broken install")
 """
 
@@ -67,13 +67,17 @@ def wait_for(path: Path, text: str) -> str:
     raise AssertionError(f"{text!r} never came")
 
 
-def sink(folder: Path, warnings: list[str], mode: str = "auto", config: dict[str, object] | None = None) -> WandbSink:
+def sink(
+    folder: Path, warnings: list[str], mode: str = "auto", config: dict[str, object] | None = None,
+    run_id: str | None = None,
+) -> WandbSink:  # fmt: skip
     return WandbSink(
         folder,
         project="tpshard",
         name="quickstart",
         config=config or {},
         mode=mode,
+        run_id=run_id,
         warn=warnings.append,  # type: ignore[arg-type]
     )
 
@@ -117,6 +121,17 @@ def test_rows_and_summary_arrive_in_order(fake: Path, tmp_path: Path) -> None:
         "init offline", "log 1 ['loss']", "log 2 ['loss']", "finish 75 {'eval_loss': 2.0}",
     ]  # fmt: skip
     assert not warnings
+
+
+@pytest.mark.parametrize(("mode", "resume"), [("online", "allow"), ("offline", "None")])
+def test_a_run_that_goes_on_is_the_same_run(mode: str, resume: str, fake: Path, tmp_path: Path) -> None:
+    for step in (1, 2):
+        run = sink(tmp_path, [], mode, run_id="abc123")
+        run({"step": step, "loss": 1.0})
+        run.close({}, wait_s=30)
+    lines = fake.read_text().splitlines()
+    assert [line for line in lines if line.startswith("init")] == [f"init {mode} abc123 {resume}"] * 2
+    assert [line for line in lines if line.startswith("log")] == ["log 1 ['loss']", "log 2 ['loss']"]
 
 
 @pytest.mark.parametrize("login", ["WANDB_API_KEY", "netrc", "WANDB_MODE", "none"])

@@ -1,0 +1,50 @@
+"""Whether the hub answers at all, told in seconds: the libraries behind it try for a minute before they give up."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import urllib.parse
+import urllib.request
+
+from tpshard.recipes.diagnostic import Exit, Mistakes, Source
+
+HUB = "https://huggingface.co"
+PATIENCE_S = 2.5
+"""For looking up the name and connecting; whoever needs longer cannot stream text either."""
+FIX = "check the network and HF_ENDPOINT; or give data.source a folder of C4-format *.json.gz, or `sample`"
+
+
+def require(repo: str, where: Source | None = None) -> None:
+    """Raises `Mistakes` (exit 6) if nobody can be connected to where the hub, or the proxy before it, should be.
+
+    With HF_HUB_OFFLINE nothing is asked: the library answers from its cache.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return
+    host, port = _address(os.environ.get("HF_ENDPOINT") or HUB)
+    failed: list[str] = [f"no answer within {PATIENCE_S:g} s"]
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=PATIENCE_S).close()
+            failed.clear()
+        except OSError as error:
+            failed[:] = [error.strerror or str(error)]
+
+    asking = threading.Thread(target=connect, daemon=True)  # a name server may take longer than any timeout
+    asking.start()
+    asking.join(PATIENCE_S)
+    if failed:
+        message, why = f"{repo} cannot be read from the hub", f"{host}:{port}: {failed[0]}"
+        raise Mistakes.one(message, exit=Exit.DATA, where=where, why=why, fix=FIX)
+
+
+def _address(endpoint: str) -> tuple[str, int]:
+    """Host and port that a request to `endpoint` connects to."""
+    url = urllib.parse.urlsplit(endpoint)
+    proxy = urllib.request.getproxies().get(url.scheme)
+    if proxy and url.hostname and not urllib.request.proxy_bypass(url.hostname):
+        url = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
