@@ -15,15 +15,9 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-import torch
-from tpshard.parallelism.canonical import contract
 from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.rules.rule import Dim, Rule
-from tpshard.parallelism.rules.table import rule_for
-
-CARRIERS = {"tpshard.paged_attention.default": 2, "tpshard.attention.default": 2}
-"""Attention: the operand whose [.., heads, head_dim] the result's positions within heads come from."""
-_ALSO_POINTWISE = {"tpshard.named.default", "aten._to_copy.default", "aten.clone.default"}
+from tpshard.parallelism.rules.table import entry_of, rule_for
 
 
 @dataclass(frozen=True)
@@ -72,29 +66,26 @@ def absorb(graph: Graph, op: Op, parameters: Collection[Value], alike: int = 1) 
 
 def _behind(op: Op, place: Place, alike: int) -> list[tuple[Value, Place, int]] | None:
     """Where the operands of `op` must be permuted for its result to be; None where that is not the same."""
-    carried = CARRIERS.get(str(op.target))
-    if carried is not None:
-        value = op.operands[carried]
+    entry = entry_of(op.target)
+    if entry.carries is not None:
+        value = op.operands[entry.carries]
         if (place.dim, place.outer) != (3, 2) or alike % (share := place.blocks // value.shape[2]):
             return None
         kept = value.shape[2]
         return [(value, Place(3, kept, 2 if kept > 1 else None), alike // share)]
+    if not entry.commutes or not op.operands or len(op.results) != 1:
+        return None
     rule = rule_for(op)
-    pointwise = torch.Tag.pointwise in getattr(op.target, "tags", ()) or str(op.target) in _ALSO_POINTWISE
-    selects = op.target is torch.ops.aten.index_select.default
-    if selects and op.args[1] % op.results[0].rank in (place.dim, place.outer):
-        return None
-    if not op.operands or len(op.results) != 1 or not (pointwise or selects or rule.view or op.target is contract):
-        return None
+    passed = set(rule.results[0][place.dim])
     found = []
     for value, dims in zip(op.operands, rule.operands):
-        if not set(rule.results[0][place.dim]) & {f for dim in dims for f in dim}:
+        if not passed & {f for dim in dims for f in dim}:
             continue  # broadcast along it
         there = _through(rule, dims, place)
         if there is None:
             return None
         found.append((value, there, alike))
-    return found
+    return found or None
 
 
 def _through(rule: Rule, dims: tuple[Dim, ...], place: Place) -> Place | None:

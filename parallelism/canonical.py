@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import math
 import string
-from typing import Any
 
 import torch
-from tpshard.parallelism.graph import Graph, Op, Ref, Value, map_refs
+from tpshard.parallelism.graph import Graph, Op, Ref, Value
+from tpshard.parallelism.rules.contraction import contract
+from tpshard.parallelism.rules.strides import reshaped
+from tpshard.parallelism.rules.table import entry_of
 
 aten = torch.ops.aten
-VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten._reshape_alias.default}
-IDENTITIES = {aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
-
-
-def contract(a: Any, b: Any, equation: str) -> Any:
-    """The contraction `torch.einsum(equation, a, b)`; a target in the global graph only."""
-    return torch.einsum(equation, a, b)
-
-
 def canonicalize(graph: Graph) -> None:
     """Brings a captured graph into canonical form, in place; its meaning stays."""
     remove_identities(graph)
-    unify_permutes(graph)
+    unify(graph)
     fold_contractions(graph)
     merge_views(graph)
     graph.drop_dead()
@@ -35,24 +28,19 @@ def canonicalize(graph: Graph) -> None:
 
 def remove_identities(graph: Graph) -> None:
     for op in graph.ops:
-        same_view = op.target in VIEWS and op.operands[0].shape == op.results[0].shape
-        if op.target in IDENTITIES or same_view:
+        entry = entry_of(op.target)
+        same_view = entry.view is reshaped and op.operands[0].shape == op.results[0].shape
+        if entry.recorded == "operand" or same_view:
             graph.replace(op.results[0], op.operands[0])
     graph.drop_dead()
 
 
-def unify_permutes(graph: Graph) -> None:
-    """transpose.int and t become permute: one op, one rule, one pattern."""
+def unify(graph: Graph) -> None:
+    """One spelling of an op: transpose and t become permute, reshape becomes view."""
     for op in graph.ops:
-        if op.target in (aten.transpose.int, aten.t.default, aten.numpy_T.default):
-            rank = op.operands[0].rank
-            order = list(range(rank))
-            if op.target is aten.transpose.int:
-                i, j = op.args[1] % rank, op.args[2] % rank
-            else:
-                i, j = (0, rank - 1) if rank == 2 else (0, 0)
-            order[i], order[j] = order[j], order[i]
-            op.target, op.args = aten.permute.default, (Ref(0), tuple(order))
+        canonical = entry_of(op.target).canonical
+        if canonical is not None:
+            canonical(op)
 
 
 class Unmerged:
@@ -71,7 +59,7 @@ def unmerge(value: Value) -> Unmerged:
         if op.target is aten.permute.default:
             order = [d % source.rank for d in op.args[1]]
             groups = [tuple(order[d] for d in group) for group in groups]
-        elif op.target in VIEWS:
+        elif op.target is aten.view.default:
             merged = merge_map(source.shape, value.shape)
             if merged is None:
                 break
@@ -111,17 +99,16 @@ def fold_contractions(graph: Graph) -> None:
     """mm and bmm with their surrounding views become `contract` with an equation over all dims."""
     ops: list[Op] = []
     for op in graph.ops:
-        if op.target is aten.addmm.default and op.kwargs.get("alpha", 1) == op.kwargs.get("beta", 1) == 1:
-            product = Op(
-                f"{op.name}_mm", aten.mm.default, (Ref(0), Ref(1)), {}, op.operands[1:], [], op.module, op.phase
-            )
+        equation = entry_of(op.target).equation
+        if equation and len(op.operands) == 2:
+            _fold(graph, op, equation, ops)
+        elif equation and op.kwargs.get("alpha", 1) == op.kwargs.get("beta", 1) == 1:
+            product = Op(f"{op.name}_mm", contract, (Ref(0), Ref(1)), {}, op.operands[1:], [], op.module, op.phase)
             product.results = [Value(product.name, op.results[0].shape, op.results[0].dtype, product)]
-            _fold(graph, product, ops)
+            _fold(graph, product, equation, ops)
             op.target, op.args, op.kwargs = aten.add.Tensor, (Ref(0), Ref(1)), {}
             op.operands = [_result(ops), op.operands[0]]
             _add_before_view(graph, op, ops)
-        elif op.target in (aten.mm.default, aten.bmm.default, aten.dot.default, aten.mv.default):
-            _fold(graph, op, ops)
         elif op.target is aten.sum.dim_IntList:
             _fold_sum(graph, op, ops)
         else:
@@ -177,19 +164,13 @@ def _fold_sum(graph: Graph, op: Op, ops: list[Op]) -> None:
         ops.append(view)
 
 
-def _fold(graph: Graph, op: Op, ops: list[Op]) -> None:
+def _fold(graph: Graph, op: Op, equation: str, ops: list[Op]) -> None:
     """One product, its operands seen through views, appended to `ops` (followed by a view to its own shape)."""
     a: Unmerged | None
     b: Unmerged | None
     a, b = (unmerge(v) for v in op.operands)
-    if op.target is aten.mm.default:
-        roles_a, roles_b = "mk", "kn"
-    elif op.target is aten.bmm.default:
-        roles_a, roles_b = "Bmk", "Bkn"
-    elif op.target is aten.mv.default:
-        roles_a, roles_b = "mk", "k"
-    else:
-        roles_a, roles_b = "k", "k"
+    inputs, out_roles = equation.split("->")
+    roles_a, roles_b = inputs.split(",")
     for role in sorted(set(roles_a) & set(roles_b)):
         of_a, of_b = a.groups[roles_a.index(role)], b.groups[roles_b.index(role)]
         if not _agree(a, of_a, b, of_b):
@@ -202,9 +183,8 @@ def _fold(graph: Graph, op: Op, ops: list[Op]) -> None:
     for roles, side in ((roles_a, a), (roles_b, b)):
         for role, group in zip(roles, side.groups):
             names.setdefault(role, "".join(next(letters) for _ in group))
-    out_roles = [r for r in ("B", "m", "n") if r in names]
     out_letters = "".join(names[r] for r in out_roles)
-    equation = f"{_letters(a, roles_a, names)},{_letters(b, roles_b, names)}->{out_letters}"
+    spelled = f"{_letters(a, roles_a, names)},{_letters(b, roles_b, names)}->{out_letters}"
     sizes = {
         letter: side.base.shape[d]
         for roles, side in ((roles_a, a), (roles_b, b))
@@ -213,7 +193,7 @@ def _fold(graph: Graph, op: Op, ops: list[Op]) -> None:
     }
     shape = tuple(sizes[letter] for letter in out_letters)
     old = op.results[0]
-    product = Op(op.name, contract, (Ref(0), Ref(1), equation), {}, [a.base, b.base], [], op.module, op.phase)
+    product = Op(op.name, contract, (Ref(0), Ref(1), spelled), {}, [a.base, b.base], [], op.module, op.phase)
     result = Value(old.name, shape, old.dtype, product)
     product.results = [result]
     ops.append(product)
@@ -266,9 +246,9 @@ def _letters(side: Unmerged, roles: str, names: dict[str, str]) -> str:
 def merge_views(graph: Graph) -> None:
     """view(view(x)) -> view(x); a view to its source's own shape disappears; so do permutes that cancel."""
     for op in graph.ops:
-        if op.target in VIEWS:
+        if op.target is aten.view.default:
             source = op.operands[0]
-            while source.producer is not None and source.producer.target in VIEWS:
+            while source.producer is not None and source.producer.target is aten.view.default:
                 source = source.producer.operands[0]
             if source is not op.operands[0]:
                 op.operands[0].users.remove(op)
@@ -313,6 +293,3 @@ def rename(graph: Graph) -> None:
                 op.results[0].name = f"{name}.grad.stored"
                 if op.operands[0].producer is not None:
                     op.operands[0].name = f"{name}.grad"
-
-
-__all__ = ["VIEWS", "canonicalize", "contract", "map_refs"]

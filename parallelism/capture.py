@@ -15,7 +15,8 @@ from tpshard.parallelism.canonical import canonicalize
 from tpshard.parallelism.functional import functionalize
 from tpshard.parallelism.graph import Graph
 from tpshard.parallelism.record import Recorder
-from tpshard.parallelism.remember import Like, contiguous, fake
+from tpshard.parallelism.remember import Like, fake
+from tpshard.parallelism.rules.strides import contiguous
 
 
 class Trail:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from tpshard.parallelism.exchange import carried
 from tpshard.parallelism.mesh import Axes, Mesh
+from tpshard.parallelism.rules.entry import Work
 
 Wire = Literal["inside", "across", "none"]
 
@@ -273,8 +274,6 @@ def collective(device: Device, topology: Topology, kind: str, refs: Axes, buffer
         seconds += received / (device.memory_bandwidth * device.streaming)
     return CommCost(seconds + device.skew_s, sent, span.wire, name)
 
-
-Work = Literal["matmul", "attention", "attention_backward", "stream", "free"]
 
 
 def operation(

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tpshard.parallelism.graph import Graph, Op, Ref, Value, map_refs
 from tpshard.parallelism.record import Recorder
-from tpshard.parallelism.remember import Like, contiguous, fake
+from tpshard.parallelism.remember import Like, fake
+from tpshard.parallelism.rules.strides import contiguous
 
 aten = torch.ops.aten
 

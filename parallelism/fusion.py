@@ -9,20 +9,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import fx
-from tpshard.parallelism.cost import Device, Work, operation
-from tpshard.parallelism.flow import Flow, known, op_name
+from tpshard.parallelism.cost import Device, operation
+from tpshard.parallelism.flow import Flow, known
 from tpshard.parallelism.program import Info, Program
+from tpshard.parallelism.rules.entry import Work
+from tpshard.parallelism.rules.table import entry_of
 
-_POINTWISE = {"_to_copy", "roll", "clone", "full_like", "ones_like", "zeros_like", "arange", "full", "scalar_tensor"}
-_EXPONENTIALS = {"exp", "silu", "silu_backward", "sigmoid", "gelu", "gelu_backward", "tanh", "log", "_softmax"}
-_LOOKUPS = {"embedding", "index_select", "gather", "index"}
 _MOST_READS = 2
 """Operands of its size from which on a value with several readers is written rather than computed again."""
-_MATMULS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "convolution", "einsum"}
 
 
 @dataclass
@@ -45,19 +43,10 @@ class Kernel:
 
 
 def classify(node: fx.Node, is_view: bool) -> Work:
-    if node.op != "call_function" or is_view:
+    """What bounds a node's kernel; the integers that the executor evaluates from the rank have none."""
+    if node.op != "call_function" or is_view or known(node).comm is not None or not known(node).specs:
         return "free"
-    name, here = op_name(node), known(node)
-    if here.comm is not None:
-        return "free"
-    if name in ("attention", "paged_attention"):
-        return "attention"
-    if name == "attention_backward":
-        return "attention_backward"
-    if here.flops and (name in _MATMULS or "mm" in name):
-        return "matmul"
-    # integers that the executor evaluates from the rank
-    return "stream" if here.specs else "free"
+    return entry_of(node.target).work
 
 
 Compiled = Literal["all", "layers", "rest", "none"]
@@ -107,11 +96,12 @@ def _kernels(flow: Flow, compiled: Compiled) -> list[Kernel]:
                 if (mine, source) not in seen:
                     seen.add((mine, source))
                     read += shown
-        if flow.name[node] in _LOOKUPS:
+        entry = entry_of(node.target)
+        if entry.lookup:
             read = min(read, 2 * here.bytes + 8)
         written = 0 if inside else here.bytes
         counts = not inside and mine not in opened
-        exponentials = _elements(here) if flow.name[node] in _EXPONENTIALS else 0
+        exponentials = entry.exponentials * _elements(here)
         moved = read + written
         out.append(Kernel(node, work, here.flops, moved, written, dtype, counts, seen_by[node], exponentials))
         if counts:
@@ -179,7 +169,7 @@ class _Fused(_Unfused):
             users = readers.get(node, ())
             if node in outputs or any(works[user] != "stream" or not seen_by[user] for user in users):
                 continue
-            if not is_pointwise(node):
+            if not entry_of(node.target).inlined:
                 continue
             if len(users) > 1:
                 large = sum([2 * size[source] >= size[node] for source in mine])
@@ -187,18 +177,6 @@ class _Fused(_Unfused):
                 if large > (1 if crosses else _MOST_READS):
                     continue
             self.inlined.add(node)
-
-
-def is_pointwise(node: fx.Node) -> bool:
-    """Whether each element of a result depends on one element of each operand."""
-    return _pointwise(node.target)
-
-
-@cache
-def _pointwise(target: Any) -> bool:
-    packet = getattr(target, "overloadpacket", None)
-    name = packet.__name__ if packet is not None else getattr(target, "__name__", target)
-    return torch.Tag.pointwise in getattr(target, "tags", ()) or name in _POINTWISE
 
 
 def _readers(flow: Flow) -> dict[fx.Node, list[fx.Node]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import getitem
 from typing import Any
 
 from torch import fx
@@ -13,6 +14,7 @@ from tpshard.parallelism.lower import Emitter, valid
 from tpshard.parallelism.mesh import Axes, size_of
 from tpshard.parallelism.program import INFO, Info, Spec, info
 from tpshard.parallelism.rules.rule import Rule
+from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import local_shape, local_size
 
 
@@ -22,6 +24,7 @@ class LocalPart:
     def __init__(self, emitter: Emitter, op: Op, rule: Rule, choice: Choice, inputs: list[fx.Node]):
         self.emitter, self.op, self.rule, self.choice, self.inputs = emitter, op, rule, choice, inputs
         share = size_of(axis for f in rule.work for axis in choice.get(f, ()))
+        self.entry = entry_of(op.target)
         self.flops = rule.flops // share if rule.flops else 0
 
     def axes(self, factor: int) -> Axes:
@@ -51,7 +54,7 @@ class LocalPart:
         """A node of the local op; `work` marks the one that does the op's FLOPs (default: none but `same`'s)."""
         spec = Spec(tuple(shape), dtype or self.op.results[0].dtype)
         node = self.emitter.call(target, args, [spec], kwargs)
-        if work or (not self.rule.saved and not self.rule.view):
+        if work or not self.entry.saved:
             self._count(node)
         return node
 
@@ -69,7 +72,7 @@ class LocalPart:
             return node
         parts = []
         for i, spec in enumerate(specs):
-            part = self.emitter.graph.call_function(_getitem, (node, i))
+            part = self.emitter.graph.call_function(getitem, (node, i))
             part.meta[INFO] = Info((spec,), self.op.name, self.op.module, self.op.phase)
             parts.append(part)
         return parts
@@ -77,10 +80,6 @@ class LocalPart:
     def _count(self, node: fx.Node) -> None:
         if self.rule.flops:
             node.meta[INFO] = replace(
-                info(node), flops=self.flops, global_flops=self.rule.flops, saved=self.rule.saved
+                info(node), flops=self.flops, global_flops=self.rule.flops, saved=self.entry.saved
             )
             self.flops = 0
-
-
-def _getitem(parts: Any, index: int) -> Any:
-    return parts[index]

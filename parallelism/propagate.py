@@ -17,7 +17,7 @@ from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, common_prefix, merge, overlap, remainder, size_of, starts_with
 from tpshard.parallelism.propagated import Annotation, Cause, Conflict, Shardings
 from tpshard.parallelism.rules.rule import Kind, Rule
-from tpshard.parallelism.rules.table import rule_for
+from tpshard.parallelism.rules.table import entry_of, rule_for
 from tpshard.parallelism.sharding import Sharding
 
 
@@ -45,6 +45,7 @@ class Edge:
     form: int
     """Equal for edges that propagation cannot tell apart: the layers of a model are alike."""
     single_use: bool
+    pointwise: bool
     broadcast: bool
 
 
@@ -99,13 +100,14 @@ class _Propagation:
         members: list[Op | Tie] = [*graph.ops, *map(Tie, ties)]
         for op in members:
             rule = op.rule if isinstance(op, Tie) else self.rules[op]
-            expands = not isinstance(op, Tie) and "expand" in str(op.target)
+            entry = entry_of(op.target)
+            pointwise = rule.priority == 0 and entry.view is None
             single = all(len(v.users) <= 1 for v in op.operands)
             tensors = [*op.operands, *op.results]
-            known = (rule.operands, rule.results, rule.sizes, rule.kinds, rule.priority, rule.view, expands,
+            known = (rule.operands, rule.results, rule.sizes, rule.kinds, rule.priority, pointwise, entry.broadcasts,
                      *(v.numel for v in tensors))  # fmt: skip
             form = self.forms.setdefault(known, len(self.forms))
-            self.edges.append(Edge(op, rule, tensors, form, single, expands))
+            self.edges.append(Edge(op, rule, tensors, form, single, pointwise, entry.broadcasts))
         self.touching: dict[Value, list[Edge]] = {}
         for edge in self.edges:
             for value in set(edge.tensors):
@@ -233,7 +235,6 @@ class _Propagation:
     ) -> None:  # fmt: skip
         """Per factor the longest list of major axes that all tensors agree on; any conflict truncates it."""
         count = len(edge.rule.operands)
-        pointwise = edge.rule.priority == 0 and not edge.rule.view
         offered: dict[int, tuple[Axes, int]] = {}
         for f in factors:
             have = [t for t, p in enumerate(projected) if f in p]
@@ -267,7 +268,7 @@ class _Propagation:
                 mine = projected[t][f]
                 if backward_only and t >= count:
                     continue
-                if pointwise and t < count and self._closed(edge, count, f, shardings):
+                if edge.pointwise and t < count and self._closed(edge, count, f, shardings):
                     continue  # an operand is never sharded more than its result
                 if len(agreed) and agreed != mine and starts_with(agreed, mine):
                     self._take(edge, t, f, projected, shardings, agreed, source, sources)
@@ -282,13 +283,12 @@ class _Propagation:
     ) -> None:  # fmt: skip
         """Resolves conflicts: the largest source wins, results are served before operands."""
         count = len(edge.rule.operands)
-        pointwise = edge.rule.priority == 0 and not edge.rule.view
         offers = [
             (t, f) for f in factors for t in range(len(projected)) if projected[t].get(f)
         ]  # fmt: skip
         offers.sort(
             key=lambda o: (
-                -(size_of(projected[o[0]][o[1]]) if pointwise else 0),
+                -(size_of(projected[o[0]][o[1]]) if edge.pointwise else 0),
                 -edge.tensors[o[0]].numel,
                 o[0] < count,
                 o[0],
@@ -308,7 +308,7 @@ class _Propagation:
                 wanted = limit(axes, mine, room)
                 if wanted != axes:
                     conflicts.append((t, remainder(axes, wanted), tuple(room)))
-                if pointwise and t < count:  # an operand is never sharded more than its result
+                if edge.pointwise and t < count:  # an operand is never sharded more than its result
                     result = projected[count].get(f, ())
                     wanted = common_prefix(wanted, result) if result else mine
                 if wanted != mine and starts_with(wanted, mine):

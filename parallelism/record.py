@@ -17,48 +17,27 @@ from torch.fx.graph import _Namespace
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
 from tpshard.parallelism.remember import Shapes
+from tpshard.parallelism.rules.table import TABLE, entry_of
 
 aten = torch.ops.aten
-
-DECOMPOSED: list[Any] = [
-    aten._log_softmax, aten._log_softmax_backward_data, aten._softmax, aten._softmax_backward_data, aten.t, aten.detach,
-    aten._unsafe_view, aten.baddbmm, aten.native_layer_norm,
-    aten.native_layer_norm_backward, aten.nll_loss_forward, aten.nll_loss_backward, aten.addcmul, aten.addcdiv,
-    aten.embedding_dense_backward.out,
-    aten.mse_loss, aten.mse_loss_backward, aten.logsumexp, aten.std, aten.var_mean, aten.linalg_vector_norm, aten.stack,
-    aten.select_backward, aten.slice_backward, aten.unsafe_split, aten.hardtanh_backward, aten.elu_backward,
-    aten.leaky_relu_backward, aten.softplus_backward, aten.norm, aten.aminmax, aten.native_dropout_backward,
-    aten._fused_rms_norm, aten._fused_rms_norm_backward, aten.huber_loss, aten.logit_backward, aten.mv, aten.dot,
-    aten.addmv, aten.addbmm, aten.addr, aten.masked_fill_, aten.unfold_backward, aten.index_add, aten.glu_backward,
-    aten.smooth_l1_loss, aten.smooth_l1_loss_backward, aten.hardswish_backward, aten.mish_backward,
-]  # fmt: skip
-"""Only what splits into ops that shard better than the whole (vocabulary-parallel softmax, for one)."""
 
 
 @functools.cache
 def decompositions() -> dict[Any, Any]:
-    known = []
-    for packet in DECOMPOSED:
-        with contextlib.suppress(RuntimeError):
-            get_decompositions([packet])
-            known.append(packet)
-    return get_decompositions(known) | {torch.ops.prims.broadcast_in_dim.default: _broadcast}
+    """How the ops that are recorded as others split, by overload."""
+    found: dict[Any, Any] = {}
+    for name, entry in TABLE.items():
+        if entry.recorded == "decomposed":
+            with contextlib.suppress(RuntimeError):
+                found |= get_decompositions([_packet(name)])
+        elif callable(entry.recorded):
+            found |= {getattr(_packet(name), overload): entry.recorded for overload in _packet(name).overloads()}
+    return found
 
 
-def _broadcast(x: Tensor, shape: list[int], dims: list[int]) -> Tensor:
-    """prims.broadcast_in_dim, whose dim i is dim dims[i] of the result, as torch's own ops."""
-    grown = [1] * len(shape)
-    for size, d in zip(x.shape, dims):
-        grown[d] = size
-    return x.view(grown).expand(shape) if tuple(grown) != tuple(x.shape) else x.expand(shape)
-
-
-RANDOM = {"rand", "randn", "randint", "bernoulli", "native_dropout", "uniform", "normal_functional", "multinomial",
-          "rand_like", "randn_like", "randint_like", "randperm", "normal", "exponential", "dropout"}  # fmt: skip
-QUESTIONS = {
-    torch.ops.prim.device.default, aten.size.default, aten.stride.default, aten.storage_offset.default,
-}  # fmt: skip
-"""What is asked of a tensor and answered at once."""
+def _packet(name: str) -> Any:
+    namespace, _, op = name.partition(".")
+    return getattr(getattr(torch.ops, namespace), op)
 
 
 class Place(Protocol):
@@ -119,7 +98,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             raise ValueError(f"`{func}` is not an ATen op: it cannot be partitioned")
-        if func in QUESTIONS:
+        if entry_of(func).recorded == "answered":
             if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
                 return args[0].fake_device  # what asking gives, without asking: autograd wants it of every tensor
             return func(*args, **kwargs)
@@ -154,7 +133,7 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any], operands: list[Value], made: Any) -> None:
         packet = func.overloadpacket.__name__
-        if packet in RANDOM:
+        if entry_of(func).random:
             raise ValueError(
                 f"`{func}` is a random op, whose result would depend on the mesh: pass random numbers in as an input"
             )

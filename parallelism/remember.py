@@ -92,15 +92,6 @@ def _view(func: Any, args: Any, kwargs: Any, source: Any) -> Any:
     return type(made)([FakeTensor(source.fake_mode, one, source.fake_device) for one in made])
 
 
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
 def _exact(arg: Any, ours: bool) -> Any:
     """An argument as a key: 1, 1.0 and True are equal in Python, but promote types differently.
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from tpshard.models import build
 from tpshard.parallelism.cost import Device
 from tpshard.parallelism.flow import known, op_name
-from tpshard.parallelism.fusion import is_pointwise
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.program import INFO, Program, info
+from tpshard.parallelism.rules.table import entry_of
 from tpshard.plan.pricing import Part, price_parts
 from tpshard.plan.report import Job, Report
 from tpshard.plan.text import gib
@@ -97,7 +97,7 @@ def _own_columns(program: Program, mlp: int, wider: int) -> None:
         # what `down` does besides its product is as wide as the residual stream
         if mlp == wider or not here.global_flops or not inside or part[:1] not in ("", "."):
             continue
-        if not (part == ".down" and is_pointwise(node)):
+        if not (part == ".down" and entry_of(node.target).inlined):
             node.meta[INFO] = replace(here, global_flops=here.global_flops * mlp // wider)
 
 

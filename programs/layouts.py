@@ -27,8 +27,8 @@ from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
 from tpshard.models.hf_quantized import quantizable
 from tpshard.parallelism.absorb import absorb
-from tpshard.parallelism.canonical import contract
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
+from tpshard.parallelism.rules.contraction import contract
 
 Groups = Callable[[str], Tensor | None]
 """A weight's `g_idx`, int32 [inputs]; None for a weight that is not quantized."""

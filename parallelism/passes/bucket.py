@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import getitem
 from typing import Any
 
 import torch
@@ -103,11 +104,6 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], kind: str, unit: str) -> None:
     for wait, node in zip(waits, nodes):
         graph.erase_node(wait)
         graph.erase_node(node)
-
-
-def getitem(parts: Sequence[object], index: int) -> object:
-    """One result of a node with several."""
-    return parts[index]
 
 
 def topological(graph: fx.Graph) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from operator import getitem
 
 from torch import fx
 from tpshard.parallelism.passes.copy import copied
@@ -131,7 +132,7 @@ def keep_selected(names: Collection[str] = ()) -> Keep:
             source is not None
             and source.op == "call_function"
             and info(source).saved
-            and (getattr(node.target, "__name__", "") == "_getitem")
+            and node.target is getitem
         )
         return sent or (info(node).saved and named(node)) or (part_of_saved and source is not None and named(source))
 

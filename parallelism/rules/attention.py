@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from tpshard.parallelism.graph import Op
+from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Factors, Kind, Rule
+
+aten = torch.ops.aten
 
 
 def attention(op: Op) -> Rule:
@@ -26,7 +30,7 @@ def attention(op: Op) -> Rule:
     flops = 4 * q.numel * k.shape[1] // 2  # causal: half of the products count
     return factors.rule(
         [queries, keys, values, *documents], [((b,), (s,), (kv, g), (dv,)), ((b,), (kv, g), (s,))],
-        flops=flops, work=(b, kv, g), saved=True,
+        flops=flops, work=(b, kv, g),
     )  # fmt: skip
 
 
@@ -50,8 +54,11 @@ def attention_backward(op: Op) -> Rule:
     )  # fmt: skip
 
 
-def batch_and_heads(op: Op) -> Rule:
-    """Ops that treat every slice of the first two dims alike (torch's own attention, pooling): the rest is whole."""
+def batch_and_heads(op: Op, products: int = 0) -> Rule:
+    """Ops that treat every slice of the first two dims alike (torch's own attention, pooling): the rest is whole.
+
+    `products`: FLOPs for each element of the queries and each key.
+    """
     lead = op.operands[0].shape[:2]
     factors = Factors()
     first = [(factors.new(n),) if n != 1 else () for n in lead]
@@ -61,11 +68,24 @@ def batch_and_heads(op: Op) -> Rule:
         whole = [(factors.new(n, Kind.WHOLE),) if n != 1 else () for n in shape]
         return (*first, *whole[2:]) if shared else tuple(whole)
 
-    flops = 0
-    if "attention" in str(op.target):
-        q = op.operands[0]
-        flops = (10 if "backward" in str(op.target) else 4) * q.numel * op.operands[1].shape[2]
+    flops = products * op.operands[0].numel * op.operands[1].shape[2] if products else 0
     return factors.rule(
         [of(v.shape) for v in op.operands], [of(v.shape) for v in op.results], flops=flops,
-        work=tuple(f for dim in first for f in dim), saved="attention" in str(op.target),
+        work=tuple(f for dim in first for f in dim),
     )  # fmt: skip
+
+
+forward = Entry(lambda op: batch_and_heads(op, 4), work="attention", saved=True)
+backward = Entry(lambda op: batch_and_heads(op, 10), work="attention_backward", saved=True)
+OPS: Table = {
+    "tpshard.attention": Entry(attention, work="attention", saved=True, carries=2),
+    "tpshard.attention_backward": Entry(attention_backward, work="attention_backward"),
+    aten._scaled_dot_product_flash_attention: forward,
+    aten._scaled_dot_product_flash_attention_backward: backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: forward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    aten._scaled_dot_product_efficient_attention: forward,
+    aten._scaled_dot_product_efficient_attention_backward: backward,
+    aten.max_pool2d_with_indices: Entry(batch_and_heads),
+    aten.avg_pool2d: Entry(batch_and_heads),
+}

@@ -6,32 +6,39 @@ from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op
-from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule, product
+from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule, product, whole
 
 aten = torch.ops.aten
 
 
-def contract_rule(op: Op) -> Rule:
+def contract(a: Any, b: Any, equation: str) -> Any:
+    """The contraction `torch.einsum(equation, a, b)`; a target in the global graph only."""
+    return torch.einsum(equation, a, b)
+
+
+def contraction(op: Op, equation: str) -> Rule:
     """`bsk,nk->bsn`: letters are factors, those not in the result are summed."""
-    inputs, out = op.args[2].split("->")
+    inputs, out = equation.split("->")
     left, right = inputs.split(",")
+    if len(op.operands) != 2:  # scaled, or added to something else than a bias
+        return whole(op)
     a, b = op.operands
     size = dict(zip(left + right, a.shape + b.shape))
     factors = Factors()
-    letters = {c: factors.new(n, Kind.PASS if c in out else Kind.REDUCE) for c, n in size.items()}
+    of = {c: factors.new(n, Kind.PASS if c in out else Kind.REDUCE) for c, n in size.items()}
     return factors.rule(
-        [tuple((letters[c],) for c in left), tuple((letters[c],) for c in right)],
-        [tuple((letters[c],) for c in out)],
+        [tuple((of[c],) for c in left), tuple((of[c],) for c in right)],
+        [tuple((of[c],) for c in out)],
         flops=2 * product(list(size.values())),
-        work=tuple(letters.values()),
-        local=local_contract,
-        saved=True,
+        work=tuple(of.values()),
+        local=lambda local: product_of(local, equation),
     )
 
 
-def local_contract(local: LocalOp) -> Any:
+def product_of(local: LocalOp, equation: str) -> Any:
     """Lowers an equation to views and one mm (or bmm): what a product costs least as."""
-    inputs, out = local.op.args[2].split("->")
+    inputs, out = equation.split("->")
     left, right = inputs.split(",")
     batch = [c for c in out if c in left and c in right]
     rows = [c for c in out if c in left and c not in right]
@@ -86,5 +93,21 @@ def convolution(op: Op) -> Rule:
         operands.append(((c_out,),))
     flops = 2 * out.numel * product(weight.shape[1:])
     return factors.rule(
-        operands, [((batch,), (c_out,), *spatial_out)], flops=flops, work=(batch, c_out, c_in), saved=True
+        operands, [((batch,), (c_out,), *spatial_out)], flops=flops, work=(batch, c_out, c_in)
     )
+
+
+def einsum(equation: str) -> Entry:
+    """A product of two operands; to one of three, the first is added."""
+    return Entry(lambda op: contraction(op, equation), equation=equation, work="matmul", saved=True, commutes=True)
+
+
+OPS: Table = {
+    contract: Entry(lambda op: contraction(op, op.args[2]), work="matmul", saved=True, commutes=True),
+    aten.mm: einsum("mk,kn->mn"),
+    aten.addmm: einsum("mk,kn->mn"),
+    aten.bmm: einsum("bmk,bkn->bmn"),
+    aten.mv: einsum("mk,k->m"),
+    aten.dot: einsum("k,k->"),
+    aten.convolution: Entry(convolution, work="matmul", saved=True),
+}

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op, Ref
-from tpshard.parallelism.rules.rule import Factors, LocalOp, Rule
+from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.rule import Factors, LocalOp, Rule, whole
 
 aten = torch.ops.aten
 
@@ -56,3 +57,17 @@ def arange(op: Op) -> Rule:
 
 def _times(a: int, b: int) -> int:
     return a * b
+
+
+OPS: Table = {
+    aten.full: Entry(filled, inlined=True),
+    aten.zeros: Entry(filled, inlined=True),
+    aten.ones: Entry(filled, inlined=True),
+    aten.empty.memory_format: Entry(filled),
+    aten.new_zeros: Entry(new_filled, inlined=True),
+    aten.new_ones: Entry(new_filled, inlined=True),
+    aten.new_full: Entry(new_filled, inlined=True),
+    aten.new_empty: Entry(new_filled),
+    aten.arange: Entry(arange, inlined=True),
+    aten.scalar_tensor: Entry(whole, inlined=True),
+}

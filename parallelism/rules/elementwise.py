@@ -1,12 +1,17 @@
-"""Pointwise ops, with broadcasting, and the identities that carry names and annotations."""
+"""Pointwise ops, with broadcasting."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
+import torch
 from tpshard.parallelism.graph import Op, Ref
-from tpshard.parallelism.rules.rule import Dim, Factors, LocalOp, Rule
+from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.rule import Dim, Factors, Rule
+
+aten = torch.ops.aten
+Sums = Callable[[Op], tuple[int, ...]]
+"""The operands in which a call is jointly linear, so that partial sums pass."""
 
 
 def broadcast_dims(factors: Factors, shapes: Sequence[tuple[int, ...]], out: tuple[int, ...]) -> tuple[
@@ -21,48 +26,91 @@ def broadcast_dims(factors: Factors, shapes: Sequence[tuple[int, ...]], out: tup
     return operands, result
 
 
-def pointwise(op: Op, additive: tuple[int, ...] = (), cost: int = 1, view: bool = False) -> Rule:
+def elements(op: Op, additive: tuple[int, ...] = ()) -> Rule:
     """One result element from one element of each operand; operands of size 1 broadcast."""
     factors = Factors()
-    out = op.results[0].shape
-    operands, result = broadcast_dims(factors, [v.shape for v in op.operands], out)
+    operands, result = broadcast_dims(factors, [v.shape for v in op.operands], op.results[0].shape)
     return factors.rule(
-        operands, [result] * len(op.results), additive=additive, priority=0,
-        flops=0 if view else cost * op.results[0].numel,
-        local=forward_operand if view else None, view=view, padded=True,
-    )  # fmt: skip
+        operands, [result] * len(op.results), additive=additive, priority=0, flops=op.results[0].numel, padded=True
+    )
 
 
-def forward_operand(local: LocalOp) -> Any:
-    return local.inputs[0]
+# ---- where partial sums pass --------------------------------------------------------------------------------------
+def nothing(op: Op) -> tuple[int, ...]:
+    return ()
 
 
-def linear(op: Op) -> Rule:
-    """Pointwise in one operand and linear in it: neg, cast, clone."""
-    return pointwise(op, additive=(0,))
+def first(op: Op) -> tuple[int, ...]:
+    """Linear in one operand: neg, clone."""
+    return (0,)
 
 
-def identity(op: Op) -> Rule:
-    """Names and annotations: no work, partial sums pass."""
-    return pointwise(op, additive=(0,), view=True)
+def cast(op: Op) -> tuple[int, ...]:
+    """A sum of parts that are rounded is rounded; of parts that are cut to integers it is another."""
+    return (0,) if op.results[0].dtype.is_floating_point or op.operands[0].dtype == op.results[0].dtype else ()
 
 
-def add(op: Op) -> Rule:
+def added(op: Op) -> tuple[int, ...]:
     """a + alpha b: a sum of partial sums is one; with a plain number added it is not."""
     tensors = [a for a in op.args[:2] if isinstance(a, Ref)]
     both = len(tensors) == 2 and op.operands[0].shape == op.operands[1].shape
-    return pointwise(op, additive=(0, 1) if both else ())
+    return (0, 1) if both else ()
 
 
-def multiply(op: Op) -> Rule:
+def scaled(op: Op) -> tuple[int, ...]:
     """a * b and a / b: linear in `a` where `b` is a number or a tensor of no dims."""
-    scalar = len(op.operands) == 1 or (op.operands[1].rank == 0 and op.operands[0].rank > 0)
-    first = isinstance(op.args[0], Ref)
-    return pointwise(op, additive=(0,) if scalar and first else ())
+    if op.kwargs.get("rounding_mode") is not None:
+        return ()
+    number = len(op.operands) == 1 or (op.operands[1].rank == 0 and op.operands[0].rank > 0)
+    return (0,) if number and isinstance(op.args[0], Ref) else ()
 
 
-def same_shape_creation(op: Op) -> Rule:
-    """ones_like and its kin: the operand only lends its shape."""
+def zeroed(op: Op) -> tuple[int, ...]:
+    """masked_fill(x, mask, value): every part would be filled, so the value must be its own sum."""
+    return (0,) if op.args[2] == 0 else ()
+
+
+def pointwise(sums: Sums = nothing, *, exponentials: int = 0) -> Entry:
+    """An op whose result has one element for each element of its (broadcast) operands."""
+    return Entry(
+        lambda op: elements(op, sums(op)), inlined=True, commutes=True, exponentials=exponentials
+    )
+
+
+# ---- results that a tensor only lends its shape to ------------------------------------------------------------------
+def shape_of(op: Op) -> Rule:
+    """ones_like and its kin."""
     factors = Factors()
     dims = factors.dims(op.results[0].shape)
     return factors.rule([dims], [dims], priority=0)
+
+
+like = Entry(shape_of, inlined=True)
+
+OPS: Table = {
+    aten.add: pointwise(added),
+    aten.sub: pointwise(added),
+    aten.mul: pointwise(scaled),
+    aten.div: pointwise(scaled),
+    aten.neg: pointwise(first),
+    aten.clone: pointwise(first),
+    aten._to_copy: pointwise(cast),
+    aten.masked_fill.Scalar: pointwise(zeroed),
+    aten.copy: pointwise(),
+    aten.exp: pointwise(exponentials=1),
+    aten.log: pointwise(exponentials=1),
+    aten.tanh: pointwise(exponentials=1),
+    aten.sigmoid: pointwise(exponentials=1),
+    aten.silu: pointwise(exponentials=1),
+    aten.gelu: pointwise(exponentials=1),
+    aten.silu_backward: pointwise(exponentials=1),
+    aten.gelu_backward: pointwise(exponentials=1),
+    aten.sigmoid_backward: pointwise(),
+    aten.tanh_backward: pointwise(),
+    aten.threshold_backward: pointwise(),
+    aten.ones_like: like,
+    aten.zeros_like: like,
+    aten.full_like: like,
+    aten.empty_like: like,
+}
+"""Any other op that torch tags as pointwise is one too, partial sums excepted."""

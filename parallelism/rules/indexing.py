@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op, Ref
+from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
 from tpshard.parallelism.rules.shape import mismatch
 
@@ -237,3 +238,16 @@ def index_put(op: Op) -> Rule:
     written = tuple(out[lead + d] if n == sizes[lead + d] else () for d, n in enumerate(values.shape))
     assert len(op.operands) == len(of) + 2 and x is op.operands[0]
     return factors.rule([dims, *of, written], [dims])
+
+
+OPS: Table = {
+    aten.embedding: Entry(embedding, lookup=True),
+    aten.embedding_dense_backward: Entry(embedding_backward),
+    aten.index_select: Entry(index_select, lookup=True, commutes=True),
+    aten.gather: Entry(gather, lookup=True),
+    aten.scatter.value: Entry(scatter),
+    aten.scatter.src: Entry(scatter),
+    aten.scatter_add: Entry(scatter),
+    aten.index: Entry(index_rule, lookup=True),
+    aten.index_put: Entry(index_put),
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tpshard.parallelism.graph import Op
+from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Factors, Kind, Rule
 
 
@@ -28,5 +29,8 @@ def paged_attention(op: Op) -> Rule:
     flops = 4 * q.numel * op.operands[8].shape[1] * pool.shape[1]
     return factors.rule(
         [queries, keys, keys, pools, pools, row, row, row, ((m,), (w,))], [queries],
-        flops=flops, work=(kv, g), saved=True,
+        flops=flops, work=(kv, g),
     )  # fmt: skip
+
+
+OPS: Table = {"tpshard.paged_attention": Entry(paged_attention, work="attention", saved=True, carries=2)}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tpshard.parallelism.graph import Op, Ref
+from tpshard.parallelism.graph import Op
 from tpshard.parallelism.mesh import size_of
+from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule
 from tpshard.parallelism.rules.shape import mismatch
 
@@ -89,8 +89,30 @@ def along(op: Op, position: int = 1, default: int = -1) -> Rule:
     return mismatch(op, [dim], additive=(0,) if linear else ())
 
 
-def sums(dims: Sequence[int]) -> str:
-    return ", ".join(map(str, dims))
+def reduction(kind: str) -> Entry:
+    """One element of many, combined by `kind`: a partial result where one of their dims is sharded."""
+    return Entry(lambda op: reduce(op, kind))
 
 
-__all__ = ["Ref", "along", "mean", "reduce", "whole_reduction"]
+by_whole = Entry(whole_reduction)
+OPS: Table = {
+    aten.sum: reduction("sum"),
+    aten.mean: Entry(mean),
+    aten.amax: reduction("max"),
+    aten.amin: reduction("min"),
+    aten.max.default: reduction("max"),
+    aten.min.default: reduction("min"),
+    aten.max.dim: by_whole,
+    aten.min.dim: by_whole,
+    aten.argmax: by_whole,
+    aten.argmin: by_whole,
+    aten.prod: by_whole,
+    aten.any: by_whole,
+    aten.all: by_whole,
+    aten.var.correction: by_whole,
+    "prims.var": by_whole,
+    aten.cumsum: Entry(along),
+    aten.cumprod: Entry(along),
+    aten.sort: Entry(lambda op: along(op, 1)),
+    aten.topk: Entry(lambda op: along(op, 2)),
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tpshard.parallelism.graph import Op, Ref
+from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule
 
 
@@ -29,3 +30,6 @@ def reorder(op: Op) -> Rule:
         [(*rest, last), (last,)], [(*rest, last)], local=local, work=b,
         because=f"the act-order of {whose} mixes shards",
     )  # fmt: skip
+
+
+OPS: Table = {"tpshard.reorder": Entry(reorder)}

@@ -1,4 +1,4 @@
-"""What a rule is: an op described like an einsum, by factors.
+"""What a rule is: one call of an op described like an einsum, by factors.
 
 Three readers: propagation projects shardings onto factors and back, the partitioner picks one sharding of the factors
 and computes locally, the cost model reads FLOPs and bytes off the same factors. (Shardy: `sdy.op_sharding_rule`.)
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from tpshard.parallelism.graph import Op, Value
+from tpshard.parallelism.graph import Op
 from tpshard.parallelism.mesh import Axes
 
 Dim = tuple[int, ...]
@@ -50,10 +50,6 @@ class Rule:
     """False for the rule of an op without one: everything whole."""
     priority: int = 2
     """0: pass-through ops (pointwise, views), propagated first; 2: the rest."""
-    saved: bool = False
-    """Worth keeping under selective recomputation (matmul, attention)."""
-    view: bool = False
-    """Moves no data and computes nothing."""
     padded: bool = False
     """Right on dims that are cut unevenly, whose last part is padded with anything."""
     because: str = ""
@@ -122,10 +118,6 @@ class Factors:
         if "flops" not in rest:
             rest["flops"] = 0
         return Rule(tuple(operands), tuple(results), tuple(self.sizes), tuple(self.kinds), **rest)
-
-
-def tensor_shapes(values: Sequence[Value]) -> list[tuple[int, ...]]:
-    return [value.shape for value in values]
 
 
 def whole(op: Op) -> Rule:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import getitem
 from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op, Ref
+from tpshard.parallelism.rules import strides
+from tpshard.parallelism.rules.entry import Builder, Entry, Strides, Table, answered, decomposed, operand
 from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
 
 aten = torch.ops.aten
@@ -72,14 +75,14 @@ def view(op: Op) -> Rule:
     def local(at: LocalOp) -> Any:
         return at.emit(aten.reshape.default, at.inputs[0], list(at.shape()), shape=at.shape())
 
-    return factors.rule([left], [right], additive=(0,), priority=0, local=local, view=True)
+    return factors.rule([left], [right], additive=(0,), priority=0, local=local)
 
 
 def permute(op: Op) -> Rule:
     factors = Factors()
     dims = factors.dims(op.operands[0].shape)
     order = [d % len(dims) for d in op.args[1]]
-    return factors.rule([dims], [tuple(dims[d] for d in order)], additive=(0,), priority=0, view=True)
+    return factors.rule([dims], [tuple(dims[d] for d in order)], additive=(0,), priority=0)
 
 
 def expand(op: Op) -> Rule:
@@ -92,23 +95,10 @@ def expand(op: Op) -> Rule:
     def local(at: LocalOp) -> Any:
         return at.emit(aten.expand.default, at.inputs[0], list(at.shape()), shape=at.shape())
 
-    return factors.rule([operand], [result], additive=(0,), priority=0, local=local, view=True)
+    return factors.rule([operand], [result], additive=(0,), priority=0, local=local)
 
 
-def broadcast_in_dim(op: Op) -> Rule:
-    """prims.broadcast_in_dim(x, shape, dims): dim i of x is dim dims[i] of the result, or broadcasts along it."""
-    factors = Factors()
-    out = op.results[0].shape
-    result = factors.dims(out)
-    operand = tuple(result[d] if n == out[d] else () for n, d in zip(op.operands[0].shape, op.args[2]))
-
-    def local(at: LocalOp) -> Any:
-        return at.with_args(Ref(0), list(at.shape()), op.args[2])
-
-    return factors.rule([operand], [result], additive=(0,), priority=0, local=local, view=True)
-
-
-def mismatch(op: Op, dims: Sequence[int], additive: tuple[int, ...] = (0,), view: bool = False) -> Rule:
+def mismatch(op: Op, dims: Sequence[int], additive: tuple[int, ...] = (0,)) -> Rule:
     """All dims of operands and results correspond, but for `dims`, which must be whole (slice, pad, flip, sort)."""
     factors = Factors()
     rank = op.results[0].rank
@@ -121,11 +111,11 @@ def mismatch(op: Op, dims: Sequence[int], additive: tuple[int, ...] = (0,), view
                      for d, n in enumerate(shape))
 
     operands = [of(v.shape) if v.rank == rank else tuple(() for _ in v.shape) for v in op.operands]
-    return factors.rule(operands, [of(v.shape) for v in op.results], additive=additive, view=view)
+    return factors.rule(operands, [of(v.shape) for v in op.results], additive=additive)
 
 
 def slice_rule(op: Op) -> Rule:
-    return mismatch(op, [op.args[1] if len(op.args) > 1 else 0], view=True)
+    return mismatch(op, [op.args[1] if len(op.args) > 1 else 0])
 
 
 def cat(op: Op) -> Rule:
@@ -137,7 +127,7 @@ def cat(op: Op) -> Rule:
 
 def split(op: Op) -> Rule:
     dim = op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0)
-    return mismatch(op, [dim], view=True)
+    return mismatch(op, [dim])
 
 
 def pad(op: Op) -> Rule:
@@ -160,7 +150,7 @@ def select(op: Op) -> Rule:
     source = op.operands[0].shape
     dim = op.args[1] % len(source)
     dims = [(factors.new(n, Kind.WHOLE if d == dim else Kind.PASS),) if n != 1 else () for d, n in enumerate(source)]
-    return factors.rule([tuple(dims)], [tuple(d for i, d in enumerate(dims) if i != dim)], additive=(0,), view=True)
+    return factors.rule([tuple(dims)], [tuple(d for i, d in enumerate(dims) if i != dim)], additive=(0,))
 
 
 def unbind(op: Op) -> Rule:
@@ -169,12 +159,7 @@ def unbind(op: Op) -> Rule:
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(source)
     dims = [(factors.new(n, Kind.WHOLE if d == dim else Kind.PASS),) if n != 1 else () for d, n in enumerate(source)]
     out = tuple(d for i, d in enumerate(dims) if i != dim)
-    return factors.rule([tuple(dims)], [out] * len(op.results), additive=(0,), view=True)
-
-
-def squeeze(op: Op) -> Rule:
-    """squeeze and unsqueeze: a view that only adds or drops dims of size 1."""
-    return view(op)
+    return factors.rule([tuple(dims)], [out] * len(op.results), additive=(0,))
 
 
 def tril(op: Op) -> Rule:
@@ -187,4 +172,59 @@ def scatter_slice(op: Op) -> Rule:
     return mismatch(op, [op.args[2] if len(op.args) > 2 else 0], additive=(0, 1))
 
 
-__all__ = [name for name in dir() if not name.startswith("_")] + ["Ref"]
+# ---- other spellings, which graphs hold as view and permute ---------------------------------------------------------
+def as_view(op: Op) -> None:
+    op.target, op.args, op.kwargs = aten.view.default, (Ref(0), op.results[0].shape), {}
+
+
+def as_permute(op: Op) -> None:
+    """transpose(x, i, j), t(x)."""
+    rank = op.operands[0].rank
+    i, j = (op.args[1] % rank, op.args[2] % rank) if len(op.args) > 2 else (0, max(rank - 1, 0))
+    order = list(range(rank))
+    if rank:
+        order[i], order[j] = order[j], order[i]
+    op.target, op.args = aten.permute.default, (Ref(0), tuple(order))
+
+
+def looks(rule: Builder, at: Strides, **facts: Any) -> Entry:
+    """A view: it moves no data and computes nothing."""
+    return Entry(rule, view=at, commutes=True, **facts)
+
+
+OPS: Table = {
+    aten.view: looks(view, strides.reshaped),
+    aten.reshape: looks(view, strides.reshaped, canonical=as_view),
+    aten._unsafe_view: looks(view, strides.reshaped, canonical=as_view),
+    aten._reshape_alias: looks(view, strides.reshaped, canonical=as_view),
+    aten.unsqueeze: looks(view, strides.reshaped),
+    aten.squeeze: looks(view, strides.reshaped),
+    aten.permute: looks(permute, strides.permuted),
+    aten.transpose: looks(permute, strides.transposed, canonical=as_permute),
+    aten.t: looks(permute, strides.turned, canonical=as_permute),
+    aten.expand: looks(expand, strides.expanded, broadcasts=True),
+    aten.slice: looks(slice_rule, strides.sliced),
+    aten.narrow: looks(slice_rule, strides.piece),
+    aten.split: looks(split, strides.piece),
+    aten.split_with_sizes: looks(split, strides.piece),
+    aten.select: looks(select, strides.selected),
+    aten.unbind: looks(unbind, strides.selected),
+    aten.as_strided: Entry(view=strides.given),
+    aten.alias: operand,
+    aten.detach: decomposed,  # to alias
+    aten.lift_fresh: operand,
+    aten.lift_fresh_copy: operand,
+    getitem: Entry(view=strides.same),
+    "_c10d_functional.wait_tensor": Entry(view=strides.same, work="free"),
+    aten.cat: Entry(cat),
+    aten.slice_scatter: Entry(scatter_slice),
+    aten.constant_pad_nd: Entry(pad),
+    aten.flip: Entry(dims_argument),
+    aten.roll: Entry(dims_argument, inlined=True),
+    aten.tril: Entry(tril),
+    aten.triu: Entry(tril),
+    aten.size: answered,
+    aten.stride: answered,
+    aten.storage_offset: answered,
+    "prim.device": answered,
+}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from tpshard.parallelism.exchange import exchanged
 from tpshard.parallelism.program import Collective, Program, info
+from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.runtime.compiled import compile_graph
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.watchdog import Doing
@@ -18,10 +19,6 @@ from tpshard.parallelism.simulate import RANKED, evaluate
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
-
-VIEWS = {aten.reshape.default, aten.permute.default, aten.slice.Tensor, aten.narrow.default, aten.expand.default,
-         aten.view.default, aten.unsqueeze.default, aten.select.int}  # fmt: skip
-"""What looks at an input's storage for as long as its result lives."""
 
 COMPUTING = Doing("computing")
 
@@ -225,10 +222,15 @@ def _taken_over(program: Program, in_place: set[fx.Node]) -> dict[fx.Node, fx.No
         node, feed = results[output], feeds[source]
         if node.op != "call_function" or node in in_place or info(node).specs[0] != info(feed).specs[0]:
             continue
-        still_read = any(position[user] > position[node] or user.target in VIEWS for user in feed.users)
-        if not still_read and node.target not in VIEWS:
+        still_read = any(position[user] > position[node] or _is_view(user) for user in feed.users)
+        if not still_read and not _is_view(node):
             found[node] = feed
     return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node looks at an input's storage for as long as its result lives."""
+    return entry_of(node.target).view is not None
 
 
 def _results(graph: fx.Graph) -> Sequence[Any]:

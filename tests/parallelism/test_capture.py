@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from tpshard.parallelism.canonical import IDENTITIES
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.record import Recorder, decompositions
+from tpshard.parallelism.rules.table import entry_of
 
 from fuzzed import numbered
 
@@ -32,8 +32,8 @@ def _recorded(fn: Callable[..., Any], args: list[Tensor]) -> Seen:
             recorder.input(f"arg{i}", fake)
         with recorder:
             results = fn(*fakes)
-    ops = recorder.graph(results).ops
-    return [(op.name, op.target, [v.shape for v in op.results]) for op in ops if op.target not in IDENTITIES]
+    kept = [op for op in recorder.graph(results).ops if entry_of(op.target).recorded != "operand"]
+    return [(op.name, op.target, [v.shape for v in op.results]) for op in kept]
 
 
 def _traced(fn: Callable[..., Any], args: list[Tensor]) -> Seen:
@@ -41,7 +41,7 @@ def _traced(fn: Callable[..., Any], args: list[Tensor]) -> Seen:
     made = tracer(*_fakes(args))
     seen = []
     for node in made.graph.nodes:
-        known = isinstance(node.target, torch._ops.OpOverload) and node.target not in IDENTITIES
+        known = isinstance(node.target, torch._ops.OpOverload) and entry_of(node.target).recorded != "operand"
         if node.op == "call_function" and known:
             fake = node.meta["val"]
             made = fake if isinstance(fake, (list, tuple)) else [fake]

@@ -1,0 +1,30 @@
+"""Identities that carry a name, an annotation or a boundary: no work, and partial sums pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tpshard.parallelism.anchors import output
+from tpshard.parallelism.graph import Op
+from tpshard.parallelism.rules import strides
+from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.rule import Factors, LocalOp, Rule
+
+
+def forward_operand(local: LocalOp) -> Any:
+    return local.inputs[0]
+
+
+def same(op: Op) -> Rule:
+    factors = Factors()
+    dims = factors.dims(op.results[0].shape)
+    return factors.rule([dims], [dims], additive=(0,), priority=0, local=forward_operand, padded=True)
+
+
+identity = Entry(same, view=strides.same, commutes=True)
+OPS: Table = {
+    output: identity,
+    "tpshard.named": identity,
+    "tpshard.mesh_split": identity,
+    "tpshard.boundary": identity,
+}
