@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from tpshard.parallelism.factors import project, unproject
+from tpshard.parallelism import factors
+from tpshard.parallelism.factors import WHOLE, Cut
 from tpshard.parallelism.graph import Op, Value
-from tpshard.parallelism.mesh import Axes, Axis, merge, overlap, size_of, starts_with
+from tpshard.parallelism.mesh import Axis, merge, overlap, size_of, starts_with
 from tpshard.parallelism.reshard import cost, plan
 from tpshard.parallelism.rules.rule import Kind, Rule
-from tpshard.parallelism.sharding import Layout, is_even
+from tpshard.parallelism.sharding import Layout, even_grains, local_size
 
 FLOPS_PER_BYTE = 1000.0
 """Floating-point operations that a device does while it sends a byte; weighs replicated work against resharding."""
 
-Choice = dict[int, Axes]
-"""Factor -> axes."""
+Choice = dict[int, Cut]
+"""Per factor how it is cut; factors that are not are left out."""
 
 
 INTENT = 100.0
@@ -38,10 +39,7 @@ def choose(
     `fixed` marks operands that lie where an annotation put them. `there`: layouts of the operands
     that another op fetches anyway. What several ops read is resharded once for all.
     """
-    layouts = [*(h.dims for h in homes), *(w.dims for w in wanted)]
-    projected = [
-        project(dims, rule_dims, rule.sizes) for dims, rule_dims in zip(layouts, rule.tensors)
-    ]
+    projected = [factors.cuts(layout, dims, rule.sizes) for layout, dims in zip((*homes, *wanted), rule.tensors)]
     busy = [axis for h in homes for axis in h.partial]
     agreed = _agree(rule, projected, busy)
     if agreed is not None and len(homes) == len(op.operands):
@@ -66,71 +64,73 @@ def _bytes(op: Op, t: int) -> int:
     return values[t].bytes
 
 
-def _agree(rule: Rule, projected: Sequence[Mapping[int, Axes]], busy: Sequence[Axis]) -> Choice | None:
+def _agree(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]) -> Choice | None:
     out: Choice = {}
     taken: list[Axis] = list(busy)
     for tensor in projected:
-        for f, axes in tensor.items():
-            if not axes:
+        for f, cut in tensor.items():
+            if not cut.axes:
                 continue
             known = out.get(f)
             if known is None:
-                if rule.kinds[f] is Kind.WHOLE or any(overlap(a, taken) for a in axes):
+                if rule.kinds[f] is Kind.WHOLE or any(overlap(a, taken) for a in cut.axes):
                     return None
-                out[f] = axes
-                taken.extend(axes)
-            elif known != axes:
+                out[f] = cut
+                taken.extend(cut.axes)
+            elif known != cut:
                 return None
     return out
 
 
-def _merge(rule: Rule, projected: Sequence[Mapping[int, Axes]], busy: Sequence[Axis]) -> Choice:
+def _merge(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]) -> Choice:
     """First come, first served; a longer list of the same factor may extend a shorter one."""
     out: Choice = {}
     for tensor in projected:
-        for f, axes in tensor.items():
-            if not axes or rule.kinds[f] is Kind.WHOLE:
+        for f, cut in tensor.items():
+            if not cut.axes or rule.kinds[f] is Kind.WHOLE:
                 continue
-            others = [a for g, taken in out.items() if g != f for a in taken] + list(busy)
-            have = out.get(f, ())
-            if not starts_with(axes, have):
+            others = [a for g, taken in out.items() if g != f for a in taken.axes] + list(busy)
+            have = out.get(f, WHOLE)
+            if not starts_with(cut.axes, have.axes):
                 continue
             fitting: list[Axis] = []
-            for axis in axes:
+            for axis in cut.axes:
                 if overlap(axis, others):
                     break
                 fitting.append(axis)
-            if size_of(fitting) > size_of(have):
-                out[f] = merge(fitting)
+            if size_of(fitting) > size_of(have.axes):
+                out[f] = Cut(merge(fitting), have.grain if have.axes else cut.grain)
     return out
 
 
-def _moved(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Axes]]) -> list[Choice]:
+def _moved(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) -> list[Choice]:
     """Choices in which the axes of a factor that must be whole go to a free factor instead."""
     out: list[Choice] = []
-    used = [a for axes in base.values() for a in axes]
+    used = [a for cut in base.values() for a in cut.axes]
     for tensor in projected:
-        for f, axes in tensor.items():
+        for f, (axes, _) in tensor.items():
             if rule.kinds[f] is not Kind.WHOLE or not axes or any(overlap(a, used) for a in axes):
                 continue
             for g, kind in enumerate(rule.kinds):
-                if kind is Kind.PASS and rule.sizes[g] % (size_of(base.get(g, ())) * size_of(axes)) == 0:
-                    out.append({**base, g: merge((*base.get(g, ()), *axes))})
+                have = base.get(g, WHOLE)
+                if kind is Kind.PASS and rule.sizes[g] % (size_of(have.axes) * size_of(axes)) == 0:
+                    out.append({**base, g: Cut(merge((*have.axes, *axes)), have.grain)})
     return out
 
 
 def _sane(rule: Rule, choice: Choice) -> Choice:
-    """Only what divides evenly, and within a dim no factor after one that is not fully sharded."""
+    """Only factors that may be cut, and within a dim none after one that is not fully sharded."""
     out: Choice = {}
-    for f, axes in choice.items():
+    for f, (axes, grain) in choice.items():
+        if rule.kinds[f] is Kind.WHOLE:
+            continue
         fitting: list[Axis] = []
         for axis in axes:
-            uneven = rule.sizes[f] % (size_of(fitting) * axis.size) and not rule.padded
-            if rule.kinds[f] is Kind.WHOLE or uneven:
+            if rule.even and rule.sizes[f] % (size_of(fitting) * axis.size):
                 break
             fitting.append(axis)
         if fitting:
-            out[f] = merge(fitting)
+            out[f] = Cut(merge(fitting), grain)
     for dims in rule.tensors:
         for members in dims:
             if len(members) < 2:
@@ -139,18 +139,27 @@ def _sane(rule: Rule, choice: Choice) -> Choice:
             for f in members:
                 if not full:
                     out.pop(f, None)
-                full = full and size_of(out.get(f, ())) == rule.sizes[f]
+                full = full and size_of(out.get(f, WHOLE).axes) == rule.sizes[f]
     return out
 
 
 def layout_of(rule: Rule, dims: Sequence[tuple[int, ...]], choice: Choice, result: bool) -> Layout:
     """A tensor's layout under a choice; a result is partial over the sharded summed factors that it lacks."""
-    out = tuple(unproject(members, choice, rule.sizes) for members in dims)
+    layout = factors.layout_of(dims, choice, rule.sizes)
     if not result:
-        return Layout(out)
+        return layout
     mine = {f for members in dims for f in members}
-    partial = [a for f, axes in choice.items() if rule.kinds[f] is Kind.REDUCE and f not in mine for a in axes]
-    return Layout(out, merge(sorted(partial)), rule.reduction)
+    partial = [a for f, cut in choice.items() if rule.kinds[f] is Kind.REDUCE and f not in mine for a in cut.axes]
+    return layout.summed(merge(sorted(partial)), rule.reduction)
+
+
+def share(rule: Rule, choice: Choice) -> float:
+    """The part of the op's work that a device does, padding included."""
+    part = 1.0
+    for f in rule.work:
+        if f in choice:
+            part *= local_size(rule.sizes[f], *choice[f]) / rule.sizes[f]
+    return part
 
 
 def _cost(
@@ -166,17 +175,26 @@ def _cost(
     for i, (value, home, dims) in enumerate(zip(op.operands, homes, rule.operands)):
         need = layout_of(rule, dims, choice, False)
         if home.partial:
-            need = Layout(need.dims, home.partial, home.kind) if not _clash(need, home) else need
+            need = need.summed(home.partial, home.kind) if not _clash(need, home) else need
         if home != need and not (there and need in there[i]):
             moved = cost(plan(value.shape, home, need, value.dtype.itemsize), value.shape, value.dtype.itemsize)
             total += moved * INTENT if fixed and fixed[i] else moved / readers(value)
     for value, want, dims in zip(op.results, wanted, rule.results):
         made = layout_of(rule, dims, choice, True)
-        if made != want and is_even(value.shape, want):
+        want = regrained(value.shape, want, made)
+        if made != want:
             total += cost(plan(value.shape, made, want, value.dtype.itemsize), value.shape, value.dtype.itemsize)
-    share = size_of(axis for f in rule.work for axis in choice.get(f, ()))
     work = rule.flops or sum(v.numel for v in op.results)
-    return total + work / share / FLOPS_PER_BYTE
+    return total + work * share(rule, choice) / FLOPS_PER_BYTE
+
+
+def regrained(shape: Sequence[int], want: Layout, made: Layout) -> Layout:
+    """A propagated layout, whose grains are free, with those of the layout that the value is made in."""
+    if not made.grains:
+        return want
+    fitting = [starts_with(a, b) or starts_with(b, a) for a, b in zip(want.dims, made.dims)]
+    grains = [g if fits else 1 for g, fits in zip(made.grains, fitting)]
+    return want._replace(grains=even_grains(shape, want.dims, grains))
 
 
 def readers(value: Value) -> int:

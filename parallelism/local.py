@@ -8,10 +8,11 @@ from operator import getitem
 from typing import Any
 
 from torch import fx
-from tpshard.parallelism.choose import Choice, layout_of
+from tpshard.parallelism.choose import Choice, layout_of, share
+from tpshard.parallelism.factors import WHOLE
 from tpshard.parallelism.graph import Op, map_refs
-from tpshard.parallelism.lower import Emitter, valid
-from tpshard.parallelism.mesh import Axes, size_of
+from tpshard.parallelism.lower import Emitter
+from tpshard.parallelism.mesh import Axes
 from tpshard.parallelism.program import INFO, Info, Spec, info
 from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.rules.table import entry_of
@@ -23,19 +24,14 @@ class LocalPart:
 
     def __init__(self, emitter: Emitter, op: Op, rule: Rule, choice: Choice, inputs: list[fx.Node]):
         self.emitter, self.op, self.rule, self.choice, self.inputs = emitter, op, rule, choice, inputs
-        share = size_of(axis for f in rule.work for axis in choice.get(f, ()))
         self.entry = entry_of(op.target)
-        self.flops = rule.flops // share if rule.flops else 0
+        self.flops = round(rule.flops * share(rule, choice))
 
     def axes(self, factor: int) -> Axes:
-        return self.choice.get(factor, ())
+        return self.choice.get(factor, WHOLE).axes
 
     def size(self, factor: int) -> int:
-        return local_size(self.rule.sizes[factor], self.axes(factor))
-
-    def valid(self, factor: int) -> Any:
-        axes = tuple(tuple(a) for a in self.axes(factor))
-        return self.emitter.call(valid, (axes, self.rule.sizes[factor]), [])
+        return local_size(self.rule.sizes[factor], *self.choice.get(factor, WHOLE))
 
     def shape(self, result: int = 0) -> tuple[int, ...]:
         value, dims = self.op.results[result], self.rule.results[result]
@@ -46,7 +42,8 @@ class LocalPart:
         return local_shape(value.shape, layout_of(self.rule, dims, self.choice, False))
 
     def offset(self, factor: int) -> Any:
-        return self.emitter.offset(self.axes(factor), self.size(factor))
+        axes, grain = self.choice.get(factor, WHOLE)
+        return self.emitter.offset(axes, self.rule.sizes[factor], grain)
 
     def emit(
         self, target: Any, *args: Any, shape: Sequence[int], dtype: Any = None, work: bool = False, **kwargs: Any

@@ -12,7 +12,7 @@ from torch import fx
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, atoms, merge, size_of, split
 from tpshard.parallelism.program import INFO, Info, Spec, group_name, info, make_collective, offset
 from tpshard.parallelism.reshard import Step
-from tpshard.parallelism.sharding import Layout, local_shape, local_size
+from tpshard.parallelism.sharding import Layout, even, local_shape, local_size
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
@@ -28,7 +28,7 @@ def transfers(axes: Axes, table: tuple[int, ...], length: int, receive: bool) ->
     raise RuntimeError("a program's split sizes are evaluated by the executor or the simulation, which know the rank")
 
 
-def valid(axes: Axes, size: int) -> int:
+def valid(axes: Axes, size: int, grain: int) -> int:
     """How much of this device's part of a dim of `size` cut over `axes` is not padding; evaluated as `offset` is."""
     raise RuntimeError("a program's valid sizes are evaluated by the executor or the simulation, which know the rank")
 
@@ -47,7 +47,8 @@ class Emitter:
         self.origin = ""
         self.module = ""
         self.phase = "forward"
-        self.offsets: dict[tuple[Axes, int], fx.Node] = {}
+        self.ranked: dict[tuple[Any, ...], fx.Node] = {}
+        """Numbers that depend on the rank, by what they are."""
         self.prologue: fx.Node | None = None
 
     def place(self, origin: str, module: str, phase: str) -> None:
@@ -80,19 +81,41 @@ class Emitter:
         shape = info(node).specs[0].shape
         return self.move(aten.permute.default, node, [shape[d] for d in order], list(order))
 
-    def offset(self, axes: Axes, stride: int) -> Any:
-        """Node of this device's index along `axes`, times `stride`; 0 where there are no axes."""
-        if not axes:
-            return 0
-        key = (axes, stride)
-        if key not in self.offsets:
+    def offset(self, axes: Axes, size: int, grain: int = 1) -> Any:
+        """Node of the first global index of this device's part of a dim of `size` cut over `axes`; 0 without axes."""
+        strides = []
+        for axis in axes:
+            size = local_size(size, (axis,), grain)
+            strides.append(size)
+        return self._ranked(offset, axes, tuple(strides)) if axes else 0
+
+    def position(self, axes: Axes) -> Any:
+        """Node of this device's index in the row-major order of `axes`; 0 without axes."""
+        return self.offset(axes, size_of(axes))
+
+    def valid(self, axes: Axes, size: int, grain: int = 1) -> Any:
+        """Node of how many elements of this device's part of a dim are not padding."""
+        return self._ranked(valid, axes, size, grain)
+
+    def _ranked(self, target: Any, axes: Axes, *args: Any) -> fx.Node:
+        key = (target, axes, *args)
+        if key not in self.ranked:
             with self.graph.inserting_after(self.prologue) if self.prologue else self.graph.inserting_before(None):
-                node = self.graph.call_function(offset, (tuple(tuple(a) for a in axes), stride))
-            node.meta[INFO] = Info((), "offset")
+                node = self.graph.call_function(target, (tuple(tuple(a) for a in axes), *args))
+            node.meta[INFO] = Info((), target.__name__)
             if self.prologue is None:
                 self.prologue = node
-            self.offsets[key] = node
-        return self.offsets[key]
+            self.ranked[key] = node
+        return self.ranked[key]
+
+    def padding(self, axes: Axes, size: int, grain: int, rank: int, dim: int) -> fx.Node:
+        """Node of a mask, True where this device's part of a dim is padding; it broadcasts along `dim` of `rank`."""
+        local = local_size(size, axes, grain)
+        places = self.call(aten.arange.default, (local,), [Spec((local,), torch.int64)])
+        beyond = self.call(
+            aten.ge.Scalar, (places, self.valid(axes, size, grain)), [Spec((local,), torch.bool)]
+        )
+        return self.reshape(beyond, [local if d == dim else 1 for d in range(rank)])
 
     # ---- one resharding step ------------------------------------------------------------------------------
     def step(self, node: fx.Node, step: Step, shape: Sequence[int], **why: Any) -> fx.Node:
@@ -111,31 +134,34 @@ class Emitter:
 
     def _gather(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         axes = self.mesh.sorted(a for a, _, _ in step.parts)
-        single = self.single(step.parts)
         local = info(node).specs[0]
         n = size_of(axes)
         out = Spec((local.shape[0] * n, *local.shape[1:]), local.dtype)
         got = self._issue(funcol.all_gather_into_tensor.default, node, (n,), axes, out, "gather", out.bytes, why)
-        per_dim = {d: [a for a, source, _ in step.parts if source == d] for d in {s for _, s, _ in step.parts}}
-        per_dim = {d: _by_layout(found, step.before.dims[d]) for d, found in per_dim.items()}
-        spread = self.reshape(got, (*(a.size for a in single), *local.shape))
-        order: list[int] = []
-        for d in range(len(local.shape)):
-            order.extend(single.index(a) for a in per_dim.get(d, ()))
-            order.append(len(single) + d)
-        return self._joined(self.permute(spread, order), per_dim, step.after, shape)
+        return self._joined(got, local.shape, step, shape)
 
-    def _joined(
-        self, node: fx.Node, per_dim: dict[int, list[Axis]], after: Layout, shape: tuple[int, ...]
-    ) -> fx.Node:
-        """Merges gathered axes, leading each dim, into the dim; inner to outer, padding cut off after each."""
-        wanted = local_shape(shape, after)
+    def _joined(self, node: fx.Node, part: Sequence[int], step: Step, shape: tuple[int, ...]) -> fx.Node:
+        """The pieces [members of the group, *part] that a step brought, put together along the dims that gave them.
+
+        Inner axes are merged before outer ones, and the padding of each is cut off at once.
+        """
+        given = {
+            d: _by_layout([a for a, source, _ in step.parts if source == d], step.before.dims[d])
+            for d in range(len(shape))
+        }
+        single = sorted((a for axes in given.values() for a in axes), key=self.mesh.key)
+        spread = self.reshape(node, (*(a.size for a in single), *part))
+        order: list[int] = []
+        for d in range(len(shape)):
+            order.extend(single.index(a) for a in given[d])
+            order.append(len(single) + d)
+        node = self.permute(spread, order)
+        wanted = local_shape(shape, step.after)
         have = list(info(node).specs[0].shape)
-        for at in range(len(shape)):  # dims before `at` are merged already
-            axes = per_dim.get(at, [])
+        for at, axes in given.items():  # dims before `at` are merged already
             lengths = [wanted[at]]  # of the dim before each axis cut it, outer to inner
             for axis in axes:
-                lengths.append(local_size(lengths[-1], (axis,)))
+                lengths.append(local_size(lengths[-1], (axis,), step.grain(at)))
             if all(long == axis.size * short for axis, long, short in zip(axes, lengths, lengths[1:])):
                 have[at : at + len(axes) + 1] = [wanted[at]]
             else:
@@ -160,38 +186,36 @@ class Emitter:
         widths = [0, 0] * (len(have) - 1 - d) + [0, size - have[d]]
         return self.move(aten.constant_pad_nd.default, node, (*have[:d], size, *have[d + 1 :]), widths, 0)
 
-    def single(self, parts: Sequence[tuple[Axis, int, int]]) -> list[Axis]:
-        """The moved axes, one by one, in the order in which their group numbers its ranks."""
-        return sorted((a for a, _, _ in parts), key=self.mesh.key)
-
-    def _cut(self, node: fx.Node, step: Step) -> tuple[fx.Node, list[Axis], tuple[int, ...]]:
-        """Splits dims that receive axes into [axes..., part], the axes brought to the front in group order."""
-        single = self.single(step.parts)
+    def _cut(self, node: fx.Node, step: Step) -> tuple[fx.Node, tuple[int, ...]]:
+        """Cuts dims that receive axes into [axes..., part] and brings the axes to the front, in group order, as one
+        dim; with the shape of a part."""
+        single: list[Axis] = []
         have = list(info(node).specs[0].shape)
         where: dict[Axis, int] = {}
         rest: list[int] = []
         at = 0
         for d in range(len(step.after.dims)):
             for axis in _by_layout([a for a, _, to in step.parts if to == d], step.after.dims[d]):
-                part = local_size(have[at], (axis,))
+                part = local_size(have[at], (axis,), step.grain(d))
                 if part * axis.size != have[at]:
                     node = self._grow(self.reshape(node, have), at, part * axis.size)
                 have[at : at + 1] = [axis.size, part]
                 where[axis] = at
+                single.append(axis)
                 at += 1
             rest.append(at)
             at += 1
+        single.sort(key=self.mesh.key)
         result = tuple(have[r] for r in rest)
         spread = self.permute(self.reshape(node, have), [*(where[a] for a in single), *rest])
-        n = size_of(single)
-        return self.reshape(spread, (n * result[0], *result[1:])), single, result
+        return self.reshape(spread, (size_of(single) * result[0], *result[1:])), result
 
     def _scatter(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         axes = self.mesh.sorted(a for a, _, _ in step.parts)
-        whole, single, part = self._cut(node, step)
+        whole, part = self._cut(node, step)
         held = info(whole).specs[0]
         return self._issue(
-            funcol.reduce_scatter_tensor.default, whole, ("sum", size_of(single)), axes, Spec(part, held.dtype),
+            funcol.reduce_scatter_tensor.default, whole, ("sum", size_of(axes)), axes, Spec(part, held.dtype),
             "scatter", held.bytes, why,
         )  # fmt: skip
 
@@ -203,42 +227,34 @@ class Emitter:
     def _exchange(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         axes = self.mesh.sorted(a for a, _, _ in step.parts)
         n = size_of(axes)
-        whole, single, part = self._cut(node, step)
+        whole, part = self._cut(node, step)
         held = info(whole).specs[0]
         sizes = [held.shape[0] // n] * n
         got = self._issue(
             funcol.all_to_all_single.default, whole, (sizes, sizes), axes, held, "exchange", held.bytes, why
         )
-        spread = self.reshape(got, (*(a.size for a in single), *part))
-        order: list[int] = []
-        for d in range(len(part)):
-            came = _by_layout([a for a, source, _ in step.parts if source == d], step.before.dims[d])
-            order.extend(single.index(a) for a in came)
-            order.append(len(single) + d)
-        return self.reshape(self.permute(spread, order), local_shape(shape, step.after))
+        return self._joined(got, part, step, shape)
 
     def _slice(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         for d in range(len(shape)):
             added = _by_layout([a for a, _, to in step.parts if to == d], step.after.dims[d])
-            have = info(node).specs[0].shape
-            if not added:
-                continue
-            if have[d] % size_of(added) == 0:
-                node = self._narrow(node, d, merge(added), have[d] // size_of(added))
+            size, grain = info(node).specs[0].shape[d], step.grain(d)
+            if added and even(size // grain, added):
+                node = self._narrow(node, d, merge(added), size // size_of(added), grain)
                 continue
             for axis in added:
-                size = local_size(info(node).specs[0].shape[d], (axis,))
-                node = self._narrow(self._grow(node, d, size * axis.size), d, (axis,), size)
+                size = local_size(size, (axis,), grain)
+                node = self._narrow(self._grow(node, d, size * axis.size), d, (axis,), size, grain)
         return node
 
-    def _narrow(self, node: fx.Node, d: int, axes: Axes, size: int) -> fx.Node:
+    def _narrow(self, node: fx.Node, d: int, axes: Axes, size: int, grain: int) -> fx.Node:
         have = info(node).specs[0].shape
-        start = self.offset(axes, size)
+        start = self.offset(axes, have[d], grain)
         return self.move(aten.narrow.default, node, (*have[:d], size, *have[d + 1 :]), d, start, size)
 
     def _mask(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         axes = self.mesh.sorted(a for a, _, _ in step.parts)
-        keep = self.call(is_first, (self.offset(axes, 1),), [])
+        keep = self.call(is_first, (self.position(axes),), [])
         return self.move(aten.mul.Scalar, node, info(node).specs[0].shape, keep)
 
     def _permute(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
@@ -293,8 +309,8 @@ def _unravel(index: int, sizes: Sequence[int]) -> list[int]:
     return out[::-1]
 
 
-def _by_layout(axes: Sequence[Axis], order: Axes) -> list[Axis]:
-    """Axes of one dim in the order, outer to inner, in which the dim's layout has them."""
+def _by_layout(axes: Sequence[Axis], order: Axes) -> Axes:
+    """Axes of one dim in the order, outer to inner, in which the dim's layout has them; parts of one axis joined."""
 
     def key(axis: Axis) -> tuple[int, int]:
         for i, placed in enumerate(order):
@@ -302,7 +318,7 @@ def _by_layout(axes: Sequence[Axis], order: Axes) -> list[Axis]:
                 return (i, axis.pre)
         return (len(order), axis.pre)
 
-    return sorted(axes, key=key)
+    return merge(sorted(axes, key=key))
 
 
 def _identifier(name: str) -> str:

@@ -6,6 +6,7 @@ sums stay partial while that pays, decided once per value for all that read it. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,17 +14,18 @@ import torch
 from torch import fx
 from tpshard.parallelism.anchors import is_anchor, is_boundary, output
 from tpshard.parallelism.capture import capture
-from tpshard.parallelism.choose import Choice, choose, layout_of
+from tpshard.parallelism.choose import Choice, choose, layout_of, regrained
+from tpshard.parallelism.factors import Cut
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
 from tpshard.parallelism.local import LocalPart
 from tpshard.parallelism.lower import Emitter
-from tpshard.parallelism.mesh import Axes, Mesh, covers, difference, merge, size_of, union, without
+from tpshard.parallelism.mesh import Axes, Mesh, covers, difference, size_of, union, without
 from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, ValueRecord
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation, Shardings
 from tpshard.parallelism.reasons import Reasons
 from tpshard.parallelism.reshard import LATENCY_BYTES, cost, plan
-from tpshard.parallelism.rules.rule import Rule
+from tpshard.parallelism.rules.rule import Dim, Rule
 from tpshard.parallelism.sharding import Layout, Sharding, even, local_shape, replicated
 
 aten = torch.ops.aten
@@ -120,21 +122,9 @@ class _Partitioner:
         """Values that are partial sums as their op makes them."""
         self.kept: dict[Value, Axes] = {}
         """Those that stay so until an op or anchor further on."""
-        self.propagated = {v: self._even(v, Layout(s.dims)) for v, s in shardings.of.items()}
-
-    def _even(self, value: Value, layout: Layout) -> Layout:
-        """The part of a propagated layout that can be computed in: axes that divide their dim."""
-        if value in self.s.annotated and value.producer is None:
-            return layout
-        dims = []
-        for size, axes in zip(value.shape, layout.dims):
-            fitting: list[Any] = []
-            for axis in axes:
-                if not even(size, (*fitting, axis)):
-                    break
-                fitting.append(axis)
-            dims.append(merge(fitting))
-        return Layout(tuple(dims))
+        self.zeros: dict[fx.Node, frozenset[int]] = {}
+        """Dims whose padding is known to be 0."""
+        self.propagated = {v: Layout(s.dims) for v, s in shardings.of.items()}
 
     # ---- deciding: shardings of factors, and which sums stay partial ----------------------------------------
     def decide(self) -> None:
@@ -199,12 +189,12 @@ class _Partitioner:
             return Layout(sharding.dims, sharding.unreduced)
         if op.target is output:
             return self.home[op.operands[0]].whole()
-        return self.propagated[value]
+        return regrained(value.shape, self.propagated[value], self.home[op.operands[0]])
 
     def _resolved(self, value: Value, made: Layout) -> Layout:
         """Where a partial value goes when it is summed: what propagation gave it, without losing what it has."""
-        want = self.propagated[value]
-        return want if any(want.dims) or not any(made.dims) else Layout(made.dims)
+        want = regrained(value.shape, self.propagated[value], made)
+        return want if any(want.dims) or not any(made.dims) else made.whole()
 
     def _carried(self, natural: dict[Value, tuple[Axes, str]]) -> dict[Value, Axes]:
         """The values that stay partial sums, and over which axes.
@@ -266,8 +256,9 @@ class _Partitioner:
     def run(self) -> Program:
         self.decide()
         for value in self.graph.inputs:
-            layout = Layout(self.home[value].dims, self.s.of[value].unreduced)
+            layout = self.home[value].summed(self.s.of[value].unreduced)
             node = self.emitter.input(value.name, local_shape(value.shape, layout), value.dtype)
+            self.zeros[node] = frozenset(range(value.rank))
             self.copies[value] = {layout: node}
             self.home[value] = layout
         for name, (value, _) in self.graph.constants.items():
@@ -291,13 +282,13 @@ class _Partitioner:
             own = layout_of(rule, rule.results[0], choice, True).partial
             carried = difference(self.partial[op.results[0]], own)
             # A partial sum lies whole on its axes: they cannot shard a dim of it as well.
-            choice = {f: kept for f, axes in choice.items() if (kept := without(axes, carried))}
+            choice = {f: Cut(kept, cut.grain) for f, cut in choice.items() if (kept := without(cut.axes, carried))}
         inputs = []
         for i, (value, dims) in enumerate(zip(op.operands, rule.operands)):
             need = layout_of(rule, dims, choice, False)
             if carried and i in rule.additive:
-                need = Layout(need.dims, carried)
-            inputs.append(self.get(value, need, op))
+                need = need.summed(carried)
+            inputs.append(self._filled(self.get(value, need, op), op, rule, choice, i, need))
         local = LocalPart(self.emitter, op, rule, choice, inputs)
         made = rule.local(local) if rule.local is not None else local.same()
         nodes = made if isinstance(made, list) else [made]
@@ -306,7 +297,8 @@ class _Partitioner:
         for result, dims, node in zip(op.results, rule.results, nodes):
             layout = layout_of(rule, dims, choice, True)
             if carried:
-                layout = Layout(layout.dims, union(layout.partial, carried))
+                layout = layout.summed(union(layout.partial, carried))
+            self.zeros[node] = self._zeros(rule, choice, inputs, dims)
             self.copies[result] = {layout: node}
             self.home[result] = layout
             if layout.partial and result not in self.kept:
@@ -317,6 +309,36 @@ class _Partitioner:
             elif (pinned := self._pinned(result)) is not None and pinned != layout and not layout.partial:
                 self.get(result, pinned, op)
                 self.home[result] = pinned
+
+    def _filled(self, node: fx.Node, op: Op, rule: Rule, choice: Choice, operand: int, layout: Layout) -> fx.Node:
+        """An operand whose padding holds what the op can compute with (see `Rule.fill`)."""
+        value = op.operands[operand]
+        for d, members in enumerate(rule.operands[operand]):
+            for factor in set(members) & uneven(rule, choice):
+                fill = rule.fill(operand, factor)
+                zeros = self.zeros.get(node, frozenset())
+                if fill is None or (fill == 0 and d in zeros):
+                    continue
+                if abs(fill) == math.inf and not value.dtype.is_floating_point:
+                    limits = torch.iinfo(value.dtype)
+                    fill = limits.max if fill > 0 else limits.min
+                mask = self.emitter.padding(layout.dims[d], value.shape[d], layout.grain(d), value.rank, d)
+                spec = Spec(local_shape(value.shape, layout), value.dtype)
+                node = self.emitter.call(aten.masked_fill.Scalar, (node, mask, fill), [spec])
+                self.zeros[node] = zeros | {d} if fill == 0 else zeros - {d}
+        return node
+
+    def _zeros(self, rule: Rule, choice: Choice, inputs: Sequence[fx.Node], dims: Sequence[Dim]) -> frozenset[int]:
+        """The dims of a result whose padding is 0, because it is of all that the op is linear in."""
+        unclean: set[int] = set()
+        for i, (node, of) in enumerate(zip(inputs, rule.operands)):
+            zeros = self.zeros.get(node, frozenset())
+            for d, members in enumerate(of):
+                if i not in rule.additive or d not in zeros:
+                    unclean.update(members)
+        held = {f for of in rule.operands for members in of for f in members}
+        wrong = uneven(rule, choice) & (unclean | set(range(len(rule.sizes))) - held)
+        return frozenset(d for d, members in enumerate(dims) if not wrong.intersection(members))
 
     def get(self, value: Value, layout: Layout, reader: Op) -> fx.Node:
         """The node that holds `value` in `layout`: made once, by the cheapest way from a copy there is."""
@@ -335,7 +357,11 @@ class _Partitioner:
         )
         node = copies[source]
         for step in steps:
+            zeros = self.zeros.get(node, frozenset())
             node = self.emitter.step(node, step, value.shape, **self.reasons.why(value, step, reader))
+            # What a step cuts anew it pads with 0; of a dim that was padded before the padding stays what it was.
+            before = (even(n // step.grain(d), step.before.dims[d]) for d, n in enumerate(value.shape))
+            self.zeros[node] = frozenset(d for d, clean in enumerate(before) if clean or d in zeros)
         copies[layout] = node
         return node
 
@@ -365,6 +391,11 @@ class _Partitioner:
 
     def _port(self, value: Value) -> Port:
         return Port(value.name, value.shape, value.dtype, self.home[value], self.kinds.get(value, "tensor"))
+
+
+def uneven(rule: Rule, choice: Choice) -> set[int]:
+    """The factors whose last parts are padded."""
+    return {f for f, (axes, grain) in choice.items() if not even(rule.sizes[f] // grain, axes)}
 
 
 def _drop_dead(graph: fx.Graph) -> None:

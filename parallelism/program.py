@@ -145,8 +145,9 @@ class ValueRecord:
     """The chain of reasons, ending at an annotation."""
 
 
-def offset(axes: Axes, stride: int) -> int:
-    """The rank's position along `axes` times `stride`; a node of the program, evaluated where the rank is known."""
+def offset(axes: Axes, strides: tuple[int, ...]) -> int:
+    """Sum of the rank's position along each axis times its stride; a node of the program, evaluated where the rank is
+    known."""
     raise RuntimeError("a program's offsets are evaluated by the executor or the simulation, which know the rank")
 
 

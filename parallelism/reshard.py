@@ -9,12 +9,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from tpshard.parallelism.mesh import Axes, Axis, atoms, common_prefix, merge, size_of, split
-from tpshard.parallelism.sharding import Layout, even, local_shape
+from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size, refines
 
 LATENCY_BYTES = 20_000
 """What starting a collective costs, in bytes that could be sent meanwhile; only compares plans."""
@@ -29,13 +29,17 @@ class Step:
     parts: tuple[tuple[Axis, int, int], ...]
     before: Layout
     after: Layout
+    grains: tuple[int, ...] = ()
+    """Of both layouts, also of dims that one of them cuts evenly."""
+
+    def grain(self, dim: int) -> int:
+        return self.grains[dim] if self.grains else 1
 
 
 def cost(steps: Sequence[Step], shape: Sequence[int], itemsize: int) -> float:
     """Bytes that one device's ring sends, latencies included."""
-    whole = tuple(shape)
     return sum(
-        _price(s.kind, s.parts, _held(whole, s.before.dims, itemsize), _held(whole, s.after.dims, itemsize))
+        _price(s.kind, s.parts, local_bytes(shape, s.before, itemsize), local_bytes(shape, s.after, itemsize))
         for s in steps
     )
 
@@ -57,75 +61,52 @@ def _price(kind: str, parts: Parts, held: int, made: int, latency: int = LATENCY
 def plan(
     shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int = LATENCY_BYTES
 ) -> tuple[Step, ...]:
-    """The cheapest steps from `source` to `target`; either may be padded (uneven), nothing between is.
+    """The cheapest steps from `source` to `target`.
 
     The target's partial axes must be among the source's, or be unused by it (a replicated value becomes partial by a
     mask: kept on one coordinate). `latency` in bytes; 0 where the collectives will share buckets.
     """
-    source = _normal(source)
-    target = _normal(target)
+    source = _normal(shape, source)
+    target = _normal(shape, target)
     if source == target:
         return ()
-    steps: list[Step] = []
-    start = source
-    if not all(even(n, axes) for n, axes in zip(shape, source.dims)):  # undo storage padding first
-        dims = tuple(_even_prefix(n, axes) for n, axes in zip(shape, source.dims))
-        parts = tuple(
-            (axis, d, -1)
-            for d, (old, new) in enumerate(zip(source.dims, dims))
-            for axis in split(old, atoms((old, new)))[len(split(new, atoms((old, new)))) :]
-        )
-        start = Layout(dims, source.partial, source.kind)
-        steps.append(Step("gather", parts, source, start))
-    goal = target
-    tail: list[tuple[Axis, int]] = []
-    if not all(even(n, axes) for n, axes in zip(shape, target.dims)):  # pad into storage last
-        dims = tuple(_even_prefix(n, axes) for n, axes in zip(shape, target.dims))
-        for d, (whole, prefix) in enumerate(zip(target.dims, dims)):
-            cuts = atoms((whole, prefix))  # an uneven axis is never cut further: its parts would lie elsewhere
-            tail.extend((axis, d) for axis in split(whole, cuts)[len(split(prefix, cuts)) :])
-        pending = start.partial
-        waiting: list[Axis] = []
-        sliced: set[int] = set()  # dims of which an outer axis is already cut by slicing, after the scatter
-        for a, d in tail:
-            of = [p for p in split(pending, atoms((pending, (a,)))) if p.overlaps(a)]
-            if start.kind == "sum" and d not in sliced and size_of(of) == a.size:
-                waiting.append(a)
-            else:
-                sliced.add(d)
-        goal = Layout(dims, merge(sorted((*target.partial, *waiting))), start.kind)
-    steps.extend(_search(shape, start, goal, itemsize, latency))
-    if tail:
-        here = goal
-        for kind, chosen in (
-            ("scatter", [(a, d) for a, d in tail if a in waiting]),
-            ("slice", [(a, d) for a, d in tail if a not in waiting]),
-        ):
-            if not chosen:
-                continue
-            dims_list = list(here.dims)
-            for axis, d in chosen:
-                dims_list[d] = merge((*dims_list[d], axis))
-            gone = [a for a, _ in chosen]
-            cuts = atoms((here.partial, gone))
-            partial = merge(p for p in split(here.partial, cuts) if not any(p.overlaps(a) for a in gone))
-            after = Layout(tuple(dims_list), partial, here.kind)
-            steps.append(Step(kind, tuple((a, -1, d) for a, d in chosen), here, after))
-            here = after
-    return tuple(_join(steps))
+    grains, apart = _grains(shape, source, target)
+    if apart:  # dims that both cut, but between other elements, are made whole first
+        dims = tuple(() if d in apart else axes for d, axes in enumerate(source.dims))
+        between = _normal(shape, Layout(dims, source.partial, source.kind, source.grains))
+        return (*plan(shape, source, between, itemsize, latency), *plan(shape, between, target, itemsize, latency))
+    # A dim with a grain is a dim of fewer and larger elements.
+    blocks = tuple(n // g for n, g in zip(shape, grains))
+    steps = _join(_search(blocks, source, target, itemsize * math.prod(grains), latency))
+    if not any(g > 1 for g in grains):
+        return tuple(steps)
+
+    def grained(layout: Layout) -> Layout:
+        return layout._replace(grains=even_grains(shape, layout.dims, grains))
+
+    return tuple(Step(s.kind, s.parts, grained(s.before), grained(s.after), grains) for s in steps)
 
 
-def _normal(layout: Layout) -> Layout:
-    return Layout(tuple(merge(d) for d in layout.dims), merge(sorted(layout.partial)), layout.kind)
+def _normal(shape: Sequence[int], layout: Layout) -> Layout:
+    dims = tuple(merge(d) for d in layout.dims)
+    grains = even_grains(shape, dims, layout.grains) if layout.grains else ()
+    return Layout(dims, merge(sorted(layout.partial)), layout.kind, grains)
 
 
-def _even_prefix(size: int, axes: Axes) -> Axes:
-    out: list[Axis] = []
-    for axis in axes:
-        if size % (size_of(out) * axis.size):
-            break
-        out.append(axis)
-    return merge(out)
+def _grains(shape: Sequence[int], source: Layout, target: Layout) -> tuple[tuple[int, ...], list[int]]:
+    """Per dim the grain in which both layouts cut it; and the dims for which there is none."""
+    grains: list[int] = []
+    apart: list[int] = []
+    for d, (size, a, b) in enumerate(zip(shape, source.dims, target.dims)):
+        one, other = source.grain(d), target.grain(d)
+        if one == other or not b or (other == 1 and even(size // one, b)):
+            grains.append(one)
+        elif not a or (one == 1 and even(size // other, a)):
+            grains.append(other)
+        else:
+            grains.append(1)
+            apart.append(d)
+    return tuple(grains), apart
 
 
 State = tuple[tuple[Axes, ...], Axes]
@@ -155,7 +136,7 @@ def _search(shape: tuple[int, ...], source: Layout, target: Layout, itemsize: in
 
 
 def _held(shape: tuple[int, ...], dims: tuple[Axes, ...], itemsize: int) -> int:
-    return math.prod(local_shape(shape, Layout(dims))) * itemsize
+    return math.prod(local_size(n, merge(axes)) for n, axes in zip(shape, dims)) * itemsize
 
 
 def _primes(points: Sequence[int], order: int) -> list[int]:
@@ -259,74 +240,111 @@ def _moves(
     def put(d: int, axes: Axes, rest: tuple[Axes, ...] = dims) -> tuple[Axes, ...]:
         return (*rest[:d], axes, *rest[d + 1 :])
 
+    def cuts_on(d: int, outer: Axes, axes: Axes) -> bool:
+        """Whether a dim cut over `outer` is cut over `axes` as well by cutting its pieces."""
+        return refines(shape[d], merge(axes), merge(outer))
+
     def fits(d: int, axes: Axes) -> bool:
-        return even(shape[d], axes)
+        """Whether a dim may come to be cut over `axes`: evenly, or as the target has it."""
+        return even(shape[d], axes) or (axes == goal[0][d][: len(axes)] and on_the_way(d, len(axes)))
+
+    def on_the_way(d: int, n: int) -> bool:
+        """Whether the target's first `n` parts follow from those there are, and the target from them."""
+        return cuts_on(d, dims[d], goal[0][d][:n]) and cuts_on(d, goal[0][d][:n], goal[0][d])
+
+    def added(d: int, among: Iterable[Axis]) -> Iterator[Axes]:
+        """What may be added to a dim at once: an axis that cuts it evenly, or the target's next parts, cut as it has
+        them."""
+        among = set(among)
+        yield from ((axis,) for axis in sorted(among) if even(shape[d], (*dims[d], axis)))
+        have = len(dims[d])
+        if dims[d] != goal[0][d][:have]:
+            return
+        for n in range(have + 1, len(goal[0][d]) + 1):
+            block = goal[0][d][have:n]
+            if not among.issuperset(block):
+                return
+            if on_the_way(d, n):
+                if n > have + 1 or not even(shape[d], goal[0][d][:n]):
+                    yield block
+                return
 
     for d, axes in enumerate(dims):
         if not axes:
             continue
-        last = axes[-1]
-        shorter = put(d, axes[:-1])
-        if axes != goal[0][d][: len(axes)]:
-            yield "gather", ((last, d, -1),), (shorter, partial)
+        if axes != goal[0][d][: len(axes)] or not cuts_on(d, axes, goal[0][d]):
+            n = next(n for n in range(1, len(axes) + 1) if cuts_on(d, axes[:-n], axes))
+            yield "gather", tuple((a, d, -1) for a in axes[-n:]), (put(d, axes[:-n]), partial)
         for n in range(1, len(axes) + 1):  # the innermost n axes, together, so that their order stays
             block = axes[-n:]
             if block[0] not in wanted:
                 break
+            if not cuts_on(d, axes[:-n], axes):
+                continue
             for e in range(len(dims)):
                 if e != d and fits(e, (*dims[e], *block)):
                     after = put(e, (*dims[e], *block), put(d, axes[:-n]))
                     yield "exchange", tuple((a, d, e) for a in block), (after, partial)
-    for axis in wanted - used:
-        for e in range(len(dims)):
-            if fits(e, (*dims[e], axis)):
-                yield "slice", ((axis, -1, e),), (put(e, (*dims[e], axis)), partial)
+    for e in range(len(dims)):
+        for block in added(e, wanted - used):
+            yield "slice", tuple((a, -1, e) for a in block), (put(e, (*dims[e], *block)), partial)
+        if kind == "sum":
+            for block in added(e, (wanted & set(partial)) - set(goal[1])):
+                rest = tuple(a for a in partial if a not in block)
+                yield "scatter", tuple((a, -1, e) for a in block), (put(e, (*dims[e], *block)), rest)
     for i, axis in enumerate(partial):
-        rest = (*partial[:i], *partial[i + 1 :])
-        if axis in goal[1]:
-            continue
-        yield "reduce", ((axis, -1, -1),), (dims, rest)
-        for e in range(len(dims)):
-            if kind == "sum" and axis in wanted and fits(e, (*dims[e], axis)):
-                yield "scatter", ((axis, -1, e),), (put(e, (*dims[e], axis)), rest)
+        if axis not in goal[1]:
+            yield "reduce", ((axis, -1, -1),), (dims, (*partial[:i], *partial[i + 1 :]))
     for axis in goal[1]:
         if axis not in used:
             yield "mask", ((axis, -1, -1),), (dims, tuple(sorted((*partial, axis))))
     if swaps:
-        yield from _swaps(dims, partial, wanted - used)
+        yield from _swaps(shape, dims, partial, wanted - used)
     elif partial == goal[1] and dims != goal[0]:
-        parts = _permutation(dims, goal[0])
+        parts = _permutation(shape, dims, goal[0])
         if parts is not None:
             yield "permute", parts, goal
 
 
-def _swaps(dims: tuple[Axes, ...], partial: Axes, unused: set[Axis]) -> Iterator[Move]:
+def _swaps(shape: tuple[int, ...], dims: tuple[Axes, ...], partial: Axes, unused: set[Axis]) -> Iterator[Move]:
     """Two axes of one size that change places, or one that takes the place of another."""
     places = [(d, i, axis) for d, axes in enumerate(dims) for i, axis in enumerate(axes)]
 
-    def put(rows: list[list[Axis]], moved: tuple[Axis, Axis]) -> Move:
-        parts = tuple((a, -1, -1) for a in sorted(moved))
-        return "permute", parts, (tuple(tuple(row) for row in rows), partial)
+    def put(rows: list[list[Axis]], moved: tuple[Axis, Axis]) -> Iterator[Move]:
+        after = tuple(tuple(row) for row in rows)
+        if _cut_alike(shape, dims, after):
+            yield "permute", tuple((a, -1, -1) for a in sorted(moved)), (after, partial)
 
     for n, (d, i, a) in enumerate(places):
         for e, k, b in places[n + 1 :]:
             if a.size == b.size:
                 rows = [list(axes) for axes in dims]
                 rows[d][i], rows[e][k] = b, a
-                yield put(rows, (a, b))
+                yield from put(rows, (a, b))
         for b in sorted(unused):
             if a.size == b.size:
                 rows = [list(axes) for axes in dims]
                 rows[d][i] = b
-                yield put(rows, (a, b))
+                yield from put(rows, (a, b))
 
 
-def _permutation(source: tuple[Axes, ...], target: tuple[Axes, ...]) -> tuple[tuple[Axis, int, int], ...] | None:
+def _permutation(
+    shape: tuple[int, ...], source: tuple[Axes, ...], target: tuple[Axes, ...]
+) -> tuple[tuple[Axis, int, int], ...] | None:
     """Axes that change places, where every dim keeps its number of parts, position by position."""
     if any([a.size for a in s] != [a.size for a in t] for s, t in zip(source, target)):
         return None
+    if not _cut_alike(shape, source, target):
+        return None
     changed = {a for s, t in zip(source, target) for p, q in zip(s, t) if p != q for a in (p, q)}
     return tuple((a, -1, -1) for a in sorted(changed))
+
+
+def _cut_alike(shape: tuple[int, ...], source: tuple[Axes, ...], target: tuple[Axes, ...]) -> bool:
+    """Whether both cut every dim into the same pieces, whichever devices hold them; sizes agree part by part."""
+    return all(
+        even(n, s) or [a.size for a in merge(s)] == [a.size for a in merge(t)] for n, s, t in zip(shape, source, target)
+    )
 
 
 def _join(steps: list[Step]) -> Iterator[Step]:

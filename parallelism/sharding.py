@@ -113,6 +113,12 @@ class Layout(NamedTuple):
     dims: tuple[Axes, ...]
     partial: Axes = ()
     kind: str = "sum"
+    grains: tuple[int, ...] = ()
+    """Per dim the number of neighbouring elements that no cut separates; empty where that is 1 for every dim.
+
+    It matters for uneven dims alone: [4, 128] on 3 devices, viewed as [512], is cut into 256, 256 and 0 elements,
+    a grain of 128, where [512] by itself is cut into 171, 171 and 170. `even_grains` brings it to its normal form.
+    """
 
     @property
     def axes(self) -> Axes:
@@ -120,28 +126,66 @@ class Layout(NamedTuple):
 
     def show(self, mesh: Mesh | None = None) -> str:
         text = "[" + " ".join("{" + ",".join(show_axis(a, mesh) for a in dim) + "}" for dim in self.dims) + "]"
+        if self.grains:
+            text += " grains=" + ",".join(map(str, self.grains))
         if self.partial:
             text += f" partial_{self.kind}=" + "{" + ",".join(show_axis(a, mesh) for a in self.partial) + "}"
         return text
 
+    def grain(self, dim: int) -> int:
+        return self.grains[dim] if self.grains else 1
+
     def whole(self) -> Layout:
         """The same without its unreduced axes."""
-        return Layout(self.dims)
+        return Layout(self.dims, grains=self.grains)
+
+    def summed(self, partial: Axes, kind: str = "sum") -> Layout:
+        """The same as an unreduced sum over `partial`."""
+        return Layout(self.dims, partial, kind, self.grains)
 
 
 def replicated(rank: int) -> Layout:
     return Layout(((),) * rank)
 
 
-def local_size(size: int, axes: Sequence[Axis]) -> int:
-    """Length of one device's part of a dim: each axis, outer to inner, cuts into equal pieces, the last one padded."""
+def local_size(size: int, axes: Sequence[Axis], grain: int = 1) -> int:
+    """Length of one device's part of a dim: each axis, outer to inner, cuts into equal pieces, the last one padded.
+
+    Pieces are multiples of `grain`, which divides `size`. On every device the elements that are not padding come first.
+    """
+    size //= grain
     for axis in axes:
         size = -(-size // axis.size)
-    return size
+    return size * grain
 
 
 def local_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
-    return tuple(local_size(n, axes) for n, axes in zip(shape, layout.dims))
+    if not layout.grains:
+        return tuple(local_size(n, axes) for n, axes in zip(shape, layout.dims))
+    return tuple(local_size(n, axes, g) for n, axes, g in zip(shape, layout.dims, layout.grains))
+
+
+def even_grains(shape: Sequence[int], dims: Sequence[Axes], grains: Sequence[int]) -> tuple[int, ...]:
+    """`Layout.grains` in normal form: 1 wherever the grains are cut evenly, empty where all are 1."""
+    out = tuple(
+        1 if not axes or even(n // g, axes) else g for n, axes, g in zip(shape, dims, grains)
+    )
+    return out if any(g > 1 for g in out) else ()
+
+
+def refines(size: int, fine: Axes, coarse: Axes) -> bool:
+    """Whether cutting a dim over `fine` only cuts the pieces of `coarse` further; both merged, `coarse` the major part.
+
+    True for whole axes, since each axis cuts the padded pieces of those before it; a part of an axis cuts elsewhere
+    than the whole axis where pieces are padded: 10 over x:(1)2 begins at 0 and 5, over x of 4 at 0, 3, 6 and 9.
+    """
+    if fine[: len(coarse)] == coarse:
+        return True
+    last, whole = coarse[-1], fine[len(coarse) - 1]
+    if fine[: len(coarse) - 1] != coarse[:-1] or last.name != whole.name or last.pre != whole.pre:
+        return False
+    pieces = whole.size // last.size
+    return local_size(size, coarse) == pieces * local_size(size, fine[: len(coarse)])
 
 
 def even(size: int, axes: Sequence[Axis]) -> bool:

@@ -27,9 +27,9 @@ def evaluate(target: Any, args: tuple[Any, ...], mesh: Mesh, rank: int) -> Any:
     """What depends on the rank: `offset` and `transfers`."""
     axes = tuple(Axis(*a) for a in args[0])
     if target is offset:
-        return mesh.linear_index(axes, rank) * args[1]
+        return sum(mesh.index(axis, rank) * stride for axis, stride in zip(axes, args[1]))
     if target is valid:
-        return block((args[1],), Layout((axes,)), mesh, rank)[0][1]
+        return block((args[1],), Layout((axes,), grains=(args[2],)), mesh, rank)[0][1]
     assert target is transfers
     _, table, length, receive = args
     me = mesh.linear_index(axes, rank)
@@ -159,7 +159,7 @@ def cut(tensor: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Te
     """One device's part of a global tensor; zeros where the last part is short."""
     for dim, axes in enumerate(layout.dims):
         for axis in axes:
-            size = local_size(tensor.shape[dim], (axis,))
+            size = local_size(tensor.shape[dim], (axis,), layout.grain(dim))
             start = mesh.index(axis, rank) * size
             part = tensor.narrow(dim, min(start, tensor.shape[dim]), max(0, min(size, tensor.shape[dim] - start)))
             if part.shape[dim] < size:
@@ -187,10 +187,10 @@ def join(port: Port, mesh: Mesh, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def block(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[int, int], ...]:
     """Per dim the (start, size) of one device's part in the global tensor, without padding."""
     out = []
-    for size, axes in zip(shape, layout.dims):
+    for dim, (size, axes) in enumerate(zip(shape, layout.dims)):
         start, piece, end = 0, size, size
         for axis in axes:  # the next axis cuts the padded piece, as `cut` and `local_size` do
-            piece = local_size(piece, (axis,))
+            piece = local_size(piece, (axis,), layout.grain(dim))
             start += mesh.index(axis, rank) * piece
             end = min(end, start + piece)
         out.append((min(start, size), max(0, end - start)))

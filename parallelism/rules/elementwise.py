@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from tpshard.parallelism.graph import Op, Ref
-from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.entry import Builder, Entry, Table
 from tpshard.parallelism.rules.rule import Dim, Factors, Rule
 
 aten = torch.ops.aten
@@ -26,12 +26,12 @@ def broadcast_dims(factors: Factors, shapes: Sequence[tuple[int, ...]], out: tup
     return operands, result
 
 
-def elements(op: Op, additive: tuple[int, ...] = ()) -> Rule:
+def elements(op: Op, additive: tuple[int, ...] = (), fills: tuple[tuple[int, float], ...] = ()) -> Rule:
     """One result element from one element of each operand; operands of size 1 broadcast."""
     factors = Factors()
     operands, result = broadcast_dims(factors, [v.shape for v in op.operands], op.results[0].shape)
     return factors.rule(
-        operands, [result] * len(op.results), additive=additive, priority=0, flops=op.results[0].numel, padded=True
+        operands, [result] * len(op.results), additive=additive, priority=0, flops=op.results[0].numel, fills=fills
     )
 
 
@@ -70,10 +70,15 @@ def zeroed(op: Op) -> tuple[int, ...]:
     return (0,) if op.args[2] == 0 else ()
 
 
-def pointwise(sums: Sums = nothing, *, exponentials: int = 0) -> Entry:
+def quotient(op: Op) -> Rule:
+    """Whole numbers cannot be divided by the 0 that padding may hold."""
+    return elements(op, scaled(op), () if op.results[0].dtype.is_floating_point else ((1, 1),))
+
+
+def pointwise(sums: Sums = nothing, *, exponentials: int = 0, rule: Builder | None = None) -> Entry:
     """An op whose result has one element for each element of its (broadcast) operands."""
     return Entry(
-        lambda op: elements(op, sums(op)), inlined=True, commutes=True, exponentials=exponentials
+        rule or (lambda op: elements(op, sums(op))), inlined=True, commutes=True, exponentials=exponentials
     )
 
 
@@ -91,7 +96,10 @@ OPS: Table = {
     aten.add: pointwise(added),
     aten.sub: pointwise(added),
     aten.mul: pointwise(scaled),
-    aten.div: pointwise(scaled),
+    aten.div: pointwise(rule=quotient),
+    aten.floor_divide: pointwise(rule=quotient),
+    aten.remainder: pointwise(rule=quotient),
+    aten.fmod: pointwise(rule=quotient),
     aten.neg: pointwise(first),
     aten.clone: pointwise(first),
     aten._to_copy: pointwise(cast),

@@ -44,7 +44,7 @@ def embedding(op: Op) -> Rule:
         mask, _ = _unsqueezed(at, foreign, shape, len(shape))
         return at.emit(aten.masked_fill.Scalar, found, mask, 0, shape=at.shape())
 
-    return factors.rule([((v,), *d), rows], [(*rows, *d)], local=local, work=(), flops=0)
+    return factors.rule([((v,), *d), rows], [(*rows, *d)], local=local, work=(), flops=0, fills=((1, 0),), guarded=(v,))
 
 
 def embedding_backward(op: Op) -> Rule:
@@ -69,7 +69,9 @@ def embedding_backward(op: Op) -> Rule:
         kept = at.emit(aten.masked_fill.Scalar, at.inputs[0], mask, 0, shape=at.operand_shape(0))
         return at.emit(op.target, kept, mine, at.size(v), -1, scale, shape=at.shape())
 
-    return factors.rule([(*rows, *d), rows], [((v,), *d)], local=local, additive=(0,), flops=grad.numel)
+    return factors.rule(
+        [(*rows, *d), rows], [((v,), *d)], local=local, additive=(0,), flops=grad.numel, fills=((1, 0),)
+    )
 
 
 def index_select(op: Op) -> Rule:
@@ -93,7 +95,9 @@ def index_select(op: Op) -> Rule:
 
     source = tuple((v,) if d == dim else rest[d] for d in range(x.rank))
     out = tuple(picked if d == dim else rest[d] for d in range(x.rank))
-    return factors.rule([source, (picked,) if index.rank else ()], [out], local=local)
+    return factors.rule(
+        [source, (picked,) if index.rank else ()], [out], local=local, fills=((1, 0),), guarded=(v,)
+    )
 
 
 def gather(op: Op) -> Rule:
@@ -125,7 +129,7 @@ def gather(op: Op) -> Rule:
         found = at.emit(op.target, at.inputs[0], dim, mine, shape=at.shape())
         return at.emit(aten.masked_fill.Scalar, found, foreign, 0, shape=at.shape())
 
-    return factors.rule([tuple(source), tuple(picked)], [tuple(picked)], local=local)
+    return factors.rule([tuple(source), tuple(picked)], [tuple(picked)], local=local, fills=((1, 0),), guarded=(v,))
 
 
 def scatter(op: Op) -> Rule:
@@ -170,7 +174,7 @@ def scatter(op: Op) -> Rule:
         return at.emit(aten.slice.Tensor, made, dim, 0, at.size(v), shape=at.shape())
 
     operands = [tuple(target), tuple(written)] + ([tuple(written)] if src is not None else [])
-    return factors.rule(operands, [tuple(target)], local=local, additive=(0, 2) if adds else ())
+    return factors.rule(operands, [tuple(target)], local=local, additive=(0, 2) if adds else (), fills=((1, 0),))
 
 
 def _indexed(op: Op, factors: Factors, picked_shape: tuple[int, ...]) -> tuple[
@@ -205,8 +209,9 @@ def index_rule(op: Op) -> Rule:
     x = op.operands[0]
     factors = Factors()
     at_dims, dims, _, of, out = _indexed(op, factors, _picked_shape(op))
+    fills = tuple((1 + i, 0.0) for i in range(len(of)))
     if len(at_dims) > 1 or not dims[at_dims[0]]:
-        return factors.rule([dims, *of], [out], additive=(0,))
+        return factors.rule([dims, *of], [out], additive=(0,), fills=fills)
     dim = at_dims[0]
     (v,) = dims[dim]
     factors.kinds[v] = Kind.REDUCE
@@ -222,7 +227,7 @@ def index_rule(op: Op) -> Rule:
         mask = at.emit(aten.reshape.default, foreign, list(view), shape=view, dtype=torch.bool)
         return at.emit(aten.masked_fill.Scalar, found, mask, 0, shape=at.shape())
 
-    return factors.rule([dims, *of], [out], additive=(0,), local=local)
+    return factors.rule([dims, *of], [out], additive=(0,), local=local, fills=fills, guarded=(v,))
 
 
 def index_put(op: Op) -> Rule:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op
-from tpshard.parallelism.mesh import size_of
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule
 from tpshard.parallelism.rules.shape import mismatch
@@ -32,27 +31,10 @@ def reduce(op: Op, reduction: str = "sum", sharded: Kind = Kind.REDUCE, position
     out = tuple(() if d in chosen else dims[d] for d in range(len(dims)) if keep or d not in chosen)
     operands = [tuple(dims)] + [tuple(() for _ in v.shape) for v in op.operands[1:]]
     linear = reduction == "sum" and sharded is Kind.REDUCE
-    plain = local is None and sharded is Kind.REDUCE
-
-    def without_padding(at: LocalOp) -> Any:
-        """Cuts the padding off the dims that are reduced, so that it is not counted."""
-        node = at.inputs[0]
-        shape = list(at.operand_shape(0))
-        for d in chosen:
-            for f in dims[d]:
-                if rule.sizes[f] % size_of(at.axes(f)):
-                    kept = at.valid(f)
-                    node = at.emit(aten.narrow.default, node, d, 0, kept, shape=shape, dtype=op.operands[0].dtype)
-        return at.same() if node is at.inputs[0] else at.emit(
-            op.target, node, *op.args[1:], shape=at.shape(), **op.kwargs
-        )
-
-    rule = factors.rule(
+    return factors.rule(
         operands, [out] * len(op.results), reduction=reduction, additive=(0,) if linear else (),
-        flops=op.operands[0].numel, local=without_padding if plain else local, work=tuple(range(len(factors.sizes))),
-        padded=plain and reduction == "sum",
+        flops=op.operands[0].numel, local=local, work=tuple(range(len(factors.sizes))),
     )  # fmt: skip
-    return rule
 
 
 def mean(op: Op) -> Rule:

@@ -50,10 +50,27 @@ class Rule:
     """False for the rule of an op without one: everything whole."""
     priority: int = 2
     """0: pass-through ops (pointwise, views), propagated first; 2: the rest."""
-    padded: bool = False
-    """Right on dims that are cut unevenly, whose last part is padded with anything."""
+    even: bool = False
+    """Cannot compute with padding: its factors are cut evenly or not at all."""
+    fills: tuple[tuple[int, float], ...] = ()
+    """(operand, what its padding must hold): indices that are looked up, divisors."""
+    guarded: tuple[int, ...] = ()
+    """Summed factors whose padding the rule's own `local` does not read."""
     because: str = ""
     """Why dims must be whole, in words for a plan; empty where the op's name says it."""
+
+    def fill(self, operand: int, factor: int) -> float | None:
+        """What the padding of an operand must hold along a factor; None where anything is right.
+
+        Padding along a factor that passes stays padding. Along one that is summed (or maximized, minimized) it must be
+        neutral.
+        """
+        for index, value in self.fills:
+            if index == operand:
+                return value
+        if self.kinds[factor] is not Kind.REDUCE or factor in self.guarded:
+            return None
+        return {"sum": 0.0, "max": -math.inf, "min": math.inf}[self.reduction]
 
     @property
     def tensors(self) -> tuple[tuple[Dim, ...], ...]:
@@ -83,9 +100,6 @@ class LocalOp(Protocol):
 
     def offset(self, factor: int) -> Any:
         """Node (or 0) of this device's first global index along a factor."""
-
-    def valid(self, factor: int) -> Any:
-        """Node of how many indices of this device's part of a factor are not padding."""
 
     def same(self, **kwargs: Any) -> Any:
         """The same op on the local parts, with its keyword arguments updated."""
