@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tpshard.parallelism.graph import Value
+from tpshard.parallelism.mesh import size_of
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagated import Annotation
-from tpshard.parallelism.sharding import even
+from tpshard.parallelism.sharding import even, local_size
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
 
@@ -50,14 +51,15 @@ def check_reshards(setting: Setting, programs: Iterable[Program]) -> None:
 
 
 def uneven_notes(annotations: dict[Value, Annotation]) -> list[str]:
-    """Dims that their axes do not divide (`on_uneven: pad`): stored padded, computed whole on every device."""
+    """Dims that their axes do not divide (`on_uneven: pad`), and how much of each is padding."""
     notes = []
     for value, annotation in annotations.items():
         for dim, axes in enumerate(annotation.sharding.dims):
             if not even(value.shape[dim], axes) and ".grad" not in value.name:
-                names = ", ".join(axis.name for axis in axes)
+                names, part = ", ".join(axis.name for axis in axes), local_size(value.shape[dim], axes)
+                padding = 1 - value.shape[dim] / (part * size_of(axes))
                 notes.append(
-                    f"{names} does not divide dim {dim} of `{value.name}` ({value.shape[dim]}): it is stored padded, "
-                    "and operations that need it whole compute it on every device (see FLOP efficiency)"
+                    f"{names} does not divide dim {dim} of `{value.name}` ({value.shape[dim]}): every device has {part}, "
+                    f"{padding:.0%} of which is padding"
                 )
     return notes
