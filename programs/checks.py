@@ -59,7 +59,7 @@ def uneven_notes(annotations: dict[Value, Annotation]) -> list[str]:
                 names, part = ", ".join(axis.name for axis in axes), local_size(value.shape[dim], axes)
                 padding = 1 - value.shape[dim] / (part * size_of(axes))
                 notes.append(
-                    f"{names} does not divide dim {dim} of `{value.name}` ({value.shape[dim]}): every device has {part}, "
-                    f"{padding:.0%} of which is padding"
+                    f"{names} does not divide dim {dim} of `{value.name}` ({value.shape[dim]}): "
+                    f"every device has {part}, {padding:.0%} of all is padding"
                 )
     return notes

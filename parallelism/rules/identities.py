@@ -18,7 +18,7 @@ def forward_operand(local: LocalOp) -> Any:
 def same(op: Op) -> Rule:
     factors = Factors()
     dims = factors.dims(op.results[0].shape)
-    return factors.rule([dims], [dims], additive=(0,), priority=0, local=forward_operand, padded=True)
+    return factors.rule([dims], [dims], additive=(0,), priority=0, local=forward_operand)
 
 
 identity = Entry(same, view=strides.same, commutes=True)
