@@ -37,7 +37,9 @@ def plant(program: Program, fault: Fault) -> Program:
     results = list(output.args[0])
     after = results[2 + place]
     with faulty.graph.inserting_before(output):
-        rank = faulty.graph.call_function(offset, (tuple(map(program.mesh.axis, program.mesh.axes)), 1))
+        mesh = program.mesh
+        strides = tuple(mesh.stride[name] for name in mesh.axes)
+        rank = faulty.graph.call_function(offset, (tuple(map(mesh.axis, mesh.axes)), strides))
         rank.meta[INFO] = Info((Spec((), before.meta[INFO].specs[0].dtype),))
         results[2 + place] = faulty.graph.call_function(altered, (before, after, rank, fault.factor, fault.rank))
         results[2 + place].meta[INFO] = info(after)
