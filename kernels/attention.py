@@ -1,12 +1,13 @@
 """Causal attention as one operation, forward and backward, so that it can be spread over heads and batch as a whole.
 
-    tpshard::attention(q [b,s,h,d], k [b,t,kv,d], v [b,t,kv,d], documents [b,t] | None, scale)
+    tpshard::attention(q [b,s,h,d], k [b,t,kv,d], v [b,t,kv,d], documents [b,t] | None, scale, window | None)
         -> (out [b,s,h,d], lse [b,h,s] fp32; fp64 for fp64)
-    tpshard::attention_backward(dout, q, k, v, out, lse, documents, scale) -> (dq, dk, dv)
+    tpshard::attention_backward(dout, q, k, v, out, lse, documents, scale, window) -> (dq, dk, dv)
 
-Head i reads KV head i // (h / kv). The queries are the last s of t positions; position i attends to j <= i, and with
-`documents` only where documents[i] == documents[j]. `lse` is the log of each row's summed exponentials. All paths are
-deterministic: the same inputs give the same bits, and a head's result does not depend on the other heads.
+Head i reads KV head i // (h / kv). The queries are the last s of t positions; position i attends to j <= i, with a
+`window` to the last so many of them, itself included, and with `documents` only where documents[i] == documents[j].
+`lse` is the log of each row's summed exponentials. All paths are deterministic: the same inputs give the same bits, and
+a head's result does not depend on the other heads.
 """
 
 from __future__ import annotations
@@ -20,37 +21,48 @@ from torch import Tensor
 from tpshard.kernels import flash
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
-_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor? documents, float scale) -> (Tensor, Tensor)")
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? documents, float scale, int? window=None) -> (Tensor, Tensor)"
+)
 _library.define(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? documents, "
-    "float scale) -> (Tensor, Tensor, Tensor)"
+    "float scale, int? window=None) -> (Tensor, Tensor, Tensor)"
 )
 
 _BLOCK = 512
 """Rows of queries that the blockwise path scores at once: its memory is b * h * _BLOCK * t floats."""
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, scale: float | None = None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
     """The operation's output alone; scale defaults to 1 / sqrt(head_dim)."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    out, _ = torch.ops.tpshard.attention(q, k, v, documents, scale)
+    out, _ = torch.ops.tpshard.attention(q, k, v, documents, scale, window)
     return out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None) -> None:
     b, s, h, d = q.shape
     if k.shape != v.shape or k.shape[0] != b or k.shape[3] != d or h % k.shape[2] or k.shape[1] < s:
         raise ValueError(f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit each other")
     if documents is not None and documents.shape != (b, k.shape[1]):
         raise ValueError(f"attention: documents {list(documents.shape)} are not [batch, keys] of k {list(k.shape)}")
+    if window is not None and window < 1:
+        raise ValueError(f"attention: a window of {window} positions holds not even the row's own")
 
 
-def _allowed(documents: Tensor | None, first: int, rows: int, keys: int, device: torch.device) -> Tensor:
-    """Which of the first `keys` positions the rows first..first+rows may see: [b or 1, 1, rows, keys] bool."""
-    row = torch.arange(first, first + rows, device=device).unsqueeze(1)
-    seen = (torch.arange(keys, device=device) <= row).unsqueeze(0)
+def _allowed(documents: Tensor | None, rows: range, keys: range, window: int | None, device: torch.device) -> Tensor:
+    """Which of the positions `keys` the positions `rows` may see: [b or 1, 1, rows, keys] bool."""
+    row = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
+    key = torch.arange(keys.start, keys.stop, device=device)
+    seen = (key <= row).unsqueeze(0)
+    if window is not None:
+        seen = seen & (key > row - window)
     if documents is not None:
-        seen = seen & (documents[:, first : first + rows, None] == documents[:, None, :keys])
+        own, other = (documents[:, part.start : part.stop] for part in (rows, keys))
+        seen = seen & (own.unsqueeze(2) == other.unsqueeze(1))
     return seen.unsqueeze(1)
 
 
@@ -62,10 +74,12 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _blocks(s: int, t: int) -> Iterator[tuple[slice, int, int]]:
+def _blocks(s: int, t: int, window: int | None) -> Iterator[tuple[slice, range, range]]:
+    """Blocks of queries: their places among the queries, their positions, and those that one of them may see."""
     for start in range(0, s, _BLOCK):
         stop = min(start + _BLOCK, s)
-        yield slice(start, stop), t - s + start, t - s + stop  # rows, their first position, the keys they may see
+        rows = range(t - s + start, t - s + stop)
+        yield slice(start, stop), rows, range(0 if window is None else max(0, rows.start - window + 1), rows.stop)
 
 
 def _grouped(x: Tensor, kv: int) -> Tensor:
@@ -73,25 +87,29 @@ def _grouped(x: Tensor, kv: int) -> Tensor:
     return x.unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).to(_wide(x))
 
 
-def blockwise(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def blockwise(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """The forward operation in plain products, on any device and dtype."""
     (b, s, h, _), t, kv = q.shape, k.shape[1], k.shape[2]
     queries, keys, values = _grouped(q, kv) * scale, _grouped(k, kv), _grouped(v, kv)
     out, lse = torch.empty_like(q), torch.empty(b, h, s, dtype=_wide(q), device=q.device)
-    for rows, first, seen in _blocks(s, t):
-        scores = queries[..., rows, :] @ keys[..., :seen, :].transpose(-1, -2)
-        mask = _allowed(documents, first, rows.stop - rows.start, seen, q.device).unsqueeze(1)
+    for rows, positions, seen in _blocks(s, t, window):
+        part = slice(seen.start, seen.stop)
+        scores = queries[..., rows, :] @ keys[..., part, :].transpose(-1, -2)
+        mask = _allowed(documents, positions, seen, window, q.device).unsqueeze(1)
         scores.masked_fill_(~mask, -torch.inf)
         row_lse = scores.logsumexp(-1)
         probabilities = scores.sub_(row_lse.unsqueeze(-1)).exp_()
-        out[:, rows] = (probabilities @ values[..., :seen, :]).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
+        out[:, rows] = (probabilities @ values[..., part, :]).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
         lse[..., rows] = row_lse.flatten(1, 2)
     return out, lse
 
 
 def blockwise_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient of `blockwise`, from its output and log-sums (Dao et al. 2022, algorithm 4)."""
     s, t, kv = q.shape[1], k.shape[1], k.shape[2]
     queries, keys, values = _grouped(q, kv), _grouped(k, kv), _grouped(v, kv)
@@ -99,28 +117,29 @@ def blockwise_backward(
     mean = (grad * _grouped(out, kv)).sum(-1, keepdim=True)
     dq = torch.empty_like(q)
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-    for rows, first, seen in _blocks(s, t):
+    for rows, positions, seen in _blocks(s, t, window):
+        part = slice(seen.start, seen.stop)
         block, dblock = queries[..., rows, :], grad[..., rows, :]
-        scores = (block * scale) @ keys[..., :seen, :].transpose(-1, -2)
-        mask = _allowed(documents, first, rows.stop - rows.start, seen, q.device).unsqueeze(1)
+        scores = (block * scale) @ keys[..., part, :].transpose(-1, -2)
+        mask = _allowed(documents, positions, seen, window, q.device).unsqueeze(1)
         scores.masked_fill_(~mask, -torch.inf)
         probabilities = scores.sub_(logs[..., rows, :]).exp_()
-        dscores = dblock @ values[..., :seen, :].transpose(-1, -2)
+        dscores = dblock @ values[..., part, :].transpose(-1, -2)
         dscores.sub_(mean[..., rows, :]).mul_(probabilities).mul_(scale)
-        dq[:, rows] = (dscores @ keys[..., :seen, :]).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
-        dk[..., :seen, :] += (dscores.transpose(-1, -2) @ block).sum(2, keepdim=True)
-        dv[..., :seen, :] += (probabilities.transpose(-1, -2) @ dblock).sum(2, keepdim=True)
+        dq[:, rows] = (dscores @ keys[..., part, :]).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
+        dk[..., part, :] += (dscores.transpose(-1, -2) @ block).sum(2, keepdim=True)
+        dv[..., part, :] += (probabilities.transpose(-1, -2) @ dblock).sum(2, keepdim=True)
     return dq, dk.squeeze(2).transpose(1, 2).to(k.dtype), dv.squeeze(2).transpose(1, 2).to(v.dtype)
 
 
 # CPU: torch's own flash kernel, which is four times faster than products for a small model.
 
 
-def _cpu_mask(q: Tensor, k: Tensor, documents: Tensor | None) -> Tensor | None:
+def _cpu_mask(q: Tensor, k: Tensor, documents: Tensor | None, window: int | None) -> Tensor | None:
     s, t = q.shape[1], k.shape[1]
-    if documents is None and s == t:
+    if documents is None and s == t and (window is None or window >= t):
         return None
-    allowed = _allowed(documents, t - s, s, t, q.device)
+    allowed = _allowed(documents, range(t - s, t), range(t), window, q.device)
     return torch.zeros((), dtype=q.dtype).where(allowed, -torch.inf)
 
 
@@ -130,12 +149,14 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _cpu(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    _check(q, k, v, documents)
+def _cpu(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, documents, window)
     if not q.is_floating_point() or q.numel() == 0 or q.dtype == torch.float64:
-        return blockwise(q, k, v, documents, scale)
+        return blockwise(q, k, v, documents, scale, window)
     h = q.shape[2]
-    mask = _cpu_mask(q, k, documents)
+    mask = _cpu_mask(q, k, documents, window)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q.transpose(1, 2), _repeated(k, h), _repeated(v, h), 0.0, mask is None, attn_mask=mask, scale=scale
     )
@@ -143,12 +164,13 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float
 
 
 def _cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not q.is_floating_point() or q.numel() == 0 or q.dtype == torch.float64:
-        return blockwise_backward(dout, q, k, v, out, lse, documents, scale)
+        return blockwise_backward(dout, q, k, v, out, lse, documents, scale, window)
     h, kv = q.shape[2], k.shape[2]
-    mask = _cpu_mask(q, k, documents)
+    mask = _cpu_mask(q, k, documents, window)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout.transpose(1, 2), q.transpose(1, 2), _repeated(k, h), _repeated(v, h), out.transpose(1, 2), lse,
         0.0, mask is None, attn_mask=mask, scale=scale,
@@ -161,19 +183,22 @@ def _cpu_backward(
 # CUDA: torch's FlashAttention where it applies, plain blocks where it does not (fp32, odd head sizes, scattered ids).
 
 
-def _cuda(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    _check(q, k, v, documents)
+def _cuda(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, documents, window)
     if flash.applies(q, k, documents):
-        return flash.forward(q, k, v, documents, scale)
-    return blockwise(q, k, v, documents, scale)
+        return flash.forward(q, k, v, documents, scale, window)
+    return blockwise(q, k, v, documents, scale, window)
 
 
 def _cuda_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if flash.applies(q, k, documents):
-        return flash.backward(dout, q, k, v, out, lse, documents, scale)
-    return blockwise_backward(dout, q, k, v, out, lse, documents, scale)
+        return flash.backward(dout, q, k, v, out, lse, documents, scale, window)
+    return blockwise_backward(dout, q, k, v, out, lse, documents, scale, window)
 
 
 _library.impl("attention", _cpu, "CPU")
@@ -183,20 +208,23 @@ _library.impl("attention_backward", _cuda_backward, "CUDA")
 
 
 @torch.library.register_fake("tpshard::attention", lib=_library)
-def _shape(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _shape(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     b, s, h, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=_wide(q))
 
 
 @torch.library.register_fake("tpshard::attention_backward", lib=_library)
 def _backward_shape(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, documents, ctx.scale = inputs
+    q, k, v, documents, ctx.scale, ctx.window = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, documents, *output)
 
@@ -204,9 +232,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     assert dlse is None, "the log-sums of attention are an aid to its backward pass, not a value to differentiate"
     if dout is None:
-        return None, None, None, None, None
+        return None, None, None, None, None, None
     q, k, v, documents, out, lse = ctx.saved_tensors
-    return *torch.ops.tpshard.attention_backward(dout, q, k, v, out, lse, documents, ctx.scale), None, None
+    back = torch.ops.tpshard.attention_backward(dout, q, k, v, out, lse, documents, ctx.scale, ctx.window)
+    return *back, None, None, None
 
 
 torch.library.register_autograd("tpshard::attention", _gradient, setup_context=_keep, lib=_library)

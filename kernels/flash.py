@@ -46,37 +46,46 @@ def _flat(x: Tensor) -> Tensor:
     return x.flatten(0, 1).contiguous()
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _sides(window: int | None) -> dict[str, int]:
+    """The window as the kernels take it: positions before a row's own, and after it."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
     """As tpshard::attention."""
     b, s = q.shape[:2]
     if documents is None:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, None, None, s, k.shape[1], 0.0, True, False, scale=scale
+            q, k, v, None, None, s, k.shape[1], 0.0, True, False, scale=scale, **_sides(window)
         )
         return out, lse
     starts = _starts(documents)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        _flat(q), _flat(k), _flat(v), starts, starts, s, s, 0.0, True, False, scale=scale
+        _flat(q), _flat(k), _flat(v), starts, starts, s, s, 0.0, True, False, scale=scale, **_sides(window)
     )
     return out.unflatten(0, (b, s)), lse.unflatten(1, (b, s)).transpose(0, 1).contiguous()
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As tpshard::attention_backward."""
     b, s, t = q.shape[0], q.shape[1], k.shape[1]
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the dropout's random state; nothing is dropped
     with _deterministic():
         if documents is None:
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
-                dout.contiguous(), q, k, v, out, lse, None, None, s, t, 0.0, True, unused, unused, scale=scale
-            )
+                dout.contiguous(), q, k, v, out, lse, None, None, s, t, 0.0, True, unused, unused, scale=scale,
+                **_sides(window),
+            )  # fmt: skip
             return dq, dk, dv
         starts = _starts(documents)
         log_sums = lse.transpose(0, 1).flatten(1, 2).contiguous()
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             _flat(dout), _flat(q), _flat(k), _flat(v), _flat(out), log_sums, starts, starts, s, s, 0.0, True,
-            unused, unused, scale=scale,
+            unused, unused, scale=scale, **_sides(window),
         )  # fmt: skip
     return dq.unflatten(0, (b, s)), dk.unflatten(0, (b, s)), dv.unflatten(0, (b, s))

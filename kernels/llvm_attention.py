@@ -1,9 +1,9 @@
 """Attention over a paged cache for a CPU, written for LLVM: what `kernels.paged_attention` computes.
 
 A task is a row, a KV head, and up to HEADS of the query heads that share it. It reads the row's keys CHUNK positions at
-a time, from position 0 to its own, and keeps a running maximum, sum and result (online softmax: arXiv 1805.02867). The
-order of sums follows from the row's position alone and vectors have one width on every CPU, so that a row's bits depend
-neither on the other rows and heads nor on the number of threads. Nothing after the row's position is read.
+a time, from the first of its window to its own, and keeps a running maximum, sum and result (online softmax: arXiv
+1805.02867). The order of sums follows from the row's position alone and vectors have one width on every CPU, so that a
+row's bits depend neither on the other rows and heads nor on the number of threads. Nothing outside the window is read.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ HEADS = 4
 CHUNK = 32
 """Positions at once; blocks of the cache divide it."""
 ARGUMENTS = (
-    "q", "k", "v", "out", "positions", "sequences", "tables", "rows", "heads", "kv_heads", "width", "shift", "next",
+    "q", "k", "v", "out", "positions", "sequences", "tables", "rows", "heads", "kv_heads", "width", "shift", "window",
+    "next",
 )  # fmt: skip
-"""The fields of the program: `width` blocks in a row of `tables`, each of 2**shift positions."""
+"""The fields of the program: `width` blocks in a row of `tables`, each of 2**shift positions, of which a row reads
+the last `window`."""
 ENTRY = "paged_attention"
 
 
@@ -45,11 +47,11 @@ class AttentionWriter(Writer):
         return b.select(b.fcmp_ordered(">", x, y), x, y)
 
     def attend(self, heads: int) -> Any:
-        """attend_n(q, out, k, v, table, shift, stride, last): n query heads [n, dim] of one KV head, whose entries lie
-        `stride` elements apart, over positions 0 to `last`."""
+        """attend_n(q, out, k, v, table, shift, stride, oldest, last): n query heads [n, dim] of one KV head, whose
+        entries lie `stride` elements apart, over positions `oldest` to `last`."""
         pointers = [t.as_pointer() for t in (FLOAT, FLOAT, self.kind, self.kind, I64)]
-        made, b = self.function(f"attend_{heads}", [*pointers, I64, I64, I64])
-        q, out, k, v, table, shift, stride, last = made.args
+        made, b = self.function(f"attend_{heads}", [*pointers, I64, I64, I64, I64])
+        q, out, k, v, table, shift, stride, oldest, last = made.args
         places = [[b.add(integer(head * self.dim), part) for part in self.parts] for head in range(heads)]
         scores = b.bitcast(b.alloca(ir.ArrayType(FLOAT, heads * CHUNK)), FLOAT.as_pointer())
         for place in (place for each in places for place in each):
@@ -63,7 +65,7 @@ class AttentionWriter(Writer):
             return b.mul(b.add(b.shl(block, shift), b.and_(position, within)), stride)
 
         carried = [value for _ in range(heads) for value in (lowest, nothing)]
-        with self.loop(b, integer(0), b.add(last, integer(1)), CHUNK, carried) as chunk:
+        with self.loop(b, oldest, b.add(last, integer(1)), CHUNK, carried) as chunk:
             first, stop = chunk.index, b.add(chunk.index, integer(CHUNK))
             stop = b.select(b.icmp_signed("<=", stop, last), stop, b.add(last, integer(1)))
             for place in range(0, heads * CHUNK, LANES):
@@ -149,7 +151,10 @@ class AttentionWriter(Writer):
         sequence = b.load(b.gep(at["sequences"], [row]))
         table = b.gep(at["tables"], [b.mul(sequence, value["width"])])
         k, v = (b.gep(at[name], [mine]) for name in "kv")
-        rest = [k, v, table, value["shift"], stride, b.load(b.gep(at["positions"], [row]))]
+        last = b.load(b.gep(at["positions"], [row]))
+        oldest = b.add(b.sub(last, value["window"]), integer(1))
+        oldest = b.select(b.icmp_signed(">", oldest, integer(0)), oldest, integer(0))
+        rest = [k, v, table, value["shift"], stride, oldest, last]
         left = b.sub(shared, first)
         with b.if_else(b.icmp_signed(">=", left, integer(HEADS))) as (whole, part):
             with whole:

@@ -54,6 +54,8 @@ def row_program(name: str) -> int:
     return _address(llvm_rows.module(name), name)
 
 
+_ALL = 2**60
+"""A window that holds every position."""
 _FOR_ONE_THREAD = 1 << 15
 """Elements up to which waking others takes longer than what they would do."""
 
@@ -119,8 +121,9 @@ def takes(k_pool: Tensor, v_pool: Tensor) -> bool:
 
 
 def paged_attention(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor
-) -> Tensor:
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
     """q fp32 [rows, h, d], scaled; pools [n, s, kv, d] that hold the rows' own keys and values already; positions and
     sequences int64 [rows]; tables int64 [m, w]. -> fp32 [rows, h, d]"""
     q, positions, sequences, tables = (x.contiguous() for x in (q, positions, sequences, tables))
@@ -129,7 +132,7 @@ def paged_attention(
     _run(
         attention(dim, k_pool.dtype), q.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(), out.data_ptr(),
         positions.data_ptr(), sequences.data_ptr(), tables.data_ptr(), rows, heads, kv_heads, tables.shape[1],
-        size.bit_length() - 1,
+        size.bit_length() - 1, _ALL if window is None else window,
     )  # fmt: skip
     return out
 

@@ -1,12 +1,14 @@
 """Attention over a paged cache as one operation: it stores the new keys and values, then attends to all of the past.
 
     tpshard::paged_attention(q [b,t,h,d], k [b,t,kv,d], v [b,t,kv,d], k_pool [n,s,kv,d], v_pool [n,s,kv,d],
-                             positions [b,t], slots [b,t], sequences [b,t], tables [m,w], scale) -> out [b,t,h,d]
+                             positions [b,t], slots [b,t], sequences [b,t], tables [m,w], scale, window | None)
+        -> out [b,t,h,d]
 
 A pool is n blocks of s positions each. Every row (a token) says its position, the slot (block * s + offset) where its
 key and value go, and the sequence it belongs to; `tables[sequence]` lists that sequence's blocks in order. The row
-attends to positions 0 .. its own. Rows of many sequences share one call, so that a chunk of a prompt and the next
-tokens of others are one program. Block 0 is nobody's: padding rows write there.
+attends to positions 0 .. its own, with a `window` to the last so many of them. Rows of many sequences share one call,
+so that a chunk of a prompt and the next tokens of others are one program. Block 0 is nobody's: padding rows write
+there.
 
 A row's result depends on its own query, position and cache alone, bit for bit, whatever else is in the call: each
 row's products have a shape that follows from its position only, and heads never mix, so that they can be sharded. Nor
@@ -25,7 +27,7 @@ from torch import Tensor
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define(
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor positions, "
-    "Tensor slots, Tensor sequences, Tensor tables, float scale) -> Tensor"
+    "Tensor slots, Tensor sequences, Tensor tables, float scale, int? window=None) -> Tensor"
 )
 
 _SCORES = 1 << 22
@@ -42,7 +44,7 @@ def span(position: int) -> int:
     return size
 
 
-def _check(q: Tensor, k: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, window: int | None) -> None:
     (b, t, h, d), kv = q.shape, k.shape[2]
     if k.shape != (b, t, kv, d) or h % kv or k_pool.shape[2:] != (kv, d) or k_pool.shape != v_pool.shape:
         raise ValueError(
@@ -52,6 +54,8 @@ def _check(q: Tensor, k: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tens
         raise ValueError(f"paged_attention: positions {list(positions.shape)} are not [batch, rows] of {[b, t]}")
     if 32 % k_pool.shape[1]:
         raise ValueError(f"paged_attention: a block of {k_pool.shape[1]} positions does not divide 32")
+    if window is not None and window < 1:
+        raise ValueError(f"paged_attention: a window of {window} positions holds not even the row's own")
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,14 @@ class _Part:
     """[m * kv * span]: the keys and values read, in a pool seen as [n * s * kv, d]; m is 1 for one sequence, else r.
     After the last position that position again: a masked value is multiplied by 0, and 0 * NaN is NaN."""
     unseen: Tensor
-    """[r, 1, 1, span]: keys after the row's own position"""
+    """[r, 1, 1, span]: keys after the row's own position, or before its window"""
     shared: bool
 
 
 @lru_cache(maxsize=4)
-def _parts(positions: bytes, sequences: bytes, tables: bytes, block: int, heads: int, kv: int) -> tuple[_Part, ...]:
+def _parts(
+    positions: bytes, sequences: bytes, tables: bytes, block: int, heads: int, kv: int, window: int | None
+) -> tuple[_Part, ...]:
     """How rows with these positions and sequences (int64) are multiplied. Kept, since all layers of a step ask alike.
 
     `tables` is int64 [sequences, blocks], flat.
@@ -88,10 +94,14 @@ def _parts(positions: bytes, sequences: bytes, tables: bytes, block: int, heads:
             one = which >= 0
             last = position[rows].max(keepdims=True) if one else position[rows]
             at = np.minimum(np.arange(p), last[:, None])  # [m, span]
+            own = position[rows, None, None, None]
+            first = own * 0 if window is None else np.maximum(own - window + 1, 0)
+            if not one:
+                at = np.maximum(at, first[:, 0, 0])
             blocks = np.take_along_axis(table[[which] if one else sequence[rows]], at // block, 1)
             slots = (blocks * block + at % block)[:, None]
             entries = torch.from_numpy(slots * kv + np.arange(kv)[:, None]).flatten()  # of [m, kv, span]
-            unseen = torch.from_numpy(np.arange(p) > position[rows, None, None, None])
+            unseen = torch.from_numpy((np.arange(p) > own) | (np.arange(p) < first))
             parts.append(_Part(torch.from_numpy(rows), p, entries, unseen, one))
     return tuple(parts)
 
@@ -122,16 +132,16 @@ def _store(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) 
 
 def paged_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
-    sequences: Tensor, tables: Tensor, scale: float,
+    sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """The operation in plain torch."""
-    _check(q, k, k_pool, v_pool, positions)
+    _check(q, k, k_pool, v_pool, positions, window)
     _store(k, v, k_pool, v_pool, slots)
     (b, t, h, d), (_, block, kv, _) = q.shape, k_pool.shape
     rows = q.reshape(b * t, kv, h // kv, d).float() * scale
     out = torch.empty_like(rows)
     said = (positions.reshape(-1), sequences.reshape(-1), tables[: int(sequences.max()) + 1])
-    for part in _parts(*(x.cpu().contiguous().numpy().tobytes() for x in said), block, h, kv):
+    for part in _parts(*(x.cpu().contiguous().numpy().tobytes() for x in said), block, h, kv, window):
         entries, members = part.entries.to(q.device), part.rows.to(q.device)
         keys, values = (
             pool.view(-1, d).index_select(0, entries).float().view(-1, part.span, d) for pool in (k_pool, v_pool)
@@ -142,31 +152,33 @@ def paged_attention_reference(
 
 def paged_attention_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
-    sequences: Tensor, tables: Tensor, scale: float,
+    sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """The operation on a CPU: LLVM's program where there is one for this cache."""
     from tpshard.kernels import llvm_launch
 
     if not llvm_launch.takes(k_pool, v_pool):
         return paged_attention_reference(q, k, v, k_pool, v_pool, positions, slots, sequences, tables, scale)
-    _check(q, k, k_pool, v_pool, positions)
+    _check(q, k, k_pool, v_pool, positions, window)
     _store(k, v, k_pool, v_pool, slots)
     rows = q.reshape(-1, *q.shape[2:]).float() * scale
-    out = llvm_launch.paged_attention(rows, k_pool, v_pool, positions.reshape(-1), sequences.reshape(-1), tables)
+    out = llvm_launch.paged_attention(
+        rows, k_pool, v_pool, positions.reshape(-1), sequences.reshape(-1), tables, window
+    )
     return out.view(q.shape).to(q.dtype)
 
 
 def _paged_attention_cuda(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
-    sequences: Tensor, tables: Tensor, scale: float,
+    sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     from tpshard.kernels import triton_paged  # needs Triton, which a CPU's torch comes without
 
-    _check(q, k, k_pool, v_pool, positions)
+    _check(q, k, k_pool, v_pool, positions, window)
     _store(k, v, k_pool, v_pool, slots)
     flat = q.reshape(-1, *q.shape[2:])
     out = triton_paged.paged_attention(
-        flat, k_pool, v_pool, positions.reshape(-1), sequences.reshape(-1), tables, scale
+        flat, k_pool, v_pool, positions.reshape(-1), sequences.reshape(-1), tables, scale, window
     )
     return out.view(q.shape)
 
@@ -178,18 +190,18 @@ _library.impl("paged_attention", _paged_attention_cuda, "CUDA")
 @torch.library.register_fake("tpshard::paged_attention", lib=_library)
 def _(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
-    sequences: Tensor, tables: Tensor, scale: float,
+    sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
 ) -> Tensor:  # fmt: skip
-    _check(q, k, k_pool, v_pool, positions)
+    _check(q, k, k_pool, v_pool, positions, window)
     return torch.empty_like(q)
 
 
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
-    sequences: Tensor, tables: Tensor, scale: float | None = None,
+    sequences: Tensor, tables: Tensor, scale: float | None = None, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """The operation; scale defaults to 1 / sqrt(head_dim). No gradient."""
     scale = scale or float(q.shape[-1]) ** -0.5
     return torch.ops.tpshard.paged_attention(
-        q, k, v, k_pool, v_pool, positions, slots, sequences, tables, scale
+        q, k, v, k_pool, v_pool, positions, slots, sequences, tables, scale, window
     )  # fmt: skip

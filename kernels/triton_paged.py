@@ -11,17 +11,19 @@ from torch import Tensor
 
 _KEYS = 64
 """Keys of one step of the loop."""
+_ALL = 2**30
+"""A window that holds every position."""
 
 
 @triton.jit
 def paged_attention_kernel(
-    q, k_pool, v_pool, positions, sequences, tables, out, scale, width, kv_heads,
+    q, k_pool, v_pool, positions, sequences, tables, out, scale, width, kv_heads, window,
     GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """q, out: [rows, kv_heads * GROUP, HEAD]; pools: [blocks, BLOCK, kv_heads, HEAD]; tables: [sequences, width].
 
-    Softmax is taken as it goes (Milakov and Gimelshein 2018), in fp32. The loop ends at the row's position, so that
-    nothing but the row decides the order of its sums.
+    Softmax is taken as it goes (Milakov and Gimelshein 2018), in fp32. The loop goes from the start of the row's window
+    to its position, so that nothing but the row decides the order of its sums.
     """
     row, kv = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions + row)
@@ -33,7 +35,8 @@ def paged_attention_kernel(
     largest = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     weighted = tl.zeros([M, D], tl.float32)
-    for start in range(0, position + 1, KEYS):
+    first = tl.maximum(position - window + 1, 0)
+    for start in range(first, position + 1, KEYS):
         at = start + key
         seen = at <= position
         block = tl.load(table + at // BLOCK, mask=seen, other=0)
@@ -54,8 +57,9 @@ def paged_attention_kernel(
 
 
 def paged_attention(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor, scale: float
-) -> Tensor:
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor, scale: float,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
     """q: [rows, heads, head_dim] -> the same; what is new is in the pools already. No synchronisation with the host."""
     rows, heads, head_dim = q.shape
     block, kv_heads = k_pool.shape[1:3]
@@ -63,7 +67,7 @@ def paged_attention(
     group = heads // kv_heads
     paged_attention_kernel[rows, kv_heads](
         q, k_pool, v_pool, positions.contiguous(), sequences.contiguous(), tables.contiguous(), out, scale,
-        tables.shape[1], kv_heads, GROUP=group, HEAD=head_dim, BLOCK=block, KEYS=_KEYS,
-        M=max(16, triton.next_power_of_2(group)), D=max(16, triton.next_power_of_2(head_dim)),
+        tables.shape[1], kv_heads, _ALL if window is None else window, GROUP=group, HEAD=head_dim, BLOCK=block,
+        KEYS=_KEYS, M=max(16, triton.next_power_of_2(group)), D=max(16, triton.next_power_of_2(head_dim)),
     )  # fmt: skip
     return out

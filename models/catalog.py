@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from tpshard.models.family import Dims, Family, HuggingFace, Key, Leaf, Part
+from tpshard.models.family import Dims, Family, HuggingFace, Key, Leaf, Part, Windows
 
 _Value = TypeVar("_Value")
 
@@ -41,18 +42,19 @@ GELU = Part("gelu", {name: SWIGLU.leaves[name] for name in ("up", "down")}, SWIG
 
 
 def decoder(
-    name: str, hf: HuggingFace, *, numbers: tuple[str, ...], mlp: Part, norm: Leaf = RMS_NORM, learned: bool = False
-) -> Family:
+    name: str, hf: HuggingFace, *, numbers: tuple[str, ...], mlp: Part = SWIGLU, attention: Part = ATTENTION,
+    norm: Leaf = RMS_NORM, learned: bool = False,
+) -> Family:  # fmt: skip
     """A family of `models.decoder`: tables (of positions too where those are `learned`), layers of attention and MLP,
     each behind a norm, a last norm and a head."""
-    layer = {"attention_norm": norm, **_inside("attention", ATTENTION.leaves)}
+    layer = {"attention_norm": norm, **_inside("attention", attention.leaves)}
     layer |= {"mlp_norm": norm, **_inside("mlp", mlp.leaves)}
     leaves = {"tok_embed": Leaf("table", ("vocab", "embed"))}
     if learned:
         leaves["pos_embed"] = Leaf("table", ("positions", "embed"))
     leaves |= {**_inside("layers.*", layer), "norm": norm, "output": Leaf("linear", ("vocab", "embed"))}
     stream: Dims = ("batch", "seq", "embed")
-    named = _inside("layers.*.attention", ATTENTION.activations) | _inside("layers.*.mlp", mlp.activations)
+    named = _inside("layers.*.attention", attention.activations) | _inside("layers.*.mlp", mlp.activations)
     activations = {"embedded": stream, **named, "layers.*.residual": stream, "logits": ("batch", "seq", "vocab")}
     return Family(name, "learned" if learned else "rotary", mlp.name, leaves, activations, frozenset(numbers), hf)
 
@@ -85,19 +87,24 @@ def width_per_head(read: Mapping[str, Any]) -> int:
     return int(width // heads)
 
 
-LLAMA_KEYS = (
-    Key("num_hidden_layers", "layers"),
-    Key("hidden_size", "width"),
-    Key("num_attention_heads", "heads"),
-    Key("num_key_value_heads", "kv_heads", lambda read: read["heads"]),
-    Key("head_dim", "head_dim", width_per_head),
-    Key("intermediate_size", "mlp"),
-    Key("max_position_embeddings", "max_seq", 2048),
-    Key("tie_word_embeddings", "tie_embeddings", False, bool),
-    Key("rms_norm_eps", "norm_eps", 1e-6, float),
-    Key("attention_bias", "attention_bias", False, bool),
-    Key("mlp_bias", "mlp_bias", False, bool),
-)
+def keys(**defaults: Any) -> tuple[Key, ...]:
+    """Llama's keys and those that others took over, which differ in what a silent file means."""
+    null = {"kv_heads": lambda read: read["heads"], "head_dim": width_per_head}
+    given = {**null, "norm_eps": 1e-6, "tie_embeddings": False, **defaults}
+    theirs = {
+        "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp": "intermediate_size",
+        "max_seq": "max_position_embeddings", "norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings",
+    }  # fmt: skip
+    kinds = {"norm_eps": float, "tie_embeddings": bool}
+    return tuple(
+        Key(name, ours, given.get(ours), kinds.get(ours, int), null.get(ours)) for ours, name in theirs.items()
+    )
+
+
+ROPE = ("rope_theta", "rope_scaling")
+SILU = {"hidden_act": ("silu", "swish")}
+NO_DROPOUT = {"attention_dropout": 0.0}
 
 
 def heads_divide_the_width(c: Any) -> None:
@@ -113,14 +120,60 @@ LLAMA = decoder(
         "llama",
         "LlamaForCausalLM",
         LLAMA_NAMES,
-        LLAMA_KEYS,
-        fixed={"hidden_act": ("silu", "swish")},
-        written={"attention_dropout": 0.0},
+        (
+            *keys(max_seq=2048),
+            Key("attention_bias", "attention_bias", False, bool),
+            Key("mlp_bias", "mlp_bias", False, bool),
+        ),
+        fixed=SILU,
+        written=NO_DROPOUT,
         check=heads_divide_the_width,
     ),
-    numbers=("rope_theta", "rope_scaling", "attention_bias", "mlp_bias"),
-    mlp=SWIGLU,
+    numbers=(*ROPE, "attention_bias", "mlp_bias"),
 )
+
+
+# ---- Mistral (Jiang et al. 2023): Llama without biases, each token attending to a window ---------------------------
+MISTRAL = decoder(
+    "mistral",
+    HuggingFace(
+        "mistral", "MistralForCausalLM", LLAMA_NAMES, keys(max_seq=131072, kv_heads=8), windows=Windows(4096),
+        fixed=SILU, written=NO_DROPOUT,
+    ),
+    numbers=(*ROPE, "window"),
+)  # fmt: skip
+
+
+# ---- Qwen2 and Qwen3 (Yang et al. 2024, 2025): queries, keys and values with biases; then normed queries, keys --
+QWEN2_ATTENTION = replace(
+    ATTENTION, leaves={name: replace(leaf, bias=name != "wo") for name, leaf in ATTENTION.leaves.items()}
+)
+QWEN3_ATTENTION = replace(
+    ATTENTION, leaves={**ATTENTION.leaves, **dict.fromkeys(("q_norm", "k_norm"), Leaf("rms_norm", ("head_dim",)))}
+)
+QWEN3_NAMES = LLAMA_NAMES | {
+    "layers.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
+    "layers.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
+}
+QWEN2 = decoder(
+    "qwen2",
+    HuggingFace(
+        "qwen2", "Qwen2ForCausalLM", LLAMA_NAMES, keys(max_seq=32768, kv_heads=32),
+        windows=Windows(4096, True, first=28), fixed=SILU, written=NO_DROPOUT,
+    ),
+    numbers=(*ROPE, "window", "full_layers"),
+    attention=QWEN2_ATTENTION,
+)  # fmt: skip
+QWEN3 = decoder(
+    "qwen3",
+    HuggingFace(
+        "qwen3", "Qwen3ForCausalLM", QWEN3_NAMES,
+        (*keys(max_seq=32768, kv_heads=32, head_dim=128), Key("attention_bias", "attention_bias", False, bool)),
+        windows=Windows(4096, True, first=28), fixed=SILU, written=NO_DROPOUT,
+    ),
+    numbers=(*ROPE, "window", "full_layers", "attention_bias"),
+    attention=QWEN3_ATTENTION,
+)  # fmt: skip
 
 
 # ---- Granite's code models of 20B and 34B, GPTBigCode by architecture (Mishra et al. 2024; Li et al. 2023) -----------
@@ -185,4 +238,4 @@ GRANITE = decoder(
     learned=True,
 )  # fmt: skip
 
-FAMILIES = {family.name: family for family in (LLAMA, GRANITE)}
+FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE)}

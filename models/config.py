@@ -54,6 +54,10 @@ class ModelConfig:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    window: int | None = None
+    """How many positions, its own included, a token attends to; None: all up to its own."""
+    full_layers: tuple[int, ...] = ()
+    """Layers that attend to all positions in spite of `window`."""
     attention_bias: bool = False
     """Whether wq, wk, wv and wo add a bias."""
     mlp_bias: bool = False
@@ -75,12 +79,21 @@ class ModelConfig:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly")
         if self.described.positions == "rotary" and self.head_dim % 2:
             raise ValueError(f"`head_dim: {self.head_dim}` is odd; rotary positions turn pairs")
+        object.__setattr__(self, "full_layers", tuple(self.full_layers))
+        if self.full_layers and self.window is None:
+            raise ValueError("`full_layers` are the layers that no `window` bounds, and there is none")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"`window: {self.window}` holds not even a token's own position")
         if not (self.norm_eps > 0 and self.rope_theta > 0):
             raise ValueError("`norm_eps` and `rope_theta` must be positive")
 
     @property
     def described(self) -> Family:
         return FAMILIES[self.family]
+
+    def window_of(self, layer: int) -> int | None:
+        """How many positions a token attends to in a layer; None: all up to its own."""
+        return None if layer in self.full_layers else self.window
 
     # ---- dims ------------------------------------------------------------------------------------------------------
     @cached_property

@@ -24,7 +24,7 @@ Rotation = tuple[Tensor, Tensor]
 class Cache(Protocol):
     """What a server keeps of the past: it stores a layer's new keys and values and attends to all of them."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q: [batch, seq, heads, head_dim], k and v: [batch, seq, kv_heads, head_dim] -> as q, the needed rows"""
         ...
 
@@ -35,21 +35,28 @@ class Cache(Protocol):
 
 
 class Attention(nn.Module):
-    """Causal attention whose query heads share KV heads.   x: [batch, seq, embed] -> [batch, seq, embed]"""
+    """Causal attention whose query heads share KV heads, over a window of positions where the layer has one; queries
+    and keys are normed head by head where the family says so.   x: [batch, seq, embed] -> [batch, seq, embed]"""
 
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim = layer, parts.config.head_dim
+        self.layer, self.head_dim, self.window = layer, parts.config.head_dim, parts.config.window_of(layer)
         self.wq, self.wk, self.wv, self.wo = map(parts, ("wq", "wk", "wv", "wo"))
+        self.q_norm, self.k_norm = parts.perhaps("q_norm"), parts.perhaps("k_norm")
 
     def forward(self, x: Tensor, turn: Rotation | None, documents: Tensor | None, cache: Cache | None) -> Tensor:
         q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if turn is not None:
             q, k = rotate(q, turn), rotate(k, turn)
         q = name(q, "q", "batch", "seq", "heads", "head_dim")
         k = name(k, "k", "batch", "seq", "kv_heads", "head_dim")
         v = name(v, "v", "batch", "seq", "kv_heads", "head_dim")
-        out = attention(q, k, v, documents) if cache is None else cache.attend(self.layer, q, k, v)
+        if cache is None:
+            out = attention(q, k, v, documents, window=self.window)
+        else:
+            out = cache.attend(self.layer, q, k, v, self.window)
         out = name(out, "attended", "batch", "seq", "heads", "head_dim")
         return self.wo(out.flatten(-2))  # type: ignore[no-any-return]
 
@@ -82,10 +89,10 @@ class Decoder(nn.Module):
         # 0.02 costs `tiny` half a nat after 60 steps; a table that is the head too must not saturate the softmax
         std = c.width**-0.5 if c.tie_embeddings else 0.3
         self.tok_embed = parts("tok_embed", std=std)
-        self.pos_embed = parts("pos_embed", std=std / 2) if "pos_embed" in parts else None
+        self.pos_embed = parts.perhaps("pos_embed", std=std / 2)
         self.layers = nn.ModuleList(Block(parts.inside(f"layers.{i}"), i) for i in range(c.layers))
         self.norm = parts("norm")
-        self.output = parts("output") if "output" in parts else None
+        self.output = parts.perhaps("output")
 
     def forward(
         self,

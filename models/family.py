@@ -63,8 +63,23 @@ class Key:
     ours: str
     default: Any = None
     kind: type = int
+    null: Any = None
+    """What null means, a value or such a function; the default where that is None."""
     read: Callable[[Any, Mapping[str, Any]], Any] | None = None
     write: Callable[[Any], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How config.json tells which layers attend to a sliding window of positions (the key `sliding_window`)."""
+
+    default: int | None
+    """Its size where the file does not say it."""
+    switch: bool = False
+    """Whether there is none unless `use_sliding_window` is true."""
+    first: int | None = None
+    """First layer that has one where neither `max_window_layers` nor `layer_types` is said; None: the file has no such
+    keys, and all layers have one."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,10 @@ class HuggingFace:
     architecture: str
     names: Mapping[str, str]
     keys: tuple[Key, ...]
+    theta: float = 10000.0
+    """Base of the rotary frequencies where the file does not say it."""
+    windows: Windows | None = None
+    """None: all layers attend to all positions."""
     derived: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
     """Numbers of ours that follow from those read, and stand in no file."""
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

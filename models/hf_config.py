@@ -10,9 +10,10 @@ from typing import Any
 from tpshard.models import hf_json
 from tpshard.models.catalog import FAMILIES
 from tpshard.models.config import ModelConfig, RopeScaling
-from tpshard.models.family import Family
+from tpshard.models.family import Family, Key, Windows
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 _UNSUPPORTED = {  # key -> the values that change nothing
     "sliding_window": (None,),
     "num_local_experts": (None, 0, 1),
@@ -61,7 +62,7 @@ def read_config(raw: Mapping[str, Any], *, quantized: bool = False) -> ModelConf
         *others, last = _BY_TYPE
         raise ValueError(f"config.json: `model_type: {kind}` is not supported; {', '.join(others)} and {last} are")
     family = _BY_TYPE[kind]
-    known = {key.theirs for key in family.hf.keys}
+    known = {key.theirs for key in family.hf.keys} | ({"sliding_window"} if family.hf.windows is not None else set())
     for key, harmless in _UNSUPPORTED.items():
         if key not in known and raw.get(key) not in harmless and not (quantized and key == "quantization_config"):
             raise ValueError(f"config.json: `{key}: {_short(raw[key])}` is not supported")
@@ -77,16 +78,45 @@ def _read(raw: Mapping[str, Any], family: Family) -> ModelConfig:
             raise ValueError(f"`{name}: {_short(raw[name])}` is not supported; {', '.join(map(str, allowed))} is")
     numbers: dict[str, Any] = {"dtype": _dtype(raw), "vocab": _size(raw, "vocab_size")}
     for key in family.hf.keys:
-        default = key.default(numbers) if callable(key.default) and raw.get(key.theirs) is None else key.default
-        said = _READERS[key.kind](raw, key.theirs, default)
+        said = _READERS[key.kind](raw, key.theirs, _default(key, raw, numbers))
         numbers[key.ours] = said if key.read is None else key.read(said, numbers)
     numbers |= {ours: follows(numbers) for ours, follows in family.hf.derived.items()}
     if family.positions == "rotary":
-        numbers["rope_theta"], numbers["rope_scaling"] = _rope(raw, numbers["max_seq"])
+        numbers["rope_theta"], numbers["rope_scaling"] = _rope(raw, numbers["max_seq"], family.hf.theta)
+    if family.hf.windows is not None:
+        numbers |= _windows(raw, numbers["layers"], family.hf.windows)
     return ModelConfig(family.name, **numbers, seq_len=min(numbers["max_seq"], 8192))
 
 
-def _rope(raw: Mapping[str, Any], max_seq: int) -> tuple[float, RopeScaling | None]:
+def _default(key: Key, raw: Mapping[str, Any], numbers: Mapping[str, Any]) -> Any:
+    """What the key means where it is not said, or null; nothing is worked out where it is said."""
+    if raw.get(key.theirs) is not None:
+        return None
+    default = key.null if key.theirs in raw and key.null is not None else key.default
+    return default(numbers) if callable(default) else default
+
+
+def _windows(raw: Mapping[str, Any], layers: int, told: Windows) -> dict[str, Any]:
+    """`window` and `full_layers`."""
+    window = _size(raw, "sliding_window") if raw.get("sliding_window") is not None else None
+    window = window if "sliding_window" in raw else told.default
+    if told.switch and not _flag(raw, "use_sliding_window", False):
+        window = None
+    if told.first is None:
+        return {"window": window}
+    first = raw.get("max_window_layers", told.first)
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        kinds = [_SLIDING if window is not None and i >= first else _FULL for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {_SLIDING, _FULL}:
+        raise ValueError(f"`layer_types: {_short(kinds)}` is not {_SLIDING} or {_FULL} for each of {layers} layers")
+    if window is None and _SLIDING in kinds:
+        raise ValueError(f"`layer_types` has {_SLIDING}, and there is no `sliding_window` in use")
+    full = tuple(i for i, kind in enumerate(kinds) if kind == _FULL)
+    return {"window": window, "full_layers": full} if len(full) < layers else {}
+
+
+def _rope(raw: Mapping[str, Any], max_seq: int, theta: float) -> tuple[float, RopeScaling | None]:
     """(theta, scaling) from either generation, or from both where they agree."""
     found = []
     for key in ("rope_scaling", "rope_parameters"):
@@ -95,10 +125,10 @@ def _rope(raw: Mapping[str, Any], max_seq: int) -> tuple[float, RopeScaling | No
             continue
         if not isinstance(values, Mapping):
             raise ValueError(f"`{key}: {_short(values)}` is not an object")
-        found.append((_number({**raw, **values}, "rope_theta", 10000.0), _scaling(key, values, max_seq)))
+        found.append((_number({**raw, **values}, "rope_theta", theta), _scaling(key, values, max_seq)))
     if len(found) == 2 and found[0] != found[1]:
         raise ValueError("`rope_scaling` and `rope_parameters` contradict each other")
-    return found[0] if found else (_number(raw, "rope_theta", 10000.0), None)
+    return found[0] if found else (_number(raw, "rope_theta", theta), None)
 
 
 def _scaling(key: str, values: Mapping[str, Any], max_seq: int) -> RopeScaling | None:
@@ -142,7 +172,18 @@ def write_config(c: ModelConfig, dtype: str, tokens: Mapping[str, Any] | None = 
     fixed = {key: allowed[0] for key, allowed in hf.fixed.items()}
     kind = {"architectures": [hf.architecture], "model_type": hf.model_type}
     rope = _written_rope(c) if c.described.positions == "rotary" else {}
-    return {**shared, **kind, **own, **fixed, **hf.written, **rope}
+    windows = _written_windows(c, hf.windows) if hf.windows is not None else {}
+    return {**shared, **kind, **own, **fixed, **hf.written, **rope, **windows}
+
+
+def _written_windows(c: ModelConfig, told: Windows) -> dict[str, Any]:
+    said: dict[str, Any] = {"sliding_window": c.window}
+    if told.switch:
+        said["use_sliding_window"] = c.window is not None
+    if told.first is not None:
+        kinds = [_FULL if c.window_of(i) is None else _SLIDING for i in range(c.layers)]
+        said |= {"layer_types": kinds, "max_window_layers": kinds.index(_SLIDING) if _SLIDING in kinds else c.layers}
+    return said
 
 
 def _written_rope(c: ModelConfig) -> dict[str, Any]:

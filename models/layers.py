@@ -35,12 +35,12 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim, computed in fp32 (Zhang and Sennrich 2019)."""
+    """x / rms(x) * weight over the last dim, which `dims` names, computed in fp32 (Zhang and Sennrich 2019)."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, dims: tuple[str, ...] = ("embed",)) -> None:
         super().__init__()
         self.eps = eps
-        self.dims = {"weight": ("embed",)}
+        self.dims = {"weight": dims}
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,8 +78,9 @@ class Parts:
     def inside(self, name: str) -> Parts:
         return Parts(self.config, f"{self.place}{name}.")
 
-    def __contains__(self, name: str) -> bool:
-        return self.place + name in self.config.leaves
+    def perhaps(self, name: str, *, std: float = 0.0) -> nn.Module | None:
+        """The module, where one is described."""
+        return self(name, std=std) if self.place + name in self.config.leaves else None
 
     def __call__(self, name: str, *, std: float = 0.0) -> nn.Module:
         """KeyError for a name that is not described. `std` is a table's."""
@@ -91,6 +92,6 @@ class Parts:
             case "table":
                 return Embedding(sizes[0], sizes[1], leaf.dims, std)
             case "rms_norm":
-                return RMSNorm(sizes[0], c.norm_eps)
+                return RMSNorm(sizes[0], c.norm_eps, leaf.dims)
             case "layer_norm":
                 return LayerNorm(sizes[0], c.norm_eps)

@@ -48,10 +48,11 @@ class PagedCache:
     tables: Tensor
     wanted: Tensor
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         k_pool, v_pool = self.pools[layer]
         attended = paged_attention(
-            q, k, v, k_pool, v_pool, self.positions, self.slots, self.sequences, self.tables
+            q, k, v, k_pool, v_pool, self.positions, self.slots, self.sequences, self.tables,
+            window=window,
         )  # fmt: skip
         return self.needed(layer, attended)
 

@@ -112,6 +112,10 @@ class Model(Section):
     """Whether the projections of attention add a bias."""
     mlp_bias: bool | None = None
     """Whether the projections of the MLP add a bias."""
+    window: Annotated[int, Range(least=1, most=2**30)] | None = None
+    """Positions, its own included, that a token attends to (sliding-window attention)."""
+    full_layers: tuple[CountOrZero, ...] | None = None
+    """Layers, counted from 0, that attend to all positions in spite of `window`."""
     norm_eps: Annotated[float, Range(above=0, most=1)] | None = None
     """Added under the root of the normalisation."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tpshard.parallelism.graph import Op
+from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Factors, Kind, Rule
 
@@ -27,7 +27,7 @@ def attention(op: Op) -> Rule:
     queries = ((b,), (s,), (kv, g), (d,))
     keys, values = ((b,), (t,), (kv,), (d,)), ((b,), (t,), (kv,), (dv,))
     documents = [((b,), (s,))] * (len(op.operands) - 3)
-    flops = 4 * q.numel * k.shape[1] // 2  # causal: half of the products count
+    flops = 4 * _products(op, q, k, 5)
     return factors.rule(
         [queries, keys, values, *documents], [((b,), (s,), (kv, g), (dv,)), ((b,), (kv, g), (s,))],
         flops=flops, work=(b, kv, g),
@@ -47,11 +47,21 @@ def attention_backward(op: Op) -> Rule:
     keys = ((b,), (s,), (kv,), (d,))
     lse = ((b,), (kv, g), (s,))
     documents = [((b,), (s,))] * (len(op.operands) - 6)
-    flops = 10 * q.numel * k.shape[1] // 2
+    flops = 10 * _products(op, q, k, 8)
     return factors.rule(
         [queries, queries, keys, keys, queries, lse, *documents], [queries, keys, keys],
         flops=flops, work=(b, kv, g),
     )  # fmt: skip
+
+
+def _products(op: Op, q: Value, k: Value, window: int) -> int:
+    """Multiplications of queries and keys that count: half of all, as rows see none after them, or those of a window,
+    which is argument `window`."""
+    keys = k.shape[1]
+    seen = op.args[window] if len(op.args) > window and op.args[window] is not None else keys
+    if seen >= keys:
+        return q.numel * keys // 2
+    return q.numel * (seen * keys - seen * (seen - 1) // 2) // keys
 
 
 def batch_and_heads(op: Op, products: int = 0) -> Rule:

@@ -26,7 +26,9 @@ def paged_attention(op: Op) -> Rule:
     g = factors.new(q.shape[2] // k.shape[2])
     queries, keys, pools = ((b,), (t,), (kv, g), (d,)), ((b,), (t,), (kv,), (d,)), ((n,), (s,), (kv,), (d,))
     row = ((b,), (t,))
-    flops = 4 * q.numel * op.operands[8].shape[1] * pool.shape[1]
+    cached = op.operands[8].shape[1] * pool.shape[1]
+    window = op.args[10] if len(op.args) > 10 and op.args[10] is not None else cached
+    flops = 4 * q.numel * min(cached, window)
     return factors.rule(
         [queries, keys, keys, pools, pools, row, row, row, ((m,), (w,))], [queries],
         flops=flops, work=(kv, g),

@@ -26,12 +26,16 @@ def documents_of(b: int, t: int, seed: int) -> Tensor:
     return starts.cumsum(1)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     group, s, t = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
     row = torch.arange(t - s, t)
     seen = torch.arange(t) <= row[:, None]
+    if window is not None:
+        seen = seen & (row[:, None] - torch.arange(t) < window)
     if documents is not None:
         seen = seen & (documents[:, t - s :, None] == documents[:, None])[:, None]
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -46,22 +50,25 @@ def inputs(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> tuple[Tenso
     return q, k, v, dout
 
 
-def expected(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, documents: Tensor | None, scale: float) -> list[Tensor]:
+def expected(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, documents: Tensor | None, scale: float, window: int | None = None
+) -> list[Tensor]:
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse = plain(*leaves, documents, scale)
+    out, lse = plain(*leaves, documents, scale, window)
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.double())]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("path", ["op", "blockwise"])
-def test_equals_plain_softmax(shape: tuple[int, ...], packed: bool, path: str) -> None:
+@pytest.mark.parametrize("window", [None, 1, 6, 600])
+def test_equals_plain_softmax(shape: tuple[int, ...], packed: bool, path: str, window: int | None) -> None:
     q, k, v, dout = inputs(shape, 0, torch.float32)
     documents = documents_of(shape[0], shape[2], 1) if packed else None
     forward, backward = (OP, BACKWARD) if path == "op" else (blockwise, blockwise_backward)
-    out, lse = forward(q, k, v, documents, 0.3)
-    got = [out, lse, *backward(dout, q, k, v, out, lse, documents, 0.3)]
-    for value, wanted, operand in zip(got, expected(q, k, v, dout, documents, 0.3), (q, None, q, k, v)):
+    out, lse = forward(q, k, v, documents, 0.3, window)
+    got = [out, lse, *backward(dout, q, k, v, out, lse, documents, 0.3, window)]
+    for value, wanted, operand in zip(got, expected(q, k, v, dout, documents, 0.3, window), (q, None, q, k, v)):
         torch.testing.assert_close(value.double(), wanted, atol=2e-5, rtol=2e-5)
         assert operand is None or value.shape == operand.shape
         assert value.is_contiguous()

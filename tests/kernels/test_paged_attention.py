@@ -28,7 +28,8 @@ def fill(lengths: list[int], kv: int, d: int, block: int = 16) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("h,kv,d", [(4, 2, 16), (3, 1, 64), (8, 8, 8)])
-def test_equals_attention_over_the_whole(h: int, kv: int, d: int) -> None:
+@pytest.mark.parametrize("window", [None, 1, 40, 120])
+def test_equals_attention_over_the_whole(h: int, kv: int, d: int, window: int | None) -> None:
     lengths = [1, 17, 64, 65, 130, 200]
     tables, pools, past = fill(lengths, kv, d)
     rows = [(i, n - 1) for i, n in enumerate(lengths)] + [(5, p) for p in (3, 63, 64, 150)]
@@ -38,15 +39,16 @@ def test_equals_attention_over_the_whole(h: int, kv: int, d: int) -> None:
     new = past[:, sequences[0], positions[0]].unsqueeze(1)
     k_pool, v_pool = pools.clone()
     k_pool.view(-1, kv, d)[slots[0]] = 0  # the operation stores what is new
-    out = paged_attention(q, new[0], new[1], k_pool, v_pool, positions, slots, sequences, tables)
+    out = paged_attention(q, new[0], new[1], k_pool, v_pool, positions, slots, sequences, tables, window=window)
     assert torch.equal(k_pool, pools[0]) and torch.equal(v_pool, pools[1])
     for row, (i, p) in enumerate(rows):
-        keys, values = past[:, i, : p + 1].repeat_interleave(h // kv, dim=2)
+        keys, values = past[:, i, max(0, p + 1 - (window or p + 1)) : p + 1].repeat_interleave(h // kv, dim=2)
         weights = torch.softmax(torch.einsum("hd,phd->hp", q[0, row], keys) / math.sqrt(d), -1)
         torch.testing.assert_close(out[0, row], torch.einsum("hp,phd->hd", weights, values), rtol=0, atol=2e-6)
 
 
-def test_a_row_has_the_same_bits_in_every_batch() -> None:
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_row_has_the_same_bits_in_every_batch(window: int | None) -> None:
     lengths = [5, 40, 90, 90, 170, 300]
     tables, pools, past = fill(lengths, 2, 32)
     rows = [(i, p) for i, n in enumerate(lengths) for p in {0, n // 2, n - 1}]
@@ -57,7 +59,7 @@ def test_a_row_has_the_same_bits_in_every_batch() -> None:
     def run(which: torch.Tensor) -> torch.Tensor:
         return paged_attention(
             q[:, which], new[0][:, which], new[1][:, which], *pools.clone(), positions[:, which], slots[:, which],
-            sequences[:, which], tables,
+            sequences[:, which], tables, window=window,
         )[0]  # fmt: skip
 
     whole = run(torch.arange(len(rows)))
@@ -84,6 +86,22 @@ def test_what_lies_beyond_a_rows_position_does_not_reach_it() -> None:
     new[:, :, 5] = float("nan")  # of position 70: the rows of the same call at 64 and 65 do not see it, that at 89 does
     out = paged_attention(q, *new, *dirty, positions, slots, sequences, tables)
     assert torch.equal(out[:, :5], clean[:, :5]) and out[0, 5:].isnan().all()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_lies_before_a_rows_window_does_not_reach_it(plain: bool) -> None:
+    attend = paged_attention_reference if plain else torch.ops.tpshard.paged_attention
+    tables, pools, past = fill([90], 2, 16)
+    positions = torch.tensor([[60, 75, 89]])
+    sequences, slots = positions * 0, tables[0, positions // 16] * 16 + positions % 16
+    q, new = torch.randn(1, 3, 4, 16), past[:, 0, positions[0]].unsqueeze(1)
+    rest = (positions, slots, sequences, tables, 0.25, 30)
+    clean = attend(q, *new, *pools.clone(), *rest)
+    pools[:, tables[0, :2]] = float("nan")  # positions 0 to 31: the window of 60 begins with the last of them
+    out = attend(q, *new, *pools, *rest)
+    assert out[0, 0].isnan().all() and torch.equal(out[0, 1:], clean[0, 1:])
+    out = attend(q[:, 1:2], *new[:, :, 1:2], *pools, *(x[:, 1:2] for x in rest[:3]), *rest[3:])
+    assert torch.equal(out[0, 0], clean[0, 1])
 
 
 def test_heads_do_not_mix() -> None:
@@ -128,11 +146,12 @@ for h, kv, d, dtype, close in ((4, 2, 16, torch.float32, 2e-6), (3, 1, 24, torch
     slots = tables[sequences, positions // 16] * 16 + positions % 16
     q, new = torch.randn(1, len(rows), h, d).to(dtype), past[:, sequences[0], positions[0]].unsqueeze(1).to(dtype)
     pools = pools.to(dtype)
-    expected = paged_attention(q, *new, *pools.clone(), positions, slots, sequences, tables)
+    window = 33 if h == 3 else None
+    expected = paged_attention(q, *new, *pools.clone(), positions, slots, sequences, tables, window=window)
 
     def run(which):
         arrays = (q[0, which], *pools, positions[0, which], sequences[0, which], tables)
-        return triton_paged.paged_attention(*(a.to(device) for a in arrays), d**-0.5).cpu()
+        return triton_paged.paged_attention(*(a.to(device) for a in arrays), d**-0.5, window).cpu()
 
     whole = run(list(range(len(rows))))
     kept = pools.clone()
@@ -165,7 +184,7 @@ def test_the_triton_kernel_compiles(capability: int) -> None:
 
     pointers = dict.fromkeys(("q", "k_pool", "v_pool", "out"), "*bf16")
     signature = pointers | dict.fromkeys(("positions", "sequences", "tables"), "*i64")
-    signature |= {"scale": "fp32", "width": "i32", "kv_heads": "i32"}
+    signature |= {"scale": "fp32", "width": "i32", "kv_heads": "i32", "window": "i32"}
     constants = {"GROUP": 4, "HEAD": 128, "BLOCK": 16, "KEYS": 64, "M": 16, "D": 128}
     source = ASTSource(paged_attention_kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
@@ -174,7 +193,10 @@ def test_the_triton_kernel_compiles(capability: int) -> None:
 @pytest.mark.skipif(not llvm_launch.available(), reason="the program is not made for this CPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("h", "kv", "d"), [(4, 4, 64), (6, 1, 32), (10, 2, 8), (8, 2, 128)])
-def test_the_program_for_a_cpu_is_the_reference(h: int, kv: int, d: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [None, 45])
+def test_the_program_for_a_cpu_is_the_reference(
+    h: int, kv: int, d: int, dtype: torch.dtype, window: int | None
+) -> None:
     g = torch.Generator().manual_seed(h)
     lengths, size = (1, 31, 32, 33, 150), 8
     width = 20
@@ -184,7 +206,7 @@ def test_the_program_for_a_cpu_is_the_reference(h: int, kv: int, d: int, dtype: 
     slots = tables[sequences, positions // size] * size + positions % size
     pools = [torch.randn(1 + len(lengths) * width, size, kv, d, generator=g).to(dtype) for _ in range(2)]
     q, k, v = (torch.randn(1, len(lengths), n, d, generator=g).to(dtype) for n in (h, kv, kv))
-    given = (q, k, v, *pools, positions, slots, sequences, tables, d**-0.5)
+    given = (q, k, v, *pools, positions, slots, sequences, tables, d**-0.5, window)
     expected = paged_attention_reference(*given)
     found = torch.ops.tpshard.paged_attention(*given)
     assert found.dtype == dtype and not torch.equal(found[0, 1], found[0, 2])

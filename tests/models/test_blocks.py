@@ -113,12 +113,12 @@ class KeepAll:
     def __init__(self) -> None:
         self.past: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         if layer in self.past:
             k = torch.cat([self.past[layer][0], k], 1)
             v = torch.cat([self.past[layer][1], v], 1)
         self.past[layer] = (k, v)
-        return torch.ops.tpshard.attention(q, k, v, None, q.shape[-1] ** -0.5)[0]
+        return torch.ops.tpshard.attention(q, k, v, None, q.shape[-1] ** -0.5, window)[0]
 
     def needed(self, layer: int, x: Tensor) -> Tensor:
         return x

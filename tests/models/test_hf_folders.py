@@ -52,6 +52,22 @@ LLAMAS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 0.01,
     },
 }
+SHAPE = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 2}
+WINDOWED = {"use_sliding_window": True, "sliding_window": 7, "num_hidden_layers": 3}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("Mistral", {
+        **SHAPE, "sliding_window": 9, "head_dim": 12, "rope_parameters": {**LLAMA3, "rope_theta": 2e3}
+    }),
+    "mistral without window": ("Mistral", {**SHAPE, "sliding_window": None, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", SHAPE),
+    "qwen2 with windows": ("Qwen2", {**SHAPE, **WINDOWED, "max_window_layers": 1, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**SHAPE, "head_dim": 10, "rms_norm_eps": 0.01}),
+    "qwen3 with windows": ("Qwen3", {
+        **SHAPE, **WINDOWED, "head_dim": 16, "attention_bias": True, "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }),
+}  # fmt: skip
+KINDS = [*LLAMAS, "multi-query", "multi-head", *OTHERS]
 GRANITES: dict[str, dict[str, Any]] = {
     "multi-query": {"n_embd": 39, "n_head": 3, "n_inner": 71},
     "multi-head": {"n_embd": 20, "n_head": 5, "multi_query": False, "tie_word_embeddings": False},
@@ -72,6 +88,9 @@ def theirs(kind: str) -> nn.Module:
 
     if kind in LLAMAS:
         made: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE, **LLAMAS[kind]))
+    elif kind in OTHERS:
+        family, numbers = OTHERS[kind]
+        made = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**BASE | numbers))
     else:
         base = {"vocab_size": 97, "n_positions": 64, "n_layer": 2, "bos_token_id": 3, "eos_token_id": 4}
         made = transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig(**base, **GRANITES[kind]))
@@ -105,7 +124,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
-@pytest.mark.parametrize("kind", [*LLAMAS, *GRANITES])
+@pytest.mark.parametrize("kind", KINDS)
 def test_reads_what_transformers_writes(kind: str, folders: Callable[[str], Path]) -> None:
     folder = folders(kind)
     assert (folder / "model.safetensors.index.json").exists() == (kind in ("grouped", "multi-query"))
@@ -114,7 +133,7 @@ def test_reads_what_transformers_writes(kind: str, folders: Callable[[str], Path
         close(model(IDS), their_logits(folder))
 
 
-@pytest.mark.parametrize("kind", [*LLAMAS, *GRANITES])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shard_bytes", [9000, 5_000_000_000], ids=["shards", "file"])
 def test_transformers_reads_what_is_written(
     kind: str, shard_bytes: int, folders: Callable[[str], Path], tmp_path: Path
@@ -128,6 +147,66 @@ def test_transformers_reads_what_is_written(
         close(model(IDS), their_logits(tmp_path / "out"))
     again = from_hf(tmp_path / "out")
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_read_is_written_back(kind: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """The same tensors bit for bit, and a config.json that means the same here and to transformers."""
+    import transformers
+
+    to_hf(from_hf(folders(kind)), tmp_path / "back")
+    written = load_file(tmp_path / "back" / "model.safetensors")
+    read = {name: value for file in folders(kind).glob("*.safetensors") for name, value in load_file(file).items()}
+    assert written.keys() == read.keys() and all(torch.equal(written[name], read[name]) for name in read)
+    assert HFFolder(tmp_path / "back").config == HFFolder(folders(kind)).config
+    first, second = (transformers.AutoConfig.from_pretrained(f).to_dict() for f in (folders(kind), tmp_path / "back"))
+    changed = {key: (first.get(key), second.get(key)) for key in {*first, *second} if first.get(key) != second.get(key)}
+    nothing_computed = {"_name_or_path", "bos_token_id", "eos_token_id", "max_window_layers", "head_dim", "n_inner"}
+    nothing_computed |= {"attn_pdrop", "embd_pdrop", "resid_pdrop", "rope_theta", "rope_scaling"}
+    assert changed.keys() <= nothing_computed, changed
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "window", "full"),
+    [
+        ("mistral", {"sliding_window": ...}, 4096, ()),
+        ("mistral", {"sliding_window": None}, None, ()),
+        ("qwen2", {"sliding_window": 5}, None, ()),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "layer_types": ...}, 4096, (0,)),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2, "layer_types": None}, None, ()),
+        ("qwen2", {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}, 4096, (1,)),
+    ],
+)
+def test_windows_of_a_configuration(
+    kind: str, changes: dict[str, Any], window: int | None, full: tuple[int, ...], folders: Callable[[str], Path]
+) -> None:
+    raw = json.loads((folders(kind) / "config.json").read_text()) | {"sliding_window": 4096} | changes
+    config = read_config({key: value for key, value in raw.items() if value is not ...})
+    assert (config.window, config.full_layers) == (window, full)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer_types": ["full_attention"]}, "each of 2 layers"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "no `sliding_window` in use"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window: 0"),
+        ({"use_sliding_window": "yes"}, "use_sliding_window"),
+    ],
+)
+def test_windows_that_make_no_sense(changes: dict[str, Any], said: str, folders: Callable[[str], Path]) -> None:
+    raw = json.loads((folders("qwen2") / "config.json").read_text())
+    with pytest.raises(ValueError, match=said):
+        read_config(raw | changes)
+
+
+def test_a_key_that_is_null_is_not_one_that_is_missing(folders: Callable[[str], Path]) -> None:
+    raw = json.loads((folders("mistral") / "config.json").read_text())
+    raw |= {"num_attention_heads": 16, "num_key_value_heads": None}
+    assert read_config(raw).kv_heads == 16
+    del raw["num_key_value_heads"]
+    assert read_config(raw).kv_heads == 8
 
 
 def test_both_generations_of_configuration(folders: Callable[[str], Path]) -> None:
@@ -254,7 +333,7 @@ NEST = b"[" * 100_000
 OVERLAP = '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}'
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "code": (edit_config(auto_map={"AutoModel": "evil.Model"}), "auto_map"),
-    "architecture": (edit_config(model_type="mixtral"), "mixtral"),
+    "architecture": (edit_config(model_type="gemma2"), "gemma2"),
     "quantized how": (edit_config(quantization_config={"quant_method": "awq", "bits": 4}), "awq"),
     "quantized where": (edit_config(quantization_config={"quant_method": "gptq", "bits": 4}), "no `qweight`"),
     "activation": (edit_config(hidden_act="gelu"), "hidden_act: gelu"),
