@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,8 @@ import pytest
 import torch
 from float64 import BOUND, distance, float64
 from planted_faults import FAULTS, Fault, plant
+from tpshard.models import build, to_hf
+from tpshard.models.config import ModelConfig
 from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.simulate import block, cut, join, run_lockstep
 from tpshard.programs import training
@@ -40,8 +43,10 @@ MESHES = {
 
 
 @cache
-def built(mesh: str, overrides: tuple[str, ...] = (), sequence: bool = False) -> training.TrainingPrograms:
-    return training.build(Setting.of(loads(RECIPE.replace("MESH", mesh) + SEQUENCE * sequence, overrides)))
+def built(
+    mesh: str, overrides: tuple[str, ...] = (), sequence: bool = False, recipe: str = RECIPE
+) -> training.TrainingPrograms:
+    return training.build(Setting.of(loads(recipe.replace("MESH", mesh) + SEQUENCE * sequence, overrides)))
 
 
 def run(program: Program, arguments: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -53,8 +58,10 @@ def run(program: Program, arguments: list[list[torch.Tensor]]) -> list[list[torc
 class Simulated:
     """A run of all ranks in this process, as the training loop drives one, in float64."""
 
-    def __init__(self, mesh: str, *overrides: str, sequence: bool = False, fault: Fault | None = None):
-        self.programs = built(mesh, overrides, sequence)
+    def __init__(
+        self, mesh: str, *overrides: str, sequence: bool = False, fault: Fault | None = None, recipe: str = RECIPE
+    ):
+        self.programs = built(mesh, overrides, sequence, recipe)
         if fault is not None:
             self.programs = replace(self.programs, micro=plant(self.programs.micro, fault))
         self.setting = self.programs.setting
@@ -173,6 +180,28 @@ def test_a_fault_is_seen(mesh: str, fault: str, alone: Trained) -> None:
     gradients = Simulated(MESHES[mesh], fault=FAULTS[fault]).gradients
     with pytest.raises(AssertionError):
         assert_close(gradients(), alone.gradients)
+
+
+# ---- other families ------------------------------------------------------------------------------------------------
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"window": 3}, "qwen2": {"window": 5, "full_layers": (0,), "tie_embeddings": True}, "qwen3": {},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A recipe that trains a small model of a Hugging Face folder."""
+    small = loads(RECIPE.replace("MESH", "{}")).model.overrides() | FAMILIES[request.param]
+    config = ModelConfig(request.param, **small, max_seq=SEQ, seq_len=SEQ, dtype="fp32")
+    to_hf(build(config, device="cpu"), place := tmp_path_factory.mktemp("families") / request.param)
+    model = f"model: {{hf: {str(place)!r}, seq_len: {SEQ}, dtype: fp32}}\n"
+    return re.sub(r"(?s)model:.*\}\n(?=batch)", lambda _: model, RECIPE)
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "fsdp2 x tp2", "dp2 x fsdp2 x tp2"])
+def test_gradients_of_a_folders_model_are_those_of_one_device(folder: str, mesh: str) -> None:
+    whole = Simulated("{}", recipe=folder).gradients()
+    assert_close(Simulated(MESHES[mesh], recipe=folder).gradients(), whole)
 
 
 # ---- accumulation --------------------------------------------------------------------------------------------------

@@ -29,6 +29,9 @@ CASES = {
     "llama, KV heads replicated": (LLAMA, 4),
     "tied, vocab not divided": (replace(LLAMA, vocab=63, tie_embeddings=True), 2),
     "granite, one KV head": (GRANITE, 2),
+    "mistral, a window": (replace(LLAMA, family="mistral", window=3), 2),
+    "qwen2, a window in one layer": (replace(LLAMA, family="qwen2", window=2, full_layers=(0,)), 4),
+    "qwen3, KV heads replicated": (replace(LLAMA, family="qwen3", attention_bias=True), 4),
     "llama, MLP not divided": (replace(LLAMA, mlp=50, mlp_bias=True), 4),
     "granite, MLP not divided": (replace(GRANITE, mlp=49), 2),
 }
