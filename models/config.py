@@ -64,6 +64,7 @@ class ModelConfig:
     """Whether the linear layers of the MLP add a bias."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "full_layers", tuple(self.full_layers))  # JSON has lists
         for name in ("layers", "width", "heads", "kv_heads", "head_dim", "mlp", "vocab", "max_seq", "seq_len"):
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -79,7 +80,6 @@ class ModelConfig:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly")
         if self.described.positions == "rotary" and self.head_dim % 2:
             raise ValueError(f"`head_dim: {self.head_dim}` is odd; rotary positions turn pairs")
-        object.__setattr__(self, "full_layers", tuple(self.full_layers))
         if self.full_layers and self.window is None:
             raise ValueError("`full_layers` are the layers that no `window` bounds, and there is none")
         if self.window is not None and self.window < 1:
