@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 
 class WorkerError(AssertionError):
@@ -41,7 +42,7 @@ class Pool:
         *args: Any,
         world: int = 4,
         mesh: Mapping[str, int] | None = None,
-        timeout: float = 300,
+        timeout: float = PATIENCE,
     ) -> list[Any]:
         """`mesh` defaults to one axis `x` of `world` devices. WorkerError carries the failing rank's traceback."""
         self._jobs += 1
@@ -69,7 +70,7 @@ class Pool:
                 else:
                     errors.append((state == "lost", rank, content))
                     self._drop(rank, kill=state == "died")
-                    deadline = min(deadline, time.monotonic() + 2)
+                    deadline = min(deadline, time.monotonic() + 30)
         for rank in pipes.values():
             if not errors:
                 errors.append((False, rank, f"no answer within {timeout} s\n{self._log(rank)}"))

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from tpshard.cli import machine
 from tpshard.cli.machine import Driver, Gpu, Torch, busy, gpu_problems, kind_problems
 from tpshard.cli.main import run
@@ -141,7 +142,7 @@ def test_a_collective_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, t
     from tpshard.cli import doctor
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchlink")
-    found = doctor._pair("gloo", timeout=60)
+    found = doctor._pair("gloo", timeout=PATIENCE)
     assert found.state == "bad" and "failed" in found.value
 
 

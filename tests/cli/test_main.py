@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from tpshard.cli import main
 from tpshard.recipes.diagnostic import Exit
 
@@ -18,7 +19,8 @@ HEAVY = ("torch", "numpy", "omegaconf", "rich", "pydantic", "transformers", "dat
 
 def tpshard(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")} | environment
-    return subprocess.run([*TPSHARD, *arguments], capture_output=True, text=True, timeout=60, env=env, errors="replace")
+    called = {"capture_output": True, "text": True, "errors": "replace", "timeout": PATIENCE}
+    return subprocess.run([*TPSHARD, *arguments], env=env, **called)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,7 @@ def test_what_should_start_at_once_imports_nothing_heavy(arguments: list[str]) -
         "loaded = sorted(m for m in sys.modules if m.partition('.')[0] in HEAVY or m in HEAVY)\n"
         "print('ended', code, loaded)\n"
     ).replace("HEAVY", repr(HEAVY))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     code_word, loaded = done.stdout.splitlines()[-1].removeprefix("ended ").split(" ", 1)
     assert (code_word, done.returncode) == ("0", 0), done.stderr
     allowed = {"tpshard.train", "tpshard.train.sample"}  # the size of the sample's vocabulary
@@ -78,7 +80,8 @@ def test_a_reader_that_hangs_up_is_no_crash() -> None:
     shell = " ".join(f"'{part}'" for part in TPSHARD)
     for line in (f"{shell} recipes schema | head -1", f"{shell} recipes ls >&-", f"{shell} validate nothing 2>&-",
                  f"{shell} --help >&- 2>&-", f"{shell} recipes ls > /dev/full || (($? == 5))"):  # fmt: skip
-        done = subprocess.run(["bash", "-c", f"set -o pipefail; {line}"], capture_output=True, text=True, timeout=60)
+        command = ["bash", "-c", f"set -o pipefail; {line}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
         assert "Traceback" not in done.stderr and "Exception" not in done.stderr
         assert done.returncode == (2 if "nothing" in line else 0)
 

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 ROOMS = sorted(mark.parent.name for mark in ROOT.glob("*/py.typed"))
@@ -41,7 +42,7 @@ def test_a_planted_error_is_found_by_mypy(tmp_path: Path) -> None:
     def mypy() -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, "-m", "mypy", "-p", "tpshard.recipes", "--cache-dir", str(tmp_path / "cache")]
         env = {**os.environ, "MYPYPATH": "types"}
-        return subprocess.run(argv, cwd=checkout, env=env, capture_output=True, text=True, timeout=300)
+        return subprocess.run(argv, cwd=checkout, env=env, capture_output=True, text=True, timeout=PATIENCE)
 
     assert mypy().returncode == 0
     planted = checkout / "recipes" / "patterns.py"
@@ -54,7 +55,7 @@ def test_a_planted_error_is_found_by_mypy(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_wheel_holds_every_room_and_works_outside_the_checkout(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    quiet = {"capture_output": True, "text": True, "timeout": 300}
+    quiet = {"capture_output": True, "text": True, "timeout": PATIENCE}
     build = [*argv, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(copied(tmp_path))]
     made = subprocess.run(build, **quiet)  # type: ignore[call-overload]
     assert made.returncode == 0, made.stderr

@@ -8,13 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from patience import PATIENCE, until
 from tpshard.cli import train
 from tpshard.plan import compare
 from tpshard.plan.report import SCHEMA
@@ -55,17 +55,15 @@ def record(folder: Path, run: str) -> dict[Any, tuple[Any, ...]]:
     return {(r["step"], "eval_loss" in r): tuple(r.get(key) for key in keys) for r in rows(folder, run)}
 
 
-def until(process: subprocess.Popen[str], reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 90
-    while not reached():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.02)
+def running_until(process: subprocess.Popen[str], reached: Callable[[], bool]) -> None:
+    until(lambda: process.poll() is not None or reached(), "the run's progress")
+    assert process.poll() is None, process.communicate()
 
 
 def test_a_run_that_is_killed_and_stopped_ends_as_one_that_was_not(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     whole = start(tmp_path, "run.dir=runs/whole")
-    out, err = whole.communicate(timeout=120)
+    out, err = whole.communicate(timeout=PATIENCE)
     assert whole.returncode == 0, err
     assert "next:" in out and "tpshard serve runs/whole" in out and "step 40/40" in err
     assert "4 sequences a step = 2 data ranks x 1 micro-batch of 2" in err
@@ -80,26 +78,26 @@ def test_a_run_that_is_killed_and_stopped_ends_as_one_that_was_not(tmp_path: Pat
     assert abs(measured["peak_memory_bytes"]["error"]) < 0.02, measured
 
     killed = start(tmp_path, "run.dir=runs/other")
-    until(killed, lambda: len(rows(tmp_path, "other")) > 12)
+    running_until(killed, lambda: len(rows(tmp_path, "other")) > 12)
     (victim,) = [p for p in psutil.Process(killed.pid).children() if p.environ()["RANK"] == "1"]
     tree = psutil.Process(killed.pid).children(recursive=True)
     victim.kill()
-    _, err = killed.communicate(timeout=20)
+    _, err = killed.communicate(timeout=PATIENCE)
     assert killed.returncode == 9 and "rank 1 was lost: killed by SIGKILL" in err
-    assert not psutil.wait_procs(tree, timeout=5)[1]
+    assert not psutil.wait_procs(tree, timeout=PATIENCE)[1]
 
     stopped = start(tmp_path, "run.dir=runs/other")
     seen = len(rows(tmp_path, "other"))
-    until(stopped, lambda: len(rows(tmp_path, "other")) > seen + 3)
+    running_until(stopped, lambda: len(rows(tmp_path, "other")) > seen + 3)
     stopped.send_signal(signal.SIGTERM)
-    out, err = stopped.communicate(timeout=30)
+    out, err = stopped.communicate(timeout=PATIENCE)
     assert stopped.returncode == 75, err
     assert re.search(r"continuing from step (10|15|20|25|30|35)\b", err), err
     step = rows(tmp_path, "other")[-1]["step"]
     assert step < 40 and f"stopped, as asked, after step {step} of 40" in out
 
     last = start(tmp_path, "run.dir=runs/other")
-    _, err = last.communicate(timeout=120)
+    _, err = last.communicate(timeout=PATIENCE)
     assert last.returncode == 0 and f"continuing from step {step}" in err, err
     assert record(tmp_path, "other") == record(tmp_path, "whole")
     assert {row["run"] for row in rows(tmp_path, "other")} == {1, 2, 3}
@@ -117,7 +115,7 @@ def test_a_run_that_is_there_is_not_touched_when_asked_so(tmp_path: Path) -> Non
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     (tmp_path / "runs" / "old" / "checkpoints" / "step-000001").mkdir(parents=True)
     refused = start(tmp_path, "mesh.fsdp=1", "run.dir=runs/old", "checkpoint.resume=never")
-    _, err = refused.communicate(timeout=60)
+    _, err = refused.communicate(timeout=PATIENCE)
     assert refused.returncode == 7
     assert "holds a run already" in err and "<override 3>" in err and "rank" not in err
 
@@ -129,7 +127,7 @@ def test_a_plan_that_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "runs" / "old" / "recipe.yaml").write_text("name: before")
     held = {path: path.is_file() and path.read_text() for path in tmp_path.rglob("*")}
     refused = start(tmp_path, "mesh.fsdp=1", "run.dir=runs/old", "--plan", "plan.json")
-    _, err = refused.communicate(timeout=60)
+    _, err = refused.communicate(timeout=PATIENCE)
     assert refused.returncode == 4 and "plan.json is for another program" in err, err
     assert {path: path.is_file() and path.read_text() for path in tmp_path.rglob("*")} == held
 
@@ -139,7 +137,7 @@ def test_a_mesh_that_does_not_fit_the_workers_is_refused_with_near_ones(tmp_path
     torchrun = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "tpshard.cli.main", "train", "recipe.yaml"], cwd=tmp_path, capture_output=True,
-        text=True, env={**os.environ, **torchrun}, timeout=60,
+        text=True, env={**os.environ, **torchrun}, timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == 5 and "fsdp: 3" in done.stderr
 
@@ -147,6 +145,6 @@ def test_a_mesh_that_does_not_fit_the_workers_is_refused_with_near_ones(tmp_path
 def test_more_hosts_than_were_launched_are_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("{device: cpu}", "{device: cpu, nodes: 2}"))
     refused = start(tmp_path)
-    _, err = refused.communicate(timeout=60)
+    _, err = refused.communicate(timeout=PATIENCE)
     assert refused.returncode == 5 and "tpshard launch --nodes 2" in err
     assert not (tmp_path / "runs").exists()

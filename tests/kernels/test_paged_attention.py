@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from patience import PATIENCE
 from tpshard.kernels import llvm_launch
 from tpshard.kernels.paged_attention import paged_attention, paged_attention_reference, span
 
@@ -171,7 +172,8 @@ def test_the_triton_kernel_is_the_reference() -> None:
     """In Triton's interpreter, or on a GPU where there is one."""
     environment = dict(os.environ) | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
     script = INTERPRETED.format(folder=os.path.dirname(__file__))
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0 and "checked" in done.stdout, done.stderr[-2000:]
 
 

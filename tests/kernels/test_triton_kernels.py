@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 triton = pytest.importorskip("triton", reason="Triton has wheels for Linux on x86-64 alone")
 
@@ -31,7 +32,7 @@ def test_kernels_equal_their_references_in_the_interpreter():
     cases = Path(__file__).with_name("interpreted_kernels.py")
     command = [sys.executable, "-m", "pytest", str(cases), "-p", "no:cacheprovider", "-p", "no:xdist"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None and int(passed[1]) >= 60, done.stdout[-500:]

@@ -446,7 +446,7 @@ def test_a_killed_writer_leaves_nothing_in_place(tmp_path: Path) -> None:
     code = (
         "import sys, time; from tpshard.models.aside import written_aside\n"
         "with written_aside(sys.argv[1]) as aside:\n"
-        "    (aside / 'half').write_text('x'); print('writing', flush=True); time.sleep(60)\n"
+        "    (aside / 'half').write_text('x'); print('writing', flush=True); time.sleep(600)\n"
     )
     out = tmp_path / "out"
     writer = subprocess.Popen([sys.executable, "-c", code, str(out)], stdout=subprocess.PIPE, text=True)

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from patience import PATIENCE
 from tpshard.parallelism.runtime import place as places
 from tpshard.parallelism.runtime.place import Place
 from tpshard.parallelism.runtime.stop import StopRequest, exit_code
@@ -30,7 +32,7 @@ def work(mode: str, place: Place, folder: Path) -> int:
         time.sleep(0.3)  # A signal that comes before `listen` is held, not lost.
         stopping.listen()
         (folder / f"ready-{place.rank}").write_text(str(os.getpid()))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 2 * PATIENCE
         while time.monotonic() < deadline and (mode == "deaf" or stopping.signal is None):
             time.sleep(0.02)
         return exit_code(stopping.urgency)
@@ -44,13 +46,14 @@ def connected(mode: str, place: Place, folder: Path) -> int:
     from tpshard.parallelism.runtime.context import connect
     from tpshard.parallelism.runtime.watchdog import Doing
 
-    step_s = 1.5 if mode in ("hang", "frozen") else 60
-    with connect(place, Mesh({"tp": place.world}), start_s=60, step_s=step_s) as context:
+    with connect(place, Mesh({"tp": place.world}), start_s=PATIENCE, step_s=PATIENCE) as context:
         if mode == "raise" and place.rank == 1:
             raise ValueError("planted before the first collective")
         context.groups.ensure([(Axis("tp", 1, place.world),)])
-        context.watchdog.limit_s = step_s
+        context.watchdog.limit_s = PATIENCE
         for step in range(100_000):
+            if step == 5 and mode in ("hang", "frozen"):
+                context.watchdog.limit_s = 1.5
             context.watchdog.beat(step)
             if step == 3:
                 (folder / f"ready-{place.rank}").write_text(str(os.getpid()))
@@ -60,7 +63,7 @@ def connected(mode: str, place: Place, folder: Path) -> int:
                 return 0
             if mode == "hang" and place.rank == 1 and step == 5:
                 context.watchdog.doing = Doing("reading data")
-                time.sleep(60)
+                time.sleep(2 * PATIENCE)
             context.watchdog.doing = Doing("all_reduce over tp", "layers.0.mlp", waiting=True)
             dist.all_reduce(torch.ones(4))
             time.sleep(0.01)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.program import group_name
 from tpshard.parallelism.runtime.context import Context, disagreement
@@ -111,7 +112,7 @@ def die_on_one(context: Context, culprit: int) -> None:
 
 
 def wrong_world(context: Context) -> None:
-    time.sleep(60)
+    time.sleep(PATIENCE)
 
 
 def test_the_pool_survives_what_it_runs(pool: Any) -> None:

@@ -11,6 +11,7 @@ from html import escape
 from html.parser import HTMLParser
 
 import pytest
+from patience import PATIENCE
 from tpshard.plan import page, pictures, text, trace
 
 
@@ -60,7 +61,7 @@ def opened(html, folder):
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--enable-logging=stderr",
          "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder}/profile",
          f"--log-net-log={folder}/net.json", "--dump-dom", f"file://{folder}/plan.html"],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     # The browser asks for things of its own (its updates, the time); those have no origin, a page's have one.
     log = [event.get("params", {}) for event in json.loads((folder / "net.json").read_text())["events"]]

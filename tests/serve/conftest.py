@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import uvicorn
+from patience import until
 from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from tpshard.models import build
@@ -86,10 +86,7 @@ class Running:
 
     def settled(self) -> None:
         """Waits until nothing runs, then checks that all blocks are back."""
-        deadline = time.monotonic() + 20
-        while not self.service.idle or self.service._engine.busy:
-            assert time.monotonic() < deadline, "requests are left over"
-            time.sleep(0.01)
+        until(lambda: self.service.idle and not self.service._engine.busy, "the end of all requests")
         pool = self.service._engine.pool
         assert pool.available == pool.total
 
@@ -107,8 +104,7 @@ def serving(make: Callable[[], Runner], folder: Path, limits: Limits, key: str |
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     try:
-        while not server.started:
-            time.sleep(0.005)
+        until(lambda: server.started, "the server's start")
         yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", service, make)
     finally:
         server.should_exit = True

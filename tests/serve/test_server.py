@@ -17,11 +17,13 @@ import openai
 import psutil
 import pytest
 import torch
+from patience import PATIENCE, until
 from torch import Tensor
 from tpshard.serve.local import LocalRunner
 from tpshard.serve.request import Sampling, Sequence
 from tpshard.serve.service import Limits
 from tpshard.serve.step import StepInput, WorkerLost
+from web import web
 
 Running = Any
 
@@ -41,7 +43,7 @@ def hasty(runner: LocalRunner, served: Any) -> Iterator[Running]:
 
 
 def post(server: Running, body: dict[str, Any], path: str = "completions") -> dict[str, Any]:
-    response = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=30)
+    response = web.post(f"{server.url}/v1/{path}", json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -84,7 +86,7 @@ def test_a_stream_is_the_whole_answer(server: Running) -> None:
     body = BODY | {"max_tokens": 40, "temperature": 1.5, "seed": 11, "logprobs": 1, "stop": ["qu"], "echo": True}
     whole = post(server, body)["choices"][0]
     text, logprobs, last = "", [], None
-    with httpx.stream("POST", server.url + "/v1/completions", json=body | {"stream": True}, timeout=30) as response:
+    with web.stream("POST", server.url + "/v1/completions", json=body | {"stream": True}) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         for line in response.iter_lines():
             if line.startswith("data: {"):
@@ -185,7 +187,7 @@ def test_bias_and_penalties_and_ends(server: Running) -> None:
 
 
 def refused(server: Running, path: str = "/v1/completions", **more: Any) -> tuple[int, dict[str, Any]]:
-    response = httpx.request(more.pop("method", "POST"), server.url + path, timeout=30, **more)
+    response = web.request(more.pop("method", "POST"), server.url + path, **more)
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return response.status_code, error
@@ -203,7 +205,7 @@ def test_refusals_have_openais_shape(server: Running) -> None:
     assert refused(server, content=b" " * ((1 << 16) + 1))[0] == 413
     assert refused(server, content=iter([b" " * (1 << 15)] * 3))[0] == 413  # chunked: no length is announced
     assert refused(server, "/v1/completions", method="GET")[0] == 405
-    assert httpx.get(server.url + "/v1/completions").headers["allow"] == "POST"
+    assert web.get(server.url + "/v1/completions").headers["allow"] == "POST"
     assert refused(server, "/v1/completions/", json=BODY)[0] == 404
     assert refused(server, "/v1/embeddings", json={})[0] == 404
     assert refused(server, "/docs", method="GET")[0] == 404
@@ -213,7 +215,7 @@ def test_refusals_have_openais_shape(server: Running) -> None:
 
 
 def test_prompts_at_the_context_limit(server: Running) -> None:
-    limit = httpx.get(server.url + "/v1/models").json()["data"][0]["max_model_len"]
+    limit = web.get(server.url + "/v1/models").json()["data"][0]["max_model_len"]
     assert limit == 512
     below, at, above = ([7] * (limit - 1), [7] * limit, [7] * (limit + 1))
     for prompt, more in ((at, {}), (above, {}), (below, {"max_tokens": 2}), (above, {"max_tokens": 0, "echo": True})):
@@ -230,14 +232,14 @@ def test_prompts_at_the_context_limit(server: Running) -> None:
 def test_a_client_that_leaves_frees_its_blocks(server: Running) -> None:
     aborted = ended(server).get("abort", 0)
     body = BODY | {"max_tokens": 400, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body) as response:
+    with web.stream("POST", server.url + "/v1/completions", json=body) as response:
         next(response.iter_lines())
     host, port = server.url.removeprefix("http://").split(":")
     payload = json.dumps(body | {"stream": False}).encode()
     with socket.create_connection((host, int(port))) as waiting:  # does not stream: leaves before anything came
         waiting.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(payload))
         waiting.sendall(payload)
-        time.sleep(0.1)
+        until(lambda: server.service._engine.busy, "the request's start")
     server.settled()
     assert ended(server)["abort"] == aborted + 2
 
@@ -288,7 +290,7 @@ def flood_of_a_thousand(server: Running) -> None:
 def test_metrics_have_their_names(server: Running) -> None:
     post(server, BODY | {"prompt": "the quick brown fox jumps over the lazy dog and the other one " * 3})
     post(server, BODY | {"prompt": "the quick brown fox jumps over the lazy dog and the other one " * 3})
-    text = httpx.get(server.url + "/metrics").text
+    text = web.get(server.url + "/metrics").text
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values['tpshard_kv_blocks{state="total"}']) == 256
     free, cached = (float(values[f'tpshard_kv_blocks{{state="{s}"}}']) for s in ("free", "cached"))
@@ -304,20 +306,20 @@ def test_the_key_is_asked_for_on_every_route(runner: LocalRunner, served: Any) -
     with served(lambda: Failing(runner, []), Limits(), key="secret") as server:
         for path in ("/v1/models", "/v1/models/tiny", "/metrics", "/docs", "/nowhere", "/health/x", "//health", "/"):
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": ""}):
-                response = httpx.get(server.url + path, headers=headers)
+                response = web.get(server.url + path, headers=headers)
                 assert response.status_code == 401, path
                 assert response.json()["error"]["code"] == "invalid_api_key"
-        assert httpx.post(server.url + "/v1/completions", content=b" " * 10**7).status_code == 401
+        assert web.post(server.url + "/v1/completions", content=b" " * 10**7).status_code == 401
         for path in ("/health", "/ready"):
-            assert httpx.get(server.url + path).status_code == 200
-            assert set(httpx.get(server.url + path).json()) == {"status"}
+            assert web.get(server.url + path).status_code == 200
+            assert set(web.get(server.url + path).json()) == {"status"}
         key = {"Authorization": "Bearer secret"}
         for path in ("/health", "/ready", "/v1/models", "/v1/models/tiny"):  # load balancers ask with HEAD
-            got, head = (httpx.request(method, server.url + path, headers=key) for method in ("GET", "HEAD"))
+            got, head = (web.request(method, server.url + path, headers=key) for method in ("GET", "HEAD"))
             assert (head.status_code, head.content) == (200, b"")
             assert head.headers["content-length"] == str(len(got.content))
-        assert httpx.head(server.url + "/metrics").status_code == 401
-        assert httpx.post(server.url + "/health").status_code == 405
+        assert web.head(server.url + "/metrics").status_code == 401
+        assert web.post(server.url + "/health").status_code == 405
         with openai.OpenAI(base_url=server.url + "/v1", api_key="secret") as client:
             assert [m.id for m in client.models.list()] == ["tiny"]
 
@@ -349,7 +351,7 @@ def test_a_lost_worker_fails_its_requests_at_once_and_is_replaced(runner: LocalR
     def make() -> Any:
         if made:
             starting.set()
-            assert held.wait(20)
+            assert held.wait(PATIENCE)
         made.append(Failing(runner, failures))
         return made[-1]
 
@@ -357,33 +359,36 @@ def test_a_lost_worker_fails_its_requests_at_once_and_is_replaced(runner: LocalR
         expected = post(server, BODY)["choices"][0]["text"]
         failures.append(MemoryError("out of memory"))  # fails this batch, not the server
         assert refused(server, json=BODY)[0] == 503
-        assert httpx.get(server.url + "/health").status_code == 200
+        assert web.get(server.url + "/health").status_code == 200
         assert len(made) == 1
         failures.append(WorkerLost("rank 1 was killed"))
-        began = time.monotonic()
         status, error = refused(server, json=BODY)
-        assert status == 503 and time.monotonic() - began < 5
+        assert status == 503 and not held.is_set()  # before another one is there
         assert error["type"] == "server_error"
-        assert starting.wait(10)
+        assert starting.wait(PATIENCE)
         assert made[0].closed
-        assert httpx.get(server.url + "/health").status_code == 503
-        assert httpx.get(server.url + "/ready").status_code == 503
+        assert web.get(server.url + "/health").status_code == 503
+        assert web.get(server.url + "/ready").status_code == 503
         assert refused(server, json=BODY)[0] == 503
         held.set()
-        while httpx.get(server.url + "/health").status_code != 200:
-            time.sleep(0.01)
+        until(lambda: web.get(server.url + "/health").status_code == 200, "another worker")
         assert post(server, BODY)["choices"][0]["text"] == expected
         server.settled()
         assert ended(server) == {"length": 2, "error": 2}
 
 
 def test_a_request_that_takes_too_long_is_ended(runner: LocalRunner, served: Any) -> None:
-    with served(lambda: Failing(runner, []), Limits(request_s=0.2, body_s=0.3)) as server:
+    class Slow(Failing):
+        def step(self, batch: StepInput) -> Tensor:
+            time.sleep(0.01)
+            return super().step(batch)
+
+    with served(lambda: Slow(runner, []), Limits(request_s=0.2, body_s=0.3)) as server:
         status, error = refused(server, json=BODY | {"max_tokens": 490, "ignore_eos": True, "prompt": [9] * 20})
         assert (status, error["code"]) == (408, "timeout")
         server.settled()
         host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as slow:
+        with socket.create_connection((host, int(port)), timeout=PATIENCE) as slow:
             slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
             assert b" 408 " in slow.recv(4096).splitlines()[0]
 
@@ -400,10 +405,10 @@ def test_a_request_that_takes_too_long_is_ended(runner: LocalRunner, served: Any
 def test_a_connection_that_asks_for_nothing_is_closed(hasty: Running, first: bytes, answer: bytes) -> None:
     host, port = hasty.url.removeprefix("http://").split(":")
     got, ended = b"", False
-    with socket.create_connection((host, int(port)), timeout=0.1) as slow, httpx.Client() as used:
+    with socket.create_connection((host, int(port)), timeout=0.1) as slow, httpx.Client(timeout=PATIENCE) as used:
         slow.sendall(first)
         began = time.monotonic()
-        while not ended and time.monotonic() < began + 5:
+        while not ended and time.monotonic() < began + PATIENCE:
             try:
                 part = slow.recv(4096)
                 got, ended = got + part, not part
@@ -414,7 +419,7 @@ def test_a_connection_that_asks_for_nothing_is_closed(hasty: Running, first: byt
             with contextlib.suppress(OSError):
                 slow.sendall(b"x" if first else b"")  # bytes that end nothing
             assert used.get(hasty.url + "/health").status_code == 200  # one that asks lives on
-    assert ended and 0.9 < time.monotonic() - began < 4
+    assert ended and time.monotonic() - began > 0.9, "what comes in time is waited for"
     assert got[:13] == answer
 
 

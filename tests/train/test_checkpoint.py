@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE
 from safetensors.torch import load_file
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.train import checkpoint
@@ -59,7 +60,7 @@ def save_on(
     world: int, directory: Path, step: int, parts: Callable[[int], Mapping[str, Shard]], **options: Any
 ) -> list[Path | BaseException]:
     """`save` on `world` ranks that are threads here; each rank's result or error."""
-    barrier = threading.Barrier(world, timeout=30)
+    barrier = threading.Barrier(world, timeout=PATIENCE)
     results: list[Path | BaseException] = [RuntimeError("did not end")] * world
 
     def run(rank: int) -> None:
@@ -276,7 +277,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, in
         for earlier in (1, 2):
             save(folder, earlier, {"w": Shard.whole(torch.full((1000,), float(earlier)))}, {})
     arguments = [f"{phase}|{folder}|{PHASES[phase][0]}" for phase, folder in folders.items()]
-    process = subprocess.run([sys.executable, "-c", KILLED, *arguments], timeout=90, capture_output=True, text=True)
+    command = [sys.executable, "-c", KILLED, *arguments]
+    process = subprocess.run(command, timeout=PATIENCE, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     return {phase: (folders[phase], int(code)) for phase, code in zip(PHASES, process.stdout.split(), strict=True)}
 

@@ -45,5 +45,5 @@ def both(context: Context) -> list[float]:
 
 
 def test_inductor_runs_the_same_program(pool) -> None:
-    for distances in pool.run(both, world=2, mesh={"fsdp": 2}, timeout=240):
+    for distances in pool.run(both, world=2, mesh={"fsdp": 2}):
         assert max(distances) < 1e-5

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from c4_files import packed, texts
 from loopback_hub import Hub
+from patience import PATIENCE
 
 SCRIPT = """
 import json, sys
@@ -49,7 +50,7 @@ def run(endpoint: str, home: Path, *sources: str, **more: str) -> subprocess.Com
     env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DOWNLOAD_TIMEOUT": "2", **more}
     env = {k: v for k, v in env.items() if not k.lower().endswith("_proxy")}
     script = SCRIPT.format(here=str(Path(__file__).parent), sources=sources)
-    return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def shards() -> dict[str, bytes]:

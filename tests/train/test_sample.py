@@ -8,10 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE, until
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.train import sample
 from tpshard.train.tokens import load_tokenizer
@@ -29,14 +29,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> sample.Sample:
     """One sample, made by two processes at once, one of three having been killed while it made it."""
     cache = tmp_path_factory.mktemp("cache")
     killed = make(cache)
-    deadline = time.monotonic() + 60
-    while not list(cache.glob(".sample-*")) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: list(cache.glob(".sample-*")), "a half-made sample", every=0.002)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert not list(cache.glob("sample-*")), "a killed process left something that looks finished"
     both = [make(cache) for _ in range(2)]
-    folders = {process.communicate(timeout=120)[0].strip() for process in both}
+    folders = {process.communicate(timeout=PATIENCE)[0].strip() for process in both}
     assert [process.returncode for process in both] == [0, 0]
     (folder,) = folders
     return sample.Sample(Path(folder), Path(folder) / "tokenizer")

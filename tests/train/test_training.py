@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import until
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor, describe
 from tpshard.parallelism.runtime.watchdog import Doing, Watchdog
@@ -46,20 +47,24 @@ def test_held_out_sequences_are_the_same_on_every_mesh(ranks: int) -> None:
     assert len(alone) == 7 and torch.equal(rows, alone)
 
 
-def stalled(context: Context) -> tuple[str, str]:
-    """Rank 1 comes late: what would rank 0's watchdog say meanwhile?"""
+def stalled(context: Context, said_so: str) -> tuple[str, str]:
+    """Rank 1 comes when rank 0's watchdog has spoken: what does it say?"""
     setting = Setting.of(loads(RECIPE + "mesh: {fsdp: 2}"))
     program = training.build(setting).micro
     executor = Executor(program, context)
     inputs = [torch.zeros(port.local, dtype=port.dtype) for port in program.inputs]
+    executor(*inputs)  # now the first collective comes at once
     said: list[str] = []
-    watchdog = Watchdog(context.rank, 0.4, on_stall=said.append)
+
+    def speak(text: str) -> None:
+        said.append(text)
+        Path(said_so).touch()
+
+    watchdog = Watchdog(context.rank, 2.0, on_stall=speak)
     context.watchdog = watchdog
     watchdog.describe = describe
     if context.rank == 1:
-        import time
-
-        time.sleep(1.2)
+        until(Path(said_so).exists, "the watchdog's word")
     else:
         watchdog.beat(7)
         watchdog.start()
@@ -68,9 +73,9 @@ def stalled(context: Context) -> tuple[str, str]:
     return "".join(said), str(watchdog.describe(watchdog.doing))
 
 
-def test_the_watchdog_names_the_collective_and_the_module_it_belongs_to(pool: Any) -> None:
-    (said, after), _ = pool.run(stalled, world=2, mesh={"dp": 1, "fsdp": 2, "tp": 1})
-    expected = "rank 0 made no progress for 0.4 s in step 7, in all_gather over fsdp (tok_embed.weight)"
+def test_the_watchdog_names_the_collective_and_the_module_it_belongs_to(pool: Any, tmp_path: Path) -> None:
+    (said, after), _ = pool.run(stalled, str(tmp_path / "said"), world=2, mesh={"dp": 1, "fsdp": 2, "tp": 1})
+    expected = "rank 0 made no progress for 2 s in step 7, in all_gather over fsdp (tok_embed.weight)"
     assert said.startswith(expected), said
     assert after == str(Doing("computing"))
 

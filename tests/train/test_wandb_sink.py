@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from patience import PATIENCE, until
 from tpshard.train.wandb_sink import WandbSink
 
 FAKE = """
@@ -59,12 +60,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_login: None) -> Ite
 
 
 def wait_for(path: Path, text: str) -> str:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if path.exists() and text in path.read_text():
-            return path.read_text()
-        time.sleep(0.05)
-    raise AssertionError(f"{text!r} never came")
+    until(lambda: path.exists() and text in path.read_text(), repr(text))
+    return path.read_text()
 
 
 def sink(
@@ -100,10 +97,10 @@ def test_every_failure_is_one_warning_and_costs_the_run_no_time(
         run({"step": step, "loss": 1.0, "note": "x" * 2000})
         slowest = max(slowest, time.perf_counter() - began)
         time.sleep(0.005)
-    assert slowest < 5  # what hangs would hang for 1,000 s
+    assert slowest < PATIENCE  # what hangs would hang for 1,000 s
     began = time.perf_counter()
-    run.close({"loss": 1.0}, wait_s=5 if "hangs" not in how else 1)
-    assert time.perf_counter() - began < 60
+    run.close({"loss": 1.0}, wait_s=PATIENCE if "hangs" not in how else 1)
+    assert time.perf_counter() - began < PATIENCE
     assert len(warnings) == 1 and "the run goes on" in warnings[0], warnings
     run({"step": 99})
     run.close({})
@@ -116,7 +113,7 @@ def test_rows_and_summary_arrive_in_order(fake: Path, tmp_path: Path) -> None:
     run = sink(tmp_path, warnings)
     for step in (1, 2):
         run({"step": step, "loss": 2.5, "mfu": None})
-    run.close({"eval_loss": 2.0}, exit_code=75, wait_s=30)
+    run.close({"eval_loss": 2.0}, exit_code=75, wait_s=PATIENCE)
     assert fake.read_text().splitlines() == [
         "init offline", "log 1 ['loss']", "log 2 ['loss']", "finish 75 {'eval_loss': 2.0}",
     ]  # fmt: skip
@@ -128,7 +125,7 @@ def test_a_run_that_goes_on_is_the_same_run(mode: str, resume: str, fake: Path, 
     for step in (1, 2):
         run = sink(tmp_path, [], mode, run_id="abc123")
         run({"step": step, "loss": 1.0})
-        run.close({}, wait_s=30)
+        run.close({}, wait_s=PATIENCE)
     lines = fake.read_text().splitlines()
     assert [line for line in lines if line.startswith("init")] == [f"init {mode} abc123 {resume}"] * 2
     assert [line for line in lines if line.startswith("log")] == ["log 1 ['loss']", "log 2 ['loss']"]
@@ -147,7 +144,7 @@ def test_auto_is_online_with_a_login_and_offline_without(
     if login == "WANDB_MODE":
         monkeypatch.setenv("WANDB_MODE", "offline")
     run = sink(tmp_path, [])
-    run.close({}, wait_s=30)
+    run.close({}, wait_s=PATIENCE)
     online = login in ("WANDB_API_KEY", "netrc")
     assert fake.read_text().splitlines()[0] == ("init online" if online else "init offline")
 
@@ -159,7 +156,7 @@ def test_an_unreachable_server_is_one_warning_and_an_offline_run(
     warnings: list[str] = []
     run = sink(tmp_path, warnings, "online")
     run({"step": 1, "loss": 1.0})
-    run.close({}, wait_s=30)
+    run.close({}, wait_s=PATIENCE)
     assert "init offline\nlog 1" in fake.read_text()
     assert len(warnings) == 1 and "cannot reach its server" in warnings[0]
 
@@ -170,7 +167,7 @@ def test_when_the_run_dies_wandb_ends_by_itself(fake: Path, tmp_path: Path, monk
     child = run._child
     assert child is not None and child.stdin is not None
     child.stdin.close()  # as the system does for a killed process
-    assert child.wait(30) == 1
+    assert child.wait(PATIENCE) == 1
     run.close({})
 
 
@@ -191,7 +188,7 @@ def test_the_real_wandb_gets_configuration_metrics_and_summary_and_nothing_of_th
     run = sink(tmp_path, warnings, config={"mesh": {"tp": 2}, "optimizer": {"name": "planted-in-the-config"}})
     for step in range(1, 4):
         run({"step": step, "loss": 7.0 - step, "planted_metric": 1.0})
-    run.close({"planted_summary": 3.5}, wait_s=60)
+    run.close({"planted_summary": 3.5}, wait_s=PATIENCE)
     assert not warnings
     files = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
     (record,) = [path for path in files if path.suffix == ".wandb"]
