@@ -21,53 +21,79 @@ WHOLE = Cut()
 
 
 def divisor(axis: Axis, room: int) -> Axis | None:
-    """The major part of an axis that divides `room`."""
-    for size in range(axis.size, 1, -1):
-        if axis.size % size == 0 and room % size == 0:
-            return Axis(axis.name, axis.pre, size)
-    return None
+    """The largest major part of an axis that divides `room`."""
+    size = math.gcd(axis.size, room)
+    return Axis(axis.name, axis.pre, size) if size > 1 else None
 
 
-def limit(axes: Axes, mine: Axes, taken: Iterable[Axis]) -> Axes:
-    """`axes` cut before the first part beyond `mine` that is taken."""
-    extra = remainder(axes, mine) if starts_with(axes, mine) else ()
-    if not extra:
-        return axes
-    return merge((*mine, *without(extra, taken)))
+class Part(NamedTuple):
+    """What a tensor's sharding says of one factor."""
+
+    axes: Axes
+    open: bool
+    overflow: Axes
+    """Axes of its dim that neither it nor a later factor can take: they do not divide it."""
+    last: bool
+    """The dim's minor-most factor: the only one that axes need not divide."""
 
 
-def project(dims: Sequence[Axes], rule_dims: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> dict[int, Axes]:
-    """A tensor's sharding as axes per factor: each dim's axes fill its factors, major to minor."""
-    out: dict[int, Axes] = {}
-    for axes, members in zip(dims, rule_dims):
+def parts(
+    dims: Sequence[Axes], opens: Sequence[bool], rule_dims: Sequence[tuple[int, ...]], sizes: Sequence[int]
+) -> dict[int, Part]:
+    """A tensor's sharding per factor: each dim's axes fill its factors, major to minor."""
+    out: dict[int, Part] = {}
+    for axes, is_open, members in zip(dims, opens, rule_dims):
         if len(members) == 1:
-            out[members[0]] = axes
+            out[members[0]] = Part(axes, is_open, (), True)
             continue
         rest = list(axes)
         for position, f in enumerate(members):
             if position == len(members) - 1:
-                out[f] = merge(rest)
+                out[f] = Part(merge(rest), is_open, (), True)
                 break
             room, taken = sizes[f], []
-            while rest and room > 1:
-                axis = rest[0]
-                if room % axis.size == 0:
-                    taken.append(rest.pop(0))
-                    room //= axis.size
-                    continue
-                part = divisor(axis, room)
-                if part is None:
-                    break
+            while rest and (part := divisor(rest[0], room)) is not None:
                 taken.append(part)
-                rest[0] = Axis(axis.name, part.end, axis.size // part.size)
                 room //= part.size
-                break
-            out[f] = merge(taken)
-            if room > 1:
+                axis = rest.pop(0)
+                if part != axis:
+                    rest.insert(0, Axis(axis.name, part.end, axis.size // part.size))
+            if room > 1 and rest:
+                out[f] = Part(merge(taken), is_open, merge(rest), False)
                 for g in members[position + 1 :]:
-                    out[g] = ()
+                    out[g] = Part((), False, (), g == members[-1])
                 break
+            out[f] = Part(merge(taken), is_open, (), False)
     return out
+
+
+def project(dims: Sequence[Axes], rule_dims: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> dict[int, Axes]:
+    """The axes per factor of a tensor's dims."""
+    return {f: part.axes for f, part in parts(dims, (True,) * len(dims), rule_dims, sizes).items()}
+
+
+def extension(part: Part, axes: Axes, size: int, barred: Iterable[Axis]) -> Axes:
+    """`axes` as far as a factor of `size` can take them beyond what it has: it must be open and not overflow, and all
+    but the last factor of a dim are divided evenly (by a sub-axis where the whole axis does not)."""
+    mine = part.axes
+    if not starts_with(axes, mine):
+        return axes
+    barred = tuple(barred)
+    taken = list(mine)
+    for axis in remainder(axes, mine) if part.open and not part.overflow else ():
+        free = without((axis,), barred)
+        if not free:
+            break
+        fitting: Axis | None = free[0]
+        if not part.last:
+            room, uneven = divmod(size, size_of(taken))
+            fitting = None if uneven else divisor(free[0], room)
+        if fitting is None:
+            break
+        taken.append(fitting)
+        if fitting != axis:
+            break
+    return merge(taken)
 
 
 def unproject(members: Sequence[int], factors: Mapping[int, Axes], sizes: Sequence[int]) -> Axes:

@@ -26,7 +26,9 @@ class Axis(NamedTuple):
         return self.pre * self.size
 
     def overlaps(self, other: Axis) -> bool:
-        return self.name == other.name and self.pre < other.end and other.pre < self.end
+        """Whether no tensor can use both: parts that overlap, or that no one factorization of the axis has (of six
+        devices x:(1)2 and x:(3)2)."""
+        return self.name == other.name and bool(other.pre % self.end and self.pre % other.end)
 
 
 Axes = tuple[Axis, ...]

@@ -7,18 +7,51 @@ aggressive > basic. Both directions, through the whole training graph (GSPMD, se
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntFlag
 from typing import NamedTuple
 
-from tpshard.parallelism.factors import divisor, limit, project, unproject
+from tpshard.parallelism.anchors import output
+from tpshard.parallelism.factors import Part, extension, parts, unproject
 from tpshard.parallelism.graph import Graph, Op, Value
-from tpshard.parallelism.mesh import Axes, Axis, Mesh, common_prefix, merge, overlap, remainder, size_of, starts_with
+from tpshard.parallelism.mesh import (
+    Axes,
+    Axis,
+    Mesh,
+    common_prefix,
+    difference,
+    overlap,
+    remainder,
+    size_of,
+    starts_with,
+    without,
+)
 from tpshard.parallelism.propagated import Annotation, Cause, Conflict, Shardings
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import entry_of, rule_for
 from tpshard.parallelism.sharding import Sharding
+
+
+class Direction(IntFlag):
+    """Where an op carries a factor's axes."""
+
+    NONE = 0
+    BACKWARD = 1
+    FORWARD = 2
+    BOTH = 3
+
+
+class Loop(NamedTuple):
+    """One of the inner loops: the ops that take part (0 to 4, see `_directions`), and how conflicts are met."""
+
+    level: int
+    aggressive: bool
+
+
+LOOPS = tuple(Loop(level, aggressive) for level in range(5) for aggressive in (False, True))
+"""What every user priority runs, each to a fixpoint."""
 
 
 class Tie:
@@ -44,9 +77,9 @@ class Edge:
     tensors: list[Value]
     form: int
     """Equal for edges that propagation cannot tell apart: the layers of a model are alike."""
-    single_use: bool
     pointwise: bool
-    broadcast: bool
+    directions: tuple[tuple[Direction, ...], ...]
+    """Per level, per factor."""
 
 
 class Moved(NamedTuple):
@@ -62,21 +95,38 @@ class Moved(NamedTuple):
 
 def propagate(
     graph: Graph, mesh: Mesh, annotations: Mapping[Value, Annotation], ties: Sequence[Sequence[Value]] = (),
-    rules: Mapping[Op, Rule] | None = None,
+    rules: Mapping[Op, Rule] | None = None, loops: Sequence[Loop] = LOOPS,
 ) -> Shardings:  # fmt: skip
     """Extends `annotations` over the whole graph. Deterministic, idempotent; a closed dim is never touched.
 
-    `rules`: those of the graph's ops, where an earlier propagation of the same graph has made them.
+    `ties`: values that are to lie alike. `rules`: those of the graph's ops, where an earlier propagation of the same
+    graph has made them. `loops`: the inner loops, for tests of one of them.
     """
-    return _Propagation(graph, mesh, annotations, ties, rules).run()
+    return _Propagation(graph, mesh, annotations, ties, rules, loops).run()
+
+
+def _directions(rule: Rule, single_use: bool, broadcasts: bool) -> tuple[tuple[Direction, ...], ...]:
+    """Per level and factor the direction in which an op takes part; levels accumulate.
+
+    0: pass-through ops whose operands nothing else reads. 1: all pass-through ops. 2: factors that pass, of any op;
+    broadcasts only backward. 3: all factors. 4: broadcasts forward too.
+    """
+    backward = Direction.BACKWARD if broadcasts else Direction.BOTH
+    passing = tuple(backward if kind is Kind.PASS else Direction.NONE for kind in rule.kinds)
+    levels = [(Direction.NONE,) * len(rule.kinds)] * 2 + [passing]
+    levels += [(backward,) * len(rule.kinds), (Direction.BOTH,) * len(rule.kinds)]
+    if rule.priority == 0 and not broadcasts:
+        at = 0 if single_use else 1
+        levels[at:] = [(Direction.BOTH,) * len(rule.kinds)] * (5 - at)
+    return tuple(levels)
 
 
 class _Propagation:
     def __init__(
         self, graph: Graph, mesh: Mesh, annotations: Mapping[Value, Annotation], ties: Sequence[Sequence[Value]],
-        rules: Mapping[Op, Rule] | None,
+        rules: Mapping[Op, Rule] | None, loops: Sequence[Loop],
     ):  # fmt: skip
-        self.mesh, self.graph = mesh, graph
+        self.mesh, self.graph, self.loops = mesh, graph, loops
         self.shardings: dict[Sharding, Sharding] = {}
         self.state: dict[Value, Sharding] = {}
         """Equal shardings are one object, so that what visits depend on is compared by identity."""
@@ -84,8 +134,6 @@ class _Propagation:
             self._set(value, Sharding.unknown(value.rank))
         self.causes: dict[tuple[Value, int], list[tuple[Axis, Cause]]] = {}
         self.annotated = dict(annotations)
-        self.reserved: dict[Value, Axes] = {}
-        """Axes of dims that are still parked: no other dim of the value may take them."""
         self.conflicts: dict[tuple[str, Value, Axes], Conflict] = {}
         for value, annotation in annotations.items():
             self._set(value, annotation.sharding)
@@ -102,92 +150,93 @@ class _Propagation:
             rule = op.rule if isinstance(op, Tie) else self.rules[op]
             entry = entry_of(op.target)
             pointwise = rule.priority == 0 and entry.view is None
-            single = all(len(v.users) <= 1 for v in op.operands)
-            tensors = [*op.operands, *op.results]
-            known = (rule.operands, rule.results, rule.sizes, rule.kinds, rule.priority, pointwise, entry.broadcasts,
-                     *(v.numel for v in tensors))  # fmt: skip
+            single = all(len(v.users) <= 1 or not v.rank for v in op.operands)
+            directions = _directions(rule, single, entry.broadcasts)
+            known = (rule.operands, rule.results, rule.sizes, pointwise, directions)
             form = self.forms.setdefault(known, len(self.forms))
-            self.edges.append(Edge(op, rule, tensors, form, single, pointwise, entry.broadcasts))
+            edge = Edge(op, rule, [*op.operands, *op.results], form, pointwise, directions)
+            self.edges.append(edge)
+        self.results = [edge for edge in self.edges if edge.op.target is output]
+        self.ties: dict[Value, Edge] = {v: e for e in self.edges if isinstance(e.op, Tie) for v in e.tensors}
         self.touching: dict[Value, list[Edge]] = {}
-        for edge in self.edges:
-            for value in set(edge.tensors):
-                self.touching.setdefault(value, []).append(edge)
+        """The op that makes a value, then its readers from last to first: what is notified last is visited first."""
+        for edge in reversed(self.edges):
+            for value in dict.fromkeys(edge.tensors):
+                if edge.op.target is not output and not isinstance(edge.op, Tie):
+                    self.touching.setdefault(value, []).append(edge)
+        for value, near in self.touching.items():
+            near.sort(key=lambda edge: edge.op is not value.producer)
 
     def _set(self, value: Value, sharding: Sharding) -> None:
         self.state[value] = self.shardings.setdefault(sharding, sharding)
 
     # ---- the four loops -----------------------------------------------------------------------------------
     def run(self) -> Shardings:
-        parked: dict[Value, Sharding] = {}
-        rounds = sorted({0} | {p for s in self.state.values() if s.priority for p in s.priority})
-        for value, sharding in self.state.items():
-            if sharding.priority:
-                parked[value] = sharding
-        for current in rounds:
+        parked = {value: sharding for value, sharding in self.state.items() if sharding.priority}
+        for value, sharding in parked.items():
+            self._park(value, sharding)
+        for current in sorted({0} | {p for s in parked.values() if s.priority for p in s.priority}):
             for value, wanted in parked.items():
                 self._restore(value, wanted, current)
-            self._by_op_priority()
+            for loop in self.loops:
+                self._to_fixpoint(loop)
+        for value, wanted in parked.items():
+            self._set(value, replace(self.state[value], priority=wanted.priority))
         return Shardings(
             self.mesh, self.graph, self.state, self.rules, self.causes, self.annotated, list(self.conflicts.values())
         )
 
-    def _restore(self, value: Value, wanted: Sharding, current: int) -> None:
-        """Brings dims of priority `current` to what the user wrote; later ones stay parked: empty and closed."""
+    def _park(self, value: Value, wanted: Sharding) -> None:
+        """Dims of a later priority start empty and closed, and no other dim of the value may take their axes."""
         assert wanted.priority is not None
-        self.reserved[value] = tuple(
-            axis for axes, later in zip(wanted.dims, wanted.priority) if later > current for axis in axes
-        )
-        dims, opens = [], []
+        later = [priority > 0 for priority in wanted.priority]
+        axes = [axis for dim, parked in zip(wanted.dims, later) if parked for axis in dim]
+        self._set(value, replace(
+            wanted, dims=tuple(() if parked else dim for dim, parked in zip(wanted.dims, later)),
+            open=tuple(is_open and not parked for is_open, parked in zip(wanted.open, later)),
+            replicated=wanted.replicated | set(axes), priority=None,
+        ))  # fmt: skip
+
+    def _restore(self, value: Value, wanted: Sharding, current: int) -> None:
+        """Brings dims of priority `current` to what the user wrote."""
+        assert wanted.priority is not None
         now = self.state[value]
-        for dim, priority in enumerate(wanted.priority):
-            if priority == current:
-                dims.append(wanted.dims[dim])
-                opens.append(wanted.open[dim])
-            elif priority > current:
-                dims.append(())
-                opens.append(False)
-            else:
-                dims.append(now.dims[dim])
-                opens.append(now.open[dim])
-        self._set(value, replace(wanted, dims=tuple(dims), open=tuple(opens)))
+        back = [priority == current > 0 for priority in wanted.priority]
+        axes = [axis for dim, restored in zip(wanted.dims, back) if restored for axis in dim]
+        self._set(value, replace(
+            now, dims=tuple(w if restored else n for w, n, restored in zip(wanted.dims, now.dims, back)),
+            open=tuple(w if restored else n for w, n, restored in zip(wanted.open, now.open, back)),
+            replicated=now.replicated - set(axes) | wanted.replicated,
+        ))  # fmt: skip
 
-    def _by_op_priority(self) -> None:
-        for level in range(5):
-            for aggressive in (False, True):
-                self._to_fixpoint(level, aggressive)
-
-    def _to_fixpoint(self, level: int, aggressive: bool) -> None:
-        active = [edge for edge in self.edges if self._takes_part(edge, level)]
-        waiting = set(active)
-        members = set(active)
-        queue = deque(active)
-        while queue:
-            edge = queue.popleft()
+    def _to_fixpoint(self, loop: Loop) -> None:
+        """Visits every edge that takes part, top down; what a change touches comes next. The function's results take
+        part before and after."""
+        self._visit_results(loop)
+        stack = [edge for edge in reversed(self.edges) if any(edge.directions[loop.level])]
+        active = set(stack)
+        waiting = set(stack)
+        while stack:
+            edge = stack.pop()
             waiting.discard(edge)
-            for value in self._visit(edge, level, aggressive):
-                for other in self.touching[value]:
-                    if other in members and other not in waiting:
+            for value in self._visit(edge, loop):
+                for other in self.touching.get(value, ()):
+                    if other is not edge and other in active and other not in waiting:
                         waiting.add(other)
-                        queue.append(other)
+                        stack.append(other)
+        self._visit_results(loop)
 
-    def _takes_part(self, edge: Edge, level: int) -> bool:
-        if not edge.tensors:
-            return False
-        if level == 0:
-            return edge.rule.priority == 0 and edge.single_use and not edge.broadcast
-        if level == 1:
-            return edge.rule.priority == 0 and not edge.broadcast
-        return True
+    def _visit_results(self, loop: Loop) -> None:
+        for edge in self.results:
+            self._visit(edge, Loop(4, loop.aggressive))
 
     # ---- one op -------------------------------------------------------------------------------------------
-    def _visit(self, edge: Edge, level: int, aggressive: bool) -> list[Value]:
+    def _visit(self, edge: Edge, loop: Loop) -> list[Value]:
+        """Carries axes between an edge's tensors; returns the values that changed, tied ones included."""
         shardings = [self.state[v] for v in edge.tensors]
-        kinds_too, forward_too = level >= 3, level >= 4 or not edge.broadcast
-        key: tuple[object, ...] = (edge.form, kinds_too, forward_too, aggressive, *map(id, shardings))
-        if self.reserved:
-            key += tuple(self.reserved.get(v, ()) for v in edge.tensors)
+        key = (edge.form, loop, *map(id, shardings))
         if key not in self.moves:
-            self.moves[key] = self._moved(edge, shardings, kinds_too, forward_too, aggressive)
+            self.moves[key] = self._moved(edge, shardings, loop)
         moved = self.moves[key]
         if moved is None:
             return []
@@ -197,145 +246,21 @@ class _Propagation:
         changed: list[Value] = []
         for t, factors in moved.factors:
             self._write_back(edge, t, shardings[t], factors, moved.sources, changed)
+        for value in list(changed):
+            if value in self.ties and self.ties[value] is not edge:
+                changed += self._visit(self.ties[value], loop)
         return changed
 
-    def _moved(
-        self, edge: Edge, shardings: list[Sharding], kinds_too: bool, forward_too: bool, aggressive: bool
-    ) -> Moved | None:
+    def _moved(self, edge: Edge, shardings: list[Sharding], loop: Loop) -> Moved | None:
         if not any(axes for s in shardings for axes in s.dims):
             return None
-        rule = edge.rule
-        projected = [
-            project(s.dims, dims, rule.sizes) for s, dims in zip(shardings, rule.tensors)
-        ]
-        before = [dict(p) for p in projected]
-        sources: dict[tuple[int, int], int] = {}
-        factors = [
-            f for f in range(len(rule.sizes))
-            if kinds_too or rule.kinds[f] is Kind.PASS
-        ]  # fmt: skip
-        conflicts: list[tuple[int, Axes, Axes]] = []
-        if aggressive:
-            self._aggressive(edge, projected, shardings, factors, not forward_too, sources, conflicts)
-        else:
-            self._basic(edge, projected, shardings, factors, not forward_too, sources)
-        changed = tuple((t, new) for t, (old, new) in enumerate(zip(before, projected)) if old != new)
-        return Moved(changed, sources, tuple(conflicts)) if changed or conflicts else None
-
-    def _room(self, edge: Edge, t: int, f: int, projected: list[dict[int, Axes]], sharding: Sharding) -> list[Axis]:
-        """Axes that factor `f` of tensor `t` may not take: used by its other factors, or to stay replicated."""
-        taken = [axis for g, axes in projected[t].items() if g != f for axis in axes]
-        taken.extend(sharding.replicated)
-        taken.extend(self.reserved.get(edge.tensors[t], ()))
-        return taken
-
-    def _basic(
-        self, edge: Edge, projected: list[dict[int, Axes]], shardings: list[Sharding], factors: list[int],
-        backward_only: bool, sources: dict[tuple[int, int], int],
-    ) -> None:  # fmt: skip
-        """Per factor the longest list of major axes that all tensors agree on; any conflict truncates it."""
-        count = len(edge.rule.operands)
-        offered: dict[int, tuple[Axes, int]] = {}
-        for f in factors:
-            have = [t for t, p in enumerate(projected) if f in p]
-            if not have:
-                continue
-            agreed, source, bounded = projected[have[0]][f], have[0], False
-            for t in have[1:]:
-                mine = projected[t][f]
-                if mine == agreed:
-                    continue
-                shared = common_prefix(agreed, mine)
-                if shared == mine:
-                    continue
-                if shared == agreed and not bounded:
-                    agreed, source = mine, t
-                elif shared != agreed:
-                    agreed, bounded = shared, True
-            if agreed and any(projected[t][f] != agreed for t in have):
-                offered[f] = (agreed, source)
-        start = {f: axes for f, (axes, _) in offered.items()}
-        for f, (agreed, source) in offered.items():
-            have = [t for t, p in enumerate(projected) if f in p]
-            for t in have if len(start) > 1 else ():  # what two factors of one tensor want goes to neither
-                rivals = [a for g in projected[t] if g != f for a in start.get(g, ())]
-                if rivals:
-                    agreed = limit(agreed, projected[t][f], rivals)
-            for t in have:
-                if projected[t][f] != agreed:
-                    agreed = limit(agreed, projected[t][f], self._room(edge, t, f, projected, shardings[t]))
-            for t in have:
-                mine = projected[t][f]
-                if backward_only and t >= count:
-                    continue
-                if edge.pointwise and t < count and self._closed(edge, count, f, shardings):
-                    continue  # an operand is never sharded more than its result
-                if len(agreed) and agreed != mine and starts_with(agreed, mine):
-                    self._take(edge, t, f, projected, shardings, agreed, source, sources)
-
-    def _closed(self, edge: Edge, t: int, f: int, shardings: list[Sharding]) -> bool:
-        """Whether a tensor keeps the dim of a factor as it is."""
-        return any(f in members and not shardings[t].open[d] for d, members in enumerate(edge.rule.tensors[t]))
-
-    def _aggressive(
-        self, edge: Edge, projected: list[dict[int, Axes]], shardings: list[Sharding], factors: list[int],
-        backward_only: bool, sources: dict[tuple[int, int], int], conflicts: list[tuple[int, Axes, Axes]],
-    ) -> None:  # fmt: skip
-        """Resolves conflicts: the largest source wins, results are served before operands."""
-        count = len(edge.rule.operands)
-        offers = [
-            (t, f) for f in factors for t in range(len(projected)) if projected[t].get(f)
-        ]  # fmt: skip
-        offers.sort(
-            key=lambda o: (
-                -(size_of(projected[o[0]][o[1]]) if edge.pointwise else 0),
-                -edge.tensors[o[0]].numel,
-                o[0] < count,
-                o[0],
-                o[1],
-            )
-        )
-        order = [*range(count, len(projected)), *range(count)]
-        for source, f in offers:
-            axes = projected[source][f]
-            for t in order:
-                if t == source or f not in projected[t] or (backward_only and t >= count):
-                    continue
-                mine = projected[t][f]
-                if axes == mine or not starts_with(axes, mine):
-                    continue
-                room = self._room(edge, t, f, projected, shardings[t])
-                wanted = limit(axes, mine, room)
-                if wanted != axes:
-                    conflicts.append((t, remainder(axes, wanted), tuple(room)))
-                if edge.pointwise and t < count:  # an operand is never sharded more than its result
-                    result = projected[count].get(f, ())
-                    wanted = common_prefix(wanted, result) if result else mine
-                if wanted != mine and starts_with(wanted, mine):
-                    self._take(edge, t, f, projected, shardings, wanted, source, sources)
-
-    def _take(
-        self, edge: Edge, t: int, f: int, projected: list[dict[int, Axes]], shardings: list[Sharding], axes: Axes,
-        source: int, sources: dict[tuple[int, int], int],
-    ) -> None:  # fmt: skip
-        """Gives factor `f` of tensor `t` these axes, as far as its dim is open and the factor is filled evenly."""
-        dim = next(d for d, fs in enumerate(edge.rule.tensors[t]) if f in fs)
-        if not shardings[t].open[dim]:
-            return
-        size = edge.rule.sizes[f]
-        fitting: list[Axis] = []
-        for axis in axes:
-            have = size_of(fitting) * axis.size
-            if size % have:
-                part = divisor(axis, size // size_of(fitting))
-                if part is not None:
-                    fitting.append(part)
-                break
-            fitting.append(axis)
-        wanted = merge(fitting)
-        if wanted != projected[t][f] and starts_with(wanted, projected[t][f]):
-            projected[t][f] = wanted
-            sources[(t, f)] = source
+        step = _Step(edge, shardings, loop)
+        (step.aggressive if loop.aggressive else step.basic)()
+        changed = tuple(
+            (t, {f: part.axes for f, part in new.items()})
+            for t, (old, new) in enumerate(zip(step.before, step.parts)) if old != new
+        )  # fmt: skip
+        return Moved(changed, step.sources, tuple(step.conflicts)) if changed or step.conflicts else None
 
     def _write_back(
         self, edge: Edge, t: int, sharding: Sharding, factors: dict[int, Axes], sources: dict[tuple[int, int], int],
@@ -343,7 +268,7 @@ class _Propagation:
     ) -> None:  # fmt: skip
         value = edge.tensors[t]
         for dim, members in enumerate(edge.rule.tensors[t]):
-            if not sharding.open[dim] or not any((t, f) in sources for f in members):
+            if not any((t, f) in sources for f in members):
                 continue
             new = unproject(members, factors, edge.rule.sizes)
             old = self.state[value].dims[dim]
@@ -359,10 +284,109 @@ class _Propagation:
                 source = sources[(t, f)]
                 source_dim = next(d for d, fs in enumerate(edge.rule.tensors[source]) if f in fs)
                 cause = Cause(_describe(edge.op), edge.tensors[source], source_dim)
-                for axis in factors[f]:
-                    if not overlap(axis, old):
-                        self.causes.setdefault((value, dim), []).append((axis, cause))
+                for axis in difference(factors[f], old):
+                    self.causes.setdefault((value, dim), []).append((axis, cause))
             changed.append(value)
+
+
+class _Step:
+    """The factors of one edge's tensors, and how axes move along them."""
+
+    def __init__(self, edge: Edge, shardings: list[Sharding], loop: Loop):
+        rule = edge.rule
+        self.edge, self.sizes, self.count = edge, rule.sizes, len(rule.operands)
+        self.barred = [s.barred for s in shardings]
+        self.before = [parts(s.dims, s.open, dims, rule.sizes) for s, dims in zip(shardings, rule.tensors)]
+        self.parts = [dict(p) for p in self.before]
+        self.directions = edge.directions[loop.level]
+        self.sources: dict[tuple[int, int], int] = {}
+        self.conflicts: list[tuple[int, Axes, Axes]] = []
+
+    def basic(self) -> None:
+        """Per factor what all tensors agree on and can take; any conflict, in any tensor, truncates it for all."""
+        for f in range(len(self.sizes)):
+            axes = self.compatible(f)
+            for t in range(len(self.parts)) if axes else ():
+                others = self.others(t, f)
+                if f in self.parts[t]:
+                    axes = extension(self.parts[t][f], axes, self.sizes[f], (*self.barred[t], *others))
+                else:
+                    axes = without(axes, others)
+            for t in range(len(self.parts)) if axes else ():
+                self.expand(t, f, axes)
+
+    def aggressive(self) -> None:
+        """Per tensor what it can take, results before operands; where factors want the same axes, the first in order
+        wins: largest source tensor, for pointwise ops the most axes, lowest tensor, lowest factor."""
+        wanted = [self.compatible(f) for f in range(len(self.sizes))]
+        if not any(wanted):
+            return
+        volumes = [size_of_factors(self.sizes, p) for p in self.parts]
+
+        def rank(f: int) -> tuple[int, int, int, int]:
+            sources = [t for t, p in enumerate(self.parts) if f in p and starts_with(p[f].axes, wanted[f])]
+            source = max(sources, key=lambda t: (volumes[t], -t), default=-1)
+            axes = size_of(wanted[f]) if self.edge.pointwise else 0
+            return (-volumes[source] if sources else 1, -axes, source, f)
+
+        order = sorted((f for f in range(len(self.sizes)) if wanted[f]), key=rank)
+        for t in (*range(self.count, len(self.parts)), *range(self.count)):
+            for f in order:
+                part = self.parts[t].get(f)
+                if part is None:
+                    continue
+                free = extension(part, wanted[f], self.sizes[f], self.barred[t])
+                if free == part.axes or not starts_with(free, part.axes):
+                    continue
+                others = self.others(t, f)
+                axes = extension(part, free, self.sizes[f], others)
+                if axes != free:
+                    self.conflicts.append((t, remainder(free, axes), others))
+                if self.edge.pointwise and t < self.count:  # an operand is never sharded more than its result
+                    for result in self.parts[self.count :]:
+                        if f in result and result[f].axes != axes and starts_with(axes, result[f].axes):
+                            axes = result[f].axes
+                self.expand(t, f, axes)
+
+    def compatible(self, f: int) -> Axes:
+        """The longest list of major axes of a factor on which its tensors agree. In one direction only those in front
+        add to it; the others may still shorten it."""
+        direction = self.directions[f]
+        if direction is Direction.NONE:
+            return ()
+        operands, results = self.parts[: self.count], self.parts[self.count :]
+        agreed: Axes = ()
+        grows = True
+        for group in (results, operands) if direction is Direction.BACKWARD else (operands, results):
+            for tensor in group:
+                if f not in tensor:
+                    continue
+                mine = tensor[f].axes
+                shared = common_prefix(agreed, mine)
+                if shared == agreed:
+                    agreed = mine if grows else agreed
+                elif shared != mine:
+                    agreed, grows = shared, False
+            grows = grows and direction is Direction.BOTH
+        return agreed
+
+    def others(self, t: int, f: int) -> Axes:
+        """Axes that the other factors of a tensor have."""
+        return tuple(a for g, part in self.parts[t].items() if g != f for a in (*part.axes, *part.overflow))
+
+    def expand(self, t: int, f: int, axes: Axes) -> None:
+        part = self.parts[t].get(f)
+        if part is None or axes == part.axes or not starts_with(axes, part.axes):
+            return
+        self.parts[t][f] = part._replace(axes=axes)
+        self.sources[(t, f)] = next(
+            s for s, p in enumerate(self.before) if s != t and f in p and starts_with(p[f].axes, axes)
+        )
+
+
+def size_of_factors(sizes: Sequence[int], tensor: Mapping[int, Part]) -> int:
+    """Elements of a tensor, counted by its factors."""
+    return math.prod(sizes[f] for f in tensor)
 
 
 def _describe(op: Op | Tie) -> str:

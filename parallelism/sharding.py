@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,12 +16,19 @@ def show_axis(axis: Axis, mesh: Mesh | None = None) -> str:
     return axis.name if whole or (mesh is None and axis.pre == 1) else f"{axis.name}:({axis.pre}){axis.size}"
 
 
+LEGAL = (
+    "None (free), a tuple with per dim None, an axis, a sub-axis (name, pre, size), \"?\" (open) or a tuple of these, "
+    "a text such as \"[{x,?} {y}] replicated={z}\", or a Sharding"
+)
+"""What a sharding may be given as."""
+
+
 @dataclass(frozen=True)
 class Sharding:
     """Per dim a list of axes, outer to inner, and whether propagation may extend it (`open`).
 
     What the user writes is closed, what is inferred is open. `replicated` axes may never shard the value; `priority`
-    (per dim, or None) parks a dim until its round. Text form: `[{a,?} {b:(1)2}p1] replicated={c}`.
+    (per dim, or None) parks a dim until its round. Text form: `[{a,?} {b:(1)2}p1] replicated={c} unreduced={d}`.
     """
 
     dims: tuple[Axes, ...]
@@ -29,24 +36,43 @@ class Sharding:
     replicated: frozenset[Axis] = frozenset()
     priority: tuple[int, ...] | None = None
     unreduced: Axes = ()
-    """Axes over which an input or output is a sum still to be made: gradient sums between micro-batches."""
+    """Axes over which the value is a sum still to be made: gradient sums between micro-batches. They shard no dim."""
 
     @staticmethod
     def unknown(rank: int) -> Sharding:
         return Sharding(((),) * rank, (True,) * rank)
 
     @staticmethod
-    def of(mesh: Mesh, dims: Sequence[object], rank: int, *, open: bool = False) -> Sharding:
-        """From the public form: per dim None, an axis, or a tuple of axes; dims left out at the end are replicated."""
-        if len(dims) > rank:
-            raise ValueError(f"a sharding of {len(dims)} dims was given for a tensor of {rank} dims: {tuple(dims)!r}")
-        out = tuple(parse_dim(mesh, dim) for dim in dims) + ((),) * (rank - len(dims))
-        check_disjoint(out)
-        return Sharding(out, (open,) * rank)
+    def of(mesh: Mesh, given: object, rank: int) -> Sharding:
+        """From what a user gives (`LEGAL`); dims left out at the end are replicated. ValueError where it does not
+        fit the mesh or a tensor of `rank` dims."""
+        if isinstance(given, Sharding):
+            made = given
+        elif isinstance(given, str):
+            made = parse(given, mesh)
+        elif isinstance(given, (tuple, list)):
+            dims = [parse_dim(mesh, dim) for dim in given]
+            made = Sharding(tuple(axes for axes, _ in dims), tuple(is_open for _, is_open in dims))
+        else:
+            raise ValueError(f"{given!r} is no sharding: give {LEGAL}")
+        if len(made.dims) > rank:
+            raise ValueError(f"a sharding of {len(made.dims)} dims was given for a tensor of {rank} dims: {given!r}")
+        missing = rank - len(made.dims)
+        made = replace(
+            made, dims=made.dims + ((),) * missing, open=made.open + (False,) * missing,
+            priority=made.priority + (0,) * missing if made.priority else None,
+        )  # fmt: skip
+        check_disjoint((*made.dims, tuple(made.replicated), made.unreduced))
+        return made
 
     @property
     def axes(self) -> Axes:
         return tuple(axis for dim in self.dims for axis in dim)
+
+    @property
+    def barred(self) -> Axes:
+        """Axes that may shard no dim: those to stay replicated, and those of a sum still to be made."""
+        return (*self.replicated, *self.unreduced)
 
     def with_dim(self, dim: int, axes: Axes) -> Sharding:
         return replace(self, dims=(*self.dims[:dim], axes, *self.dims[dim + 1 :]))
@@ -56,47 +82,92 @@ class Sharding:
         for i, (axes, is_open) in enumerate(zip(self.dims, self.open)):
             names = [show_axis(a, mesh) for a in axes] + (["?"] if is_open else [])
             parts.append("{" + ",".join(names) + "}" + (f"p{self.priority[i]}" if self.priority else ""))
-        tail = ""
-        if self.replicated:
-            tail = " replicated={" + ",".join(sorted(show_axis(a, mesh) for a in self.replicated)) + "}"
-        return "[" + " ".join(parts) + "]" + tail
+        text = "[" + " ".join(parts) + "]"
+        for name, axes in (("replicated", tuple(sorted(self.replicated))), ("unreduced", self.unreduced)):
+            if axes:
+                text += f" {name}=" + "{" + ",".join(show_axis(a, mesh) for a in axes) + "}"
+        return text
 
     __str__ = show
 
 
-def parse_dim(mesh: Mesh, dim: object) -> Axes:
-    """None, an axis name, a sub-axis (name, pre, size), or a sequence of these -> axes, outer to inner."""
+def parse_dim(mesh: Mesh, dim: object) -> tuple[Axes, bool]:
+    """One dim of a sharding given as a tuple: its axes, outer to inner, and whether it is open."""
     if dim is None:
-        return ()
+        return (), False
     if isinstance(dim, str) or (isinstance(dim, (tuple, list)) and len(dim) == 3 and isinstance(dim[1], int)):
-        return merge((mesh.axis(dim),))
+        dim = (dim,)
     if not isinstance(dim, (tuple, list)):
-        raise ValueError(f"a dim is None, an axis or a tuple of axes, not {dim!r}")
-    return merge(mesh.axis(part) for part in dim)
+        raise ValueError(f"{dim!r} is no sharding of a dim: give {LEGAL}")
+    is_open = bool(dim) and dim[-1] == "?"
+    for part in dim[: len(dim) - is_open]:
+        if not isinstance(part, (str, tuple, list)) or part == "?":
+            raise ValueError(f"{part!r} is no mesh axis in {dim!r}: give {LEGAL}")
+    axes = tuple(mesh.axis(part) for part in dim[: len(dim) - is_open])
+    check_disjoint((axes,))
+    return merge(axes), is_open
 
 
 def parse(text: str, mesh: Mesh) -> Sharding:
-    """Reads the text form, `[{a,?} {b:(1)2@p1}] replicated={c}`. ValueError names what is wrong."""
-    body = re.match(r"\s*\[(.*?)\]\s*(?:replicated=\{(.*?)\})?", text)
-    if not body:
-        raise ValueError(f"not a sharding: {text!r}")
+    """Reads the text form, `[{a,?} {b:(1)2@p1}] replicated={c} unreduced={d}`: a `{}` per dim, `?` where it is open,
+    `x:(pre)size` a sub-axis, `@p1` (or `p1` behind the dim) a priority. ValueError names what is wrong."""
+
+    def refuse(why: str) -> ValueError:
+        return ValueError(f"{why} in the sharding {text!r}: give, for example, \"[{{x,?}} {{y}}] replicated={{z}}\"")
+
+    whole = re.fullmatch(r"\s*\[([^\[\]]*)\]\s*(.*)", text, re.DOTALL)
+    if whole is None:
+        raise refuse("no `[...]` around all dims")
     dims: list[Axes] = []
     opens: list[bool] = []
     priorities: list[int] = []
-    for content, outside in re.findall(r"\{(.*?)\}(?:p(\d+))?", body[1]):
-        inner, _, inside = content.partition("@p")
-        names = [n.strip() for n in inner.split(",") if n.strip()]
-        opens.append("?" in names)
-        dims.append(merge(parse_axis(n, mesh) for n in names if n != "?"))
-        priorities.append(int(inside or outside or 0))
-    replicated = frozenset(parse_axis(n.strip(), mesh) for n in (body[2] or "").split(",") if n.strip())
-    return Sharding(tuple(dims), tuple(opens), replicated, tuple(priorities) if any(priorities) else None)
+    for content, behind in _groups(whole[1], r"\{([^{}]*)\}(?:p(\d+))?", refuse):
+        names, _, inside = content.partition("@p")
+        if inside and (behind or not inside.strip().isdigit()):
+            raise refuse(f"`@p{inside}` is no priority")
+        listed = [n.strip() for n in names.split(",")] if names.strip() else []
+        opens.append(listed[-1:] == ["?"])
+        dims.append(_axes(listed[: len(listed) - opens[-1]], mesh, refuse))
+        priorities.append(int(inside or behind or 0))
+    sets: dict[str, Axes] = {}
+    for name, content in _groups(whole[2], r"(replicated|unreduced)\s*=\s*\{([^{}]*)\}", refuse):
+        if name in sets:
+            raise refuse(f"`{name}` twice")
+        sets[name] = _axes([n.strip() for n in content.split(",")] if content.strip() else [], mesh, refuse)
+    unreduced = merge(sorted(sets.get("unreduced", ())))
+    try:
+        check_disjoint((*dims, sets.get("replicated", ()), unreduced))
+    except ValueError as error:
+        raise refuse(str(error)) from None
+    return Sharding(
+        tuple(map(merge, dims)), tuple(opens), frozenset(sets.get("replicated", ())),
+        tuple(priorities) if any(priorities) else None, unreduced,
+    )  # fmt: skip
 
 
-def parse_axis(text: str, mesh: Mesh) -> Axis:
-    name, _, part = text.partition(":")
-    found = re.fullmatch(r"\((\d+)\)(\d+)", part) if part else None
-    return mesh.axis((name, int(found[1]), int(found[2])) if found else name)
+def _groups(text: str, pattern: str, refuse: Callable[[str], ValueError]) -> Iterator[tuple[str, str]]:
+    """Both groups of each match; nothing but blanks may lie between matches."""
+    at = 0
+    for found in re.finditer(pattern, text):
+        if text[at : found.start()].strip():
+            break
+        at = found.end()
+        yield found[1], found[2]
+    if text[at:].strip():
+        raise refuse(f"`{text[at:].strip()}` is not understood")
+
+
+def _axes(names: Sequence[str], mesh: Mesh, refuse: Callable[[str], ValueError]) -> Axes:
+    axes = []
+    for name in names:
+        found = re.fullmatch(r"([^\s:(){}?]+)(?::\((\d+)\)(\d+))?", name)
+        if found is None:
+            raise refuse(f"`{name}` is no axis")
+        try:
+            axes.append(mesh.axis((found[1], int(found[2]), int(found[3])) if found[2] else found[1]))
+        except ValueError as error:
+            raise refuse(str(error)) from None
+    return tuple(axes)
 
 
 def check_disjoint(dims: Sequence[Axes]) -> None:

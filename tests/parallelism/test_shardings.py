@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,7 +99,38 @@ def test_text_of_a_sharding_reads_back(mesh: Mesh) -> None:
             frozenset(difference([Axis(n, 1, s) for n, s in mesh.axes.items()], axes)),
             rng.choice([None, (1, 0, 2)]),
         )  # fmt: skip
+        if rng.random() < 0.5:
+            given = replace(given, replicated=frozenset(), unreduced=merge(sorted(given.replicated)))
         assert parse(given.show(mesh), mesh) == given
+
+
+@pytest.mark.parametrize("text", [
+    "", "{x}", "[{x} {y}", "[{x} {x}]", "[{x:(1)2} {x}]", "[{x}] and more", "[{x} y]", "[{q}]", "[{?,x}]", "[{x:(1)}]",
+    "[{x@pz}]", "[{x@p1}p2]", "[{x,}]", "[{x}] replicated={x}", "[{x}] unreduced=", "[{x}] unreduced={y} unreduced={z}",
+    "[{x:(1)2} {x:(1)4}]", "[[{x}]]",
+])  # fmt: skip
+def test_texts_that_are_no_sharding_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="sharding") as refusal:
+        parse(text, Mesh({"x": 8, "y": 2, "z": 2}))
+    assert repr(text) in str(refusal.value)
+
+
+WRONG = [5, ("x", 5), ((("x", "y"), 3),), {"x": 0}, ("q",), ("x", "x"), ("?", "x", "?", None)]
+
+
+@pytest.mark.parametrize("given", WRONG, ids=str)
+def test_what_is_no_sharding_of_an_argument_is_told_what_is(given: object) -> None:
+    with pytest.raises(ValueError, match=r"in_shardings\[0\] of `arg0` \[8, 8\]"):
+        partition(lambda x: x + 1, [torch.empty(8, 8)], Mesh({"x": 2, "y": 2}), in_shardings=[given])
+
+
+def test_an_argument_may_have_every_property_of_a_sharding() -> None:
+    mesh = Mesh({"x": 2, "y": 2, "z": 2})
+    for given in ("[{x,?} {?}] replicated={z}", (("x", "?"), "?")):
+        program = partition(lambda a, b: a + b, [torch.empty(8, 8)] * 2, mesh, [given, (("x", "z"), "y")])
+        assert program.in_shardings[0] == ("x" if isinstance(given, str) else ("x", "z"), "y")
+    program = partition(lambda a: a * 2.0, [torch.empty(8, 8)], mesh, ["[{x} {}] unreduced={y}"], [("x",)])
+    assert [c.kind for c in program.collectives] == ["all_reduce"]
 
 
 def test_factors_of_a_view_cover_both_shapes() -> None:

@@ -1,0 +1,257 @@
+"""What must hold for a case of each kind: (holds, got, reason)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from tpshard.parallelism.cost import wire_bytes
+from tpshard.parallelism.graph import Value
+from tpshard.parallelism.mesh import Mesh, size_of, starts_with
+from tpshard.parallelism.partitioner import mark_outputs, partition_graph
+from tpshard.parallelism.propagate import LOOPS, Loop, propagate
+from tpshard.parallelism.propagated import Annotation
+from tpshard.parallelism.reshard import Step, plan
+from tpshard.parallelism.sharding import Layout, Sharding, local_bytes
+
+from peers.operations import Builder
+from peers.rules import joined
+from peers.shardings import NotExpressible, axes_in, layout_of, mesh_of, sharding_of
+from peers.text import numbers, read
+
+Answer = tuple[bool, Any, str]
+MODES = {"basic": (Loop(4, False),), "aggressive": (Loop(4, True),)}
+
+
+def _built(case: dict[str, Any]) -> tuple[Builder, dict[str, Value]]:
+    builder = Builder(read(case["program"]))
+    mark_outputs(builder.graph)
+    named = dict(builder.values)
+    named |= {f"return[{i}]": v for i, v in enumerate(builder.graph.outputs)}
+    return builder, named
+
+
+def _annotations(case: dict[str, Any], named: dict[str, Value], mesh: Mesh) -> dict[Value, Annotation]:
+    found = {}
+    for name, text in case["annotations"].items():
+        name = "return[0]" if name == "result" and name not in named else name
+        if name not in named:
+            raise NotExpressible(f"no value is named `{name}`")
+        found[named[name]] = Annotation(sharding_of(text, named[name].rank, mesh), name)
+    return found
+
+
+# ---- propagation ----------------------------------------------------------------------------------------------------
+def propagation(case: dict[str, Any]) -> Answer:
+    mesh = mesh_of(case)
+    builder, named = _built(case)
+    mode = str(case.get("engine_mode")).split(";")[0].split(" ")[0]
+    given = _annotations(case, named, mesh)
+    found = propagate(builder.graph, mesh, given, list(builder.ties.values()), loops=MODES.get(mode, LOOPS)).of
+    exact = "shardy" in case["source"].split(":")[0]
+    got, wrong = {}, []
+    for name, text in case["expected"]["shardings"].items():
+        value = named[name]
+        mine, wanted = found[value], sharding_of(text, value.rank, mesh)
+        got[name] = mine.show(mesh)
+        if exact:
+            same = (mine.dims, mine.open, mine.replicated, mine.unreduced) == (
+                wanted.dims, wanted.open, wanted.replicated, wanted.unreduced
+            )  # fmt: skip
+        elif text.startswith("none") or (text == "replicated" and "barrier" in case["program"]):
+            same = not mine.axes
+        else:
+            same = all(starts_with(m, w) for m, w in zip(mine.dims, wanted.dims))
+        if not same:
+            wrong.append(f"{name}: {mine.show(mesh)}, expected {text}")
+    return not wrong, got, "; ".join(wrong)
+
+
+# ---- rules ----------------------------------------------------------------------------------------------------------
+def op_rule(case: dict[str, Any]) -> Answer:
+    builder = Builder(read(case["program"]))
+    text = read(case["program"])
+    expected = case["expected"]["rules"][-1]
+    mine = joined(builder, text.calls[-1].results)
+    wanted = _rule_of(expected)
+    wrong = mine.differs(*wanted)
+    return not wrong, mine.show(), wrong
+
+
+Dims = list[list[list[str]]]
+
+
+def _rule_of(expected: dict[str, str]) -> tuple[Dims, Dims, dict[str, int], dict[str, str], set[str]]:
+    """`([ij, k])->([i, j, k])`, sizes and kinds, without factors of size 1, which nothing can shard."""
+    sizes = {n: int(s) for n, s in re.findall(r"(\w+)=(\d+)", expected["sizes"])}
+    kinds = {}
+    for kind in ("reduction", "need_replication", "permutation"):
+        kinds |= dict.fromkeys(re.findall(r"\w+", expected.get(kind, "")), kind)
+    blocked = set(re.findall(r"\w+", expected.get("blocked_propagation", "")))
+
+    def dim(text: str) -> list[str]:
+        return [f for f in re.findall(r"[a-z](?:_\d+)?", text) if sizes[f] != 1]
+
+    def tensors(text: str) -> Dims:
+        return [[dim(d) for d in body.split(",") if body.strip()] for body in re.findall(r"\[([^\]]*)\]", text)]
+
+    left, right = expected["map"].split("->")
+    return tensors(left), tensors(right), sizes, kinds, blocked
+
+
+# ---- reshards -------------------------------------------------------------------------------------------------------
+def _sent(steps: tuple[Step, ...], shape: tuple[int, ...], itemsize: int) -> int:
+    """Bytes that a device sends, as `cost.wire_bytes` counts them."""
+    total = 0
+    for step in steps:
+        held, made = (local_bytes(shape, layout, itemsize) for layout in (step.before, step.after))
+        members = size_of(axis for axis, _, _ in step.parts)
+        kind = {"gather": "all_gather", "scatter": "reduce_scatter", "reduce": "all_reduce", "exchange": "all_to_all",
+                "permute": "permute"}.get(step.kind)  # fmt: skip
+        if kind is not None:
+            total += wire_bytes(kind, made if kind == "all_gather" else held, members)
+    return total
+
+
+def reshard_plan(case: dict[str, Any]) -> Answer:
+    mesh = mesh_of(case)
+    head = re.search(r"reshard\(\w+: (\[[\d, ]*\])", case["program"])
+    if head is None:
+        raise NotExpressible("not a bare reshard")
+    shape = tuple(numbers(head[1]))
+    target = case["annotations"].get("target", case["annotations"].get("result"))
+    source, goal = (layout_of(t, len(shape), mesh) for t in (case["annotations"]["a0"], target))
+    mine = plan(shape, source, goal, 4)
+    theirs, at = 0, source
+    for step in case["expected"]["collectives"]:
+        if step["op"] in ("all_slice", "replicated_to_unreduced", "sharded_to_unreduced"):
+            at = layout_of(step["to"], len(shape), mesh)
+            continue
+        after = layout_of(step["to"], len(shape), mesh)
+        kind = {"collective_permute": "permute"}.get(step["op"], step["op"])
+        held, made = (local_bytes(shape, layout, 4) for layout in (at, after))
+        moved = axes_in(step.get("axes", ""), mesh)
+        theirs += wire_bytes(kind, made if kind == "all_gather" else held, size_of(moved) if moved else 2)
+        at = after
+    sent = _sent(mine, shape, 4)
+    reached = (mine[-1].after if mine else source) == goal or not mine
+    got = {"steps": [f"{s.kind} -> {s.after.show(mesh)}" for s in mine], "bytes": sent, "peer_bytes": theirs}
+    reason = "" if sent <= theirs else f"{sent} bytes, {theirs} expected: {got['steps']}"
+    return reached and sent <= theirs, got, reason if reached else "ends in another layout"
+
+
+def explicit_reshards(case: dict[str, Any]) -> Answer:
+    mesh = mesh_of(case)
+    builder, named = _built(case)
+    given = _annotations(case, named, mesh)
+    for name, value in named.items():  # what carries no sharding is whole
+        if value not in given and not name.startswith("_"):
+            given[value] = Annotation(Sharding(((),) * value.rank, (False,) * value.rank), name)
+    theirs = _peer_bytes(case, named, mesh, {n: layout_of_annotation(given[v]) for n, v in named.items() if v in given})
+    program = partition_graph(propagate(builder.graph, mesh, given, list(builder.ties.values())))
+    mine = sum(wire_bytes(c.kind, c.bytes, c.size) for c in program.collectives)
+    got: dict[str, Any] = {"collectives": [f"{c.kind} {c.axes} {c.bytes}" for c in program.collectives]}
+    got |= {"bytes": mine, "peer_bytes": theirs}
+    return mine <= theirs, got, "" if mine <= theirs else f"{mine} bytes, {theirs} expected: {got['collectives']}"
+
+
+def layout_of_annotation(annotation: Annotation) -> Layout:
+    return Layout(annotation.sharding.dims, annotation.sharding.unreduced)
+
+
+def _peer_bytes(case: dict[str, Any], named: dict[str, Value], mesh: Mesh, layouts: dict[str, Layout]) -> int:
+    """Bytes of the expected steps, each reshard by the engine's own cheapest plan."""
+    total = 0
+    at: dict[str, tuple[Value, Layout]] = {n: (v, layouts[n]) for n, v in named.items() if n in layouts}
+    for step in case["expected"]["steps"]:
+        if "no" in step or step["op"] == "return":
+            continue
+        if step["op"] in named or "kind" in step:
+            base = step["op"]
+            for name in (n for n in named if n == base or n.startswith(f"{base}.")):
+                if "result_sharding" in step:
+                    at[name] = (named[name], layout_of(step["result_sharding"], named[name].rank, mesh))
+            continue
+        name = {"ARG0": "a0"}.get(step["of"], step["of"])
+        if name not in at and "[[" in name:
+            name = next(reversed([n for n in named if not n.startswith(("return", "_"))]))
+        if name not in at:
+            raise NotExpressible(f"a step reads `{step['of']}`")
+        value, here = at[name]
+        there = layout_of(step["to"], value.rank, mesh)
+        itemsize = value.dtype.itemsize
+        if step["op"] == "all_reduce":
+            members = size_of(axes_in(step["axes"].removeprefix("max"), mesh))
+            total += wire_bytes("all_reduce", local_bytes(value.shape, Layout(there.dims), itemsize), members)
+        elif step["op"] == "reshard":
+            total += _sent(plan(value.shape, Layout(here.dims), Layout(there.dims), itemsize), value.shape, itemsize)
+        elif step["op"] not in ("sharded_to_unreduced", "replicated_to_unreduced", "all_slice"):
+            total += _sent(plan(value.shape, here, there, itemsize), value.shape, itemsize)
+        at[step["name"]] = (value, there)
+    return total
+
+
+# ---- whole programs -------------------------------------------------------------------------------------------------
+DEAR = {"permute": 0, "all_to_all": 1, "all_gather": 2, "reduce_scatter": 2, "all_reduce": 3}
+
+
+def partition(case: dict[str, Any]) -> Answer:
+    mesh = mesh_of(case)
+    if case["program"].startswith("reshard("):
+        return _partitioned_reshard(case, mesh)
+    builder, named = _built(case)
+    program = partition_graph(propagate(builder.graph, mesh, _annotations(case, named, mesh)))
+    mine = [c.kind for c in program.collectives]
+    missing = _unmatched(mine, case["expected"]["collectives"])
+    got = {"collectives": [f"{c.kind} {c.axes} {c.bytes}" for c in program.collectives]}
+    if missing:
+        return False, got, f"{got['collectives']}, expected {case['expected']['collectives']}"
+    return (*_numerics(builder, program, got),)  # type: ignore[return-value]
+
+
+def _partitioned_reshard(case: dict[str, Any], mesh: Mesh) -> Answer:
+    head = re.search(r"reshard\(\w+: (\[[\d, ]*\])", case["program"])
+    assert head is not None
+    shape = tuple(numbers(head[1]))
+    source, goal = (layout_of(t, len(shape), mesh) for t in case["annotations"].values())
+    kinds = {"gather": "all_gather", "scatter": "reduce_scatter", "reduce": "all_reduce", "exchange": "all_to_all",
+             "permute": "permute"}  # fmt: skip
+    steps = plan(shape, source, goal, 4)
+    mine = [kinds[s.kind] for s in steps if s.kind in kinds]
+    got = {"collectives": mine}
+    missing = _unmatched(mine, case["expected"]["collectives"])
+    return not missing, got, f"{mine}, expected {case['expected']['collectives']}" if missing else ""
+
+
+def _unmatched(mine: list[str], expected: list[dict[str, Any]]) -> bool:
+    """Whether a collective has no expected one, as dear or dearer, of its own."""
+    allowed = [e["op"].replace("collective_", "") for e in expected for _ in range(e.get("count", 1))]
+    for kind in sorted(mine, key=lambda k: -DEAR[k]):
+        fit = [a for a in allowed if DEAR[a] >= DEAR[kind]]
+        if not fit:
+            return True
+        allowed.remove(min(fit, key=lambda a: (a != kind, DEAR[a])))
+    return False
+
+
+def _numerics(builder: Builder, program: Any, got: dict[str, Any]) -> Answer:
+    from peers.interpret import evaluate
+
+    total = sum(v.numel for op in builder.ops for v in [*op.operands, *op.results])
+    if total > 30_000_000:
+        return True, got | {"numerics": "too large to run"}, ""
+    generator = torch.Generator().manual_seed(0)
+    args = [
+        torch.randn(v.shape, generator=generator) if v.dtype.is_floating_point
+        else torch.randint(0, 2, v.shape, generator=generator) for v in builder.inputs
+    ]  # fmt: skip
+    whole = evaluate(builder.graph, args)
+    parts = program.simulate(*args)
+    far = [
+        float((a.double() - b.double()).abs().max())
+        for a, b in zip(whole, parts) if a.numel() and a.dtype != torch.bool
+    ]
+    close = all(torch.allclose(a, b, rtol=1e-4, atol=1e-3) for a, b in zip(whole, parts))
+    return close, got | {"largest difference": max(far, default=0.0)}, "" if close else "the numbers differ from eager"
+

@@ -1,0 +1,618 @@
+"""Builds the engine's `Graph` of a program's text: a statement becomes ATen ops, as a user of torch would write it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tpshard.parallelism.graph import Graph, Op, Ref, Value
+from tpshard.parallelism.rules.contraction import contract
+
+from peers.text import Call, Name, Shape, Text, numbers
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+class NoSuchOp(Exception):
+    """torch has no op for a statement."""
+
+
+class Builder:
+    """Turns statements into ops; `values` by the text's names."""
+
+    def __init__(self, text: Text):
+        self.ops: list[Op] = []
+        self.values: dict[str, Value] = {}
+        self.ties: dict[int, list[Value]] = {}
+        self.inputs: list[Value] = []
+        whole = _index_names(text)
+        for i, (name, shape) in enumerate(text.arguments):
+            dtype = torch.int64 if name in whole else torch.float32
+            self.inputs.append(Value(name, shape, dtype, None, i))
+            self.values[name] = self.inputs[-1]
+        for call in text.calls:
+            self.statement(call)
+        self.graph = Graph(self.inputs, self.ops, [self.values[name] for name in text.returned])
+        self.graph.refresh_users()
+
+    def statement(self, call: Call) -> None:
+        if call.function == "shard_as":
+            self.ties.setdefault(call.options.get("group", 0), []).extend(self.values[n.text] for n in call.args[0])
+            return
+        if call.function == "remark":
+            return
+        args = [self._read(a) for a in call.args]
+        options = {k: self._read(v) for k, v in call.options.items()}
+        make = MAKERS.get(call.function)
+        if make is None:
+            raise NoSuchOp(f"`{call.function}`")
+        flat = [a for arg in (*args, *options.values()) for a in (arg if isinstance(arg, list) else [arg])]
+        self.statement_operands = [a for a in flat if isinstance(a, Value)]
+        """What the last statement reads."""
+        made = make(self, call, *args, **options)
+        found = made if isinstance(made, (list, tuple)) else [made]
+        names = call.results
+        if len(names) == 1 and len(call.shapes) > 1:
+            names = [f"{names[0]}.{i}" for i in range(len(call.shapes))]
+        for name, value, shape in zip(names, found, [*call.shapes, *[None] * len(found)]):
+            if shape is not None and value.shape != shape:
+                raise ValueError(f"`{name}` has shape {list(value.shape)}, not {list(shape)}")
+            if value.producer is None or value.name in self.values:  # an identity: two names for one value
+                value = self.emit(aten.clone.default, value)
+            value.name = name
+            self.values[name] = value
+
+    def _read(self, arg: Any) -> Any:
+        if isinstance(arg, Name):
+            return self.values.get(arg.text, arg.text)
+        return [self._read(a) for a in arg] if isinstance(arg, list) else arg
+
+    def emit(self, target: Any, *args: Any, shape: Shape | None = None, **kwargs: Any) -> Any:
+        """Adds an op; its results' shapes are the target's own on tensors without data, or `shape`."""
+        operands: list[Value] = []
+
+        def ref(arg: Any) -> Any:
+            if isinstance(arg, Value):
+                operands.append(arg)
+                return Ref(len(operands) - 1)
+            return [ref(a) for a in arg] if isinstance(arg, (list, tuple)) else arg
+
+        def meta(arg: Any) -> Any:
+            if isinstance(arg, Value):
+                return torch.empty(arg.shape, dtype=arg.dtype, device="meta")
+            return [meta(a) for a in arg] if isinstance(arg, (list, tuple)) else arg
+
+        name = f"op{len(self.ops)}"
+        op = Op(name, target, tuple(ref(a) for a in args), kwargs, operands, [])
+        if shape is None:
+            made = target(*[meta(a) for a in args], **kwargs, **({} if operands else {"device": "meta"}))
+            tensors = list(made) if isinstance(made, (list, tuple)) else [made]
+        else:
+            tensors = [torch.empty(shape, device="meta")]
+        op.results = [
+            Value(name if len(tensors) == 1 else f"{name}.{i}", tuple(t.shape), t.dtype, op, i)
+            for i, t in enumerate(tensors)
+        ]
+        self.ops.append(op)
+        return op.results[0] if len(tensors) == 1 else op.results
+
+
+def _index_names(text: Text) -> set[str]:
+    """Arguments that hold indices, found from the ops that read them."""
+    index = {"gather": 1, "scatter": None, "index": None, "embedding": 1, "index_add": 2, "index_select": 2}
+    wanted: set[str] = set()
+    for call in reversed(text.calls):
+        key = call.function.split("_")[0] if call.function.startswith("scatter") else call.function
+        if key in index:
+            at = index[key]
+            place = at if at is not None else (len(call.args) - 1) // 2
+            if place < len(call.args) and isinstance(call.args[place], Name):
+                wanted.add(call.args[place].text)
+        if any(r in wanted for r in call.results):
+            flat = [b for a in call.args for b in (a if isinstance(a, list) else [a])]
+            wanted |= {a.text for a in flat if isinstance(a, Name)}
+    return wanted
+
+
+# ---- pointwise ------------------------------------------------------------------------------------------------------
+_SAME = {
+    "negate": "neg", "sine": "sin", "cosine": "cos", "tangent": "tan", "exponential": "exp",
+    "exponential_minus_one": "expm1",
+    "log_plus_one": "log1p", "logistic": "sigmoid", "round_nearest_even": "round", "round_nearest_afz": "round",
+    "is_finite": "isfinite", "not": "logical_not", "maximum": "maximum", "minimum": "minimum", "power": "pow",
+    "subtract": "sub", "multiply": "mul", "divide": "div", "remainder": "remainder", "and": "logical_and",
+    "or": "logical_or", "xor": "logical_xor", "compare": "lt", "copy": "clone", "identity": "clone", "alias": "clone",
+    "convert": "clone", "optimization_barrier": "clone", "reduce_precision": "clone", "tanh": "tanh", "max": "maximum",
+    "min": "minimum", "cbrt": "abs", "custom_call_erf": "erf",
+}  # fmt: skip
+
+
+def _pointwise(name: str) -> Callable[..., Any]:
+    packet = getattr(aten, name)
+
+    def make(b: Builder, call: Call, *args: Any, **options: Any) -> Any:
+        target = next(getattr(packet, o) for o in ("Tensor", "default", "Tensor_Tensor") if o in packet.overloads())
+        return b.emit(target, *[a for a in args if isinstance(a, (Value, int, float))])
+
+    return make
+
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    name: _pointwise(name)
+    for name in ("add", "sub", "mul", "div", "neg", "sin", "cos", "tan", "exp", "log", "sqrt", "rsqrt", "abs", "sign",
+                 "floor", "ceil", "relu", "tanh", "sigmoid", "erf", "clone", "maximum", "minimum", "pow", "atan2")
+}  # fmt: skip
+MAKERS |= {name: _pointwise(known) for name, known in _SAME.items()}
+
+
+def made(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def add(make: Callable[..., Any]) -> Callable[..., Any]:
+        MAKERS[name] = make
+        return make
+
+    return add
+
+
+@made("clamp")
+def _clamp(b: Builder, call: Call, x: Value, low: Any = None, high: Any = None, **options: Any) -> Any:
+    return b.emit(aten.clamp.Tensor, x, options.get("min", low), options.get("max", high))
+
+
+@made("where")
+@made("select")
+def _where(b: Builder, call: Call, condition: Value, x: Value, y: Value) -> Any:
+    condition.dtype = torch.bool
+    return b.emit(aten.where.self, condition, x, y)
+
+
+@made("mesh_split")
+@made("reshard")
+@made("sharding_constraint")
+def _split(b: Builder, call: Call, x: Any, *_: Any) -> Any:
+    if isinstance(x, str):  # `reshard(a0: shape : before -> after)` of a plan
+        raise NoSuchOp("a bare reshard")
+    return b.emit(torch.ops.tpshard.mesh_split.default, x, [], [-1] * x.rank, shape=x.shape)
+
+
+@made("propagation_barrier")
+def _barrier(b: Builder, call: Call, x: Value, allowed: str = "both", **_: Any) -> Any:
+    raise NoSuchOp("a propagation barrier")
+
+
+@made("shard_barrier_from")
+def _from(b: Builder, call: Call, x: Value) -> Any:
+    return _barrier(b, call, x, "backward")
+
+
+@made("shard_barrier_to")
+def _to(b: Builder, call: Call, x: Value) -> Any:
+    return _barrier(b, call, x, "forward")
+
+
+# ---- made of nothing ------------------------------------------------------------------------------------------------
+@made("constant")
+def _constant(b: Builder, call: Call, *_: Any, **__: Any) -> Any:
+    return b.emit(aten.full.default, list(call.shapes[0]) if call.shapes else [], 1.0)
+
+
+@made("ones")
+def _ones(b: Builder, call: Call, shape: Any) -> Any:
+    return b.emit(aten.ones.default, numbers(shape))
+
+
+@made("iota")
+def _iota(b: Builder, call: Call, shape: Any = None, dim: int = 0, **_: Any) -> Any:
+    shape = numbers(shape) if shape is not None else list(call.shapes[0])
+    row = b.emit(aten.arange.default, shape[dim])
+    view = [n if d == dim else 1 for d, n in enumerate(shape)]
+    return _expanded(b, _viewed(b, row, view), shape)
+
+
+def _viewed(b: Builder, x: Value, shape: Sequence[int]) -> Value:
+    return x if x.shape == tuple(shape) else b.emit(aten.view.default, x, list(shape))
+
+
+def _expanded(b: Builder, x: Value, shape: Sequence[int]) -> Value:
+    return x if x.shape == tuple(shape) else b.emit(aten.expand.default, x, list(shape))
+
+
+def _permuted(b: Builder, x: Value, order: Sequence[int]) -> Value:
+    return x if list(order) == sorted(order) else b.emit(aten.permute.default, x, list(order))
+
+
+# ---- shapes ---------------------------------------------------------------------------------------------------------
+@made("reshape")
+@made("view")
+def _reshape(b: Builder, call: Call, x: Value, shape: Any = None) -> Any:
+    return b.emit(aten.view.default, x, numbers(shape) if shape is not None else list(call.shapes[0]))
+
+
+@made("permute")
+@made("transpose")
+def _permute(b: Builder, call: Call, x: Value, order: Any = None, **options: Any) -> Any:
+    return b.emit(aten.permute.default, x, numbers(order if order is not None else options["dims"]))
+
+
+@made("broadcast")
+@made("broadcast_in_dim")
+def _broadcast(b: Builder, call: Call, x: Value, dims: Any = (), to: Any = None) -> Any:
+    order = sorted(range(x.rank), key=lambda d: numbers(dims)[d])
+    return b.emit(prims.broadcast_in_dim.default, _permuted(b, x, order), numbers(to), sorted(numbers(dims)))
+
+
+@made("cat")
+@made("concatenate")
+def _cat(b: Builder, call: Call, parts: Any, *rest: Any, dim: int = 0) -> Any:
+    return b.emit(aten.cat.default, list(parts) if isinstance(parts, list) else [parts, *rest], dim)
+
+
+@made("slice")
+def _slice(b: Builder, call: Call, x: Value, dims: Sequence[Any]) -> Any:
+    for d, text in enumerate(dims):
+        if isinstance(text, int) or re.fullmatch(r"-?\d+", str(text)):
+            raise NoSuchOp("an index among slices")
+        start, stop, step = ([int(p) if p.strip() else None for p in str(text).split(":")] + [None] * 3)[:3]
+        if (start or 0) != 0 or (stop or x.shape[d]) != x.shape[d] or (step or 1) != 1:
+            x = b.emit(aten.slice.Tensor, x, d, start or 0, x.shape[d] if stop is None else stop, step or 1)
+    return x
+
+
+@made("flip")
+@made("reverse")
+def _flip(b: Builder, call: Call, x: Value, dims: Any) -> Any:
+    return b.emit(aten.flip.default, x, numbers(dims))
+
+
+@made("pad")
+def _pad(b: Builder, call: Call, x: Value, value: Any = 0, **options: Any) -> Any:
+    if "lo_hi_interior" in options:
+        each = [numbers(part.replace("_", " ")) for part in str(options["lo_hi_interior"]).split("x")]
+        low, high, inside = ([e[i] if i < len(e) else 0 for e in each] for i in range(3))
+    else:
+        low, high, inside = numbers(options["low"]), numbers(options["high"]), numbers(options.get("interior", []))
+    if any(inside):
+        raise NoSuchOp("padding between elements")
+    widths = [w for lo, hi in zip(low[::-1], high[::-1]) for w in (lo, hi)]
+    return b.emit(aten.constant_pad_nd.default, x, widths)
+
+
+# ---- products and reductions ----------------------------------------------------------------------------------------
+@made("einsum")
+def _einsum(b: Builder, call: Call, equation: str, x: Value, y: Value) -> Any:
+    return b.emit(contract, x, y, equation.replace(" ", ""))
+
+
+@made("matmul")
+@made("dot")
+def _matmul(b: Builder, call: Call, x: Value, y: Value, **_: Any) -> Any:
+    left, right = "bmk"[-x.rank :] if x.rank > 1 else "k", "bkn"[-y.rank :] if y.rank > 1 else "k"
+    return b.emit(contract, x, y, f"{left},{right}->" + "".join(dict.fromkeys(c for c in left + right if c != "k")))
+
+
+@made("reduce")
+def _reduce(b: Builder, call: Call, *args: Any, op: str = "add", dims: Any = ()) -> Any:
+    inputs = args[: max(1, len(args) // 2)]
+    return [_reduced(b, x, op, numbers(dims)) for x in inputs]
+
+
+@made("variadic_reduce")
+def _variadic(b: Builder, call: Call, *inputs: Any, dims: Any = ()) -> Any:
+    return [_reduced(b, x, "add", numbers(dims)) for x in inputs]
+
+
+def _reduced(b: Builder, x: Value, op: str, dims: list[int]) -> Value:
+    if op in ("add", "sum"):
+        return b.emit(aten.sum.dim_IntList, x, dims)
+    if op in ("maximum", "max", "minimum", "min"):
+        return b.emit(aten.amax.default if op.startswith("max") else aten.amin.default, x, dims)
+    if op in ("multiply", "mul", "prod") and len(dims) == 1:
+        return b.emit(aten.prod.dim_int, x, dims[0])
+    raise NoSuchOp(f"a reduction by `{op}`")
+
+
+@made("sum")
+def _sum(b: Builder, call: Call, x: Value, dim: Any = None) -> Any:
+    return b.emit(aten.sum.dim_IntList, x, numbers(dim) if dim is not None else list(range(x.rank)))
+
+
+for _name, _op in (("reduce_sum", "add"), ("reduce_max", "max"), ("reduce_min", "min"), ("reduce_add", "add")):
+    MAKERS[_name] = lambda b, call, x, *_, dims=(), op=_op: _reduced(b, x, op, numbers(dims))
+
+
+# ---- windows --------------------------------------------------------------------------------------------------------
+def _window(text: str, rank: int) -> dict[str, list[list[int]]]:
+    """`size=3x2 stride=2x1 pad=1_1x0_1 ...` -> per name a list per spatial dim."""
+    found = {"size": [[1]] * rank, "stride": [[1]] * rank, "pad": [[0, 0]] * rank, "lhs_dilate": [[1]] * rank,
+             "rhs_dilate": [[1]] * rank, "rhs_reversal": [[0]] * rank}  # fmt: skip
+    for name, value in re.findall(r"(\w+)=(\S+)", text):
+        found[name] = [numbers(p.replace("_", " ")) for p in value.split("x")]
+    return found
+
+
+@made("reduce_window")
+def _reduce_window(b: Builder, call: Call, x: Value, window: Any = "", op: str = "add", stride: Any = None,
+                   pad: Any = None, **_: Any) -> Any:  # fmt: skip
+    if "=" not in str(window):
+        def part(name: str, value: Any) -> str:
+            flat = re.sub(r"[()\s]", "", str(value)).replace(",", "_")
+            return "" if value is None else f"{name}={flat}"
+
+        window = " ".join([part("size", window), part("stride", stride), part("pad", pad)])
+    size, step, pads = (_window(window, x.rank)[k] for k in ("size", "stride", "pad"))
+    used = [d for d in range(x.rank) if size[d][0] != 1 or step[d][0] != 1 or any(pads[d])]
+    lead = [d for d in range(x.rank) if d not in used]
+    if len(used) > 2:
+        raise NoSuchOp("a window over more than two dims")
+    spatial = (lead[len(lead) - (2 - len(used)) :] if len(used) < 2 else []) + used
+    lead = [d for d in lead if d not in spatial]
+    moved = _permuted(b, x, [*lead, *spatial])
+    widths = [w for d in spatial[::-1] for w in pads[d]]
+    if any(widths):
+        moved = b.emit(aten.constant_pad_nd.default, moved, widths)
+    grown = _viewed(b, moved, [*[1] * (2 - len(lead)), *moved.shape]) if len(lead) < 2 else moved
+    sizes, steps = [size[d][0] for d in spatial], [step[d][0] for d in spatial]
+    if op in ("add", "sum"):
+        out = b.emit(aten.avg_pool2d.default, grown, sizes, steps, [0, 0], False, True, 1)
+    elif op.startswith("max"):
+        out = b.emit(aten.max_pool2d_with_indices.default, grown, sizes, steps)[0]
+    else:
+        raise NoSuchOp(f"a window's `{op}`")
+    out = _viewed(b, out, [*out.shape[2 - len(lead) :]]) if len(lead) < 2 else out
+    return _permuted(b, out, [[*lead, *spatial].index(d) for d in range(x.rank)])
+
+
+def _labels(text: str) -> tuple[str, str, str]:
+    """`b01f_01io->b01f`, or `[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]`."""
+    flat = re.sub(r"[\[\],\s]", "", text)
+    left, out = flat.split("->")
+    lhs, rhs = re.split(r"[_x]", left)
+    return lhs, rhs, out
+
+
+@made("conv")
+@made("convolution")
+def _conv(b: Builder, call: Call, x: Value, w: Value, window: Any = "", feature_groups: int = 1, batch_groups: int = 1,
+          **options: Any) -> Any:  # fmt: skip
+    if batch_groups != 1:
+        raise NoSuchOp("a convolution in groups of the batch")
+    lhs, rhs, out = _labels(options.get("dim_labels") or options.get("dims") or "bf01_oi01->bf01")
+    spatial = sorted(c for c in lhs if c.isdigit())
+    rank = len(spatial)
+    if str(window).startswith("{"):
+        strides = re.search(r"stride = (\[[\d, ]*\])", window)
+        pads = re.search(r"pad = (\[\[.*?\]\])", window)
+        dilate = {k: re.search(rf"{k}_dilate = (\[[\d, ]*\])", window) for k in ("lhs", "rhs")}
+        flat = numbers(pads[1]) if pads else [0] * 2 * rank
+        at = {
+            "size": [[w.shape[rhs.index(c)]] for c in spatial],
+            "stride": [[n] for n in (numbers(strides[1]) if strides else [1] * rank)],
+            "pad": [flat[2 * i : 2 * i + 2] for i in range(rank)],
+            "lhs_dilate": [[n] for n in (numbers(dilate["lhs"][1]) if dilate["lhs"] else [1] * rank)],
+            "rhs_dilate": [[n] for n in (numbers(dilate["rhs"][1]) if dilate["rhs"] else [1] * rank)],
+            "rhs_reversal": [[0]] * rank,
+        }
+    else:
+        at = _window(str(window), rank)
+    equation = _as_product(x, w, lhs, rhs, out, spatial, at)
+    if equation is not None and feature_groups == 1:
+        return b.emit(contract, x, w, equation)
+    if any(n != [1] for n in at["lhs_dilate"]):
+        raise NoSuchOp("a convolution over dilated input")
+    if rank == 0 or rank > 3:
+        raise NoSuchOp(f"a convolution over {rank} dims")
+    x = _permuted(b, x, [lhs.index(c) for c in ["b", "f", *spatial]])
+    w = _permuted(b, w, [rhs.index(c) for c in ["o", "i", *spatial]])
+    flipped = [2 + i for i in range(rank) if at["rhs_reversal"][i] == [1] and at["size"][i] != [1]]
+    w = b.emit(aten.flip.default, w, flipped) if flipped else w
+    pads = [at["pad"][i] if len(at["pad"][i]) == 2 else [at["pad"][i][0]] * 2 for i in range(rank)]
+    even = all(lo == hi and lo >= 0 for lo, hi in pads)
+    if not even:
+        x = b.emit(aten.constant_pad_nd.default, x, [p for pair in pads[::-1] for p in pair])
+    widths = [lo for lo, _ in pads] if even else [0] * rank
+    made = b.emit(
+        aten.convolution.default, x, w, None, [s[0] for s in at["stride"]], widths, [d[0] for d in at["rhs_dilate"]],
+        False, [0] * rank, feature_groups,
+    )  # fmt: skip
+    order = ["b", "f", *spatial]
+    return _permuted(b, made, [order.index(c) for c in out])
+
+
+def _as_product(
+    x: Value, w: Value, lhs: str, rhs: str, out: str, spatial: Sequence[str], at: dict[str, list[list[int]]]
+) -> str | None:
+    """The equation of a convolution whose windows only spell a product, as XLA writes einsums; else None."""
+    letter = {"b": "b", "f": "f", "i": "f", "o": "o"}
+    left, right, made = dict(zip(lhs, lhs)), dict(zip(rhs, rhs)), dict(zip(out, out))
+    for i, c in enumerate(spatial):
+        n, m = x.shape[lhs.index(c)], w.shape[rhs.index(c)]
+        size, stride, pad = at["size"][i][0], at["stride"][i][0], (at["pad"][i] * 2)[:2]
+        dilate, reverse = at["lhs_dilate"][i][0], at["rhs_reversal"][i][0]
+        if n == m == 1 and size == 1 and pad == [0, 0]:
+            continue
+        if n == m == size and n > 1 and stride == max(1, n - 1) and dilate == n and pad == [0, 0]:
+            continue  # a batch dim
+        if n == m == size and pad == [0, 0]:
+            made[c] = ""  # summed
+        elif m == 1 and size == 1 and pad == [0, 0] and stride == 1:
+            right[c] = ""  # only the left operand's
+        elif n == 1 and size == m and pad == [m - 1, m - 1] and reverse:
+            left[c] = ""  # only the right operand's
+        else:
+            return None
+    def spelled(labels: str, names: dict[str, str], value_shape: Sequence[int] | None) -> str | None:
+        text = ""
+        for c in labels:
+            if c.isdigit():
+                if not names[c]:
+                    return None  # a dim of size 1 would have to go: einsum has no such letter
+                text += chr(ord("t") + int(c))
+            else:
+                text += letter[c] if value_shape is not None or c == "b" else {"f": "o", "b": "b"}[c]
+        return text
+
+    a, c_, o = spelled(lhs, left, x.shape), spelled(rhs, right, w.shape), spelled(out, made, None)
+    return None if a is None or c_ is None or o is None else f"{a},{c_}->{o}"
+
+
+# ---- by index -------------------------------------------------------------------------------------------------------
+def _dims(options: dict[str, Any], *names: str) -> list[int]:
+    for name in names:
+        if name in options:
+            return numbers(options[name])
+    return []
+
+
+def _index_parts(b: Builder, indices: Value, vector: int, count: int) -> list[Value]:
+    """The indices of each indexed dim: the slices of the index vectors."""
+    if vector == indices.rank:
+        return [indices]
+    return [b.emit(aten.select.int, indices, vector, i) for i in range(count)]
+
+
+def _positions(b: Builder, size: int, dim: int, rank: int) -> Value:
+    """0, 1, ... along one dim of the indices."""
+    return _viewed(b, b.emit(aten.arange.default, size), [size if d == dim else 1 for d in range(rank)])
+
+
+def _slots(
+    b: Builder, x: Value, indices: Value, to: list[int], batch: list[int], index_batch: list[int], vector: int
+) -> tuple[list[Any], int]:
+    """Torch's list of indices: None for a whole dim; and the rank of the indices together."""
+    slots: list[Any] = [None] * x.rank
+    for d, part in zip(to, _index_parts(b, indices, vector, len(to))):
+        slots[d] = part
+    rank = indices.rank - (vector < indices.rank)
+    for d, at in zip(batch, index_batch):
+        slots[d] = _positions(b, x.shape[d], at - (at > vector), rank)
+    return slots, rank
+
+
+@made("gather")
+def _gather(b: Builder, call: Call, x: Value, indices: Value, **o: Any) -> Any:
+    offset, collapsed = _dims(o, "offset_dims"), _dims(o, "collapsed_slice_dims", "collapsed")
+    batch, index_batch = _dims(o, "operand_batching_dims"), _dims(o, "start_indices_batching_dims")
+    to, vector, sizes = _dims(o, "start_index_map"), int(o["index_vector_dim"]), _dims(o, "slice_sizes")
+    gone = sorted([*collapsed, *batch])
+    kept = [d for d in range(x.rank) if d not in gone]
+    if any(d not in to and x.shape[d] != 1 for d in collapsed) or any(
+        sizes[d] != x.shape[d] for d in kept
+    ):  # fmt: skip
+        raise NoSuchOp("a gather of parts of a dim")
+    for d in [d for d in to if d in kept]:
+        raise NoSuchOp(f"a gather along dim {d}, which stays whole")
+    slots, rank = _slots(b, x, indices, to, batch, index_batch, vector)
+    for d in collapsed:
+        if slots[d] is None:
+            slots[d] = _positions(b, 1, 0, rank) if rank else b.emit(aten.full.default, [], 0, dtype=torch.int64)
+    made = b.emit(aten.index.Tensor, x, slots)
+    at = [d for d, s in enumerate(slots) if s is not None]
+    start = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
+    picked = list(range(start, start + rank))
+    rest = [d for d in range(made.rank) if d not in picked]
+    order, p, r = [], iter(picked), iter(rest)
+    for d in range(made.rank):
+        order.append(next(r) if d in offset else next(p))
+    return _permuted(b, made, order)
+
+
+def _scatter(b: Builder, call: Call, *args: Any, accumulate: bool, **o: Any) -> Any:
+    count = (len(args) - 1) // 2
+    indices = args[count]
+    window, inserted = _dims(o, "update_window_dims"), _dims(o, "inserted_window_dims", "inserted")
+    batch, index_batch = _dims(o, "input_batching_dims"), _dims(o, "scatter_indices_batching_dims")
+    to = _dims(o, "scatter_dims_to_operand_dims") or list(range(len(inserted)))
+    vector = int(o.get("index_vector_dim", 0))
+    made = []
+    for x, updates in zip(args[:count], args[count + 1 :]):
+        kept = [d for d in range(x.rank) if d not in inserted and d not in batch]
+        if [updates.shape[d] for d in window] != [x.shape[d] for d in kept]:
+            raise NoSuchOp("a scatter into parts of a dim")
+        slots, _ = _slots(b, x, indices, to, batch, index_batch, vector)
+        at = [d for d, s in enumerate(slots) if s is not None]
+        if not at:
+            raise NoSuchOp("a scatter without indices")
+        start = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
+        picked = [d for d in range(updates.rank) if d not in window]
+        order = [*window[:start], *picked, *window[start:]]
+        written = _permuted(b, updates, order)
+        made.append(b.emit(aten.index_put.default, x, slots, written, accumulate))
+    return made
+
+
+MAKERS["scatter"] = lambda b, call, *a, **o: _scatter(b, call, *a, accumulate=False, **o)
+MAKERS["scatter_add"] = lambda b, call, *a, **o: _scatter(b, call, *a, accumulate=True, **o)
+MAKERS["scatter_min"] = MAKERS["scatter_max"] = MAKERS["scatter"]
+
+
+@made("index")
+def _index(b: Builder, call: Call, x: Value, index: Value) -> Any:
+    return b.emit(aten.index.Tensor, x, [index])
+
+
+@made("index_add")
+def _index_add(b: Builder, call: Call, x: Value, dim: int, index: Value, source: Value) -> Any:
+    return b.emit(aten.index_put.default, x, [None] * dim + [index], source, True)
+
+
+@made("sort")
+def _sort(b: Builder, call: Call, *inputs: Value, dim: int = -1, **_: Any) -> Any:
+    if len(inputs) != 1:
+        raise NoSuchOp("a sort of several tensors")
+    return b.emit(aten.sort.default, inputs[0], dim)
+
+
+@made("topk")
+def _topk(b: Builder, call: Call, x: Value, k: int = 1, dim: int = -1, **_: Any) -> Any:
+    return b.emit(aten.topk.default, x, k, dim)
+
+
+# ---- linear algebra -------------------------------------------------------------------------------------------------
+@made("linalg.cholesky")
+@made("cholesky")
+def _cholesky(b: Builder, call: Call, x: Value, **_: Any) -> Any:
+    return b.emit(aten.linalg_cholesky_ex.default, x)[0]
+
+
+@made("triangular_solve")
+def _triangular(b: Builder, call: Call, a: Value, x: Value, **_: Any) -> Any:
+    left = "left_side = true" in call.remarks or "left_side" not in call.remarks
+    if not re.search(r"NO_TRANSPOSE|transpose_a = false", call.remarks) and "TRANSPOSE" in call.remarks:
+        order = [*range(a.rank - 2), a.rank - 1, a.rank - 2]
+        a = _permuted(b, a, order)
+    return b.emit(aten.linalg_solve_triangular.default, a, x, upper="lower = true" not in call.remarks, left=left)
+
+
+@made("fft")
+def _fft(b: Builder, call: Call, x: Value, type: str = "FFT", length: Any = ()) -> Any:
+    sizes = numbers(length)
+    dims = list(range(x.rank - len(sizes), x.rank))
+    if type == "RFFT":
+        return b.emit(aten._fft_r2c.default, x, dims, 0, True)
+    x.dtype = torch.complex64
+    if type == "IRFFT":
+        return b.emit(aten._fft_c2r.default, x, dims, 2, sizes[-1])
+    return b.emit(aten._fft_c2c.default, x, dims, 2 if type == "IFFT" else 0, type == "FFT")
+
+
+@made("custom_call")
+def _custom(b: Builder, call: Call, *args: Any, **_: Any) -> Any:
+    name = (re.search(r"@([\w.]+)", call.remarks) or ["", ""])[1]
+    if name in ("mhlo.erf",):
+        return b.emit(aten.erf.default, args[0])
+    if name in ("MoveToHost", "MoveToDevice", "annotate_device_placement", "LayoutConstraint", "Sharding"):
+        return b.emit(aten.clone.default, args[0])
+    if name == "mhlo.topk":
+        return b.emit(aten.topk.default, args[0], call.shapes[0][-1], -1)
+    if name == "ProductOfElementaryHouseholderReflectors":
+        return b.emit(aten.linalg_householder_product.default, *args)
+    if name in ("Qr", "QrDecompositionBlock"):
+        return b.emit(aten.geqrf.default, args[0])
+    if name == "Eigh":
+        values, vectors = b.emit(aten._linalg_eigh.default, args[0])
+        return [vectors, values]
+    if name == "Cholesky":
+        return _cholesky(b, call, args[0])
+    raise NoSuchOp(f"the custom call @{name}")
+
