@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from tpshard.parallelism import factors
+from tpshard.parallelism import factors, halo
 from tpshard.parallelism.factors import WHOLE, Cut
 from tpshard.parallelism.graph import Op, Value
-from tpshard.parallelism.mesh import Axis, merge, overlap, size_of, starts_with
-from tpshard.parallelism.reshard import cost, plan
-from tpshard.parallelism.rules.rule import Kind, Rule
-from tpshard.parallelism.sharding import Layout, even_grains, local_size
+from tpshard.parallelism.mesh import Axes, Axis, merge, overlap, size_of, starts_with
+from tpshard.parallelism.reshard import LATENCY_BYTES, cost, plan
+from tpshard.parallelism.rules.rule import Kind, Rule, Window
+from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size
 
 FLOPS_PER_BYTE = 1000.0
 """Floating-point operations that a device does while it sends a byte; weighs replicated work against resharding."""
@@ -18,6 +18,9 @@ FLOPS_PER_BYTE = 1000.0
 Choice = dict[int, Cut]
 """Per factor how it is cut; factors that are not are left out."""
 
+
+NEEDY = (Kind.WHOLE, Kind.PERMUTE)
+"""Kinds of factors that cost something where they are cut."""
 
 INTENT = 100.0
 """How much dearer it is to move an operand away from where an annotation put it: parameters stay where they are."""
@@ -30,8 +33,8 @@ def choose(
     wanted: Sequence[Layout],
     fixed: Sequence[bool] = (),
     there: Sequence[Collection[Layout]] = (),
-) -> Choice:
-    """One common factor sharding for an op.
+) -> tuple[Rule, Choice]:
+    """One common factor sharding for an op, and the one of its rules that computes in it.
 
     `homes`: the layouts that the operands have; `wanted`: the propagated layouts of the results. Where all agree that
     is the choice; else the cheapest of: each tensor's own sharding, completed by the others'. A factor that needs its
@@ -39,24 +42,33 @@ def choose(
     `fixed` marks operands that lie where an annotation put them. `there`: layouts of the operands
     that another op fetches anyway. What several ops read is resharded once for all.
     """
-    projected = [factors.cuts(layout, dims, rule.sizes) for layout, dims in zip((*homes, *wanted), rule.tensors)]
-    busy = [axis for h in homes for axis in h.partial]
-    agreed = _agree(rule, projected, busy)
-    if agreed is not None and len(homes) == len(op.operands):
-        sane = _sane(rule, agreed)
-        if sane == agreed:
-            return agreed
-    order = sorted(range(len(projected)), key=lambda t: (-_bytes(op, t), t))
-    candidates: list[Choice] = []
-    for lead in order:
-        merged = _merge(rule, [projected[lead], *(projected[t] for t in order if t != lead)], busy)
-        for candidate in (merged, *_moved(rule, merged, projected)):
-            sane = _sane(rule, candidate)
-            if sane not in candidates:
-                candidates.append(sane)
+    candidates: list[tuple[Rule, Choice]] = []
+    for way in (rule, *rule.others):
+        projected = [factors.cuts(layout, dims, way.sizes) for layout, dims in zip((*homes, *wanted), way.tensors)]
+        busy = [axis for h in homes for axis in h.partial]
+        agreed = _agree(way, projected, busy) if way is rule else None
+        if agreed is not None and len(homes) == len(op.operands) and _sane(op, way, agreed) == agreed:
+            return way, agreed
+        for choice in _candidates(op, way, projected, busy):
+            if (way, choice) not in candidates:
+                candidates.append((way, choice))
     if len(candidates) == 1:
         return candidates[0]
-    return min(candidates, key=lambda c: _cost(op, rule, c, homes, wanted, fixed, there))
+    return min(candidates, key=lambda c: _cost(op, c[0], c[1], homes, wanted, fixed, there))
+
+
+def _candidates(
+    op: Op, rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]
+) -> Iterator[Choice]:
+    order = sorted(range(len(projected)), key=lambda t: (-_bytes(op, t), t))
+    for lead in order:
+        merged = _merge(rule, [projected[lead], *(projected[t] for t in order if t != lead)], busy)
+        whole = {f: cut for f, cut in merged.items() if rule.kinds[f] is not Kind.PERMUTE}
+        yield _sane(op, rule, merged)
+        if whole != merged:
+            yield _sane(op, rule, whole)
+        for moved in _moved(rule, whole, projected):
+            yield _sane(op, rule, moved)
 
 
 def _bytes(op: Op, t: int) -> int:
@@ -73,7 +85,7 @@ def _agree(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Ax
                 continue
             known = out.get(f)
             if known is None:
-                if rule.kinds[f] is Kind.WHOLE or any(overlap(a, taken) for a in cut.axes):
+                if rule.kinds[f] in NEEDY or any(overlap(a, taken) for a in cut.axes):
                     return None
                 out[f] = cut
                 taken.extend(cut.axes)
@@ -109,7 +121,7 @@ def _moved(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) -> 
     used = [a for cut in base.values() for a in cut.axes]
     for tensor in projected:
         for f, (axes, _) in tensor.items():
-            if rule.kinds[f] is not Kind.WHOLE or not axes or any(overlap(a, used) for a in axes):
+            if rule.kinds[f] not in NEEDY or not axes or any(overlap(a, used) for a in axes):
                 continue
             for g, kind in enumerate(rule.kinds):
                 have = base.get(g, WHOLE)
@@ -118,11 +130,11 @@ def _moved(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) -> 
     return out
 
 
-def _sane(rule: Rule, choice: Choice) -> Choice:
+def _sane(op: Op, rule: Rule, choice: Choice) -> Choice:
     """Only factors that may be cut, and within a dim none after one that is not fully sharded."""
     out: Choice = {}
     for f, (axes, grain) in choice.items():
-        if rule.kinds[f] is Kind.WHOLE:
+        if not _may_cut(op, rule, f, axes, grain):
             continue
         fitting: list[Axis] = []
         for axis in axes:
@@ -141,6 +153,20 @@ def _sane(rule: Rule, choice: Choice) -> Choice:
                     out.pop(f, None)
                 full = full and size_of(out.get(f, WHOLE).axes) == rule.sizes[f]
     return out
+
+
+def _may_cut(op: Op, rule: Rule, f: int, axes: Axes, grain: int) -> bool:
+    windows = [window for g, window in rule.windows if g == f]
+    if f in rule.mirrored:
+        return even(rule.sizes[f], axes)
+    if rule.kinds[f] is Kind.WHOLE or (rule.kinds[f] is Kind.PERMUTE and not windows):
+        return False
+    return not windows or (grain == 1 and all(_halo(op, axes, window) is not None for window in windows))
+
+
+def _halo(op: Op, axes: Axes, window: Window) -> halo.Halo | None:
+    size, made = op.operands[window.operand].shape[window.dim], op.results[window.result].shape[window.result_dim]
+    return halo.plan(size, made, axes, window)
 
 
 def layout_of(rule: Rule, dims: Sequence[tuple[int, ...]], choice: Choice, result: bool) -> Layout:
@@ -184,6 +210,12 @@ def _cost(
         want = regrained(value.shape, want, made)
         if made != want:
             total += cost(plan(value.shape, made, want, value.dtype.itemsize), value.shape, value.dtype.itemsize)
+    for f, window in rule.windows:
+        if f in choice and (needed := _halo(op, choice[f].axes, window)) is not None:
+            layout = layout_of(rule, rule.operands[window.operand], choice, False)
+            value = op.operands[window.operand]
+            part = local_bytes(value.shape, layout, value.dtype.itemsize)
+            total += halo.price(needed, part, LATENCY_BYTES)
     work = rule.flops or sum(v.numel for v in op.results)
     return total + work * share(rule, choice) / FLOPS_PER_BYTE
 

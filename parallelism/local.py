@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import getitem
 from typing import Any
 
 from torch import fx
+from tpshard.parallelism import halo
 from tpshard.parallelism.choose import Choice, layout_of, share
 from tpshard.parallelism.factors import WHOLE
 from tpshard.parallelism.graph import Op, map_refs
 from tpshard.parallelism.lower import Emitter
 from tpshard.parallelism.mesh import Axes
 from tpshard.parallelism.program import INFO, Info, Spec, info
-from tpshard.parallelism.rules.rule import Rule
+from tpshard.parallelism.rules.rule import Rule, Window
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import local_shape, local_size
 
@@ -44,6 +45,38 @@ class LocalPart:
     def offset(self, factor: int) -> Any:
         axes, grain = self.choice.get(factor, WHOLE)
         return self.emitter.offset(axes, self.rule.sizes[factor], grain)
+
+    # ---- neighbours -------------------------------------------------------------------------------------
+    def window(self, operand: int, result: int = 0) -> Any:
+        node = self.inputs[operand]
+        for size, axes, plan, window in self._halos(operand, result):
+            node = halo.window(self.emitter, node, window.dim, size, axes, plan, window.fill, self._why(operand))
+        return node
+
+    def fold(self, node: Any, operand: int, result: int = 0) -> Any:
+        for size, axes, plan, window in reversed(list(self._halos(operand, result))):
+            node = halo.fold(self.emitter, node, window.dim, size, axes, plan, self._why(operand))
+        return node
+
+    def mirror(self, operand: int) -> Any:
+        node = self.inputs[operand]
+        for dim, members in enumerate(self.rule.operands[operand]):
+            for f in set(members) & set(self.rule.mirrored) & set(self.choice):
+                node = halo.mirror(self.emitter, node, dim, self.axes(f), self._why(operand))
+        return node
+
+    def _halos(self, operand: int, result: int) -> Iterator[tuple[int, Axes, halo.Halo, Window]]:
+        for f, window in self.rule.windows:
+            if f in self.choice and (window.operand, window.result) == (operand, result):
+                size = self.op.operands[operand].shape[window.dim]
+                plan = halo.plan(size, self.op.results[result].shape[window.result_dim], self.axes(f), window)
+                assert plan is not None, "a choice cuts a window that has no halo"
+                yield size, self.axes(f), plan, window
+
+    def _why(self, operand: int) -> dict[str, Any]:
+        value = self.op.operands[operand]
+        return {"reason": f"`{self.op.name}` reads its neighbours' `{value.name}`", "value": value.name,
+                "of": "activation"}  # fmt: skip
 
     def emit(
         self, target: Any, *args: Any, shape: Sequence[int], dtype: Any = None, work: bool = False, **kwargs: Any

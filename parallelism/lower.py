@@ -33,6 +33,11 @@ def valid(axes: Axes, size: int, grain: int) -> int:
     raise RuntimeError("a program's valid sizes are evaluated by the executor or the simulation, which know the rank")
 
 
+def pick(axes: Axes, table: tuple[int, ...]) -> int:
+    """The entry of a table for this device's place on `axes`, outer to inner; evaluated as `offset` is."""
+    raise RuntimeError("a program's tables are read by the executor or the simulation, which know the rank")
+
+
 def is_first(position: int) -> int:
     """1 on the first coordinate, else 0: keeps a replicated value on one of the devices that will be summed."""
     return int(position == 0)
@@ -71,6 +76,10 @@ class Emitter:
     def move(self, target: Any, node: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:
         return self.call(target, (node, *args), [Spec(tuple(shape), info(node).specs[0].dtype)])
 
+    def number(self, target: Any, shape: Sequence[int], dtype: torch.dtype, *args: Any) -> fx.Node:
+        """A node without a leading operand whose dtype it has."""
+        return self.call(target, args, [Spec(tuple(shape), dtype)])
+
     def reshape(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
         shape = tuple(shape)
         return node if info(node).specs[0].shape == shape else self.move(aten.reshape.default, node, shape, list(shape))
@@ -87,7 +96,7 @@ class Emitter:
         for axis in axes:
             size = local_size(size, (axis,), grain)
             strides.append(size)
-        return self._ranked(offset, axes, tuple(strides)) if axes else 0
+        return self.ranked_number(offset, axes, tuple(strides)) if axes else 0
 
     def position(self, axes: Axes) -> Any:
         """Node of this device's index in the row-major order of `axes`; 0 without axes."""
@@ -95,9 +104,10 @@ class Emitter:
 
     def valid(self, axes: Axes, size: int, grain: int = 1) -> Any:
         """Node of how many elements of this device's part of a dim are not padding."""
-        return self._ranked(valid, axes, size, grain)
+        return self.ranked_number(valid, axes, size, grain)
 
-    def _ranked(self, target: Any, axes: Axes, *args: Any) -> fx.Node:
+    def ranked_number(self, target: Any, axes: Axes, *args: Any) -> fx.Node:
+        """Node of a number that depends on the device's place on `axes`: `offset`, `valid` or `pick`."""
         key = (target, axes, *args)
         if key not in self.ranked:
             with self.graph.inserting_after(self.prologue) if self.prologue else self.graph.inserting_before(None):
@@ -260,6 +270,19 @@ class Emitter:
     def _permute(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         axes = self.mesh.sorted(a for a, _, _ in step.parts)
         table = permutation_table(step.before, step.after, axes, [a for a, _, _ in step.parts])
+        return self._send(node, axes, table, why)
+
+    def send(self, node: fx.Node, axes: Axes, to: Sequence[int], why: dict[str, Any]) -> fx.Node:
+        """What another device of the group over `axes` (outer to inner) holds: device i sends its part to `to[i]`."""
+        members = self.mesh.sorted(axes)
+        cuts = atoms((axes, members))
+        inner, group = split(axes, cuts), split(members, cuts)
+        table = [0] * len(to)
+        for i, target in enumerate(to):
+            table[_place(i, inner, group)] = _place(target, inner, group)
+        return self._send(node, members, tuple(table), why)
+
+    def _send(self, node: fx.Node, axes: Axes, table: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         spec = info(node).specs[0]
         numel = math.prod(spec.shape)
         flat = self.reshape(node, (numel,))
@@ -270,6 +293,15 @@ class Emitter:
             spec.bytes, why,
         )  # fmt: skip
         return self.reshape(got, spec.shape)
+
+
+def _place(index: int, order: Axes, group: Axes) -> int:
+    """Of a place in the row-major order of `order` the place in that of `group`, the same axes."""
+    at = dict(zip(order, _unravel(index, [a.size for a in order])))
+    position = 0
+    for axis in group:
+        position = position * axis.size + at[axis]
+    return position
 
 
 def permutation_table(before: Layout, after: Layout, axes: Axes, parts: Sequence[Axis]) -> tuple[int, ...]:

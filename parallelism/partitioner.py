@@ -25,7 +25,7 @@ from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation, Shardings
 from tpshard.parallelism.reasons import Reasons
 from tpshard.parallelism.reshard import LATENCY_BYTES, cost, plan
-from tpshard.parallelism.rules.rule import Dim, Rule
+from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.sharding import Layout, Sharding, even, local_shape, replicated
 
 aten = torch.ops.aten
@@ -114,6 +114,7 @@ class _Partitioner:
         self.copies: dict[Value, dict[Layout, fx.Node]] = {}
         self.home: dict[Value, Layout] = {}
         self.choices: dict[Op, Choice] = {}
+        self.rules: dict[Op, Rule] = {}
         self.warnings: list[str] = []
         self.reasons = Reasons(shardings)
         self.asked: dict[Value, set[Layout]] = {}
@@ -157,7 +158,9 @@ class _Partitioner:
             fixed = [self._is_fixed(v) for v in op.operands]
             # What another op has fetched already costs nothing more.
             there = [() if first else self.asked.get(v, ()) for v in op.operands]
-            choice = choose(op, rule, homes, [self.propagated[r] for r in op.results], fixed, there)
+            wanted = [self.propagated[r] for r in op.results]
+            rule, choice = choose(op, self.s.rules[op], homes, wanted, fixed, there)
+            self.rules[op] = rule
             if first and any(fixed):
                 for value, dims in zip(op.operands, rule.operands):
                     need = layout_of(rule, dims, choice, False)
@@ -180,7 +183,8 @@ class _Partitioner:
         return self.propagated[value]
 
     def rule(self, op: Op) -> Rule:
-        return self.s.rules[op]
+        """The rule that the op is computed by: one of its own, once it is chosen."""
+        return self.rules.get(op, self.s.rules[op])
 
     def _anchor_layout(self, op: Op) -> Layout:
         value = op.results[0]
@@ -294,11 +298,11 @@ class _Partitioner:
         nodes = made if isinstance(made, list) else [made]
         if not rule.known and size_of(a for v in op.operands for a in self.home[v].axes) > 1:
             self.warnings.append(f"`{op.name}` ({op.target}) has no rule: its operands are gathered whole")
-        for result, dims, node in zip(op.results, rule.results, nodes):
+        for i, (result, dims, node) in enumerate(zip(op.results, rule.results, nodes)):
             layout = layout_of(rule, dims, choice, True)
             if carried:
                 layout = layout.summed(union(layout.partial, carried))
-            self.zeros[node] = self._zeros(rule, choice, inputs, dims)
+            self.zeros[node] = self._zeros(op, rule, inputs, i, layout)
             self.copies[result] = {layout: node}
             self.home[result] = layout
             if layout.partial and result not in self.kept:
@@ -313,32 +317,38 @@ class _Partitioner:
     def _filled(self, node: fx.Node, op: Op, rule: Rule, choice: Choice, operand: int, layout: Layout) -> fx.Node:
         """An operand whose padding holds what the op can compute with (see `Rule.fill`)."""
         value = op.operands[operand]
-        for d, members in enumerate(rule.operands[operand]):
-            for factor in set(members) & uneven(rule, choice):
-                fill = rule.fill(operand, factor)
-                zeros = self.zeros.get(node, frozenset())
-                if fill is None or (fill == 0 and d in zeros):
-                    continue
-                if abs(fill) == math.inf and not value.dtype.is_floating_point:
-                    limits = torch.iinfo(value.dtype)
-                    fill = limits.max if fill > 0 else limits.min
-                mask = self.emitter.padding(layout.dims[d], value.shape[d], layout.grain(d), value.rank, d)
-                spec = Spec(local_shape(value.shape, layout), value.dtype)
-                node = self.emitter.call(aten.masked_fill.Scalar, (node, mask, fill), [spec])
-                self.zeros[node] = zeros | {d} if fill == 0 else zeros - {d}
+        for d in _padded(value.shape, layout):
+            axes, grain = layout.dims[d], layout.grain(d)
+            members = [f for f in rule.operands[operand][d] if f in choice]
+            # The minor-most factor that is cut is the one whose last part is padded.
+            fill = rule.fill(operand, members[-1])
+            zeros = self.zeros.get(node, frozenset())
+            if fill is None or (fill == 0 and d in zeros):
+                continue
+            if abs(fill) == math.inf and not value.dtype.is_floating_point:
+                limits = torch.iinfo(value.dtype)
+                fill = limits.max if fill > 0 else limits.min
+            mask = self.emitter.padding(axes, value.shape[d], grain, value.rank, d)
+            spec = Spec(local_shape(value.shape, layout), value.dtype)
+            node = self.emitter.call(aten.masked_fill.Scalar, (node, mask, fill), [spec])
+            self.zeros[node] = zeros | {d} if fill == 0 else zeros - {d}
         return node
 
-    def _zeros(self, rule: Rule, choice: Choice, inputs: Sequence[fx.Node], dims: Sequence[Dim]) -> frozenset[int]:
+    def _zeros(self, op: Op, rule: Rule, inputs: Sequence[fx.Node], result: int, layout: Layout) -> frozenset[int]:
         """The dims of a result whose padding is 0, because it is of all that the op is linear in."""
-        unclean: set[int] = set()
-        for i, (node, of) in enumerate(zip(inputs, rule.operands)):
+        unclean = {f for f, kind in enumerate(rule.kinds) if kind is Kind.PERMUTE}
+        held: set[int] = set()
+        for i, (node, dims) in enumerate(zip(inputs, rule.operands)):
             zeros = self.zeros.get(node, frozenset())
-            for d, members in enumerate(of):
+            for d, members in enumerate(dims):
+                held.update(members)
                 if i not in rule.additive or d not in zeros:
                     unclean.update(members)
-        held = {f for of in rule.operands for members in of for f in members}
-        wrong = uneven(rule, choice) & (unclean | set(range(len(rule.sizes))) - held)
-        return frozenset(d for d, members in enumerate(dims) if not wrong.intersection(members))
+        padded = _padded(op.results[result].shape, layout)
+        return frozenset(
+            d for d, members in enumerate(rule.results[result])
+            if d not in padded or (held.issuperset(members) and not unclean.intersection(members))
+        )  # fmt: skip
 
     def get(self, value: Value, layout: Layout, reader: Op) -> fx.Node:
         """The node that holds `value` in `layout`: made once, by the cheapest way from a copy there is."""
@@ -393,9 +403,9 @@ class _Partitioner:
         return Port(value.name, value.shape, value.dtype, self.home[value], self.kinds.get(value, "tensor"))
 
 
-def uneven(rule: Rule, choice: Choice) -> set[int]:
-    """The factors whose last parts are padded."""
-    return {f for f, (axes, grain) in choice.items() if not even(rule.sizes[f] // grain, axes)}
+def _padded(shape: Sequence[int], layout: Layout) -> list[int]:
+    """The dims whose last parts are padded."""
+    return [d for d, n in enumerate(shape) if not even(n // layout.grain(d), layout.dims[d])]
 
 
 def _drop_dead(graph: fx.Graph) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
-from tpshard.parallelism.lower import transfers, valid
+from tpshard.parallelism.lower import pick, transfers, valid
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.program import Port, Program, offset, parse_group
 from tpshard.parallelism.sharding import Layout, local_size
@@ -19,17 +19,19 @@ ISSUING = {
     funcol.all_to_all_single.default,
 }  # fmt: skip
 
-RANKED = (offset, transfers, valid)
+RANKED = (offset, transfers, valid, pick)
 """Functions of the rank: what differs between the devices' runs of one graph."""
 
 
 def evaluate(target: Any, args: tuple[Any, ...], mesh: Mesh, rank: int) -> Any:
-    """What depends on the rank: `offset` and `transfers`."""
+    """A number, or numbers, that depend on the rank: what the `RANKED` functions stand for."""
     axes = tuple(Axis(*a) for a in args[0])
     if target is offset:
         return sum(mesh.index(axis, rank) * stride for axis, stride in zip(axes, args[1]))
     if target is valid:
         return block((args[1],), Layout((axes,), grains=(args[2],)), mesh, rank)[0][1]
+    if target is pick:
+        return args[1][mesh.linear_index(axes, rank)]
     assert target is transfers
     _, table, length, receive = args
     me = mesh.linear_index(axes, rank)

@@ -18,7 +18,7 @@ def broadcast_dims(factors: Factors, shapes: Sequence[tuple[int, ...]], out: tup
     list[tuple[Dim, ...]], tuple[Dim, ...]
 ]:
     """Factors of operands that broadcast (aligned at the last dim) to `out`."""
-    result = factors.dims(out)
+    result = factors.dims(out, ones=True)
     operands = []
     for shape in shapes:
         lead = len(out) - len(shape)

@@ -17,7 +17,7 @@ def forward_operand(local: LocalOp) -> Any:
 
 def same(op: Op) -> Rule:
     factors = Factors()
-    dims = factors.dims(op.results[0].shape)
+    dims = factors.dims(op.results[0].shape, ones=True)
     return factors.rule([dims], [dims], additive=(0,), priority=0, local=forward_operand)
 
 

@@ -8,7 +8,7 @@ import torch
 from tpshard.parallelism.graph import Op, Ref
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
-from tpshard.parallelism.rules.shape import mismatch
+from tpshard.parallelism.rules.shape import whole
 
 aten = torch.ops.aten
 
@@ -104,7 +104,7 @@ def gather(op: Op) -> Rule:
     """x.gather(dim, index): masked where the dim is sharded, as for the target logit of a sharded vocabulary."""
     x, index = op.operands
     if x.rank == 0 or index.rank == 0:
-        return mismatch(op, [], additive=())
+        return whole(op, [], additive=())
     dim = op.args[1] % x.rank
     factors = Factors()
     v = factors.new(x.shape[dim], Kind.REDUCE)
@@ -137,7 +137,7 @@ def scatter(op: Op) -> Rule:
     x, index = op.operands[:2]
     src = op.operands[2] if len(op.operands) > 2 else None
     if x.rank == 0 or (src is not None and src.shape != index.shape):
-        return mismatch(op, range(x.rank), additive=())
+        return whole(op, range(x.rank), additive=())
     dim = op.args[1] % x.rank
     adds = "scatter_add" in op.target.overloadpacket.__name__
     factors = Factors()

@@ -8,7 +8,7 @@ import torch
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule
-from tpshard.parallelism.rules.shape import mismatch
+from tpshard.parallelism.rules.shape import whole
 
 aten = torch.ops.aten
 
@@ -66,9 +66,9 @@ def along(op: Op, position: int = 1, default: int = -1) -> Rule:
     dim = op.args[position] if len(op.args) > position else op.kwargs.get("dim", default)
     rank = op.operands[0].rank
     if rank == 0:
-        return mismatch(op, [], additive=())
+        return whole(op, [], additive=())
     linear = op.target is aten.cumsum.default
-    return mismatch(op, [dim], additive=(0,) if linear else ())
+    return whole(op, [dim], additive=(0,) if linear else ())
 
 
 def reduction(kind: str) -> Entry:

@@ -26,6 +26,27 @@ class Kind(Enum):
     """Summed over: results without it are partial where it is sharded."""
     WHOLE = "whole"
     """The computation needs the whole dim (sort, cumulative sum)."""
+    PERMUTE = "permute"
+    """Elements change places along it (slice, pad, roll, a convolution's window): a device needs its neighbours', as
+    the rule's windows say; the whole dim where it has none."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a result reads of an operand along a dim: position `o` reads the operand's positions from
+    `stride * o + first` on, `span` of them."""
+
+    operand: int
+    dim: int
+    result: int
+    result_dim: int
+    first: int = 0
+    stride: int = 1
+    span: int = 1
+    fill: float | None = None
+    """What positions that the operand does not have hold; None: what is read there is not used."""
+    cyclic: bool = False
+    """Whether the first position follows the last."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +77,12 @@ class Rule:
     """(operand, what its padding must hold): indices that are looked up, divisors."""
     guarded: tuple[int, ...] = ()
     """Summed factors whose padding the rule's own `local` does not read."""
+    windows: tuple[tuple[int, Window], ...] = ()
+    """(factor, window): how results read operands along factors of kind PERMUTE, or of windowed sums."""
+    mirrored: tuple[int, ...] = ()
+    """Factors that are read from end to start."""
+    others: tuple[Rule, ...] = ()
+    """Other ways to compute the op in parts; the partitioner takes the cheapest."""
     because: str = ""
     """Why dims must be whole, in words for a plan; empty where the op's name says it."""
 
@@ -101,6 +128,15 @@ class LocalOp(Protocol):
     def offset(self, factor: int) -> Any:
         """Node (or 0) of this device's first global index along a factor."""
 
+    def window(self, operand: int, result: int = 0) -> Any:
+        """Node of what this device reads of an operand for its part of a result; the operand where no window is cut."""
+
+    def fold(self, node: Any, operand: int, result: int = 0) -> Any:
+        """Transpose of `window`: from a gradient of the window the gradient of this device's part of the operand."""
+
+    def mirror(self, operand: int) -> Any:
+        """Node of this device's part of the operand flipped along the mirrored factors that are cut."""
+
     def same(self, **kwargs: Any) -> Any:
         """The same op on the local parts, with its keyword arguments updated."""
 
@@ -120,9 +156,10 @@ class Factors:
         self.kinds.append(kind)
         return len(self.sizes) - 1
 
-    def dims(self, shape: Sequence[int], kind: Kind = Kind.PASS) -> tuple[Dim, ...]:
-        """A factor of its own for each dim; none for dims of size 1."""
-        return tuple((self.new(n, kind),) if n != 1 else () for n in shape)
+    def dims(self, shape: Sequence[int], kind: Kind = Kind.PASS, ones: bool = False) -> tuple[Dim, ...]:
+        """A factor of its own for each dim; for dims of size 1 only where `ones` is set: what passes every dim passes
+        them too, when a slice of one row lies on the device that has it."""
+        return tuple((self.new(n, kind),) if n != 1 or ones else () for n in shape)
 
     def rule(self, operands: Sequence[tuple[Dim, ...]], results: Sequence[tuple[Dim, ...]], **rest: Any) -> Rule:
         if "work" not in rest:

@@ -1,4 +1,4 @@
-"""Views, permutations, broadcasts, pieces: ops that move data and compute nothing."""
+"""Views, permutations, broadcasts: ops that move data and compute nothing."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def view(op: Op) -> Rule:
 
 def permute(op: Op) -> Rule:
     factors = Factors()
-    dims = factors.dims(op.operands[0].shape)
+    dims = factors.dims(op.operands[0].shape, ones=True)
     order = [d % len(dims) for d in op.args[1]]
     return factors.rule([dims], [tuple(dims[d] for d in order)], additive=(0,), priority=0)
 
@@ -98,78 +98,29 @@ def expand(op: Op) -> Rule:
     return factors.rule([operand], [result], additive=(0,), priority=0, local=local)
 
 
-def mismatch(op: Op, dims: Sequence[int], additive: tuple[int, ...] = (0,)) -> Rule:
-    """All dims of operands and results correspond, but for `dims`, which must be whole (slice, pad, flip, sort)."""
+def alike(op: Op, dims: Sequence[int], kind: Kind, additive: tuple[int, ...] = (0,), **rest: Any) -> Rule:
+    """All dims of operands and results correspond; `dims`, which may differ in length, are factors of `kind`."""
     factors = Factors()
     rank = op.results[0].rank
+    tensors = [v for v in (*op.operands, *op.results) if v.rank == rank]
     changed = {d % rank for d in dims} if rank else set()
-    shared = [() if d in changed or op.results[0].shape[d] == 1 else (factors.new(op.results[0].shape[d]),)
-              for d in range(rank)]
+    shared: list[Dim] = []
+    for d in range(rank):
+        size = max(v.shape[d] for v in tensors)
+        shared.append(() if size == 1 else (factors.new(size, kind if d in changed else Kind.PASS),))
 
     def of(shape: tuple[int, ...]) -> tuple[Dim, ...]:
-        return tuple((factors.new(n, Kind.WHOLE),) if d in changed and n != 1 else shared[d]
-                     for d, n in enumerate(shape))
+        if len(shape) != rank:
+            return tuple(() for _ in shape)
+        return tuple(shared[d] if d in changed or n != 1 else () for d, n in enumerate(shape))
 
-    operands = [of(v.shape) if v.rank == rank else tuple(() for _ in v.shape) for v in op.operands]
-    return factors.rule(operands, [of(v.shape) for v in op.results], additive=additive)
-
-
-def slice_rule(op: Op) -> Rule:
-    return mismatch(op, [op.args[1] if len(op.args) > 1 else 0])
+    operands, results = [of(v.shape) for v in op.operands], [of(v.shape) for v in op.results]
+    return factors.rule(operands, results, additive=additive, **rest)
 
 
-def cat(op: Op) -> Rule:
-    dim = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
-    if any(v.shape == (0,) for v in op.operands):
-        return mismatch(op, range(op.results[0].rank), additive=())
-    return mismatch(op, [dim], additive=tuple(range(len(op.operands))))
-
-
-def split(op: Op) -> Rule:
-    dim = op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0)
-    return mismatch(op, [dim])
-
-
-def pad(op: Op) -> Rule:
-    rank = op.operands[0].rank
-    touched = [rank - 1 - i // 2 for i, n in enumerate(op.args[1]) if n]
-    value = op.args[2] if len(op.args) > 2 else 0
-    return mismatch(op, touched, additive=(0,) if not value else ())
-
-
-def dims_argument(op: Op) -> Rule:
-    """flip, roll: the listed dims are whole."""
-    dims = op.args[-1] if op.target is not aten.roll.default else (op.args[2] if len(op.args) > 2 else ())
-    rank = op.results[0].rank
-    return mismatch(op, dims if dims else range(rank))
-
-
-def select(op: Op) -> Rule:
-    """x[:, i]: the chosen dim is whole and disappears."""
-    factors = Factors()
-    source = op.operands[0].shape
-    dim = op.args[1] % len(source)
-    dims = [(factors.new(n, Kind.WHOLE if d == dim else Kind.PASS),) if n != 1 else () for d, n in enumerate(source)]
-    return factors.rule([tuple(dims)], [tuple(d for i, d in enumerate(dims) if i != dim)], additive=(0,))
-
-
-def unbind(op: Op) -> Rule:
-    factors = Factors()
-    source = op.operands[0].shape
-    dim = (op.args[1] if len(op.args) > 1 else 0) % len(source)
-    dims = [(factors.new(n, Kind.WHOLE if d == dim else Kind.PASS),) if n != 1 else () for d, n in enumerate(source)]
-    out = tuple(d for i, d in enumerate(dims) if i != dim)
-    return factors.rule([tuple(dims)], [out] * len(op.results), additive=(0,))
-
-
-def tril(op: Op) -> Rule:
-    """Depends on the position in the last two dims: both whole."""
-    return mismatch(op, [-1, -2])
-
-
-def scatter_slice(op: Op) -> Rule:
-    """slice_scatter(x, src, dim, ...): the dim is whole."""
-    return mismatch(op, [op.args[2] if len(op.args) > 2 else 0], additive=(0, 1))
+def whole(op: Op, dims: Sequence[int], additive: tuple[int, ...] = (0,)) -> Rule:
+    """All dims correspond, but for `dims`, which must be whole (sort, cumulative sum)."""
+    return alike(op, dims, Kind.WHOLE, additive)
 
 
 # ---- other spellings, which graphs hold as view and permute ---------------------------------------------------------
@@ -203,12 +154,6 @@ OPS: Table = {
     aten.transpose: looks(permute, strides.transposed, canonical=as_permute),
     aten.t: looks(permute, strides.turned, canonical=as_permute),
     aten.expand: looks(expand, strides.expanded, broadcasts=True),
-    aten.slice: looks(slice_rule, strides.sliced),
-    aten.narrow: looks(slice_rule, strides.piece),
-    aten.split: looks(split, strides.piece),
-    aten.split_with_sizes: looks(split, strides.piece),
-    aten.select: looks(select, strides.selected),
-    aten.unbind: looks(unbind, strides.selected),
     aten.as_strided: Entry(view=strides.given),
     aten.alias: operand,
     aten.detach: decomposed,  # to alias
@@ -216,13 +161,6 @@ OPS: Table = {
     aten.lift_fresh_copy: operand,
     getitem: Entry(view=strides.same),
     "_c10d_functional.wait_tensor": Entry(view=strides.same, work="free"),
-    aten.cat: Entry(cat),
-    aten.slice_scatter: Entry(scatter_slice),
-    aten.constant_pad_nd: Entry(pad),
-    aten.flip: Entry(dims_argument),
-    aten.roll: Entry(dims_argument, inlined=True),
-    aten.tril: Entry(tril),
-    aten.triu: Entry(tril),
     aten.size: answered,
     aten.stride: answered,
     aten.storage_offset: answered,

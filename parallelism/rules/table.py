@@ -16,6 +16,7 @@ from tpshard.parallelism.rules import (
     identities,
     indexing,
     paged,
+    pieces,
     reduction,
     reorder,
     shape,
@@ -24,7 +25,8 @@ from tpshard.parallelism.rules.entry import Entry, random
 from tpshard.parallelism.rules.rule import Rule, whole
 
 THEMES = (
-    contraction, elementwise, shape, reduction, indexing, creation, attention, paged, reorder, identities, decomposed,
+    contraction, elementwise, shape, pieces, reduction, indexing, creation, attention, paged, reorder, identities,
+    decomposed,
 )  # fmt: skip
 OTHER = Entry()
 """What is known of an op that is not in the table."""

@@ -1,0 +1,274 @@
+"""Pieces of a dim: slices, padding, shifts, and tensors put one after the other.
+
+Cut over devices, a piece reads its neighbours (`Rule.windows`); the whole dim is gathered where that is cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tpshard.parallelism.graph import Op
+from tpshard.parallelism.rules import strides
+from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.indexing import owned
+from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule, Window
+from tpshard.parallelism.rules.shape import alike, looks, whole
+
+aten = torch.ops.aten
+
+
+def windowed(rule: Rule, windows: Sequence[Window]) -> Rule:
+    """A rule whose results read operands through windows."""
+    with_factor: list[tuple[int, Window]] = []
+    for window in windows:
+        members = rule.operands[window.operand][window.dim]
+        with_factor.extend((f, window) for f in members)
+    return replace(rule, windows=tuple(with_factor))
+
+
+def cut_dims(at: LocalOp, rule: Rule, operand: int = 0) -> set[int]:
+    """The dims of an operand that are cut and moved along."""
+    return {
+        d for d, members in enumerate(rule.operands[operand])
+        for f in members if at.axes(f) and rule.kinds[f] is Kind.PERMUTE
+    }  # fmt: skip
+
+
+# ---- slices ---------------------------------------------------------------------------------------------------------
+def bounds(op: Op, position: int) -> tuple[int, int, int, int]:
+    """(dim, start, end, step) of a slice whose dim is argument `position`; of a length known from the shapes."""
+    given = (*op.args[position : position + 4], *(None,) * 4)
+    dim, start, end, step = (given[0] or 0) % op.operands[0].rank, given[1] or 0, given[2], given[3] or 1
+    size = op.operands[0].shape[dim]
+    start = min(max(start + size if start < 0 else start, 0), size)
+    end = size if end is None else min(max(end + size if end < 0 else end, start), size)
+    return dim, start, end, step
+
+
+def slice_rule(op: Op) -> Rule:
+    """x[start:end:step] along a dim, and narrow."""
+    if op.target is aten.narrow.default:
+        dim, start, step = op.args[1] % op.operands[0].rank, op.args[2], 1
+    else:
+        dim, start, _, step = bounds(op, 1)
+
+    def local(at: LocalOp) -> Any:
+        if not cut_dims(at, rule):
+            return at.same()
+        node = at.window(0)
+        return node if step == 1 else at.emit(aten.slice.Tensor, node, dim, 0, 1 << 62, step, shape=at.shape())
+
+    rule = alike(op, [dim], Kind.PERMUTE, local=local)
+    rule = windowed(rule, [Window(0, dim, 0, dim, first=start, stride=step)])
+    return replace(rule, others=(picked(op, dim, range(start, start + step * op.results[0].shape[dim], step)),))
+
+
+def picked(op: Op, dim: int, positions: range) -> Rule:
+    """The same positions of a dim, whole, as a sum: every device fills in those that it has."""
+    x, out = op.operands[0], op.results[0]
+    keep = out.rank == x.rank
+    factors = Factors()
+    chosen = factors.new(x.shape[dim], Kind.REDUCE if out.dtype != torch.bool else Kind.WHOLE)
+    dims = [(chosen,) if d == dim else (factors.new(n),) if n != 1 else () for d, n in enumerate(x.shape)]
+    kept = [() if d == dim else members for d, members in enumerate(dims) if keep or d != dim]
+
+    def local(at: LocalOp) -> Any:
+        if not at.axes(chosen):
+            return at.same()
+        count = (len(positions),)
+        index = at.emit(
+            aten.arange.start_step, positions.start, positions.stop, positions.step, shape=count, dtype=torch.int64
+        )
+        mine, foreign = owned(at, index, chosen, count)
+        shape = [len(positions) if d == dim else n for d, n in enumerate(at.operand_shape(0))]
+        rows = at.emit(aten.index_select.default, at.inputs[0], dim, mine, shape=shape)
+        mask = [len(positions) if d == dim else 1 for d in range(x.rank)]
+        foreign = at.emit(aten.reshape.default, foreign, mask, shape=mask, dtype=torch.bool)
+        rows = at.emit(aten.masked_fill.Scalar, rows, foreign, 0, shape=shape)
+        return rows if keep else at.emit(aten.squeeze.dim, rows, dim, shape=at.shape())
+
+    return factors.rule([tuple(dims)], [tuple(kept)], additive=(0,), local=local, guarded=(chosen,))
+
+
+def select(op: Op) -> Rule:
+    """x[:, i]: the device that has the position gives it to all."""
+    x = op.operands[0]
+    dim = op.args[1] % x.rank
+    index = op.args[2] % x.shape[dim]
+    return picked(op, dim, range(index, index + 1))
+
+
+def unbind(op: Op) -> Rule:
+    """All positions of a dim, each by itself: the dim must be whole."""
+    factors = Factors()
+    source = op.operands[0].shape
+    dim = (op.args[1] if len(op.args) > 1 else 0) % len(source)
+    dims = [(factors.new(n, Kind.WHOLE if d == dim else Kind.PASS),) if n != 1 else () for d, n in enumerate(source)]
+    out = tuple(d for i, d in enumerate(dims) if i != dim)
+    return factors.rule([tuple(dims)], [out] * len(op.results), additive=(0,))
+
+
+def split(op: Op) -> Rule:
+    """A slice for each result."""
+    dim = (op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0)) % op.operands[0].rank
+    starts = [0]
+    for result in op.results:
+        starts.append(starts[-1] + result.shape[dim])
+
+    def local(at: LocalOp) -> Any:
+        if not cut_dims(at, rule):
+            return at.same()
+        return [at.window(0, i) for i in range(len(op.results))]
+
+    rule = alike(op, [dim], Kind.PERMUTE, local=local)
+    return windowed(rule, [Window(0, dim, i, dim, first=starts[i]) for i in range(len(op.results))])
+
+
+# ---- shifts ---------------------------------------------------------------------------------------------------------
+def pad(op: Op) -> Rule:
+    """constant_pad_nd(x, widths, value); a negative width cuts off."""
+    rank, widths = op.operands[0].rank, [*op.args[1]]
+    value = (op.args[2] if len(op.args) > 2 else op.kwargs.get("value", 0)) or 0
+    before = {rank - 1 - i // 2: widths[i] for i in range(0, len(widths), 2) if widths[i] or widths[i + 1]}
+
+    def local(at: LocalOp) -> Any:
+        cut = cut_dims(at, rule)
+        if not cut:
+            return at.same()
+        node = at.window(0)
+        rest = [0 if rank - 1 - i // 2 in cut else n for i, n in enumerate(widths)]
+        return at.emit(aten.constant_pad_nd.default, node, rest, value, shape=at.shape()) if any(rest) else node
+
+    rule = alike(op, list(before), Kind.PERMUTE, (0,) if not value else (), local=local)
+    return windowed(rule, [Window(0, d, 0, d, first=-n, fill=value) for d, n in before.items()])
+
+
+def roll(op: Op) -> Rule:
+    """roll(x, shifts, dims): the way around that is shorter."""
+    x = op.operands[0]
+    given = op.args[2] if len(op.args) > 2 else op.kwargs.get("dims", ())
+    shifts = [op.args[1]] if isinstance(op.args[1], int) else [*op.args[1]]
+    if not given and x.rank != 1:  # of all elements in a row
+        return whole(op, range(x.rank))
+    moved: dict[int, int] = {}
+    for d, n in zip([d % x.rank for d in given] or [0], shifts):
+        moved[d] = (moved.get(d, 0) + n) % max(x.shape[d], 1)
+
+    def local(at: LocalOp) -> Any:
+        cut = cut_dims(at, rule)
+        rest = {d: n for d, n in moved.items() if d not in cut}
+        node = at.window(0)
+        return at.emit(aten.roll.default, node, list(rest.values()), list(rest), shape=at.shape()) if rest else node
+
+    rule = alike(op, list(moved), Kind.PERMUTE, local=local)
+    nearer = {d: -n if 2 * n <= x.shape[d] else x.shape[d] - n for d, n in moved.items()}
+    return windowed(rule, [Window(0, d, 0, d, first=n, cyclic=True) for d, n in nearer.items()])
+
+
+def flip(op: Op) -> Rule:
+    """Devices change places in pairs, and each turns its own part around."""
+    dims = [d % op.operands[0].rank for d in op.args[1]]
+
+    def local(at: LocalOp) -> Any:
+        cut = cut_dims(at, rule)
+        rest = [d for d in dims if d not in cut]
+        node = at.mirror(0)
+        return at.emit(aten.flip.default, node, rest, shape=at.shape()) if rest else node
+
+    rule = alike(op, dims, Kind.PERMUTE, local=local)
+    return replace(rule, mirrored=tuple(f for d in dims for f in rule.operands[0][d]))
+
+
+# ---- tensors put together -------------------------------------------------------------------------------------------
+def cat(op: Op) -> Rule:
+    """Every device brings in what its part of the result has of each operand."""
+    out = op.results[0]
+    dim = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % out.rank
+    if any(v.shape == (0,) for v in op.operands):
+        return whole(op, range(out.rank), additive=())
+    starts = [0]
+    for value in op.operands:
+        starts.append(starts[-1] + value.shape[dim])
+
+    def local(at: LocalOp) -> Any:
+        if not cut_dims(at, rule):
+            return at.same()
+        (f,) = rule.results[0][dim]
+        node = at.window(0)
+        for i in range(1, len(op.operands)):
+            node = at.emit(aten.where.self, from_on(at, f, dim, starts[i]), at.window(i), node, shape=at.shape())
+        return node
+
+    rule = alike(op, [dim], Kind.PERMUTE, tuple(range(len(op.operands))), local=local)
+    return windowed(rule, [Window(i, dim, 0, dim, first=-starts[i]) for i in range(len(op.operands))])
+
+
+def from_on(at: LocalOp, factor: int, dim: int, start: int) -> Any:
+    """Mask of the positions of this device's part of the result, along a dim, that are `start` or behind it."""
+    shape = at.shape()
+    count = (shape[dim],)
+    places = at.emit(aten.arange.default, shape[dim], shape=count, dtype=torch.int64)
+    places = at.emit(aten.add.Tensor, places, at.offset(factor), shape=count, dtype=torch.int64)
+    mask = at.emit(aten.ge.Scalar, places, start, shape=count, dtype=torch.bool)
+    view = [shape[dim] if d == dim else 1 for d in range(len(shape))]
+    return at.emit(aten.reshape.default, mask, view, shape=view, dtype=torch.bool)
+
+
+def slice_scatter(op: Op) -> Rule:
+    """x with x[start:end:step] along a dim replaced."""
+    dim, start, end, step = bounds(op, 2)
+    if step != 1:
+        return whole(op, [dim], additive=(0, 1))
+
+    def local(at: LocalOp) -> Any:
+        if not cut_dims(at, rule):
+            return at.same()
+        (f,) = rule.results[0][dim]
+        inside = at.emit(aten.where.self, from_on(at, f, dim, start), at.window(1), at.inputs[0], shape=at.shape())
+        return at.emit(aten.where.self, from_on(at, f, dim, end), at.inputs[0], inside, shape=at.shape())
+
+    rule = alike(op, [dim], Kind.PERMUTE, (0, 1), local=local)
+    return windowed(rule, [Window(0, dim, 0, dim), Window(1, dim, 0, dim, first=-start)])
+
+
+def triangle(op: Op) -> Rule:
+    """tril and triu: the diagonal of a part is the whole one's, seen from where the part begins."""
+    factors = Factors()
+    dims = factors.dims(op.operands[0].shape)
+    diagonal = op.args[1] if len(op.args) > 1 else op.kwargs.get("diagonal", 0)
+
+    def local(at: LocalOp) -> Any:
+        row, column = (at.offset(f) for (f,) in dims[-2:]) if all(dims[-2:]) else (0, 0)
+        if row == 0 and column == 0:
+            return at.same()
+        moved = at.emit(seen_from, diagonal, row, column, shape=())
+        return at.emit(op.target, at.inputs[0], moved, shape=at.shape())
+
+    if not all(dims[-2:]):
+        return whole(op, [-1, -2])
+    return factors.rule([dims], [dims], additive=(0,), local=local)
+
+
+def seen_from(diagonal: int, row: int, column: int) -> int:
+    """The number of a diagonal in a part that begins at a row and a column."""
+    return diagonal + row - column
+
+
+OPS: Table = {
+    aten.slice: looks(slice_rule, strides.sliced),
+    aten.narrow: looks(slice_rule, strides.piece),
+    aten.split: looks(split, strides.piece),
+    aten.split_with_sizes: looks(split, strides.piece),
+    aten.select: looks(select, strides.selected),
+    aten.unbind: looks(unbind, strides.selected),
+    aten.slice_scatter: Entry(slice_scatter),
+    aten.cat: Entry(cat),
+    aten.constant_pad_nd: Entry(pad),
+    aten.flip: Entry(flip),
+    aten.roll: Entry(roll, inlined=True),
+    aten.tril: Entry(triangle),
+    aten.triu: Entry(triangle),
+}

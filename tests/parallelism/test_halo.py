@@ -1,0 +1,128 @@
+"""Slices, padding, shifts and joins of a dim that is cut: neighbours are read by permute, and nothing else is sent."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tpshard.parallelism import Mesh, Program, choose, partition
+from tpshard.parallelism.halo import Halo, plan
+from tpshard.parallelism.mesh import Axis
+from tpshard.parallelism.rules.rule import Window
+from tpshard.parallelism.sharding import local_size
+
+torch.set_num_threads(1)
+FOUR = Mesh({"x": 4})
+MESHES = [Mesh({"x": 2}), Mesh({"x": 3}), FOUR, Mesh({"x": 2, "y": 2}), Mesh({"x": 2, "y": 3})]
+Fn = Callable[..., Any]
+
+
+def same(fn: Fn, args: list[Tensor], mesh: Mesh, shardings: list[Any], out: list[Any] | None = None) -> Program:
+    """The program of `fn`, whose simulation equals `fn` itself."""
+    program = partition(fn, args, mesh, shardings, out)
+    expected = fn(*args)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for mine, theirs in zip(program.simulate(*args), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+    return program
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("members", [2, 3, 4])
+def test_every_window_lies_in_what_a_device_has_and_fetches(members: int) -> None:
+    """For every size, offset, stride and span: each position that a device's part of the result reads, and that the
+    operand has, is where the halo says."""
+    axes = (Axis("x", 1, members),)
+    rng = random.Random(members)
+    for _ in range(400):
+        operand, result = rng.randint(1, 20), rng.randint(1, 20)
+        window = Window(0, 0, 0, 0, rng.randint(-9, 9), rng.randint(1, 3), rng.randint(1, 4))
+        halo = plan(operand, result, axes, window)
+        assert isinstance(halo, Halo)
+        part, made = local_size(operand, axes), local_size(result, axes)
+        for r in range(members):
+            beside = [None] * halo.padding[0] + list(range(r * part - halo.left, (r + 1) * part + halo.right))
+            beside += [None] * halo.padding[1]
+            mine = beside[halo.starts[r] : halo.starts[r] + halo.length]
+            assert len(mine) == halo.length
+            for o in range(r * made, min((r + 1) * made, result)):
+                for k in range(window.span):
+                    wanted = o * window.stride + window.first + k
+                    if 0 <= wanted < operand:
+                        assert mine[(o - r * made) * window.stride + k] == wanted
+                    else:
+                        assert halo.outside
+        assert sum(width for hop, width in halo.hops() if hop > 0) == halo.left
+
+
+def test_a_shift_by_one_is_one_permute() -> None:
+    """What a vectorized pipeline does with its buffer of stages (GSPMD, section 3.3)."""
+    program = same(lambda x: torch.cat([x[:1] * 2, torch.relu(x[:-1])]), [rand(8, 64, 64)], FOUR, [("x",)], [("x",)])
+    (sent,) = program.collectives
+    assert (sent.kind, sent.bytes) == ("permute", 64 * 64 * 8)
+    program = same(lambda x: torch.roll(x, 1, 0), [rand(8, 64, 64)], FOUR, [("x",)], [("x",)])
+    assert [(c.kind, c.bytes) for c in program.collectives] == [("permute", 64 * 64 * 8)]
+
+
+def test_neighbours_are_read_not_gathered() -> None:
+    x = rand(16, 64, 64)
+    cases: list[tuple[Fn, int]] = [
+        (lambda x: F.pad(x, (0, 0, 0, 0, 1, -1), value=3.0), 1), (lambda x: torch.roll(x, (-1, 2), (0, 1)), 1),
+        (lambda x: torch.flip(x, [0]), 4), (lambda x: F.pad(x, (0, 0, 0, 0, -2, 2)), 2),
+    ]  # fmt: skip
+    for fn, rows in cases:
+        program = same(fn, [x], FOUR, [("x",)], [("x",)])
+        assert {c.kind for c in program.collectives} == {"permute"}
+        assert sum(c.bytes for c in program.collectives) <= rows * 64 * 64 * 8
+
+
+def test_the_device_that_has_a_position_gives_it_to_all() -> None:
+    x = rand(64, 16, 8)
+    for fn in (lambda x: x[:, -1], lambda x: x[:, 3:5]):
+        program = same(fn, [x], FOUR, [(None, "x")], [(None, None)])
+        assert sum(c.bytes for c in program.collectives) <= 2 * 64 * 2 * 8 * 8
+    program = same(lambda x: (torch.tril(x, 1), torch.triu(x, -2)), [rand(10, 9)], FOUR, [("x",)])
+    assert not program.collectives
+
+
+def some_pieces(rng: random.Random) -> tuple[Fn, list[Tensor]]:
+    n, m = rng.choice([4, 5, 7, 8, 9, 12, 13, 16]), rng.choice([2, 3, 4])
+    a = rng.randint(0, n - 1)
+    b, step, shift = rng.randint(a + 1, n), rng.randint(2, 3), rng.randint(-n, n)
+    before, after, value = rng.randint(-1, 5), rng.randint(-1, 5), rng.choice([0.0, 1.5])
+    x, y, z = rand(n, m), rand(rng.randint(1, 9), m), rand(b - a, m)
+    ways: list[tuple[Fn, list[Tensor]]] = [
+        (lambda x: x[a:b], [x]), (lambda x: x[a:b:step], [x]), (lambda x: x[a], [x]),
+        (lambda x: F.pad(x, (0, 0, before, after), value=value), [x]), (lambda x: torch.roll(x, shift, 0), [x]),
+        (lambda x, y: torch.cat([x, y]), [x, y]), (lambda x, y: torch.cat([y, x[: a + 1], y]), [x, y]),
+        (lambda x: torch.flip(x, [0]), [x]), (lambda x: torch.flip(x, [0, 1]), [x]),
+        (lambda x: tuple(torch.chunk(x, 3)), [x]), (lambda x: (torch.tril(x, a - 2), torch.triu(x, 1 - a)), [x]),
+        (lambda x, z: torch.slice_scatter(x, z, 0, a, b), [x, z]),
+        (lambda x: torch.cat([x[:1] * 2, torch.relu(x[:-1])]), [x]), (lambda x: (x[1:] - x[:-1]).sum(0), [x]),
+    ]  # fmt: skip
+    return rng.choice(ways)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_pieces_are_right_on_any_mesh(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a latency would make gathering cheaper: neighbours are read wherever they can be."""
+    monkeypatch.setattr(choose, "LATENCY_BYTES", 0)
+    rng = random.Random(seed)
+    for _ in range(8):
+        (piece, args), mesh = some_pieces(rng), rng.choice(MESHES)
+        tail = rng.choice([lambda o: o, lambda o: torch.exp(o) - 3, lambda o: (o * 2 + 1).sum(0)])
+
+        def fn(*args: Tensor, piece: Fn = piece, tail: Fn = tail) -> tuple[Tensor, ...]:
+            made = piece(*args)
+            return tuple(map(tail, made if isinstance(made, tuple) else (made,)))
+
+        ways = [("x", None), (tuple(mesh.axes), None), (None, "x"), (*mesh.axes, None)[:2], None]
+        same(fn, args, mesh, [rng.choice(ways) for _ in args])
