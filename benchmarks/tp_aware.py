@@ -41,6 +41,7 @@ from tpshard.kernels.quantized import Quantized, group_count, group_index
 from tpshard.kernels.rows import gate, rms_norm
 from tpshard.parallelism.exchange import exchanged
 from tpshard.parallelism.runtime.execute import copies, piece_sizes, reduce_pieces
+from tpshard.parallelism.runtime.gloo import all_gather
 
 funcol = torch.ops._c10d_functional
 wait = funcol.wait_tensor.default
@@ -109,7 +110,7 @@ class Products:
 def gather(own: Tensor) -> Tensor:
     """Joins the ranks' last dims by gloo's all-gather; [rows, own] -> [rows, ranks * own]."""
     ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
-    whole = wait(funcol.all_gather_into_tensor.default(own.contiguous(), ranks, group))
+    whole = wait(all_gather(own.contiguous(), ranks, group))
     return whole.view(ranks, *own.shape).movedim(0, -2).flatten(-2)
 
 

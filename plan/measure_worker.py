@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from tpshard.kernels import attention
+from tpshard.parallelism.runtime import gloo
 from tpshard.plan.measure_blocks import blocks
 
 OPS = attention.__name__  # importing it registers torch.ops.tpshard.attention
@@ -265,7 +266,7 @@ def _collectives(group: str, members: int) -> dict[str, Callable[[Tensor], Tenso
         return wait(funcol.all_reduce.default(x, "sum", group))
 
     def all_gather(x: Tensor) -> Tensor:
-        return wait(funcol.all_gather_into_tensor.default(x[: x.numel() // members], members, group))
+        return wait(gloo.all_gather(x[: x.numel() // members], members, group))
 
     def all_to_all(x: Tensor) -> Tensor:
         pieces = [x.numel() // members] * members

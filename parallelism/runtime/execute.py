@@ -13,6 +13,7 @@ from tpshard.parallelism.program import Collective, Program, info
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.runtime.compiled import compile_graph
 from tpshard.parallelism.runtime.context import Context
+from tpshard.parallelism.runtime.gloo import all_gather
 from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.parallelism.sharding import show_axis
 from tpshard.parallelism.simulate import RANKED, evaluate
@@ -112,6 +113,8 @@ def localize(
             copy.target = aten.add_.Tensor
         if info(node).comm is not None:
             _issued(graph, copy, exchange)
+            if device.type == "cpu" and copy.target is funcol.all_gather_into_tensor.default:
+                copy.target = all_gather
         if node in taken:
             made[node] = graph.call_function(aten.copy_.default, (made[taken[node]], copy))
     graph.lint()

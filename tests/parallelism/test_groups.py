@@ -15,6 +15,7 @@ from patience import PATIENCE
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.program import group_name
 from tpshard.parallelism.runtime.context import Context, disagreement
+from tpshard.parallelism.runtime.gloo import all_gather
 from tpshard.parallelism.runtime.report import WorkerFault
 
 FSDP, TP = Axis("fsdp", 1, 2), Axis("tp", 1, 2)
@@ -29,8 +30,7 @@ def members(context: Context) -> dict[str, list[int]]:
         size = len(dist.get_process_group_ranks(context.groups.get(axes)))
         mine = torch.tensor([context.rank])
         name = group_name(context.mesh.sorted(axes))
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor(mine, size, name)
-        found[name] = torch.ops._c10d_functional.wait_tensor(gathered).tolist()
+        found[name] = torch.ops._c10d_functional.wait_tensor(all_gather(mine, size, name)).tolist()
         assert found[name][context.groups.position(axes)] == context.rank
     return found
 

@@ -39,7 +39,8 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        kind = self.KINDS.get(func.overloadpacket.__name__) if func.namespace == "_c10d_functional" else None
+        name = func.overloadpacket.__name__.removesuffix("_out")
+        kind = self.KINDS.get(name) if func.namespace == "_c10d_functional" else None
         if kind is not None:
             buffer = out if kind == "all_gather" else args[0]
             self.found[kind, buffer.numel() * buffer.itemsize] += 1

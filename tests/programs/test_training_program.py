@@ -137,7 +137,7 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "_c10d_functional" and "wait" not in func.__name__:
-            self.seen.append((func.overloadpacket.__name__, args[-1], args[0]))
+            self.seen.append((func.overloadpacket.__name__.removesuffix("_out"), args[-1], args[0]))
         return func(*args, **(kwargs or {}))
 
 
