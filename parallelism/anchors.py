@@ -6,21 +6,27 @@ from typing import Any
 
 from tpshard.parallelism.graph import Op
 
-ACTIVATIONS = {"tpshard.named.default", "tpshard.mesh_split.default"}
-"""Ops whose results are activations that a user annotates."""
-ANCHORS = {"tpshard.mesh_split.default", "tpshard.boundary.default", "tpshard.output"}
-"""Identities whose result has exactly the sharding that it was given."""
-
 
 def output(x: Any) -> Any:
     """Marks a result of the function, so that its annotation is its own and not its producer's."""
     return x
 
 
-def is_anchor(op: Op) -> bool:
-    return op.target is output or str(op.target) in ANCHORS
+def is_named(op: Op) -> bool:
+    """Whether the model names an activation here: `named(x, name, dims)`."""
+    return str(op.target) == "tpshard.named.default"
+
+
+def is_split(op: Op) -> bool:
+    """Whether the model annotates an activation here: `mesh_split(x, axes, dims_mapping)`."""
+    return str(op.target) == "tpshard.mesh_split.default"
 
 
 def is_boundary(op: Op) -> bool:
-    """Whether a parameter leaves its storage here, or a gradient enters it."""
+    """Whether a parameter leaves its storage here, or a gradient enters it: `boundary(x, kind, name)`."""
     return str(op.target) == "tpshard.boundary.default"
+
+
+def is_anchor(op: Op) -> bool:
+    """Whether the result has exactly the sharding that it was given."""
+    return op.target is output or is_split(op) or is_boundary(op)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import string
+from typing import Any
 
 import torch
+from tpshard.parallelism.anchors import is_boundary, is_named
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
 from tpshard.parallelism.rules.contraction import contract
 from tpshard.parallelism.rules.strides import reshaped
@@ -102,19 +104,34 @@ def fold_contractions(graph: Graph) -> None:
         equation = entry_of(op.target).equation
         if equation and len(op.operands) == 2:
             _fold(graph, op, equation, ops)
-        elif equation and op.kwargs.get("alpha", 1) == op.kwargs.get("beta", 1) == 1:
-            product = Op(f"{op.name}_mm", contract, (Ref(0), Ref(1)), {}, op.operands[1:], [], op.module, op.phase)
-            product.results = [Value(product.name, op.results[0].shape, op.results[0].dtype, product)]
-            _fold(graph, product, equation, ops)
-            op.target, op.args, op.kwargs = aten.add.Tensor, (Ref(0), Ref(1)), {}
-            op.operands = [_result(ops), op.operands[0]]
-            _add_before_view(graph, op, ops)
+        elif equation:
+            _fold_added(graph, op, equation, ops)
         elif op.target is aten.sum.dim_IntList:
             _fold_sum(graph, op, ops)
         else:
             ops.append(op)
     graph.ops = ops
     graph.refresh_users()
+
+
+def _fold_added(graph: Graph, op: Op, equation: str, ops: list[Op]) -> None:
+    """beta a + alpha (b @ c) -> a product and a sum."""
+    added, result, alpha, beta = op.operands[0], op.results[0], op.kwargs.get("alpha", 1), op.kwargs.get("beta", 1)
+
+    def step(name: str, target: Any, operands: list[Value], args: tuple[Any, ...], **kwargs: Any) -> Op:
+        made = Op(f"{op.name}_{name}", target, args, kwargs, operands, [], op.module, op.phase)
+        made.results = [Value(made.name, result.shape, result.dtype, made)]
+        return made
+
+    _fold(graph, step("mm", contract, op.operands[1:], (Ref(0), Ref(1))), equation, ops)
+    if alpha != 1:
+        ops.append(step("scaled", aten.mul.Tensor, [_result(ops)], (Ref(0), alpha)))
+    if beta == 0:
+        graph.replace(result, _result(ops))
+        return
+    op.target, op.args, op.kwargs = aten.add.Tensor, (Ref(0), Ref(1)), {} if beta == 1 else {"alpha": beta}
+    op.operands = [_result(ops), added]
+    _add_before_view(graph, op, ops)
 
 
 def _result(ops: list[Op]) -> Value:
@@ -278,14 +295,14 @@ def rename(graph: Graph) -> None:
     """
     taken: dict[str, int] = {}
     for op in graph.ops:
-        if str(op.target) == "tpshard.named.default":
+        if is_named(op):
             label = f"{op.module}.{op.args[1]}" if op.module else str(op.args[1])
             name = label + (".grad" if op.phase == "backward" else "")
             taken[name] = taken.get(name, 0) + 1
             op.results[0].name = name if taken[name] == 1 else f"{name}.{taken[name]}"
             op.results[0].label = label
             op.results[0].dims = tuple(op.args[2])
-        elif str(op.target) == "tpshard.boundary.default":
+        elif is_boundary(op):
             kind, name = op.args[1], op.args[2]
             if kind == "parameter":
                 op.results[0].name = f"{name}.used"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from tpshard.parallelism.anchors import is_anchor, is_boundary, output
+from tpshard.parallelism.anchors import is_anchor, is_boundary, is_split, output
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.choose import Choice, choose, layout_of, regrained
 from tpshard.parallelism.factors import Cut
@@ -94,7 +94,7 @@ def split_annotations(graph: Graph, mesh: Mesh) -> Mapping[Value, Annotation]:
     """The shardings of `mesh_split` inside the function."""
     found = {}
     for op in graph.ops:
-        if str(op.target) == "tpshard.mesh_split.default":
+        if is_split(op):
             names = op.args[1]
             dims = [None if i == -1 else names[i] for i in op.args[2]]
             value = op.results[0]
@@ -189,7 +189,7 @@ class _Partitioner:
     def _anchor_layout(self, op: Op) -> Layout:
         value = op.results[0]
         sharding = self.s.of[value]
-        if value in self.s.annotated or str(op.target) == "tpshard.boundary.default":
+        if value in self.s.annotated or is_boundary(op):
             return Layout(sharding.dims, sharding.unreduced)
         if op.target is output:
             return self.home[op.operands[0]].whole()
@@ -356,7 +356,7 @@ class _Partitioner:
         if layout in copies:
             return copies[layout]
         size = value.dtype.itemsize
-        latency = 0 if str(reader.target) == "tpshard.boundary.default" else LATENCY_BYTES
+        latency = 0 if is_boundary(reader) else LATENCY_BYTES
         source, steps = min(
             (
                 (have, plan(value.shape, have, layout, size, latency))

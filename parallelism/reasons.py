@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tpshard.parallelism.anchors import ACTIVATIONS, is_anchor, is_boundary
+from tpshard.parallelism.anchors import is_anchor, is_boundary, is_named, is_split
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.mesh import Axis, overlap
 from tpshard.parallelism.propagated import Shardings
@@ -63,7 +63,8 @@ class Reasons:
             if cause is None:
                 break
             if cause.source is None:
-                activation = value.producer is not None and str(value.producer.target) in ACTIVATIONS
+                maker = value.producer
+                activation = maker is not None and (is_named(maker) or is_split(maker))
                 answer = (cause.where, activation)
                 break
             value, dim = cause.source, cause.source_dim

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from tpshard.parallelism.anchors import is_boundary
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, merge, overlap, size_of
 from tpshard.parallelism.propagate import propagate
@@ -21,7 +22,7 @@ def boundaries(graph: Graph, kind: str) -> dict[str, tuple[Value, Value]]:
     return {
         op.args[2]: (op.operands[0], op.results[0])
         for op in graph.ops
-        if str(op.target) == "tpshard.boundary.default" and op.args[1] == kind
+        if is_boundary(op) and op.args[1] == kind
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules.entry import Entry, Table
-from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule, product, whole
+from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule, product
 
 aten = torch.ops.aten
 
@@ -21,8 +21,6 @@ def contraction(op: Op, equation: str) -> Rule:
     """`bsk,nk->bsn`: letters are factors, those not in the result are summed."""
     inputs, out = equation.split("->")
     left, right = inputs.split(",")
-    if len(op.operands) != 2:  # scaled, or added to something else than a bias
-        return whole(op)
     a, b = op.operands
     size = dict(zip(left + right, a.shape + b.shape))
     factors = Factors()

@@ -147,7 +147,7 @@ OPS: Table = {
     aten.view: looks(view, strides.reshaped),
     aten.reshape: looks(view, strides.reshaped, canonical=as_view),
     aten._unsafe_view: looks(view, strides.reshaped, canonical=as_view),
-    aten._reshape_alias: looks(view, strides.reshaped, canonical=as_view),
+    aten._reshape_alias: looks(view, strides.given, canonical=as_view),
     aten.unsqueeze: looks(view, strides.reshaped),
     aten.squeeze: looks(view, strides.reshaped),
     aten.permute: looks(permute, strides.permuted),
@@ -161,8 +161,5 @@ OPS: Table = {
     aten.lift_fresh_copy: operand,
     getitem: Entry(view=strides.same),
     "_c10d_functional.wait_tensor": Entry(view=strides.same, work="free"),
-    aten.size: answered,
-    aten.stride: answered,
-    aten.storage_offset: answered,
     "prim.device": answered,
 }

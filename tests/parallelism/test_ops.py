@@ -1,0 +1,582 @@
+"""Every entry of the table of ops, by brute force: however its operands lie, the devices compute what one does."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import tpshard.kernels.attention  # registers its op, as those below do
+import tpshard.kernels.paged_attention
+import tpshard.kernels.reorder
+import tpshard.models.dims
+import tpshard.parallelism.annotate  # noqa: F401
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.flop_counter import FlopCounterMode
+from tpshard.parallelism import Mesh, partition
+from tpshard.parallelism.capture import capture
+from tpshard.parallelism.graph import Op, map_refs
+from tpshard.parallelism.partitioner import mark_outputs
+from tpshard.parallelism.record import Recorder
+from tpshard.parallelism.rules import table
+from tpshard.parallelism.rules.elementwise import pointwise
+from tpshard.parallelism.rules.rule import Kind
+from tpshard.parallelism.rules.table import TABLE, entry_of, name_of, rule_for
+
+aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.tpshard
+torch.set_num_threads(1)
+MESHES = [Mesh({"x": 2}), Mesh({"x": 3})]
+MOST = 120
+"""Placements of a case that are tried; of more, so many."""
+
+
+@dataclass
+class Of:
+    """A tensor to be made: fp64 numbers, or integers below `high`, or truth values."""
+
+    shape: tuple[int, ...]
+    high: int = 0
+    dtype: torch.dtype = torch.float64
+
+    def make(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        if self.high:
+            return torch.randint(0, self.high, self.shape, generator=generator).to(self.dtype)
+        return torch.rand(self.shape, generator=generator, dtype=torch.float64).add(0.25).to(self.dtype)
+
+
+def f(*shape: int) -> Of:
+    return Of(shape)
+
+
+def ints(high: int, *shape: int) -> Of:
+    return Of(shape, high, torch.int64)
+
+
+def truths(*shape: int) -> Of:
+    return Of(shape, 2, torch.bool)
+
+
+@dataclass
+class Case:
+    """A function of tensors that calls an op."""
+
+    fn: Callable[..., Any]
+    tensors: list[Tensor]
+    eager: Callable[..., Any] | None = None
+    """What computes the same where the op cannot run by itself on a CPU."""
+    written: tuple[int, ...] = ()
+    """Tensors that the op writes to: inputs that lie as it needs them."""
+
+
+def call(target: Any, *args: Any, **kwargs: Any) -> Case:
+    """`target(*args, **kwargs)`"""
+    leaves, tree = tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Of)]
+
+    def fn(*tensors: Tensor) -> Any:
+        full = list(leaves)
+        for i, tensor in zip(places, tensors):
+            full[i] = tensor
+        given, named = tree_unflatten(full, tree)
+        return target(*given, **named)
+
+    return Case(fn, [leaves[i].make(n) for n, i in enumerate(places)])
+
+
+def of(fn: Callable[..., Any], *given: Of, eager: Any = None, written: tuple[int, ...] = ()) -> Case:
+    return Case(fn, [g.make(n) for n, g in enumerate(given)], eager, written)
+
+
+def _attended(*shape: int, documents: bool = False) -> list[Of]:
+    b, s, h, kv, d = shape
+    return [f(b, s, h, d), f(b, s, kv, d), f(b, s, kv, d), *([ints(2, b, s)] if documents else [])]
+
+
+def _attention_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Any:
+    out, lse = ours.attention.default(q, k, v, None, 0.5)
+    return ours.attention_backward.default(dout, q, k, v, out, lse, None, 0.5)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v)[0]
+
+
+def _flash_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Any:
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v)
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward.default(dout, q, k, v, out, lse, 0.0, False)
+
+
+def _paged(q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+    rows = torch.arange(4)[None]
+    return ours.paged_attention.default(
+        q, k, v, k_pool, v_pool, rows, rows + 8, rows * 0, torch.tensor([[1]]), 0.5
+    )  # fmt: skip
+
+
+def _layer_norm_gradients(x: Tensor, w: Tensor, b: Tensor, dout: Tensor) -> Any:
+    _, mean, rstd = aten.native_layer_norm.default(x, [6], w, b, 1e-5)
+    return aten.native_layer_norm_backward.default(dout, x, [6], mean, rstd, w, b, [True] * 3)
+
+
+def _rms_norm_gradients(x: Tensor, w: Tensor, dout: Tensor) -> Any:
+    rstd = (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    return aten._fused_rms_norm_backward.default(dout, x, [6], rstd, w, [True] * 2)
+
+
+def _rms_norm_by_autograd(x: Tensor, w: Tensor, dout: Tensor) -> Any:
+    given = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+    return torch.autograd.grad(torch.nn.functional.rms_norm(given[0], [6], given[1], 1e-5), given, dout)
+
+
+def _nll(logits: Tensor, target: Tensor) -> Any:
+    return aten.nll_loss_forward.default(logits, target, None, 2, -100)[0]
+
+
+def _nll_gradient(logits: Tensor, target: Tensor) -> Any:
+    loss, weight = aten.nll_loss_forward.default(logits, target, None, 2, -100)
+    return aten.nll_loss_backward.default(torch.ones_like(loss), logits, target, None, 2, -100, weight)
+
+
+def _written(x: Tensor, mask: Tensor) -> Tensor:
+    return aten.masked_fill_.Scalar(x.clone(), mask, 3.0)
+
+
+def _like(target: Any, **kwargs: Any) -> Case:
+    return call(target, f(4, 6), **kwargs)
+
+
+def _sized(target: Any, *args: Any) -> Case:
+    return of(lambda x: target([4, 6], *args) + x, f(4, 6))
+
+
+CASES: dict[str, list[Case]] = {
+    # products
+    "contract": [of(lambda x, w: torch.nn.functional.linear(x, w), f(2, 4, 6), f(8, 6))],
+    "aten.mm": [call(aten.mm.default, f(4, 6), f(6, 8))],
+    "aten.addmm": [
+        call(aten.addmm.default, f(8), f(4, 6), f(6, 8)),
+        call(aten.addmm.default, f(4, 8), f(4, 6), f(6, 8), beta=0.5, alpha=2),
+        call(aten.addmm.default, f(8), f(4, 6), f(6, 8), beta=0),
+    ],
+    "aten.bmm": [call(aten.bmm.default, f(4, 2, 6), f(4, 6, 8))],
+    "aten.mv": [call(aten.mv.default, f(4, 6), f(6))],
+    "aten.dot": [call(aten.dot.default, f(6), f(6))],
+    "aten.convolution": [
+        call(aten.convolution.default, f(4, 6, 5), f(8, 6, 3), f(8), [1], [1], [1], False, [0], 1),
+        call(aten.convolution.default, f(4, 6, 5, 4), f(8, 6, 3, 3), None, [2, 1], [1, 1], [1, 1], False, [0, 0], 1),
+        call(aten.convolution.default, f(4, 6, 5), f(6, 2, 3), None, [1], [1], [1], False, [0], 3),
+        call(aten.convolution.default, f(4, 6, 5), f(6, 4, 3), None, [1], [1], [1], True, [0], 1),
+    ],
+    # pointwise
+    "aten.add": [
+        call(aten.add.Tensor, f(4, 6), f(4, 6), alpha=3), call(aten.add.Tensor, f(4, 1), f(6)),
+        call(aten.add.Tensor, f(4, 6), 2.0), call(aten.add.Scalar, f(4), 2.0),
+    ],
+    "aten.sub": [
+        call(aten.sub.Tensor, f(4, 6), f(4, 6)), call(aten.sub.Tensor, f(4, 6), f(6)), call(aten.sub.Tensor, f(4), 1)
+    ],
+    "aten.mul": [
+        call(aten.mul.Tensor, f(4, 6), f(4, 6)), call(aten.mul.Tensor, f(4, 6), f()), call(aten.mul.Tensor, f(), f(4)),
+        call(aten.mul.Scalar, f(4, 6), 3),
+    ],
+    "aten.div": [
+        call(aten.div.Tensor, f(4, 6), f(4, 6)), call(aten.div.Tensor, f(4, 6), f()), call(aten.div.Tensor, f(4), 2),
+        call(aten.div.Tensor_mode, f(4, 6), f(), rounding_mode="floor"),
+    ],
+    "aten.neg": [call(aten.neg.default, f(4, 6))],
+    "aten.clone": [call(aten.clone.default, f(4, 6))],
+    "aten._to_copy": [
+        call(aten._to_copy.default, f(4, 6), dtype=torch.float32),
+        call(aten._to_copy.default, f(4, 6), dtype=torch.int64), call(aten._to_copy.default, f(4), dtype=torch.bool),
+    ],
+    "aten.masked_fill.Scalar": [
+        call(aten.masked_fill.Scalar, f(4, 6), truths(4, 6), 0), call(aten.masked_fill.Scalar, f(4, 6), truths(6), 2.5)
+    ],
+    "aten.copy": [call(aten.copy.default, f(4, 6), f(6))],
+    "aten.exp": [call(aten.exp.default, f(4, 6))],
+    "aten.log": [call(aten.log.default, f(4, 6))],
+    "aten.tanh": [call(aten.tanh.default, f(4, 6))],
+    "aten.sigmoid": [call(aten.sigmoid.default, f(4, 6))],
+    "aten.silu": [call(aten.silu.default, f(4, 6))],
+    "aten.gelu": [call(aten.gelu.default, f(4, 6))],
+    "aten.silu_backward": [call(aten.silu_backward.default, f(4, 6), f(4, 6))],
+    "aten.gelu_backward": [call(aten.gelu_backward.default, f(4, 6), f(4, 6))],
+    "aten.sigmoid_backward": [call(aten.sigmoid_backward.default, f(4, 6), f(4, 6))],
+    "aten.tanh_backward": [call(aten.tanh_backward.default, f(4, 6), f(4, 6))],
+    "aten.threshold_backward": [call(aten.threshold_backward.default, f(4, 6), f(4, 6), 0.5)],
+    "aten.ones_like": [_like(aten.ones_like.default)],
+    "aten.zeros_like": [_like(aten.zeros_like.default)],
+    "aten.full_like": [_like(aten.full_like.default, fill_value=3)],
+    "aten.empty_like": [of(lambda x: aten.empty_like.default(x) * 0 == 0, f(4, 6))],
+    # views and pieces
+    "aten.view": [
+        call(aten.view.default, f(4, 6), [24]), call(aten.view.default, f(8, 3), [2, 4, 3]),
+        call(aten.view.default, f(4, 6), [6, 4]), call(aten.view.default, f(4, 6), [2, 12]),
+    ],
+    "aten.reshape": [of(lambda x: aten.permute.default(x, [1, 0]).reshape(24), f(4, 6))],
+    "aten._unsafe_view": [call(aten._unsafe_view.default, f(4, 6), [24])],
+    "aten._reshape_alias": [call(aten._reshape_alias.default, f(4, 6), [2, 12], [12, 1])],
+    "aten.unsqueeze": [call(aten.unsqueeze.default, f(4, 6), d) for d in (0, 1, -1)],
+    "aten.squeeze": [
+        call(aten.squeeze.dim, f(4, 1, 6), 1), call(aten.squeeze.dim, f(4, 1, 6), 0),
+        call(aten.squeeze.dims, f(1, 4, 1), [0, 2]), call(aten.squeeze.default, f(1, 4, 1)),
+    ],
+    "aten.permute": [call(aten.permute.default, f(4, 6, 2), [2, 0, 1])],
+    "aten.transpose": [call(aten.transpose.int, f(4, 6, 2), 0, -1)],
+    "aten.t": [call(aten.t.default, f(4, 6)), call(aten.t.default, f(4))],
+    "aten.expand": [call(aten.expand.default, f(4, 1), [4, 6]), call(aten.expand.default, f(6), [4, 6])],
+    "aten.slice": [
+        call(aten.slice.Tensor, f(4, 6), 0, 1, 3), call(aten.slice.Tensor, f(4, 6), 1, 0, 6, 2),
+        call(aten.slice.Tensor, f(4, 6)),
+    ],
+    "aten.narrow": [of(lambda x: x.cumsum(0), f(4, 6))],
+    "aten.split": [call(aten.split.Tensor, f(4, 6), 2), call(aten.split.Tensor, f(4, 6), 4, 1)],
+    "aten.split_with_sizes": [call(aten.split_with_sizes.default, f(4, 6), [2, 4], 1)],
+    "aten.select": [call(aten.select.int, f(4, 6), 0, 1), call(aten.select.int, f(4, 6), -1, 5)],
+    "aten.unbind": [call(aten.unbind.int, f(2, 6)), call(aten.unbind.int, f(4, 2), 1)],
+    "aten.as_strided": [call(aten.as_strided.default, f(4, 6), [3, 4], [6, 2], 1)],
+    "aten.alias": [call(aten.alias.default, f(4, 6))],
+    "aten.detach": [call(aten.detach.default, f(4, 6))],
+    "aten.lift_fresh": [call(aten.lift_fresh.default, f(4, 6))],
+    "aten.lift_fresh_copy": [of(lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), f(4, 6))],
+    "getitem": [call(aten.split.Tensor, f(4, 6), 2)],
+    "_c10d_functional.wait_tensor": [of(lambda x: x.sum(0), f(4, 6))],
+    "aten.cat": [
+        call(aten.cat.default, [f(4, 6), f(2, 6)]), call(aten.cat.default, [f(4, 6), f(4, 2)], 1),
+        call(aten.cat.default, [f(0), f(4, 6)]),
+    ],
+    "aten.slice_scatter": [call(aten.slice_scatter.default, f(4, 6), f(4, 2), 1, 2, 4)],
+    "aten.constant_pad_nd": [
+        call(aten.constant_pad_nd.default, f(4, 6), [1, 2]),
+        call(aten.constant_pad_nd.default, f(4, 6), [0, 0, 2, 0], 1.5),
+    ],
+    "aten.flip": [call(aten.flip.default, f(4, 6), [0]), call(aten.flip.default, f(4, 6), [0, 1])],
+    "aten.roll": [call(aten.roll.default, f(4, 6), [2], [1]), call(aten.roll.default, f(4, 6), [5])],
+    "aten.tril": [call(aten.tril.default, f(4, 6)), call(aten.tril.default, f(4, 6, 6), 1)],
+    "aten.triu": [call(aten.triu.default, f(4, 6), -1)],
+    "prim.device": [of(lambda x: x.to(x.device) * 2, f(4, 6))],
+    # reductions
+    "aten.sum": [
+        call(aten.sum.default, f(4, 6)), call(aten.sum.dim_IntList, f(4, 6, 2), [1], True),
+        call(aten.sum.dim_IntList, f(4, 6, 2), [0, 2]),
+    ],
+    "aten.mean": [call(aten.mean.default, f(4, 6)), call(aten.mean.dim, f(4, 6), [1], True)],
+    "aten.amax": [call(aten.amax.default, f(4, 6)), call(aten.amax.default, f(4, 6), [1], True)],
+    "aten.amin": [call(aten.amin.default, f(4, 6), [0])],
+    "aten.max.default": [call(aten.max.default, f(4, 6))],
+    "aten.min.default": [call(aten.min.default, f(4, 6))],
+    "aten.max.dim": [call(aten.max.dim, f(4, 6), 1)],
+    "aten.min.dim": [call(aten.min.dim, f(4, 6), 0, True)],
+    "aten.argmax": [call(aten.argmax.default, f(4, 6), 1), call(aten.argmax.default, f(4, 6))],
+    "aten.argmin": [call(aten.argmin.default, f(4, 6), 0, True)],
+    "aten.prod": [call(aten.prod.default, f(4, 6)), call(aten.prod.dim_int, f(4, 6), 1)],
+    "aten.any": [call(aten.any.default, truths(4, 6)), call(aten.any.dim, truths(4, 6), 1)],
+    "aten.all": [call(aten.all.default, truths(4, 6)), call(aten.all.dim, truths(4, 6), 0)],
+    "aten.var.correction": [call(aten.var.correction, f(4, 6), [1], correction=1)],
+    "prims.var": [call(prims.var.default, f(4, 6), [1], 1.0)],
+    "aten.cumsum": [call(aten.cumsum.default, f(4, 6), 1)],
+    "aten.cumprod": [call(aten.cumprod.default, f(4, 6), 0)],
+    "aten.sort": [call(aten.sort.default, f(4, 6), 1, True), call(aten.sort.default, f(4, 6))],
+    "aten.topk": [call(aten.topk.default, f(4, 6), 2), call(aten.topk.default, f(4, 6), 3, 0, False)],
+    # by index
+    "aten.embedding": [call(aten.embedding.default, f(12, 6), ints(12, 4, 2))],
+    "aten.embedding_dense_backward": [
+        call(aten.embedding_dense_backward.default, f(4, 2, 6), ints(12, 4, 2), 12, -1, False)
+    ],
+    "aten.index_select": [
+        call(aten.index_select.default, f(12, 6), 0, ints(12, 4)),
+        call(aten.index_select.default, f(4, 6), 1, ints(6, 8))
+    ],
+    "aten.gather": [
+        call(aten.gather.default, f(4, 6), 1, ints(6, 4, 1)), call(aten.gather.default, f(4, 6), 0, ints(4, 2, 6))
+    ],
+    "aten.scatter.value": [call(aten.scatter.value, f(4, 6), 1, ints(6, 4, 2), 3.0)],
+    "aten.scatter.src": [
+        of(lambda x, y: aten.scatter.src(x, 0, torch.tensor([[2, 0, 1, 3, 0, 1]]), y), f(4, 6), f(1, 6))
+    ],
+    "aten.scatter_add": [call(aten.scatter_add.default, f(4, 6), 0, ints(4, 8, 6), f(8, 6))],
+    "aten.index": [
+        call(aten.index.Tensor, f(12, 6), [ints(12, 4)]), call(aten.index.Tensor, f(4, 6), [None, ints(6, 2, 4)]),
+        call(aten.index.Tensor, f(4, 6), [ints(4, 8), ints(6, 8)]),
+        call(aten.index.Tensor, f(4, 2, 6), [ints(4, 8), None, ints(6, 8)]),
+    ],
+    "aten.index_put": [
+        of(lambda x, y: aten.index_put.default(x, [torch.tensor([3, 1])], y), f(4, 6), f(2, 6)),
+        call(aten.index_put.default, f(4, 6), [None, ints(6, 8)], f(4, 8), True),
+    ],
+    # made where they are
+    "aten.full": [_sized(aten.full.default, 2.0)],
+    "aten.zeros": [_sized(aten.zeros.default)],
+    "aten.ones": [_sized(aten.ones.default)],
+    "aten.empty.memory_format": [of(lambda x: (aten.empty.memory_format([4, 6]) == 0) | (x == x), f(4, 6))],
+    "aten.new_zeros": [_like(aten.new_zeros.default, size=[6, 4])],
+    "aten.new_ones": [_like(aten.new_ones.default, size=[6, 4])],
+    "aten.new_full": [_like(aten.new_full.default, size=[6, 4], fill_value=2)],
+    "aten.new_empty": [of(lambda x: aten.new_empty.default(x, [4, 6]) * 0 == 0, f(4, 6))],
+    "aten.arange": [
+        of(lambda x: aten.arange.default(6) * x, f(4, 6)), of(lambda x: aten.arange.start(2, 8) * x, f(4, 6)),
+        of(lambda x: aten.arange.start_step(9, -3, -2) * x, f(4, 6)),
+    ],
+    "aten.scalar_tensor": [of(lambda x: aten.scalar_tensor.default(2.0) * x, f(4, 6))],
+    # attention
+    "tpshard.attention": [
+        call(ours.attention.default, *_attended(4, 3, 6, 2, 4), None, 0.5),
+        call(ours.attention.default, *_attended(2, 4, 4, 4, 4, documents=True), 0.5),
+    ],
+    "tpshard.attention_backward": [of(_attention_gradients, *_attended(4, 3, 6, 2, 4), f(4, 3, 6, 4))],
+    "aten._scaled_dot_product_flash_attention_for_cpu": [of(_flash, f(4, 6, 3, 4), f(4, 6, 3, 4), f(4, 6, 3, 4))],
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": [of(_flash_gradients, *[f(4, 6, 3, 4)] * 4)],
+    "aten.max_pool2d_with_indices": [call(aten.max_pool2d_with_indices.default, f(4, 6, 4, 4), [2, 2])],
+    "aten.avg_pool2d": [call(aten.avg_pool2d.default, f(4, 6, 4, 4), [2, 2])],
+    "tpshard.paged_attention": [
+        of(_paged, f(1, 4, 6, 8), f(1, 4, 2, 8), f(1, 4, 2, 8), f(3, 8, 2, 8), f(3, 8, 2, 8), written=(3, 4)),
+    ],
+    "tpshard.reorder": [
+        of(lambda x: ours.reorder.default(x, torch.tensor([2, 0, 1, 0, 2, 1]), 2), f(4, 6))
+    ],
+    # identities
+    "output": [of(lambda x: x, f(4, 6))],
+    "tpshard.named": [call(ours.named.default, f(4, 6), "h", ["batch", "embed"])],
+    "tpshard.mesh_split": [call(ours.mesh_split.default, f(4, 6), ["x"], [-1, 0])],
+    "tpshard.boundary": [call(ours.boundary.default, f(4, 6), "parameter", "w")],
+    # what splits
+    "aten._softmax": [call(aten._softmax.default, f(4, 6), 1, False)],
+    "aten._softmax_backward_data": [call(aten._softmax_backward_data.default, f(4, 6), f(4, 6), 1, torch.float64)],
+    "aten._log_softmax": [call(aten._log_softmax.default, f(4, 6), 0, False)],
+    "aten._log_softmax_backward_data": [
+        call(aten._log_softmax_backward_data.default, f(4, 6), f(4, 6), 1, torch.float64)
+    ],
+    "aten.logsumexp": [call(aten.logsumexp.default, f(4, 6), [1])],
+    "aten.native_layer_norm": [call(aten.native_layer_norm.default, f(4, 6), [6], f(6), f(6), 1e-5)],
+    "aten.native_layer_norm_backward": [of(_layer_norm_gradients, f(4, 6), f(6), f(6), f(4, 6))],
+    "aten._fused_rms_norm_backward": [
+        of(_rms_norm_gradients, f(4, 6), f(6), f(4, 6), eager=_rms_norm_by_autograd)
+    ],
+    "aten.norm": [call(aten.norm.ScalarOpt_dim, f(4, 6), 2, [1])],
+    "aten.linalg_vector_norm": [call(aten.linalg_vector_norm.default, f(4, 6), 3.0, [0])],
+    "aten.std": [call(aten.std.correction, f(4, 6), [1])],
+    "aten.var_mean": [call(aten.var_mean.correction, f(4, 6), [0])],
+    "aten.aminmax": [call(aten.aminmax.default, f(4, 6), dim=1)],
+    "aten.nll_loss_forward": [of(_nll, f(4, 6), ints(6, 4))],
+    "aten.nll_loss_backward": [of(_nll_gradient, f(4, 6), ints(6, 4))],
+    "aten.mse_loss": [call(aten.mse_loss.default, f(4, 6), f(4, 6))],
+    "aten.mse_loss_backward": [call(aten.mse_loss_backward.default, f(), f(4, 6), f(4, 6), 1)],
+    "aten.huber_loss": [call(aten.huber_loss.default, f(4, 6), f(4, 6))],
+    "aten.smooth_l1_loss": [call(aten.smooth_l1_loss.default, f(4, 6), f(4, 6))],
+    "aten.smooth_l1_loss_backward": [call(aten.smooth_l1_loss_backward.default, f(), f(4, 6), f(4, 6), 1, 0.5)],
+    "aten.addmv": [call(aten.addmv.default, f(4), f(4, 6), f(6))],
+    "aten.addbmm": [call(aten.addbmm.default, f(2, 6), f(4, 2, 8), f(4, 8, 6))],
+    "aten.addr": [call(aten.addr.default, f(4, 6), f(4), f(6))],
+    "aten.baddbmm": [call(aten.baddbmm.default, f(4, 2, 6), f(4, 2, 8), f(4, 8, 6))],
+    "aten.addcmul": [call(aten.addcmul.default, f(4, 6), f(4, 6), f(6))],
+    "aten.addcdiv": [call(aten.addcdiv.default, f(4, 6), f(4, 6), f(6), value=2)],
+    "aten.hardtanh_backward": [call(aten.hardtanh_backward.default, f(4, 6), f(4, 6), 0.5, 1.0)],
+    "aten.elu_backward": [call(aten.elu_backward.default, f(4, 6), 1.0, 1.0, 1.0, False, f(4, 6))],
+    "aten.leaky_relu_backward": [call(aten.leaky_relu_backward.default, f(4, 6), f(4, 6), 0.1, False)],
+    "aten.softplus_backward": [call(aten.softplus_backward.default, f(4, 6), f(4, 6), 1.0, 20.0)],
+    "aten.logit_backward": [call(aten.logit_backward.default, f(4, 6), f(4, 6), 1e-6)],
+    "aten.glu_backward": [call(aten.glu_backward.default, f(4, 3), f(4, 6), 1)],
+    "aten.hardswish_backward": [call(aten.hardswish_backward.default, f(4, 6), f(4, 6))],
+    "aten.mish_backward": [call(aten.mish_backward.default, f(4, 6), f(4, 6))],
+    "aten.native_dropout_backward": [call(aten.native_dropout_backward.default, f(4, 6), truths(4, 6), 2.0)],
+    "aten.stack": [call(aten.stack.default, [f(4, 6), f(4, 6)], 1)],
+    "aten.select_backward": [call(aten.select_backward.default, f(4), [4, 6], 1, 2)],
+    "aten.slice_backward": [call(aten.slice_backward.default, f(4, 3), [4, 6], 1, 0, 6, 2)],
+    "aten.unsafe_split": [call(aten.unsafe_split.Tensor, f(4, 6), 2, 1)],
+    "aten.unfold_backward": [call(aten.unfold_backward.default, f(4, 3, 2), [4, 6], 1, 2, 2)],
+    "aten.index_add": [call(aten.index_add.default, f(4, 6), 0, ints(4, 8), f(8, 6))],
+    "aten.masked_fill_": [of(_written, f(4, 6), truths(4, 6))],
+    "prims.broadcast_in_dim": [call(prims.broadcast_in_dim.default, f(4, 6), [4, 2, 6], [0, 2])],
+}
+
+SAME = {
+    "aten._scaled_dot_product_flash_attention": "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention": "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_flash_attention_backward": "aten._scaled_dot_product_flash_attention_for_cpu_backward",
+    "aten._scaled_dot_product_efficient_attention_backward":
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward",
+    "aten._fused_rms_norm": "aten._fused_rms_norm_backward",
+}  # fmt: skip
+"""Ops that only a GPU has: they cannot run here, and have the entry of one that can."""
+
+
+def flat(made: Any) -> list[Any]:
+    return [m for m in tree_flatten(made)[0] if isinstance(m, Tensor)]
+
+
+def placements(case: Case) -> Iterator[tuple[Any, ...]]:
+    """Every way to cut each tensor along one of its dims, or none."""
+    ways: list[list[Any]] = []
+    for i, t in enumerate(case.tensors):
+        cut = (d for d, n in enumerate(t.shape) if n > 1)
+        ways.append([None] if i in case.written else [(), *((*(None,) * d, "x") for d in cut)])
+    every = list(itertools.product(*ways))
+    yield from every if len(every) <= MOST else random.Random(0).sample(every, MOST)
+
+
+def holds(case: Case, mesh: Mesh, expected: list[Tensor], dims: Any, results: Any = None) -> set[str]:
+    """Compares; the targets of the program."""
+    program = partition(case.fn, case.tensors, mesh, dims, results)
+    for got, want in zip(program.simulate(*case.tensors), expected, strict=True):
+        torch.testing.assert_close(got, want, msg=lambda text: f"{dims} {results}: {text}")
+    return {name_of(node.target) for node in program.nodes if node.op == "call_function"}
+
+
+def check(case: Case) -> set[str]:
+    """The three laws: operands cut in every way, results cut in every way, operands that are sums still to be made."""
+    expected, targets = flat((case.eager or case.fn)(*case.tensors)), set[str]()
+    for mesh in MESHES:
+        for dims in placements(case):
+            targets |= holds(case, mesh, expected, dims)
+        for i, result in enumerate(expected):
+            for d in range(result.dim()):
+                wanted: list[Any] = [None] * len(expected)
+                wanted[i] = (*(None,) * d, "x")
+                targets |= holds(case, mesh, expected, None, wanted)
+    floats = [i for i, t in enumerate(case.tensors) if t.is_floating_point() and i not in case.written]
+    for summed in {(i,) for i in floats} | {tuple(floats)}:
+        parts = [torch.stack([t * 0.25, t * 0.75]) if i in summed else t for i, t in enumerate(case.tensors)]
+
+        def whole(*given: Tensor, summed: tuple[int, ...] = summed) -> list[Tensor]:
+            return [g.sum(0) if i in summed else g for i, g in enumerate(given)]
+
+        def fn(*given: Tensor, whole: Any = whole) -> Any:
+            return case.fn(*whole(*given))
+
+        dims = [("x",) if i in summed else None for i in range(len(parts))]
+        holds(Case(fn, parts), MESHES[0], flat((case.eager or case.fn)(*whole(*parts))), dims)
+    return targets
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_devices_compute_what_one_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry without a case fails here."""
+    if name in SAME:
+        assert TABLE[name] is TABLE[SAME[name]]
+        return
+    seen: set[str] = set()
+    dispatch, record = Recorder.__torch_dispatch__, Recorder._record
+
+    def dispatched(self: Recorder, func: Any, *rest: Any) -> Any:
+        seen.add(name_of(func))
+        return dispatch(self, func, *rest)
+
+    def recorded(self: Recorder, func: Any, *rest: Any) -> Any:
+        seen.add(name_of(func))
+        return record(self, func, *rest)
+
+    monkeypatch.setattr(Recorder, "__torch_dispatch__", dispatched)
+    monkeypatch.setattr(Recorder, "_record", recorded)
+    for case in CASES[name]:
+        graph = capture(case.fn, case.tensors)
+        mark_outputs(graph)
+        seen |= {name_of(op.target) for op in graph.ops}
+        seen |= check(case)
+        assert name in {*seen, *(one.rpartition(".")[0] for one in seen)}, "the case is of another op"
+
+
+def test_a_wrong_entry_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {
+        "aten.tril": pointwise(), "aten.flip": pointwise(), "aten.cumsum": pointwise(), "aten.exp": pointwise(
+            lambda op: (0,)), "aten._to_copy": pointwise(lambda op: (0,)), "aten.argmax": TABLE["aten.amax"],
+    }  # fmt: skip
+    for name, entry in wrong.items():
+        monkeypatch.setitem(table.TABLE, name, entry)
+        entry_of.cache_clear()
+        try:
+            with pytest.raises(AssertionError):
+                for case in CASES[name]:
+                    check(case)
+        finally:
+            monkeypatch.undo()
+            entry_of.cache_clear()
+
+
+# ---- facts that need no devices -----------------------------------------------------------------------------------
+class Views(TorchDispatchMode):
+    """Compares where results lie with what the table says of the op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        view, source = entry_of(func).view, args[0] if args else None
+        if view is not None and isinstance(source, Tensor):
+            self.names.add(str(func.overloadpacket))
+            for one in flat(made):
+                strides = view(args, tuple(source.shape), source.stride(), tuple(one.shape))
+                shares = one.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+                assert shares == (strides is not None), func
+                if strides is not None:
+                    counted = [i for i, n in enumerate(one.shape) if n > 1]
+                    assert [strides[i] for i in counted] == [one.stride(i) for i in counted], func
+        return made
+
+
+def test_views_lie_where_the_table_says() -> None:
+    mode = Views()
+    for case in itertools.chain(*CASES.values()):
+        with mode:
+            (case.eager or case.fn)(*case.tensors)
+            whole = [torch.stack([t, t], -1)[..., 0] if t.dim() else t for t in case.tensors]  # with gaps between
+            if not case.written:
+                (case.eager or case.fn)(*whole)
+    ours = {name for name, entry in TABLE.items() if entry.view is not None and name.startswith("aten.")}
+    assert ours - mode.names <= {"aten.narrow", "aten.reshape"}  # which torch runs as slice and view
+
+
+def _calls() -> Iterator[tuple[Op, list[Tensor]]]:
+    """The ops of all cases that read nothing but the case's tensors."""
+    for case in itertools.chain(*CASES.values()):
+        graph = capture(case.fn, case.tensors)
+        of_input = dict(zip(graph.inputs, case.tensors, strict=True))
+        for op in graph.ops:
+            if op.operands and all(v in of_input for v in op.operands):
+                yield op, [of_input[v] for v in op.operands]
+
+
+def _run(op: Op, operands: list[Tensor]) -> Any:
+    args = map_refs(tuple(op.args), lambda ref: operands[ref.index])
+    return op.target(*args, **{k: map_refs(v, lambda ref: operands[ref.index]) for k, v in op.kwargs.items()})
+
+
+def test_what_commutes_with_a_permutation() -> None:
+    tried: set[str] = set()
+    for op, operands in _calls():
+        rule = rule_for(op)
+        if not entry_of(op.target).commutes or len(op.results) != 1:
+            continue
+        expected = _run(op, operands)
+        for d, members in enumerate(rule.results[0]):
+            there = [[i for i, dim in enumerate(dims) if dim == members] for dims in rule.operands]
+            if len(members) != 1 or rule.kinds[members[0]] is not Kind.PASS or not any(there):
+                continue
+            turned = torch.arange(rule.sizes[members[0]]).flip(0)
+            given = [t.index_select(places[0], turned) if places else t for t, places in zip(operands, there)]
+            torch.testing.assert_close(_run(op, given), expected.index_select(d, turned))
+            tried.add(name_of(op.target))
+    assert len(tried) > 20 and not {"aten.cumsum.default", "aten.scatter.value"} & tried
+
+
+def test_products_count_the_flops_that_torch_counts() -> None:
+    for name in ("contract", "aten.mm", "aten.bmm", "aten.addmm", "aten.convolution"):
+        for case in CASES[name][:3]:
+            with FlopCounterMode(display=False) as counter:
+                case.fn(*case.tensors)
+            ops = [op for op in capture(case.fn, case.tensors).ops if entry_of(op.target).work == "matmul"]
+            assert sum(rule_for(op).flops for op in ops) == counter.get_total_flops() > 0
+
+
+def test_random_ops_are_refused() -> None:
+    for fn in (torch.rand_like, torch.bernoulli, torch.nn.functional.dropout, lambda x: x.clone().uniform_()):
+        with pytest.raises(ValueError, match="random"):
+            capture(fn, [torch.rand(4)])
