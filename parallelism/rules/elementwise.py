@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from tpshard.parallelism.graph import Op, Ref
-from tpshard.parallelism.rules.entry import Builder, Entry, Table
+from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Dim, Factors, Rule
 
 aten = torch.ops.aten
@@ -70,16 +70,18 @@ def zeroed(op: Op) -> tuple[int, ...]:
     return (0,) if op.args[2] == 0 else ()
 
 
-def quotient(op: Op) -> Rule:
+def divisor(op: Op) -> tuple[tuple[int, float], ...]:
     """Whole numbers cannot be divided by the 0 that padding may hold."""
-    return elements(op, scaled(op), () if op.results[0].dtype.is_floating_point else ((1, 1),))
+    by = op.args[1]
+    return ((by.index, 1),) if isinstance(by, Ref) and not op.results[0].dtype.is_floating_point else ()
 
 
-def pointwise(sums: Sums = nothing, *, exponentials: int = 0, rule: Builder | None = None) -> Entry:
+def pointwise(sums: Sums = nothing, *, divides: bool = False, exponentials: int = 0) -> Entry:
     """An op whose result has one element for each element of its (broadcast) operands."""
     return Entry(
-        rule or (lambda op: elements(op, sums(op))), inlined=True, commutes=True, exponentials=exponentials
-    )
+        lambda op: elements(op, sums(op), divisor(op) if divides else ()),
+        inlined=True, commutes=True, exponentials=exponentials,
+    )  # fmt: skip
 
 
 # ---- results that a tensor only lends its shape to ------------------------------------------------------------------
@@ -96,10 +98,10 @@ OPS: Table = {
     aten.add: pointwise(added),
     aten.sub: pointwise(added),
     aten.mul: pointwise(scaled),
-    aten.div: pointwise(rule=quotient),
-    aten.floor_divide: pointwise(rule=quotient),
-    aten.remainder: pointwise(rule=quotient),
-    aten.fmod: pointwise(rule=quotient),
+    aten.div: pointwise(scaled, divides=True),
+    aten.floor_divide: pointwise(divides=True),
+    aten.remainder: pointwise(divides=True),
+    aten.fmod: pointwise(divides=True),
     aten.neg: pointwise(first),
     aten.clone: pointwise(first),
     aten._to_copy: pointwise(cast),

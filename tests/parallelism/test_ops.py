@@ -32,22 +32,23 @@ from tpshard.parallelism.rules.table import TABLE, entry_of, name_of, rule_for
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.tpshard
 torch.set_num_threads(1)
 MESHES = [Mesh({"x": 2}), Mesh({"x": 3})]
-MOST = 120
+MOST = 48
 """Placements of a case that are tried; of more, so many."""
 
 
 @dataclass
 class Of:
-    """A tensor to be made: fp64 numbers, or integers below `high`, or truth values."""
+    """A tensor to be made: fp64 numbers, or integers from `low` to below `high`, or truth values."""
 
     shape: tuple[int, ...]
     high: int = 0
     dtype: torch.dtype = torch.float64
+    low: int = 0
 
     def make(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         if self.high:
-            return torch.randint(0, self.high, self.shape, generator=generator).to(self.dtype)
+            return torch.randint(self.low, self.high, self.shape, generator=generator).to(self.dtype)
         return torch.rand(self.shape, generator=generator, dtype=torch.float64).add(0.25).to(self.dtype)
 
 
@@ -55,8 +56,8 @@ def f(*shape: int) -> Of:
     return Of(shape)
 
 
-def ints(high: int, *shape: int) -> Of:
-    return Of(shape, high, torch.int64)
+def ints(high: int, *shape: int, low: int = 0) -> Of:
+    return Of(shape, high, torch.int64, low)
 
 
 def truths(*shape: int) -> Of:
@@ -190,6 +191,12 @@ CASES: dict[str, list[Case]] = {
         call(aten.div.Tensor, f(4, 6), f(4, 6)), call(aten.div.Tensor, f(4, 6), f()), call(aten.div.Tensor, f(4), 2),
         call(aten.div.Tensor_mode, f(4, 6), f(), rounding_mode="floor"),
     ],
+    "aten.floor_divide": [call(aten.floor_divide.default, f(4, 6), f(4, 6)),
+                          call(aten.floor_divide.default, f(4, 6), f())],
+    "aten.remainder": [call(aten.remainder.Tensor, f(4, 6), f()), call(aten.remainder.Scalar, f(4, 6), 0.5),
+                       call(aten.remainder.Tensor, ints(9, 4, 6), ints(9, 4, 6, low=1)),
+                       call(aten.remainder.Scalar_Tensor, 7, ints(9, 4, 6, low=1))],
+    "aten.fmod": [call(aten.fmod.Tensor, f(4, 6), f(6)), call(aten.fmod.Scalar, f(4, 6), 0.5)],
     "aten.neg": [call(aten.neg.default, f(4, 6))],
     "aten.clone": [call(aten.clone.default, f(4, 6))],
     "aten._to_copy": [
