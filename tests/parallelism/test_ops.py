@@ -221,7 +221,7 @@ CASES: dict[str, list[Case]] = {
     "aten.ones_like": [_like(aten.ones_like.default)],
     "aten.zeros_like": [_like(aten.zeros_like.default)],
     "aten.full_like": [_like(aten.full_like.default, fill_value=3)],
-    "aten.empty_like": [of(lambda x: aten.empty_like.default(x) * 0 == 0, f(4, 6))],
+    "aten.empty_like": [of(lambda x: torch.ones_like(aten.empty_like.default(x)), f(4, 6))],
     # views and pieces
     "aten.view": [
         call(aten.view.default, f(4, 6), [24]), call(aten.view.default, f(8, 3), [2, 4, 3]),
@@ -322,11 +322,11 @@ CASES: dict[str, list[Case]] = {
     "aten.full": [_sized(aten.full.default, 2.0)],
     "aten.zeros": [_sized(aten.zeros.default)],
     "aten.ones": [_sized(aten.ones.default)],
-    "aten.empty.memory_format": [of(lambda x: (aten.empty.memory_format([4, 6]) == 0) | (x == x), f(4, 6))],
+    "aten.empty.memory_format": [of(lambda x: torch.ones_like(aten.empty.memory_format([4, 6])) + x, f(4, 6))],
     "aten.new_zeros": [_like(aten.new_zeros.default, size=[6, 4])],
     "aten.new_ones": [_like(aten.new_ones.default, size=[6, 4])],
     "aten.new_full": [_like(aten.new_full.default, size=[6, 4], fill_value=2)],
-    "aten.new_empty": [of(lambda x: aten.new_empty.default(x, [4, 6]) * 0 == 0, f(4, 6))],
+    "aten.new_empty": [of(lambda x: torch.ones_like(aten.new_empty.default(x, [4, 6])), f(4, 6))],
     "aten.arange": [
         of(lambda x: aten.arange.default(6) * x, f(4, 6)), of(lambda x: aten.arange.start(2, 8) * x, f(4, 6)),
         of(lambda x: aten.arange.start_step(9, -3, -2) * x, f(4, 6)),
