@@ -1,15 +1,19 @@
-# Two commands: `make train` sets up and trains the quickstart; `make test` sets up and passes the tests.
+# `make train` sets up and trains the quickstart; `make test` sets up and passes the tests; tests/README.md has the rest.
 PYTHON ?= python3
 VENV ?= .venv
+TORCH ?= 2.13.0
 BIN := $(VENV)/bin
+# Two workers, whatever the machine: each keeps a pool of processes, and a thread each is enough for small tensors.
+export OMP_NUM_THREADS ?= 1
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile -rs
 
-.PHONY: setup train test lint
+.PHONY: setup train test test-all test-busy lint gpu
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q torch==2.13.0
+	$(BIN)/pip install -q torch==$(TORCH)
 	$(BIN)/pip install -q -e ".[test]"
 	touch $@
 
@@ -21,5 +25,15 @@ lint: setup
 	MYPYPATH=types $(BIN)/mypy -p tpshard
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow and not gpu"
-	$(BIN)/python -m pytest -m slow tests/cli/test_packaging.py
+	$(PYTEST) -m "not slow and not gpu"
+
+# What `make test` leaves out and needs no GPU, and how long each of it takes.
+test-all: test
+	$(PYTEST) -m "slow and not gpu" --durations=0
+
+test-busy: setup
+	$(BIN)/python tests/busy.py 2 $(PYTEST) -m "not slow and not gpu"
+
+# Installs nothing: runs in the Python that holds torch and Triton for this machine's GPU.
+gpu:
+	PYTHONPATH=types $(PYTHON) -m pytest -m gpu --durations=0 tests/gpu

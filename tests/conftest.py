@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from left_out import pytest_deselected, pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown
 from patience import PATIENCE
+
+__all__ = ["pytest_deselected", "pytest_sessionfinish", "pytest_terminal_summary", "pytest_testnodedown"]
 
 
 class WorkerError(AssertionError):

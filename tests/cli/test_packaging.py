@@ -52,7 +52,6 @@ def test_a_planted_error_is_found_by_mypy(tmp_path: Path) -> None:
     assert "recipes/patterns.py" in found.stdout and "[assignment]" in found.stdout
 
 
-@pytest.mark.slow
 def test_a_wheel_holds_every_room_and_works_outside_the_checkout(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     quiet = {"capture_output": True, "text": True, "timeout": PATIENCE}

@@ -89,14 +89,19 @@ def main_loop(sass: str) -> list[str]:
 # Loads, stores, copies, barriers, jumps and the tensor cores' own products; all the rest are integers and floats.
 NOT_ARITHMETIC = {
     *("LDS", "LDSM", "LDG", "LDC", "ULDC", "LDGSTS", "STS", "STG", "LDGDEPBAR", "DEPBAR", "BAR", "MEMBAR", "FENCE"),
-    *("ERRBAR", "CCTL", "SYNCS", "WARPGROUP", "WARPSYNC", "BRA", "NOP", "HGMMA", "HMMA"),
+    *("ERRBAR", "CCTL", "SYNCS", "WARPGROUP", "WARPSYNC", "BRA", "NOP", "HGMMA", "HMMA", "UTCHMMA", "UTCBAR"),
 }
+CAPABILITIES = [80, 90, 100]
+"""A100, H100 and H200, B200."""
+PRODUCT = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+"""The tensor cores' instruction that a kernel for them is expected to use."""
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize(("gated", "tile", "sym"), [(False, Tile(16, 128), True), (False, Tile(16, 128, 8), False),
-                                                    (True, Tile(16, 64), True)])  # fmt: skip
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("dtype", "gated", "tile", "sym"), [
+    ("bf16", False, Tile(16, 128), True), ("bf16", False, Tile(16, 128, 8), False), ("bf16", True, Tile(16, 64), True),
+    ("fp16", True, Tile(16, 64), True),
+])  # fmt: skip
 def test_decode_takes_few_instructions_a_weight(capability, dtype, gated, tile, sym, tmp_path):
     packed = packed_like(quads=capability < 90, sym=sym)
     constants = triton_launch.constants(packed, 4096, gated, tile, fast=True)
@@ -104,7 +109,7 @@ def test_decode_takes_few_instructions_a_weight(capability, dtype, gated, tile, 
     usage, sass = compiled(kernel, constants, dtype, capability, tile.warps, tile.stages, tmp_path)
     assert_nothing_spilled(usage, sass)
     operations = Counter(main_loop(sass))
-    assert operations["HGMMA" if capability == 90 else "HMMA"] > 0, operations
+    assert operations[PRODUCT[capability]] > 0, operations
     weights = packed.chunk * tile.columns * (2 if gated else 1) / (32 * tile.warps)  # of a lane in one turn
     arithmetic = sum(count for name, count in operations.items() if name not in NOT_ARITHMETIC)
     assert 1.0 < arithmetic / weights <= 3.6, (arithmetic / weights, operations)
@@ -179,18 +184,18 @@ def test_packed_pairs_are_codes_less_their_zero(dtype, which):
             assert emulated(assembly, word, (zero * 0x10001 | magic) & 0xFFFFFFFF, dtype) == expected
 
 
-@pytest.mark.parametrize(("capability", "kinds"), [(80, 2), (90, 3)])
+@pytest.mark.parametrize(("capability", "kinds"), [(80, 2), (90, 3), (100, 1)])
 def test_first_guesses_do_not_spill(capability, kinds, tmp_path):
     assert_no_tile_spills(capability, forms(capability)[:kinds], (1, 512), True, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_no_tile_that_may_be_chosen_spills(capability, tmp_path):
     assert_no_tile_spills(capability, forms(capability), (1, 32, 64, 512), False, tmp_path)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_other_kernels_do_not_spill(capability, tmp_path):
     packed = packed_like(quads=capability < 90, sym=False)
     wanted = triton_quantized.dequantize_kernel.arg_names
