@@ -25,6 +25,7 @@ def canonicalize(graph: Graph) -> None:
     fold_contractions(graph)
     merge_views(graph)
     graph.drop_dead()
+    split_constants(graph)
     rename(graph)
 
 
@@ -286,6 +287,34 @@ def merge_views(graph: Graph) -> None:
                 op.args = (Ref(0), tuple(order))
             if order == sorted(order):
                 graph.replace(op.results[0], op.operands[0])
+
+
+def split_constants(graph: Graph) -> None:
+    """Gives every reader of what is made of nothing (a filled tensor, positions, views of these) one of its own: two
+    readers that share zeros say nothing about each other's sharding."""
+    constant: set[Value] = set()
+    for op in graph.ops:
+        entry = entry_of(op.target)
+        from_constants = entry.view is not None and all(v in constant for v in op.operands)
+        if len(op.results) == 1 and (from_constants if op.operands else entry.inlined):
+            constant.add(op.results[0])
+    copies: dict[Op, list[Op]] = {}
+    for op in reversed(graph.ops):
+        if op.results[0] not in constant:
+            continue
+        for i, reader in enumerate(dict.fromkeys(op.results[0].users)):
+            if i == 0:
+                continue
+            copy = Op(f"{op.name}_{i}", op.target, op.args, op.kwargs, list(op.operands), [], reader.module, op.phase)
+            copy.results = [Value(copy.name, op.results[0].shape, op.results[0].dtype, copy)]
+            copies.setdefault(op, []).append(copy)
+            for operand in op.operands:
+                operand.users.append(copy)
+            reader.operands = [copy.results[0] if v is op.results[0] else v for v in reader.operands]
+            copy.results[0].users = [reader] * reader.operands.count(copy.results[0])
+    if copies:
+        graph.ops = [made for op in graph.ops for made in (op, *copies.get(op, ()))]
+        graph.refresh_users()
 
 
 def rename(graph: Graph) -> None:

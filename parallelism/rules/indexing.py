@@ -177,74 +177,6 @@ def scatter(op: Op) -> Rule:
     return factors.rule(operands, [tuple(target)], local=local, additive=(0, 2) if adds else (), fills=((1, 0),))
 
 
-def _indexed(op: Op, factors: Factors, picked_shape: tuple[int, ...]) -> tuple[
-    list[int], tuple[Dim, ...], tuple[Dim, ...], list[tuple[Dim, ...]], tuple[Dim, ...]
-]:
-    """Indexed dims of x, factors of x, of the dims that the indices give, of each index, and of x[indices]."""
-    x, slots = op.operands[0], op.args[1]
-    at_dims = [d for d, s in enumerate(slots) if isinstance(s, Ref)]
-    indices = [op.operands[s.index] for s in slots if isinstance(s, Ref)]
-    if any(i.dtype == torch.bool for i in indices):
-        raise ValueError("indexing by a boolean mask gives a result of unknown size: use torch.where")
-    together = at_dims == list(range(at_dims[0], at_dims[0] + len(at_dims)))
-    dims = tuple((factors.new(n, Kind.WHOLE if d in at_dims else Kind.PASS),) if n != 1 else ()
-                 for d, n in enumerate(x.shape))
-    rank = max(i.rank for i in indices)
-    start = at_dims[0] if together else 0
-    picked = factors.dims(picked_shape)
-    of = [
-        tuple(picked[rank - i.rank + d] if n == picked_shape[rank - i.rank + d] else () for d, n in enumerate(i.shape))
-        for i in indices
-    ]
-    rest = [dims[d] for d in range(x.rank) if d not in at_dims]
-    return at_dims, dims, picked, of, (*rest[:start], *picked, *rest[start:])
-
-
-def _picked_shape(op: Op) -> tuple[int, ...]:
-    return tuple(torch.broadcast_shapes(*(op.operands[s.index].shape for s in op.args[1] if isinstance(s, Ref))))
-
-
-def index_rule(op: Op) -> Rule:
-    """x[i, j, ...] with tensors of indices: a single indexed dim is summed (masked), several are whole."""
-    x = op.operands[0]
-    factors = Factors()
-    at_dims, dims, _, of, out = _indexed(op, factors, _picked_shape(op))
-    fills = tuple((1 + i, 0.0) for i in range(len(of)))
-    if len(at_dims) > 1 or not dims[at_dims[0]]:
-        return factors.rule([dims, *of], [out], additive=(0,), fills=fills)
-    dim = at_dims[0]
-    (v,) = dims[dim]
-    factors.kinds[v] = Kind.REDUCE
-
-    def local(at: LocalOp) -> Any:
-        if not at.axes(v):
-            return at.same()
-        shape = at.operand_shape(1)
-        counted = at.emit(aten.remainder.Scalar, at.inputs[1], x.shape[dim], shape=shape, dtype=torch.int64)
-        mine, foreign = owned(at, counted, v, shape)
-        found = at.emit(op.target, at.inputs[0], [None] * dim + [mine], shape=at.shape())
-        view = tuple(shape) + (1,) * (x.rank - 1 - dim)
-        mask = at.emit(aten.reshape.default, foreign, list(view), shape=view, dtype=torch.bool)
-        return at.emit(aten.masked_fill.Scalar, found, mask, 0, shape=at.shape())
-
-    return factors.rule([dims, *of], [out], additive=(0,), local=local, fills=fills, guarded=(v,))
-
-
-def index_put(op: Op) -> Rule:
-    """x.index_put(indices, values): indexed and written dims are whole, the others pass."""
-    factors = Factors()
-    x, values = op.operands[0], op.operands[op.args[2].index]
-    _, dims, picked, of, out = _indexed(op, factors, _picked_shape(op))
-    for dim in picked:
-        for f in dim:
-            factors.kinds[f] = Kind.WHOLE
-    sizes = [factors.sizes[d[0]] if d else 1 for d in out]
-    lead = len(out) - values.rank
-    written = tuple(out[lead + d] if n == sizes[lead + d] else () for d, n in enumerate(values.shape))
-    assert len(op.operands) == len(of) + 2 and x is op.operands[0]
-    return factors.rule([dims, *of, written], [dims])
-
-
 OPS: Table = {
     aten.embedding: Entry(embedding, lookup=True),
     aten.embedding_dense_backward: Entry(embedding_backward),
@@ -253,6 +185,4 @@ OPS: Table = {
     aten.scatter.value: Entry(scatter),
     aten.scatter.src: Entry(scatter),
     aten.scatter_add: Entry(scatter),
-    aten.index: Entry(index_rule, lookup=True),
-    aten.index_put: Entry(index_put),
 }

@@ -19,53 +19,40 @@ aten = torch.ops.aten
 def reshape_factors(factors: Factors, source: Sequence[int], target: Sequence[int]) -> tuple[
     tuple[Dim, ...], tuple[Dim, ...]
 ]:
-    """The factors shared by two shapes of one view, from a walk over both, major to minor, by gcd.
+    """The factors of two shapes of one view, from a walk over both, major to minor.
 
-    Where they stop agreeing ([2, 3] seen as [3, 2]) the rest of both dims must be whole.
+    Where both have covered the same number of elements they share a factor, the gcd of what is left of their dims;
+    where they have not ([2, 3] seen as [3, 2]) the one behind gets factors of its own, which must be whole, so that
+    they meet again as soon as they can.
     """
-    left: list[list[int]] = [[] for _ in source]
-    right: list[list[int]] = [[] for _ in target]
-    i = j = 0
-    a = source[0] if source else 1
-    b = target[0] if target else 1
-    while i < len(source) and j < len(target):
-        if a == 1:
-            i += 1
-            a = source[i] if i < len(source) else 1
-            continue
-        if b == 1:
-            j += 1
-            b = target[j] if j < len(target) else 1
-            continue
-        common = math.gcd(a, b)
-        if common == 1 or (common != a and common != b):
-            end_i, end_j = _block(source, target, i, j, a, b)
-            left[i].append(factors.new(a, Kind.WHOLE))
-            right[j].append(factors.new(b, Kind.WHOLE))
-            for k in range(i + 1, end_i):
-                left[k].append(factors.new(source[k], Kind.WHOLE))
-            for k in range(j + 1, end_j):
-                right[k].append(factors.new(target[k], Kind.WHOLE))
-            i, j = end_i, end_j
-            a = source[i] if i < len(source) else 1
-            b = target[j] if j < len(target) else 1
-            continue
-        shared = factors.new(common)
-        left[i].append(shared)
-        right[j].append(shared)
-        a, b = a // common, b // common
-    return tuple(map(tuple, left)), tuple(map(tuple, right))
+    dims: tuple[list[list[int]], ...] = ([[] for _ in source], [[] for _ in target])
+    left_of = [[n for n in source if n != 1], [n for n in target if n != 1]]
+    places = [[d for d, n in enumerate(shape) if n != 1] for shape in (source, target)]
+    covered = [1, 1]
 
+    def put(side: int, factor: int, size: int) -> None:
+        dims[side][places[side][0]].append(factor)
+        covered[side] *= size
+        left_of[side][0] //= size
+        if left_of[side][0] == 1:
+            del left_of[side][0], places[side][0]
 
-def _block(source: Sequence[int], target: Sequence[int], i: int, j: int, a: int, b: int) -> tuple[int, int]:
-    """The next pair of positions at which both shapes have covered the same number of elements."""
-    i, j = i + 1, j + 1
-    while a != b:
-        if a < b:
-            a, i = a * source[i], i + 1
+    while left_of[0] or left_of[1]:
+        both = [rest[0] if rest else 1 for rest in left_of]
+        common = math.gcd(*both)
+        if covered[0] == covered[1] and common > 1:
+            shared = factors.new(common)
+            put(0, shared, common)
+            put(1, shared, common)
+        elif covered[0] == covered[1]:
+            for side, size in enumerate(both):
+                put(side, factors.new(size, Kind.WHOLE), size)
         else:
-            b, j = b * target[j], j + 1
-    return i, j
+            side = int(covered[1] < covered[0])
+            mine, (gap, uneven) = both[side], divmod(covered[1 - side], covered[side])
+            size = gap if not uneven and mine % gap == 0 else mine // common if mine > common else mine
+            put(side, factors.new(size, Kind.WHOLE), size)
+    return tuple(map(tuple, dims[0])), tuple(map(tuple, dims[1]))
 
 
 def view(op: Op) -> Rule:

@@ -9,6 +9,7 @@ import torch
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules import (
     attention,
+    by_index,
     contraction,
     creation,
     decomposed,
@@ -25,7 +26,8 @@ from tpshard.parallelism.rules.entry import Entry, random
 from tpshard.parallelism.rules.rule import Rule, whole
 
 THEMES = (
-    contraction, elementwise, shape, pieces, reduction, indexing, creation, attention, paged, reorder, identities,
+    contraction, elementwise, shape, pieces, reduction, indexing, by_index, creation, attention, paged, reorder,
+    identities,
     decomposed,
 )  # fmt: skip
 OTHER = Entry()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.record import Recorder, decompositions
 from tpshard.parallelism.rules.table import entry_of
@@ -87,3 +88,18 @@ def test_constants_and_changes_in_place_are_recorded() -> None:
 def test_what_a_static_graph_cannot_hold_is_refused(fn: Callable[..., Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         capture(fn, [torch.empty(4)])
+
+
+def test_readers_of_a_constant_do_not_see_each_other() -> None:
+    """Zeros and positions that two operations read are made for each: neither's sharding reaches the other."""
+
+    def f(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        places = torch.arange(8.0)[:, None].expand(8, 8)
+        return x + places, (y - places) * places
+
+    mesh = Mesh({"a": 2, "b": 2})
+    program = partition(f, [torch.empty(8, 8), torch.empty(8, 8)], mesh, [("a",), (None, "b")])
+    assert program.out_shardings == [("a", None), (None, "b")] and not program.collectives
+    x = torch.randn(8, 8)
+    for mine, whole in zip(program.simulate(x, x), f(x, x)):
+        torch.testing.assert_close(mine, whole)

@@ -1,0 +1,213 @@
+"""x[i, j, ...] and x[i, j, ...] = v, with tensors of indices.
+
+A device of a sharded dim reads or writes what it owns and leaves the rest to others. Indices that count along one of
+their own dims (`arange`) pair that dim with the one that they index: both shard alike, and nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tpshard.parallelism.graph import Op, Ref, Value
+from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.indexing import owned
+from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
+
+aten = torch.ops.aten
+
+
+def counts_along(value: Value) -> int | None:
+    """The dim along which a value is 0, 1, 2, ... and along all others equal; None where that is not seen."""
+    op = value.producer
+    if op is None:
+        return None
+    name = str(op.target)
+    if name.startswith("aten.arange"):
+        start, step = (op.args[0] if len(op.args) > 1 else 0), (op.args[2] if len(op.args) > 2 else 1)
+        return 0 if start == 0 and step == 1 else None
+    if name == "aten.select.int":
+        return _of_piece(op.operands[0], op.args[1] % op.operands[0].rank, op.args[2])
+    source = op.operands[0] if len(op.operands) == 1 else None
+    dim = counts_along(source) if source is not None else None
+    if source is None or dim is None:
+        return None
+    if name in ("aten.clone.default", "aten._to_copy.default"):
+        return dim
+    if name == "aten.expand.default":
+        moved = dim + value.rank - source.rank
+        return moved if value.shape[moved] == source.shape[dim] else None
+    if name == "aten.permute.default":
+        return [d % source.rank for d in op.args[1]].index(dim)
+    if name in ("aten.view.default", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims"):
+        before, size = math.prod(source.shape[:dim]), source.shape[dim]
+        same = (d for d, n in enumerate(value.shape) if n == size and math.prod(value.shape[:d]) == before)
+        return next(same, None)
+    return None
+
+
+def _of_piece(source: Value, dim: int, index: int) -> int | None:
+    """The same of one position along a dim, also of parts that were put together along it."""
+    joined = source.producer
+    if joined is not None and str(joined.target) == "aten.cat.default":
+        along = (joined.args[1] if len(joined.args) > 1 else 0) % source.rank
+        if along != dim:
+            return None
+        for part in joined.operands:
+            if index < part.shape[dim]:
+                source = part
+                break
+            index -= part.shape[dim]
+    found = counts_along(source)
+    return None if found is None or found == dim else found - (found > dim)
+
+
+@dataclass
+class Lookup:
+    """The factors of one call."""
+
+    at: list[int]
+    """Indexed dims, in the order of the tensors of indices."""
+    dims: tuple[Dim, ...]
+    """Of x."""
+    picked: tuple[Dim, ...]
+    """Of the dims that the indices have together."""
+    of: list[tuple[Dim, ...]]
+    """Of each tensor of indices."""
+    out: tuple[Dim, ...]
+    """Of x[indices]."""
+    counted: list[bool]
+    """Per tensor of indices, whether it counts along a dim."""
+
+    @property
+    def owner(self) -> list[int | None]:
+        """Per tensor of indices the factor of the dim that it indexes."""
+        return [self.dims[d][0] if self.dims[d] else None for d in self.at]
+
+
+def lookup(op: Op, factors: Factors, kind: Kind) -> Lookup:
+    """Indexed dims are of `kind`, but for those that are counted along."""
+    x, slots = op.operands[0], op.args[1]
+    at = [d for d, s in enumerate(slots) if isinstance(s, Ref)]
+    indices = [op.operands[s.index] for s in slots if isinstance(s, Ref)]
+    if any(i.dtype in (torch.bool, torch.uint8) for i in indices):
+        raise ValueError("indexing by a boolean mask gives a result of unknown size: use torch.where")
+    shape = tuple(torch.broadcast_shapes(*(i.shape for i in indices)))
+    picked = factors.dims(shape)
+    of = []
+    paired: dict[int, Dim] = {}
+    for d, index in zip(at, indices):
+        lead = len(shape) - index.rank
+        of.append(tuple(picked[lead + i] if n == shape[lead + i] else () for i, n in enumerate(index.shape)))
+        dim = counts_along(index)
+        if dim is not None and index.shape[dim] == x.shape[d] != 1 and picked[lead + dim] not in paired.values():
+            paired[d] = picked[lead + dim]
+    dims = tuple(
+        paired[d] if d in paired else (factors.new(n, kind if d in at else Kind.PASS),) if n != 1 else ()
+        for d, n in enumerate(x.shape)
+    )
+    start = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
+    rest = [dims[d] for d in range(x.rank) if d not in at]
+    return Lookup(at, dims, picked, of, (*rest[:start], *picked, *rest[start:]), [d in paired for d in at])
+
+
+def _own(at: LocalOp, found: Lookup, rank: int) -> tuple[list[Any], Any, tuple[int, ...]]:
+    """The slots of indices into a device's part, and the mask of those that others own (None: none) with its shape."""
+    slots: list[Any] = [None] * rank
+    foreign, shape = None, ()
+    for i, (d, f, counted) in enumerate(zip(found.at, found.owner, found.counted)):
+        slots[d] = at.inputs[1 + i]
+        if f is None or not at.axes(f):
+            continue
+        mine = at.operand_shape(1 + i)
+        whole = at.op.operands[0].shape[d]
+        positive = at.emit(aten.remainder.Scalar, slots[d], whole, shape=mine, dtype=torch.int64)
+        slots[d], far = owned(at, positive, f, mine)
+        if counted:
+            continue
+        shape = tuple(torch.broadcast_shapes(shape, mine))
+        foreign = far if foreign is None else at.emit(
+            aten.logical_or.default, foreign, far, shape=shape, dtype=torch.bool
+        )  # fmt: skip
+    return slots, foreign, shape
+
+
+def index(op: Op) -> Rule:
+    """x[i, j, ...]: where indexed dims are sharded the result is a sum, to which every device adds what it owns."""
+    factors = Factors()
+    x, out = op.operands[0], op.results[0]
+    found = lookup(op, factors, Kind.WHOLE if x.dtype == torch.bool else Kind.REDUCE)
+    before = next(iter(found.at)) if found.out[: found.at[0]] == found.dims[: found.at[0]] else 0
+    behind = x.rank - len(found.at) - before
+
+    def local(at: LocalOp) -> Any:
+        slots, foreign, shape = _own(at, found, x.rank)
+        node = at.emit(op.target, at.inputs[0], slots, shape=at.shape())
+        if foreign is None:
+            return node
+        view = (*shape, *[1] * behind)
+        mask = at.emit(aten.reshape.default, foreign, list(view), shape=view, dtype=torch.bool)
+        return at.emit(aten.masked_fill.Scalar, node, mask, 0, shape=at.shape())
+
+    assert len(found.out) == out.rank
+    return factors.rule(
+        [found.dims, *found.of], [found.out], additive=(0,), local=local,
+        fills=tuple((1 + i, 0.0) for i in range(len(found.of))),
+        guarded=tuple(f for f, counted in zip(found.owner, found.counted) if f is not None and not counted),
+    )  # fmt: skip
+
+
+def index_put(op: Op) -> Rule:
+    """x.index_put(indices, values): a device of a sharded dim writes only what it owns."""
+    factors = Factors()
+    x, values = op.operands[0], op.operands[op.args[2].index]
+    found = lookup(op, factors, Kind.PASS)
+    counted = {f for f, counts in zip(found.owner, found.counted) if counts}
+    for dim in found.picked:
+        for f in dim:
+            if f not in counted:
+                factors.kinds[f] = Kind.WHOLE
+    sizes = [factors.sizes[d[0]] if d else 1 for d in found.out]
+    lead = len(found.out) - values.rank
+    written = tuple(found.out[lead + d] if n == sizes[lead + d] else () for d, n in enumerate(values.shape))
+    adds = len(op.args) > 3 and op.args[3]
+    before = next(iter(found.at)) if found.out[: found.at[0]] == found.dims[: found.at[0]] else 0
+    behind = x.rank - len(found.at) - before
+
+    def local(at: LocalOp) -> Any:
+        slots, foreign, shape = _own(at, found, x.rank)
+        target, value, rest = at.inputs[0], at.inputs[1 + len(found.of)], op.args[3:]
+        if foreign is None:
+            return at.emit(op.target, target, slots, value, *rest, shape=at.shape())
+        if adds:
+            view = (*shape, *[1] * behind)
+            mask = at.emit(aten.reshape.default, foreign, list(view), shape=view, dtype=torch.bool)
+            full = tuple(torch.broadcast_shapes(view, at.operand_shape(1 + len(found.of))))
+            kept = at.emit(aten.masked_fill.Scalar, value, mask, 0, shape=full)
+            return at.emit(op.target, target, slots, kept, *rest, shape=at.shape())
+        # One row more than owned: what belongs to others is written there and cut off.
+        d, f = next((d, f) for d, f, c in zip(found.at, found.owner, found.counted) if f is not None and at.axes(f)
+                    and not c)  # fmt: skip
+        grown = tuple(n + 1 if i == d else n for i, n in enumerate(at.shape()))
+        widths = [0, 0] * (x.rank - 1 - d) + [0, 1]
+        padded = at.emit(aten.constant_pad_nd.default, target, widths, 0, shape=grown)
+        mine = at.operand_shape(1 + found.at.index(d))
+        wide = at.emit(aten.expand.default, slots[d], list(torch.broadcast_shapes(mine, shape)),
+                       shape=torch.broadcast_shapes(mine, shape), dtype=torch.int64)  # fmt: skip
+        slots[d] = at.emit(aten.masked_fill.Scalar, wide, foreign, at.size(f),
+                           shape=torch.broadcast_shapes(mine, shape), dtype=torch.int64)  # fmt: skip
+        made = at.emit(op.target, padded, slots, value, *rest, shape=grown)
+        return at.emit(aten.slice.Tensor, made, d, 0, at.size(f), shape=at.shape())
+
+    return factors.rule(
+        [found.dims, *found.of, written], [found.dims], local=local, additive=(0, 1 + len(found.of)) if adds else (),
+        fills=tuple((1 + i, 0.0) for i in range(len(found.of))),
+    )  # fmt: skip
+
+
+OPS: Table = {
+    aten.index: Entry(index, lookup=True),
+    aten.index_put: Entry(index_put),
+}

@@ -1,0 +1,79 @@
+"""Reads and writes by index: devices together give what one does, and dims that are counted along need no exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from tpshard.parallelism import Mesh, partition
+
+MESH = Mesh({"a": 2, "b": 3})
+
+
+def read_rows(x: Tensor, i: Tensor) -> Tensor:
+    return x[torch.arange(6)[:, None], i]
+
+
+def read_transposed(x: Tensor, i: Tensor) -> Tensor:
+    return x.transpose(0, 1)[i.T, torch.arange(6)]
+
+
+def read_stacked(x: Tensor, i: Tensor) -> Tensor:
+    both = torch.cat([torch.arange(6)[None, :, None].expand(1, 6, 4), i[None]])
+    return x[both[0], both[1]]
+
+
+def write_rows(x: Tensor, i: Tensor) -> Tensor:
+    return x.index_put((torch.arange(6)[:, None], i), torch.ones(6, 4, 5))
+
+
+def add_rows(x: Tensor, i: Tensor) -> Tensor:
+    return x.index_put((torch.arange(6)[:, None], i), x[:, :4], accumulate=True)
+
+
+def read_two(x: Tensor, i: Tensor) -> Tensor:
+    return x[i.remainder(6), i]
+
+
+def read_last(x: Tensor, i: Tensor) -> Tensor:
+    return x[:, i - 7, i.remainder(5)]
+
+
+def write_two(x: Tensor, i: Tensor) -> Tensor:
+    return x.index_put((i.remainder(6), i), torch.full((5,), 2.0))
+
+
+def add_one(x: Tensor, i: Tensor) -> Tensor:
+    return torch.ops.aten.index_put(x, [None, i], torch.ones(6, 6, 4, 5), True)
+
+
+ALL: list[Callable[..., Any]] = [
+    read_rows, read_transposed, read_stacked, write_rows, add_rows, read_two, read_last, write_two, add_one,
+]  # fmt: skip
+PLACES: list[list[Any]] = [
+    [("a",), ("a",)], [("b",), None], [(None, "a"), None], [("b", "a"), ("b",)], [(None, "b", "a"), (None, "a")],
+    [(("a", "b"),), ("b", "a")], [(None, ("b", "a")), (None, "b")],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("fn", ALL, ids=lambda fn: fn.__name__)
+def test_devices_read_and_write_what_one_does(fn: Callable[..., Any], place: list[Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, i = torch.randn(6, 7, 5, generator=generator), torch.randint(0, 7, (6, 4), generator=generator)
+    if fn is write_two:  # several writes to one place are in no order
+        i = torch.arange(24).reshape(6, 4).remainder(7)
+    program = partition(fn, [x, i], MESH, place)
+    torch.testing.assert_close(program.simulate(x, i)[0], fn(x, i))
+
+
+@pytest.mark.parametrize("fn", ALL[:5], ids=lambda fn: fn.__name__)
+def test_a_dim_that_is_counted_along_shards_alike(fn: Callable[..., Any]) -> None:
+    args = [torch.empty(6, 7, 5), torch.zeros(6, 4, dtype=torch.int64)]
+    for axis in "ab":
+        program = partition(fn, args, MESH, [(axis,), (axis,)])
+        assert not program.collectives and axis in program.out_shardings[0]
+    assert partition(fn, args, MESH, [("b",), None]).in_shardings[1][0] == "b"
