@@ -206,10 +206,17 @@ def _cost(
             moved = cost(plan(value.shape, home, need, value.dtype.itemsize), value.shape, value.dtype.itemsize)
             total += moved * INTENT if fixed and fixed[i] else moved / readers(value)
     for value, want, dims in zip(op.results, wanted, rule.results):
+        if not value.users:
+            continue
         made = layout_of(rule, dims, choice, True)
         want = regrained(value.shape, want, made)
         if made != want:
             total += cost(plan(value.shape, made, want, value.dtype.itemsize), value.shape, value.dtype.itemsize)
+    for exchange in rule.exchanged:
+        if exchange.factor in choice:
+            rest = {f: cut for f, cut in choice.items() if f != exchange.factor}
+            members = size_of(choice[exchange.factor].axes)
+            total += exchange.collectives * LATENCY_BYTES + (members - 1) * exchange.bytes * share(rule, rest)
     for f, window in rule.windows:
         if f in choice and (needed := _halo(op, choice[f].axes, window)) is not None:
             layout = layout_of(rule, rule.operands[window.operand], choice, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import getitem
@@ -26,7 +27,7 @@ class LocalPart:
     def __init__(self, emitter: Emitter, op: Op, rule: Rule, choice: Choice, inputs: list[fx.Node]):
         self.emitter, self.op, self.rule, self.choice, self.inputs = emitter, op, rule, choice, inputs
         self.entry = entry_of(op.target)
-        self.flops = round(rule.flops * share(rule, choice))
+        self.flops, self.global_flops = round(rule.flops * share(rule, choice)), rule.flops
 
     def axes(self, factor: int) -> Axes:
         return self.choice.get(factor, WHOLE).axes
@@ -45,6 +46,20 @@ class LocalPart:
     def offset(self, factor: int) -> Any:
         axes, grain = self.choice.get(factor, WHOLE)
         return self.emitter.offset(axes, self.rule.sizes[factor], grain)
+
+    def position(self, factor: int) -> Any:
+        return self.emitter.position(self.axes(factor))
+
+    def shape_of(self, node: Any) -> tuple[int, ...]:
+        return info(node).specs[0].shape
+
+    def dtype_of(self, node: Any) -> Any:
+        return info(node).specs[0].dtype
+
+    def gathered(self, node: Any, factor: int) -> Any:
+        reason = f"`{self.op.name}` compares what all devices along the dim have"
+        why = {"reason": reason, "value": self.op.name, "of": "activation"}
+        return self.emitter.stack(node, self.axes(factor), why)
 
     # ---- neighbours -------------------------------------------------------------------------------------
     def window(self, operand: int, result: int = 0) -> Any:
@@ -81,8 +96,13 @@ class LocalPart:
     def emit(
         self, target: Any, *args: Any, shape: Sequence[int], dtype: Any = None, work: bool = False, **kwargs: Any
     ) -> fx.Node:
-        """A node of the local op; `work` marks the one that does the op's FLOPs (default: none but `same`'s)."""
+        """A node of the local op; `work` marks the one that does the op's FLOPs (default: none but `same`'s).
+
+        `dtype` is the result's; an op that takes one is told.
+        """
         spec = Spec(tuple(shape), dtype or self.op.results[0].dtype)
+        if dtype is not None and takes_dtype(target):
+            kwargs["dtype"] = dtype
         node = self.emitter.call(target, args, [spec], kwargs)
         if work or not self.entry.saved:
             self._count(node)
@@ -100,6 +120,15 @@ class LocalPart:
         returns = getattr(getattr(self.op.target, "_schema", None), "returns", (None,))
         if len(specs) == 1 and len(returns) == 1 and "List" not in str(returns[0].type if returns[0] else ""):
             return node
+        return self._parts(node, specs)
+
+    def several(self, target: Any, *args: Any, like: Sequence[tuple[Sequence[int], Any]]) -> list[Any]:
+        specs = [Spec(tuple(shape), dtype) for shape, dtype in like]
+        node = self.emitter.call(target, args, specs)
+        self._count(node)
+        return self._parts(node, specs)
+
+    def _parts(self, node: fx.Node, specs: Sequence[Spec]) -> list[Any]:
         parts = []
         for i, spec in enumerate(specs):
             part = self.emitter.graph.call_function(getitem, (node, i))
@@ -108,8 +137,14 @@ class LocalPart:
         return parts
 
     def _count(self, node: fx.Node) -> None:
-        if self.rule.flops:
+        if self.global_flops:
             node.meta[INFO] = replace(
-                info(node), flops=self.flops, global_flops=self.rule.flops, saved=self.entry.saved
+                info(node), flops=self.flops, global_flops=self.global_flops, saved=self.entry.saved
             )
-            self.flops = 0
+            self.flops = self.global_flops = 0
+
+
+@functools.cache
+def takes_dtype(target: Any) -> bool:
+    """Whether an ATen op has an argument `dtype`."""
+    return any(argument.name == "dtype" for argument in getattr(getattr(target, "_schema", None), "arguments", ()))

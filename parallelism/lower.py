@@ -272,6 +272,21 @@ class Emitter:
         table = permutation_table(step.before, step.after, axes, [a for a, _, _ in step.parts])
         return self._send(node, axes, table, why)
 
+    def stack(self, node: fx.Node, axes: Axes, why: dict[str, Any]) -> fx.Node:
+        """What all devices of the group over `axes` hold, outer to inner, along a new first dim."""
+        local, members = info(node).specs[0], self.mesh.sorted(axes)
+        n = size_of(axes)
+        node = self.reshape(node, (1, *local.shape))
+        out = Spec((n, *local.shape), local.dtype)
+        node = self._issue(funcol.all_gather_into_tensor.default, node, (n,), members, out, "gather", out.bytes, why)
+        cuts = atoms((axes, members))
+        inner, group = split(axes, cuts), split(members, cuts)
+        if inner == group:
+            return node
+        spread = self.reshape(node, (*(a.size for a in group), *local.shape))
+        rest = range(len(group), len(group) + len(local.shape))
+        return self.reshape(self.permute(spread, [*(group.index(a) for a in inner), *rest]), out.shape)
+
     def send(self, node: fx.Node, axes: Axes, to: Sequence[int], why: dict[str, Any]) -> fx.Node:
         """What another device of the group over `axes` (outer to inner) holds: device i sends its part to `to[i]`."""
         members = self.mesh.sorted(axes)

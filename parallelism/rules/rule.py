@@ -50,6 +50,16 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """What a rule's own `local` gathers where a factor is cut."""
+
+    factor: int
+    bytes: int
+    """That every device contributes, were nothing else cut."""
+    collectives: int
+
+
+@dataclass(frozen=True)
 class Rule:
     """Factors of every operand and result dim of one op."""
 
@@ -81,6 +91,8 @@ class Rule:
     """(factor, window): how results read operands along factors of kind PERMUTE, or of windowed sums."""
     mirrored: tuple[int, ...] = ()
     """Factors that are read from end to start."""
+    exchanged: tuple[Exchange, ...] = ()
+    """What `local` gathers by itself."""
     others: tuple[Rule, ...] = ()
     """Other ways to compute the op in parts; the partitioner takes the cheapest."""
     because: str = ""
@@ -119,6 +131,19 @@ class LocalOp(Protocol):
 
     def size(self, factor: int) -> int:
         """A factor's local size."""
+
+    def position(self, factor: int) -> Any:
+        """Node (or 0) of this device's place along a factor's axes."""
+
+    def several(self, target: Any, *args: Any, like: Sequence[tuple[Sequence[int], Any]]) -> list[Any]:
+        """Adds a node with several results, of these local shapes and dtypes; returns a node for each."""
+
+    def gathered(self, node: Any, factor: int) -> Any:
+        """What all devices along a factor's axes have, in their order, along a new first dim."""
+
+    def shape_of(self, node: Any) -> tuple[int, ...]: ...
+
+    def dtype_of(self, node: Any) -> Any: ...
 
     def shape(self, result: int = 0) -> tuple[int, ...]:
         """Local shape of a result."""

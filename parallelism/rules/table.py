@@ -20,15 +20,15 @@ from tpshard.parallelism.rules import (
     pieces,
     reduction,
     reorder,
+    selection,
     shape,
 )
 from tpshard.parallelism.rules.entry import Entry, random
 from tpshard.parallelism.rules.rule import Rule, whole
 
 THEMES = (
-    contraction, elementwise, shape, pieces, reduction, indexing, by_index, creation, attention, paged, reorder,
-    identities,
-    decomposed,
+    contraction, elementwise, shape, pieces, reduction, selection, indexing, by_index, creation, attention, paged,
+    reorder, identities, decomposed,
 )  # fmt: skip
 OTHER = Entry()
 """What is known of an op that is not in the table."""
