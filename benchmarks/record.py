@@ -1,0 +1,223 @@
+"""What every benchmark says of itself, and the record that it leaves.
+
+    record = Record("tp_aware")                         prints the machine, the versions and the command
+    record.rows.append({"ranks": 4, "naive_ms": 1.2})   what was measured, row by row
+    record.figure("mlp.naive", ratios, "times")         a figure that README and docs may name: median and spread
+    record.close(write=True)                            benchmarks/records/tp_aware.json
+
+`python benchmarks/record.py` says which numbers of README and docs differ from the records, and `--write` puts the
+records' there. Such a number is followed by its source: `2.07<!--tp_aware:mlp.naive-->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmarks" / "records"
+SCHEMA = 1
+PACKAGES = ("torch", "triton", "transformers", "numpy")
+"""Of which every record says the version; a benchmark adds its peers."""
+
+
+def machine() -> dict[str, Any]:
+    """This machine, without its name: processor, cores, vector units, memory, GPUs and how busy it is."""
+    import psutil
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
+        "system": f"{platform.system()} {platform.release()}",
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def _processor() -> str:
+    with open("/proc/cpuinfo", encoding="utf-8") as info:
+        names = re.findall(r"^model name\s*:\s*(.+)$", info.read(), re.M)
+    return names[0] if names else platform.machine()
+
+
+def versions(*peers: str) -> dict[str, str]:
+    """Versions of Python, of this checkout and of packages; "none" where a package is not installed."""
+    found = {"python": platform.python_version(), "tpshard": _commit()}
+    for package in (*PACKAGES, *peers):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "none"
+    import torch
+
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _commit() -> str:
+    """The checkout's commit, with a `+` where files differ from it; "" outside of a repository."""
+    told = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True, text=True
+    )
+    return told.stdout.strip()
+
+
+def _shown(argument: str) -> str:
+    """An argument of the command line; of a path elsewhere only the name, which says nothing of the machine."""
+    path = Path(argument)
+    return path.name if path.is_absolute() or ".." in path.parts else argument
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The median of some measurements, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+    unit: str
+
+    @staticmethod
+    def of(values: float | Sequence[float], unit: str) -> Figure:
+        """One value stands for itself."""
+        many = sorted([float(values)] if isinstance(values, int | float) else map(float, values))
+        low, _, high = statistics.quantiles(many, n=4) if len(many) > 1 else (many[0],) * 3
+        return Figure(statistics.median(many), low, high, len(many), unit)
+
+    def __str__(self) -> str:
+        spread = f" ({self.low:.4g} to {self.high:.4g}, of {self.count})" if self.count > 1 else ""
+        return f"{self.median:.4g} {self.unit}{spread}"
+
+
+class Record:
+    """One run of one benchmark. `quiet` prints nothing but what `close(as_json=True)` prints."""
+
+    def __init__(self, name: str, *peers: str, quiet: bool = False):
+        self.name, self.out = name, sys.stderr if quiet else sys.stdout
+        self.rows: list[dict[str, Any]] = []
+        self.figures: dict[str, Figure] = {}
+        self.texts: dict[str, str] = {}
+        """What commands printed, for transcripts in README and docs."""
+        script = Path(sys.argv[0]).resolve()
+        shown = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
+        self.command = " ".join(["python", shown, *map(_shown, sys.argv[1:])])
+        self.date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.machine, self.versions = machine(), versions(*peers)
+        self._begun = time.monotonic()
+        self.say(f"# {self.command}")
+        self.say(f"# {', '.join(f'{key} {value}' for key, value in self.machine.items() if value)}")
+        self.say(f"# {', '.join(f'{key} {value}' for key, value in self.versions.items())}; {self.date}")
+
+    def say(self, text: str = "") -> None:
+        print(text, file=self.out, flush=True)
+
+    def figure(self, name: str, values: float | Sequence[float], unit: str) -> Figure:
+        """Adds a figure by a name of words, dots and dashes."""
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(f"a figure's name is of letters, digits, dots and dashes, not {name!r}")
+        self.figures[name] = Figure.of(values, unit)
+        return self.figures[name]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "benchmark": self.name,
+            "command": self.command,
+            "date": self.date,
+            "seconds": round(time.monotonic() - self._begun, 1),
+            "machine": self.machine,
+            "versions": self.versions,
+            "figures": {name: vars(figure) for name, figure in self.figures.items()},
+            "texts": self.texts,
+            "rows": self.rows,
+        }
+
+    def close(self, *, write: bool = False, as_json: bool = False) -> None:
+        """Prints the figures; with `write` leaves the record in `benchmarks/records`, with `as_json` prints it."""
+        for name, figure in self.figures.items():
+            self.say(f"{name:<40} {figure}")
+        text = json.dumps(self.to_json(), indent=1) + "\n"
+        if as_json:
+            print(text, end="")
+        if write:
+            RECORDS.mkdir(exist_ok=True)
+            (RECORDS / f"{self.name}.json").write_text(text)
+            self.say(f"# benchmarks/records/{self.name}.json")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that all benchmarks share: --json and --record."""
+    parser.add_argument("--json", action="store_true", help="print nothing but the record, as JSON")
+    parser.add_argument("--record", action="store_true", help="write it into benchmarks/records")
+
+
+# ---- numbers in README and docs ------------------------------------------------------------------------------------
+SOURCE = re.compile(r"(?P<number>[\d,]*\d(?:\.\d+)?)(?P<mark><!--(?P<record>[\w-]+):(?P<figure>[\w.-]+)-->)")
+"""A number with its source, which Markdown does not show."""
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def load(name: str) -> dict[str, Any]:
+    """A record by name. FileNotFoundError where there is none."""
+    found: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text())
+    return found
+
+
+def as_written(value: float, like: str) -> str:
+    """A record's value with as many decimals, and commas, as the number in the text."""
+    decimals = len(like.partition(".")[2])
+    return f"{value:,.{decimals}f}" if "," in like else f"{value:.{decimals}f}"
+
+
+def differences(text: str) -> Iterator[tuple[str, str]]:
+    """(what the text says, what it should say) of each number whose record says otherwise. KeyError for a figure that
+    its record lacks."""
+    for found in SOURCE.finditer(text):
+        value = load(found["record"])["figures"][found["figure"]]["median"]
+        if (wanted := as_written(value, found["number"])) != found["number"]:
+            yield found[0], wanted + found["mark"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the records' numbers into the pages")
+    write, wrong = parser.parse_args().write, 0
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        for said, wanted in list(differences(text)):
+            wrong += not write
+            report(page, said, wanted, sys.stdout)
+            text = text.replace(said, wanted)
+        if write:
+            page.write_text(text, encoding="utf-8")
+    return int(wrong > 0)
+
+
+def report(page: Path, said: str, wanted: str, out: TextIO) -> None:
+    print(f"{page.relative_to(ROOT)}: {said} should be {wanted}", file=out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
