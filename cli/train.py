@@ -55,7 +55,7 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     here = world // nodes.count
     print(f"starting {here} worker{'s' * (here != 1)} on this host", file=sys.stderr, flush=True)
     chosen = [] if plan is None else ["--plan", plan]
-    return launch(["train", recipe, *overrides, *chosen], world=world, nodes=nodes)
+    return launch(["train", recipe, *overrides, *chosen], world=world, nodes=nodes, restarts=loaded.launch.restarts)
 
 
 def _work(recipe: str, overrides: Sequence[str], place: Place, plan_file: str | None) -> NoReturn:

@@ -306,6 +306,15 @@ class Timeout(Section):
 
 
 @section
+class Launch(Section):
+    """The workers that `train` starts by itself, on one host."""
+
+    restarts: Annotated[int, Range(least=0, most=1000)] = 1
+    """How often they are started again from the last checkpoint after one of them crashed (SIGSEGV, SIGABRT, SIGBUS);
+    at least 100 steps after the crash before."""
+
+
+@section
 class Run(Section):
     """Where a run leaves its files."""
 
@@ -453,6 +462,8 @@ class Recipe(Section):
     """Loss on held-out text."""
     timeout_s: Timeout = field(default_factory=Timeout)
     """Seconds after which a worker is lost."""
+    launch: Launch = field(default_factory=Launch)
+    """Workers that crash."""
     run: Run = field(default_factory=Run)
     """Where a run leaves its files."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

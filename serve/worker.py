@@ -9,6 +9,7 @@ leaves results.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import mmap
 import os
@@ -40,6 +41,7 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 def main(arguments: Sequence[str], open_weights: Callable[[str], Weights]) -> int:
     """The worker's life. `open_weights` reads the folder that the job names. Returns the exit code."""
+    faulthandler.enable()
     rank, world, channel_fd, logits_fd = (int(arguments[i]) for i in (0, 1, 3, 4))
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM):

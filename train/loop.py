@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tpshard.parallelism.runtime import report
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.programs.batching import BatchPlan
@@ -56,6 +57,8 @@ class Outcome:
     tokens_per_s: float = 0.0
     """Median of the logged steps after the first, whose time holds what happens once."""
     skipped: int = 0
+    restarts: int = 0
+    """After crashes of workers, since the command was given."""
     saved: Path | None = None
     """The last checkpoint."""
     rates: list[float] = field(default_factory=list)
@@ -69,6 +72,7 @@ class Loop:
         folder: the run's; checkpoints go to `checkpoints/`, accounts of non-finite steps to `logs/`.
         held_out: this rank's micro-batches of held-out text, as many on every rank.
         attempt: how often the run was started; a column of the record.
+        restarts: how often the launcher started it again after a crash; another one.
         flops_per_s: of all devices together at their peak, for `mfu`; None where unknown.
         model: what a checkpoint says of the model it holds (JSON), for whoever reads it without the recipe.
     """
@@ -86,17 +90,19 @@ class Loop:
         progress: Progress,
         held_out: Sequence[Batch] = (),
         attempt: int = 1,
+        restarts: int = 0,
         flops_per_s: float | None = None,
         peak_memory: Callable[[], int | None] = lambda: None,
         model: Mapping[str, Any] | None = None,
     ):
         self.recipe, self.context, self.engine, self.loader, self.plan = recipe, context, engine, loader, plan
         self.folder, self.record, self.progress, self.held_out = folder, record, progress, held_out
-        self.attempt, self.flops_per_s, self.peak_memory = attempt, flops_per_s, peak_memory
+        self.attempt, self.restarts = attempt, restarts
+        self.flops_per_s, self.peak_memory = flops_per_s, peak_memory
         self.model = dict(model or {})
         self.course = Course()
         self.guard = nonfinite.Guard(recipe.train.on_nonfinite)
-        self.outcome = Outcome(Exit.DONE, self.course)
+        self.outcome = Outcome(Exit.DONE, self.course, restarts=restarts)
         self._saved_step: int | None = None
         self._began = self._step_began = time.monotonic()
 
@@ -107,7 +113,8 @@ class Loop:
     # ---- beginning ----------------------------------------------------------------------------------------
     def begin(self) -> None:
         """From the newest whole checkpoint if there is one and the recipe says so, else from the seed. Collective."""
-        found = self._newest() if self.recipe.checkpoint.resume != "never" else None
+        resumes = self.recipe.checkpoint.resume != "never" or self.restarts > 0
+        found = self._newest() if resumes else None
         if found is None:
             self.engine.initialize(self.recipe.seed)
             return
@@ -187,6 +194,8 @@ class Loop:
         # One small collective a step: was any rank asked to stop, and did any see something that is not finite?
         agreed = self.context.largest(self.context.stopping.urgency + (0 if result.finite else _NOT_FINITE))
         watchdog.beat(step)
+        if self.context.is_main:
+            report.send("step", progress=step, droppable=True)
         watchdog.limit_s = float(self.recipe.timeout_s.step)
         finite = agreed < _NOT_FINITE
         self._log(step, result, lr, finite)
@@ -211,7 +220,7 @@ class Loop:
             "mfu": flops / step_s / self.flops_per_s if flops and self.flops_per_s else None,
             "peak_memory_bytes": self.peak_memory() if logged else None,
             "exposed_comm_s": self.engine.exposed_comm_s, "sent_bytes": self.engine.sent_bytes,
-            "time": time.time(), "run": self.attempt,
+            "time": time.time(), "run": self.attempt, "restarts": self.restarts,
         }  # fmt: skip
         if finite:
             self.outcome.last_loss = result.loss
@@ -336,5 +345,5 @@ def summary(outcome: Outcome, recipe: Recipe, folder: Path) -> Mapping[str, Any]
         "exit": int(outcome.exit), "steps": outcome.course.step, "tokens": outcome.course.tokens,
         "first_loss": outcome.first_loss, "loss": outcome.last_loss, "eval_loss": outcome.eval_loss,
         "seconds": outcome.seconds, "tokens_per_s": outcome.tokens_per_s, "skipped": outcome.skipped,
-        "name": recipe.name, "folder": str(folder),
+        "restarts": outcome.restarts, "name": recipe.name, "folder": str(folder),
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import hashlib
 import logging
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from tpshard.models import Blueprint
-from tpshard.parallelism.runtime import report
+from tpshard.parallelism.runtime import crash, report
 from tpshard.parallelism.runtime.context import Context, connect
 from tpshard.parallelism.runtime.place import Place
 from tpshard.parallelism.runtime.watchdog import Doing
@@ -125,7 +126,8 @@ def _train(
     with _display(recipe, context) as progress:
         loop = Loop(
             recipe, context, engine, loader, plan, folder=folder, record=_comparing(sinks, around, folder, progress),
-            progress=progress, held_out=held_out, attempt=attempt, flops_per_s=around.flops_per_s(programs),
+            progress=progress, held_out=held_out, attempt=attempt, restarts=crash.restarts(),
+            flops_per_s=around.flops_per_s(programs),
             peak_memory=partial(_peak_memory, context, engine), model=blueprint.to_json(),
         )  # fmt: skip
         code = 1
@@ -150,7 +152,8 @@ def _run_folder(recipe: Recipe, folder: Path, context: Context) -> Iterator[RunD
         yield None
         return
     with RunDir(folder, where=where) as run:
-        if recipe.checkpoint.resume == "never" and (run.attempt > 1 or any(run.checkpoints.glob("step-*"))):
+        found = run.attempt > 1 or any(run.checkpoints.glob("step-*"))
+        if recipe.checkpoint.resume == "never" and found and not crash.restarts():
             raise Mistakes.one(
                 f"{folder} holds a run already",
                 exit=Exit.CHECKPOINT,
@@ -164,21 +167,22 @@ def _run_folder(recipe: Recipe, folder: Path, context: Context) -> Iterator[RunD
 
 
 def _keep_output(folder: Path, context: Context) -> None:
-    """What other ranks than 0 print goes to a file each, from libraries in C too; the launcher is told which."""
+    """What other ranks than 0 print goes to a file each, from libraries in C too; rank 0's file gets what it logs. Both
+    get the stacks of a crash. The launcher is told which file it is."""
     handler: logging.Handler
-    if context.is_main:
-        handler = _QuietFile(folder / "logs" / "rank-0.log", delay=True)
-    else:
-        path = (folder / "logs" / f"rank-{context.rank}.log").resolve()
-        with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    path = (folder / "logs" / f"rank-{context.rank}.log").resolve()
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        report.send("log", text=str(path), progress=os.fstat(descriptor).st_size)
+        if context.is_main:
+            faulthandler.enable(descriptor)  # which stays open for it
+        else:
             sys.stdout.flush()
             sys.stderr.flush()
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
             os.close(descriptor)
-            report.send("log", text=str(path))
-        handler = logging.StreamHandler(sys.stderr)
+    handler = _QuietFile(path, delay=True) if context.is_main else logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     ours = logging.getLogger("tpshard")
     ours.setLevel(logging.INFO)
@@ -358,6 +362,7 @@ def ending(outcome: Outcome, recipe: Recipe, folder: Path) -> str:
         ("speed", f"{short(outcome.tokens_per_s)} tokens/s" if outcome.tokens_per_s else None),
         ("tokens", f"{course.tokens:,}"),
         ("skipped steps", str(outcome.skipped) if outcome.skipped else None),
+        ("restarts", f"{outcome.restarts}, after a worker crashed" if outcome.restarts else None),
         ("checkpoint", str(outcome.saved) if outcome.saved else None),
         ("record", str(folder / "metrics.jsonl")),
     )

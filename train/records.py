@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 STEP_KEYS = (
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "mfu", "peak_memory_bytes",
-    "exposed_comm_s", "sent_bytes", "time", "run",
+    "exposed_comm_s", "sent_bytes", "time", "run", "restarts",
 )  # fmt: skip
 """Of every row of a training step; null where unknown. Evaluation rows carry `eval_loss` and no `loss`."""
 

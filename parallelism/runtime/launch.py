@@ -2,7 +2,7 @@
 
 Workers meet in a file without a name (nothing listens, nothing is left behind), die with the launcher by order of the
 kernel, and report over a pipe: the launcher waits a moment for the error that came first, ends the others, and prints
-that error last.
+that error last. After a crash (see crash.py) it may start them all again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from tpshard.parallelism.runtime import report
+from tpshard.parallelism.runtime import crash, report
+from tpshard.parallelism.runtime.crash import CRASHES, RESTARTS, Restarts
 from tpshard.parallelism.runtime.place import Place, nameless_file
 from tpshard.parallelism.runtime.report import Report
 from tpshard.parallelism.runtime.stop import POLITE
@@ -63,19 +64,22 @@ def launch(
     nodes: Nodes | None = None,
     command: Sequence[str] | None = None,
     say: Callable[[str], None] | None = None,
+    restarts: int = 0,
 ) -> int:
     """Runs `argv` in `world` workers (this host's share of them) and returns the run's exit code.
 
     Each worker is this Python running tpshard's command line with the same `argv` (or `command`), with RANK,
     LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in its environment. Rank 0 keeps the terminal; the output of the others
-    is kept for the day they fail. ValueError where `world` does not divide over the hosts.
+    is kept for the day they fail. When one of them crashes, all are started again, up to `restarts` times; a run on
+    several hosts ends instead, since their launchers do not know of each other. ValueError where `world` does not
+    divide over the hosts.
     """
     nodes = nodes or Nodes.of(os.environ)
     if world % nodes.count:
         raise ValueError(f"{world} workers do not divide over {nodes.count} hosts")
     local = world // nodes.count
     argv = list(command) if command is not None else [sys.executable, "-m", "tpshard.cli.main", *argv]
-    return Launcher(argv, local, world, nodes, say or _say).run()
+    return Launcher(argv, local, world, nodes, say or _say, Restarts(restarts if nodes.count == 1 else 0)).run()
 
 
 @dataclass
@@ -89,6 +93,8 @@ class Worker:
     """What it printed; None for rank 0, which prints to the terminal."""
     unread: bytes = b""
     reports: list[Report] = field(default_factory=list)
+    step: int = 0
+    """The last that it said is done; rank 0 says so."""
     died: float = 0.0
     """When the launcher saw it end (monotonic seconds); 0 while it lives."""
 
@@ -96,16 +102,24 @@ class Worker:
     def said_why(self) -> bool:
         return any(r.kind in ("failed", "secondary", "stalled") for r in self.reports)
 
-    def tail(self) -> str:
-        """The end of what it printed."""
-        for known in reversed(self.reports):
-            if known.kind == "log":
-                with suppress(OSError):
-                    return Path(known.text).read_bytes()[-_TAIL:].decode(errors="replace").strip()
+    @property
+    def log(self) -> Report | None:
+        """Which file holds what it printed, once it said so."""
+        return next((known for known in reversed(self.reports) if known.kind == "log"), None)
+
+    def printed(self) -> bytes:
+        """What it printed since it was started; of rank 0, whose output the user has seen, only what its log holds."""
+        if self.log is not None:
+            with suppress(OSError):
+                return Path(self.log.text).read_bytes()[self.log.progress :]
         if self.output is None:
-            return ""
+            return b""
         self.output.seek(0)
-        return self.output.read()[-_TAIL:].decode(errors="replace").strip()
+        return self.output.read()
+
+    def tail(self) -> str:
+        """The end of what it printed and nobody saw."""
+        return "" if self.output is None else self.printed()[-_TAIL:].decode(errors="replace").strip()
 
 
 @dataclass(frozen=True)
@@ -114,20 +128,38 @@ class Verdict:
 
     text: str
     exit: int
+    crashed: bool = False
+    """By a fault of native code, which need not come again."""
 
 
 class Launcher:
     """Supervises the workers of this host; see `launch`."""
 
-    def __init__(self, argv: Sequence[str], local: int, world: int, nodes: Nodes, say: Callable[[str], None]):
+    def __init__(
+        self, argv: Sequence[str], local: int, world: int, nodes: Nodes, say: Callable[[str], None], restarts: Restarts
+    ):
         self.argv, self.local, self.world, self.nodes, self.say = list(argv), local, world, nodes, say
+        self.restarts = restarts
         self.workers: list[Worker] = []
         self._signals: list[int] = []
+        self._asked = False
+        """Somebody wants the run to end."""
         self._selector = selectors.DefaultSelector()
         self._deadline: float | None = None
 
     def run(self) -> int:
         before = {number: signal.signal(number, self._receive) for number in (*POLITE, signal.SIGHUP)}
+        try:
+            while (code := self._supervise()) is None:
+                self.restarts.count(self._step)
+                self.workers, self._selector, self._deadline = [], selectors.DefaultSelector(), None
+            return code
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _supervise(self) -> int | None:
+        """Runs the workers once. The run's exit code, or None where they are to be started again."""
         try:
             self._start()
             while any(worker.died == 0 for worker in self.workers):
@@ -140,8 +172,10 @@ class Launcher:
         finally:
             self._kill()
             self._close()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+
+    @property
+    def _step(self) -> int:
+        return max((worker.step for worker in self.workers), default=0)
 
     # ---- starting -----------------------------------------------------------------------------------------
     def _start(self) -> None:
@@ -163,7 +197,10 @@ class Launcher:
     def _spawn(self, place: Place, threads: int, store: int | None) -> None:
         reader, writer = os.pipe()
         output = None if place.local_rank == 0 else tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the run)
-        env = {"OMP_NUM_THREADS": str(threads), **os.environ, **place.environment(), report.REPORT_FD: str(writer)}
+        env = {
+            "OMP_NUM_THREADS": str(threads), **os.environ, **place.environment(), report.REPORT_FD: str(writer),
+            RESTARTS: str(self.restarts.done),
+        }  # fmt: skip
         try:
             process = subprocess.Popen(
                 self.argv, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -185,6 +222,7 @@ class Launcher:
         """Asks the workers to save and stop; False at the second Ctrl-C, which waits for nothing."""
         while self._signals:
             number = self._signals.pop(0)
+            self._asked = True
             if number == signal.SIGINT:
                 self._interrupts += 1
                 if self._interrupts > 1:
@@ -220,6 +258,9 @@ class Launcher:
                 return
             *lines, worker.unread = (worker.unread + data).split(b"\n")
             for known in filter(None, map(report.parse, lines)):
+                if known.kind == "step":
+                    worker.step = known.progress
+                    continue
                 worker.reports.append(known)
                 if known.kind in _SETTLE_S:
                     self._trouble(known.kind)
@@ -229,7 +270,7 @@ class Launcher:
         self._deadline = settle if self._deadline is None else min(self._deadline, settle)
 
     # ---- ending -------------------------------------------------------------------------------------------
-    def _end(self) -> int:
+    def _end(self) -> int | None:
         for worker in self.workers:
             self._read(worker)
         verdict = self._verdict()
@@ -240,7 +281,11 @@ class Launcher:
         if sys.stderr.isatty():
             self.say("\x1b[?25h")  # A progress bar that was killed leaves the cursor hidden.
         self.say(verdict.text.rstrip("\n") + "\n")
-        return verdict.exit
+        if not verdict.crashed:
+            return verdict.exit
+        again = f"restart {self.restarts.done + 1} of {self.restarts.most}, see launch.restarts"
+        self.say(f"warning: the run is started again from its last checkpoint ({again})\n")
+        return None
 
     def _verdict(self) -> Verdict | None:
         """The cause rather than its consequences: an own error or a death, the first; a hang; only then lost peers."""
@@ -266,17 +311,31 @@ class Launcher:
         return Verdict(head + failed.text, failed.exit or _BUG)
 
     def _death(self, worker: Worker) -> Verdict:
-        code, tail = worker.process.returncode, worker.tail()
-        head = f"{tail}\n" if tail else ""
+        code, printed = worker.process.returncode, worker.tail()
         if code > 0:
-            return Verdict(f"{head}error: rank {worker.rank} ended with exit code {code}, saying no more", code)
+            said = f"error: rank {worker.rank} ended with exit code {code}, saying no more"
+            return Verdict(f"{printed}\n{said}".lstrip(), code)
         name = signal.Signals(-code).name if -code in list(signal.Signals) else str(-code)
-        why = "\n  why: the kernel does this when memory runs out (see `dmesg`)" if name == "SIGKILL" else ""
-        return Verdict(
-            f"{head}error: rank {worker.rank} was lost: killed by {name}; the other workers were stopped{why}\n"
-            "  fix: run the same command again: it continues from the last checkpoint",
-            _WORKER_LOST,
-        )
+        lost, notes, again = f"error: rank {worker.rank} was lost: killed by {name}", [], False
+        if -code == signal.SIGKILL:
+            notes.append("why: the kernel does this when memory runs out (see `dmesg`)")
+        elif -code in CRASHES:
+            printed = crash.stack(worker.printed(), told=worker.output is None) or printed
+            lost += f" after step {self._step}" if self._step else " before its first step was done"
+            again = self._again()
+            if worker.log is not None:
+                notes.append(f"stacks: {worker.log.text}")
+            if refusal := "" if again else self.restarts.refusal(self._step):
+                notes.append(f"why no restart: {refusal}")
+        if not again:
+            notes.append("fix: run the same command again: it continues from the last checkpoint")
+        lines = [printed, f"{lost}; the other workers were stopped", *(f"  {note}" for note in notes)]
+        return Verdict("\n".join(filter(None, lines)), _WORKER_LOST, again)
+
+    def _again(self) -> bool:
+        """Whether the run goes on after a crash: nobody wants it to end, and nobody ended a worker of it."""
+        killed = any(worker.died and worker.process.returncode == -signal.SIGKILL for worker in self.workers)
+        return not self._asked and not killed and self.restarts.allowed(self._step)
 
     def _hang(self, stalled: list[Report]) -> Verdict:
         """Of ranks that wait for each other: the silent one, or one outside of a collective, or the one behind."""

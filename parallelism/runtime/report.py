@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import time
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -12,8 +13,8 @@ from typing import Literal
 REPORT_FD = "TPSHARD_REPORT_FD"
 """Number of the pipe's writing end, set by tpshard's own launcher."""
 
-Kind = Literal["ready", "failed", "secondary", "stalled", "log"]
-"""`log` says in which file the worker's output continues."""
+Kind = Literal["ready", "failed", "secondary", "stalled", "log", "step"]
+"""`log` says in which file the worker's output continues, `step` which one is done."""
 
 
 class WorkerFault(RuntimeError):
@@ -35,7 +36,8 @@ class Report:
     time: float = 0.0
     """Seconds of the monotonic clock, which all processes of a host share."""
     progress: int = 0
-    """Of a stalled worker: how many steps and collectives it got through."""
+    """Of a stalled worker: how many steps and collectives it got through. Of a log: the bytes that it held before. Of a
+    step: its number."""
     waiting: bool = False
     """Of a stalled worker: it is inside a collective, so others may be to blame."""
 
@@ -51,10 +53,15 @@ def parse(line: bytes) -> Report | None:
         return None
 
 
-def send(kind: Kind, *, text: str = "", exit: int = 0, progress: int = 0, waiting: bool = False) -> bool:
-    """Tells the launcher, if there is one of ours. True when it takes over telling the user."""
+def send(
+    kind: Kind, *, text: str = "", exit: int = 0, progress: int = 0, waiting: bool = False, droppable: bool = False
+) -> bool:
+    """Tells the launcher, if there is one of ours. True when it takes over telling the user.
+
+    What is `droppable` is left out while the pipe is full, as it becomes when the launcher was stopped (Ctrl-Z).
+    """
     fd = os.environ.get(REPORT_FD)
-    if fd is None:
+    if fd is None or (droppable and not select.select([], [int(fd)], [], 0)[1]):
         return False
     rank = int(os.environ.get("RANK", "0"))
     data = Report(rank, kind, text, exit, time.monotonic(), progress, waiting).line()

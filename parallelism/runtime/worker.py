@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -25,8 +26,9 @@ def run_worker(body: Callable[[], int], place: Place, describe: Describe) -> NoR
     At once, whatever the code: the usual way out waits for threads and process groups that other ranks no longer serve,
     and may abort over a thread that it cuts off inside a library's C++. Our own launcher prints the error of the rank
     to blame; under another launcher this rank prints its own, and waits a moment when it only lost its peers, so that
-    the cause is read last.
+    the cause is read last. A crash of native code leaves the stacks of Python's threads.
     """
+    faulthandler.enable()
     try:
         _leave(body())
     except SystemExit as ending:

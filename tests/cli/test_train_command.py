@@ -103,6 +103,30 @@ def test_a_run_that_is_killed_and_stopped_ends_as_one_that_was_not(tmp_path: Pat
     assert {row["run"] for row in rows(tmp_path, "other")} == {1, 2, 3}
 
 
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGSEGV), (1, signal.SIGABRT), (1, signal.SIGBUS)])
+def test_a_run_whose_worker_crashes_goes_on_by_itself(rank: int, number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    crashed = start(tmp_path, "run.dir=runs/crashed", "train.steps=20", "checkpoint.resume=never")
+    running_until(crashed, lambda: len(rows(tmp_path, "crashed")) > 7)
+    (victim,) = [p for p in psutil.Process(crashed.pid).children() if p.environ()["RANK"] == str(rank)]
+    victim.send_signal(number)
+    out, err = crashed.communicate(timeout=PATIENCE)
+    assert crashed.returncode == 0, err
+    assert f"rank {rank} was lost: killed by {number.name} after step" in err
+    assert "warning: the run is started again from its last checkpoint (restart 1 of 1" in err
+    found = re.search(r"continuing from step (5|10|15)\b", err)
+    assert found and "restarts      1, after a worker crashed" in out, out
+    log = tmp_path / "runs" / "crashed" / "logs" / f"rank-{rank}.log"
+    assert "Fatal Python error" in log.read_text() and "loop.py" in log.read_text() and f"stacks: {log}" in err
+    steps = [row for row in rows(tmp_path, "crashed") if "loss" in row]
+    assert {(row["run"], row["restarts"]) for row in steps} == {(1, 0), (2, 1)}
+    assert [row["step"] for row in steps if row["restarts"]] == list(range(int(found[1]) + 1, 21))
+    twice: dict[int, set[tuple[Any, ...]]] = {}
+    for row in steps:
+        twice.setdefault(row["step"], set()).add(tuple(row[key] for key in ("loss", "grad_norm", "lr", "tokens")))
+    assert len(twice) == 20 and all(len(values) == 1 for values in twice.values()), "a step repeated gave other numbers"
+
+
 def test_a_disk_that_refuses_the_comparison_ends_no_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(folder: Path) -> str:
         raise OSError(28, "No space left on device")

@@ -1,4 +1,7 @@
-"""What the workers of test_launch.py run: `python launched_worker.py MODE [FOLDER]`."""
+"""What the workers of test_launch.py run: `python launched_worker.py MODE [FOLDER]`.
+
+MODE `crash SIGNAL RANK STEP...`: that rank sends itself the signal after that step, at its n-th start after the n-th.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from patience import PATIENCE
+from tpshard.parallelism.runtime import crash, report
 from tpshard.parallelism.runtime import place as places
 from tpshard.parallelism.runtime.place import Place
 from tpshard.parallelism.runtime.stop import StopRequest, exit_code
@@ -36,7 +40,24 @@ def work(mode: str, place: Place, folder: Path) -> int:
         while time.monotonic() < deadline and (mode == "deaf" or stopping.signal is None):
             time.sleep(0.02)
         return exit_code(stopping.urgency)
+    if mode.startswith("crash"):
+        return crashing(mode, place, folder)
     return connected(mode, place, folder)
+
+
+def crashing(mode: str, place: Place, folder: Path) -> int:
+    name, rank, *steps = mode.split()[1:]
+    starts = crash.restarts()
+    if starts < len(steps) and place.rank == int(rank):
+        for step in range(1, int(steps[starts]) + 1):
+            report.send("step", progress=step)
+        print("a library says why", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), getattr(signal, name))
+    (folder / f"ready-{place.rank}").write_text(str(os.getpid()))
+    deadline = time.monotonic() + 2 * PATIENCE
+    while starts < len(steps) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return 0
 
 
 def connected(mode: str, place: Place, folder: Path) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from patience import PATIENCE, until
+from tpshard.parallelism.runtime import crash, report
 from tpshard.parallelism.runtime import place as places
 from tpshard.parallelism.runtime.launch import Nodes
 from tpshard.parallelism.runtime.report import WorkerFault, is_lost_peer
@@ -23,17 +24,19 @@ WORKER = Path(__file__).with_name("launched_worker.py")
 LAUNCH = (
     "import sys; from tpshard.parallelism.runtime.launch import launch;"
     "assert 'torch' not in sys.modules, 'the launcher must start at once';"
-    "sys.exit(launch([], world=int(sys.argv[1]), command=[sys.executable, *sys.argv[2:]]))"
+    "sys.exit(launch([], world=int(sys.argv[1]), command=[sys.executable, *sys.argv[3:]], restarts=int(sys.argv[2])))"
 )
 
 
 @contextmanager
-def launched(mode: str, world: int, folder: Path) -> Iterator[subprocess.Popen[str]]:
+def launched(
+    mode: str, world: int, folder: Path, *, restarts: int = 0, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
     """A launcher in its own session; afterwards no process of it may be left."""
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, str(world), str(WORKER), mode, str(folder)],
+        [sys.executable, "-c", LAUNCH, str(world), str(restarts), str(WORKER), mode, str(folder)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )  # fmt: skip
     tree: list[psutil.Process] = []
     try:
@@ -138,6 +141,90 @@ def test_a_killed_worker_ends_the_rest_and_nothing_listens_beyond_loopback(tmp_p
     assert not mine & still
 
 
+# ---- crashes --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "rank", "fatal"),
+    [("SIGSEGV", 0, "Segmentation fault"), ("SIGABRT", 1, "Aborted"), ("SIGBUS", 1, "Bus error")],
+)
+def test_a_run_whose_worker_crashes_is_started_again(name: str, rank: int, fatal: str, tmp_path: Path) -> None:
+    with launched(f"crash {name} {rank} 7", 2, tmp_path, restarts=1) as launcher:
+        _, err = launcher.communicate(timeout=PATIENCE)
+    assert launcher.returncode == 0, err
+    stacks, lost, again = (
+        err.index(text)
+        for text in (
+            f"Fatal Python error: {fatal}", f"error: rank {rank} was lost: killed by {name} after step 7",
+            "warning: the run is started again from its last checkpoint (restart 1 of 1, see launch.restarts)",
+        )
+    )  # fmt: skip
+    assert stacks < lost < again and "in crashing" in err[stacks:lost] and err.count("a library says why") == 1
+    assert "run the same command again" not in err
+
+
+@pytest.mark.parametrize(
+    ("steps", "restarts", "started", "why"),
+    [
+        ("7", 0, 0, ""),
+        ("7 300", 1, 1, "launch.restarts is 1"),
+        ("7 106", 5, 1, "the crash before was after step 7, and 100 steps are asked for between two"),
+        ("7 107 207", 2, 2, "launch.restarts is 2"),
+    ],
+)
+def test_a_run_is_not_started_again_for_ever(
+    steps: str, restarts: int, started: int, why: str, tmp_path: Path
+) -> None:
+    with launched(f"crash SIGSEGV 1 {steps}", 2, tmp_path, restarts=restarts) as launcher:
+        _, err = launcher.communicate(timeout=PATIENCE)
+    assert launcher.returncode == 9
+    assert err.count("is started again") == started and ("why no restart:" in err) == bool(why) and why in err
+    assert err.splitlines()[-1].startswith("  fix: run the same command again")
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGFPE"])
+def test_other_deaths_are_no_crashes(name: str, tmp_path: Path) -> None:
+    with launched(f"crash {name} 1 7", 2, tmp_path, restarts=1) as launcher:
+        _, err = launcher.communicate(timeout=PATIENCE)
+    assert launcher.returncode == 9 and f"killed by {name}" in err and "started again" not in err
+
+
+def test_a_run_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> None:
+    with launched("deaf", 2, tmp_path, restarts=1) as launcher:
+        children = workers(launcher, tmp_path, 2)
+        launcher.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        children[1].send_signal(signal.SIGSEGV)
+        _, err = launcher.communicate(timeout=PATIENCE)
+    assert launcher.returncode == 9 and "killed by SIGSEGV" in err and "started again" not in err
+
+
+def test_one_of_several_hosts_does_not_go_on_alone(tmp_path: Path) -> None:
+    hosts = Nodes(2, 0, "127.0.0.1:9").environment()
+    with launched("crash SIGSEGV 0 7", 2, tmp_path, restarts=1, **hosts) as launcher:
+        _, err = launcher.communicate(timeout=PATIENCE)
+    assert launcher.returncode == 9 and "killed by SIGSEGV" in err and "started again" not in err
+
+
+def test_the_stack_of_a_crash_is_found_in_what_was_printed() -> None:
+    many = b"".join(b"Thread %d:\n" % i for i in range(99))
+    printed = b"older\nmalloc(): bad\nFatal Python error: Aborted\n\n" + many + b"Extension modules: a, b\n"
+    lines = crash.stack(printed).splitlines()
+    assert lines[:3] == ["malloc(): bad", "Fatal Python error: Aborted", "Thread 0:"] and lines[-1] == "..."
+    assert crash.stack(printed, told=True).splitlines() == lines[1:-1] + ["Thread 38:", "..."]
+    assert crash.stack(b"nothing of it") == ""
+
+
+def test_a_report_that_may_be_dropped_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    monkeypatch.setenv(report.REPORT_FD, str(writer))
+    sent = 0
+    while report.send("step", progress=sent, droppable=True):
+        sent += 1
+    received = os.read(reader, 1 << 20).splitlines()
+    os.close(reader)
+    os.close(writer)
+    assert [known.progress for known in map(report.parse, received) if known] == list(range(sent)) and sent > 100
+
+
 def test_a_hanging_worker_is_named_with_what_the_others_wait_for(tmp_path: Path) -> None:
     with launched("hang", 2, tmp_path) as launcher:
         _, err = launcher.communicate(timeout=PATIENCE)
@@ -160,7 +247,7 @@ def test_two_hosts_meet_at_the_given_address(tmp_path: Path) -> None:
         meet = f"127.0.0.1:{probe.getsockname()[1]}"
     hosts = [
         subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, "2", str(WORKER), "two-hosts", str(tmp_path)], stderr=subprocess.PIPE,
+            [sys.executable, "-c", LAUNCH, "2", "0", str(WORKER), "two-hosts", str(tmp_path)], stderr=subprocess.PIPE,
             env={**os.environ, **Nodes(2, rank, meet).environment(), "OMP_NUM_THREADS": "1"}, text=True,
         )
         for rank in (1, 0)
