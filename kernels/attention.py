@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tpshard.kernels import flash
+from tpshard.kernels import attention_parts, flash
+from tpshard.kernels.attention_mask import visible, wide
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define(
@@ -29,6 +30,8 @@ _library.define(
     "float scale, int? window=None) -> (Tensor, Tensor, Tensor)"
 )
 
+PARTS = attention_parts.__name__
+"""The operations of what a device has of a sequence come with those of the whole."""
 _BLOCK = 512
 """Rows of queries that the blockwise path scores at once: its memory is b * h * _BLOCK * t floats."""
 
@@ -55,23 +58,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: in
 
 def _allowed(documents: Tensor | None, rows: range, keys: range, window: int | None, device: torch.device) -> Tensor:
     """Which of the positions `keys` the positions `rows` may see: [b or 1, 1, rows, keys] bool."""
-    row = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
-    key = torch.arange(keys.start, keys.stop, device=device)
-    seen = (key <= row).unsqueeze(0)
-    if window is not None:
-        seen = seen & (key > row - window)
-    if documents is not None:
-        own, other = (documents[:, part.start : part.stop] for part in (rows, keys))
-        seen = seen & (own.unsqueeze(2) == other.unsqueeze(1))
-    return seen.unsqueeze(1)
+    pair = None if documents is None else (documents[:, rows.start : rows.stop], documents[:, keys.start : keys.stop])
+    return visible(pair, rows, keys, window, device)
 
 
 # The reference, and the path for what no library kernel takes: plain products over blocks of queries, in fp32 or fp64.
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """The dtype in which attention to `x` is computed: fp64 for fp64, fp32 for all others."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _blocks(s: int, t: int, window: int | None) -> Iterator[tuple[slice, range, range]]:
@@ -84,7 +75,7 @@ def _blocks(s: int, t: int, window: int | None) -> Iterator[tuple[slice, range, 
 
 def _grouped(x: Tensor, kv: int) -> Tensor:
     """[b,s,h,d] -> [b,kv,h/kv,s,d] in fp32 or fp64"""
-    return x.unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).to(_wide(x))
+    return x.unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).to(wide(x))
 
 
 def blockwise(
@@ -93,7 +84,7 @@ def blockwise(
     """The forward operation in plain products, on any device and dtype."""
     (b, s, h, _), t, kv = q.shape, k.shape[1], k.shape[2]
     queries, keys, values = _grouped(q, kv) * scale, _grouped(k, kv), _grouped(v, kv)
-    out, lse = torch.empty_like(q), torch.empty(b, h, s, dtype=_wide(q), device=q.device)
+    out, lse = torch.empty_like(q), torch.empty(b, h, s, dtype=wide(q), device=q.device)
     for rows, positions, seen in _blocks(s, t, window):
         part = slice(seen.start, seen.stop)
         scores = queries[..., rows, :] @ keys[..., part, :].transpose(-1, -2)
@@ -212,7 +203,7 @@ def _shape(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
     b, s, h, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=_wide(q))
+    return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=wide(q))
 
 
 @torch.library.register_fake("tpshard::attention_backward", lib=_library)

@@ -216,7 +216,12 @@ def _cost(
         if exchange.factor in choice:
             rest = {f: cut for f, cut in choice.items() if f != exchange.factor}
             members = size_of(choice[exchange.factor].axes)
-            total += exchange.collectives * LATENCY_BYTES + (members - 1) * exchange.bytes * share(rule, rest)
+            if exchange.rotating:  # a hop for each other device, each behind the computing of a part
+                sent = (members - 1) / members * exchange.bytes * share(rule, rest)
+                hidden = rule.flops * share(rule, choice) / FLOPS_PER_BYTE
+                total += (members - 1) * exchange.collectives * LATENCY_BYTES + max(0.0, sent - hidden)
+            else:
+                total += exchange.collectives * LATENCY_BYTES + (members - 1) * exchange.bytes * share(rule, rest)
     for f, window in rule.windows:
         if f in choice and (needed := _halo(op, choice[f].axes, window)) is not None:
             layout = layout_of(rule, rule.operands[window.operand], choice, False)

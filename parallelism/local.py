@@ -13,8 +13,8 @@ from tpshard.parallelism import halo
 from tpshard.parallelism.choose import Choice, layout_of, share
 from tpshard.parallelism.factors import WHOLE
 from tpshard.parallelism.graph import Op, map_refs
-from tpshard.parallelism.lower import Emitter
-from tpshard.parallelism.mesh import Axes
+from tpshard.parallelism.lower import Emitter, pick
+from tpshard.parallelism.mesh import Axes, size_of
 from tpshard.parallelism.program import INFO, Info, Spec, info
 from tpshard.parallelism.rules.rule import Rule, Window
 from tpshard.parallelism.rules.table import entry_of
@@ -122,11 +122,31 @@ class LocalPart:
             return node
         return self._parts(node, specs)
 
-    def several(self, target: Any, *args: Any, like: Sequence[tuple[Sequence[int], Any]]) -> list[Any]:
+    def several(
+        self, target: Any, *args: Any, like: Sequence[tuple[Sequence[int], Any]], work: float | None = None
+    ) -> list[Any]:
         specs = [Spec(tuple(shape), dtype) for shape, dtype in like]
         node = self.emitter.call(target, args, specs)
-        self._count(node)
+        if work is None:
+            self._count(node)
+        else:
+            flops, whole = round(self.flops * work), round(self.global_flops * work)
+            node.meta[INFO] = replace(info(node), flops=flops, global_flops=whole, saved=self.entry.saved)
         return self._parts(node, specs)
+
+    def members(self, factor: int) -> int:
+        return size_of(self.axes(factor))
+
+    def pick(self, factor: int, table: Sequence[int]) -> Any:
+        return self.emitter.ranked_number(pick, self.axes(factor), tuple(table))
+
+    def shifted(self, node: Any, factor: int) -> Any:
+        why = {"reason": f"`{self.op.name}` sees all of a dim, a part at a time", "value": self.op.name,
+               "of": "activation"}  # fmt: skip
+        return halo.shift(self.emitter, node, self.axes(factor), 1, why)
+
+    def dtype(self, result: int) -> Any:
+        return self.op.results[result].dtype
 
     def _parts(self, node: fx.Node, specs: Sequence[Spec]) -> list[Any]:
         parts = []

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from tpshard.parallelism.graph import Op, Value
+from tpshard.parallelism.rules import sequence
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Factors, Kind, Rule
 
@@ -28,10 +31,11 @@ def attention(op: Op) -> Rule:
     keys, values = ((b,), (t,), (kv,), (d,)), ((b,), (t,), (kv,), (dv,))
     documents = [((b,), (s,))] * (len(op.operands) - 3)
     flops = 4 * _products(op, q, k, 5)
-    return factors.rule(
+    main = factors.rule(
         [queries, keys, values, *documents], [((b,), (s,), (kv, g), (dv,)), ((b,), (kv, g), (s,))],
         flops=flops, work=(b, kv, g),
     )  # fmt: skip
+    return replace(main, others=sequence.forward(op, flops)) if t == s and dv == d else main
 
 
 def attention_backward(op: Op) -> Rule:
@@ -48,10 +52,11 @@ def attention_backward(op: Op) -> Rule:
     lse = ((b,), (kv, g), (s,))
     documents = [((b,), (s,))] * (len(op.operands) - 6)
     flops = 10 * _products(op, q, k, 8)
-    return factors.rule(
+    main = factors.rule(
         [queries, queries, keys, keys, queries, lse, *documents], [queries, keys, keys],
         flops=flops, work=(b, kv, g),
     )  # fmt: skip
+    return replace(main, others=sequence.backward(op, flops)) if k.shape[1] == q.shape[1] else main
 
 
 def _products(op: Op, q: Value, k: Value, window: int) -> int:

@@ -55,8 +55,10 @@ class Exchange:
 
     factor: int
     bytes: int
-    """That every device contributes, were nothing else cut."""
+    """That every device contributes, were nothing else cut; of what is rotated, of all devices together."""
     collectives: int
+    rotating: bool = False
+    """Whether it goes around a ring, a hop at a time, while devices compute with what they have."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,24 @@ class LocalOp(Protocol):
     def position(self, factor: int) -> Any:
         """Node (or 0) of this device's place along a factor's axes."""
 
-    def several(self, target: Any, *args: Any, like: Sequence[tuple[Sequence[int], Any]]) -> list[Any]:
-        """Adds a node with several results, of these local shapes and dtypes; returns a node for each."""
+    def several(
+        self, target: Any, *args: Any, like: Sequence[tuple[Sequence[int], Any]], work: float | None = None
+    ) -> list[Any]:
+        """Adds a node with several results, of these local shapes and dtypes; returns a node for each.
+
+        `work`: the part of the op's FLOPs that it does, where several nodes share them."""
+
+    def members(self, factor: int) -> int:
+        """Devices along a factor's axes."""
+
+    def pick(self, factor: int, table: Sequence[int]) -> Any:
+        """Node of the table's entry for this device's place along a factor's axes."""
+
+    def shifted(self, node: Any, factor: int) -> Any:
+        """What the device before this one along a factor's axes has; the first follows the last."""
+
+    def dtype(self, result: int) -> Any:
+        """Dtype of a result."""
 
     def gathered(self, node: Any, factor: int) -> Any:
         """What all devices along a factor's axes have, in their order, along a new first dim."""

@@ -1,0 +1,79 @@
+"""Attention over a sequence that is cut equals attention over the whole, whichever way it is computed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from tpshard.kernels.attention import attention
+from tpshard.parallelism import Mesh, choose, partition
+
+torch.set_num_threads(1)
+MESHES = [Mesh({"x": 2}), Mesh({"x": 4}), Mesh({"x": 2, "y": 2})]
+WAYS = {"gathered keys": (20_000, 1000.0), "ring": (0, 1e-9)}
+"""What starting a collective costs, in bytes; and FLOPs in the time of a byte: a ring hides behind slow computing."""
+
+
+def inputs(b: int, s: int, h: int, kv: int, packed: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(s)
+    tensors = [torch.randn(b, s, n, 4, dtype=torch.float64, generator=generator) for n in (h, kv, kv, h)]
+    return [*tensors, (torch.arange(s) // 5)[None].repeat(b, 1)] if packed else tensors
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_equal_to_the_whole_with_gradients(mesh: Mesh, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "LATENCY_BYTES", WAYS[way][0])
+    monkeypatch.setattr(choose, "FLOPS_PER_BYTE", WAYS[way][1])
+    for packed, window, (h, kv) in itertools.product((False, True), (None, 3), ((3, 1), (2, 2))):
+        args = inputs(2, 16, h, kv, packed)
+
+        def step(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *rest: Tensor, window: int | None = window) -> object:
+            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+            out = attention(q, k, v, rest[0] if rest else None, None, window)
+            return out, *torch.autograd.grad((out * grad).sum(), (q, k, v))
+
+        over = (None, tuple(mesh.axes))
+        program = partition(step, args, mesh, [over] * len(args), [over] * 4)
+        for mine, theirs in zip(program.simulate(*args), step(*args), strict=True):  # type: ignore[call-overload]
+            torch.testing.assert_close(mine, theirs)
+        assert program.flop_efficiency == pytest.approx(1.0)
+        kinds = {c.kind for c in program.collectives if c.bytes > 8}
+        assert kinds == ({"permute"} if way == "ring" else {"all_gather", "reduce_scatter"})
+
+
+def test_a_ring_holds_one_part_of_the_keys_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "LATENCY_BYTES", 0)
+    args = inputs(1, 64, 1, 1, False)[:3]
+    program = partition(attention, args, Mesh({"x": 4}), [(None, "x")] * 3, [(None, "x")])
+    assert [c.kind for c in program.collectives] == ["permute"] * 6  # keys and values to three neighbours
+    assert all(c.bytes == 64 // 4 * 4 * 8 for c in program.collectives)
+    torch.testing.assert_close(program.simulate(*args)[0], attention(*args))
+
+
+def test_heads_take_the_axes_where_that_sends_less() -> None:
+    args = [torch.randn(1, 4096, 8, 64) for _ in range(3)]
+    program = partition(attention, args, Mesh({"x": 4}), [(None, "x")] * 3, [(None, "x")])
+    assert {c.kind for c in program.collectives} == {"all_to_all"}
+
+
+def test_parts_of_keys_add_up() -> None:
+    """Any cut of queries and keys: shares weighed by their log-sums are the whole; a share without keys is nothing."""
+    q, k, v, _, documents = inputs(2, 12, 4, 2, True)
+    part = torch.ops.tpshard.attention_part
+    for window, docs in itertools.product((None, 4), (None, documents)):
+        whole, lse = torch.ops.tpshard.attention(q, k, v, docs, 0.5, window)
+        for first, keys in itertools.product((0, 3, 8), ((0, 5, 12), (0, 2, 9, 12))):
+            rows = slice(first, first + 4)
+            shares = []
+            for a, b in itertools.pairwise(keys):
+                own, other = (None, None) if docs is None else (docs[:, rows], docs[:, a:b])
+                shares.append(part(q[:, rows], k[:, a:b], v[:, a:b], own, other, 0.5, window, first, a))
+            total = torch.stack([logs for _, logs in shares]).logsumexp(0)
+            torch.testing.assert_close(total, lse[..., rows])
+            out = sum(share * (logs - total).exp().transpose(1, 2).unsqueeze(-1) for share, logs in shares)
+            torch.testing.assert_close(out, whole[:, rows])
+    nothing, logs = part(q[:, :4], k[:, 6:], v[:, 6:], None, None, 0.5, None, 0, 6)
+    assert not nothing.any() and torch.isneginf(logs).all()
