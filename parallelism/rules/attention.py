@@ -95,6 +95,8 @@ backward = Entry(lambda op: batch_and_heads(op, 10), work="attention_backward", 
 OPS: Table = {
     "tpshard.attention": Entry(attention, work="attention", saved=True, carries=2),
     "tpshard.attention_backward": Entry(attention_backward, work="attention_backward"),
+    "tpshard.attention_part": Entry(work="attention", saved=True),
+    "tpshard.attention_part_backward": Entry(work="attention_backward"),
     aten._scaled_dot_product_flash_attention: forward,
     aten._scaled_dot_product_flash_attention_backward: backward,
     aten._scaled_dot_product_flash_attention_for_cpu: forward,

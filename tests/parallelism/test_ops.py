@@ -105,6 +105,11 @@ def _attention_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Any:
     return ours.attention_backward.default(dout, q, k, v, out, lse, None, 0.5)
 
 
+def _part_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Any:
+    out, lse = ours.attention_part.default(q, k, v, None, None, 0.5, None, 4, 2)
+    return ours.attention_part_backward.default(dout, q, k, v, out, lse, None, None, 0.5, None, 4, 2)
+
+
 def _flash(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v)[0]
 
@@ -338,6 +343,10 @@ CASES: dict[str, list[Case]] = {
         call(ours.attention.default, *_attended(2, 4, 4, 4, 4, documents=True), 0.5),
     ],
     "tpshard.attention_backward": [of(_attention_gradients, *_attended(4, 3, 6, 2, 4), f(4, 3, 6, 4))],
+    "tpshard.attention_part": [
+        call(ours.attention_part.default, *_attended(2, 4, 4, 2, 4), None, None, 0.5, None, 4, 2),
+    ],
+    "tpshard.attention_part_backward": [of(_part_gradients, *_attended(2, 4, 4, 2, 4), f(2, 4, 4, 4))],
     "aten._scaled_dot_product_flash_attention_for_cpu": [of(_flash, f(4, 6, 3, 4), f(4, 6, 3, 4), f(4, 6, 3, 4))],
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": [of(_flash_gradients, *[f(4, 6, 3, 4)] * 4)],
     "aten.max_pool2d_with_indices": [call(aten.max_pool2d_with_indices.default, f(4, 6, 4, 4), [2, 2])],
