@@ -13,7 +13,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q torch==$(TORCH)
+	$(BIN)/pip install -q torch==$(TORCH) $(if $(filter 2.11.%,$(TORCH)),"numpy<2.4")
 	$(BIN)/pip install -q -e ".[test]"
 	touch $@
 

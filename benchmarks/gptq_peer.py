@@ -23,6 +23,8 @@ from tpshard.kernels.quantized import Quantized, group_count, group_index
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers import GPTQConfig as PeerConfig
 
+from record import Record, add_options
+
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -101,20 +103,20 @@ def compare(bits: int, group_size: int, sym: bool, order: bool, form: str, work:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    as_json = parser.parse_args().json
+    add_options(parser)
+    options = parser.parse_args()
+    record = Record("gptq_peer", "gptqmodel", quiet=options.json)
     torch.manual_seed(0)
-    rows = []
+    rows = record.rows
     cases = itertools.product((2, 3, 4, 8), (-1, 32, 128), (True, False), (True, False), ("gptq", "gptq_v2"))
     for case in cases:
         with tempfile.TemporaryDirectory() as work:
             rows.append(compare(*case, work=Path(work)))
-        if not as_json:
-            print(rows[-1])
-    if as_json:
-        print(json.dumps(rows))
+        record.say(str(rows[-1]))
     wrong = [r for r in rows if not (r["same_files"] and r["same_dense"] and r["same_logits"])]
-    print(f"{len(rows) - len(wrong)} of {len(rows)} settings equal bit for bit")
+    record.figure("settings", len(rows), "settings")
+    record.figure("settings.equal", len(rows) - len(wrong), "settings equal bit for bit")
+    record.close(write=options.record, as_json=options.json)
     raise SystemExit(bool(wrong))
 
 

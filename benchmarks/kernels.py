@@ -1,6 +1,6 @@
 """Fused dequantize-and-multiply on a GPU, beside cuBLAS in bf16, dequantize + cuBLAS and the memory's limit.
 
-    python benchmarks/kernels.py [--json] [--rows 1 16] [--models llama3-8b llama3-70b] [--check]
+    python benchmarks/kernels.py [--rows 1 16] [--models llama3-8b llama3-70b] [--check] [--record] [--json]
 
 Every linear of the models at TP 1 and 8 (q|k|v and gate|up side by side), 4 bits, groups of 128, symmetric, bf16.
 `fused` is what the operation's own choice takes; `better` the faster of dequantize + cuBLAS and the quickest kernel
@@ -11,21 +11,22 @@ weight stays in the cache. `limit` is the packed bytes over this device's measur
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from tpshard.kernels import triton_launch as launch
 from tpshard.kernels.packed import Packed, unpacked
 from tpshard.kernels.triton_launch import Choice, Tile
+
+from record import Record, add_options
 
 GROUP = 128
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -128,7 +129,7 @@ def dense_call(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
     return F.silu(gate) * up
 
 
-def measure(p: Product, rows: list[int], choice: Choice, bandwidth: float, check: bool) -> list[dict[str, object]]:
+def measure(p: Product, rows: list[int], choice: Choice, bandwidth: float, check: bool) -> list[dict[str, Any]]:
     first = random_packed(p)
     packed = [first, *(replace(first, words=first.words.clone()) for _ in range(copies(first.nbytes) - 1))]
     dense = [torch.randn(p.columns, p.inputs, dtype=torch.bfloat16, device="cuda") / math.sqrt(p.inputs)
@@ -158,15 +159,14 @@ def measure(p: Product, rows: list[int], choice: Choice, bandwidth: float, check
     return found
 
 
-def mean(rows: list[dict[str, object]], m: int) -> float:
-    logs = [math.log(float(r["speedup"])) for r in rows if r["large"] and r["M"] == m]  # type: ignore[arg-type]
+def mean(rows: list[dict[str, Any]], m: int) -> float:
+    logs = [math.log(float(r["speedup"])) for r in rows if r["large"] and r["M"] == m]
     return math.exp(statistics.mean(logs)) if logs else math.nan
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print nothing but the rows")
-    parser.add_argument("--out", help="write the rows, as JSON, to this file too")
+    add_options(parser)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--models", nargs="+", default=["llama3-8b", "llama3-70b"])
     parser.add_argument("--check", action="store_true", help="compare every product with fp32")
@@ -174,34 +174,28 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU")
 
-    def say(line: str) -> None:
-        if not a.json:
-            print(line, flush=True)
-
+    record = Record("kernels", quiet=a.json)
+    rows = record.rows
     bandwidth = copy_bandwidth()
-    say(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, torch {torch.__version__}, "
-        f"triton {triton.__version__}")  # fmt: skip
-    say("python benchmarks/kernels.py " + " ".join(sys.argv[1:]))
-    say(f"{'':<30} {'M':>4} {'fused':>8} {'cuBLAS':>8} {'dequant+':>8} {'limit':>7} us  speedup  of limit  of better")
-    rows: list[dict[str, object]] = []
+    record.figure("copy", bandwidth / 1e12, "TB/s")
+    record.say(f"{'':<30} {'M':>4} {'fused':>8} {'cuBLAS':>8} {'dequant+':>8} {'limit':>7} us  speedup  of limit  "
+               "of better")  # fmt: skip
     choice = Choice()
     for p in products(a.models):
         for r in measure(p, a.rows, choice, bandwidth, a.check):
             rows.append(r)
-            say(f"{p.model + ' ' + p.name + ' tp' + str(p.tp):<30} {r['M']:>4} {r['fused_us']:>8.1f} "
-                f"{r['cublas_us']:>8.1f} {r['dequantize_us']:>8.1f} {r['limit_us']:>7.1f}     {r['speedup']:>6.2f}  "
-                f"{r['limit_us'] / r['fused_us']:>7.0%}  {r['of_better']:>8.2f}  {r['tile']}")  # type: ignore[operator]  # fmt: skip
-        if a.out:
-            with open(a.out, "w", encoding="utf-8") as file:
-                json.dump(rows, file)
+            record.say(f"{p.model + ' ' + p.name + ' tp' + str(p.tp):<30} {r['M']:>4} {r['fused_us']:>8.1f} "
+                       f"{r['cublas_us']:>8.1f} {r['dequantize_us']:>8.1f} {r['limit_us']:>7.1f}     "
+                       f"{r['speedup']:>6.2f}  {r['limit_us'] / r['fused_us']:>7.0%}  {r['of_better']:>8.2f}  "
+                       f"{r['tile']}")  # fmt: skip
         torch.cuda.empty_cache()
-    if a.json:
-        return print(json.dumps(rows))
     for m, wanted in ((1, 2.5), (16, 2.0)):
-        print(f"weights of 100 MB and more, M={m}: {mean(rows, m):.2f} times cuBLAS (wanted: {wanted})")
-    worst = min(rows, key=lambda r: float(r["of_better"]))  # type: ignore[arg-type]
-    print(f"worst against the better path: {worst['of_better']:.2f} at {worst['model']} {worst['linear']} "
-          f"tp{worst['tp']} M={worst['M']} (wanted: 0.90)")  # fmt: skip
+        if m in a.rows:
+            record.figure(f"large.{m}", mean(rows, m), f"times cuBLAS (wanted: {wanted})")
+    worst = min(rows, key=lambda r: float(r["of_better"]))
+    record.figure("of_better.worst", worst["of_better"], "of the better path (wanted: 0.90)")
+    record.say(f"worst at {worst['model']} {worst['linear']} tp{worst['tp']} M={worst['M']}")
+    record.close(write=a.record, as_json=a.json)
 
 
 if __name__ == "__main__":

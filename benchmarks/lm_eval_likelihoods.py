@@ -24,6 +24,8 @@ from tpshard.models import build, to_hf
 from tpshard.models.presets import preset
 from tpshard.train.sample import ensure_sample
 
+from record import Record, add_options
+
 TASK = """\
 task: tpshard_likelihoods
 dataset_path: json
@@ -79,7 +81,9 @@ def likelihoods(folder: Path, label: str, model: str, arguments: str) -> list[fl
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
+    add_options(parser)
     options = parser.parse_args()
+    record = Record("lm_eval_likelihoods", "lm_eval", quiet=options.json)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_task(folder)
@@ -103,7 +107,9 @@ def main() -> int:
         expected = likelihoods(folder, "hf", "hf", f"pretrained={model},dtype=float32,{BEGIN}")
     difference = torch.tensor(served, dtype=torch.float64) - torch.tensor(expected, dtype=torch.float64)
     allowed = 1e-4 + 2e-6 * torch.tensor(expected, dtype=torch.float64).abs()
-    print(f"{len(served)} continuations, largest difference {difference.abs().max():.2e}")
+    record.figure("continuations", len(served), "continuations")
+    record.figure("difference", float(difference.abs().max()), "nats at most")
+    record.close(write=options.record, as_json=options.json)
     return 0 if len(served) == len(expected) == 48 and bool((difference.abs() <= allowed).all()) else 1
 
 

@@ -1,6 +1,6 @@
 """Predicted against published memory and step time.
 
-    python benchmarks/plan_accuracy.py FILE [--quick] [--write]
+    python benchmarks/plan_accuracy.py FILE [--quick] [--write] [--record] [--json]
 
 FILE has the columns of the published runs: a row is built as a recipe, planned, and printed with signed errors and mean
 absolute percentages. With `--write` the table goes to docs/plan_accuracy.md and its summary into the plan's screen.
@@ -24,6 +24,8 @@ from tpshard.programs.setting import Setting, model_config
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
+
+from record import Record, add_options
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICES = {"A100-40GB": "a100-40g", "A100-80GB": "a100-80g", "H100-80GB": "h100-sxm-80g", "B200": "b200"}
@@ -56,6 +58,10 @@ class Outcome:
     def time_error(self) -> float | None:
         published = float(self.row["step_s"] or 0)
         return self.step_s / published - 1 if published else None
+
+    def to_json(self) -> dict[str, object]:
+        found = {"memory_gib": self.memory_gib, "step_s": self.step_s, "fitted": self.fitted, "seconds": self.seconds}
+        return {**self.row, "planned": found}
 
     @property
     def fitted(self) -> bool:
@@ -186,23 +192,33 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--write", action="store_true", help="write docs/plan_accuracy.md and the plan's accuracy line")
     parser.add_argument("--quick", action="store_true", help="build few layers and extend to all")
+    add_options(parser)
     asked = parser.parse_args()
+    record = Record("plan_accuracy", quiet=asked.json)
     outcomes: list[Outcome] = []
     left_out: list[str] = []
     with asked.file.open(newline="") as file:
         for row in csv.DictReader(file):
             try:
                 outcomes.append(predict(row, asked.quick))
-                print(*table(outcomes[-1:])[2:], f"({outcomes[-1].seconds:.0f} s)", flush=True)
+                record.say(f"{table(outcomes[-1:])[2]} ({outcomes[-1].seconds:.0f} s)")
+                record.rows.append(outcomes[-1].to_json())
             except (ValueError, KeyError, Mistakes) as error:
                 left_out.append(f"{row['src']} ({row['model']}, {row['gpus']} devices): {str(error).splitlines()[0]}")
     lines = [*table(outcomes), "", *summary(outcomes), *(f"left out: {words}" for words in left_out)]
-    print("\n".join(lines))
+    record.say("\n".join(lines))
+    for title, chosen in (("all", outcomes), ("held_out", [o for o in outcomes if not o.fitted])):
+        for what in ("memory", "time"):
+            errors = [100 * abs(e) for o in chosen if (e := getattr(o, f"{what}_error")) is not None]
+            if errors:
+                record.figure(f"{title}.{what}.mean", sum(errors) / len(errors), "% off")
+                record.figure(f"{title}.{what}.worst", max(errors), "% off")
     if asked.write:
         head = "# How far the plan is from what others measured\n\n"
         head += f"Written by `python benchmarks/plan_accuracy.py FILE{' --quick' * asked.quick} --write`.\n\n"
         (ROOT / "docs" / "plan_accuracy.md").write_text(head + "\n".join(lines) + "\n")
         (ROOT / "plan" / "accuracy.txt").write_text("published runs, " + summary(outcomes)[0] + "\n")
+    record.close(write=asked.record, as_json=asked.json)
     sys.exit(0 if outcomes else 1)
 
 

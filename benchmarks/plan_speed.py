@@ -1,18 +1,18 @@
 """How long a plan takes: 8B on 64 devices, 70B on 256, 405B on 16,384; each should be under 60 s on two cores.
 
-    python benchmarks/plan_speed.py [NAME ...]
+    python benchmarks/plan_speed.py [NAME ...] [--record] [--json]
 """
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
+import argparse
 import time
 
 from tpshard.plan import make, text
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
+
+from record import Record, add_options
 
 CASES = {
     "8b": ("llama3-8b", 64, "{fsdp: 64, tp: 1}", 64),
@@ -30,12 +30,14 @@ def pace() -> float:
 
 
 def main() -> None:
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
-        f"a plain Python loop of 3 million takes {pace():.2f} s"
-    )
-    print("case  devices   nodes  build s  price s  total s (cpu s)   needs GiB    step s")
-    for name in sys.argv[1:] or CASES:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; default: all")
+    add_options(parser)
+    asked = parser.parse_args()
+    record = Record("plan_speed", quiet=asked.json)
+    record.figure("pace", pace(), "s for a plain Python loop of 3 million")
+    record.say("case  devices   nodes  build s  price s  total s (cpu s)   needs GiB    step s")
+    for name in asked.names or CASES:
         preset, devices, mesh, sequences = CASES[name]
         recipe = loads(
             f"""
@@ -55,12 +57,17 @@ remat: full
             report = make.of_training(programs, name)
         text.screen(report)
         end = time.perf_counter()
-        print(
+        used = time.process_time() - cpu
+        record.rows.append({"case": name, "devices": devices, "nodes": len(programs.micro.nodes),
+                            "build_s": built - start, "price_s": end - built, "cpu_s": used})  # fmt: skip
+        record.figure(f"{name}.total", end - start, "s")
+        record.figure(f"{name}.cpu", used, "s")
+        record.say(
             f"{name:<5} {devices:>7} {len(programs.micro.nodes):>7} {built - start:>8.1f} {end - built:>8.1f} "
-            f"{end - start:>8.1f} ({time.process_time() - cpu:.1f}) {report.pricing.needed_bytes / 2**30:>12.1f} "
-            f"{report.pricing.step_s:>9.2f}",
-            flush=True,
+            f"{end - start:>8.1f} ({used:.1f}) {report.pricing.needed_bytes / 2**30:>12.1f} "
+            f"{report.pricing.step_s:>9.2f}"
         )
+    record.close(write=asked.record, as_json=asked.json)
 
 
 if __name__ == "__main__":

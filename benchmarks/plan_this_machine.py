@@ -13,21 +13,21 @@ away from 1 the machine itself has changed its speed since (a virtual one does),
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 import torch
 from tpshard.plan import compare
+
+from record import Record, add_options
 
 WITHIN = 0.2
 COMMON = """schema: 1
@@ -136,7 +136,7 @@ def turn(folder: Path, steps: int, device: Path | None) -> dict[str, Run]:
     if device is None:
         tpshard("doctor", "--measure", str(file), folder=str(folder))
         busy = others_busy(before, begun)
-        print(f"tpshard doctor --measure: {time.monotonic() - begun:.0f} s, others {busy:.2f}", flush=True)
+        print(f"tpshard doctor --measure: {time.monotonic() - begun:.0f} s, others {busy:.2f}", file=sys.stderr)
         then = (then + pace()) / 2
     recipes = commands(str(folder), file, steps)
     return {name: run(arguments, folder / f"run-{i}", then) for i, (name, arguments) in enumerate(recipes.items())}
@@ -166,25 +166,26 @@ def middle(runs: list[Run], value: Callable[[Run], float]) -> float:
     return statistics.median(value(one) for one in runs)
 
 
-def machine() -> str:
-    cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory().total / 2**30
-    name = platform.processor() or platform.machine()
-    return f"{name}, {cores} cores, {memory:.0f} GiB, torch {torch.__version__}, {datetime.date.today()}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--turns", type=int, default=3, help="measurements, each with a run of every recipe")
     parser.add_argument("--device", type=Path, help="a device file that is there already")
+    add_options(parser)
     asked = parser.parse_args()
-    print(machine(), flush=True)
+    record = Record("plan_this_machine", quiet=asked.json)
     turns = []
     for _ in range(asked.turns):
         with tempfile.TemporaryDirectory() as folder:
             turns.append(turn(Path(folder), asked.steps, asked.device and asked.device.resolve()))
     text, worst = table(turns)
-    print(text)
+    record.say(text)
+    record.rows += [{"recipe": name, **asdict(run)} for each in turns for name, run in each.items()]
+    for name in turns[0]:
+        record.figure(f"{name.replace(', ', '-').replace(' ', '-')}.ratio", [each[name].ratio for each in turns],
+                      "predicted / measured")  # fmt: skip
+    record.figure("worst", 100 * worst, "% off")
+    record.close(write=asked.record, as_json=asked.json)
     return 0 if worst <= WITHIN else 1
 
 

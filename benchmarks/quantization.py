@@ -1,6 +1,6 @@
 """What 4 bits cost the quickstart's model: GPTQ beside rounding to nearest, for three seeds.
 
-    python benchmarks/quantization.py [--seeds 1,2,3] [--group-size 64] [--sequences 256]
+    python benchmarks/quantization.py [--seeds 1,2,3] [--group-size 64] [--sequences 256] [--record] [--json]
 
 Trains the quickstart once a seed (about a minute each on two cores), quantizes its checkpoint with GPTQ and by rounding
 to nearest (`tpshard quantize`, with and without `--nearest`), and prints the held-out losses. Exit 1 where GPTQ costs
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from record import Record, add_options
 
 COST, SHARE = 0.05, 0.7
 
@@ -44,9 +44,10 @@ def main() -> int:
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--sequences", type=int, default=256, help="of held-out text")
+    add_options(parser)
     asked = parser.parse_args()
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; 4 bits, group {asked.group_size}")
-    print("seed   dense loss   GPTQ costs   rounding costs   share   tokens")
+    record = Record("quantization", quiet=asked.json)
+    record.say("seed   dense loss   GPTQ costs   rounding costs   share   tokens")
     costs, rounding = [], []
     for seed in asked.seeds.split(","):
         with tempfile.TemporaryDirectory() as folder:
@@ -57,14 +58,18 @@ def main() -> int:
             )
         costs.append(solved["loss_after"] - solved["loss_before"])
         rounding.append(nearest["loss_after"] - nearest["loss_before"])
-        print(
+        record.rows.append({"seed": int(seed), "gptq": solved, "nearest": nearest})
+        record.say(
             f"{seed:<6} {solved['loss_before']:>10.4f} {costs[-1]:>12.5f} {rounding[-1]:>16.5f} "
-            f"{costs[-1] / rounding[-1]:>7.2f} {solved['held_out_tokens']:>8}", flush=True,
+            f"{costs[-1] / rounding[-1]:>7.2f} {solved['held_out_tokens']:>8}"
         )  # fmt: skip
     cost, share = mean(costs), mean(costs) / mean(rounding)
-    print(f"mean   {'':>10} {cost:>12.5f} {mean(rounding):>16.5f} {share:>7.2f}")
+    record.say(f"mean   {'':>10} {cost:>12.5f} {mean(rounding):>16.5f} {share:>7.2f}")
     good = cost <= COST and share <= SHARE
-    print(f"at most {COST} nats and {SHARE} of rounding's: {'yes' if good else 'NO'}")
+    record.say(f"at most {COST} nats and {SHARE} of rounding's: {'yes' if good else 'NO'}")
+    record.figure("gptq.cost", cost, "nats, mean")
+    record.figure("nearest.cost", mean(rounding), "nats, mean")
+    record.close(write=asked.record, as_json=asked.json)
     return 0 if good else 1
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -41,6 +40,8 @@ from tpshard.serve.engine import Engine
 from tpshard.serve.job import Job
 from tpshard.serve.ranks import Ranks
 from tpshard.serve.request import Sampling, Sequence
+
+from record import Record, add_options
 
 WORKER = [sys.executable, "-m", "tpshard.cli.serve_worker"]
 
@@ -219,14 +220,14 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
         known = [results[other, count] for other in peers if (other, count) in results]
         beside = [statistics.median(m.tokens_per_s for m in runs) for runs in known]
         yield {
-            "engine": name, "requests": count, **vars(middle),
+            "engine": name, "requests": count, **vars(middle), "all_tokens_per_s": [m.tokens_per_s for m in runs],
             "ratio": middle.tokens_per_s / max(beside) if beside else None,
         }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    add_options(parser)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--requests", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64])
@@ -241,20 +242,19 @@ def main() -> None:
     if options.peer:
         peer(options.peer, options.compiled, options.dtype)
         return
+    record = Record("serving", quiet=options.json)
     with tempfile.TemporaryDirectory() as folder:
-        rows = list(measure(options, Path(folder)))
-    if options.json:
-        print(json.dumps(rows, indent=1))
-        return
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
-    print(f"{options.layers} layers of width {options.width}, prompts of 16 to 64 tokens, {options.new} new ones\n")
-    print(f"{'engine':<24}{'requests':>9}{'tokens/s':>10}{'first s':>9}{'between s':>11}{'ratio':>7}")
-    for row in rows:
+        record.rows += measure(options, Path(folder))
+    record.say(f"{options.layers} layers of width {options.width}, prompts of 16 to 64 tokens, {options.new} new ones")
+    record.say(f"{'engine':<24}{'requests':>9}{'tokens/s':>10}{'first s':>9}{'between s':>11}{'ratio':>7}")
+    for row in record.rows:
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        print(
+        record.say(
             f"{row['engine']:<24}{row['requests']:>9}{row['tokens_per_s']:>10.1f}{row['first_s']:>9.3f}"
             f"{row['between_s']:>11.4f}{ratio:>7}"
         )
+        record.figure(f"{row['engine']}.{row['requests']}".replace(" ", "-"), row.pop("all_tokens_per_s"), "tokens/s")
+    record.close(write=options.record, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import sys
@@ -21,6 +20,8 @@ from collections import Counter
 
 import httpx
 import psutil
+
+from record import Record, add_options
 
 
 class Left(Exception):
@@ -99,7 +100,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--leave", type=float, default=0.2)
+    add_options(parser)
     options = parser.parse_args()
+    record = Record("serving_load", quiet=options.json)
     url = options.url.rstrip("/").removesuffix("/v1")
     key = os.environ.get("TPSHARD_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -116,7 +119,13 @@ def main() -> int:
     blocks = {state: now[f'tpshard_kv_blocks{{state="{state}"}}'] for state in ("total", "free", "cached")}
     grown = (after - before) / 2**20
     lost = {k: n for k, n in outcomes.items() if k not in ("ok", "left", "429")}
-    print(json.dumps({"outcomes": outcomes, "blocks": blocks, "grown_mib": round(grown, 1), "memory_mib": after >> 20}))
+    record.rows.append({"outcomes": outcomes, "blocks": blocks})
+    record.say(f"{dict(outcomes)}, {blocks}")
+    record.figure("answers.right", outcomes["ok"], "answers")
+    record.figure("answers.lost", sum(lost.values()), "answers")
+    record.figure("memory.grown", grown, "MiB")
+    record.figure("memory", after / 2**20, "MiB")
+    record.close(write=options.record, as_json=options.json)
     back = blocks["free"] + blocks["cached"] == blocks["total"] and not now['tpshard_requests{state="waiting"}']
     return 0 if back and not lost and grown < 64 else 1
 

@@ -1,6 +1,6 @@
 """Decoding through act-ordered layers on several ranks: the naive layout beside a rank-local sort and the TP-aware one.
 
-    python benchmarks/tp_aware.py [--json] [--ranks 2 4 8] [--rounds 30]
+    python benchmarks/tp_aware.py [--json] [--ranks 2 4 8] [--rounds 30] [--record]
 
 MLPs of Llama-70B and Granite-20B and whole layers, dims divided by 4, on gloo processes of this machine, fp32 as a
 server on a CPU computes. All layouts multiply by the server's kernels. (Local sort's ragged groups are timed as if they
@@ -19,7 +19,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -42,6 +41,8 @@ from tpshard.kernels.rows import gate, rms_norm
 from tpshard.parallelism.exchange import exchanged
 from tpshard.parallelism.runtime.execute import copies, piece_sizes, reduce_pieces
 from tpshard.parallelism.runtime.gloo import all_gather
+
+from record import Record, add_options
 
 funcol = torch.ops._c10d_functional
 wait = funcol.wait_tensor.default
@@ -282,7 +283,7 @@ def mean_ratio(rows: list[dict[str, object]], over: str, kind: str, ranks: tuple
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print nothing but the rows")
+    add_options(parser)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -290,12 +291,10 @@ def main() -> None:
     a = parser.parse_args()
     if a.rank is not None:
         return worker(a.rank, a.ranks[0], a.rounds, a.folder)
+    record = Record("tp_aware", quiet=a.json)
     rows = [found for ranks in a.ranks for found in run(ranks, a.rounds)]
-    if a.json:
-        return print(json.dumps(rows))
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo")
-    print("python benchmarks/tp_aware.py " + " ".join(sys.argv[1:]))
-    print(f"{'shape':<22} ranks   M    naive  local_sort  tp_aware   ms; naive/tp_aware; explained; parts")
+    record.rows += rows
+    record.say(f"{'shape':<22} ranks   M    naive  local_sort  tp_aware   ms; naive/tp_aware; explained; parts")
     for r in rows:
         ratio = float(r["naive_ms"]) / float(r["tp_aware_ms"])  # type: ignore[arg-type]
         line = f"{r['shape']:<22} {r['ranks']:>5} {r['M']:>3} {r['naive_ms']:>8.2f} {r['local_sort_ms']:>11.2f} "
@@ -303,22 +302,28 @@ def main() -> None:
         if "parts" in r:
             parts = " ".join(f"{n} {t:.2f}" for n, t in r["parts"].items())  # type: ignore[attr-defined]
             line += f"   {r['explained']:.2f}   {parts}"
-        print(line)
+        record.say(line)
     many = tuple(n for n in a.ranks if n >= 4)
     for kind, wanted in (("mlp", 1.8), ("layer", 1.4)):
         found = mean_ratio(rows, "naive_ms", kind, many)
         beside = mean_ratio(rows, "local_sort_ms", kind, tuple(a.ranks))
+        record.figure(f"{kind}.naive", found, "times tp_aware, geometric mean at 4 and 8 ranks")
+        record.figure(f"{kind}.local_sort", beside, "times tp_aware, geometric mean")
+        for n in a.ranks:
+            record.figure(f"{kind}.naive.{n}", mean_ratio(rows, "naive_ms", kind, (n,)), f"times tp_aware, {n} ranks")
         each = ", ".join(f"{mean_ratio(rows, 'naive_ms', kind, (n,)):.2f} at {n}" for n in a.ranks)
-        print(f"{kind}: naive / tp_aware {found:.2f} at 4 and 8 ranks, geometric mean (wanted: {wanted}); {each}")
-        print(f"{kind}: local_sort / tp_aware {beside:.2f} over all (wanted: at least 0.97)")
+        record.say(f"{kind}: naive / tp_aware {found:.2f} at 4 and 8 ranks, geometric mean (wanted: {wanted}); {each}")
+        record.say(f"{kind}: local_sort / tp_aware {beside:.2f} over all (wanted: at least 0.97)")
     told = [float(r["explained"]) for r in rows if "explained" in r]  # type: ignore[arg-type]
     near = sum(0.85 <= share <= 1.15 for share in told)
-    print(f"mlp: the parts explain {statistics.median(told):.2f} of the ratio, median; {near} of {len(told)} rows are "
-          "within 15% (wanted)")  # fmt: skip
+    record.say(f"mlp: the parts explain {statistics.median(told):.2f} of the ratio, median; {near} of {len(told)} rows "
+               "are within 15% (wanted)")  # fmt: skip
     logs = [math.log(float(r["naive_at_once"]))  # type: ignore[arg-type]
             for r in rows if "naive_at_once" in r and r["ranks"] in many]  # fmt: skip
     if logs:
-        print(f"mlp: naive at once / tp_aware {math.exp(statistics.mean(logs)):.2f} at 4 and 8 ranks, from the parts")
+        once = math.exp(statistics.mean(logs))
+        record.figure("mlp.naive_at_once", once, "times tp_aware at 4 and 8 ranks, from the parts")
+    record.close(write=a.record, as_json=a.json)
 
 
 if __name__ == "__main__":
