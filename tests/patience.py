@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-PATIENCE = 300.0
+PATIENCE = 600.0
 """Seconds for what takes one or two on an idle machine. A busy machine is no reason to fail."""
 
 

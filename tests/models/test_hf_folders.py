@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import struct
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from float64 import distance, float64
 from safetensors.torch import load_file, save_file
 from torch import nn
 from tpshard.models import build, from_hf, to_hf
@@ -97,17 +99,15 @@ def theirs(kind: str) -> nn.Module:
     return randomize(made).eval()
 
 
-def their_logits(folder: Path) -> torch.Tensor:
+def assert_equals_theirs(model: nn.Module, folder: Path) -> None:
+    """Our logits are those of transformers, both computed in float64."""
     import transformers
 
-    with torch.no_grad():
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(IDS).logits
-
-
-def close(ours: torch.Tensor, wanted: torch.Tensor) -> None:
-    scale = float(wanted.abs().max())
-    assert scale > 0.3  # or nothing would be compared
-    assert float((ours - wanted).abs().max()) <= 1e-5 * max(1.0, scale)
+    other = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().double()
+    with torch.no_grad(), float64():
+        ours, wanted = copy.deepcopy(model).double()(IDS), other(IDS).logits
+    assert float(wanted.abs().max()) > 0.3  # or nothing would be compared
+    assert distance(ours, wanted) <= 1e-7  # transformers keeps the frequencies of its rotations in float32
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +129,7 @@ def test_reads_what_transformers_writes(kind: str, folders: Callable[[str], Path
     folder = folders(kind)
     assert (folder / "model.safetensors.index.json").exists() == (kind in ("grouped", "multi-query"))
     model = from_hf(folder)
-    with torch.no_grad():
-        close(model(IDS), their_logits(folder))
+    assert_equals_theirs(model, folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,8 +142,7 @@ def test_transformers_reads_what_is_written(
     files = sorted(p.name for p in (tmp_path / "out").iterdir())
     assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1  # all readable by whom the umask lets
     assert ("model.safetensors" in files) == (shard_bytes > 9000)
-    with torch.no_grad():
-        close(model(IDS), their_logits(tmp_path / "out"))
+    assert_equals_theirs(model, tmp_path / "out")
     again = from_hf(tmp_path / "out")
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
 
