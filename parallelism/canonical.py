@@ -189,7 +189,10 @@ def _fold(graph: Graph, op: Op, equation: str, ops: list[Op]) -> None:
     a, b = (unmerge(v) for v in op.operands)
     inputs, out_roles = equation.split("->")
     roles_a, roles_b = inputs.split(",")
-    for role in sorted(set(roles_a) & set(roles_b)):
+    shared = sorted(set(roles_a) & set(roles_b))
+    if not all(_agree(a, a.groups[roles_a.index(role)], b, b.groups[roles_b.index(role)]) for role in shared):
+        a, b = _squeezed(a, op, ops), _squeezed(b, op, ops)
+    for role in shared:
         of_a, of_b = a.groups[roles_a.index(role)], b.groups[roles_b.index(role)]
         if not _agree(a, of_a, b, of_b):
             a, b = _merged(a, of_a, op, ops), _merged(b, of_b, op, ops)
@@ -221,6 +224,21 @@ def _fold(graph: Graph, op: Op, equation: str, ops: list[Op]) -> None:
         view = Op(f"{op.name}_view", aten.view.default, (Ref(0), old.shape), {}, [result], [old], op.module, op.phase)
         old.producer, old.name = view, f"{old.name}_view"
         ops.append(view)
+
+
+def _squeezed(side: Unmerged, op: Op, ops: list[Op]) -> Unmerged:
+    """The same operand without dims of size 1."""
+    shape = side.base.shape
+    if 1 not in shape:
+        return side
+    kept = [d for d, n in enumerate(shape) if n != 1]
+    view = Op(
+        f"{op.name}_squeeze", aten.view.default, (Ref(0), tuple(shape[d] for d in kept)), {}, [side.base], [],
+        op.module, op.phase,
+    )  # fmt: skip
+    view.results = [Value(view.name, view.args[1], side.base.dtype, view)]
+    ops.append(view)
+    return Unmerged(view.results[0], [tuple(kept.index(d) for d in group if d in kept) for group in side.groups])
 
 
 def _agree(a: Unmerged, of_a: tuple[int, ...], b: Unmerged, of_b: tuple[int, ...]) -> bool:

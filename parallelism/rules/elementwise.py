@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op, Ref
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Dim, Factors, Rule
+from tpshard.parallelism.rules.shape import as_view
 
 aten = torch.ops.aten
 Sums = Callable[[Op], tuple[int, ...]]
@@ -76,11 +78,17 @@ def divisor(op: Op) -> tuple[tuple[int, float], ...]:
     return ((by.index, 1),) if isinstance(by, Ref) and not op.results[0].dtype.is_floating_point else ()
 
 
-def pointwise(sums: Sums = nothing, *, divides: bool = False, exponentials: int = 0) -> Entry:
+def copied(op: Op) -> None:
+    """A copy in another memory format is a view to graphs, which do not say how values lie in memory."""
+    if op.kwargs.get("memory_format") is not None:
+        as_view(op)
+
+
+def pointwise(sums: Sums = nothing, *, divides: bool = False, exponentials: int = 0, **facts: Any) -> Entry:
     """An op whose result has one element for each element of its (broadcast) operands."""
     return Entry(
         lambda op: elements(op, sums(op), divisor(op) if divides else ()),
-        inlined=True, commutes=True, exponentials=exponentials,
+        inlined=True, commutes=True, exponentials=exponentials, **facts,
     )  # fmt: skip
 
 
@@ -103,7 +111,7 @@ OPS: Table = {
     aten.remainder: pointwise(divides=True),
     aten.fmod: pointwise(divides=True),
     aten.neg: pointwise(first),
-    aten.clone: pointwise(first),
+    aten.clone: pointwise(first, canonical=copied),
     aten._to_copy: pointwise(cast),
     aten.masked_fill.Scalar: pointwise(zeroed),
     aten.copy: pointwise(),
