@@ -1,0 +1,125 @@
+"""Long runs of several processes on a CPU, stopped and continued, to show that no process dies.
+
+    python benchmarks/soak.py --steps 60000 [--leg 1500] [--at-once 2] [--seed 0] [--record] [--json]
+
+A leg is a run of its own: started, stopped by SIGTERM somewhere, continued to its last step. It saves every 5 steps and
+evaluates every 20. Legs take turns at meshes of two and of four ranks, `--at-once` of them at a time, and are never
+restarted by the launcher. Ends with 1 when one of them died or did not do its steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from record import Record, add_options
+
+MESHES = ("{fsdp: 2}", "{fsdp: 4}", "{fsdp: 2}", "{fsdp: 2, tp: 2}")
+RECIPE = """
+name: soak
+cluster: {{device: cpu}}
+mesh: {mesh}
+model: {{preset: tiny, layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 48, seq_len: 64}}
+batch: {{global_sequences: 4}}
+compile: eager
+train: {{steps: {steps}}}
+evaluate: {{every_steps: 20, sequences: 3}}
+checkpoint: {{every_steps: 5}}
+launch: {{restarts: 0}}
+logging: {{every_steps: 5, wandb: null}}
+"""
+
+
+def leg(number: int, steps: int, stop: int, folder: Path) -> dict[str, Any]:
+    """Starts, stops and continues one run; what became of it."""
+    mesh = MESHES[number % len(MESHES)]
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(RECIPE.format(mesh=mesh, steps=steps))
+    begun, starts, deaths = time.monotonic(), [], []
+    for until in (stop, None):
+        code, said = run(folder, until)
+        starts.append(code)
+        died = re.findall(r"rank (\d+) was lost: killed by (SIG\w+)(.*)", said)
+        deaths += [{"rank": int(rank), "signal": name, "after": reached(folder)} for rank, name, _ in died]
+        if code not in (0, 75) and not died:
+            deaths.append({"exit": code, "after": reached(folder), "said": said[-500:]})
+    row = {
+        "leg": number, "mesh": mesh, "steps": reached(folder), "stop": stop, "exits": starts, "deaths": deaths,
+        "seconds": round(time.monotonic() - begun, 1),
+    }  # fmt: skip
+    if not deaths:
+        shutil.rmtree(folder)
+    return row
+
+
+def run(folder: Path, stop: int | None) -> tuple[int, str]:
+    """One start, asked to stop once it reached a step; its exit code and what it said."""
+    with (folder / "said").open("w+") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tpshard.cli.main", "train", "recipe.yaml"], cwd=folder, stdout=said, stderr=said,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        while process.poll() is None:
+            time.sleep(0.2)
+            if stop is not None and reached(folder) >= stop:
+                process.send_signal(signal.SIGTERM)
+                stop = None
+        said.seek(0)
+        return process.returncode, said.read()
+
+
+def reached(folder: Path) -> int:
+    """The last step in the record."""
+    try:
+        tail = (folder / "runs" / "soak" / "metrics.jsonl").read_bytes()[-2000:]
+    except OSError:
+        return 0
+    return max((int(step) for step in re.findall(rb'"step": (\d+)', tail)), default=0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6000, help="of all legs together")
+    parser.add_argument("--leg", type=int, default=1500, help="steps of a leg")
+    parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0, help="of the steps at which legs are stopped")
+    add_options(parser)
+    asked = parser.parse_args()
+    record = Record("soak", quiet=asked.json)
+    stops = random.Random(asked.seed)
+    legs = [stops.randrange(1, asked.leg) for _ in range(-(-asked.steps // asked.leg))]
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+
+    def go(number: int) -> dict[str, Any]:
+        row = leg(number, asked.leg, legs[number], folder / f"leg-{number}")
+        told = "; ".join(map(str, row["deaths"])) or "whole"
+        record.say(f"leg {number}: {row['mesh']}, {row['steps']} steps in {row['seconds']} s: {told}")
+        return row
+
+    with ThreadPoolExecutor(asked.at_once) as pool:
+        record.rows = list(pool.map(go, range(len(legs))))
+    done, deaths = sum(row["steps"] for row in record.rows), sum(len(row["deaths"]) for row in record.rows)
+    record.figure("steps", done, "steps")
+    record.figure("starts", sum(len(row["exits"]) for row in record.rows), "starts")
+    record.figure("deaths", deaths, "deaths")
+    record.close(write=asked.record, as_json=asked.json)
+    if not deaths:
+        shutil.rmtree(folder)
+    else:
+        record.say(f"what died is kept in {folder}")
+    return int(deaths > 0 or done < asked.leg * len(legs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
