@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, atoms, merge, size_of, split
 from tpshard.parallelism.program import INFO, Info, Spec, group_name, info, make_collective, offset
-from tpshard.parallelism.reshard import Step
+from tpshard.parallelism.reshard import Step, moved_places
 from tpshard.parallelism.sharding import Layout, even, local_shape, local_size
 
 aten = torch.ops.aten
@@ -269,7 +269,7 @@ class Emitter:
 
     def _permute(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         axes = self.mesh.sorted(a for a, _, _ in step.parts)
-        table = permutation_table(step.before, step.after, axes, [a for a, _, _ in step.parts])
+        table = permutation_table(step.before, step.after, axes)
         return self._send(node, axes, table, why)
 
     def stack(self, node: fx.Node, axes: Axes, why: dict[str, Any]) -> fx.Node:
@@ -313,39 +313,39 @@ class Emitter:
 def _place(index: int, order: Axes, group: Axes) -> int:
     """Of a place in the row-major order of `order` the place in that of `group`, the same axes."""
     at = dict(zip(order, _unravel(index, [a.size for a in order])))
-    position = 0
-    for axis in group:
-        position = position * axis.size + at[axis]
-    return position
+    return _ravel([(at[axis], axis.size) for axis in group])
 
 
-def permutation_table(before: Layout, after: Layout, axes: Axes, parts: Sequence[Axis]) -> tuple[int, ...]:
-    """Where each member of the group over `axes` sends its piece; `parts` are what changed places, of equal sizes."""
-    cuts = atoms((*before.dims, *after.dims, axes, parts))
-    pairs = [
-        (p, q)
-        for s, t in zip(before.dims, after.dims)
-        for p, q in zip(split(s, cuts), split(t, cuts))
-        if p != q
-    ]
-    members = split(axes, cuts)
-    takes_from = {q: p for p, q in pairs}  # target axis -> source axis whose coordinate it continues
-    free_sources = [p for p, _ in pairs if p not in takes_from]
-    for q in [q for _, q in pairs if q not in {p for p, _ in pairs}]:
-        match = next(p for p in free_sources if p.size == q.size)
-        free_sources.remove(match)
-        takes_from[match] = q
+def permutation_table(before: Layout, after: Layout, axes: Axes) -> tuple[int, ...]:
+    """Where each member of the group over `axes` sends its piece. A piece that several hold goes from each of them to
+    one of as many; those who have what they need keep it."""
+    moved = moved_places(before.dims, after.dims)
+    members = split(axes, atoms((axes, *(side for pair in moved for side in pair))))
     sizes = [a.size for a in members]
-    table = []
+    holders: dict[tuple[int, ...], list[int]] = {}
+    readers: dict[tuple[int, ...], list[int]] = {}
     for i in range(math.prod(sizes)):
-        coordinate = _unravel(i, sizes)
-        here = dict(zip(members, coordinate))
-        there = [here[takes_from.get(a, a)] for a in members]
-        position = 0
-        for c, n in zip(there, sizes):
-            position = position * n + c
-        table.append(position)
+        here = dict(zip(members, _unravel(i, sizes)))
+        for found, side in ((holders, 0), (readers, 1)):
+            piece = tuple(_ravel([(here[a], a.size) for a in pair[side]]) for pair in moved)
+            found.setdefault(piece, []).append(i)
+    table = [0] * math.prod(sizes)
+    for piece, have in holders.items():
+        need = readers[piece]
+        stay = set(have) & set(need)
+        for i in stay:
+            table[i] = i
+        for i, j in zip((i for i in have if i not in stay), (j for j in need if j not in stay)):
+            table[i] = j
     return tuple(table)
+
+
+def _ravel(places: Sequence[tuple[int, int]]) -> int:
+    """The row-major position of (place, size) pairs."""
+    position = 0
+    for place, size in places:
+        position = position * size + place
+    return position
 
 
 def _unravel(index: int, sizes: Sequence[int]) -> list[int]:

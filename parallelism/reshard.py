@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tpshard.parallelism.mesh import Axes, Axis, atoms, common_prefix, merge, size_of, split
+from tpshard.parallelism.mesh import Axes, Axis, atoms, common_prefix, merge, overlap, size_of, split
 from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size, refines
 
 LATENCY_BYTES = 20_000
@@ -121,18 +121,61 @@ def _search(shape: tuple[int, ...], source: Layout, target: Layout, itemsize: in
     best = _cheapest(shape, source, target, itemsize, latency, cuts, bound, False)
     assert best is not None, f"no way from {source.show()} to {target.show()} for shape {list(shape)}"
     sent = [s for s in _join(best[1]) if s.kind not in ("slice", "mask")]
-    swells = any(_held(shape, s.after.dims, itemsize) > bound for s in sent)
-    # Every partial axis has to be summed: ways that only do that have no exchange of places to gain from.
+    least = _held(shape, target.dims, itemsize)
+    swells = any(s.kind == "gather" and _held(shape, s.after.dims, itemsize) > least for s in sent)
+    # Every partial axis has to be summed: ways that only do that have no exchange of places to gain from. Others have
+    # a permute, and something before or after it.
     needed = len(sent) < 2 or all(s.kind in ("scatter", "reduce") for s in sent)
-    if needed and not swells:
+    apart = any(b % a for points in cuts.values() for a, b in itertools.pairwise(points))  # parts of no one axis
+    if (needed and not swells) or best[0] <= 2 * latency or apart:
         return best[1]
     tried: list[Mapping[str, Sequence[int]]] = []
     for order in (1, -1):
         fine = {name: _primes(points, order) for name, points in cuts.items()}
         if fine not in tried:  # equal ones, as of a power of two, make the same search
             tried.append(fine)
+            best = min(best, _relaid(shape, source, target, itemsize, latency, fine, bound) or best, key=_first)
             best = _cheapest(shape, source, target, itemsize, latency, fine, bound, True, best[0]) or best
     return best[1]
+
+
+def _first(pair: tuple[float, list[Step]]) -> float:
+    return pair[0]
+
+
+def _relaid(
+    shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int,
+    cuts: Mapping[str, Sequence[int]], bound: int,
+) -> tuple[float, list[Step]] | None:  # fmt: skip
+    """Slices over what the target has and the source does not, one permute, and what is then left to do."""
+    goal = tuple(split(d, cuts) for d in target.dims)
+    dims = tuple(split(d, cuts) for d in source.dims)
+    partial = split(source.partial, cuts)
+    best = None
+    for slicing in (True, False):
+        rows = [list(axes) for axes in dims]
+        taken = [axis for axes in (*dims, partial) for axis in axes]
+        for d, axes in enumerate(goal) if slicing else ():
+            for axis in axes:
+                if not overlap(axis, taken) and even(shape[d], (*rows[d], axis)):
+                    rows[d].append(axis)
+        sliced = tuple(map(tuple, rows))
+        laid = _towards(sliced, goal, partial)
+        if laid is None or not _cut_alike(shape, sliced, laid):
+            continue
+        first, second = (_layout((d, partial), source.kind) for d in (sliced, laid))
+        steps = [Step("slice", tuple((a, -1, d) for d, (one, two) in enumerate(zip(dims, sliced))
+                                     for a in two[len(one):]), source, first)] if sliced != dims else []  # fmt: skip
+        if laid != sliced:
+            steps.append(Step("permute", _relabelled(sliced, laid), first, second))
+        spent = 0.0
+        for step in steps:
+            held, made = (_held(shape, layout.dims, itemsize) for layout in (step.before, step.after))
+            spent += _price(step.kind, step.parts, held, made, latency)
+        rest = _cheapest(shape, second, target, itemsize, latency, cuts, bound, False)
+        if rest is not None and (best is None or spent + rest[0] < best[0]):
+            best = spent + rest[0], steps + rest[1]
+    return best
 
 
 def _held(shape: tuple[int, ...], dims: tuple[Axes, ...], itemsize: int) -> int:
@@ -153,7 +196,7 @@ def _primes(points: Sequence[int], order: int) -> list[int]:
     return out
 
 
-TRIES = 2000
+TRIES = 200
 """Layouts looked at in a search among ways that exchange axes' places."""
 
 
@@ -235,7 +278,8 @@ def _moves(
     shape: tuple[int, ...], state: State, goal: State, wanted: set[Axis], kind: str, swaps: bool
 ) -> Iterator[Move]:
     dims, partial = state
-    used = {a for d in dims for a in d} | set(partial)
+    taken = [a for d in dims for a in d] + list(partial)
+    used = {a for a in wanted | set(goal[1]) if overlap(a, taken)}
 
     def put(d: int, axes: Axes, rest: tuple[Axes, ...] = dims) -> tuple[Axes, ...]:
         return (*rest[:d], axes, *rest[d + 1 :])
@@ -300,50 +344,85 @@ def _moves(
             yield "mask", ((axis, -1, -1),), (dims, tuple(sorted((*partial, axis))))
     if swaps:
         yield from _swaps(shape, dims, partial, wanted - used)
-    elif partial == goal[1] and dims != goal[0]:
-        parts = _permutation(shape, dims, goal[0])
-        if parts is not None:
-            yield "permute", parts, goal
+        towards = _towards(dims, goal[0], partial)
+        if towards is not None and towards != dims and _cut_alike(shape, dims, towards):
+            yield "permute", _relabelled(dims, towards), (towards, partial)
+    elif partial == goal[1] and dims != goal[0] and _cut_alike(shape, dims, goal[0]):
+        yield "permute", _relabelled(dims, goal[0]), goal
 
 
 def _swaps(shape: tuple[int, ...], dims: tuple[Axes, ...], partial: Axes, unused: set[Axis]) -> Iterator[Move]:
     """Two axes of one size that change places, or one that takes the place of another."""
     places = [(d, i, axis) for d, axes in enumerate(dims) for i, axis in enumerate(axes)]
 
-    def put(rows: list[list[Axis]], moved: tuple[Axis, Axis]) -> Iterator[Move]:
+    def put(rows: list[list[Axis]]) -> Iterator[Move]:
         after = tuple(tuple(row) for row in rows)
         if _cut_alike(shape, dims, after):
-            yield "permute", tuple((a, -1, -1) for a in sorted(moved)), (after, partial)
+            yield "permute", _relabelled(dims, after), (after, partial)
 
     for n, (d, i, a) in enumerate(places):
         for e, k, b in places[n + 1 :]:
             if a.size == b.size:
                 rows = [list(axes) for axes in dims]
                 rows[d][i], rows[e][k] = b, a
-                yield from put(rows, (a, b))
+                yield from put(rows)
         for b in sorted(unused):
             if a.size == b.size:
                 rows = [list(axes) for axes in dims]
                 rows[d][i] = b
-                yield from put(rows, (a, b))
+                yield from put(rows)
 
 
-def _permutation(
-    shape: tuple[int, ...], source: tuple[Axes, ...], target: tuple[Axes, ...]
-) -> tuple[tuple[Axis, int, int], ...] | None:
-    """Axes that change places, where every dim keeps its number of parts, position by position."""
-    if any([a.size for a in s] != [a.size for a in t] for s, t in zip(source, target)):
-        return None
-    if not _cut_alike(shape, source, target):
-        return None
-    changed = {a for s, t in zip(source, target) for p, q in zip(s, t) if p != q for a in (p, q)}
-    return tuple((a, -1, -1) for a in sorted(changed))
+def _towards(dims: tuple[Axes, ...], goal: tuple[Axes, ...], partial: Axes) -> tuple[Axes, ...] | None:
+    """The dims cut as finely, over as many of the goal's axes as fit, filled up with axes that are to go."""
+    rows: list[list[Axis]] = []
+    for axes, want in zip(dims, goal):
+        row: list[Axis] = []
+        for axis in want:
+            if axis in partial or size_of(axes) % (size_of(row) * axis.size):
+                break
+            row.append(axis)
+        rows.append(row)
+    kept = {axis for row in rows for axis in row}
+    free = [axis for axes in dims for axis in axes if axis not in kept]
+    going = {axis for want in goal for axis in want}  # to another dim, for which they must be innermost
+    for axes, row in zip(dims, rows):
+        for axis in sorted(free, key=lambda a: (a in going, a not in axes)):
+            if size_of(axes) % (size_of(row) * axis.size) == 0:
+                row.append(axis)
+                free.remove(axis)
+        if size_of(axes) != size_of(row):
+            return None
+    return tuple(map(tuple, rows))
+
+
+def moved_places(before: Sequence[Axes], after: Sequence[Axes]) -> list[tuple[Axes, Axes]]:
+    """Per dim that a permute changes the axes over which its pieces change places: those there were and those there
+    are, without what both have in front and behind."""
+    cuts = atoms((*before, *after))
+    out = []
+    for one, other in zip(before, after):
+        s, t = split(one, cuts), split(other, cuts)
+        while s and t and s[0] == t[0]:
+            s, t = s[1:], t[1:]
+        while s and t and s[-1] == t[-1]:
+            s, t = s[:-1], t[:-1]
+        if s or t:
+            out.append((s, t))
+    return out
+
+
+def _relabelled(before: Sequence[Axes], after: Sequence[Axes]) -> Parts:
+    axes = {a for pair in moved_places(before, after) for side in pair for a in side}
+    return tuple((a, -1, -1) for a in sorted(axes))
 
 
 def _cut_alike(shape: tuple[int, ...], source: tuple[Axes, ...], target: tuple[Axes, ...]) -> bool:
-    """Whether both cut every dim into the same pieces, whichever devices hold them; sizes agree part by part."""
+    """Whether both cut every dim into the same pieces, whichever devices hold them: as many even ones, or uneven ones
+    by axes of the same sizes."""
     return all(
-        even(n, s) or [a.size for a in merge(s)] == [a.size for a in merge(t)] for n, s, t in zip(shape, source, target)
+        size_of(s) == size_of(t) and (even(n, s) or [a.size for a in merge(s)] == [a.size for a in merge(t)])
+        for n, s, t in zip(shape, source, target)
     )
 
 
@@ -352,8 +431,7 @@ def _join(steps: list[Step]) -> Iterator[Step]:
     held: Step | None = None
     for step in steps:
         if held is not None and held.kind == step.kind == "permute":
-            moved = sorted({a for a, _, _ in (*held.parts, *step.parts)})
-            held = Step("permute", tuple((a, -1, -1) for a in moved), held.before, step.after)
+            held = Step("permute", _relabelled(held.before.dims, step.after.dims), held.before, step.after)
             continue
         if held is not None and held.kind == step.kind and _joinable_parts(held.kind, held.parts, step.parts):
             held = Step(held.kind, (*held.parts, *step.parts), held.before, step.after)
