@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +27,15 @@ def _deterministic() -> Iterator[None]:
     """The backward kernel adds up dq in a fixed order only when torch is told to be deterministic."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic  # a module whose attributes are made at import
+    fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # the kernel writes all of what it allocates
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        memory.fill_uninitialized_memory = fill
 
 
 def _starts(documents: Tensor) -> Tensor:
@@ -46,6 +51,11 @@ def _flat(x: Tensor) -> Tensor:
     return x.flatten(0, 1).contiguous()
 
 
+def _rows(x: Tensor) -> Tensor:
+    """With the last dim in adjacent memory, as the kernels ask."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _sides(window: int | None) -> dict[str, int]:
     """The window as the kernels take it: positions before a row's own, and after it."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
@@ -58,9 +68,9 @@ def forward(
     b, s = q.shape[:2]
     if documents is None:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, None, None, s, k.shape[1], 0.0, True, False, scale=scale, **_sides(window)
+            _rows(q), _rows(k), _rows(v), None, None, s, k.shape[1], 0.0, True, False, scale=scale, **_sides(window)
         )
-        return out, lse
+        return out.contiguous(), lse
     starts = _starts(documents)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         _flat(q), _flat(k), _flat(v), starts, starts, s, s, 0.0, True, False, scale=scale, **_sides(window)
@@ -78,10 +88,10 @@ def backward(
     with _deterministic():
         if documents is None:
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
-                dout.contiguous(), q, k, v, out, lse, None, None, s, t, 0.0, True, unused, unused, scale=scale,
-                **_sides(window),
+                dout.contiguous(), _rows(q), _rows(k), _rows(v), out, lse, None, None, s, t, 0.0, True, unused, unused,
+                scale=scale, **_sides(window),
             )  # fmt: skip
-            return dq, dk, dv
+            return dq.contiguous(), dk.contiguous(), dv.contiguous()
         starts = _starts(documents)
         log_sums = lse.transpose(0, 1).flatten(1, 2).contiguous()
         dq, dk, dv = torch.ops.aten._flash_attention_backward(

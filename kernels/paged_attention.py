@@ -158,7 +158,7 @@ def paged_attention_on_cpu(
     from tpshard.kernels import llvm_launch
 
     if not llvm_launch.takes(k_pool, v_pool):
-        return paged_attention_reference(q, k, v, k_pool, v_pool, positions, slots, sequences, tables, scale)
+        return paged_attention_reference(q, k, v, k_pool, v_pool, positions, slots, sequences, tables, scale, window)
     _check(q, k, k_pool, v_pool, positions, window)
     _store(k, v, k_pool, v_pool, slots)
     rows = q.reshape(-1, *q.shape[2:]).float() * scale

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -92,7 +91,7 @@ def matmul(x: Tensor, packed: Packed, gated: bool, tile: Tile) -> Tensor:
     partial, arrived = out, out
     if tile.parts > 1:
         partial = x.new_empty((tile.parts, 2 if gated else 1, rows, columns), dtype=torch.float32)
-        arrived = _arrivals(x.device, _stream(x.device))
+        arrived = _arrivals(x.device)
         if blocks > arrived.numel():
             raise ValueError(f"{blocks} blocks are too many to be split further.")
     triton_quantized.matmul_kernel[(blocks, tile.parts)](
@@ -142,14 +141,29 @@ def _or(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
     return placeholder if tensor is None else tensor
 
 
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+_CAPTURED = -1
+_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
+"""Counters by device and stream; by _CAPTURED those of captured graphs."""
 
 
-@cache
-def _arrivals(device: torch.device, stream: int) -> Tensor:
-    """Counters that every launch leaves at zero; launches of one stream share them."""
-    return torch.zeros(1 << 14, dtype=torch.int32, device=device)
+def _arrivals(device: torch.device) -> Tensor:
+    """int32 counters, one a block, that every launch leaves at zero; launches of one stream share them.
+
+    Captured launches share others, whose graphs must not be replayed on two streams at once. These are made by the
+    first launch that is not captured: what is made while capturing is only zero once that graph has been replayed.
+    """
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if capturing:
+        return _COUNTERS[device, _CAPTURED] if (device, _CAPTURED) in _COUNTERS else _zeros(device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    for key in (_CAPTURED, stream):
+        if (device, key) not in _COUNTERS:
+            _COUNTERS[device, key] = _zeros(device)
+    return _COUNTERS[device, stream]
+
+
+def _zeros(device: torch.device) -> Tensor:
+    return torch.zeros(1 << 20, dtype=torch.int32, device=device)
 
 
 class Choice:

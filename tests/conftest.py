@@ -46,12 +46,13 @@ class Pool:
         world: int = 4,
         mesh: Mapping[str, int] | None = None,
         timeout: float = PATIENCE,
+        device: str = "cpu",
     ) -> list[Any]:
         """`mesh` defaults to one axis `x` of `world` devices. WorkerError carries the failing rank's traceback."""
         self._jobs += 1
         job = {
             "module": fn.__module__, "path": inspect.getsourcefile(fn), "function": fn.__qualname__, "world": world,
-            "mesh": dict(mesh or {"x": world}), "timeout": timeout, "args": pickle.dumps(args),
+            "mesh": dict(mesh or {"x": world}), "timeout": timeout, "device": device, "args": pickle.dumps(args),
             "store": str(self._folder / f"store-{self._jobs}"),
         }  # fmt: skip
         pipes = {self._worker(rank): rank for rank in range(world)}

@@ -35,7 +35,8 @@ def run(job: dict[str, Any], rank: int) -> Any:
     for part in job["function"].split("."):
         function = getattr(function, part)
     place = Place(rank, job["world"], rank, job["world"], f"file:{job['store']}", "tpshard")
-    with connect(place, Mesh(job["mesh"]), start_s=job["timeout"], step_s=job["timeout"], watch=False) as context:
+    limits = {"start_s": job["timeout"], "step_s": job["timeout"], "watch": False}
+    with connect(place, Mesh(job["mesh"]), device=job["device"], **limits) as context:
         return function(context, *pickle.loads(job["args"]))
 
 

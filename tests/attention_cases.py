@@ -1,0 +1,43 @@
+"""Operands of attention, and what it gives by plain softmax in fp64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def documents_of(b: int, t: int, seed: int) -> Tensor:
+    starts = torch.rand(b, t, generator=torch.Generator().manual_seed(seed)) < 0.15
+    return starts.cumsum(1)
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    group, s, t = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
+    row = torch.arange(t - s, t)
+    seen = torch.arange(t) <= row[:, None]
+    if window is not None:
+        seen = seen & (row[:, None] - torch.arange(t) < window)
+    if documents is not None:
+        seen = seen & (documents[:, t - s :, None] == documents[:, None])[:, None]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    return torch.einsum("bhst,bthd->bshd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def inputs(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    b, s, t, h, kv, d = shape
+    g = torch.Generator().manual_seed(seed)
+    sizes = [(b, s, h, d), (b, t, kv, d), (b, t, kv, d), (b, s, h, d)]
+    q, k, v, dout = (torch.randn(size, generator=g).to(dtype) for size in sizes)
+    return q, k, v, dout
+
+
+def expected(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, documents: Tensor | None, scale: float, window: int | None = None
+) -> list[Tensor]:
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = plain(*leaves, documents, scale, window)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.double())]

@@ -1,0 +1,99 @@
+"""Attention on a device against plain softmax in fp64 on the CPU: flash kernels, plain blocks, and the paged cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import documents_of, expected, inputs
+from tpshard.kernels import attention, flash
+from tpshard.kernels.paged_attention import paged_attention, paged_attention_reference
+
+assert attention.__name__  # importing it registers the operations
+OP, BACKWARD = torch.ops.tpshard.attention, torch.ops.tpshard.attention_backward
+BOUND = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Of results of size 1. Half precision rounds the probabilities too: an ulp or two of the largest."""
+SHAPES = [(2, 150, 150, 8, 2, 64), (1, 1, 77, 8, 2, 128), (2, 40, 131, 6, 6, 96), (1, 65, 65, 4, 1, 40)]
+"""Batch, queries, keys, heads, KV heads, head size."""
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("packed", ["none", "runs", "scattered"])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward_and_backward(
+    shape: tuple[int, ...], window: int | None, packed: str, dtype: torch.dtype, device: str
+) -> None:
+    q, k, v, dout = (x.to(device) for x in inputs(shape, 0, dtype))
+    documents = None if packed == "none" else documents_of(shape[0], shape[2], 1).to(device)
+    if packed == "scattered":
+        assert documents is not None
+        documents = documents % 3
+    runs = []
+    for _ in range(2):
+        out, lse = OP(q, k, v, documents, 0.125, window)
+        runs.append([out, lse, *BACKWARD(dout, q, k, v, out, lse, documents, 0.125, window)])
+    host = [x.cpu() for x in (q, k, v, dout)]
+    wanted = expected(*host, None if documents is None else documents.cpu(), 0.125, window)
+    for first, second, value in zip(*runs, wanted, strict=True):
+        assert torch.equal(first, second), "the same inputs give the same bits"
+        torch.testing.assert_close(first.cpu().double(), value, atol=BOUND[dtype], rtol=BOUND[dtype])
+
+
+@pytest.mark.gpu
+def test_which_kernel_is_asked() -> None:
+    q, k, *_ = (x.cuda() for x in inputs(SHAPES[0], 0, torch.bfloat16))
+    runs = documents_of(2, 150, 1).cuda()
+    assert flash.applies(q, k, None) and flash.applies(q, k, runs) and flash.applies(q[:, :5], k, None)
+    assert not flash.applies(q, k, runs % 3) and not flash.applies(q[:, :5], k, runs)
+    assert not flash.applies(q.float(), k.float(), None) and not flash.applies(q[..., :60], k[..., :60], None)
+
+
+@pytest.mark.gpu
+def test_operands_may_lie_in_any_order_of_dims() -> None:
+    q, k, v, dout = (x.cuda() for x in inputs(SHAPES[0], 0, torch.bfloat16))
+    out, lse = OP(q, k, v, None, 0.125)
+    turned = [x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for x in (q, k, v, dout)]
+    same, same_lse = OP(*turned[:3], None, 0.125)
+    assert torch.equal(out, same) and same.is_contiguous()
+    expected = BACKWARD(dout, q, k, v, out, lse, None, 0.125)
+    for a, b in zip(expected, BACKWARD(turned[3], *turned[:3], same, same_lse, None, 0.125)):
+        assert torch.equal(a, b) and b.is_contiguous()
+
+
+# ---- over a paged cache ------------------------------------------------------------------------------------------
+LENGTHS = [1, 17, 64, 65, 200]
+
+
+def cache(kv: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Pools in which each sequence has its past, tables, and rows of the last and of some earlier positions."""
+    generator = torch.Generator().manual_seed(kv + d)
+    width = -(-max(LENGTHS) // 16)
+    tables = (torch.randperm(width * len(LENGTHS), generator=generator) + 1).reshape(len(LENGTHS), width)
+    pools = torch.randn(2, width * len(LENGTHS) + 1, 16, kv, d, generator=generator).to(dtype)
+    rows = [(i, n - 1) for i, n in enumerate(LENGTHS)] + [(4, 3), (4, 64), (4, 150)]
+    sequences, positions = (torch.tensor([part]) for part in zip(*rows))
+    slots = tables[sequences, positions // 16] * 16 + positions % 16
+    new = pools.flatten(1, 2)[:, slots[0]].unsqueeze(1)
+    return pools, new, positions, slots, sequences, tables
+
+
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("h", "kv", "d"), [(8, 2, 64), (8, 1, 128), (3, 1, 24), (4, 4, 32), (8, 8, 80)])
+def test_paged(h: int, kv: int, d: int, dtype: torch.dtype, window: int | None, device: str) -> None:
+    pools, new, *rest = cache(kv, d, dtype)
+    q = torch.randn(1, rest[0].shape[1], h, d, generator=torch.Generator().manual_seed(1)).to(dtype)
+    wanted = paged_attention_reference(q.double(), *new.double(), *pools.double(), *rest, d**-0.5, window)
+    there = [x.to(device) for x in rest]
+    k_pool, v_pool = (x.to(device).clone() for x in pools)
+    k_pool.flatten(0, 1)[there[1][0]] = 0  # the operation stores what is new
+    out = paged_attention(q.to(device), *new.to(device), k_pool, v_pool, *there, window=window)
+    assert torch.equal(k_pool.cpu(), pools[0])
+    torch.testing.assert_close(out.cpu().double(), wanted.double(), atol=BOUND[dtype], rtol=BOUND[dtype])
+    for row in range(q.shape[1]):  # whatever else is in the call
+        one = [x[:, row : row + 1] for x in there[:3]]
+        alone = paged_attention(
+            q[:, row : row + 1].to(device), *new[:, :, row : row + 1].to(device), k_pool, v_pool, *one, there[3],
+            window=window,
+        )  # fmt: skip
+        assert torch.equal(alone[0, 0], out[0, row])

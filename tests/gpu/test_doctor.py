@@ -1,0 +1,40 @@
+"""What `tpshard doctor` says of a GPU, and the device file that it measures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from commands import tpshard
+from tpshard.cli import machine
+from tpshard.devices.read import device as read
+
+pytestmark = pytest.mark.gpu
+
+
+def test_the_driver_and_torch_see_the_same() -> None:
+    driver, seen = machine.probe_driver(), machine.probe_torch()
+    assert driver.version and len(driver.gpus) >= seen.devices == torch.cuda.device_count() > 0
+    properties = torch.cuda.get_device_properties(0)
+    assert driver.gpus[0].name == properties.name
+    assert abs(driver.gpus[0].total / properties.total_memory - 1) < 0.05
+    assert list(machine.gpu_problems(driver, seen, 1)) == []
+    assert list(machine.gpu_problems(driver, seen, len(driver.gpus) + 1))
+
+
+def test_nothing_is_bad(tmp_path: Path) -> None:
+    done = tpshard(tmp_path, "doctor")
+    assert torch.cuda.get_device_name() in done.stdout, done.stdout + done.stderr
+
+
+def test_a_measured_device_file_is_plausible_and_plans(tmp_path: Path) -> None:
+    done = tpshard(tmp_path, "doctor", "--measure", "here.yaml")
+    assert done.returncode == 0, done.stderr
+    found = read(str(tmp_path / "here.yaml"))
+    assert found.kind == "gpu" and abs(found.memory_bytes / torch.cuda.get_device_properties(0).total_memory - 1) < 0.01
+    for share in (found.matmul, found.attention, found.attention_backward, found.streaming):
+        assert 0.05 < share <= 1.0
+    assert 1e-7 < found.eager_op_s < 1e-3
+    planned = tpshard(tmp_path, "plan", "quickstart", "cluster.device=here.yaml", "mesh={fsdp: 1}", "--dry-run")
+    assert planned.returncode == 0 and "FITS" in planned.stdout, planned.stderr

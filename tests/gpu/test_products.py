@@ -1,0 +1,161 @@
+"""Products with quantized weights as operations on a device: measured, captured, and the same in every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from tpshard.kernels import quantized_ops as ops
+from tpshard.kernels.quantized import Quantized, group_count, group_index, reference_matmul
+from tpshard.kernels.rows import rms_norm_reference
+
+BOUND = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-3}
+"""Relative, of a whole product; weights pass through fp16, and a gate is rounded before it multiplies."""
+ROWS = (1, 7, 16, 65, 300)
+
+
+def linear(inputs: int, outputs: int, bits: int = 4, group_size: int = 64, sym: bool = False) -> Quantized:
+    g = torch.Generator().manual_seed(inputs + outputs + bits)
+    groups = group_count(inputs, group_size)
+    zeros = torch.randint(0, 1 << bits, (groups, outputs), generator=g)
+    return Quantized(
+        torch.randint(0, 1 << bits, (inputs, outputs), generator=g).to(torch.uint8),
+        (torch.rand(groups, outputs, generator=g) * 0.02 + 1e-3).half(),
+        (torch.full_like(zeros, 1 << (bits - 1)) if sym else zeros).to(torch.uint8),
+        group_index(inputs, group_size), bits, torch.randn(outputs, generator=g).half(),
+    )  # fmt: skip
+
+
+def drawn(rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype) / inputs**0.5
+
+
+def gated(x: Tensor, weight: Quantized) -> Tensor:
+    gate, up = reference_matmul(x, weight).chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert (found.cpu().double() - expected).norm() <= BOUND[found.dtype] * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("sym", [True, False])
+def test_products_equal_their_reference(bits: int, sym: bool, dtype: torch.dtype, device: str) -> None:
+    weight = linear(384, 160, bits, sym=sym)
+    prepared = ops.prepare(weight, device)
+    for rows in ROWS:
+        x = drawn(rows, 384, dtype)
+        for invariant in (True, False):
+            for _ in range(2):  # as measured, then as chosen
+                assert_close(ops.matmul(x.to(device), prepared, invariant), reference_matmul(x.double(), weight))
+                assert_close(ops.gate_up(x.to(device), prepared, invariant), gated(x.double(), weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, device: str) -> None:
+    prepared, x = ops.prepare(linear(640, 256), device), drawn(70, 640, dtype).to(device)
+    together = ops.matmul(x, prepared, True)
+    both = ops.gate_up(x, prepared, True)
+    for rows in (1, 5, 16, 33):
+        assert torch.equal(ops.matmul(x[:rows], prepared, True), together[:rows])
+        assert torch.equal(ops.gate_up(x[-rows:], prepared, True), both[-rows:])
+
+
+@pytest.mark.parametrize("width", [64, 96, 5120])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_store_in_order(width: int, dtype: torch.dtype, device: str) -> None:
+    g = torch.Generator().manual_seed(width)
+    x, weight = torch.randn(2, 3, width, generator=g).to(dtype), torch.rand(width, generator=g).to(dtype)
+    order = torch.randperm(width, generator=g)
+    straight = ops.rms_norm_permuted(x.to(device), weight.to(device), None, 1e-5).cpu()
+    wanted = rms_norm_reference(x.double(), weight.double(), None, 1e-5)
+    bound = 2e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(straight.double(), wanted, rtol=bound, atol=bound)
+    turned = ops.rms_norm_permuted(x.to(device), weight.to(device), order.to(device), 1e-5).cpu()
+    assert torch.equal(turned, straight[..., order])
+
+
+# ---- what only a GPU does ----------------------------------------------------------------------------------------
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """Shapes that a choice measures from now on, in order."""
+    from tpshard.kernels import triton_launch
+
+    seen: list[object] = []
+    measure = triton_launch.Choice._measure
+
+    def noted(self: triton_launch.Choice, x: Tensor, packed: object, gated: bool, guesses: list[object]) -> object:
+        seen.append((x.shape[0], gated))
+        return measure(self, x, packed, gated, guesses)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(triton_launch.Choice, "_measure", noted)
+    monkeypatch.setattr(ops, "_choice", ops._LazyChoice())
+    yield seen
+
+
+@pytest.mark.gpu
+def test_a_choice_is_measured_once_for_a_power_of_two_of_rows(measured: list[object]) -> None:
+    prepared = ops.prepare(linear(512, 256), "cuda")
+    for rows in (5, 8, 5, 9, 16):
+        ops.matmul(drawn(rows, 512, torch.bfloat16).cuda(), prepared)
+    ops.gate_up(drawn(8, 512, torch.bfloat16).cuda(), prepared)
+    assert measured == [(5, False), (9, False), (8, True)]
+    ops.matmul(drawn(8, 512, torch.bfloat16).cuda(), prepared, True)
+    assert len(measured) == 3, "what is the same in every batch is not measured"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate_and_up", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 64, 300])
+def test_every_tile_that_may_be_chosen_is_right(rows: int, gate_and_up: bool) -> None:
+    from tpshard.kernels import triton_launch
+
+    weight = linear(1024, 512, sym=True)
+    prepared, x = ops.prepare(weight, "cuda"), drawn(rows, 1024, torch.bfloat16)
+    assert isinstance(prepared, triton_launch.Packed)
+    expected = gated(x.double(), weight) if gate_and_up else reference_matmul(x.double(), weight)
+    tiles = triton_launch.tiles(rows, prepared, gate_and_up, 132)
+    assert len(tiles) > 1
+    for tile in tiles:
+        assert_close(triton_launch.matmul(x.cuda(), prepared, gate_and_up, tile), expected)
+    assert_close(triton_launch.dense_matmul(x.cuda(), prepared, gate_and_up), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 40, 300])
+def test_a_captured_product_is_the_one_that_was_measured(rows: int, measured: list[object]) -> None:
+    """Replayed, with other inputs, and again after other launches; nothing is measured while capturing."""
+    prepared = ops.prepare(linear(1024, 256), "cuda")
+    first, second = (drawn(rows, 1024, torch.float16).cuda() * factor for factor in (1, -2))
+
+    def both(x: Tensor) -> Tensor:
+        return ops.matmul(x, prepared) + ops.gate_up(x, prepared).repeat(1, 2)
+
+    expected = [both(first), both(second)]
+    count = len(measured)
+    held = first.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = both(held)
+    for x, wanted in zip((second, first, second), (expected[1], expected[0], expected[1])):
+        held.copy_(x)
+        graph.replay()
+        assert torch.equal(out, wanted)
+        assert torch.equal(both(x), wanted)
+    assert len(measured) == count == 2
+
+
+@pytest.mark.gpu
+def test_a_product_that_was_never_measured_can_be_captured() -> None:
+    weight = linear(1536, 320)
+    prepared, x = ops.prepare(weight, "cuda"), drawn(3, 1536, torch.bfloat16)
+    ops.matmul(x.cuda(), prepared, True)  # compiled, not measured
+    held, graph = x.cuda(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.matmul(held, prepared, True)
+    graph.replay()
+    assert_close(out, reference_matmul(x.double(), weight))

@@ -1,0 +1,43 @@
+"""Quantizing on a device: the same codes as on the CPU but for a few that a rounding decides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tpshard.kernels.gptq_format import GPTQFolder
+from tpshard.kernels.gptq_solver import Settings
+from tpshard.models import build
+from tpshard.models.presets import PRESETS
+from tpshard.serve.quantize import Quantizer, Report, Sequences, write
+
+CONFIG = replace(PRESETS["tiny"], layers=2, width=64, heads=4, kv_heads=2, head_dim=32, mlp=96, vocab=128, max_seq=64,
+                 seq_len=32)  # fmt: skip
+
+
+def text(sequences: int, seed: int) -> Sequences:
+    tokens = torch.randint(0, 128, (sequences, 32), generator=torch.Generator().manual_seed(seed))
+    return Sequences(tokens, tokens.roll(-1, 1))
+
+
+def quantized(device: str, out: Path) -> Report:
+    model = build(CONFIG, device="cpu", seed=3)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    settings = Settings(bits=4, group_size=16)
+    job = Quantizer(
+        CONFIG, parameters.__getitem__, text(16, 0), text(4, 1), settings, "global", device=device, dtype=torch.float32
+    )
+    return write(job, out)
+
+
+def test_a_device_quantizes_as_the_cpu_does(device: str, tmp_path: Path) -> None:
+    there, here = quantized(device, tmp_path / "there"), quantized("cpu", tmp_path / "here")
+    assert [x.name for x in there.linears] == [x.name for x in here.linears]
+    for x, y in zip(there.linears, here.linears):
+        assert abs(x.error / y.error - 1) < 0.02, x.name
+    assert abs(there.loss_before - here.loss_before) < 1e-3 and abs(there.loss_after - here.loss_after) < 1e-2
+    a, b = GPTQFolder(tmp_path / "there"), GPTQFolder(tmp_path / "here")
+    name = "model.layers.0.self_attn.q_proj"  # the first: nothing before it differs
+    same = (a.linear(name).codes == b.linear(name).codes).double().mean()
+    assert same > 0.98, same
