@@ -15,7 +15,7 @@ from torch import fx
 from tpshard.parallelism.anchors import is_anchor, is_boundary, is_split, output
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.choose import Choice, choose, layout_of, regrained
-from tpshard.parallelism.factors import Cut
+from tpshard.parallelism.factors import Cut, cuts
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
 from tpshard.parallelism.local import LocalPart
 from tpshard.parallelism.lower import Emitter
@@ -26,6 +26,7 @@ from tpshard.parallelism.propagated import Annotation, Shardings
 from tpshard.parallelism.reasons import Reasons
 from tpshard.parallelism.reshard import LATENCY_BYTES, cost, plan
 from tpshard.parallelism.rules.rule import Kind, Rule
+from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import Layout, Sharding, even, local_shape, replicated
 
 aten = torch.ops.aten
@@ -294,8 +295,7 @@ class _Partitioner:
                 need = need.summed(carried)
             inputs.append(self._filled(self.get(value, need, op), op, rule, choice, i, need))
         local = LocalPart(self.emitter, op, rule, choice, inputs)
-        made = rule.local(local) if rule.local is not None else local.same()
-        nodes = made if isinstance(made, list) else [made]
+        nodes = self._computed(local)
         if not rule.known and size_of(a for v in op.operands for a in self.home[v].axes) > 1:
             self.warnings.append(f"`{op.name}` ({op.target}) has no rule: its operands are gathered whole")
         for i, (result, dims, node) in enumerate(zip(op.results, rule.results, nodes)):
@@ -353,6 +353,8 @@ class _Partitioner:
     def get(self, value: Value, layout: Layout, reader: Op) -> fx.Node:
         """The node that holds `value` in `layout`: made once, by the cheapest way from a copy there is."""
         copies = self.copies[value]
+        if layout not in copies and (seen := self._viewed(value, layout, reader)) is not None:
+            copies[layout] = seen
         if layout in copies:
             return copies[layout]
         size = value.dtype.itemsize
@@ -374,6 +376,29 @@ class _Partitioner:
             self.zeros[node] = frozenset(d for d, clean in enumerate(before) if clean or d in zeros)
         copies[layout] = node
         return node
+
+    def _viewed(self, value: Value, layout: Layout, reader: Op) -> fx.Node | None:
+        """The value in a layout as a view of what it is a view of: that is resharded, once for all views of it."""
+        op = value.producer
+        if op is None or len(op.operands) != 1 or entry_of(op.target).view is None or layout.partial:
+            return None
+        rule, (source,) = self.rule(op), op.operands
+        choice = {f: cut for f, cut in cuts(layout, rule.results[value.index], rule.sizes).items() if cut.axes}
+        if layout_of(rule, rule.results[value.index], choice, True) != layout:
+            return None
+        if source.numel > value.numel or any(rule.kinds[f] is not Kind.PASS for f in choice):
+            return None
+        need = layout_of(rule, rule.operands[0], choice, False)
+        if all(have.partial for have in self.copies[source]):
+            return None
+        node = self.get(source, need, reader)
+        (made,) = self._computed(LocalPart(self.emitter, op, rule, choice, [node]))
+        self.zeros[made] = self._zeros(op, rule, [node], 0, layout)
+        return made
+
+    def _computed(self, local: LocalPart) -> list[fx.Node]:
+        made = local.rule.local(local) if local.rule.local is not None else local.same()
+        return made if isinstance(made, list) else [made]
 
     def finish(self) -> Program:
         outputs, ports = [], []
