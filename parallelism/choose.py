@@ -47,7 +47,7 @@ def choose(
         projected = [factors.cuts(layout, dims, way.sizes) for layout, dims in zip((*homes, *wanted), way.tensors)]
         busy = [axis for h in homes for axis in h.partial]
         agreed = _agree(way, projected, busy) if way is rule else None
-        if agreed is not None and len(homes) == len(op.operands) and _sane(op, way, agreed) == agreed:
+        if agreed is not None and len(homes) == len(op.operands) and computable(op, way, agreed) == agreed:
             return way, agreed
         for choice in _candidates(op, way, projected, busy):
             if (way, choice) not in candidates:
@@ -64,11 +64,11 @@ def _candidates(
     for lead in order:
         merged = _merge(rule, [projected[lead], *(projected[t] for t in order if t != lead)], busy)
         whole = {f: cut for f, cut in merged.items() if rule.kinds[f] is not Kind.PERMUTE}
-        yield _sane(op, rule, merged)
+        yield computable(op, rule, merged)
         if whole != merged:
-            yield _sane(op, rule, whole)
+            yield computable(op, rule, whole)
         for moved in _moved(rule, whole, projected):
-            yield _sane(op, rule, moved)
+            yield computable(op, rule, moved)
 
 
 def _bytes(op: Op, t: int) -> int:
@@ -130,7 +130,7 @@ def _moved(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) -> 
     return out
 
 
-def _sane(op: Op, rule: Rule, choice: Choice) -> Choice:
+def computable(op: Op, rule: Rule, choice: Choice) -> Choice:
     """Only factors that may be cut, and within a dim none after one that is not fully sharded."""
     out: Choice = {}
     for f, (axes, grain) in choice.items():

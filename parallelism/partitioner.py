@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from tpshard.parallelism.anchors import is_anchor, is_boundary, is_split, output
 from tpshard.parallelism.capture import capture
-from tpshard.parallelism.choose import Choice, choose, layout_of, regrained
+from tpshard.parallelism.choose import Choice, choose, computable, layout_of, regrained
 from tpshard.parallelism.factors import Cut, cuts
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
 from tpshard.parallelism.local import LocalPart
@@ -386,7 +386,7 @@ class _Partitioner:
         choice = {f: cut for f, cut in cuts(layout, rule.results[value.index], rule.sizes).items() if cut.axes}
         if layout_of(rule, rule.results[value.index], choice, True) != layout:
             return None
-        if source.numel > value.numel or any(rule.kinds[f] is not Kind.PASS for f in choice):
+        if source.numel > value.numel or computable(op, rule, choice) != choice:
             return None
         need = layout_of(rule, rule.operands[0], choice, False)
         if all(have.partial for have in self.copies[source]):
