@@ -78,7 +78,8 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional" and func.overloadpacket.__name__ != "wait_tensor":
-            kind = self.KINDS.get(func.overloadpacket.__name__, func.overloadpacket.__name__)
+            name = func.overloadpacket.__name__.removesuffix("_out")  # as one is sent that is handed its memory
+            kind = self.KINDS.get(name, name)
             buffer = out if kind == "all_gather" else args[0]
             self.found[kind, buffer.numel() * buffer.itemsize] += 1
         return out
