@@ -5,7 +5,7 @@ Loshchilov and Hutter 2019; decay is decoupled and gradients are clipped by thei
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +24,17 @@ class AdamW:
     """Global norm that gradients are scaled down to; None: off."""
 
 
+@dataclass(frozen=True)
+class Treatment:
+    """How one parameter is updated."""
+
+    decay: bool = False
+    """Whether it is decayed."""
+    balance: float = 0.0
+    """Not 0: it is the bias of experts, its gradient is how many tokens each got, and it goes this step towards fewer
+    for those above the mean."""
+
+
 class Updated(NamedTuple):
     """New values, in the order of the parameters, and what the step was like."""
 
@@ -36,9 +47,10 @@ class Updated(NamedTuple):
     """Whether loss and norm are finite, a boolean scalar; where they are not, nothing has changed."""
 
 
-def decays(shapes: Mapping[str, Sequence[int]]) -> dict[str, bool]:
-    """Which parameters are decayed, by name: matrices; not norms, biases and other vectors."""
-    return {name: len(shape) >= 2 for name, shape in shapes.items()}
+def treatments(shapes: Mapping[str, Sequence[int]], balanced: Mapping[str, float]) -> dict[str, Treatment]:
+    """How parameters are updated, by name: matrices are decayed, norms, biases and other vectors are not. `balanced`
+    are the biases of experts, and the steps they go."""
+    return {n: Treatment(decay=len(shape) >= 2, balance=balanced.get(n, 0.0)) for n, shape in shapes.items()}
 
 
 def adamw_update(
@@ -51,7 +63,7 @@ def adamw_update(
     lr: Tensor,
     update: Tensor,
     *,
-    decay: Sequence[bool],
+    treated: Sequence[Treatment],
     config: AdamW,
 ) -> Updated:
     """One update from gradients of a *summed* loss.
@@ -63,10 +75,13 @@ def adamw_update(
 
     Where the loss or the norm is not finite every result is the old value: the decision is part of the arithmetic, so
     that it comes before any update and is the same wherever the scalars are.
+
+    The biases of experts are no part of the norm; they have no moments.
     """
     beta1, beta2 = config.betas
     share = 1.0 / count.to(torch.float32).clamp(min=1.0)
-    squares = [(grad.to(torch.float32) * share).square().sum() for grad in grads]
+    learned = [grad for grad, how in zip(grads, treated, strict=True) if not how.balance]
+    squares = [(grad.to(torch.float32) * share).square().sum() for grad in learned]
     total = squares[0]
     for square in squares[1:]:
         total = total + square
@@ -77,16 +92,30 @@ def adamw_update(
         scale = share * (config.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
     step_size = lr / (1.0 - torch.pow(beta1, update))
     root_correction = (1.0 - torch.pow(beta2, update)).sqrt()
+    means = _means([grad for grad, how in zip(grads, treated) if how.balance])
     made = Updated([], [], [], norm, finite)
-    for param, grad, m, v, is_decayed in zip(params, grads, exp_avg, exp_avg_sq, decay, strict=True):
+    for param, grad, m, v, how in zip(params, grads, exp_avg, exp_avg_sq, treated, strict=True):
+        if how.balance:
+            made.params.append(torch.where(finite, param - how.balance * torch.sign(grad - next(means)), param))
+            made.exp_avg.append(m)
+            made.exp_avg_sq.append(v)
+            continue
         g = grad.to(torch.float32) * scale
         new_m = m.to(torch.float32) * beta1 + g * (1.0 - beta1)
         new_v = v.to(torch.float32) * beta2 + g.square() * (1.0 - beta2)
         p = param.to(torch.float32)
-        if is_decayed and config.weight_decay:
+        if how.decay and config.weight_decay:
             p = p * (1.0 - lr * config.weight_decay)
         p = p - step_size * (new_m / (new_v.sqrt() / root_correction + config.eps))
         made.params.append(torch.where(finite, p.to(param.dtype), param))
         made.exp_avg.append(torch.where(finite, new_m.to(m.dtype), m))
         made.exp_avg_sq.append(torch.where(finite, new_v.to(v.dtype), v))
     return made
+
+
+def _means(loads: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The mean of each; their sums are one value, so that one collective adds up what devices hold."""
+    if not loads:
+        return iter(())
+    sums = torch.stack([load.sum() for load in loads])
+    return iter(sums[i] / load.numel() for i, load in enumerate(loads))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from tpshard.models.family import Dims, Family, HuggingFace, Key, Leaf, Part, Windows
+from tpshard.models.family import Family, HuggingFace, Key, Leaf, Named, Part, Windows
 
 _Value = TypeVar("_Value")
 
@@ -23,10 +23,10 @@ ATTENTION = Part(
         "wo": Leaf("linear", ("embed", "heads"), bias="attention_bias"),
     },
     {
-        "q": ("batch", "seq", "heads", "head_dim"),
-        "k": ("batch", "seq", "kv_heads", "head_dim"),
-        "v": ("batch", "seq", "kv_heads", "head_dim"),
-        "attended": ("batch", "seq", "heads", "head_dim"),
+        "q": Named(("batch", "seq", "heads", "head_dim")),
+        "k": Named(("batch", "seq", "kv_heads", "head_dim")),
+        "v": Named(("batch", "seq", "kv_heads", "head_dim")),
+        "attended": Named(("batch", "seq", "heads", "head_dim")),
     },
 )
 SWIGLU = Part(
@@ -36,7 +36,27 @@ SWIGLU = Part(
         "up": Leaf("linear", ("mlp", "embed"), bias="mlp_bias"),
         "down": Leaf("linear", ("embed", "mlp"), bias="mlp_bias"),
     },
-    {"hidden": ("batch", "seq", "mlp")},
+    {"hidden": Named(("batch", "seq", "mlp"))},
+)
+MOE = Part(
+    "moe",
+    {
+        "router": Leaf("linear", ("choice", "embed"), bias="balanced_by_bias"),
+        "experts.gate": Leaf("experts", ("expert", "mlp", "embed")),
+        "experts.up": Leaf("experts", ("expert", "mlp", "embed")),
+        "experts.down": Leaf("experts", ("expert", "embed", "mlp")),
+        **{
+            f"shared.{name}": replace(leaf, bias=False, when="shared_experts", times="shared_experts")
+            for name, leaf in SWIGLU.leaves.items()
+        },
+    },
+    {
+        "scores": Named(("batch", "seq", "choice")),
+        "dispatched": Named(("expert", "group", "slot", "embed"), when="capacity"),
+        "hidden": Named(("expert", "group", "slot", "mlp"), when="capacity"),
+        "computed": Named(("expert", "group", "slot", "embed"), when="capacity"),
+        "shared.hidden": Named(("batch", "seq", "mlp"), when="shared_experts"),
+    },
 )
 GELU = Part("gelu", {name: SWIGLU.leaves[name] for name in ("up", "down")}, SWIGLU.activations)
 
@@ -53,9 +73,9 @@ def decoder(
     if learned:
         leaves["pos_embed"] = Leaf("table", ("positions", "embed"))
     leaves |= {**_inside("layers.*", layer), "norm": norm, "output": Leaf("linear", ("vocab", "embed"))}
-    stream: Dims = ("batch", "seq", "embed")
+    stream = Named(("batch", "seq", "embed"))
     named = _inside("layers.*.attention", attention.activations) | _inside("layers.*.mlp", mlp.activations)
-    activations = {"embedded": stream, **named, "layers.*.residual": stream, "logits": ("batch", "seq", "vocab")}
+    activations = {"embedded": stream, **named, "layers.*.residual": stream, "logits": Named(("batch", "seq", "vocab"))}
     return Family(name, "learned" if learned else "rotary", mlp.name, leaves, activations, frozenset(numbers), hf)
 
 
@@ -87,13 +107,13 @@ def width_per_head(read: Mapping[str, Any]) -> int:
     return int(width // heads)
 
 
-def keys(**defaults: Any) -> tuple[Key, ...]:
+def keys(mlp: str = "intermediate_size", **defaults: Any) -> tuple[Key, ...]:
     """Llama's keys and those that others took over, which differ in what a silent file means."""
     null = {"kv_heads": lambda read: read["heads"], "head_dim": width_per_head}
     given = {**null, "norm_eps": 1e-6, "tie_embeddings": False, **defaults}
     theirs = {
         "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
-        "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp": "intermediate_size",
+        "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp": mlp,
         "max_seq": "max_position_embeddings", "norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings",
     }  # fmt: skip
     kinds = {"norm_eps": float, "tie_embeddings": bool}
@@ -176,6 +196,98 @@ QWEN3 = decoder(
 )  # fmt: skip
 
 
+# ---- mixtures of experts: Mixtral (Jiang et al. 2024), Qwen3's, and one with shared experts and a bias for balance
+def expert_names(router: str, experts: str, gate: str, up: str, down: str) -> dict[str, str]:
+    """Names of a mixture's modules in a folder, given those of one layer's."""
+    mixture = {"layers.*.mlp.router": f"model.layers.*.{router}"}
+    mixture |= {
+        f"layers.*.mlp.experts.{ours}": f"model.layers.*.{experts}.{{}}.{theirs}"
+        for ours, theirs in (("gate", gate), ("up", up), ("down", down))
+    }
+    return {ours: theirs for ours, theirs in QWEN3_NAMES.items() if ".mlp." not in ours} | mixture
+
+
+def no_router_bias(c: Any) -> None:
+    if c.balance == "bias":
+        raise ValueError(
+            f"{c.described.hf.model_type} has no bias in choosing experts; `balance: bias` cannot be written"
+        )
+
+
+AUXILIARY_LOSS = (
+    Key("output_router_logits", "balance", False, bool,
+        read=lambda said, read: "loss" if said else "none", write=lambda c: c.balance == "loss"),
+    Key("router_aux_loss_coef", "balance_rate", 0.001, float),
+)  # fmt: skip
+ROUTED = ("experts", "top_k", "capacity", "balance", "balance_rate")
+MIXTRAL = decoder(
+    "mixtral",
+    HuggingFace(
+        "mixtral", "MixtralForCausalLM",
+        expert_names("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+        (
+            *keys(max_seq=131072, kv_heads=8, norm_eps=1e-5), *AUXILIARY_LOSS,
+            Key("num_local_experts", "experts", 8), Key("num_experts_per_tok", "top_k", 2),
+        ),
+        theta=1e6, windows=Windows(None), fixed=SILU, written={**NO_DROPOUT, "router_jitter_noise": 0.0},
+        check=no_router_bias,
+    ),
+    numbers=(*ROPE, *ROUTED, "window"),
+    mlp=MOE,
+)  # fmt: skip
+QWEN_EXPERTS = expert_names("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+QWEN3_MOE = decoder(
+    "qwen3_moe",
+    HuggingFace(
+        "qwen3_moe", "Qwen3MoeForCausalLM", QWEN_EXPERTS,
+        (
+            *keys(mlp="moe_intermediate_size", max_seq=32768, kv_heads=4), *AUXILIARY_LOSS,
+            Key("attention_bias", "attention_bias", False, bool),
+            Key("num_experts", "experts", 128, alias="num_local_experts"), Key("num_experts_per_tok", "top_k", 8),
+            Key("norm_topk_prob", "norm_top_k", False, bool),
+        ),
+        windows=Windows(4096, True), fixed={**SILU, "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        written=NO_DROPOUT, check=no_router_bias,
+    ),
+    numbers=(*ROPE, *ROUTED, "norm_top_k", "attention_bias", "window"),
+    mlp=MOE, attention=QWEN3_ATTENTION,
+)  # fmt: skip
+
+
+def _check_dots(c: Any) -> None:
+    if (c.routing, c.balance) != ("sigmoid", "bias") or not c.shared_experts or c.experts < 2:
+        raise ValueError("dots1 has `routing: sigmoid`, `balance: bias`, shared experts and at least 2 of the others")
+    if c.heads * c.head_dim != c.width:
+        raise ValueError(f"dots1 needs heads * head_dim equal to the width: {c.heads} * {c.head_dim}, {c.width}")
+
+
+MIXTURE = decoder(
+    "moe",
+    HuggingFace(
+        "dots1", "Dots1ForCausalLM",
+        QWEN_EXPERTS | {
+            f"layers.*.mlp.shared.{name}": f"model.layers.*.mlp.shared_experts.{name}_proj" for name in SWIGLU.leaves
+        },
+        (
+            *keys(mlp="moe_intermediate_size", max_seq=2048, kv_heads=32),
+            Key("attention_bias", "attention_bias", False, bool), Key("n_routed_experts", "experts"),
+            Key("num_experts_per_tok", "top_k"), Key("n_shared_experts", "shared_experts"),
+            Key("norm_topk_prob", "norm_top_k", False, bool), Key("routed_scaling_factor", "route_scale", 1.0, float),
+        ),
+        windows=Windows(4096, first=62),
+        derived={"routing": lambda _: "sigmoid", "balance": lambda _: "bias"},
+        tensors={"layers.*.mlp.router.bias": "e_score_correction_bias"},
+        fixed={**SILU, "n_group": (1,), "topk_group": (1,), "first_k_dense_replace": (0,)},
+        written=NO_DROPOUT, check=_check_dots,
+    ),
+    numbers=(
+        *ROPE, *ROUTED, "shared_experts", "routing", "norm_top_k", "route_scale", "attention_bias", "window",
+        "full_layers",
+    ),
+    mlp=MOE, attention=QWEN3_ATTENTION,
+)  # fmt: skip
+
+
 # ---- Granite's code models of 20B and 34B, GPTBigCode by architecture (Mishra et al. 2024; Li et al. 2023) -----------
 def _check_bigcode(c: Any) -> None:
     if c.heads * c.head_dim != c.width:
@@ -238,4 +350,4 @@ GRANITE = decoder(
     learned=True,
 )  # fmt: skip
 
-FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE)}
+FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MIXTURE, GRANITE)}

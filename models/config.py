@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from tpshard.models.catalog import FAMILIES
-from tpshard.models.family import Dims, Family, Leaf
+from tpshard.models.family import Dims, Family, Leaf, Named
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -42,6 +42,7 @@ class ModelConfig:
     head_dim: int
     """Size of a head; independent of width / heads."""
     mlp: int
+    """Columns inside the MLP, or inside one expert."""
     vocab: int
     max_seq: int
     """Longest sequence the positions are made for."""
@@ -62,6 +63,26 @@ class ModelConfig:
     """Whether wq, wk, wv and wo add a bias."""
     mlp_bias: bool = False
     """Whether the linear layers of the MLP add a bias."""
+
+    experts: int | None = None
+    """Experts of a layer, of which `top_k` compute each token."""
+    top_k: int | None = None
+    shared_experts: int = 0
+    """Experts that compute every token."""
+    capacity: float | None = None
+    """Tokens that an expert takes of a sequence, as a multiple of what it would get if all got as many; the rest is
+    dropped. None: it takes all that are sent to it."""
+    routing: str = "softmax"
+    """What makes scores of the router's logits: softmax or sigmoid."""
+    norm_top_k: bool = True
+    """Whether the scores of a token's experts are scaled to sum up to 1."""
+    route_scale: float = 1.0
+    """What these scores are multiplied by."""
+    balance: str = "none"
+    """How experts come to get as many tokens: `bias` adds to the scores, in choosing alone, a bias that falls where an
+    expert gets more than the mean and rises where it gets less; `loss` adds an auxiliary loss; or none."""
+    balance_rate: float = 0.001
+    """Step of such a bias; weight of such a loss."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "full_layers", tuple(self.full_layers))  # JSON has lists
@@ -84,8 +105,25 @@ class ModelConfig:
             raise ValueError("`full_layers` are the layers that no `window` bounds, and there is none")
         if self.window is not None and self.window < 1:
             raise ValueError(f"`window: {self.window}` holds not even a token's own position")
+        if self.described.mlp == "moe":
+            self._check_experts()
         if not (self.norm_eps > 0 and self.rope_theta > 0):
             raise ValueError("`norm_eps` and `rope_theta` must be positive")
+
+    def _check_experts(self) -> None:
+        if self.experts is None or self.top_k is None or not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"`top_k: {self.top_k}` of `experts: {self.experts}`: a token needs some of them")
+        if self.capacity is not None and not self.capacity > 0:
+            raise ValueError(f"`capacity: {self.capacity}` leaves no expert any token; it must be above 0, or null")
+        for name, known in (("routing", ("softmax", "sigmoid")), ("balance", ("bias", "loss", "none"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"`{name}: {getattr(self, name)}` is not one of {', '.join(known)}")
+        if self.shared_experts < 0 or not (self.balance_rate > 0 and self.route_scale > 0):
+            raise ValueError("`balance_rate` and `route_scale` must be positive, and `shared_experts` at least 0")
+
+    @property
+    def balanced_by_bias(self) -> bool:
+        return self.balance == "bias"
 
     @property
     def described(self) -> Family:
@@ -101,7 +139,8 @@ class ModelConfig:
         """Dim of a parameter -> into how many parts it can be cut. Heads count as heads, not as columns."""
         return {
             "embed": self.width, "heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim,
-            "mlp": self.mlp, "vocab": self.vocab, "positions": self.max_seq,
+            "mlp": self.mlp, "vocab": self.vocab, "positions": self.max_seq, "expert": self.experts or 0,
+            "choice": self.experts or 0,
         }  # fmt: skip
 
     def divides(self, dim: str, ways: int) -> bool:
@@ -118,7 +157,8 @@ class ModelConfig:
     @cached_property
     def leaves(self) -> dict[str, Leaf]:
         """Every module with parameters, by its path, in the order of a forward pass; `bias` is settled."""
-        found = {path: replace(leaf, bias=self._says(leaf.bias)) for path, leaf in self._all(self.described.leaves)}
+        described = self._all(self.described.leaves)
+        found = {path: replace(leaf, bias=self._says(leaf.bias)) for path, leaf in described if self._has(leaf)}
         if self.tie_embeddings:
             del found["output"]
         return found
@@ -136,11 +176,15 @@ class ModelConfig:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every parameter; tied ones once."""
-        return {name: tuple(map(self.size, dims)) for name, dims in self.parameters.items()}
+        leaves = {name: self.leaves[name.rpartition(".")[0]] for name in self.parameters}
+        return {n: tuple(self.size(dim, leaves[n]) for dim in dims) for n, dims in self.parameters.items()}
 
-    def size(self, dim: str) -> int:
-        """Size of a parameter's dim: heads lie side by side in one."""
-        return self.pieces[dim] * (self.head_dim if dim in ("heads", "kv_heads") else 1)
+    def size(self, dim: str, leaf: Leaf) -> int:
+        """Size of a dim of a leaf's parameters: heads lie side by side in one, and so may experts."""
+        side_by_side = self.head_dim if dim in ("heads", "kv_heads") else 1
+        if dim == "mlp" and leaf.times:
+            side_by_side = getattr(self, leaf.times)
+        return self.pieces[dim] * side_by_side
 
     @property
     def count(self) -> int:
@@ -150,7 +194,7 @@ class ModelConfig:
     @cached_property
     def activations(self) -> dict[str, Dims]:
         """Name -> dims of every activation that the model names."""
-        return dict(self._all(self.described.activations))
+        return {path: named.dims for path, named in self._all(self.described.activations) if self._has(named)}
 
     def cached(self, ways: int = 1) -> int:
         """Numbers that a server's cache keeps for a token, in all layers, on each of `ways` devices."""
@@ -158,6 +202,9 @@ class ModelConfig:
 
     def _says(self, flag: bool | str) -> bool:
         return flag if isinstance(flag, bool) else bool(getattr(self, flag))
+
+    def _has(self, what: Leaf | Named) -> bool:
+        return not what.when or bool(getattr(self, what.when))
 
     def _all(self, patterns: Mapping[str, _Value]) -> list[tuple[str, _Value]]:
         """Paths for the patterns, those with a `*` once for every layer, layer by layer."""

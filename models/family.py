@@ -32,13 +32,26 @@ INPUTS: dict[str, Dims] = dict.fromkeys(("tokens", "targets", "documents", "posi
 class Leaf:
     """A module with parameters: `weight` of `dims`, and perhaps `bias` along the first of them.
 
-    A `linear` maps its last dim to the one before, a `table` holds rows to look up.
+    A `linear` maps its last dim to the one before (`experts` are a stack of such), a `table` holds rows to look up.
     """
 
-    kind: Literal["linear", "table", "rms_norm", "layer_norm"]
+    kind: Literal["linear", "experts", "table", "rms_norm", "layer_norm"]
     dims: Dims
     bias: bool | str = False
     """Whether there is a bias; text is the number of the configuration that says so."""
+    when: str = ""
+    """The number of the configuration without which the module is left out; always there if empty."""
+    times: str = ""
+    """The number of such modules that lie side by side along the dim `mlp`; one if empty."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """An activation that a model gives a name."""
+
+    dims: Dims
+    when: str = ""
+    """The number of the configuration without which there is no such value; always there if empty."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,7 @@ class Part:
 
     name: str
     leaves: Mapping[str, Leaf]
-    activations: Mapping[str, Dims]
+    activations: Mapping[str, Named]
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,8 @@ class Key:
     kind: type = int
     null: Any = None
     """What null means, a value or such a function; the default where that is None."""
+    alias: str = ""
+    """Another name that some writers give it."""
     read: Callable[[Any, Mapping[str, Any]], Any] | None = None
     write: Callable[[Any], Any] | None = None
 
@@ -87,7 +102,8 @@ class HuggingFace:
     """How transformers stores a family.
 
     `names` maps the paths of leaves, `*` standing for a layer on both sides. Leaves with one name there share a matrix,
-    in the order they stand here: for every KV head the rows of each.
+    in the order they stand here: for every KV head the rows of each. `{}` there stands for an expert: a stack of
+    matrices here, one by one there.
     """
 
     model_type: str
@@ -100,6 +116,8 @@ class HuggingFace:
     """None: all layers attend to all positions."""
     derived: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
     """Numbers of ours that follow from those read, and stand in no file."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that are not called `weight` or `bias` there, and what they are called."""
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys of which these values alone are computed; the first is written, and taken where a file is silent."""
     written: Mapping[str, Any] = field(default_factory=dict)
@@ -117,7 +135,7 @@ class Family:
     mlp: str
     """Which MLP of `models.mlp` its layers have."""
     leaves: Mapping[str, Leaf]
-    activations: Mapping[str, Dims]
+    activations: Mapping[str, Named]
     numbers: frozenset[str]
     """The optional numbers of a configuration that mean something here."""
     hf: HuggingFace

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,18 @@ class HFFolder:
 
     def block(self, name: str, starts: Sequence[int], sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """[starts, starts + sizes) of parameter `name`; dtype defaults to that of the file."""
-        tensor, part = self._source(name)
-        if part is None:
-            value = self.tensors.block(tensor, starts, sizes)
-        elif part[0] == 1:
-            value = self.tensors.block(tensor, (part[2] + starts[0], *starts[1:]), sizes)
+        module, _, leaf = name.rpartition(".")
+        home, read = self._modules[module], self.tensors.block
+        tensor, *others = home.tensors(leaf)
+        if home.stack:
+            some = (tensor, *others)[starts[0] : starts[0] + sizes[0]]
+            value = torch.stack([read(one, starts[1:], sizes[1:]) for one in some]) if some else torch.empty(*sizes)
+        elif home.part is None:
+            value = read(tensor, starts, sizes)
+        elif home.part[0] == 1:
+            value = read(tensor, (home.part[2] + starts[0], *starts[1:]), sizes)
         else:
-            whole = self._modules[name.rpartition(".")[0]].take(self.tensors.block(tensor))
-            value = whole[tuple(slice(a, a + n) for a, n in zip(starts, sizes))].clone()
+            value = home.take(read(tensor))[tuple(slice(a, a + n) for a, n in zip(starts, sizes))].clone()
         return value if dtype is None else value.to(dtype)
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -70,18 +75,14 @@ class HFFolder:
         """`bos_token_id` and its like, as config.json has them."""
         return {key: value for key, value in self.raw.items() if key.endswith("_token_id")}
 
-    def _source(self, name: str) -> tuple[str, tuple[int, int, int, int] | None]:
-        module, _, leaf = name.rpartition(".")
-        home = self._modules[module]
-        return f"{home.module}.{leaf}", home.part
-
     def _check(self) -> None:
         wanted = hf_tensors(self.config, self.shapes)
         wrong = [f"`{name}` is missing" for name in wanted if name not in self.tensors]
         for name in self.tensors.names():
             if name in wanted:
+                (first, home), *_ = wanted[name]
                 rows = sum(self.shapes[parameter][0] for parameter, _ in wanted[name])
-                shape = (rows, *self.shapes[wanted[name][0][0]][1:])
+                shape = self.shapes[first][1:] if home.stack else (rows, *self.shapes[first][1:])
                 if self.tensors.shape(name) != shape:
                     wrong.append(f"`{name}` is {list(self.tensors.shape(name))}, config.json makes it {list(shape)}")
                 elif self.tensors.dtype(name) not in _FLOATS:
@@ -161,15 +162,15 @@ def write_hf(
     values = hf_config.write_config(replace(config, dtype=names[dtype]), names[dtype], ids | dict(token_ids or {}))
     tensors = hf_tensors(config, config.shapes)
     sizes = {
-        tensor: sum(math.prod(config.shapes[parameter]) for parameter, _ in parts) * dtype.itemsize
+        tensor: sum(math.prod(config.shapes[p]) // max(1, home.stack) for p, home in parts) * dtype.itemsize
         for tensor, parts in tensors.items()
     }
     shards = _shards(sizes, shard_bytes)
+    stored = lru_cache(maxsize=1)(lambda parameter: read(parameter).to("cpu", dtype))  # the members of a stack in a row
     with written_aside(folder, overwrite=overwrite) as aside:
         for file, members in shards.items():
             shard = {
-                tensor: fuse([(read(parameter).to("cpu", dtype), home) for parameter, home in tensors[tensor]])
-                for tensor in members
+                tensor: fuse([(stored(parameter), home) for parameter, home in tensors[tensor]]) for tensor in members
             }
             write_tensors(aside / file, {tensor: value.contiguous() for tensor, value in shard.items()})
         if len(shards) > 1:

@@ -62,7 +62,8 @@ def read_config(raw: Mapping[str, Any], *, quantized: bool = False) -> ModelConf
         *others, last = _BY_TYPE
         raise ValueError(f"config.json: `model_type: {kind}` is not supported; {', '.join(others)} and {last} are")
     family = _BY_TYPE[kind]
-    known = {key.theirs for key in family.hf.keys} | ({"sliding_window"} if family.hf.windows is not None else set())
+    known = {name for key in family.hf.keys for name in (key.theirs, key.alias)}
+    known |= {"sliding_window"} if family.hf.windows is not None else set()
     for key, harmless in _UNSUPPORTED.items():
         if key not in known and raw.get(key) not in harmless and not (quantized and key == "quantization_config"):
             raise ValueError(f"config.json: `{key}: {_short(raw[key])}` is not supported")
@@ -73,12 +74,13 @@ def read_config(raw: Mapping[str, Any], *, quantized: bool = False) -> ModelConf
 
 
 def _read(raw: Mapping[str, Any], family: Family) -> ModelConfig:
-    for name, allowed in family.hf.fixed.items():
-        if raw.get(name, allowed[0]) not in allowed:
-            raise ValueError(f"`{name}: {_short(raw[name])}` is not supported; {', '.join(map(str, allowed))} is")
+    for fixed, allowed in family.hf.fixed.items():
+        if raw.get(fixed, allowed[0]) not in allowed:
+            raise ValueError(f"`{fixed}: {_short(raw[fixed])}` is not supported; {', '.join(map(str, allowed))} is")
     numbers: dict[str, Any] = {"dtype": _dtype(raw), "vocab": _size(raw, "vocab_size")}
     for key in family.hf.keys:
-        said = _READERS[key.kind](raw, key.theirs, _default(key, raw, numbers))
+        name = key.alias if key.alias in raw and key.theirs not in raw else key.theirs
+        said = _READERS[key.kind](raw, name, _default(key, name, raw, numbers))
         numbers[key.ours] = said if key.read is None else key.read(said, numbers)
     numbers |= {ours: follows(numbers) for ours, follows in family.hf.derived.items()}
     if family.positions == "rotary":
@@ -88,11 +90,11 @@ def _read(raw: Mapping[str, Any], family: Family) -> ModelConfig:
     return ModelConfig(family.name, **numbers, seq_len=min(numbers["max_seq"], 8192))
 
 
-def _default(key: Key, raw: Mapping[str, Any], numbers: Mapping[str, Any]) -> Any:
+def _default(key: Key, name: str, raw: Mapping[str, Any], numbers: Mapping[str, Any]) -> Any:
     """What the key means where it is not said, or null; nothing is worked out where it is said."""
-    if raw.get(key.theirs) is not None:
+    if raw.get(name) is not None:
         return None
-    default = key.null if key.theirs in raw and key.null is not None else key.default
+    default = key.null if name in raw and key.null is not None else key.default
     return default(numbers) if callable(default) else default
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -18,11 +18,23 @@ from tpshard.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Home:
-    """`module` is the prefix of the tensors' names. With `part`, (groups, rows, start, stop): the fused matrix's
-    outputs are seen as [groups, rows], and start:stop of each group are this module's."""
+    """Where one module's parameters are: `module` is the prefix of the tensors' names."""
 
     module: str
     part: tuple[int, int, int, int] | None = None
+    """(groups, rows, start, stop): the fused matrix's outputs are seen as [groups, rows], and start:stop of each group
+    are this module's."""
+    stack: int = 0
+    """So many matrices there are one here; `{}` in `module` is the number of each."""
+    index: int | None = None
+    """Which of a stack is meant."""
+    called: tuple[tuple[str, str], ...] = ()
+    """Which of `weight` and `bias` have another name there."""
+
+    def tensors(self, leaf: str) -> list[str]:
+        """The names of the tensors that hold the parameter `leaf`: one, or one for each of a stack."""
+        name = f"{self.module}.{dict(self.called).get(leaf, leaf)}"
+        return [name.format(i) for i in range(self.stack)] if self.stack else [name]
 
     def take(self, fused: Tensor, dim: int = 0) -> Tensor:
         """This module's share of a tensor whose dim `dim` is the fused outputs."""
@@ -35,16 +47,22 @@ class Home:
 def hf_modules(c: ModelConfig) -> dict[str, Home]:
     """The home of every module with parameters, by its path in the model: `layers.0.attention.wq` -> Home("model.
     layers.0.self_attn.q_proj"). Modules that share a matrix lie there KV head by KV head: queries, key, value."""
-    sharing: dict[str, list[str]] = {}
+    hf, sharing = c.described.hf, dict[str, list[tuple[str, str]]]()
     for path in c.leaves:
-        pattern, layer = re.sub(r"\.(\d+)\.", ".*.", path), re.search(r"\.(\d+)\.", path)
-        module = c.described.hf.names[pattern].replace("*", layer[1] if layer else "*")
-        sharing.setdefault(module, []).append(path)
+        layer = re.search(r"\.(\d+)\.", path)
+        pattern = path if layer is None else path.replace(layer[0], ".*.", 1)
+        module = hf.names[pattern] if layer is None else hf.names[pattern].replace("*", layer[1])
+        sharing.setdefault(module, []).append((path, pattern))
     homes = {}
-    for module, paths in sharing.items():
-        ends = list(accumulate(c.size(c.leaves[path].dims[0]) // c.kv_heads for path in paths))
-        for path, start, stop in zip(paths, [0, *ends], ends):
-            homes[path] = Home(module, (c.kv_heads, ends[-1], start, stop) if len(paths) > 1 else None)
+    for module, sharers in sharing.items():
+        leaves = [c.leaves[path] for path, _ in sharers]
+        ends = list(accumulate(c.size(leaf.dims[0], leaf) // c.kv_heads for leaf in leaves))
+        for (path, pattern), leaf, start, stop in zip(sharers, leaves, [0, *ends], ends):
+            part = (c.kv_heads, ends[-1], start, stop) if len(sharers) > 1 else None
+            stack = (c.experts or 0) if leaf.kind == "experts" else 0
+            called = ((x, hf.tensors.get(f"{pattern}.{x}")) for x in ("weight", "bias"))
+            names = tuple((x, theirs) for x, theirs in called if theirs is not None)
+            homes[path] = Home(module, part, stack, called=names)
     return homes
 
 
@@ -55,15 +73,16 @@ def hf_tensors(c: ModelConfig, parameters: Iterable[str]) -> dict[str, list[tupl
     for parameter in parameters:
         module, _, leaf = parameter.rpartition(".")
         home = modules[module]
-        tensors.setdefault(f"{home.module}.{leaf}", []).append((parameter, home))
+        for i, tensor in enumerate(home.tensors(leaf)):
+            tensors.setdefault(tensor, []).append((parameter, replace(home, index=i) if home.stack else home))
     for parts in tensors.values():
         parts.sort(key=lambda entry: entry[1].part[2] if entry[1].part else 0)
     return tensors
 
 
 def fuse(parts: list[tuple[Tensor, Home]]) -> Tensor:
-    """The tensor of the folder from its parameters, in the order of `hf_tensors`."""
+    """A tensor of the folder from its parameters, in the order of `hf_tensors`."""
     first, home = parts[0]
     if home.part is None:
-        return first
+        return first if home.index is None else first[home.index]
     return torch.cat([value.unflatten(0, (home.part[0], -1)) for value, _ in parts], 1).flatten(0, 1)

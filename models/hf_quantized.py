@@ -75,7 +75,12 @@ def quantizable(config: ModelConfig) -> frozenset[str]:
     homes, shapes, together = hf_modules(config), config.shapes, dict[str, list[str]]()
     for name, shape in shapes.items():
         module, _, leaf = name.rpartition(".")
-        if name.startswith("layers.") and leaf == "weight" and len(shape) == 2:
+        if (
+            name.startswith("layers.")
+            and leaf == "weight"
+            and len(shape) == 2
+            and "choice" not in config.parameters[name]
+        ):
             together.setdefault(homes[module].module, []).append(name)
     return frozenset(
         name

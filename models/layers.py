@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +21,15 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+class Experts(nn.Module):
+    """A stack of linear layers' weights [expert, outputs, inputs], which `dims` names."""
+
+    def __init__(self, sizes: Sequence[int], dims: tuple[str, ...]) -> None:
+        super().__init__()
+        self.dims = {"weight": dims}
+        self.weight = nn.Parameter(torch.empty(*sizes))
 
 
 class Embedding(nn.Module):
@@ -85,10 +96,12 @@ class Parts:
     def __call__(self, name: str, *, std: float = 0.0) -> nn.Module:
         """KeyError for a name that is not described. `std` is a table's."""
         c, leaf = self.config, self.config.leaves[self.place + name]
-        sizes = [c.size(dim) for dim in leaf.dims]
+        sizes = [c.size(dim, leaf) for dim in leaf.dims]
         match leaf.kind:
             case "linear":
                 return Linear(sizes[1], sizes[0], leaf.dims, bool(leaf.bias))
+            case "experts":
+                return Experts(sizes, leaf.dims)
             case "table":
                 return Embedding(sizes[0], sizes[1], leaf.dims, std)
             case "rms_norm":

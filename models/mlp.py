@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tpshard.kernels.experts import experts
+from tpshard.kernels.slots import from_slots, to_slots
+from tpshard.models.counts import note
 from tpshard.models.dims import name
 from tpshard.models.layers import Parts
+from tpshard.models.routing import Routes, route, sequence_loss, slots, slots_of, with_gradient
 
 
 class SwiGLU(nn.Module):
@@ -34,5 +39,54 @@ class GELU(nn.Module):
         return self.down(hidden)  # type: ignore[no-any-return]
 
 
-MLPS: Mapping[str, Callable[[Parts], nn.Module]] = {"swiglu": SwiGLU, "gelu": GELU}
+class MoE(nn.Module):
+    """The `top_k` best of many SwiGLUs for each token, weighted, and the shared ones for all tokens (Shazeer et al.
+    2017; Dai et al. 2024).
+
+    With a capacity tokens go to slots of the experts, and those that find none are dropped; experts that lie on several
+    devices get theirs from all of them. Without one every expert takes all its tokens.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.config = c = parts.config
+        assert c.experts is not None
+        self.counts = {"load": c.experts} | ({"dropped": 1} if c.capacity is not None else {})
+        self.router = parts("router")
+        if self.router.bias is not None:
+            self.router.balanced = {"bias": c.balance_rate}  # type: ignore[assignment]
+        self.experts = nn.ModuleDict({name: parts(f"experts.{name}") for name in ("gate", "up", "down")})
+        self.shared = SwiGLU(parts.inside("shared")) if c.shared_experts else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        c = self.config
+        routes = route(x, self.router.weight, self.router.bias, c)  # type: ignore[arg-type]
+        load = routes.chosen.sum((0, 1, 2))
+        y = self._all(x, routes, load) if c.capacity is None else self._in_slots(x, routes, load)
+        if c.balance == "bias":
+            y = with_gradient(y, self.router.bias, load)  # type: ignore[arg-type]
+        elif c.balance == "loss":
+            loss = sequence_loss(routes)
+            y = with_gradient(y, loss, torch.full_like(loss, c.balance_rate))
+        return y if self.shared is None else y + self.shared(x)  # type: ignore[no-any-return]
+
+    def _all(self, x: Tensor, routes: Routes, load: Tensor) -> Tensor:
+        note(self, load=load)
+        weights = [self.experts[name].weight for name in ("gate", "up", "down")]
+        return experts(x, routes.ids, routes.weights, *weights)  # type: ignore[arg-type]
+
+    def _in_slots(self, x: Tensor, routes: Routes, load: Tensor) -> Tensor:
+        gate, up, down = (self.experts[name].weight for name in ("gate", "up", "down"))
+        size = slots_of(x.shape[1], self.config)
+        taken = slots(routes, size)
+        note(self, load=load, dropped=(taken < 0).float().sum())
+        inside = to_slots(x, taken, load.numel() * size).unflatten(1, (-1, size)).transpose(0, 1)
+        inside = name(inside, "dispatched", "expert", "group", "slot", "embed")
+        hidden = F.silu(torch.einsum("ebcm,ehm->ebch", inside, gate)) * torch.einsum("ebcm,ehm->ebch", inside, up)
+        hidden = name(hidden, "hidden", "expert", "group", "slot", "mlp")
+        out = name(torch.einsum("ebch,emh->ebcm", hidden, down), "computed", "expert", "group", "slot", "embed")
+        return from_slots(out.transpose(0, 1).flatten(1, 2), taken, routes.weights)
+
+
+MLPS: Mapping[str, Callable[[Parts], nn.Module]] = {"swiglu": SwiGLU, "gelu": GELU, "moe": MoE}
 """By the name that `models.catalog` gives them."""

@@ -31,12 +31,22 @@ PRESETS: dict[str, ModelConfig] = {
     "llama3-8b": _LLAMA_3,
     "llama3-70b": replace(_LLAMA_3, layers=80, width=8192, heads=64, mlp=28672),
     "llama3-405b": replace(_LLAMA_3, layers=126, width=16384, heads=128, mlp=53248),
+    "tiny-moe": ModelConfig(
+        "moe", **_TINY, kv_heads=4, mlp=128, experts=8, top_k=2, shared_experts=1, routing="sigmoid",
+        balance="bias", balance_rate=0.01,
+    ),
+    "mixtral-8x7b": ModelConfig(
+        "mixtral", layers=32, width=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=32000, max_seq=32768,
+        seq_len=8192, rope_theta=1e6, experts=8, top_k=2, balance="loss", balance_rate=0.02,
+    ),
+    "qwen3-30b-a3b": ModelConfig(
+        "qwen3_moe", layers=48, width=2048, heads=32, kv_heads=4, head_dim=128, mlp=768, vocab=151936, max_seq=40960,
+        seq_len=8192, rope_theta=1e6, norm_eps=1e-6, experts=128, top_k=8, balance="loss", balance_rate=0.001,
+    ),
     "granite-tiny": replace(_GRANITE, **_TINY, mlp=512),
     "granite-20b": _GRANITE,
     "granite-34b": replace(_GRANITE, layers=88),
 }  # fmt: skip
-
-_NOT_YET = dict.fromkeys(("experts", "top_k"), "mixture-of-experts layers are not supported")
 
 
 def preset(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -53,8 +63,6 @@ def override(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
     """`config` with the fields in `overrides` replaced. `rope_scaling` may be None or a mapping of its four fields."""
     known = {f.name for f in fields(ModelConfig)} - {"family"}
     for key in overrides:
-        if key in _NOT_YET:
-            raise ValueError(f"`{key}`: {_NOT_YET[key]}")
         if key not in known:
             raise ValueError(f"a model has no number `{key}`{_similar(key, known)}; it has {', '.join(sorted(known))}")
     changes = dict(overrides)

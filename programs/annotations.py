@@ -17,7 +17,7 @@ BATCH_DIMS = ("batch", "seq")
 
 
 def annotate(setting: Setting, graph: Graph, batch: Iterable[Value] = ()) -> dict[Value, Annotation]:
-    """Rules for parameters and the batch, patterns for anything named, pins over both.
+    """Rules for parameters, the batch and what goes to experts, patterns for anything named, pins over all.
 
     A dim whose name has a rule is closed; the others are left to propagation. Raises Mistakes (exit 4) for a dim
     that its axes do not divide where the recipe does not pad, (exit 3) for a pin or pattern of another rank.
@@ -29,6 +29,9 @@ def annotate(setting: Setting, graph: Graph, batch: Iterable[Value] = ()) -> dic
             reader.rules(found, value, name, setting.dims.get(name, ()))
     for value in batch:
         reader.rules(found, value, value.name, BATCH_DIMS[: value.rank])
+    for value in graph.values():
+        if value.label and "expert" in value.dims:  # what goes to experts goes to where they are
+            reader.rules(found, value, value.label, [d if d == "expert" else "" for d in value.dims])
     for pattern, names in setting.recipe.sharding.annotate.items():
         for value in reader.found(_named(graph, pattern), pattern, f"sharding.annotate.{pattern}"):
             reader.pattern(found, value, pattern, names)
@@ -83,7 +86,7 @@ class _Reader:
         ruled = [d for d in dims if d in rules]
         if not ruled:
             return
-        axes = [self.axes(rules[d]) if d in rules else () for d in dims]
+        axes = [self.axes(names) for names in self.recipe.sharding.cuts(dims)]
         opened = tuple(d not in rules for d in dims)
         where = "; ".join(f"{self.recipe.where(f'sharding.rules.{d}')} ({d}: {_show(rules[d])})" for d in ruled)
         axes = [self.fits(value, i, a, name, f"sharding.rules.{dims[i]}") for i, a in enumerate(axes)]

@@ -12,6 +12,7 @@ from tpshard.models.assemble import build_module
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
 from tpshard.models.presets import override, preset
+from tpshard.models.routing import balanced
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.programs.batching import BatchPlan, derive
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -80,6 +81,19 @@ class Setting:
     @property
     def master_dtype(self) -> torch.dtype:
         return DTYPES[self.recipe.fsdp.master_dtype]
+
+    @cached_property
+    def balanced(self) -> dict[str, float]:
+        """The biases of experts among the parameters, and the steps they go: in fp32, as what they count is exact."""
+        return balanced(self.model)
+
+    def used_dtype(self, name: str) -> torch.dtype:
+        """In which a parameter is computed with."""
+        return torch.float32 if name in self.balanced else self.param_dtype
+
+    def reduced_dtype(self, name: str) -> torch.dtype:
+        """In which a parameter's gradient is reduced."""
+        return torch.float32 if name in self.balanced else self.reduce_dtype
 
     @property
     def param_dtype(self) -> torch.dtype:

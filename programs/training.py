@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tpshard.models.adamw import AdamW, adamw_update, decays
+from tpshard.models import counts
+from tpshard.models.adamw import AdamW, adamw_update, treatments
 from tpshard.models.loss import cross_entropy_sum
 from tpshard.parallelism.annotate import boundary
 from tpshard.parallelism.capture import Trail, capture
@@ -33,7 +34,8 @@ BATCH = ("tokens", "targets", "documents", "positions")
 class TrainingPrograms:
     """What a run executes, step after step.
 
-    `micro`: parameters, gradient sums, batch -> loss sum, token count, new gradient sums (donated).
+    `micro`: parameters, gradient sums, batch -> loss sum, token count, new gradient sums (donated), and what the model
+    counted, where it counts something.
     `update`: parameters, gradient sums, both moments, loss sum, count, lr, number of the update -> new parameters and
     moments (donated), gradient norm, whether all was finite. `evaluate`: parameters, batch -> loss sum, token count.
     """
@@ -52,6 +54,11 @@ class TrainingPrograms:
     def evaluate(self) -> Program:
         """Made when it is first asked for: a plan of the training step does without."""
         return apply(self.setting, evaluate_program(self.setting, self.storage))
+
+    @cached_property
+    def counted(self) -> dict[str, int]:
+        """What the model counts, in the order of the last output of `micro`, and how many numbers each is."""
+        return counts.declared(self.setting.model)
 
     @property
     def names(self) -> list[str]:
@@ -110,20 +117,21 @@ def micro_program(
     names = list(_parameters(setting))
 
     def step(params: dict[str, Tensor], sums: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
-        used = {n: boundary(p.to(setting.param_dtype), "parameter", n).requires_grad_() for n, p in params.items()}
+        used = {n: boundary(p.to(setting.used_dtype(n)), "parameter", n).requires_grad_() for n, p in params.items()}
         loss, count = _forward(setting, trail, used, batch)
         with trail.backward(loss):
             grads = torch.autograd.grad(loss, [used[n] for n in names])
         added = []
         for name, grad in zip(names, grads):
             if not unreduced:
-                grad = boundary(grad.to(setting.reduce_dtype), "gradient", name)
+                grad = boundary(grad.to(setting.reduced_dtype(name)), "gradient", name)
             added.append(sums[name] + grad.to(sums[name].dtype))
-        return loss.detach(), count, added
+        counted = counts.take(setting.model)
+        return loss.detach(), count, added, [torch.cat(counted)] if counted else []
 
     params = _parameters(setting)
     if gathered:
-        params = {n: p.to(setting.param_dtype) for n, p in params.items()}
+        params = {n: p.to(setting.used_dtype(n)) for n, p in params.items()}
     sums = {n: p.to(DTYPES[setting.recipe.fsdp.accumulate.dtype]) for n, p in _parameters(setting).items()}
     labels = [*params, *(f"{n}.grad_sum" for n in sums), *BATCH]
     graph = capture(step, (params, sums, _batch(setting)), labels, trail)
@@ -132,7 +140,8 @@ def micro_program(
     inputs, outputs = graph.inputs, graph.outputs
     kinds = dict.fromkeys(inputs[:count], "parameter") | dict.fromkeys(inputs[count : 2 * count], "gradient")
     kinds |= dict.fromkeys(inputs[2 * count :], "batch")
-    kinds |= dict.fromkeys(outputs[2:], "gradient") | dict.fromkeys(outputs[:2], "scalar")
+    kinds |= dict.fromkeys(outputs[2 : 2 + count], "gradient")
+    kinds |= dict.fromkeys([*outputs[:2], *outputs[2 + count :]], "scalar")
     stored: dict[str, list[Value]] = {n: [] for n in names}
     given: dict[Value, Annotation] = {}
     for i, name in enumerate(names):
@@ -158,7 +167,7 @@ def gather_program(setting: Setting, base: Program, storage: Mapping[str, Layout
     """All parameters, cast and gathered once for all micro-batches of a step."""
 
     def step(params: dict[str, Tensor]) -> Any:
-        return [boundary(p.to(setting.param_dtype), "parameter", n) for n, p in params.items()]
+        return [boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()]
 
     params = _parameters(setting)
     used = {n: _lies(base.records[f"{n}.used"].layout, f"how `{n}` is used") for n in params}
@@ -169,7 +178,7 @@ def reduce_program(setting: Setting, base: Program, storage: Mapping[str, Layout
     """Gradient sums of all micro-batches, reduced and sharded once, after the last."""
 
     def step(sums: dict[str, Tensor]) -> Any:
-        return [boundary(s.to(setting.reduce_dtype), "gradient", n).to(s.dtype) for n, s in sums.items()]
+        return [boundary(s.to(setting.reduced_dtype(n)), "gradient", n).to(s.dtype) for n, s in sums.items()]
 
     sums = {n: p.to(DTYPES[setting.recipe.fsdp.accumulate.dtype]) for n, p in _parameters(setting).items()}
     made = {n: _lies(base.records[f"{n}.grad"].layout, f"how the gradient of `{n}` is made") for n in sums}
@@ -198,7 +207,7 @@ def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program
     trail = Trail()
 
     def step(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
-        used = {n: boundary(p.to(setting.param_dtype), "parameter", n) for n, p in params.items()}
+        used = {n: boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()}
         return _forward(setting, trail, used, batch)
 
     params = _parameters(setting)
@@ -240,14 +249,14 @@ def update_program(setting: Setting, storage: Mapping[str, Layout]) -> Program:
     config = AdamW((o.betas[0], o.betas[1]), o.eps, o.weight_decay, setting.recipe.train.clip_grad_norm)
     params = _parameters(setting)
     names = list(params)
-    decayed = decays({n: tuple(p.shape) for n, p in params.items()})
+    treated = treatments({n: tuple(p.shape) for n, p in params.items()}, setting.balanced)
     sums_dtype = DTYPES[setting.recipe.fsdp.accumulate.dtype]
     count = len(names)
 
     def step(*flat: Tensor) -> Any:
         p, g, m, v = (list(flat[i * count : (i + 1) * count]) for i in range(4))
         loss, tokens, lr, update = flat[4 * count :]
-        made = adamw_update(p, g, m, v, loss, tokens, lr, update, decay=[decayed[n] for n in names], config=config)
+        made = adamw_update(p, g, m, v, loss, tokens, lr, update, treated=[treated[n] for n in names], config=config)
         return [*made.params, *made.exp_avg, *made.exp_avg_sq, made.grad_norm, made.finite]
 
     def like(dtype: torch.dtype) -> list[Tensor]:

@@ -15,7 +15,7 @@ from tpshard.models.family import DIMS, INPUTS
 from tpshard.recipes.check import join
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Source
 from tpshard.recipes.patterns import covers, matches, nearest
-from tpshard.recipes.schema import Recipe
+from tpshard.recipes.schema import AXES, Recipe
 
 
 def sizes(recipe: Recipe, c: ModelConfig) -> dict[str, int]:
@@ -42,6 +42,7 @@ def misfits(recipe: Recipe, c: ModelConfig | None, *, world: int | None = None) 
     whole = world is None or (world % fixed == 0 if len(mesh) < len(recipe.mesh) else world == fixed)
     if world is not None and whole:
         mesh = recipe.mesh_on(world)
+    mesh = dict.fromkeys(set(AXES) - set(recipe.mesh), 1) | mesh
     # a mesh that the cluster refuses will change, and with it the number of data ranks
     found = list(_batch(recipe, mesh)) if whole else []
     if c is not None:
@@ -57,7 +58,7 @@ def _batch(recipe: Recipe, mesh: Mapping[str, int]) -> Iterator[Diagnostic]:
         return
     ranks = math.prod(mesh[axis] for axis in axes)
     total, each = recipe.batch.global_sequences, recipe.batch.per_device
-    pair = (recipe.where("mesh"), " x ".join(f"{axis} {mesh[axis]}" for axis in axes))
+    pair = (recipe.where("mesh"), " x ".join(f"{axis} {mesh[axis]}" for axis in axes if axis in recipe.mesh))
     if total % ranks:
         if recipe.sharding.on_uneven == "pad":
             return
@@ -146,14 +147,13 @@ class _Fit:
 
     def axes_once(self) -> Iterator[Diagnostic]:
         """What the rules make of a tensor's dims cuts it over each axis once."""
-        rules = self.recipe.sharding.rules
         told: set[tuple[str, str, str]] = set()
-        for name, dims in self.tensors.items():
+        for name, dims in {**self.parameters, **INPUTS}.items():
             if any(matches(p, name) for p in (*self.recipe.sharding.pin, *self.recipe.sharding.annotate)):
                 continue
             seen: dict[str, str] = {}
-            for dim in dims:
-                for axis in dict.fromkeys(rules.get(dim, ())):
+            for dim, axes in zip(dims, self.recipe.sharding.cuts(dims)):
+                for axis in dict.fromkeys(axes):
                     first = seen.setdefault(axis, dim)
                     if first != dim and (axis, first, dim) not in told and (axis, dim, first) not in told:
                         told.add((axis, first, dim))

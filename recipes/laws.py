@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from tpshard.models.family import DIMS
 from tpshard.recipes.check import suggestion
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
-from tpshard.recipes.schema import Recipe
+from tpshard.recipes.schema import AXES, Recipe
 
 Law = Callable[[Recipe], Iterator[Diagnostic]]
 
@@ -127,7 +127,7 @@ def known_axes(recipe: Recipe) -> Iterator[Diagnostic]:
     uses.append(("fsdp.axis", (recipe.fsdp.axis,)))
     for path, axes in uses:
         for axis in dict.fromkeys(axes):
-            if axis not in recipe.mesh:
+            if axis not in recipe.mesh and axis not in AXES:
                 close = suggestion(axis, recipe.mesh)
                 yield Diagnostic(
                     f"`{path}` uses the mesh axis `{axis}`, which does not exist",
@@ -142,7 +142,7 @@ def used_axes(recipe: Recipe) -> Iterator[Diagnostic]:
     """An axis that nothing uses would waste its devices."""
     used = {axis for axes in recipe.sharding.rules.values() for axis in axes} | {recipe.fsdp.axis}
     used |= {axis for dims in recipe.sharding.pin.values() for dim in dims for axis in dim}
-    if not used <= set(recipe.mesh):
+    if not used <= {*recipe.mesh, *AXES}:
         return  # an axis misspelt where it is used would be told twice
     for axis, size in recipe.mesh.items():
         if axis not in used and not (axis in ("dp", "fsdp", "tp") and size == 1):

@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
+from tpshard.models.presets import PRESETS
 from tpshard.recipes import extends, laws
 from tpshard.recipes.check import Checker, hints, mapping_of, section_of, suggestion
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
@@ -243,9 +244,9 @@ def _derive(recipe: Recipe, name: str) -> None:
 
     model, data = recipe.model, recipe.data
     default(recipe, "name", name)
-    tiny = model.preset in ("tiny", "granite-tiny")
-    default(model, "seq_len", 256 if tiny else 8192 if model.preset else 2048)
-    default(model, "dtype", "fp32" if tiny else "bf16")
+    known = PRESETS.get(model.preset or "")
+    default(model, "seq_len", 2048 if known is None else known.seq_len)
+    default(model, "dtype", "bf16" if known is None else known.dtype)
     default(recipe.fsdp, "param_dtype", model.dtype)
     default(recipe.schedule, "warmup_steps", min(2000, recipe.train.steps // 10))
     if data.stored()["source"] != "sample":
@@ -259,6 +260,9 @@ def _derive(recipe: Recipe, name: str) -> None:
         sized = math.prod(size for size in recipe.mesh.values() if size != -1)
         default(recipe.cluster, "devices_per_node", max(1, sized // recipe.cluster.nodes))
     rules = {name: axes for name, axes in recipe.sharding.rules.items() if axes}
+    if "ep" in recipe.mesh and "batch" in rules and not recipe.where("sharding.rules.batch").line:
+        rules["batch"] = (*rules["batch"], "ep")
+        rules.setdefault("expert", ("ep",))
     object.__setattr__(recipe.sharding, "rules", rules)
 
 

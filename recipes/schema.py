@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -27,6 +27,8 @@ CountOrZero = Annotated[int, Range(least=0, most=10**12)]
 Positive = Annotated[float, Range(above=0, most=1e12)]
 NonNegative = Annotated[float, Range(least=0, most=1e12)]
 Share = Annotated[float, Range(least=0, most=1)]
+AXES = ("pp", "dp", "fsdp", "ep", "spatial", "tp")
+"""Mesh axes that rules may speak of though a mesh does not name them: they have size 1 there."""
 Dtype = Literal["fp32", "bf16", "fp16"]
 AxisName = Annotated[str, Text(r"[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and underscores")]
 AxisSize = Annotated[int, Size()]
@@ -77,10 +79,10 @@ class Model(Section):
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of `module`."""
     seq_len: Annotated[int, Range(least=1, most=2**26)] = derived(
-        default="256 for tiny presets, 8192 for others, else 2048"
+        default="the preset's: 256 for tiny ones, 8192 for others; else 2048"
     )
     """Tokens in a sequence."""
-    dtype: Dtype = derived(default="fp32 for tiny presets, else bf16")
+    dtype: Dtype = derived(default="the preset's: fp32 for tiny ones; else bf16")
     """Type of the computation."""
     layers: Annotated[int, Range(least=1, most=10_000)] | None = None
     """Transformer blocks."""
@@ -96,10 +98,25 @@ class Model(Section):
     """Width inside the MLP."""
     vocab: Annotated[int, Range(least=1, most=2**26)] | None = None
     """Rows of the embedding; at least as many as the tokenizer has tokens."""
-    experts: Annotated[int, Range(least=1, most=2**16)] | None = reserved(default=None)
-    """Experts of a mixture; none by default."""
-    top_k: Annotated[int, Range(least=1, most=2**16)] | None = reserved(default=None)
-    """Experts that see each token."""
+    experts: Annotated[int, Range(least=1, most=2**16)] | None = None
+    """Experts of a layer; for presets that are mixtures."""
+    top_k: Annotated[int, Range(least=1, most=2**16)] | None = None
+    """Experts that compute each token."""
+    shared_experts: Annotated[int, Range(least=0, most=2**10)] | None = None
+    """Experts that compute every token."""
+    capacity: Annotated[float, Range(above=0, most=2**16)] | None = None
+    """Tokens that an expert takes of a sequence, as a multiple of the mean; what is beyond is dropped. Without one
+    nothing is dropped."""
+    routing: Literal["softmax", "sigmoid"] | None = None
+    """What makes scores of the router's logits."""
+    norm_top_k: bool | None = None
+    """Whether the scores of a token's experts are scaled to sum up to 1."""
+    route_scale: Positive | None = None
+    """What these scores are multiplied by."""
+    balance: Literal["bias", "loss", "none"] | None = None
+    """How experts come to get as many tokens: a bias in choosing alone, an auxiliary loss, or nothing."""
+    balance_rate: Positive | None = None
+    """Step of the bias, or weight of the loss."""
     tie_embeddings: bool | None = None
     """Whether the output projection is the embedding."""
     rope_theta: Annotated[float, Range(above=0, most=1e15)] | None = None
@@ -133,9 +150,12 @@ class Sharding(Section):
     """Annotate a little; the rest is propagated."""
 
     rules: Mapping[str, Axes] = field(
-        default_factory=lambda: {"batch": ("dp", "fsdp"), "vocab": ("tp",), "heads": ("tp",), "mlp": ("tp",)}
-    )
-    """Logical axis of a tensor to mesh axes (a list is outer to inner). Absent or null: left to propagation."""
+        default_factory=lambda: {
+            "batch": ("dp", "fsdp"), "vocab": ("tp",), "heads": ("tp",), "mlp": ("tp",)
+        }
+    )  # fmt: skip
+    """Logical axis of a tensor to mesh axes (a list is outer to inner). Absent or null: left to propagation. Where the
+    mesh has an axis `ep` and no rules are given, they are also {batch: [dp, fsdp, ep], expert: ep}."""
     annotate: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     """Logical axes for tensors or activations by name pattern; null is left to propagation."""
     pin: Mapping[str, tuple[Axes, ...]] = field(default_factory=dict)
@@ -144,6 +164,11 @@ class Sharding(Section):
     """A computed dim (heads, mlp, vocab, batch, ...) that its axes do not divide. Storage over `fsdp` may be uneven."""
     on_reshard: Literal["error", "warn", "allow"] = "warn"
     """A collective that nothing in the recipe asks for."""
+
+    def cuts(self, dims: Sequence[str]) -> list[tuple[str, ...]]:
+        """The axes that rules cut a tensor's dims over; columns of experts over those that the experts leave."""
+        taken = self.rules.get("expert", ()) if "expert" in dims else ()
+        return [tuple(a for a in self.rules.get(d, ()) if d != "mlp" or a not in taken) for d in dims]
 
 
 @section

@@ -9,7 +9,7 @@ import pytest
 import torch
 from float64 import BOUND, distance, float64
 from tpshard.models import Blueprint
-from tpshard.models.adamw import AdamW, adamw_update, decays
+from tpshard.models.adamw import AdamW, adamw_update, treatments
 from tpshard.models.loss import cross_entropy_sum
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.setting import Setting
@@ -95,7 +95,7 @@ def _reference(count: int) -> dict[str, Any]:
     setting = setting_of({})
     model = blueprint(setting).build(device="cpu", seed=SEED)
     params = {n: p.detach().clone() for n, p in model.named_parameters()}
-    decay = list(decays({n: p.shape for n, p in params.items()}).values())
+    treated = list(treatments({n: p.shape for n, p in params.items()}, {}).values())
     moments = [[torch.zeros_like(p) for p in params.values()] for _ in range(2)]
     losses, norms, first = [], [], {}
     for step in range(count):
@@ -107,7 +107,7 @@ def _reference(count: int) -> dict[str, Any]:
         first = first or dict(zip(params, grads))
         made = adamw_update(
             [p.detach() for p in params.values()], grads, *moments, loss.detach(), tokens, torch.tensor(0.01),
-            torch.tensor(step + 1.0), decay=decay, config=AdamW(),
+            torch.tensor(step + 1.0), treated=treated, config=AdamW(),
         )  # fmt: skip
         params, moments = dict(zip(params, made.params)), [made.exp_avg, made.exp_avg_sq]
         losses.append(float(loss.detach() / tokens))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -29,6 +29,8 @@ class StepResult:
     """Before clipping."""
     finite: bool
     """False where loss or gradient was not finite; then nothing was updated."""
+    counted: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """What the model's modules counted in the whole step, over all data ranks, by path and label."""
 
 
 class Engine(Protocol):

@@ -20,6 +20,7 @@ from tpshard.recipes.schema import Recipe
 from tpshard.train import nonfinite
 from tpshard.train.checkpoint import SaveFailed, save, step_name
 from tpshard.train.engine import Engine, StepResult
+from tpshard.train.experts import balance
 from tpshard.train.progress import Progress
 from tpshard.train.restore import Checkpoint, newest
 from tpshard.train.schedule import learning_rate
@@ -222,6 +223,9 @@ class Loop:
             "exposed_comm_s": self.engine.exposed_comm_s, "sent_bytes": self.engine.sent_bytes,
             "time": time.time(), "run": self.attempt, "restarts": self.restarts,
         }  # fmt: skip
+        experts = balance(result.counted)
+        if experts is not None:
+            row["experts"] = experts
         if finite:
             self.outcome.last_loss = result.loss
             if self.outcome.first_loss is None:

@@ -102,9 +102,11 @@ def watched(steps: int, done: int, *, main: bool) -> Progress:
 
 
 def measures(row: Mapping[str, Any]) -> str:
-    """`loss 3.2145  12.3k tokens/s`."""
+    """`loss 3.2145  12.3k tokens/s`, and of experts how many times the mean the busiest got."""
     loss = "loss not finite" if row["loss"] is None else f"loss {row['loss']:.4f}"
-    return f"{loss}  {short(row['tokens_per_s'])} tokens/s"
+    experts = row.get("experts")
+    even = "" if experts is None else f"  busiest expert {experts['busiest']:.2f}x, {experts['dropped']:.1%} dropped"
+    return f"{loss}  {short(row['tokens_per_s'])} tokens/s{even}"
 
 
 def short(number: float) -> str:

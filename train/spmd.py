@@ -51,6 +51,7 @@ class SpmdEngine:
         self.sums = self._zeros(programs.micro.inputs[count : 2 * count])
         self.moments = (self._zeros(moments[:count]), self._zeros(moments[count:]))
         self._sums: list[tuple[Tensor, Tensor]] = []
+        self._counts: list[Tensor] = []
         self._used: list[Tensor] | None = None
         """Parameters gathered for all micro-batches of this step."""
         self._steps = 0
@@ -104,8 +105,10 @@ class SpmdEngine:
             if self.gather is not None and self._used is None:
                 self._used = self.gather(*self.params)
             params = self.params if self._used is None else self._used
-            loss, count, *self.sums = self.micro(*params, *self.sums, *self._local(batch))
+            loss, count, *rest = self.micro(*params, *self.sums, *self._local(batch))
+        self.sums, counted = rest[: len(self.sums)], rest[len(self.sums) :]
         self._sums.append((loss, count))
+        self._counts += counted
 
     def update(self, lr: float, number: int) -> StepResult:
         losses = torch.stack([loss for loss, _ in self._sums])
@@ -125,7 +128,15 @@ class SpmdEngine:
         self._sums.clear()
         each, targets = losses.double() / counts.clamp(min=1), int(counts.sum())
         mean = float(losses.double().sum()) / max(1, targets)
-        return StepResult(tuple(each.tolist()), mean, targets, float(norm), bool(finite))
+        return StepResult(tuple(each.tolist()), mean, targets, float(norm), bool(finite), self._counted_by_name())
+
+    def _counted_by_name(self) -> dict[str, list[float]]:
+        sizes = self.programs.counted
+        if not sizes:
+            return {}
+        numbers = torch.stack(self._counts).sum(0).split(list(sizes.values()))
+        self._counts.clear()
+        return {name: part.tolist() for name, part in zip(sizes, numbers)}
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         loss, count = self.evaluation(*self.params, *self._local(batch))

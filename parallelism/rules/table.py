@@ -14,6 +14,7 @@ from tpshard.parallelism.rules import (
     creation,
     decomposed,
     elementwise,
+    experts,
     identities,
     indexing,
     paged,
@@ -28,7 +29,7 @@ from tpshard.parallelism.rules.rule import Rule, whole
 
 THEMES = (
     contraction, elementwise, shape, pieces, reduction, selection, indexing, by_index, creation, attention, paged,
-    reorder, identities, decomposed,
+    experts, reorder, identities, decomposed,
 )  # fmt: skip
 OTHER = Entry()
 """What is known of an op that is not in the table."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from float64 import BOUND, distance, float64
 from torch.fx.experimental.proxy_tensor import make_fx
-from tpshard.models.adamw import AdamW, Updated, adamw_update, decays
+from tpshard.models.adamw import AdamW, Treatment, Updated, adamw_update, treatments
 
 SHAPES = {"a": (4, 6), "norm": (6,), "b": (3, 5, 2)}
 
@@ -22,7 +22,7 @@ def step(
     with float64():
         return adamw_update(
             *state[:1], grads, *state[1:], torch.tensor(loss), torch.tensor(7), torch.tensor(lr),
-            torch.tensor(float(number)), decay=list(decays(SHAPES).values()), config=config,
+            torch.tensor(float(number)), treated=list(treatments(SHAPES, {}).values()), config=config,
         )  # fmt: skip
 
 
@@ -81,4 +81,28 @@ def test_it_traces_to_one_graph_without_writing_in_place() -> None:
 
 
 def test_vectors_are_not_decayed() -> None:
-    assert decays(SHAPES) == {"a": True, "norm": False, "b": True}
+    found = treatments(SHAPES, {"norm": 0.5})
+    assert found == {"a": Treatment(decay=True), "norm": Treatment(balance=0.5), "b": Treatment(decay=True)}
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_biases_of_experts_go_from_the_busy_to_the_idle(finite: bool) -> None:
+    """One step each, whatever the distance; they are no part of the norm, and nothing of what others do is theirs."""
+    start, grads = tensors(0), tensors(1)
+    loads = [torch.tensor([5.0, 1.0, 3.0, 2.0, 4.0, 3.0]), torch.tensor([0.0, 9.0])]
+    biases = [torch.arange(6) / 10, torch.zeros(2)]
+    config, treated = AdamW(), [*treatments(SHAPES, {}).values(), Treatment(balance=0.01), Treatment(balance=0.02)]
+
+    def made(params: list[torch.Tensor], grads: list[torch.Tensor], treated: list[Treatment]) -> Updated:
+        zeros = [torch.zeros_like(p) for p in params]
+        scalars = (torch.tensor(1.0 if finite else float("nan")), torch.tensor(7), torch.tensor(0.1), torch.tensor(1.0))
+        return adamw_update(params, grads, zeros, zeros, *scalars, treated=treated, config=config)
+
+    found, without = made([*start, *biases], [*grads, *loads], treated), made(start, grads, treated[:3])
+    assert torch.equal(found.grad_norm, without.grad_norm)
+    assert all(torch.equal(a, b) for a, b in zip(found.params, without.params))
+    assert not any(moment.any() for moment in (*found.exp_avg[3:], *found.exp_avg_sq[3:]))
+    steps = [new - old for new, old in zip(found.params[3:], biases)]
+    expected = [torch.tensor([-0.01, 0.01, 0, 0.01, -0.01, 0]), torch.tensor([0.02, -0.02])]
+    for moved, wanted in zip(steps, expected):
+        torch.testing.assert_close(moved, wanted * finite)

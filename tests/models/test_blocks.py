@@ -50,6 +50,8 @@ def test_presets_have_the_published_sizes() -> None:
         "llama3-70b": 70.554,
         "llama3-405b": 405.853,
         "granite-20b": 20.07,
+        "mixtral-8x7b": 46.703,
+        "qwen3-30b-a3b": 30.532,
     }
     for label, size in billions.items():
         assert PRESETS[label].count == pytest.approx(size * 1e9, rel=1e-3)
@@ -62,7 +64,7 @@ def test_presets_have_the_published_sizes() -> None:
     ("overrides", "said"),
     [
         ({"widht": 3}, "did you mean `width`"),
-        ({"experts": 8}, "experts"),
+        ({"experts": 8}, "`experts` has no meaning in the llama family"),
         ({"heads": 0}, "heads"),
         ({"layers": 2.0}, "layers"),
         ({"heads": 6, "kv_heads": 4}, "KV heads"),

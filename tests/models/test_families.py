@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tpshard.models import build, catalog, config, decoder, mlp
+from tpshard.models import build, catalog, config, decoder, mlp, routing
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import name, param_dims
 from tpshard.models.family import Part
@@ -20,8 +21,8 @@ from tpshard.models.hf_names import hf_tensors
 from tpshard.models.layers import Parts
 from tpshard.models.presets import PRESETS, preset
 
-LAYERS = {label: replace(PRESETS[label], layers=2) for label in PRESETS}
-VARIANTS = LAYERS | {
+VARIANTS = {label: replace(PRESETS[label], layers=2) for label in PRESETS} | {
+    "dropping": preset("tiny-moe", {"capacity": 1.0, "balance": "none", "shared_experts": 0}),
     "untied": preset("granite-tiny", {"tie_embeddings": False}),
     "biased": preset("tiny", {"attention_bias": True, "mlp_bias": True}),
 }
@@ -35,7 +36,7 @@ def test_the_modules_are_those_described(label: str) -> None:
     assert described.count == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("label", ["tiny", "granite-tiny"])
+@pytest.mark.parametrize("label", ["tiny", "granite-tiny", "tiny-moe", "dropping"])
 def test_the_activations_are_those_described(label: str) -> None:
     said: set[tuple[str, ...]] = set()
 
@@ -43,20 +44,26 @@ def test_the_activations_are_those_described(label: str) -> None:
         said.add((label, *dims))
         return x
 
-    model = build(PRESETS[label])
-    with mock.patch.object(decoder, "name", noted), mock.patch.object(mlp, "name", noted):
-        model(torch.zeros(1, 8, dtype=torch.int64, device="meta"))
-    assert {(path.split(".")[-1], *dims) for path, dims in PRESETS[label].activations.items()} == said
+    described = VARIANTS[label]
+    with ExitStack() as patches:
+        for module in (decoder, mlp, routing):
+            patches.enter_context(mock.patch.object(module, "name", noted))
+        build(described)(torch.zeros(1, 8, dtype=torch.int64, device="meta"))
+    assert {(path.split(".")[-1], *dims) for path, dims in described.activations.items()} == said
 
 
 @pytest.mark.parametrize("label", VARIANTS)
 def test_every_parameter_has_one_place_in_a_folder(label: str) -> None:
     described = VARIANTS[label]
     tensors = hf_tensors(described, described.parameters)
-    assert sorted(name for parts in tensors.values() for name, _ in parts) == sorted(described.parameters)
+    assert {name for parts in tensors.values() for name, _ in parts} == described.parameters.keys()
+    for parameter, shape in described.shapes.items():
+        members = [home.index for parts in tensors.values() for one, home in parts if one == parameter]
+        assert members == (list(range(shape[0])) if ".experts." in parameter else [None])
     for parts in tensors.values():
-        taken = [home.take(torch.arange(sum(described.shapes[name][0] for name, _ in parts))) for _, home in parts]
-        assert sorted(torch.cat(taken).tolist()) == list(range(sum(map(len, taken))))
+        if not parts[0][1].stack:
+            taken = [home.take(torch.arange(sum(described.shapes[name][0] for name, _ in parts))) for _, home in parts]
+            assert sorted(torch.cat(taken).tolist()) == list(range(sum(map(len, taken))))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 4), (12, 6), (6, 1), (7, 1)])

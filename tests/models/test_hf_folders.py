@@ -69,6 +69,20 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     }),
 }  # fmt: skip
+ROUTED = {"num_experts_per_tok": 2, "head_dim": 8, "tie_word_embeddings": False}
+OTHERS |= {
+    "mixtral": ("Mixtral", {**SHAPE, **ROUTED, "num_local_experts": 4, "sliding_window": 9}),
+    "mixtral with loss": ("Mixtral", {**SHAPE, **ROUTED, "num_local_experts": 3, "output_router_logits": True}),
+    "qwen3_moe": ("Qwen3Moe", {**SHAPE, **ROUTED, "num_experts": 6, "moe_intermediate_size": 12}),
+    "qwen3_moe normed": ("Qwen3Moe", {
+        **SHAPE, **ROUTED, "num_experts": 4, "moe_intermediate_size": 20, "norm_topk_prob": True,
+        "use_sliding_window": True, "sliding_window": 11,
+    }),
+    "dots1": ("Dots1", {
+        **SHAPE, **ROUTED, "n_routed_experts": 6, "n_shared_experts": 2, "moe_intermediate_size": 12,
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_key_value_heads": 3,
+    }),
+}  # fmt: skip
 KINDS = [*LLAMAS, "multi-query", "multi-head", *OTHERS]
 GRANITES: dict[str, dict[str, Any]] = {
     "multi-query": {"n_embd": 39, "n_head": 3, "n_inner": 71},
@@ -80,7 +94,7 @@ IDS = torch.randint(97, (2, 33), generator=torch.Generator().manual_seed(0))
 def randomize(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *(b for n, b in model.named_buffers() if "correction" in n)):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     return model
 
@@ -160,6 +174,8 @@ def test_what_was_read_is_written_back(kind: str, folders: Callable[[str], Path]
     first, second = (transformers.AutoConfig.from_pretrained(f).to_dict() for f in (folders(kind), tmp_path / "back"))
     changed = {key: (first.get(key), second.get(key)) for key in {*first, *second} if first.get(key) != second.get(key)}
     nothing_computed = {"_name_or_path", "bos_token_id", "eos_token_id", "max_window_layers", "head_dim", "n_inner"}
+    if "moe" in kind or "dots" in kind:  # what only layers without experts, and with windows, would read
+        nothing_computed |= {"intermediate_size"} | ({"sliding_window"} if "dots" in kind else set())
     nothing_computed |= {"attn_pdrop", "embd_pdrop", "resid_pdrop", "rope_theta", "rope_scaling"}
     assert changed.keys() <= nothing_computed, changed
 

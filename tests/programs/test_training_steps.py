@@ -97,6 +97,7 @@ class Simulated:
         shapes = [p.local for p in made.micro.inputs[count : 2 * count]]
         sums = [[torch.zeros(shape, dtype=torch.float64) for shape in shapes] for _ in range(self.mesh.ranks)]
         plan, loss, targets = self.setting.batch, 0.0, 0
+        self.counted: list[list[torch.Tensor]] = []
         # every data rank's own rows, contiguous, whatever the number of micro-batches
         step = torch.randint(0, VOCAB, (2, plan.global_sequences, SEQ), generator=self.random)
         dealt = step.view(2, plan.data_ranks, plan.micro_batches, plan.per_device, SEQ)
@@ -106,7 +107,8 @@ class Simulated:
             positions, documents = torch.arange(SEQ).expand(rows, SEQ), torch.zeros(rows, SEQ, dtype=torch.int64)
             batch = self.local([tokens, goals, documents, positions], made.micro.inputs[2 * count :])
             outs = run(made.micro, [[*u, *s, *b] for u, s, b in zip(used, sums, batch)])
-            sums = [out[2:] for out in outs]
+            sums = [out[2 : 2 + count] for out in outs]
+            self.counted.append([torch.cat(out[2 + count :]) for out in outs if len(out) > 2 + count])
             loss, targets = loss + float(outs[0][0]), targets + int(outs[0][1])
         return (sums if made.reduce is None else run(made.reduce, sums)), loss, targets
 
@@ -202,6 +204,56 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_gradients_of_a_folders_model_are_those_of_one_device(folder: str, mesh: str) -> None:
     whole = Simulated("{}", recipe=folder).gradients()
     assert_close(Simulated(MESHES[mesh], recipe=folder).gradients(), whole)
+
+
+# ---- experts -------------------------------------------------------------------------------------------------------
+EXPERTS = (
+    "model: {preset: tiny-moe, layers: 2, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 8, vocab: 32, seq_len: 8"
+)
+MIXTURES = {
+    "dropless": "experts: 4, top_k: 2",
+    "dropping": "experts: 8, top_k: 3, capacity: 1.0, shared_experts: 0",
+    "loss": "experts: 4, top_k: 1, capacity: 2.0, balance: loss, balance_rate: 0.1, routing: softmax",
+}
+EXPERT_MESHES = {
+    "ep2": ("{ep: 2}", []), "dp2 x ep2": ("{dp: 2, ep: 2}", []), "fsdp2 x ep2": ("{fsdp: 2, ep: 2}", []),
+    "ep2 x tp2": ("{ep: 2, tp: 2}", []), "experts over fsdp2": ("{fsdp: 2}", ["sharding.rules.expert=fsdp"]),
+    "experts over fsdp2 x tp2": ("{fsdp: 2, tp: 2}", ["sharding.rules.expert=[fsdp, tp]"]),
+}  # fmt: skip
+
+
+def with_experts(mixture: str) -> str:
+    return re.sub(r"(?s)model:.*\}\n(?=batch)", lambda _: f"{EXPERTS}, {MIXTURES[mixture]}}}\n", RECIPE)
+
+
+@pytest.mark.parametrize("mesh", EXPERT_MESHES)
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_experts_train_as_on_one_device(mixture: str, mesh: str) -> None:
+    sizes, overrides = EXPERT_MESHES[mesh]
+    trained(sizes, *overrides, recipe=with_experts(mixture)).assert_equals(alone_with(mixture))
+
+
+def test_what_experts_count_is_the_same_on_every_device_and_mesh() -> None:
+    found = []
+    for mesh in ("{}", "{dp: 2, ep: 2}"):
+        run = Simulated(mesh, recipe=with_experts("dropping"))
+        run.sums()
+        assert all(torch.equal(some[0], other) for some in run.counted for other in some)
+        found.append(torch.stack([some[0] for some in run.counted]).sum(0))
+    assert torch.equal(*found)
+    tokens = run.setting.batch.global_sequences * SEQ
+    sizes = run.programs.counted
+    parts = dict(zip(sizes, found[0].split(list(sizes.values()))))
+    assert list(sizes) == [f"layers.{n}.mlp.{label}" for n in range(2) for label in ("load", "dropped")]
+    for n in range(2):
+        assert parts[f"layers.{n}.mlp.load"].sum() == 3 * tokens
+        # an expert has 3 slots for a sequence of 8 tokens: what goes beyond them is dropped
+        assert 0 < parts[f"layers.{n}.mlp.dropped"] < 3 * tokens
+
+
+@cache
+def alone_with(mixture: str) -> Trained:
+    return trained("{}", recipe=with_experts(mixture))
 
 
 # ---- accumulation --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tpshard.models.adamw import AdamW, adamw_update
+from tpshard.models.adamw import AdamW, Treatment, adamw_update
 from tpshard.models.loss import cross_entropy_sum
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.batching import derive
@@ -83,7 +83,7 @@ class PlainEngine:
         losses, counts = torch.stack(self.sums).T
         made = adamw_update(
             [p.detach() for p in self.params], self.grads, self.exp_avg, self.exp_avg_sq, losses.sum(), counts.sum(),
-            torch.tensor(lr), torch.tensor(float(number)), decay=[True, True], config=AdamW(),
+            torch.tensor(lr), torch.tensor(float(number)), treated=[Treatment(decay=True)] * 2, config=AdamW(),
         )  # fmt: skip
         self.params, self.exp_avg, self.exp_avg_sq = made.params, made.exp_avg, made.exp_avg_sq
         self.forget()

@@ -1,0 +1,121 @@
+"""SwiGLU experts, each over the tokens that were sent to it, as one operation: no token is dropped, none is padded.
+
+    tpshard::experts(x [..., m], ids [..., k], weights [..., k], gate [e, h, m], up [e, h, m], down [e, m, h])
+        -> out [..., m]
+    tpshard::experts_backward(dout, x, ids, weights, gate, up, down) -> (dx, dweights, dgate, dup, ddown)
+
+A token's result is the sum over its k choices of weight * down[id](silu(gate[id](x)) * up[id](x)). An id outside 0 .. e
+is an expert of another device: it adds nothing, so that devices that hold some of the experts, or some columns of each,
+hold parts of the sum. Tokens are sorted by expert, and each expert is three products over its own; sums over a token's
+choices are taken in fp32 in the order of the experts, so that the same inputs give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_library = torch.library.Library("tpshard", "FRAGMENT")
+_library.define("experts(Tensor x, Tensor ids, Tensor weights, Tensor gate, Tensor up, Tensor down) -> Tensor")
+_library.define(
+    "experts_backward(Tensor dout, Tensor x, Tensor ids, Tensor weights, Tensor gate, Tensor up, Tensor down) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The operation."""
+    return torch.ops.tpshard.experts(x, ids, weights, gate, up, down)
+
+
+def _shares(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(expert, its tokens, which of their choices it is) for every expert that has any. Waits for the device."""
+    flat = ids.reshape(-1)
+    known = torch.where((flat >= 0) & (flat < count), flat, count)
+    order = torch.argsort(known, stable=True)
+    sizes = torch.bincount(known, minlength=count + 1).tolist()
+    for expert, places in enumerate(order.split(sizes)[:count]):
+        if len(places):
+            yield expert, places // ids.shape[-1], places
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _check(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:
+    e, h, m = gate.shape
+    fit = up.shape == gate.shape and down.shape == (e, m, h) and x.shape[-1] == m and ids.shape == weights.shape
+    if not fit or ids.shape[:-1] != x.shape[:-1]:
+        shapes = ", ".join(str(list(t.shape)) for t in (x, ids, weights, gate, up, down))
+        raise ValueError(f"experts: x, ids, weights, gate, up and down do not fit each other: {shapes}")
+
+
+def _forward(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    _check(x, ids, weights, gate, up, down)
+    rows, shares = x.reshape(-1, x.shape[-1]), weights.reshape(-1, 1)
+    out = torch.zeros(rows.shape, dtype=_wide(x), device=x.device)
+    for e, tokens, places in _shares(ids, gate.shape[0]):
+        some = rows[tokens]
+        hidden = F.silu(F.linear(some, gate[e])) * F.linear(some, up[e])
+        out.index_add_(0, tokens, F.linear(hidden, down[e]).to(out.dtype) * shares[places])
+    return out.to(x.dtype).view(x.shape)
+
+
+def _backward(
+    dout: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check(x, ids, weights, gate, up, down)
+    width = x.shape[-1]
+    rows, grads, shares = x.reshape(-1, width), dout.reshape(-1, width), weights.reshape(-1, 1)
+    dx = torch.zeros(rows.shape, dtype=_wide(x), device=x.device)
+    dshares = torch.zeros_like(shares)
+    dgate, dup, ddown = (torch.zeros_like(weight) for weight in (gate, up, down))
+    for e, tokens, places in _shares(ids, gate.shape[0]):
+        some, grad, share = rows[tokens], grads[tokens], shares[places].to(x.dtype)
+        gated, linear = F.linear(some, gate[e]), F.linear(some, up[e])
+        sigmoid = torch.sigmoid(gated)
+        hidden = gated * sigmoid * linear
+        dhidden = grad @ down[e]
+        dshares[places] = (dhidden * hidden).sum(-1, keepdim=True, dtype=_wide(x)).to(shares.dtype)
+        ddown[e] = (grad * share).T @ hidden
+        dhidden = dhidden * share
+        dgated = dhidden * linear * sigmoid * (1 + gated * (1 - sigmoid))
+        dlinear = dhidden * gated * sigmoid
+        dgate[e], dup[e] = dgated.T @ some, dlinear.T @ some
+        dx.index_add_(0, tokens, (dgated @ gate[e] + dlinear @ up[e]).to(dx.dtype))
+    return dx.to(x.dtype).view(x.shape), dshares.view(weights.shape), dgate, dup, ddown
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("experts", _forward, _device)
+    _library.impl("experts_backward", _backward, _device)
+
+
+@torch.library.register_fake("tpshard::experts", lib=_library)
+def _shape(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    _check(x, ids, weights, gate, up, down)
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("tpshard::experts_backward", lib=_library)
+def _backward_shapes(
+    dout: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor
+) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (x, weights, gate, up, down))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dweights, *dexperts = torch.ops.tpshard.experts_backward(dout, *ctx.saved_tensors)
+    return dx, None, dweights, *dexperts
+
+
+torch.library.register_autograd("tpshard::experts", _gradient, setup_context=_keep, lib=_library)

@@ -1,0 +1,113 @@
+"""Tokens to slots and back: dispatch and combine of experts with a capacity, by index.
+
+    tpshard::to_slots(x [b, s, m], slots [b, s, k], weights [b, s, k] | None, n) -> [b, n, m]
+    tpshard::from_slots(y [b, n, m], slots [b, s, k], weights [b, s, k] | None) -> [b, s, m]
+    tpshard::slot_products(x [b, s, m], y [b, n, m], slots [b, s, k]) -> [b, s, k]
+
+Each token of a sequence goes to up to k slots of that sequence's n, no two to one; a slot below 0 is none. `to_slots`
+writes weight * token there (0 where nothing comes), `from_slots` sums weight * slot for each token, in fp32, and
+`slot_products` are the products of tokens with what their slots hold. Each is a gradient of another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_library = torch.library.Library("tpshard", "FRAGMENT")
+_library.define("to_slots(Tensor x, Tensor slots, Tensor? weights, int n) -> Tensor")
+_library.define("from_slots(Tensor y, Tensor slots, Tensor? weights) -> Tensor")
+_library.define("slot_products(Tensor x, Tensor y, Tensor slots) -> Tensor")
+
+
+def to_slots(x: Tensor, slots: Tensor, n: int, weights: Tensor | None = None) -> Tensor:
+    """The operation."""
+    return torch.ops.tpshard.to_slots(x, slots, weights, n)
+
+
+def from_slots(y: Tensor, slots: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The operation."""
+    return torch.ops.tpshard.from_slots(y, slots, weights)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _rows(slots: Tensor, n: int) -> Tensor:
+    """[b, s, k]: the slots of all sequences side by side, one more for what goes to none."""
+    first = torch.arange(slots.shape[0], device=slots.device).view(-1, 1, 1) * n
+    return torch.where(slots >= 0, slots + first, slots.shape[0] * n)
+
+
+def _to_slots(x: Tensor, slots: Tensor, weights: Tensor | None, n: int) -> Tensor:
+    (b, _, m), out = x.shape, x.new_zeros(x.shape[0] * n + 1, x.shape[2])
+    rows = _rows(slots, n)
+    for choice in range(slots.shape[2]):
+        value = x if weights is None else (x * weights[..., choice, None]).to(x.dtype)
+        out[rows[..., choice].reshape(-1)] = value.reshape(-1, m)
+    return out[:-1].view(b, n, m)
+
+
+def _picked(y: Tensor, slots: Tensor, choice: int) -> Tensor:
+    """[b, s, m]: what the slots of one choice hold, 0 for none."""
+    b, n, m = y.shape
+    rows = _rows(slots[..., choice : choice + 1], n).reshape(-1)
+    found = y.reshape(-1, m).index_select(0, rows.clamp(max=b * n - 1))
+    return found.masked_fill_((rows == b * n).unsqueeze(1), 0).view(b, -1, m)
+
+
+def _from_slots(y: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
+    out = y.new_zeros(y.shape[0], slots.shape[1], y.shape[2], dtype=_wide(y))
+    for choice in range(slots.shape[2]):
+        value = _picked(y, slots, choice).to(out.dtype)
+        out += value if weights is None else value * weights[..., choice, None]
+    return out.to(y.dtype)
+
+
+def _slot_products(x: Tensor, y: Tensor, slots: Tensor) -> Tensor:
+    wide = x.to(_wide(x))
+    return torch.stack([(wide * _picked(y, slots, choice)).sum(-1) for choice in range(slots.shape[2])], -1)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("to_slots", _to_slots, _device)
+    _library.impl("from_slots", _from_slots, _device)
+    _library.impl("slot_products", _slot_products, _device)
+
+
+@torch.library.register_fake("tpshard::to_slots", lib=_library)
+def _slots_shape(x: Tensor, slots: Tensor, weights: Tensor | None, n: int) -> Tensor:
+    return x.new_empty(x.shape[0], n, x.shape[2])
+
+
+@torch.library.register_fake("tpshard::from_slots", lib=_library)
+def _tokens_shape(y: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
+    return y.new_empty(y.shape[0], slots.shape[1], y.shape[2])
+
+
+@torch.library.register_fake("tpshard::slot_products", lib=_library)
+def _products_shape(x: Tensor, y: Tensor, slots: Tensor) -> Tensor:
+    return x.new_empty(slots.shape, dtype=_wide(x))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _to_gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    x, slots, weights = ctx.saved_tensors
+    dweights = None if weights is None else torch.ops.tpshard.slot_products(x, dout, slots).to(weights.dtype)
+    return torch.ops.tpshard.from_slots(dout, slots, weights), None, dweights, None
+
+
+def _from_gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    y, slots, weights = ctx.saved_tensors
+    dweights = None if weights is None else torch.ops.tpshard.slot_products(dout, y, slots).to(weights.dtype)
+    return torch.ops.tpshard.to_slots(dout, slots, weights, y.shape[1]), None, dweights
+
+
+torch.library.register_autograd("tpshard::to_slots", _to_gradient, setup_context=_keep, lib=_library)
+torch.library.register_autograd("tpshard::from_slots", _from_gradient, setup_context=_keep, lib=_library)

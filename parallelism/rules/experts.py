@@ -1,0 +1,80 @@
+"""Experts over the tokens that were sent to them, as one op, forward and backward; and tokens to slots and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tpshard.parallelism.graph import Op, Ref
+from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, product
+
+aten = torch.ops.aten
+
+
+def experts(op: Op) -> Rule:
+    """`x[... m], ids[... k], weights[... k], gate, up[e h m], down[e m h] -> [... m]`: e and h are summed.
+
+    A device that holds some of the experts sees the tokens of all that share them, and gives its experts' share.
+    """
+    return _rule(op, forward=True)
+
+
+def experts_backward(op: Op) -> Rule:
+    """`dout, x, ids, weights, gate, up, down -> dx, dweights, dgate, dup, ddown`: tokens are summed."""
+    return _rule(op, forward=False)
+
+
+def _rule(op: Op, forward: bool) -> Rule:
+    where = 1 if forward else 2
+    x, ids, _, gate = op.operands[where - 1 : where + 3]
+    factors = Factors()
+    tokens: tuple[Dim, ...] = factors.dims(x.shape[:-1], Kind.PASS if forward else Kind.REDUCE)
+    k = factors.new(ids.shape[-1], Kind.WHOLE)
+    e, h = (factors.new(size, Kind.REDUCE) for size in gate.shape[:2])
+    m = factors.new(gate.shape[2], Kind.WHOLE)
+    row, choice = (*tokens, (m,)), (*tokens, (k,))
+    inward, outward = ((e,), (h,), (m,)), ((e,), (m,), (h,))
+
+    def local(at: LocalOp) -> Any:
+        """Ids count from this device's first expert: those of others are below 0 or beyond its last."""
+        if not at.axes(e):
+            return at.same()
+        shape = at.operand_shape(where)
+        mine = at.emit(aten.sub.Tensor, at.inputs[where], at.offset(e), shape=shape, dtype=torch.int64)
+        return at.with_args(*(mine if i == where else Ref(i) for i in range(len(op.operands))))
+
+    given = [row, choice, choice, inward, inward, outward]
+    made = [row] if forward else [row, choice, inward, inward, outward]
+    products = 3 if forward else 8  # the backward pass makes the hidden values again
+    flops = 2 * products * product(ids.shape) * gate.shape[1] * gate.shape[2]
+    work = (*(f for dim in tokens for f in dim), e, h)
+    return factors.rule(given if forward else [row, *given], made, flops=flops, work=work, local=local, guarded=(e,))
+
+
+def _slots(op: Op, tensors: str) -> Rule:
+    """Tokens `s` and slots `n` of a sequence `b`: any token goes to any slot; sequences and columns `m` pass.
+
+    `tensors`: the dims of operands, and of the result.
+    """
+    given, made = tensors.split("->")
+    operands = given.split(",")[: len(op.operands)]
+    values = zip([*operands, made], [*op.operands, *op.results])
+    sizes = {c: n for dims, value in values for c, n in zip(dims, value.shape)}
+    kinds = dict.fromkeys("skn", Kind.WHOLE) | {"b": Kind.PASS, "m": Kind.PASS if "m" in made else Kind.REDUCE}
+    factors = Factors()
+    of = {c: factors.new(n, kinds[c]) for c, n in sizes.items()}
+    return factors.rule(
+        [tuple((of[c],) for c in dims) for dims in operands], [tuple((of[c],) for c in made)],
+        additive=(0,) if "m" in made else (), flops=2 * product(op.results[0].shape), work=(of["b"], of["m"]),
+        fills=((operands.index("bsk"), 0),),
+    )  # fmt: skip
+
+
+OPS: Table = {
+    "tpshard.experts": Entry(experts, work="matmul", saved=True),
+    "tpshard.experts_backward": Entry(experts_backward, work="matmul", saved=True),
+    "tpshard.to_slots": Entry(lambda op: _slots(op, "bsm,bsk,bsk->bnm")),
+    "tpshard.from_slots": Entry(lambda op: _slots(op, "bnm,bsk,bsk->bsm")),
+    "tpshard.slot_products": Entry(lambda op: _slots(op, "bsm,bnm,bsk->bsk")),
+}
