@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import tpshard.kernels.attention  # registers its op, as those below do
+import tpshard.kernels.experts
 import tpshard.kernels.paged_attention
 import tpshard.kernels.reorder
+import tpshard.kernels.slots
 import tpshard.models.dims
 import tpshard.parallelism.annotate  # noqa: F401
 from torch import Tensor
@@ -108,6 +110,23 @@ def _attention_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Any:
 def _part_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Any:
     out, lse = ours.attention_part.default(q, k, v, None, None, 0.5, None, 4, 2)
     return ours.attention_part_backward.default(dout, q, k, v, out, lse, None, None, 0.5, None, 4, 2)
+
+
+SLOTS = torch.tensor([[[0, 5], [3, -1], [-1, 1]], [[2, 4], [0, 1], [3, -1]]]).repeat(2, 1, 1)
+"""[4, 3, 2]: which of 6 slots the tokens of four sequences take."""
+
+
+def _experts(x: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return ours.experts.default(x, torch.tensor([[0, 3], [2, 1], [3, 2], [0, 2]]), weights, gate, up, down)
+
+
+def _experts_gradients(dout: Tensor, x: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Any:
+    ids = torch.tensor([[0, 3], [2, 1], [3, 2], [0, 2]])
+    return ours.experts_backward.default(dout, x, ids, weights, gate, up, down)
+
+
+EXPERTS = (f(4, 2), f(4, 6, 3), f(4, 6, 3), f(4, 3, 6))
+"""Weights of two choices for each of four tokens; gate, up and down of four experts."""
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -347,6 +366,18 @@ CASES: dict[str, list[Case]] = {
         call(ours.attention_part.default, *_attended(2, 4, 4, 2, 4), None, None, 0.5, None, 4, 2),
     ],
     "tpshard.attention_part_backward": [of(_part_gradients, *_attended(2, 4, 4, 2, 4), f(2, 4, 4, 4))],
+    # experts
+    "tpshard.experts": [of(_experts, f(4, 3), *EXPERTS)],
+    "tpshard.experts_backward": [of(_experts_gradients, f(4, 3), f(4, 3), *EXPERTS)],
+    "tpshard.to_slots": [
+        of(lambda x, w: ours.to_slots.default(x, SLOTS, w, 6), f(4, 3, 5), f(4, 3, 2)),
+        of(lambda x: ours.to_slots.default(x, SLOTS, None, 6), f(4, 3, 5)),
+    ],
+    "tpshard.from_slots": [
+        of(lambda y, w: ours.from_slots.default(y, SLOTS, w), f(4, 6, 5), f(4, 3, 2)),
+        of(lambda y: ours.from_slots.default(y, SLOTS, None), f(4, 6, 5)),
+    ],
+    "tpshard.slot_products": [of(lambda x, y: ours.slot_products.default(x, y, SLOTS), f(4, 3, 5), f(4, 6, 5))],
     "aten._scaled_dot_product_flash_attention_for_cpu": [of(_flash, f(4, 6, 3, 4), f(4, 6, 3, 4), f(4, 6, 3, 4))],
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": [of(_flash_gradients, *[f(4, 6, 3, 4)] * 4)],
     "aten.max_pool2d_with_indices": [call(aten.max_pool2d_with_indices.default, f(4, 6, 4, 4), [2, 2])],
