@@ -33,6 +33,7 @@ def choose(
     wanted: Sequence[Layout],
     fixed: Sequence[bool] = (),
     there: Sequence[Collection[Layout]] = (),
+    latency: int = LATENCY_BYTES,
 ) -> tuple[Rule, Choice]:
     """One common factor sharding for an op, and the one of its rules that computes in it.
 
@@ -40,7 +41,8 @@ def choose(
     is the choice; else the cheapest of: each tensor's own sharding, completed by the others'. A factor that needs its
     whole dim gives its axes to a free batch dim where that is cheaper than gathering and computing it everywhere.
     `fixed` marks operands that lie where an annotation put them. `there`: layouts of the operands
-    that another op fetches anyway. What several ops read is resharded once for all.
+    that another op fetches anyway. What several ops read is resharded once for all. `latency`: of a collective, in
+    bytes.
     """
     candidates: list[tuple[Rule, Choice]] = []
     for way in (rule, *rule.others):
@@ -54,21 +56,47 @@ def choose(
                 candidates.append((way, choice))
     if len(candidates) == 1:
         return candidates[0]
-    return min(candidates, key=lambda c: _cost(op, c[0], c[1], homes, wanted, fixed, there))
+    return min(candidates, key=lambda c: _cost(op, c[0], c[1], homes, wanted, fixed, there, latency))
 
 
 def _candidates(
     op: Op, rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]
 ) -> Iterator[Choice]:
     order = sorted(range(len(projected)), key=lambda t: (-_bytes(op, t), t))
-    for lead in order:
-        merged = _merge(rule, [projected[lead], *(projected[t] for t in order if t != lead)], busy)
-        whole = {f: cut for f, cut in merged.items() if rule.kinds[f] is not Kind.PERMUTE}
-        yield computable(op, rule, merged)
-        if whole != merged:
-            yield computable(op, rule, whole)
-        for moved in _moved(rule, whole, projected):
-            yield computable(op, rule, moved)
+    bases = [_merge(rule, [projected[lead], *(projected[t] for t in order if t != lead)], busy) for lead in order]
+    least = 1.0
+    for i, base in enumerate((*bases, *_combined(rule, [projected[t] for t in order], busy))):
+        whole = {f: cut for f, cut in base.items() if rule.kinds[f] is not Kind.PERMUTE}
+        for choice in (base, whole, *_moved(rule, whole, projected)):
+            sane = computable(op, rule, choice)
+            if i < len(bases):
+                least = min(least, share(rule, sane))
+                yield sane
+            elif share(rule, sane) <= least:  # never cheaper by having every device compute more
+                yield sane
+
+
+TRIED = 32
+"""Ways to give factors what they have in some tensor that are looked at for one op."""
+
+
+def _combined(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]) -> list[Choice]:
+    """Every factor as some tensor has it, or the major part of that, or whole: in all ways that fit together."""
+    cuts: dict[int, list[Cut]] = {}
+    for tensor in projected:
+        for f, (axes, grain) in tensor.items():
+            for n in range(len(axes), 0, -1) if rule.kinds[f] is not Kind.WHOLE else ():
+                known = cuts.setdefault(f, [])
+                if Cut(axes[:n], grain) not in known:
+                    known.append(Cut(axes[:n], grain))
+    out: list[Choice] = [{}]
+    for f, known in cuts.items():
+        more = [
+            {**choice, f: cut} for cut in known for choice in out
+            if not any(overlap(a, busy) or overlap(a, b.axes) for a in cut.axes for b in (*choice.values(), WHOLE))
+        ]  # fmt: skip
+        out = (more + out)[:TRIED]
+    return out
 
 
 def _bytes(op: Op, t: int) -> int:
@@ -127,6 +155,24 @@ def _moved(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) -> 
                 have = base.get(g, WHOLE)
                 if kind is Kind.PASS and rule.sizes[g] % (size_of(have.axes) * size_of(axes)) == 0:
                     out.append({**base, g: Cut(merge((*have.axes, *axes)), have.grain)})
+    if len(out) > 1:
+        out.append(_spread(rule, base, projected))
+    return out
+
+
+def _spread(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) -> Choice:
+    """The axes of all factors that must be whole, each on the first free factor that it divides."""
+    out = dict(base)
+    for tensor in projected:
+        for f, (axes, _) in tensor.items():
+            for axis in axes if rule.kinds[f] in NEEDY else ():
+                if any(overlap(axis, cut.axes) for cut in out.values()):
+                    continue
+                for g, kind in enumerate(rule.kinds):
+                    have = out.get(g, WHOLE)
+                    if kind is Kind.PASS and rule.sizes[g] % (size_of(have.axes) * axis.size) == 0:
+                        out[g] = Cut(merge((*have.axes, axis)), have.grain)
+                        break
     return out
 
 
@@ -196,14 +242,20 @@ def _cost(
     wanted: Sequence[Layout],
     fixed: Sequence[bool],
     there: Sequence[Collection[Layout]],
+    latency: int,
 ) -> float:
     total = 0.0
+
+    def moving(value: Value, source: Layout, target: Layout) -> float:
+        size = value.dtype.itemsize
+        return cost(plan(value.shape, source, target, size, latency), value.shape, size, latency)
+
     for i, (value, home, dims) in enumerate(zip(op.operands, homes, rule.operands)):
         need = layout_of(rule, dims, choice, False)
         if home.partial:
             need = need.summed(home.partial, home.kind) if not _clash(need, home) else need
         if home != need and not (there and need in there[i]):
-            moved = cost(plan(value.shape, home, need, value.dtype.itemsize), value.shape, value.dtype.itemsize)
+            moved = moving(value, home, need)
             total += moved * INTENT if fixed and fixed[i] else moved / readers(value)
     for value, want, dims in zip(op.results, wanted, rule.results):
         if not value.users:
@@ -211,7 +263,7 @@ def _cost(
         made = layout_of(rule, dims, choice, True)
         want = regrained(value.shape, want, made)
         if made != want:
-            total += cost(plan(value.shape, made, want, value.dtype.itemsize), value.shape, value.dtype.itemsize)
+            total += moving(value, made, want)
     for exchange in rule.exchanged:
         if exchange.factor in choice:
             rest = {f: cut for f, cut in choice.items() if f != exchange.factor}
@@ -219,15 +271,15 @@ def _cost(
             if exchange.rotating:  # a hop for each other device, each behind the computing of a part
                 sent = (members - 1) / members * exchange.bytes * share(rule, rest)
                 hidden = rule.flops * share(rule, choice) / FLOPS_PER_BYTE
-                total += (members - 1) * exchange.collectives * LATENCY_BYTES + max(0.0, sent - hidden)
+                total += (members - 1) * exchange.collectives * latency + max(0.0, sent - hidden)
             else:
-                total += exchange.collectives * LATENCY_BYTES + (members - 1) * exchange.bytes * share(rule, rest)
+                total += exchange.collectives * latency + (members - 1) * exchange.bytes * share(rule, rest)
     for f, window in rule.windows:
         if f in choice and (needed := _halo(op, choice[f].axes, window)) is not None:
             layout = layout_of(rule, rule.operands[window.operand], choice, False)
             value = op.operands[window.operand]
             part = local_bytes(value.shape, layout, value.dtype.itemsize)
-            total += halo.price(needed, part, LATENCY_BYTES)
+            total += halo.price(needed, part, latency)
     work = rule.flops or sum(v.numel for v in op.results)
     return total + work * share(rule, choice) / FLOPS_PER_BYTE
 

@@ -37,19 +37,22 @@ def partition(
     in_shardings: Sequence[Any] | None = None,
     out_shardings: Sequence[Any] | None = None,
     names: Sequence[str] | None = None,
+    latency: int = LATENCY_BYTES,
 ) -> Program:
     """Makes the per-device program of any traceable function of tensors (real or meta).
 
     `in_shardings` and `out_shardings` have an entry per tensor, in the order of the flattened arguments or results:
     None (free), or a tuple, closed, with per dim None, an axis or a tuple of axes; dims left out at the end are
-    replicated. No result is left partial. Raises ValueError where a sharding does not fit its tensor or the mesh.
+    replicated. No result is left partial. `latency`: what starting a collective costs, in bytes sent meanwhile; a
+    large one gathers rather than sends many small messages. Raises ValueError where a sharding does not fit its tensor
+    or the mesh.
     """
-    return partition_captured(capture(fn, args, names), mesh, in_shardings, out_shardings)
+    return partition_captured(capture(fn, args, names), mesh, in_shardings, out_shardings, latency=latency)
 
 
 def partition_captured(
     graph: Graph, mesh: Mesh, in_shardings: Sequence[Any] | None = None, out_shardings: Sequence[Any] | None = None,
-    why: Sequence[str] = (),
+    why: Sequence[str] = (), latency: int = LATENCY_BYTES,
 ) -> Program:  # fmt: skip
     """`partition` of a function that is captured, and perhaps rewritten, already.
 
@@ -72,7 +75,7 @@ def partition_captured(
                 raise ValueError(f"{what}_shardings[{i}] of `{value.name}` {list(value.shape)}: {error}") from error
             told = why[i] if what == "in" and i < len(why) else ""
             annotations[value] = Annotation(sharding, told or f"{what}_shardings[{i}] = {dims!r}")
-    return partition_graph(propagate(graph, mesh, annotations))
+    return partition_graph(propagate(graph, mesh, annotations), latency=latency)
 
 
 def mark_outputs(graph: Graph) -> None:
@@ -103,13 +106,17 @@ def split_annotations(graph: Graph, mesh: Mesh) -> Mapping[Value, Annotation]:
     return found
 
 
-def partition_graph(shardings: Shardings, kinds: Mapping[Value, str] | None = None) -> Program:
-    """The program of a propagated graph. `kinds` says what inputs and outputs are (see `Port.kind`)."""
-    return _Partitioner(shardings, kinds or {}).run()
+def partition_graph(
+    shardings: Shardings, kinds: Mapping[Value, str] | None = None, latency: int = LATENCY_BYTES
+) -> Program:
+    """The program of a propagated graph. `kinds` says what inputs and outputs are (see `Port.kind`); `latency` what
+    starting a collective costs, in bytes."""
+    return _Partitioner(shardings, kinds or {}, latency).run()
 
 
 class _Partitioner:
-    def __init__(self, shardings: Shardings, kinds: Mapping[Value, str]):
+    def __init__(self, shardings: Shardings, kinds: Mapping[Value, str], latency: int):
+        self.latency = latency
         self.s, self.graph, self.mesh, self.kinds = shardings, shardings.graph, shardings.mesh, kinds
         self.emitter = Emitter(self.mesh)
         self.copies: dict[Value, dict[Layout, fx.Node]] = {}
@@ -160,7 +167,7 @@ class _Partitioner:
             # What another op has fetched already costs nothing more.
             there = [() if first else self.asked.get(v, ()) for v in op.operands]
             wanted = [self.propagated[r] for r in op.results]
-            rule, choice = choose(op, self.s.rules[op], homes, wanted, fixed, there)
+            rule, choice = choose(op, self.s.rules[op], homes, wanted, fixed, there, self.latency)
             self.rules[op] = rule
             if first and any(fixed):
                 for value, dims in zip(op.operands, rule.operands):
@@ -358,14 +365,14 @@ class _Partitioner:
         if layout in copies:
             return copies[layout]
         size = value.dtype.itemsize
-        latency = 0 if is_boundary(reader) else LATENCY_BYTES
+        latency = 0 if is_boundary(reader) else self.latency
         source, steps = min(
             (
                 (have, plan(value.shape, have, layout, size, latency))
                 for have in copies
                 if not (have.partial and len(copies) > 1)
             ),
-            key=lambda pair: cost(pair[1], value.shape, size),
+            key=lambda pair: cost(pair[1], value.shape, size, latency),
         )
         node = copies[source]
         for step in steps:

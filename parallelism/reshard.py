@@ -36,10 +36,10 @@ class Step:
         return self.grains[dim] if self.grains else 1
 
 
-def cost(steps: Sequence[Step], shape: Sequence[int], itemsize: int) -> float:
+def cost(steps: Sequence[Step], shape: Sequence[int], itemsize: int, latency: int = LATENCY_BYTES) -> float:
     """Bytes that one device's ring sends, latencies included."""
     return sum(
-        _price(s.kind, s.parts, local_bytes(shape, s.before, itemsize), local_bytes(shape, s.after, itemsize))
+        _price(s.kind, s.parts, local_bytes(shape, s.before, itemsize), local_bytes(shape, s.after, itemsize), latency)
         for s in steps
     )
 

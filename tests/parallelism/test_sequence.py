@@ -25,7 +25,6 @@ def inputs(b: int, s: int, h: int, kv: int, packed: bool) -> list[Tensor]:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_equal_to_the_whole_with_gradients(mesh: Mesh, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "LATENCY_BYTES", WAYS[way][0])
     monkeypatch.setattr(choose, "FLOPS_PER_BYTE", WAYS[way][1])
     for packed, window, (h, kv) in itertools.product((False, True), (None, 3), ((3, 1), (2, 2))):
         args = inputs(2, 16, h, kv, packed)
@@ -36,7 +35,7 @@ def test_equal_to_the_whole_with_gradients(mesh: Mesh, way: str, monkeypatch: py
             return out, *torch.autograd.grad((out * grad).sum(), (q, k, v))
 
         over = (None, tuple(mesh.axes))
-        program = partition(step, args, mesh, [over] * len(args), [over] * 4)
+        program = partition(step, args, mesh, [over] * len(args), [over] * 4, latency=WAYS[way][0])
         for mine, theirs in zip(program.simulate(*args), step(*args), strict=True):  # type: ignore[call-overload]
             torch.testing.assert_close(mine, theirs)
         assert program.flop_efficiency == pytest.approx(1.0)
@@ -44,10 +43,9 @@ def test_equal_to_the_whole_with_gradients(mesh: Mesh, way: str, monkeypatch: py
         assert kinds == ({"permute"} if way == "ring" else {"all_gather", "reduce_scatter"})
 
 
-def test_a_ring_holds_one_part_of_the_keys_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "LATENCY_BYTES", 0)
+def test_a_ring_holds_one_part_of_the_keys_at_a_time() -> None:
     args = inputs(1, 64, 1, 1, False)[:3]
-    program = partition(attention, args, Mesh({"x": 4}), [(None, "x")] * 3, [(None, "x")])
+    program = partition(attention, args, Mesh({"x": 4}), [(None, "x")] * 3, [(None, "x")], latency=0)
     assert [c.kind for c in program.collectives] == ["permute"] * 6  # keys and values to three neighbours
     assert all(c.bytes == 64 // 4 * 4 * 8 for c in program.collectives)
     torch.testing.assert_close(program.simulate(*args)[0], attention(*args))
