@@ -6,7 +6,8 @@
     record.close(write=True)                            benchmarks/records/tp_aware.json
 
 `python benchmarks/record.py` says which numbers of README and docs differ from the records, and `--write` puts the
-records' there. Such a number is followed by its source: `2.07<!--tp_aware:mlp.naive-->`.
+records' there. Such a number is followed by its source: `2.07<!--tp_aware:mlp.naive-->`. A code block that follows
+`<!--quickstart:text train-->` shows lines of what a command printed; `...` stands for others.
 """
 
 from __future__ import annotations
@@ -173,6 +174,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 # ---- numbers in README and docs ------------------------------------------------------------------------------------
 SOURCE = re.compile(r"(?P<number>[\d,]*\d(?:\.\d+)?)(?P<mark><!--(?P<record>[\w-]+):(?P<figure>[\w.-]+)-->)")
 """A number with its source, which Markdown does not show."""
+BLOCK = re.compile(r"<!--(?P<record>[\w-]+):text (?P<text>[\w.-]+)-->\n+```\w*\n(?P<lines>.*?)```", re.S)
+"""A code block with lines that a command printed."""
+VARIES = re.compile(r"\d[\d.,:]*|[0-9a-f]{12,}")
+"""What differs between two runs of a command: numbers, and names made of random digits."""
 
 
 def pages() -> list[Path]:
@@ -198,6 +203,17 @@ def differences(text: str) -> Iterator[tuple[str, str]]:
         value = load(found["record"])["figures"][found["figure"]]["median"]
         if (wanted := as_written(value, found["number"])) != found["number"]:
             yield found[0], wanted + found["mark"]
+    for block in BLOCK.finditer(text):
+        printed = load(block["record"])["texts"][block["text"]].splitlines()
+        for line in block["lines"].splitlines():
+            if not line.startswith(("$", "...")) and line.strip() and line not in printed:
+                yield line, _like(line, printed)
+
+
+def _like(line: str, printed: Sequence[str]) -> str:
+    """The printed line that says the same with other numbers; "" where there is none."""
+    pattern = re.compile(r"\s+".join(VARIES.sub("\0", word) for word in line.split()).replace("\0", ".+"))
+    return next((other for other in printed if pattern.fullmatch(other.strip())), "")
 
 
 def main() -> int:

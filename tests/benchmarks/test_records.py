@@ -69,6 +69,17 @@ def test_a_number_that_differs_from_its_record_is_told(tmp_path: Path, monkeypat
         list(record.differences("2<!--nowhere:a-->"))
 
 
+def test_a_transcript_shows_what_a_command_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
+    printed = "starting\nstep 1/120  loss 8.1785  2.7k tokens/s\n  loss          8.1785 -> 4.5689\n"
+    (tmp_path / "x.json").write_text(json.dumps({"figures": {}, "texts": {"train": printed}}))
+    page = "<!--x:text train-->\n```\n$ tpshard train\n...\nstep 1/120  loss 8.1785  2.7k tokens/s\n{}\n```\n"
+    assert list(record.differences(page.format("  loss          8.1785 -> 4.5689"))) == []
+    old = "  loss          8.1785 -> 4.6000"
+    assert list(record.differences(page.format(old))) == [(old, "  loss          8.1785 -> 4.5689")]
+    assert list(record.differences(page.format("done"))) == [("done", "")]
+
+
 @pytest.mark.parametrize("page", record.pages(), ids=lambda page: page.name)
 def test_what_pages_say_is_what_records_hold(page: Path) -> None:
     assert list(record.differences(page.read_text(encoding="utf-8"))) == []
