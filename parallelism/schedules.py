@@ -1,0 +1,269 @@
+"""Pipeline schedules as tables: which device runs which stage of the model on which micro-batch, in which order.
+
+A table is plain data: it is made, checked for deadlock, timed and drawn before anything runs. Layers are cut into
+`devices x rounds` stages, and stage i lies on device i mod devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "I", "W"]
+"""Forward; backward; or the backward in two: gradients of the stage's inputs, then those of its weights."""
+
+SCHEDULES = ("gpipe", "circular", "1f1b", "interleaved_1f1b", "zero_bubble")
+ROUNDS = ("circular", "interleaved_1f1b")
+"""Schedules whose devices hold several stages."""
+
+
+class Task(NamedTuple):
+    """One stage's work on one micro-batch."""
+
+    kind: Kind
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro} of stage {self.stage}"
+
+
+class Slot(NamedTuple):
+    """When a task ran, in seconds from the start of the step."""
+
+    task: Task
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Table:
+    """What each device of a pipeline runs, in order. `make` builds one, `check` says whether it can run."""
+
+    schedule: str
+    devices: int
+    stages: int
+    """Of all devices together."""
+    micro_batches: int
+    rows: tuple[tuple[Task, ...], ...]
+    """Per device."""
+
+    @property
+    def rounds(self) -> int:
+        """Stages that a device holds."""
+        return self.stages // self.devices
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are tasks of their own."""
+        return any(task.kind == "W" for row in self.rows for task in row)
+
+    def device_of(self, stage: int) -> int:
+        return stage % self.devices
+
+    def stages_of(self, device: int) -> range:
+        return range(device, self.stages, self.devices)
+
+    def needs(self, task: Task) -> Iterator[Task]:
+        """The tasks whose results this one reads."""
+        kind, stage, micro = task
+        back: Kind = "I" if self.splits_backward else "B"
+        if kind == "F" and stage:
+            yield Task("F", stage - 1, micro)
+        if kind in ("B", "I"):
+            yield Task("F", stage, micro)
+            if stage < self.stages - 1:
+                yield Task(back, stage + 1, micro)
+        if kind == "W":
+            yield Task("I", stage, micro)
+
+    @cached_property
+    def in_order(self) -> tuple[Task, ...]:
+        """All tasks, each after what it needs and in its device's order. ValueError where there is no such order."""
+        return tuple(slot.task for slot in self.timed(lambda task: 1.0))
+
+    def timed(self, seconds: Callable[[Task], float], transfer_s: float = 0.0) -> list[Slot]:
+        """When every task runs if it takes `seconds(task)` and a result `transfer_s` to another device; by start.
+
+        A device runs its row in order, each task once what it needs is there. ValueError for a deadlock, with who
+        waits for what.
+        """
+        ended: dict[Task, float] = {}
+        slots: list[Slot] = []
+        at, free = [0] * self.devices, [0.0] * self.devices
+        moved = True
+        while moved:
+            moved = False
+            for device, row in enumerate(self.rows):
+                while at[device] < len(row):
+                    task = row[at[device]]
+                    needed = list(self.needs(task))
+                    if any(n not in ended for n in needed):
+                        break
+                    far = (n for n in needed if self.device_of(n.stage) != device)
+                    start = max([free[device], *(ended[n] + transfer_s for n in far), *(ended[n] for n in needed)])
+                    ended[task] = free[device] = start + seconds(task)
+                    slots.append(Slot(task, start, free[device]))
+                    at[device] += 1
+                    moved = True
+        stuck = [f"device {d} at {row[at[d]]}, which needs {self._missing(row[at[d]], ended)}"
+                 for d, row in enumerate(self.rows) if at[d] < len(row)]  # fmt: skip
+        if stuck:
+            raise ValueError("the schedule is a deadlock: " + "; ".join(stuck))
+        place = {task: (d, i) for d, row in enumerate(self.rows) for i, task in enumerate(row)}
+        return sorted(slots, key=lambda slot: (slot.start, slot.end, *place[slot.task]))
+
+    def _missing(self, task: Task, ended: Mapping[Task, float]) -> str:
+        return " and ".join(str(n) for n in self.needs(task) if n not in ended)
+
+    def bubble(self, seconds: Callable[[Task], float], transfer_s: float = 0.0) -> float:
+        """Share of the devices' time in which they wait, from the first task's start to the last one's end."""
+        slots = self.timed(seconds, transfer_s)
+        busy, last = sum(slot.end - slot.start for slot in slots), max(slot.end for slot in slots)
+        return 1.0 - busy / (self.devices * last) if last else 0.0
+
+    def held(self, device: int) -> int:
+        """Micro-batches (times stages) whose activations a device holds at most: from F to the end of B, or W."""
+        now = most = 0
+        for task in self.rows[device]:
+            now += task.kind == "F"
+            most = max(most, now)
+            now -= task.kind in ("B", "W")
+        return most
+
+    def __str__(self) -> str:
+        """A line per device, a column per unit of time; F and I and W take one, B two. `.` is idle."""
+        width = len(str(self.micro_batches - 1)) + 1 + (self.rounds > 1) * (len(str(self.stages - 1)) + 1)
+        lines = [[""] * 0 for _ in range(self.devices)]
+        for task, start, end in self.timed(lambda task: 2.0 if task.kind == "B" else 1.0):
+            line = lines[self.device_of(task.stage)]
+            line.extend(["."] * (round(start) - len(line)))
+            text = f"{task.kind}{task.micro}" + (f"/{task.stage}" if self.rounds > 1 else "")
+            line.extend([text, *["-"] * (round(end - start) - 1)])
+        last = max(map(len, lines))
+        rows = (" ".join(cell.ljust(width) for cell in line + ["."] * (last - len(line))) for line in lines)
+        return "\n".join(f"{device:>3} {row.rstrip()}" for device, row in enumerate(rows))
+
+
+def make(schedule: str, devices: int, micro_batches: int, rounds: int = 1) -> Table:
+    """The table of a schedule by name, checked. ValueError for numbers that it cannot have; see `refusal`."""
+    if why := refusal(schedule, devices, micro_batches, rounds):
+        raise ValueError(why)
+    rows = _MAKERS[schedule](devices, micro_batches, rounds)
+    table = Table(schedule, devices, devices * rounds, micro_batches, tuple(map(tuple, rows)))
+    check(table)
+    return table
+
+
+def refusal(schedule: str, devices: int, micro_batches: int, rounds: int = 1) -> str:
+    """Why a schedule cannot have these numbers; empty where it can."""
+    if schedule not in _MAKERS:
+        return f"no schedule is called `{schedule}`; there are {', '.join(SCHEDULES)}"
+    if rounds > 1 and schedule not in ROUNDS:
+        return f"{schedule} has one round: {' and '.join(ROUNDS)} have several"
+    if schedule != "gpipe" and micro_batches < devices:
+        return f"{schedule} on {devices} stages needs at least {devices} micro-batches, not {micro_batches}"
+    if schedule == "interleaved_1f1b" and micro_batches % devices:
+        return f"interleaved_1f1b needs a multiple of its {devices} stages as micro-batches, not {micro_batches}"
+    return ""
+
+
+def check(table: Table) -> None:
+    """ValueError where a table is no whole step, deadlocks, or receives in another order than is sent.
+
+    A device has to run every stage of its own, and no other, forward and backward on every micro-batch once. Between
+    two devices the tensors of one direction have to arrive in the order in which they are needed: communication
+    libraries match sends and receives by their order.
+    """
+    for device, row in enumerate(table.rows):
+        backward: tuple[Kind, ...] = ("I", "W") if table.splits_backward else ("B",)
+        whole = {Task(kind, stage, micro) for kind in ("F", *backward) for stage in table.stages_of(device)
+                 for micro in range(table.micro_batches)}  # fmt: skip
+        if wrong := sorted(whole ^ set(row)):
+            raise ValueError(f"device {device} lacks, or should not run, {wrong[0]}")
+        if len(row) != len(whole):
+            raise ValueError(f"device {device} runs {next(t for t in row if row.count(t) > 1)} twice")
+    table.timed(lambda task: 1.0)
+    for forward in (True, False):
+        sent: dict[tuple[int, int], list[Task]] = {}
+        read: dict[tuple[int, int], list[Task]] = {}
+        for device, row in enumerate(table.rows):
+            for task in row:
+                if (task.kind == "F") != forward or task.kind == "W":
+                    continue
+                after = task.stage + (1 if forward else -1)
+                if 0 <= after < table.stages:
+                    sent.setdefault((device, table.device_of(after)), []).append(task)
+                before = [n for n in table.needs(task) if n.stage != task.stage]
+                for needed in before:
+                    read.setdefault((table.device_of(needed.stage), device), []).append(needed)
+        for pair, tasks in sent.items():
+            for one, other in zip(tasks, read[pair]):
+                if one != other:
+                    raise ValueError(f"device {pair[1]} needs {other} when device {pair[0]} sends {one}")
+
+
+# ---- the schedules ---------------------------------------------------------------------------------------------------
+def _all_forward_first(devices: int, micro_batches: int, rounds: int) -> list[list[Task]]:
+    """GPipe (Huang et al. 2019), and with several rounds GSPMD's circular pipeline (section 3.3): a micro-batch goes
+    around the devices once a round."""
+    micros = range(micro_batches)
+    rows = []
+    for device in range(devices):
+        stages = [device + r * devices for r in range(rounds)]
+        forward = [Task("F", stage, m) for stage in stages for m in micros]
+        rows.append(forward + [Task("B", stage, m) for stage in reversed(stages) for m in micros])
+    return rows
+
+
+def _one_forward_one_backward(devices: int, micro_batches: int, rounds: int) -> list[list[Task]]:
+    """1F1B (Narayanan et al. 2021): as few forward passes ahead as fill the pipeline, then one of each in turn. With
+    several rounds the devices' stages take turns, a group of `devices` micro-batches each."""
+
+    def forward(k: int, device: int) -> Task:
+        group, rest = divmod(k, devices * rounds)
+        return Task("F", rest // devices * devices + device, group * devices + rest % devices)
+
+    def backward(k: int, device: int) -> Task:
+        group, rest = divmod(k, devices * rounds)
+        turn = rounds - 1 - rest // devices
+        return Task("B", turn * devices + device, group * devices + rest % devices)
+
+    total = micro_batches * rounds
+    rows = []
+    for device in range(devices):
+        ahead = devices - device - 1
+        if rounds > 1:
+            ahead = 2 * ahead + (rounds - 1) * devices
+        ahead = min(ahead, total)
+        row = [forward(k, device) for k in range(ahead)]
+        for k in range(total - ahead):
+            row += [forward(ahead + k, device), backward(k, device)]
+        rows.append(row + [backward(k, device) for k in range(total - ahead, total)])
+    return rows
+
+
+def _zero_bubble(devices: int, micro_batches: int, rounds: int) -> list[list[Task]]:
+    """ZB-H1 (Qi et al. 2023): 1F1B with gradients of weights put where a device would wait.
+
+    Device d takes the gradients of weights d micro-batches after those of inputs: what it does not wait for lies where
+    the first devices fill and the last ones drain the pipeline. Every device then holds as many micro-batches as
+    1F1B's first one.
+    """
+    rows = []
+    for device in range(devices):
+        ahead = devices - device - 1
+        row = [Task("F", device, m) for m in range(ahead)]
+        for m in range(micro_batches):
+            row += [Task("F", device, ahead + m)] * (ahead + m < micro_batches) + [Task("I", device, m)]
+            row += [Task("W", device, m - device)] * (m >= device)
+        rows.append(row + [Task("W", device, m) for m in range(max(0, micro_batches - device), micro_batches)])
+    return rows
+
+
+_MAKERS: Mapping[str, Callable[[int, int, int], list[list[Task]]]] = {
+    "gpipe": _all_forward_first, "circular": _all_forward_first, "1f1b": _one_forward_one_backward,
+    "interleaved_1f1b": _one_forward_one_backward, "zero_bubble": _zero_bubble,
+}  # fmt: skip
