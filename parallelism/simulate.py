@@ -55,12 +55,15 @@ def run_lockstep(
     program: Program,
     arguments: list[list[torch.Tensor]],
     observe: Callable[[fx.Node, list[Any], list[Any]], None] | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> list[list[torch.Tensor]]:
     """The local results of every device, from the local arguments of every device.
 
     `observe(node, operands, results)` sees every node that issues a collective, with the tensors of all ranks.
+    `ranks`: those that run the program, where not all do (a stage of a pipeline); arguments and results are theirs.
     """
     mesh = program.mesh
+    ranks = range(mesh.ranks) if ranks is None else ranks
     last = _last_uses(program.graph)
     env: dict[fx.Node, list[Any]] = {}
     feeds = iter(range(len(program.inputs)))
@@ -68,16 +71,16 @@ def run_lockstep(
     for node in program.graph.nodes:
         if node.op == "placeholder":
             i = next(feeds)
-            env[node] = [arguments[rank][i] for rank in range(mesh.ranks)]
+            env[node] = [given[i] for given in arguments]
         elif node.op == "get_attr":
-            env[node] = [program.constants[str(node.target)]] * mesh.ranks
+            env[node] = [program.constants[str(node.target)]] * len(ranks)
         elif node.op == "output":
             flat = [o for o in node.args[0] if isinstance(o, fx.Node)]  # type: ignore[union-attr]
-            return [[env[o][rank] for o in flat] for rank in range(mesh.ranks)]
+            return [[env[o][i] for o in flat] for i in range(len(ranks))]
         elif node.target in RANKED:
-            env[node] = [evaluate(node.target, node.args, mesh, rank) for rank in range(mesh.ranks)]
+            env[node] = [evaluate(node.target, node.args, mesh, rank) for rank in ranks]
         else:
-            env[node] = _run(node, env, mesh, groups)
+            env[node] = _run(node, env, mesh, groups, ranks)
             if observe is not None and node.target in ISSUING:
                 observe(node, env[node.args[0]], env[node])  # type: ignore[index]
         for dead in last.get(node, ()):
@@ -96,27 +99,30 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return out
 
 
-def _run(node: fx.Node, env: dict[fx.Node, list[Any]], mesh: Mesh, groups: dict[str, list[list[int]]]) -> list[Any]:
-    def arguments(rank: int) -> tuple[Any, Any]:
-        return fx.node.map_arg((node.args, node.kwargs), lambda n: env[n][rank])  # type: ignore[return-value]
+def _run(
+    node: fx.Node, env: dict[fx.Node, list[Any]], mesh: Mesh, groups: dict[str, list[list[int]]], ranks: Sequence[int]
+) -> list[Any]:
+    def arguments(i: int) -> tuple[Any, Any]:
+        return fx.node.map_arg((node.args, node.kwargs), lambda n: env[n][i])  # type: ignore[return-value]
 
     op = node.target
     if getattr(op, "namespace", "") != "_c10d_functional":
         out = []
-        for rank in range(mesh.ranks):
-            args, kwargs = arguments(rank)
+        for i in range(len(ranks)):
+            args, kwargs = arguments(i)
             out.append(op(*args, **kwargs))  # type: ignore[operator]
         return out
     if op is funcol.wait_tensor.default:
         return env[node.args[0]]  # type: ignore[index]
     name = str(node.args[-1])
     if name not in groups:
-        groups[name] = mesh.groups(parse_group(name))
-    out = [None] * mesh.ranks
+        place = {rank: i for i, rank in enumerate(ranks)}
+        groups[name] = [[place[r] for r in group] for group in mesh.groups(parse_group(name)) if group[0] in place]
+    out = [None] * len(ranks)
     for group in groups[name]:
-        given = [arguments(rank)[0] for rank in group]
-        for rank, made in zip(group, _collective(op, given)):
-            out[rank] = made
+        given = [arguments(i)[0] for i in group]
+        for i, made in zip(group, _collective(op, given)):
+            out[i] = made
     return out
 
 

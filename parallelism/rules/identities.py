@@ -9,6 +9,7 @@ from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules import strides
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Factors, LocalOp, Rule
+from tpshard.parallelism.transfer import recv, send
 
 
 def forward_operand(local: LocalOp) -> Any:
@@ -27,4 +28,6 @@ OPS: Table = {
     "tpshard.named": identity,
     "tpshard.mesh_split": identity,
     "tpshard.boundary": identity,
+    send: identity,
+    recv: identity,
 }

@@ -450,8 +450,10 @@ SAME = {
     "aten._scaled_dot_product_efficient_attention_backward":
         "aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "aten._fused_rms_norm": "aten._fused_rms_norm_backward",
+    "send": "output", "recv": "output",
 }  # fmt: skip
-"""Ops that only a GPU has: they cannot run here, and have the entry of one that can."""
+"""Ops that only a GPU has, or only a stage's program: no function calls them here; they have the entry of one that
+can be called."""
 
 
 def flat(made: Any) -> list[Any]:

@@ -1,0 +1,377 @@
+"""Stages of a pipeline: the program of a training step, cut where one layer hands the residual stream to the next.
+
+The whole step is captured, propagated and partitioned once, as if every device held all layers; then each stage gets
+the nodes of its layers, forward and backward in programs of their own. What crosses a cut is sent, what the backward
+pass reads of the forward pass is kept. One stage's programs run on the devices with its index on the pipeline's axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import fx
+from tpshard.parallelism.flow import known
+from tpshard.parallelism.mesh import Axis
+from tpshard.parallelism.passes.recompute import block_of
+from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, info, make_collective
+from tpshard.parallelism.rules.table import entry_of
+from tpshard.parallelism.sharding import local_shape, replicated
+from tpshard.parallelism.simulate import RANKED
+from tpshard.parallelism.transfer import recv, send
+
+aten = torch.ops.aten
+Run = Literal["F", "B", "I", "W"]
+MANY = -1
+"""A node that leads to several results."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The programs of one stage.
+
+    Ports are joined by name. Inputs of kind `received` come from the stage before (in `backward` from the one behind),
+    `saved` from an earlier program of the same stage; outputs have the same kinds, and `sent`.
+    """
+
+    index: int
+    blocks: tuple[str, ...]
+    """Its layers, `layers.0`, ..."""
+    forward: Program
+    backward: tuple[Program, ...]
+    """One program; two where gradients of inputs come apart from those of weights; none where nothing is trained."""
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        return (self.forward, *self.backward)
+
+    @property
+    def parameters(self) -> list[str]:
+        """Of its programs, in the order of the whole program."""
+        found = {p.name: None for program in self.programs for p in program.inputs if p.kind == "parameter"}
+        return list(found)
+
+
+def blocks_of(program: Program) -> list[str]:
+    """The repeated layers of a program, in the order in which they run: `layers.0`, `layers.1`, ..."""
+    found = (block_of(n) for n in program.graph.nodes if n.op == "call_function" and info(n).phase == "forward")
+    return list(dict.fromkeys(block for block in found if block))
+
+
+def cut(program: Program, axis: Axis, layers: Sequence[int], *, split_backward: bool = False) -> tuple[Stage, ...]:
+    """The stages of a program that is recomputed, but not yet bucketed or scheduled.
+
+    `layers`: how many of `blocks_of` each stage has; what comes before them belongs to the first stage, what comes
+    after to the last. `axis`: the mesh axis along which stages lie, over which nothing in the program is cut.
+    ValueError where a stage would read what a later one computes.
+    """
+    blocks = blocks_of(program)
+    if sum(layers) != len(blocks):
+        raise ValueError(f"{list(layers)} are {sum(layers)} layers, but the program has {len(blocks)}")
+    stage_of: dict[str, int] = {}
+    parts = []
+    for stage, count in enumerate(layers):
+        mine = tuple(blocks[len(stage_of) : len(stage_of) + count])
+        stage_of.update(dict.fromkeys(mine, stage))
+        parts.append(mine)
+    return _Cutter(program, axis, stage_of, len(layers), split_backward).run(parts)
+
+
+class _Home(NamedTuple):
+    """Where a node is computed."""
+
+    run: Run
+    stages: tuple[int, ...]
+    """One; several for what sums a gradient that several stages contribute to."""
+
+
+@dataclass
+class _Part:
+    """The nodes of one program of one stage."""
+
+    run: Run
+    stage: int
+    own: list[fx.Node]
+    made: set[fx.Node] = field(default_factory=set)
+    """Those, and what is made again for them."""
+    reads: set[fx.Node] = field(default_factory=set)
+    """What is computed elsewhere."""
+    received: list[fx.Node] = field(default_factory=list)
+    sent: list[fx.Node] = field(default_factory=list)
+    saved: list[fx.Node] = field(default_factory=list)
+
+
+class _Cutter:
+    def __init__(self, program: Program, axis: Axis, stage_of: Mapping[str, int], stages: int, split: bool):
+        self.program, self.axis, self.stage_of, self.stages = program, axis, stage_of, stages
+        self.nodes = _live(program.graph)
+        feeds = [n for n in program.graph.nodes if n.op == "placeholder"]
+        self.port = dict(zip(feeds, program.inputs, strict=True))
+        output = self.nodes[-1]
+        self.results = [o for o in output.args[0] if isinstance(o, fx.Node)]  # type: ignore[union-attr]
+        self.floating = self._floating()
+        self.home: dict[fx.Node, _Home] = {}
+        for node in self.nodes[:-1]:
+            if node not in self.floating:
+                self.home[node] = self._home_of(node)
+        trained = any(home.run != "F" for home in self.home.values())
+        self.runs: tuple[Run, ...] = ("F",) if not trained else ("F", "I", "W") if split else ("F", "B")
+        if split:
+            self._split()
+
+    # ---- where nodes belong ------------------------------------------------------------------------------------------
+    def _floating(self) -> set[fx.Node]:
+        """Inputs, and what is made of the batch alone, of parameters alone or of gradient sums alone: no stage's own,
+        but there wherever it is read."""
+        kinds: dict[fx.Node, str] = {}
+        for node in self.nodes[:-1]:
+            if node in self.port:
+                kinds[node] = self.port[node].kind
+                continue
+            read = {kinds.get(n, "") for n in node.all_input_nodes} - {"constant"}
+            if len(read) <= 1 and "" not in read:
+                kinds[node] = next(iter(read), "constant")
+        return set(kinds)
+
+    def _home_of(self, node: fx.Node) -> _Home:
+        """A layer's stage; outside of layers as late as the forward operands, as early as the backward ones."""
+        phase, block = info(node).phase, block_of(node)
+        before = [self.home[n] for n in node.all_input_nodes if n in self.home]
+        run: Run = "F" if phase == "forward" else "B"
+        if block:
+            return _Home(run, (self.stage_of[block],))
+        behind = [home.stages for home in before if home.run == "B"]
+        if phase != "backward" or not behind:
+            return _Home(run, (max((home.stages[-1] for home in before), default=0),))
+        summed = self._is_sum(node)
+        if summed and node.target is aten.add.Tensor:
+            return _Home(run, tuple(sorted({stage for stages in behind for stage in stages})))
+        return _Home(run, min(behind) if summed else min(behind)[:1])
+
+    def _is_sum(self, node: fx.Node) -> bool:
+        """Whether a node adds parts of one parameter's gradient, or carries their sum to where it is stored, and that
+        alone: then each stage that contributes can sum its own part."""
+        here = node
+        if node.target is not aten.add.Tensor and len(node.all_input_nodes) != 1:
+            return False
+        while len(here.users) == 1:
+            user = next(iter(here.users))
+            if user.op == "output":
+                return True
+            stored = user.target is aten.add.Tensor and any(
+                n in self.floating and n in self.port for n in user.all_input_nodes
+            )
+            if not stored and len(user.all_input_nodes) != 1 and not (
+                user.target is aten.add.Tensor and block_of(user) == ""
+            ):
+                return False
+            here = user
+        return False
+
+    def _split(self) -> None:
+        """Backward nodes that lead to the gradient of one parameter alone can wait: `W`. All others are `I`."""
+        reach: dict[fx.Node, int] = {}
+        for i, result in enumerate(self.results):
+            reach[result] = i if result not in reach else MANY
+        for node in reversed(self.nodes[:-1]):
+            home = self.home.get(node)
+            for operand in node.all_input_nodes:
+                theirs = self.home.get(operand)
+                if home is None or theirs is None:
+                    continue
+                to = reach.get(node, MANY) if set(home.stages) & set(theirs.stages) else MANY
+                reach[operand] = to if reach.get(operand, to) == to else MANY
+        for node, home in self.home.items():
+            if home.run == "B":
+                self.home[node] = home._replace(run="I" if reach.get(node, MANY) == MANY else "W")
+
+    # ---- what crosses ------------------------------------------------------------------------------------------------
+    def run(self, blocks: Sequence[tuple[str, ...]]) -> tuple[Stage, ...]:
+        parts: dict[tuple[Run, int], _Part] = {}
+        for stage in range(self.stages):
+            for run in self.runs:
+                own = [n for n, home in self.home.items() if home.run == run and stage in home.stages]
+                part = parts[run, stage] = _Part(run, stage, own)
+                if run == "F" and stage == self.stages - 1:
+                    own += [n for n in self.results if n in self.floating]  # such as the number of tokens
+                self._close(part, parts.get(("F", stage)))
+        self._connect(parts)
+        stages = []
+        for stage in range(self.stages):
+            programs = [self._program(parts[run, stage]) for run in self.runs]
+            stages.append(Stage(stage, blocks[stage], programs[0], tuple(programs[1:])))
+        return tuple(stages)
+
+    def _operands(self, node: fx.Node, stage: int) -> list[fx.Node]:
+        """What a node reads on a stage: of the parts of a gradient only that stage's."""
+        home = self.home.get(node)
+        if home is None or len(home.stages) == 1:
+            return node.all_input_nodes
+        return [n for n in node.all_input_nodes if n not in self.home or stage in self.home[n].stages]
+
+    def _close(self, part: _Part, forward: _Part | None) -> None:
+        """Finds what a part makes again, and what it reads of others."""
+        part.made.update(part.own)
+        stack = list(part.own)
+        while stack:
+            for operand in self._operands(stack.pop(), part.stage):
+                if operand in part.made or operand in part.reads:
+                    continue
+                kept = part.run != "F" and forward is not None and operand in forward.made
+                floats = operand in self.floating and operand.op == "call_function" and operand.target not in RANKED
+                again = operand.op == "get_attr" or operand.target in RANKED or _is_whole_view(operand)
+                if operand not in self.port and (again or (floats and not kept)):
+                    part.made.add(operand)
+                    stack.append(operand)
+                else:
+                    part.reads.add(operand)
+
+    def _connect(self, parts: Mapping[tuple[Run, int], _Part]) -> None:
+        """Every value that is read on another stage travels over all stages between; what the backward pass reads of
+        the forward pass is kept on its own stage."""
+        back: Run = self.runs[1] if len(self.runs) > 1 else "F"
+        crossing: dict[tuple[Run, int], set[fx.Node]] = {}
+        keeping: dict[tuple[Run, int], set[fx.Node]] = {}
+        for (run, stage), part in parts.items():
+            for node in part.reads:
+                if node in self.port:
+                    continue
+                home = self.home.get(node)
+                source = _Home("F", (stage,)) if home is None else home
+                (start,) = source.stages
+                by: Run = "F" if source.run == "F" else back
+                if start > stage if by == "F" else start < stage:
+                    raise ValueError(
+                        f"`{info(node).origin}` of stage {start} is read on stage {stage}: a pipeline's stages hand "
+                        f"values on in one direction"
+                    )
+                way = range(start, stage) if by == "F" else range(start, stage, -1)
+                for here in way:
+                    crossing.setdefault((by, here), set()).add(node)
+                if run != by or (start == stage and source.run != run):
+                    held: Run = by if start != stage else source.run
+                    keeping.setdefault((held, stage), set()).add(node)
+        step = {"F": 1, back: -1 if back != "F" else 1}
+        for (run, stage), part in parts.items():
+            part.sent = self._sorted(crossing.get((run, stage), ()))
+            if run in step:
+                part.received = self._sorted(crossing.get((run, stage - step[run]), ()))
+            part.saved = self._sorted(keeping.get((run, stage), ()))
+
+    def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes)
+
+    # ---- programs ----------------------------------------------------------------------------------------------------
+    def _program(self, part: _Part) -> Program:
+        graph = fx.Graph()
+        made: dict[fx.Node, fx.Node] = {}
+        order = {kind: i for i, kind in enumerate(("parameter", "gradient", "batch"))}
+        inputs: list[Port] = []
+
+        def feed(node: fx.Node, port: Port) -> None:
+            made[node] = graph.placeholder(node.name)
+            spec = Spec(port.local, port.dtype)
+            made[node].meta[INFO] = Info((spec,), origin=port.name)
+            inputs.append(port)
+
+        given = [node for node in self.port if node in part.reads]
+        for node in sorted(given, key=lambda n: order.get(self.port[n].kind, len(order))):
+            feed(node, self.port[node])
+        for node in part.received:
+            feed(node, self._port(node, "received"))
+        for node in sorted(part.reads.difference(given, part.received)):
+            feed(node, self._port(node, "saved"))
+        sends: dict[fx.Node, fx.Node] = {}
+        for node in part.received:
+            made[node] = self._transfer(graph, recv, made[node], node, part)
+        for node in part.received:
+            if node in part.sent:
+                sends[node] = self._transfer(graph, send, made[node], node, part)
+        for node in self.nodes:
+            if node not in part.made:
+                continue
+            operands = self._operands(node, part.stage)
+            if len(operands) < len(node.all_input_nodes):
+                made[node] = made[operands[0]]
+                continue
+            made[node] = graph.node_copy(node, lambda n: made[n])
+            if node in part.sent:
+                sends[node] = self._transfer(graph, send, made[node], node, part)
+        return self._finished(part, graph, made, sends, inputs)
+
+    def _finished(
+        self, part: _Part, graph: fx.Graph, made: Mapping[fx.Node, fx.Node], sends: Mapping[fx.Node, fx.Node],
+        inputs: Sequence[Port],
+    ) -> Program:  # fmt: skip
+        names = {port.name: i for i, port in enumerate(inputs)}
+        outputs: list[tuple[fx.Node, Port]] = []
+        donated: dict[int, int] = {}
+        feeds = list(self.port)
+        for i, (result, port) in enumerate(zip(self.results, self.program.outputs, strict=True)):
+            if result not in part.own:
+                continue
+            source = self.program.donated.get(i)
+            if source is not None:
+                port = replace(port, name=self.port[feeds[source]].name)
+                donated[len(outputs)] = names[port.name]
+            outputs.append((made[result], port))
+        outputs += [(sends[node], self._port(node, "sent")) for node in part.sent]
+        outputs += [(made[node], self._port(node, "saved")) for node in part.saved]
+        end = graph.output(tuple(node for node, _ in outputs))
+        end.meta[INFO] = Info(())
+        whole = self.program
+        used = {node.target for node in graph.nodes if node.op == "get_attr"}
+        constants = {name: tensor for name, tensor in whole.constants.items() if name in used}
+        return Program(
+            whole.mesh, graph, tuple(inputs), tuple(port for _, port in outputs), whole.records, donated, constants,
+            lazy_causes=whole.lazy_causes,
+        )  # fmt: skip
+
+    def _transfer(self, graph: fx.Graph, target: Any, value: fx.Node, node: fx.Node, part: _Part) -> fx.Node:
+        known = info(node)
+        (spec,) = known.specs
+        ahead = (part.run == "F") == (target is send)
+        other = part.stage + (1 if ahead else -1)
+        kind, what = ("send", "read on stage") if target is send else ("recv", "sent by stage")
+        reason = f"`{known.origin}` of {known.module or 'the model'} is {what} {other}"
+        moved = graph.call_function(target, (value,))
+        comm = make_collective(
+            self.program.mesh, kind, (self.axis,), spec.bytes, spec.dtype, reason=reason, value=node.name,
+            of="activation",
+        )  # fmt: skip
+        moved.meta[INFO] = Info((spec,), known.origin, known.module, known.phase, comm=comm)
+        return moved
+
+    def _port(self, node: fx.Node, kind: str) -> Port:
+        """A value's port; one that is not laid out as its record says is told by a device's part alone."""
+        (spec,) = info(node).specs
+        record = self.program.records.get(info(node).origin)
+        if record is not None and not record.layout.partial and local_shape(record.shape, record.layout) == spec.shape:
+            return Port(node.name, record.shape, spec.dtype, record.layout, kind)
+        return Port(node.name, spec.shape, spec.dtype, replicated(len(spec.shape)), kind)
+
+
+def _live(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that something reads, in order."""
+    needed: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op in ("output", "placeholder") or node in needed:
+            needed.add(node)
+            needed.update(node.all_input_nodes)
+    return [node for node in graph.nodes if node in needed]
+
+
+def _is_whole_view(node: fx.Node) -> bool:
+    """A view that shows all of what it looks at: made again where it is read, so that one tensor is kept for both."""
+    if node.op != "call_function" or entry_of(node.target).view is None or len(node.all_input_nodes) != 1:
+        return False
+    source = known(node.all_input_nodes[0])
+    if known(node.all_input_nodes[0]).comm is not None or len(source.specs) != 1 or len(known(node).specs) != 1:
+        return False
+    return math.prod(source.specs[0].shape) <= math.prod(known(node).specs[0].shape)
+
+
+__all__ = ["Stage", "blocks_of", "cut"]

@@ -1,0 +1,149 @@
+"""One step of a pipeline, walked along its table: what each program of a stage is given, and where its results go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+from tpshard.parallelism.mesh import Axis, Mesh
+from tpshard.parallelism.program import Port, Program
+from tpshard.parallelism.schedules import Table, Task
+from tpshard.parallelism.simulate import run_lockstep
+from tpshard.parallelism.stages import Stage
+
+T = TypeVar("T")
+
+
+class Mail(Protocol[T]):
+    """How a device's stages send to, and receive from, their neighbours."""
+
+    def receive(self, task: Task, port: Port) -> T:
+        """What a program is given for a `received` input."""
+        ...
+
+    def sent(self, task: Task, port: Port, value: T) -> None:
+        """Takes a `sent` output."""
+        ...
+
+
+class Walk(Generic[T]):
+    """A device's part of a step, task by task in the order of its row.
+
+    `T` is a tensor, or in a simulation one of each rank of the stage. `call(program, task, inputs)` runs a program.
+    """
+
+    def __init__(
+        self, table: Table, stages: Sequence[Stage], call: Callable[[Program, Task, list[T]], list[T]], mail: Mail[T],
+        params: Mapping[str, T], sums: dict[str, T], batches: Sequence[Mapping[str, T]],
+    ):  # fmt: skip
+        """`params` by name; `sums` by port (`NAME.grad_sum`), updated in place; `batches`: one a micro-batch."""
+        self.table, self.stages, self.call, self.mail = table, stages, call, mail
+        self.params, self.sums, self.batches = params, sums, batches
+        self.saved: dict[tuple[int, int], dict[str, T]] = {}
+        """By stage and micro-batch what its backward pass will read."""
+        self.scalars: dict[int, list[T]] = {}
+        """By micro-batch the scalar results of the last stage: loss and number of tokens."""
+
+    def do(self, task: Task) -> None:
+        program = program_of(self.stages, task)
+        made = self.call(program, task, [self._given(port, task) for port in program.inputs])
+        key = (task.stage, task.micro)
+        kept = self._read_later(task)
+        saved = {name: value for name, value in self.saved.pop(key, {}).items() if name in kept}
+        for port, value in zip(program.outputs, made, strict=True):
+            if port.kind == "gradient":
+                self.sums[port.name] = value
+            elif port.kind == "saved":
+                saved[port.name] = value
+            elif port.kind == "sent":
+                self.mail.sent(task, port, value)
+            else:
+                self.scalars.setdefault(task.micro, []).append(value)
+        if saved:
+            self.saved[key] = saved
+
+    def _given(self, port: Port, task: Task) -> T:
+        match port.kind:
+            case "parameter":
+                return self.params[port.name]
+            case "gradient":
+                return self.sums[port.name]
+            case "batch":
+                return self.batches[task.micro][port.name]
+            case "received":
+                return self.mail.receive(task, port)
+        return self.saved[task.stage, task.micro][port.name]
+
+    def _read_later(self, task: Task) -> set[str]:
+        """Of what is kept already, what programs after this one read."""
+        later = self.stages[task.stage].backward[1:] if task.kind == "I" else ()
+        return {port.name for program in later for port in program.inputs if port.kind == "saved"}
+
+
+def program_of(stages: Sequence[Stage], task: Task) -> Program:
+    """What a task runs."""
+    stage = stages[task.stage]
+    return stage.forward if task.kind == "F" else stage.backward[1 if task.kind == "W" else 0]
+
+
+def neighbour(task: Task) -> int:
+    """The stage that reads what a task sends."""
+    return task.stage + (1 if task.kind == "F" else -1)
+
+
+# ---- all devices in one process --------------------------------------------------------------------------------------
+Parts = list[Tensor]
+"""A value on every rank of a stage."""
+
+
+class _Box:
+    """Mail within one process."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[tuple[str, str, int, int], Parts] = {}
+
+    def receive(self, task: Task, port: Port) -> Parts:
+        return self.waiting.pop((_way(task), port.name, task.stage, task.micro))
+
+    def sent(self, task: Task, port: Port, value: Parts) -> None:
+        self.waiting[_way(task), port.name, neighbour(task), task.micro] = value
+
+
+def _way(task: Task) -> str:
+    return "ahead" if task.kind == "F" else "back"
+
+
+def simulate_step(
+    table: Table, stages: Sequence[Stage], axis: Axis, params: Sequence[Mapping[str, Parts]],
+    sums: Sequence[dict[str, Parts]], batches: Sequence[Sequence[Mapping[str, Parts]]],
+) -> dict[int, list[Parts]]:  # fmt: skip
+    """Runs a whole step in this process, all ranks of a stage in lock-step; the scalar results by micro-batch.
+
+    `params`, `sums` (updated in place) and `batches` are those of each device of the table, a tensor for each of its
+    ranks: `ranks_of` says which. RuntimeError where something was sent that nobody read.
+    """
+    mesh, box = stages[0].forward.mesh, _Box()
+    walks = []
+    for device in range(table.devices):
+        ranks = ranks_of(mesh, axis, device)
+
+        def call(program: Program, task: Task, inputs: list[Parts], ranks: list[int] = ranks) -> list[Parts]:
+            by_rank = run_lockstep(program, [[value[i] for value in inputs] for i in range(len(ranks))], ranks=ranks)
+            return [list(parts) for parts in zip(*by_rank)]
+
+        walks.append(Walk(table, stages, call, box, params[device], sums[device], batches[device]))
+    for task in table.in_order:
+        walks[table.device_of(task.stage)].do(task)
+    left = [*box.waiting, *(key for walk in walks for key in walk.saved)]
+    if left:
+        raise RuntimeError(f"nothing read {left[0]}")
+    return walks[table.device_of(table.stages - 1)].scalars
+
+
+def ranks_of(mesh: Mesh, axis: Axis, device: int) -> list[int]:
+    """The ranks at one place on the pipeline's axis."""
+    return [rank for rank in range(mesh.ranks) if mesh.index(axis, rank) == device]
+
+
+__all__ = ["Mail", "Parts", "Walk", "neighbour", "program_of", "ranks_of", "simulate_step"]

@@ -1,0 +1,17 @@
+"""What a stage of a pipeline hands to the next: nodes of its program that send a value, or receive one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def send(x: Tensor) -> Tensor:
+    """Starts sending a value to the device that runs the neighbouring stage; the value itself, which the program
+    returns so that it lives until it is sent."""
+    return x
+
+
+def recv(x: Tensor) -> Tensor:
+    """Waits for a value that a neighbouring stage sends into `x`, an input of the program. Receiving was started by
+    whoever calls the program, ahead of time."""
+    return x
