@@ -37,15 +37,15 @@ def partition(
     in_shardings: Sequence[Any] | None = None,
     out_shardings: Sequence[Any] | None = None,
     names: Sequence[str] | None = None,
-    latency: int = LATENCY_BYTES,
+    latency: int = 0,
 ) -> Program:
     """Makes the per-device program of any traceable function of tensors (real or meta).
 
     `in_shardings` and `out_shardings` have an entry per tensor, in the order of the flattened arguments or results:
     None (free), or a tuple, closed, with per dim None, an axis or a tuple of axes; dims left out at the end are
-    replicated. No result is left partial. `latency`: what starting a collective costs, in bytes sent meanwhile; a
-    large one gathers rather than sends many small messages. Raises ValueError where a sharding does not fit its tensor
-    or the mesh.
+    replicated. No result is left partial. `latency`: what starting a collective costs, in the bytes that could be
+    sent meanwhile; 0 counts bytes alone, and more gathers what is small rather than sending it in several steps.
+    Raises ValueError where a sharding does not fit its tensor or the mesh.
     """
     return partition_captured(capture(fn, args, names), mesh, in_shardings, out_shardings, latency=latency)
 

@@ -23,7 +23,7 @@ Fn = Callable[..., Any]
 
 
 def same(
-    fn: Fn, args: list[Tensor], mesh: Mesh, shardings: list[Any], out: list[Any] | None = None, latency: int = 20_000
+    fn: Fn, args: list[Tensor], mesh: Mesh, shardings: list[Any], out: list[Any] | None = None, latency: int = 0
 ) -> Program:  # fmt: skip
     """The program of `fn`, whose simulation equals `fn` itself."""
     program = partition(fn, args, mesh, shardings, out, latency=latency)
