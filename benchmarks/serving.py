@@ -3,10 +3,11 @@
     python benchmarks/serving.py [--json] [--layers 8] [--width 1024] [--requests 1,8,64] [--new 32] [--no-compile]
 
 A random Llama is written as a Hugging Face folder, and once more with 4-bit weights (group 128, rounded to nearest,
-rows of `down` in act-order). tpshard's engine runs it as the server does: in worker processes, batch invariant, the
-paged cache empty at the start. transformers generates the same requests as one left-padded batch with its cache, with
-the same number of threads, eager and compiled; the better counts. All requests arrive at once, decoding is greedy,
-ends are ignored. Runs are interleaved; the median of `--repeat` is shown.
+rows of `down` in act-order), which are served in bf16, by torch's int4 product. tpshard's engine runs it as the server
+does: in worker processes, batch invariant, the paged cache empty at the start. transformers generates the same requests
+as one left-padded batch with its cache, with the same number of threads, eager and compiled; the better counts.
+All requests arrive at once, decoding is greedy, ends are ignored. Runs are interleaved; the median of `--repeat` is
+shown.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from tpshard.models import build, to_hf
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf_config import write_config
 from tpshard.models.hf_names import hf_tensors
+from tpshard.programs.served import served
+from tpshard.programs.serving import ServeSetting, build_serving
+from tpshard.recipes.load import loads
 from tpshard.serve.engine import Engine
 from tpshard.serve.job import Job
 from tpshard.serve.ranks import Ranks
@@ -180,6 +184,12 @@ def nearest(weight: torch.Tensor, act_order: bool) -> Quantized:
     return Quantized(codes, scales.half(), zeros, group.to(torch.int32), 4)
 
 
+def job(folder: Path, *told: str) -> Job:
+    text = "name: served\ncluster: {device: cpu}\nmodel: {preset: tiny}\n"
+    recipe = loads(text, [f"serve.checkpoint={folder}", "timeout_s.step=600", *told])
+    return Job.of(build_serving(ServeSetting.of(recipe, served(recipe, "cpu"), "cpu")), str(folder), 1024)
+
+
 def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     config = ModelConfig(
         family="llama", layers=options.layers, width=options.width, heads=options.width // 64,
@@ -190,11 +200,9 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     threads = os.cpu_count() or 1
     torch.set_num_threads(1)  # as `tpshard serve` does: idle threads would spin on the cores that the ranks compute on
     ours = {
-        f"tpshard tp {tp} {label}": Job(
-            str(source), config.vocab, config.max_seq, tp=tp, dtype=dtype, blocks=1024, step_s=600
-        )
+        f"tpshard tp {tp} {label}": job(source, f"serve.mesh.tp={tp}", f"serve.dtype={dtype}")
         for tp in options.tp
-        for label, source, dtype in (("fp32", dense, "fp32"), ("4-bit", quantized, "fp32"))
+        for label, source, dtype in (("fp32", dense, "fp32"), ("4-bit", quantized, "bf16"))
     }
     peers = {"transformers eager": False} | ({} if options.no_compile else {"transformers compiled": True})
     results: dict[tuple[str, int], list[Measured]] = {}

@@ -133,6 +133,10 @@ def version() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and end the process with its exit code."""
+    if "TPSHARD_FOLLOWS" in os.environ:
+        from tpshard.parallelism.runtime.workers import follow
+
+        follow()
     _prepare_streams()
     try:
         code = run(sys.argv[1:] if arguments is None else arguments)

@@ -14,8 +14,7 @@ from tpshard.cli.arguments import Device, Json, Overrides, RecipeArgument, load,
 
 if TYPE_CHECKING:
     from tpshard.cli.sources import Model
-    from tpshard.models.config import ModelConfig
-    from tpshard.programs.served import Quantization
+    from tpshard.programs.served import Served
     from tpshard.recipes.schema import Recipe
     from tpshard.serve.check import Need
     from tpshard.serve.service import Service
@@ -42,16 +41,16 @@ def serve(
     told = loaded.serve
     key = http.read_key(api_key_file, told.api_key)
     if check:
-        found, _ = _need(loaded, *_shape(recipe, overrides or [], loaded))
+        found = _need(loaded, _shape(recipe, overrides or [], loaded))
         sys.stdout.write(json.dumps(found.as_json(), indent=1) + "\n" if as_json else f"{found}\n")
         return 0
     http.check_exposure(told.host, key, insecure, loaded.where("serve.host"))
     model = _model(recipe, overrides or [], loaded)
-    need, kind = _need(loaded, *_stored(loaded, model))
+    need = _need(loaded, stored(loaded, model))
     sock = http.bind(told.host, told.port, loaded.where("serve.port"))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     print(need, file=sys.stderr)
-    return _run(loaded, model, need, kind, sock, key)
+    return _run(loaded, model, need, sock, key)
 
 
 def _model(recipe: str, overrides: list[str], loaded: Recipe) -> Model:
@@ -61,7 +60,7 @@ def _model(recipe: str, overrides: list[str], loaded: Recipe) -> Model:
 
     checkpoint = loaded.serve.checkpoint
     if checkpoint == "latest":
-        return open_source(recipe, overrides)
+        return open_source(recipe, overrides, modules=True)
     folder = Path(checkpoint)
     if not any((folder / name).is_file() for name in ("config.json", "manifest.json")):
         raise Mistakes.one(
@@ -69,89 +68,60 @@ def _model(recipe: str, overrides: list[str], loaded: Recipe) -> Model:
             where=loaded.where("serve.checkpoint"), why="no manifest.json or config.json in it",
             fix="a checkpoint that is still being written gets its manifest last; wait for it, or name another",
         )  # fmt: skip
-    return open_source(checkpoint)
+    return open_source(checkpoint, modules=True)
 
 
-def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> tuple[ModelConfig, str, Quantization | None]:
-    """The model's numbers, the dtype to serve it in, and how it is quantized; for a recipe's own model they need no
-    checkpoint."""
-    from tpshard.programs.setting import model_config
+def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> Served:
+    """What would be served; for a recipe's own model that needs no checkpoint."""
+    from tpshard.programs.served import LATEST, served
 
-    config = model_config(loaded) if loaded.serve.checkpoint == "latest" else None
-    if config is not None:
-        return config, str(loaded.model.dtype or config.dtype), None
-    return _stored(loaded, _model(recipe, overrides, loaded))
+    if loaded.serve.checkpoint == LATEST:
+        return served(loaded, _kind(loaded))
+    return stored(loaded, _model(recipe, overrides, loaded))
 
 
-def _stored(loaded: Recipe, model: Model) -> tuple[ModelConfig, str, Quantization | None]:
-    """The same of a model that is there."""
-    from tpshard.programs.served import Quantization, serving_dtype
-    from tpshard.recipes.diagnostic import Exit, Mistakes
+def stored(loaded: Recipe, model: Model) -> Served:
+    """What serving a model that is there means."""
+    from tpshard.programs.served import stored_model
 
     names = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
-    try:
-        quantized = Quantization.of_folder(Path(model.name), model.config)
-    except (ValueError, OSError) as error:
-        raise Mistakes.one(f"{model.name} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
-    kind = "cpu" if _device(loaded) == "cpu" else "gpu"
-    return model.config, serving_dtype(loaded, quantized, names.get(str(model.dtype), "fp32"), kind), quantized
+    dtype = names.get(str(model.dtype), "fp32")
+    return stored_model(loaded, model.blueprint, Path(model.name), dtype, _kind(loaded))
 
 
-def _need(loaded: Recipe, config: ModelConfig, dtype: str, quantized: Quantization | None) -> tuple[Need, str]:
-    """What serving takes on one device, and which kind of device that is. Mistakes where they do not fit."""
+def _need(loaded: Recipe, served: Served) -> Need:
+    """What serving takes on one device. Mistakes where they do not fit."""
     import psutil
-    from tpshard.programs.serving import cache_blocks
+    from tpshard.programs.serving import ServeSetting, build_serving
     from tpshard.recipes.diagnostic import Exit, Mistakes
-    from tpshard.serve import check
+    from tpshard.serve.check import need
 
-    where = loaded.where("serve.mesh")
-    other = [axis for axis, size in loaded.serve.mesh.items() if axis != "tp" and size not in (1, -1)]
-    if other:
-        raise Mistakes.one(
-            f"serving spreads over `tp` alone, not `{other[0]}`", exit=Exit.FIT, where=where,
-            fix=f"tp: {_product(loaded.serve.mesh)}, or several servers behind one address",
-        )  # fmt: skip
-    tp = max(1, loaded.serve.mesh.get("tp", 1))
-    device = _device(loaded)
-    free = psutil.virtual_memory().available // tp
-    if device == "cuda":
+    setting = ServeSetting.of(loaded, served, _kind(loaded))
+    ranks = setting.mesh.ranks
+    free = psutil.virtual_memory().available // ranks
+    if setting.kind == "gpu":
         import torch
 
-        if torch.cuda.device_count() < tp:
+        if torch.cuda.device_count() < ranks:
             raise Mistakes.one(
-                f"`serve.mesh` asks for {tp} GPUs and {torch.cuda.device_count()} are visible", exit=Exit.MACHINE,
-                where=where, fix="`cluster.device=cpu` after the recipe serves on the CPU",
+                f"`serve.mesh` asks for {ranks} GPUs and {torch.cuda.device_count()} are visible", exit=Exit.MACHINE,
+                where=loaded.where("serve.mesh"), fix="`cluster.device=cpu` after the recipe serves on the CPU",
             )  # fmt: skip
         free = torch.cuda.mem_get_info()[0]
-    invariant = loaded.serve.batch_invariant
-    try:
-        kind = "cpu" if device == "cpu" else "gpu"
-        bits = None if quantized is None else quantized.settings.bits
-        blocks = cache_blocks(config, tp, dtype, loaded.serve.requests, loaded.serve.cache_mb, free, kind, bits)
-        fixed = device == "cpu" if invariant is None else invariant
-        need = check.need(config, tp, dtype, blocks, device, fixed, quantized, loaded.serve.layout)
-    except ValueError as error:
-        raise Mistakes.one(str(error), exit=Exit.FIT, where=where) from error
-    return need, device
+    return need(build_serving(setting), free)
 
 
-def _device(loaded: Recipe) -> str:
+def _kind(loaded: Recipe) -> Any:
+    """cpu or gpu"""
     from tpshard.cli.workers import device_kind, visible_gpus
 
-    return device_kind(loaded, visible_gpus() if loaded.cluster is None else 0)
+    return "gpu" if device_kind(loaded, visible_gpus() if loaded.cluster is None else 0) == "cuda" else "cpu"
 
 
-def _product(mesh: Any) -> int:
-    total = 1
-    for size in mesh.values():
-        total *= max(1, size)
-    return total
-
-
-def _run(loaded: Recipe, model: Model, need: Need, device: str, sock: Any, key: str | None) -> int:
+def _run(loaded: Recipe, model: Model, need: Need, sock: Any, key: str | None) -> int:
     import torch
     from tpshard.recipes.diagnostic import Exit, Mistakes
-    from tpshard.serve import check, http
+    from tpshard.serve import http
     from tpshard.serve.app import Server, make_app
     from tpshard.serve.chat import ChatTemplate
     from tpshard.serve.job import Job
@@ -171,16 +141,10 @@ def _run(loaded: Recipe, model: Model, need: Need, device: str, sock: Any, key: 
         tokenizer = Tokenizer(model.tokenizer)
     except ValueError as error:
         raise Mistakes.one(str(error), exit=Exit.DATA) from error
-    if tokenizer.size > model.config.vocab:
-        raise Mistakes.one(
-            f"the tokenizer has {tokenizer.size} tokens and the model {model.config.vocab}", exit=Exit.DATA
-        )
-    invariant = device == "cpu" if told.batch_invariant is None else told.batch_invariant
-    job = Job(
-        source=model.name, vocab=model.config.vocab, max_seq=model.config.max_seq, tp=need.tp, dtype=need.dtype,
-        blocks=need.blocks, block_size=check.BLOCK_SIZE, batch_invariant=invariant, device=device, layout=told.layout,
-        step_s=loaded.timeout_s.step, start_s=loaded.timeout_s.start,
-    )  # fmt: skip
+    programs = need.programs
+    if tokenizer.size > programs.vocab:
+        raise Mistakes.one(f"the tokenizer has {tokenizer.size} tokens and the model {programs.vocab}", exit=Exit.DATA)
+    job = Job.of(programs, model.name, need.blocks)
     limits = Limits(running=told.requests, queue=told.queue, request_s=told.request_s, grace_s=told.grace_s)
     metrics = Metrics()
     torch.set_num_threads(1)  # idle threads of this process would spin on the cores that the ranks compute on
@@ -193,7 +157,7 @@ def _run(loaded: Recipe, model: Model, need: Need, device: str, sock: Any, key: 
     template = None
     if tokenizer.chat_template is not None:
         template = ChatTemplate(tokenizer.chat_template, tokenizer.special)
-    app = make_app(Server(loaded.name, service, tokenizer, template), key)
+    app = make_app(Server(loaded.name, service, tokenizer, template, job.programs), key)
     stop = _to_wandb(loaded, service)
     try:
         return http.run(app, service, sock, lambda: _announce(loaded, sock, key))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,19 +10,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from tpshard.serve.job import Weights
+    from tpshard.programs.serving import ServingPrograms
+    from tpshard.serve.job import Job
+    from tpshard.serve.weights import Weights
 
 
 def open_weights(source: str) -> Weights:
     """The weights in a checkpoint's or a Hugging Face folder, readable by blocks."""
     from tpshard.cli.sources import open_source
-    from tpshard.serve.job import Weights
+    from tpshard.serve.weights import Weights
 
     path = Path(source)
     if (path / "manifest.json").is_file():
         from tpshard.train.restore import open_checkpoint
 
-        return Weights(open_source(source).config, open_checkpoint(path).block)
+        return Weights(open_source(source, modules=True).blueprint.shapes, open_checkpoint(path).block)
     from tpshard.models.hf import HFFolder
 
     folder = HFFolder(path)
@@ -30,14 +33,39 @@ def open_weights(source: str) -> Weights:
         return folder.block(name, starts, sizes)
 
     if not folder.quantized:
-        return Weights(folder.config, block)
+        return Weights(folder.config.shapes, block)
     from tpshard.models.hf_quantized import QuantizedParameters
 
     stored = QuantizedParameters(path, folder.config)
-    return Weights(folder.config, block, stored.linear, stored.group)
+    return Weights(folder.config.shapes, block, stored.linear, stored.group)
+
+
+def prepare(job: Job) -> tuple[ServingPrograms, Weights]:
+    """The programs of a job, as whoever gave it made them, and the weights they take."""
+    from tpshard.cli.serve import stored
+    from tpshard.cli.sources import open_source
+    from tpshard.programs.serving import ServeSetting, build_serving
+    from tpshard.recipes.load import loads
+
+    recipe = loads(job.recipe)
+    kind = "cpu" if job.device == "cpu" else "gpu"
+    setting = ServeSetting.of(recipe, stored(recipe, open_source(job.source, modules=True)), kind)  # type: ignore[arg-type]
+    return build_serving(setting), open_weights(job.source)
+
+
+def main() -> None:
+    from tpshard.parallelism.runtime.workers import follow
+
+    follow()
+    from tpshard.parallelism.runtime.place import find
+    from tpshard.parallelism.runtime.worker import run_worker
+    from tpshard.serve.worker import describe, work
+
+    place = find(os.environ)
+    if place is None:
+        sys.exit("a worker of `tpshard serve`, which starts it")
+    run_worker(lambda: work(place, prepare), place, describe)
 
 
 if __name__ == "__main__":
-    from tpshard.serve.worker import main
-
-    sys.exit(main(sys.argv[1:], open_weights))
+    main()

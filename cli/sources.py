@@ -23,7 +23,7 @@ class Model:
 
     name: str
     """For messages: the checkpoint's or the folder's path."""
-    config: ModelConfig
+    blueprint: Blueprint
     read: Callable[[str], torch.Tensor]
     dtype: torch.dtype
     """Of the values as they are stored."""
@@ -31,16 +31,23 @@ class Model:
     token_ids: Mapping[str, Any] = field(default_factory=dict)
     """`bos_token_id` and its like, where the source says."""
 
+    @property
+    def config(self) -> ModelConfig:
+        """The model's numbers, which a module of the user's has not."""
+        assert self.blueprint.config is not None, "modules are opened where they are asked for"
+        return self.blueprint.config
 
-def open_source(source: str, overrides: Sequence[str] = ()) -> Model:
-    """The model that SOURCE names.
 
-    Raises `Mistakes`: exit 2 or 3 where it names nothing or a wrong recipe, 7 where nothing sound is to be read.
+def open_source(source: str, overrides: Sequence[str] = (), *, modules: bool = False) -> Model:
+    """The model that SOURCE names; with `modules` also one of the user's own.
+
+    Raises `Mistakes`: exit 2 or 3 where it names nothing or a wrong recipe, 4 for a module that is not asked for, 7
+    where nothing sound is to be read.
     """
     path = Path(source)
     if (path / "manifest.json").is_file():
         _none(overrides, source)
-        return _from_checkpoint(path, None)
+        return _from_checkpoint(path, None, modules)
     if (path / "config.json").is_file():
         _none(overrides, source)
         return _from_folder(path)
@@ -48,7 +55,7 @@ def open_source(source: str, overrides: Sequence[str] = ()) -> Model:
 
     recipe = load(source, overrides)
     runs = path / "checkpoints" if (path / "checkpoints").is_dir() else Path(recipe.run.dir) / "checkpoints"
-    return _from_checkpoint(_latest(runs, recipe), recipe)
+    return _from_checkpoint(_latest(runs, recipe), recipe, modules)
 
 
 def keep_apart(model: Model, out: Path) -> None:
@@ -79,6 +86,7 @@ def _latest(checkpoints: Path, recipe: Recipe) -> Path:
 
 
 def _from_folder(folder: Path) -> Model:
+    from tpshard.models import Blueprint
     from tpshard.models.hf import DTYPES, HFFolder
     from tpshard.models.hf_json import TOKENIZER
 
@@ -95,10 +103,10 @@ def _from_folder(folder: Path) -> Model:
 
     tokenizer = folder if any((folder / name).exists() for name in TOKENIZER) else None
     dtype = DTYPES[opened.config.dtype]
-    return Model(str(folder), opened.config, read, dtype, tokenizer, opened.token_ids)
+    return Model(str(folder), Blueprint(opened.config), read, dtype, tokenizer, opened.token_ids)
 
 
-def _from_checkpoint(folder: Path, recipe: Recipe | None) -> Model:
+def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool) -> Model:
     from tpshard.models import Blueprint
     from tpshard.train.restore import Damaged, open_checkpoint
 
@@ -112,13 +120,16 @@ def _from_checkpoint(folder: Path, recipe: Recipe | None) -> Model:
         raise Mistakes.one(
             f"{folder} does not say of which model it is", exit=Exit.CHECKPOINT, why=str(error)
         ) from error
-    if blueprint.config is None:
+    if blueprint.config is None and not modules:
         raise Mistakes.one(
             f"{folder} holds a module of your own, {blueprint.module}",
             exit=Exit.FIT,
             why="only the models of tpshard have a Hugging Face form",
         )
-    dtype = _require(checkpoint, blueprint.config)
+    try:
+        dtype = _require(checkpoint, blueprint)
+    except ValueError as error:  # the module is not to be had here
+        raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
 
     def read(name: str) -> torch.Tensor:
         try:
@@ -126,7 +137,7 @@ def _from_checkpoint(folder: Path, recipe: Recipe | None) -> Model:
         except Damaged as error:
             raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
 
-    return Model(str(folder), blueprint.config, read, dtype, _tokenizer(recipe))
+    return Model(str(folder), blueprint, read, dtype, _tokenizer(recipe))
 
 
 def blueprint_of(recipe: Recipe | None) -> Blueprint:
@@ -146,7 +157,7 @@ def _recipe_of_run(checkpoint: Path) -> Recipe | None:
     return load(file) if file.is_file() else None
 
 
-def _require(checkpoint: Checkpoint, config: ModelConfig) -> torch.dtype:
+def _require(checkpoint: Checkpoint, blueprint: Blueprint) -> torch.dtype:
     """The dtype of the model's values; `Mistakes` if the checkpoint is of another model."""
     import torch
     from tpshard.train.checkpoint import OPTIMIZER
@@ -154,7 +165,7 @@ def _require(checkpoint: Checkpoint, config: ModelConfig) -> torch.dtype:
     saved = {name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()}
     state = {name: what for name, what in saved.items() if name.startswith(OPTIMIZER)}
     dtype = next((what[1] for name, what in saved.items() if name not in state), torch.float32)
-    checkpoint.require(state | {name: (shape, dtype) for name, shape in config.shapes.items()})
+    checkpoint.require(state | {name: (shape, dtype) for name, shape in blueprint.shapes.items()})
     return dtype
 
 

@@ -32,6 +32,8 @@ _library.define(
 
 PARTS = attention_parts.__name__
 """The operations of what a device has of a sequence come with those of the whole."""
+ATTENTION = torch.ops.tpshard.attention.default
+
 _BLOCK = 512
 """Rows of queries that the blockwise path scores at once: its memory is b * h * _BLOCK * t floats."""
 

@@ -6,7 +6,6 @@ identity Hessian nothing is to be made up for, and the result is round-to-neares
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -247,8 +246,3 @@ def relative_error(weight: Tensor, quantized: Quantized, hessian: Tensor) -> flo
     lost = (difference @ h * difference).sum().clamp(min=0)
     whole = (weight.to(torch.float32) @ h * weight.to(torch.float32)).sum()
     return float((lost / whole).sqrt()) if float(whole) > 0 else 0.0
-
-
-def shared_importance(hessians: Sequence[Tensor]) -> Tensor:
-    """The importance [inputs] by which linears that share an input are ordered alike."""
-    return torch.stack([h.diagonal() for h in hessians]).mean(0)

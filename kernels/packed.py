@@ -11,7 +11,7 @@ a row of a tensor-core tile, and words of one l lie together, so that a thread r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -105,24 +105,6 @@ def _regular(group: Tensor, smallest: int) -> tuple[int, int, int]:
 def _padded(group: Tensor, chunk: int) -> Tensor:
     short = -len(group) % chunk
     return torch.cat([group, group[-1:].expand(short)]).to(torch.int32).contiguous()
-
-
-def beside(first: Packed, second: Packed) -> Packed | None:
-    """The columns of both, first the first's: a gate and what it lets through. None where their inputs are grouped or
-    packed in different ways, or where there is a bias."""
-    if first.bias is not None or second.bias is not None or _form(first) != _form(second):
-        return None
-    ragged = [p.row_group for p in (first, second) if p.row_group is not None]
-    if ragged and not torch.equal(*ragged):
-        return None
-    zeros = None if first.zeros is None or second.zeros is None else torch.cat([first.zeros, second.zeros], 1)
-    words, scales = torch.cat([first.words, second.words], 1), torch.cat([first.scales, second.scales], 1)
-    return replace(first, words=words, scales=scales, zeros=zeros)
-
-
-def _form(p: Packed) -> tuple[object, ...]:
-    numbers = (p.bits, p.width, p.inputs, p.chunk, p.group_chunks, p.first_chunk, p.quads)
-    return (*numbers, p.zeros is None, p.row_group is None)
 
 
 def pack_words(codes: Tensor, width: int, chunk: int, quads: bool) -> Tensor:

@@ -30,6 +30,8 @@ _library.define(
     "Tensor slots, Tensor sequences, Tensor tables, float scale, int? window=None) -> Tensor"
 )
 
+PAGED = torch.ops.tpshard.paged_attention.default
+
 _SCORES = 1 << 22
 """Scores (fp32) held at once; rows are taken in parts above that."""
 
@@ -150,24 +152,6 @@ def paged_attention_reference(
     return out.reshape(b, t, h, d).to(q.dtype)
 
 
-def paged_attention_on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
-    sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
-) -> Tensor:  # fmt: skip
-    """The operation on a CPU: LLVM's program where there is one for this cache."""
-    from tpshard.kernels import llvm_launch
-
-    if not llvm_launch.takes(k_pool, v_pool):
-        return paged_attention_reference(q, k, v, k_pool, v_pool, positions, slots, sequences, tables, scale, window)
-    _check(q, k, k_pool, v_pool, positions, window)
-    _store(k, v, k_pool, v_pool, slots)
-    rows = q.reshape(-1, *q.shape[2:]).float() * scale
-    out = llvm_launch.paged_attention(
-        rows, k_pool, v_pool, positions.reshape(-1), sequences.reshape(-1), tables, window
-    )
-    return out.view(q.shape).to(q.dtype)
-
-
 def _paged_attention_cuda(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
     sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
@@ -183,7 +167,7 @@ def _paged_attention_cuda(
     return out.view(q.shape)
 
 
-_library.impl("paged_attention", paged_attention_on_cpu, "CPU")
+_library.impl("paged_attention", paged_attention_reference, "CPU")
 _library.impl("paged_attention", _paged_attention_cuda, "CUDA")
 
 

@@ -33,6 +33,19 @@ def fewer(order: Tensor, blocks: int, kept: int) -> Tensor:
     return order.view(kept, blocks // kept, -1)[:, 0].flatten()
 
 
+def head_local_order(group: Tensor, heads: int, kv_heads: int, head_dim: int) -> Tensor | None:
+    """The order within heads, int64 [kv_heads, head_dim], that sorts o_proj's rows by group, one order for all query
+    heads of a KV head; None where no such order exists (groups cross heads, or the heads disagree).
+    """
+    by_head = group.long().view(heads, head_dim)
+    leaders = by_head[:: heads // kv_heads]
+    inner = torch.argsort(leaders, dim=1, stable=True)
+    rows = inner.repeat_interleave(heads // kv_heads, 0)
+    ordered = torch.gather(by_head, 1, rows).flatten()
+    runs = torch.unique_consecutive(ordered)
+    return inner if len(runs) == len(torch.unique(runs)) else None
+
+
 def _reorder(x: Tensor, order: Tensor, blocks: int) -> Tensor:
     return x.index_select(-1, order if blocks == 1 else positions(order, blocks))
 

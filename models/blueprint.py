@@ -102,6 +102,13 @@ class Blueprint:
             raise ValueError(f"this is no description of a model: {type(error).__name__}: {error}") from error
 
     @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every parameter."""
+        if self.config is not None:
+            return self.config.shapes
+        return {name: tuple(parameter.shape) for name, parameter in self.build().named_parameters()}
+
+    @cached_property
     def _plan(self) -> InitPlan:
         return init_plan(self.build())
 

@@ -6,8 +6,6 @@ parameters are called, is told by its entry in `models.catalog`.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,30 +19,17 @@ from tpshard.models.rope import rotate, rotation
 Rotation = tuple[Tensor, Tensor]
 
 
-class Cache(Protocol):
-    """What a server keeps of the past: it stores a layer's new keys and values and attends to all of them."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """q: [batch, seq, heads, head_dim], k and v: [batch, seq, kv_heads, head_dim] -> as q, the needed rows"""
-        ...
-
-    def needed(self, layer: int, x: Tensor) -> Tensor:
-        """x: [batch, seq, embed] -> its rows that are of use once this layer has stored keys and values of all: where
-        it is the last one, those whose logits are asked for."""
-        ...
-
-
 class Attention(nn.Module):
     """Causal attention whose query heads share KV heads, over a window of positions where the layer has one; queries
     and keys are normed head by head where the family says so.   x: [batch, seq, embed] -> [batch, seq, embed]"""
 
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.window = layer, parts.config.head_dim, parts.config.window_of(layer)
+        self.head_dim, self.window = parts.config.head_dim, parts.config.window_of(layer)
         self.wq, self.wk, self.wv, self.wo = map(parts, ("wq", "wk", "wv", "wo"))
         self.q_norm, self.k_norm = parts.perhaps("q_norm"), parts.perhaps("k_norm")
 
-    def forward(self, x: Tensor, turn: Rotation | None, documents: Tensor | None, cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, turn: Rotation | None, documents: Tensor | None) -> Tensor:
         q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -53,10 +38,7 @@ class Attention(nn.Module):
         q = name(q, "q", "batch", "seq", "heads", "head_dim")
         k = name(k, "k", "batch", "seq", "kv_heads", "head_dim")
         v = name(v, "v", "batch", "seq", "kv_heads", "head_dim")
-        if cache is None:
-            out = attention(q, k, v, documents, window=self.window)
-        else:
-            out = cache.attend(self.layer, q, k, v, self.window)
+        out = attention(q, k, v, documents, window=self.window)
         out = name(out, "attended", "batch", "seq", "heads", "head_dim")
         return self.wo(out.flatten(-2))  # type: ignore[no-any-return]
 
@@ -71,9 +53,8 @@ class Block(nn.Module):
         self.mlp_norm = parts("mlp_norm")
         self.mlp = MLPS[parts.config.described.mlp](parts.inside("mlp"))
 
-    def forward(self, x: Tensor, turn: Rotation | None, documents: Tensor | None, cache: Cache | None) -> Tensor:
-        attended = self.attention(self.attention_norm(x), turn, documents, cache)
-        x = (x if cache is None else cache.needed(self.attention.layer, x)) + attended
+    def forward(self, x: Tensor, turn: Rotation | None, documents: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), turn, documents)
         x = name(x, "residual", "batch", "seq", "embed")
         x = x + self.mlp(self.mlp_norm(x))
         return name(x, "residual", "batch", "seq", "embed")
@@ -94,13 +75,7 @@ class Decoder(nn.Module):
         self.norm = parts("norm")
         self.output = parts.perhaps("output")
 
-    def forward(
-        self,
-        tokens: Tensor,
-        documents: Tensor | None = None,
-        positions: Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """documents: [batch, seq] ids, attended within equal ids only; positions: [batch, seq], default 0, 1, 2, ...
 
         ValueError if the default positions run beyond a table's: there is no row for them.
@@ -117,7 +92,7 @@ class Decoder(nn.Module):
         if self.pos_embed is None:
             turn = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling, x.dtype)
         for layer in self.layers:
-            x = layer(x, turn, documents, cache)
+            x = layer(x, turn, documents)
         x = self.norm(x)
         logits = F.linear(x, self.tok_embed.weight) if self.output is None else self.output(x)  # type: ignore[arg-type]
         return name(logits, "logits", "batch", "seq", "vocab")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from tpshard.kernels.gptq_config import GPTQConfig
 from tpshard.kernels.gptq_format import SUFFIXES, GPTQFolder
 from tpshard.kernels.quantized import Quantized
 from tpshard.models.config import ModelConfig
@@ -103,9 +104,10 @@ class QuantizedParameters:
         home = self._homes.get(module)
         return home if home is not None and leaf == "weight" and home.module in self._modules else None
 
-    def holds(self, name: str) -> bool:
-        """Whether a parameter is quantized."""
-        return self._home(name) is not None
+    def settings_of(self, name: str) -> GPTQConfig | None:
+        """How a parameter is quantized; None where it is not."""
+        home = self._home(name)
+        return None if home is None else self._folder.config.of(home.module)
 
     def linear(self, name: str) -> Quantized | None:
         """A weight's quantized form, whole; None for a parameter that is dense."""

@@ -65,12 +65,24 @@ def sees(compiled: Compiled, here: Info) -> bool:
     return (compiled == "layers") == _in_layer(here.module)
 
 
-def kernels(program: Program, *, compiled: Compiled) -> list[Kernel]:
+@dataclass(frozen=True)
+class Cached:
+    """What a step finds in a server's cache: the blocks of each layer that it reads, and how many of them a row attends
+    to, in the mean."""
+
+    blocks: float = 1.0
+    by_row: float = 1.0
+
+
+NONE = Cached()
+
+
+def kernels(program: Program, *, compiled: Compiled, cached: Cached = NONE) -> list[Kernel]:
     """A `Kernel` for every node of the program, in issue order."""
-    return program.derived(("kernels", compiled), lambda: _kernels(Flow.of(program), compiled))
+    return program.derived(("kernels", compiled, cached), lambda: _kernels(Flow.of(program), compiled, cached))
 
 
-def _kernels(flow: Flow, compiled: Compiled) -> list[Kernel]:
+def _kernels(flow: Flow, compiled: Compiled, cached: Cached) -> list[Kernel]:
     works = {node: classify(node, node in flow.views) for node in flow.nodes}
     seen_by = {node: sees(compiled, flow.info[node]) for node in flow.nodes}
     fused = _Fused(flow, works, seen_by) if compiled != "none" else _Unfused()
@@ -102,8 +114,13 @@ def _kernels(flow: Flow, compiled: Compiled) -> list[Kernel]:
         written = 0 if inside else here.bytes
         counts = not inside and mine not in opened
         exponentials = entry.exponentials * _elements(here)
+        flops = here.flops
+        if entry.cached:
+            flops = int(flops * cached.by_row)
+            pools = [node.all_input_nodes[i] for i in entry.cached]
+            read += int((cached.blocks - 1) * sum([flow.bytes[pool] for pool in pools]))
         moved = read + written
-        out.append(Kernel(node, work, here.flops, moved, written, dtype, counts, seen_by[node], exponentials))
+        out.append(Kernel(node, work, flops, moved, written, dtype, counts, seen_by[node], exponentials))
         if counts:
             opened.add(mine)
     return out

@@ -112,6 +112,17 @@ def info(node: fx.Node) -> Info:
 
 
 @dataclass(frozen=True)
+class Held:
+    """How a device holds an input that is no plain tensor to it."""
+
+    form: str
+    """What the kernels that read it call it."""
+    bytes: int
+    of: tuple[str, ...]
+    """The parameters that it is made of, side by side."""
+
+
+@dataclass(frozen=True)
 class Port:
     """An input or output of the program."""
 
@@ -122,6 +133,9 @@ class Port:
     layout: Layout
     kind: str = "tensor"
     """parameter, gradient, optimizer, batch, cache, order, scalar or tensor."""
+    free: tuple[int, ...] = ()
+    """Dims whose size whoever runs the program chooses: blocks of a cache. `shape` says 1 there."""
+    held: Held | None = None
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -129,7 +143,8 @@ class Port:
 
     @property
     def local_bytes(self) -> int:
-        return Spec(self.local, self.dtype).bytes
+        """What a device holds of it; of one that is free, a piece of size 1."""
+        return Spec(self.local, self.dtype).bytes if self.held is None else self.held.bytes
 
 
 @dataclass(frozen=True)
@@ -247,20 +262,21 @@ class Program:
         return whole / (self.mesh.ranks * local) if local else 1.0
 
     # ---- comparing and saving -----------------------------------------------------------------------------
-    def to_json(self) -> dict[str, Any]:
-        """Everything as plain data: nodes, ports, records. Same program, same bytes."""
+    def to_json(self, *, words: bool = True) -> dict[str, Any]:
+        """Everything as plain data: nodes, ports, records. Same program, same bytes; without `words` no reasons, which
+        say where in which file something stands."""
         return {
             "mesh": self.mesh.axes,
             "inputs": [_port_json(p, self.mesh) for p in self.inputs],
             "outputs": [_port_json(p, self.mesh) for p in self.outputs],
             "donated": {str(k): v for k, v in sorted(self.donated.items())},
-            "nodes": [_node_json(node) for node in self.graph.nodes],
+            "nodes": [_node_json(node, words) for node in self.graph.nodes],
         }
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of `to_json`: equal on all ranks, or they would hang."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+        """sha256 of `to_json` without its words: equal on all ranks, or they would hang."""
+        return hashlib.sha256(json.dumps(self.to_json(words=False), sort_keys=True).encode()).hexdigest()
 
     def replace_graph(self, graph: fx.Graph) -> Program:
         return replace(self, graph=graph)
@@ -296,13 +312,15 @@ def make_collective(mesh: Mesh, kind: str, refs: Axes, nbytes: int, dtype: torch
 
 
 def _port_json(port: Port, mesh: Mesh) -> dict[str, Any]:
+    shape = ["*" if dim in port.free else size for dim, size in enumerate(port.shape)]
+    held = {} if port.held is None else {"held": asdict(port.held)}
     return {
-        "name": port.name, "shape": list(port.shape), "dtype": str(port.dtype), "kind": port.kind,
-        "sharding": port.layout.show(mesh),
+        "name": port.name, "shape": shape, "dtype": str(port.dtype), "kind": port.kind,
+        "sharding": port.layout.show(mesh), **held,
     }  # fmt: skip
 
 
-def _node_json(node: fx.Node) -> dict[str, Any]:
+def _node_json(node: fx.Node, words: bool) -> dict[str, Any]:
     def plain(arg: Any) -> Any:
         if isinstance(arg, fx.Node):
             return {"node": arg.name}
@@ -318,7 +336,8 @@ def _node_json(node: fx.Node) -> dict[str, Any]:
     out = {"name": node.name, "op": node.op, "target": target, "args": plain(node.args), "kwargs": plain(node.kwargs)}
     known = node.meta.get(INFO)
     if known is not None:
-        comm = None if known.comm is None else {k: plain(v) for k, v in asdict(known.comm).items() if k != "_axes"}
+        left_out = ("_axes",) if words else ("_axes", "reason")
+        comm = None if known.comm is None else {k: plain(v) for k, v in asdict(known.comm).items() if k not in left_out}
         out["info"] = {
             "specs": [[list(s.shape), str(s.dtype)] for s in known.specs], "module": known.module,
             "phase": known.phase, "flops": known.flops, "global_flops": known.global_flops, "comm": comm,

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from torch import fx
 from tpshard.parallelism.cost import CommCost, Device, Topology, collective
 from tpshard.parallelism.flow import Flow, known
-from tpshard.parallelism.fusion import Compiled, Kernel, kernels, seconds
+from tpshard.parallelism.fusion import NONE, Cached, Compiled, Kernel, kernels, seconds
 from tpshard.parallelism.program import Collective, Program
 
 
@@ -181,13 +181,15 @@ class Priced:
         return simulate(self.tasks, self.slowdown)
 
 
-def price(program: Program, device: Device, devices_per_host: int, *, compiled: Compiled) -> Priced:
+def price(
+    program: Program, device: Device, devices_per_host: int, *, compiled: Compiled, cached: Cached = NONE
+) -> Priced:
     """Tasks of one run of `program`: a task for every node, in issue order.
 
-    `device` must already be the one a process has (`Device.shared_by`).
+    `device` must already be the one a process has (`Device.shared_by`); `cached` is what a server's step finds.
     """
     topology = Topology(program.mesh, devices_per_host)
-    parts, flow = kernels(program, compiled=compiled), Flow.of(program)
+    parts, flow = kernels(program, compiled=compiled, cached=cached), Flow.of(program)
     index = {kernel.node: i for i, kernel in enumerate(parts)}
     tasks: list[Task] = []
     costs: dict[int, CommCost] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tpshard.parallelism.cost import CommCost, Device, Topology, collective
 from tpshard.parallelism.flow import known
-from tpshard.parallelism.fusion import Compiled
+from tpshard.parallelism.fusion import NONE, Cached, Compiled, Kernel
 from tpshard.parallelism.liveness import Memory, liveness
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.program import Collective, Program
@@ -23,6 +23,7 @@ class Part:
     times: int = 1
     always: Mapping[str, int] = field(default_factory=dict)
     compiled: Compiled = "all"
+    cached: Cached = NONE
 
 
 @dataclass
@@ -113,11 +114,11 @@ class Pricing:
         """(of one device, of all devices' useful work) per step."""
         local = whole = 0
         for entry in self.parts:
-            for node in entry.part.program.graph.nodes:
-                here = known(node)
-                if here.phase != "recompute" or recompute:
-                    local += here.flops * entry.part.times
-                    whole += here.global_flops * entry.part.times
+            for kernel in entry.priced.kernels:
+                if known(kernel.node).phase != "recompute" or recompute:
+                    own, all_devices = work_of(kernel)
+                    local += own * entry.part.times
+                    whole += all_devices * entry.part.times
         return local, whole
 
     def lines(self) -> list[Line]:
@@ -130,6 +131,13 @@ class Pricing:
                 assert here.comm is not None
                 _add(found, here.comm, here.phase, cost, entry.timeline.exposed.get(i, 0.0), entry.part.times)
         return sorted(found.values(), key=lambda line: (-line.time_s, line.kind, str(line.axes), line.of, line.phase))
+
+
+def work_of(kernel: Kernel) -> tuple[int, int]:
+    """FLOPs of one device, and of the whole operation."""
+    here = known(kernel.node)
+    times = kernel.flops / here.flops if here.flops and kernel.flops else 1.0
+    return (kernel.flops or here.flops), int(here.global_flops * times)
 
 
 def _add(
@@ -157,7 +165,7 @@ def price_parts(
     mine = device.shared_by(processes)
     done = []
     for part in parts:
-        priced = price(part.program, mine, per_host, compiled=part.compiled)
+        priced = price(part.program, mine, per_host, compiled=part.compiled, cached=part.cached)
         memory = liveness(part.program, priced.kernels, always=part.always, reuse=part.compiled == "all")
         done.append(PricedPart(part, priced, priced.run(), memory))
     loop = _looping(mine, parts[0].program.mesh, per_host) if trains else 0.0

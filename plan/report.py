@@ -86,6 +86,8 @@ class Report:
     suggestions: list[Edit] = field(default_factory=list)
     accuracy: str = ""
     fingerprint: str = ""
+    programs: list[dict[str, Any]] = field(default_factory=list)
+    """Of a server: rows and fingerprint of each."""
 
     # ---- figures --------------------------------------------------------------------------------------------------
     @property
@@ -266,6 +268,7 @@ class Report:
             "provenance": self.provenance,
             "accuracy": self.accuracy,
             "fingerprint": self.fingerprint,
+            **({"programs": self.programs} if self.programs else {}),
         }
 
     @property

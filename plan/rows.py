@@ -8,7 +8,7 @@ from typing import Any
 
 from tpshard.parallelism.flow import known, op_name
 from tpshard.parallelism.program import Program, public
-from tpshard.plan.pricing import Pricing
+from tpshard.plan.pricing import Pricing, work_of
 from tpshard.plan.report import Tensor, rounded
 
 
@@ -87,12 +87,13 @@ def losses_of(pricing: Pricing, devices: int) -> list[dict[str, Any]]:
     """
     found: dict[tuple[str, str], list[int]] = {}
     for entry in pricing.parts:
-        for node in entry.part.program.graph.nodes:
-            here = known(node)
-            if here.flops and here.phase != "recompute":
-                row = found.setdefault((op_name(node), pattern(here.module or here.phase)), [0, 0])
-                row[0] += here.flops * entry.part.times
-                row[1] += here.global_flops * entry.part.times
+        for kernel in entry.priced.kernels:
+            here = known(kernel.node)
+            local, whole = work_of(kernel)
+            if local and here.phase != "recompute":
+                row = found.setdefault((op_name(kernel.node), pattern(here.module or here.phase)), [0, 0])
+                row[0] += local * entry.part.times
+                row[1] += whole * entry.part.times
     rows = [
         {"op": op, "where": where, "efficiency": rounded(whole / (devices * local)), "wasted": devices * local - whole}
         for (op, where), (local, whole) in found.items()

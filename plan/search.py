@@ -71,7 +71,7 @@ def _measured(recipe: Recipe, what: str, blocks: int | None = None) -> Quick:
         pricing = make.price_training(make.built(Setting.of(recipe, devices_of(recipe))))
     else:
         with make.uncollected():
-            pricing = serving.report(recipe, what, blocks=blocks).pricing
+            pricing = serving.report(recipe, what, blocks=blocks, whole=False).pricing
     needed = pricing.needed_bytes
     return Quick(needed, pricing.step_s, pricing.exposed_s, needed <= pricing.device.memory_bytes)
 

@@ -1,127 +1,95 @@
-"""Plans for serving: the step of a server for a prompt (`prefill`) and for one token of each request (`decode`)."""
+"""Plans for serving: the steps of a server for a prompt (`prefill`) and for one token of each request (`decode`)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tpshard.models import build
 from tpshard.parallelism.cost import Device
-from tpshard.parallelism.flow import known, op_name
-from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.program import INFO, Program, info
-from tpshard.parallelism.rules.table import entry_of
+from tpshard.parallelism.fusion import Cached
 from tpshard.plan.pricing import Part, price_parts
 from tpshard.plan.report import Job, Report
 from tpshard.plan.text import gib
-from tpshard.programs import serving
-from tpshard.programs.padding import note, padded
-from tpshard.programs.served import Served, served
-from tpshard.programs.setting import DTYPES
-from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.programs.served import served
+from tpshard.programs.serving import BLOCK_SIZE, ServeSetting, ServingPrograms, build_serving
 from tpshard.recipes.schema import Recipe
 
 
-def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "", blocks: int | None = None) -> Report:
-    """The plan of a server's step, its cache as large as the server would make it, or of so many `blocks`.
+def report(
+    recipe: Recipe, what: str, source: str = "", accuracy: str = "", blocks: int | None = None, whole: bool = True
+) -> Report:
+    """The plan of a server's steps, its cache as large as the server would make it, or of so many `blocks`.
 
-    All requests of a step are at `model.seq_len`, or as long as the cache holds them. Raises `Mistakes` (exit 4) where
-    tp does not fit the heads.
+    All requests of a step are at `model.seq_len`, or as long as the cache holds them; a prompt is computed in as many
+    steps as the server needs for it. Not `whole`: without the programs of other sizes. Raises `Mistakes` (exit 4) where
+    the mesh does not fit the heads.
     """
     from tpshard.plan import make
 
     device, _, per_host = make.device_of(recipe)
-    told = _served(recipe, device)
-    sizes = {axis: max(1, size) for axis, size in recipe.serve.mesh.items()}
-    mesh = Mesh(sizes)
+    setting = ServeSetting.of(recipe, served(recipe, device.kind), device.kind)
     requests, length = recipe.serve.requests, recipe.model.seq_len
-    rows = length if what == "prefill" else requests
-    each = -(-length // serving.BLOCK_SIZE)
-    sequences = 1 if what == "prefill" else requests
-    tp, quantized = sizes.get("tp", 1), told.quantized
-    config = padded(told.config, tp, 1 if quantized is None else quantized.shared)
-    blocks = cache_blocks(recipe) if blocks is None else blocks
+    sequences = 1 if what == "prefill" else min(requests, setting.most)
+    sizes = _steps(setting, length if what == "prefill" else sequences)
+    programs = build_serving(setting, () if whole else tuple(sizes))
+    ranks = setting.mesh.ranks
+    per_host = _processes(recipe, ranks, per_host)
+    blocks = cache_blocks(recipe, programs, device) if blocks is None else blocks
+    each = -(-length // BLOCK_SIZE)
     used = min(each * sequences, blocks)
-    try:
-        made = serving.step(
-            build(config, dtype=DTYPES[told.dtype]), config, mesh, rows=rows, wanted=sequences, blocks=used,
-            block_size=serving.BLOCK_SIZE, orders=told.orders, layout=recipe.serve.layout,
-        )  # fmt: skip
-    except ValueError as error:
-        raise Mistakes.one(str(error), exit=Exit.FIT, where=recipe.where("serve.mesh")) from error
-    program = with_kinds(made.program if quantized is None else quantized.held(made, device.kind))
-    # the rule counts every row against the whole pool; a row reads its own sequence, half of it while prompts grow
-    _scale_attention(program, sequences * (2 if what == "prefill" else 1))
-    _own_columns(program, told.config.mlp, config.mlp)
-    per_host = _processes(recipe, mesh.ranks, per_host)
-    held = (blocks - used) * serving.block_bytes(told.config, tp, told.dtype)
-    pricing = price_parts(
-        [Part(what, program, 1, {"cache": held} if held else {}, "none")], device, per_host, processes=per_host
-    )
-    parameters = [port.name for port in program.inputs if port.kind == "parameter"]
+    attended = used / sequences * (0.5 if what == "prefill" else 1)  # while a prompt grows, half of it
+    # of the cache, a program holds one block of each layer
+    held = {"cache": blocks * programs.bytes("cache")}
+    found = Cached(used, attended)
+    parts = [
+        Part(what if len(sizes) == 1 else f"{what} of {rows}", programs.steps[rows], times, held, "none", found)
+        for rows, times in sizes.items()
+    ]
+    pricing = price_parts(parts, device, per_host, processes=per_host)
+    program = parts[0].program
+    config, quantized = setting.served.config, setting.served.quantized
+    model = recipe.model.preset or recipe.model.hf or recipe.model.module or "model"
     job = Job(
-        name=recipe.name, recipe=source, what=what, model=recipe.model.preset or recipe.model.hf or "model",
-        params=told.config.count, seq_len=length, dtype=told.dtype, mesh=sizes, nodes=-(-mesh.ranks // per_host),
-        devices_per_node=per_host, global_sequences=sequences, per_device=sequences, micro_batches=1, tokens=rows,
-        compiled=False, device_assumed=recipe.cluster is None,
+        name=recipe.name, recipe=source, what=what, model=model,
+        params=sum(map(_elements, programs.shapes.values())) if config is None else config.count, seq_len=length,
+        dtype=setting.served.dtype, mesh=dict(setting.mesh.axes), nodes=-(-ranks // per_host),
+        devices_per_node=per_host, global_sequences=sequences, per_device=sequences, micro_batches=1,
+        tokens=length if what == "prefill" else sequences, compiled=False, device_assumed=recipe.cluster is None,
         quantized="" if quantized is None else f"{quantized}, layout {recipe.serve.layout}",
     )  # fmt: skip
-    few = _too_few(blocks, requests, length, serving.block_bytes(told.config, tp, told.dtype))
-    notes = [text for text in (few, told.note, note(told.config, config, tp)) if text]
+    few = _too_few(blocks, requests, length, programs.bytes("cache"))
+    steps = _said(sizes) if what == "prefill" and sum(sizes.values()) > 1 else ""
+    notes = [text for text in (few, steps, *programs.notes) if text]
     warnings = [*notes, *make.extra_warnings(job, device, program)]
-    return make.assemble(job, pricing, program, parameters, accuracy, warnings)
+    made = make.assemble(job, pricing, program, list(programs.shapes), accuracy, warnings)
+    return replace(made, programs=programs.listed)
 
 
-def with_kinds(program: Program) -> Program:
-    """The same program, its inputs told apart: parameters, cache, and what every step brings."""
-
-    def kind(name: str) -> str:
-        if name in serving.ROWS:
-            return "batch"
-        return "cache" if ".cache." in name else "order" if name.endswith(".order") else "parameter"
-
-    return replace(program, inputs=tuple(replace(port, kind=kind(port.name)) for port in program.inputs))
-
-
-def _scale_attention(program: Program, divisor: int) -> None:
-    for node in program.graph.nodes:
-        if op_name(node) == "paged_attention":
-            here = info(node)
-            node.meta[INFO] = replace(here, flops=here.flops // divisor, global_flops=here.global_flops // divisor)
+def _steps(setting: ServeSetting, tokens: int) -> dict[int, int]:
+    """Rows of the programs that compute so many tokens, and how often each runs: as the server's scheduler does."""
+    times, rest = divmod(tokens, setting.most)
+    found = {setting.most: times} if times else {}
+    if rest:
+        size = next(rows for rows in setting.rows if rows >= rest)
+        found[size] = found.get(size, 0) + 1
+    return found
 
 
-def _own_columns(program: Program, mlp: int, wider: int) -> None:
-    """Of an MLP that was padded for tp only the model's own columns are of use: devices compute the others as well."""
-    for node in program.graph.nodes:
-        here = known(node)
-        _, inside, part = here.module.partition(".mlp")
-        # what `down` does besides its product is as wide as the residual stream
-        if mlp == wider or not here.global_flops or not inside or part[:1] not in ("", "."):
-            continue
-        if not (part == ".down" and entry_of(node.target).inlined):
-            node.meta[INFO] = replace(here, global_flops=here.global_flops * mlp // wider)
+def _said(sizes: dict[int, int]) -> str:
+    steps = " and ".join(f"{times:,} of {rows:,} tokens" for rows, times in sizes.items())
+    return f"a prompt is computed in steps: {steps} (serve.step_tokens)"
 
 
-def cache_blocks(recipe: Recipe) -> int:
+def cache_blocks(recipe: Recipe, programs: ServingPrograms | None = None, device: Device | None = None) -> int:
     """Blocks of the cache that the server would make on each of the recipe's devices while nothing else is on them."""
     from tpshard.plan import make
 
-    device, _, per_host = make.device_of(recipe)
-    told, serve = _served(recipe, device), recipe.serve
-    tp = max(1, serve.mesh.get("tp", 1))
-    mine = device.shared_by(_processes(recipe, tp, per_host))
-    free = mine.memory_bytes - mine.context_bytes
-    bits = None if told.quantized is None else told.quantized.settings.bits
-    return serving.cache_blocks(told.config, tp, told.dtype, serve.requests, serve.cache_mb, free, device.kind, bits)
-
-
-def _served(recipe: Recipe, device: Device) -> Served:
-    told = served(recipe, device.kind)
-    if told is None:
-        raise Mistakes.one(
-            "a module of your own cannot be served", exit=Exit.FIT, where=recipe.where("model.module"),
-            why="the server needs a cache of keys and values",
-        )  # fmt: skip
-    return told
+    found, _, per_host = make.device_of(recipe)
+    device = device or found
+    if programs is None:
+        setting = ServeSetting.of(recipe, served(recipe, device.kind), device.kind)
+        programs = build_serving(setting, setting.rows[:1])
+    mine = device.shared_by(_processes(recipe, programs.setting.mesh.ranks, per_host))
+    return programs.cache_blocks(mine.memory_bytes - mine.context_bytes)
 
 
 def _processes(recipe: Recipe, ranks: int, per_host: int) -> int:
@@ -131,8 +99,17 @@ def _processes(recipe: Recipe, ranks: int, per_host: int) -> int:
 
 def _too_few(blocks: int, requests: int, length: int, each: int) -> str:
     """Says that a cache does not hold all `requests` of `length` tokens; empty where it does. `each`: bytes a block."""
-    held = blocks // -(-length // serving.BLOCK_SIZE)
+    held = blocks // -(-length // BLOCK_SIZE)
     if held >= requests:
         return ""
-    tokens = blocks * serving.BLOCK_SIZE
+    tokens = blocks * BLOCK_SIZE
     return f"the cache, {gib(blocks * each)} or {tokens:,} tokens, holds {held} of {requests} requests of {length:,}"
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+

@@ -3,28 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
+from tpshard.models.config import ModelConfig
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.mesh import Axes, Mesh, merge, size_of
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.storage import used_values
 from tpshard.programs.patterns import matches
-from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
+from tpshard.recipes.schema import Recipe
 
 BATCH_DIMS = ("batch", "seq")
 
 
-def annotate(setting: Setting, graph: Graph, batch: Iterable[Value] = ()) -> dict[Value, Annotation]:
+class Annotated(Protocol):
+    """What is to be annotated: a recipe's model on a mesh."""
+
+    @property
+    def recipe(self) -> Recipe: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def config(self) -> ModelConfig | None: ...
+    @property
+    def dims(self) -> Mapping[str, tuple[str, ...]]: ...
+
+
+def annotate(
+    setting: Annotated, graph: Graph, batch: Iterable[Value] = (), *,
+    used: Mapping[str, Sequence[Value]] | None = None, serving: bool = False,
+) -> dict[Value, Annotation]:  # fmt: skip
     """Rules for parameters, the batch and what goes to experts, patterns for anything named, pins over all.
 
-    A dim whose name has a rule is closed; the others are left to propagation. Raises Mistakes (exit 4) for a dim
-    that its axes do not divide where the recipe does not pad, (exit 3) for a pin or pattern of another rank.
+    A dim whose name has a rule is closed; the others are left to propagation. `used`: per parameter the values that
+    rules are for, by default those at its boundaries. Raises Mistakes (exit 4) for a dim that its axes do not divide
+    where the recipe does not pad, (exit 3) for a pin or pattern of another rank. In a server's step, whose rows and
+    vocabulary need not divide, such a dim stays whole, and patterns may mean what only training has.
     """
-    reader = _Reader(setting)
+    reader = _Reader(setting, serving)
     found: dict[Value, Annotation] = {}
-    for name, values in used_values(graph).items():
+    used = used_values(graph) if used is None else used
+    for name, values in used.items():
         for value in values:
             reader.rules(found, value, name, setting.dims.get(name, ()))
     for value in batch:
@@ -33,20 +54,19 @@ def annotate(setting: Setting, graph: Graph, batch: Iterable[Value] = ()) -> dic
         if value.label and "expert" in value.dims:  # what goes to experts goes to where they are
             reader.rules(found, value, value.label, [d if d == "expert" else "" for d in value.dims])
     for pattern, names in setting.recipe.sharding.annotate.items():
-        for value in reader.found(_named(graph, pattern), pattern, f"sharding.annotate.{pattern}"):
+        for value in reader.found(_named(graph, used, pattern), pattern, f"sharding.annotate.{pattern}"):
             reader.pattern(found, value, pattern, names)
     for pattern, dims in setting.recipe.sharding.pin.items():
-        for value in reader.found(_named(graph, pattern), pattern, f"sharding.pin.{pattern}"):
+        for value in reader.found(_named(graph, used, pattern), pattern, f"sharding.pin.{pattern}"):
             reader.pin(found, value, pattern, dims)
     if reader.mistakes:
         raise Mistakes(reader.mistakes)
     return found
 
 
-def _named(graph: Graph, pattern: str) -> list[Value]:
+def _named(graph: Graph, parameters: Mapping[str, Sequence[Value]], pattern: str) -> list[Value]:
     """Values that a pattern means: parameters (used, and their gradients), inputs, activations and their gradients."""
-    used = {id(v): name for name, values in used_values(graph).items() for v in values}
-    parameters = set(used.values())
+    used = {id(v): name for name, values in parameters.items() for v in values}
     found = []
     for value in graph.values():
         label = used.get(id(value)) or value.label or (value.name if value.producer is None else "")
@@ -58,14 +78,14 @@ def _named(graph: Graph, pattern: str) -> list[Value]:
 
 
 class _Reader:
-    def __init__(self, setting: Setting):
-        self.setting, self.recipe, self.mesh = setting, setting.recipe, setting.mesh
+    def __init__(self, setting: Annotated, serving: bool):
+        self.setting, self.recipe, self.mesh, self.serving = setting, setting.recipe, setting.mesh, serving
         self.mistakes: list[Diagnostic] = []
         self.said: set[str] = set()
 
     def found(self, values: list[Value], pattern: str, path: str) -> list[Value]:
         """The values of a pattern; a mistake where a module of the user's has none (presets are checked earlier)."""
-        if not values and self.setting.config is None:
+        if not values and self.setting.config is None and not self.serving:
             known = ", ".join(list(self.setting.dims)[:6])
             self.mistakes.append(
                 Diagnostic(
@@ -134,6 +154,8 @@ class _Reader:
         size = value.shape[dim]
         if size % size_of(axes) == 0:
             return axes
+        if self.serving:
+            return ()
         if self.recipe.sharding.on_uneven == "pad":
             return axes
         if path not in self.said:

@@ -17,12 +17,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from tpshard.kernels import reorder
 from tpshard.kernels.gptq_solver import Order
-from tpshard.kernels.layouts import Layout, head_local_order
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
 from tpshard.models.hf_quantized import quantizable
@@ -30,6 +30,8 @@ from tpshard.parallelism.absorb import absorb
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
 from tpshard.parallelism.rules.contraction import contract
 
+Layout = Literal["naive", "local_sort", "tp_aware"]
+LAYOUTS: tuple[Layout, ...] = ("naive", "local_sort", "tp_aware")
 Groups = Callable[[str], Tensor | None]
 """A weight's `g_idx`, int32 [inputs]; None for a weight that is not quantized."""
 
@@ -176,7 +178,8 @@ def act_orders(model: nn.Module, config: ModelConfig, group: Groups) -> dict[str
         if own is None or bool((own[1:] >= own[:-1]).all()):
             continue
         key = hashlib.sha256(own.contiguous().numpy().tobytes()).hexdigest()
-        local = dims[1] == "heads" and head_local_order(own, config.heads, config.kv_heads, config.head_dim) is not None
+        heads = (config.heads, config.kv_heads, config.head_dim)
+        local = dims[1] == "heads" and reorder.head_local_order(own, *heads) is not None
         found[name] = _within_heads(key, config) if local else ActOrder(key)
     return found
 

@@ -8,6 +8,7 @@ cut where a group ends: of 231 groups two devices get 116 and 115, and the secon
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -37,12 +38,14 @@ def padded(config: ModelConfig, tp: int, shared: int = 1) -> ModelConfig:
     return replace(config, mlp=-(-config.mlp // whole) * whole)
 
 
-def note(config: ModelConfig, wider: ModelConfig, tp: int) -> str:
-    """What is not cut as `tp` devices would have it, in a line: the MLP that `padded` made wider, and a vocabulary that
-    stays whole. Empty where all is cut as it is."""
+def notes(config: ModelConfig, wider: ModelConfig, ways: Callable[[str], int]) -> list[str]:
+    """What is not cut as the devices would have it: the MLP that `padded` made wider, and a vocabulary that stays
+    whole. `ways`: dim -> devices that it is spread over."""
     said = []
     if config.mlp != wider.mlp:
-        said.append(f"MLP padded from {config.mlp:,} to {wider.mlp:,} columns, equal parts for tp {tp}")
-    if config.vocab % tp:
-        said.append(f"each device holds and computes the whole vocabulary: tp {tp} does not divide {config.vocab:,}")
-    return "; ".join(said)
+        parts = f"equal parts for tp {ways('mlp')}"
+        said.append(f"MLP padded from {config.mlp:,} to {wider.mlp:,} columns, {parts}")
+    if config.vocab % ways("vocab"):
+        why = f"tp {ways('vocab')} does not divide {config.vocab:,}"
+        said.append(f"each device holds and computes the whole vocabulary: {why}")
+    return said

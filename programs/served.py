@@ -1,4 +1,4 @@
-"""What a recipe's server serves: the model's numbers, the dtype, and how its weights are quantized."""
+"""What a recipe's server serves: the model, the dtype, and how its weights are quantized."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from tpshard.kernels.blocked import CHUNK
+from torch import nn
+from tpshard.kernels import int4
 from tpshard.kernels.gptq_config import GPTQConfig, read_config
 from tpshard.kernels.packed import width_of
 from tpshard.kernels.quantized import group_index
-from tpshard.models import build
+from tpshard.kernels.quantized_linear import multiplies
+from tpshard.models import Blueprint, build
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf_config import folder_config
 from tpshard.models.hf_quantized import QuantizedParameters, quantizable
-from tpshard.parallelism.program import INFO, Port, Program, Spec, info
-from tpshard.programs.layouts import ActOrder, act_orders, planned_orders
+from tpshard.programs.layouts import ActOrder, Arrangement, act_orders, planned_orders
 from tpshard.programs.padding import shared_rows
-from tpshard.programs.serving import Step
-from tpshard.programs.setting import model_config
+from tpshard.programs.setting import DTYPES, model_config
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Quantize, Recipe
 
@@ -28,11 +28,42 @@ LATEST = "latest"
 
 
 @dataclass(frozen=True)
+class Coded:
+    """A weight that a `cpu` or `gpu` multiplies as codes: what a device holds of it."""
+
+    settings: GPTQConfig
+    kind: str
+    ragged: bool
+    """Its rows on a device come from groups that others share."""
+    order: str
+    """Of its inputs; weights with one order are grouped alike."""
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """Weights of which this is the same can lie side by side."""
+        s = self.settings
+        return s.bits, s.group_size, s.sym, self.order
+
+    def row_bytes(self, whole: int, own: int) -> int:
+        """Bytes of one output, of whose `whole` inputs the device holds `own`: codes, scales, zeros. Groups that others
+        share are taken to have as many inputs each."""
+        s = self.settings
+        size = s.group_size if s.group_size > 0 else whole
+        groups = min(-(-whole // size), own) if self.ragged else -(-own // size)
+        if self.kind == "gpu":
+            return own * width_of(s.bits) // 8 + groups * (2 if s.sym else 3)
+        if self.ragged:
+            return int4.row_bytes([-(-own // groups)] * groups)
+        return int4.row_bytes([min(size, own - start) for start in range(0, own, size)])
+
+
+@dataclass(frozen=True)
 class Quantization:
     """Weights that are served quantized."""
 
     settings: GPTQConfig
-    weights: frozenset[str]
+    weights: Mapping[str, GPTQConfig]
+    """By parameter, the settings of its module."""
     orders: Mapping[str, ActOrder]
     """Of those that are act-ordered."""
     shared: int = 1
@@ -45,7 +76,7 @@ class Quantization:
         if settings is None:
             return None
         model, stored = build(config), QuantizedParameters(folder, config)
-        weights = frozenset(filter(stored.holds, config.parameters))
+        weights = {name: own for name in config.parameters if (own := stored.settings_of(name)) is not None}
         orders = act_orders(model, config, stored.group)
         return Quantization(settings, weights, orders, shared_rows(config, stored.group))
 
@@ -53,7 +84,7 @@ class Quantization:
     def planned(told: Quantize, config: ModelConfig) -> Quantization:
         """What `tpshard quantize` will write for this section of a recipe."""
         settings = GPTQConfig(bits=told.bits, group_size=told.group_size, sym=told.sym, desc_act=told.order != "none")
-        weights = quantizable(config)
+        weights = dict.fromkeys(quantizable(config), settings)
         orders = planned_orders(config, told.order, told.group_size)
 
         def groups(name: str) -> torch.Tensor | None:
@@ -66,84 +97,87 @@ class Quantization:
         groups = f"groups of {size}" if size > 0 else "one group a linear"
         return f"{self.settings.bits} bits in {groups}, {ordered} of {len(self.weights)} linears act-ordered"
 
-    def row_bytes(self, whole: int, own: int, ragged: bool, device: str) -> int:
-        """Bytes of one output of a weight, of whose `whole` inputs a `cpu` or `gpu` holds `own`: codes, scales, zeros.
-
-        `ragged`: they are sorted by group from among all; each group is taken to have as many.
-        """
-        s = self.settings
-        size = s.group_size if s.group_size > 0 else whole
-        groups = min(-(-whole // size), own) if ragged else -(-own // size)
-        if device == "gpu":
-            return own * width_of(s.bits) // 8 + groups * (2 if s.sym else 3)
-        sizes = [-(-own // groups)] * groups if ragged else [min(size, own - start) for start in range(0, own, size)]
-        filled = sum(-(-each // CHUNK) * CHUNK for each in sizes)  # see `kernels.blocked`
-        return filled * width_of(s.bits) // 8 + groups * 3
-
-    def _ragged(self, name: str, step: Step) -> bool:
-        """Whether a device's rows of a weight come from groups that others share: heads keep theirs to themselves."""
-        taken, order = step.arrangement.rows.get(name), self.orders.get(name)
-        return taken is not None and order is not None and order.blocks % taken.blocks != 0
-
-    def held(self, step: Step, device: str) -> Program:
-        """The step's program with its quantized weights as the bytes that are held, for whoever prices it."""
-        program, ports = step.program, list[Port]()
-        feeds = [node for node in program.graph.nodes if node.op == "placeholder"]
-        for node, port in zip(feeds, program.inputs):
-            if port.name in self.weights:
-                (outputs, whole), own = port.shape, port.local[1]
-                each = self.row_bytes(whole, own, self._ragged(port.name, step), device)
-                port = replace(port, shape=(outputs, each * (whole // own)), dtype=torch.uint8)
-                node.meta[INFO] = replace(info(node), specs=(Spec(port.local, port.dtype),))
-            ports.append(port)
-        return replace(program, inputs=tuple(ports))
-
-
-def serving_dtype(recipe: Recipe, quantized: Quantization | None, stored: str, device: str) -> str:
-    """The dtype to compute in: the recipe's for its own checkpoint, else that of the folder, or of a CPU's kernel."""
-    if quantized is not None and device == "cpu":
-        return "fp32"  # in which a CPU multiplies by codes; the weights take the same room in any
-    if recipe.serve.checkpoint == LATEST and recipe.model.dtype is not None:
-        return str(recipe.model.dtype)
-    return stored
-
 
 @dataclass(frozen=True)
 class Served:
-    """A server before anything is loaded."""
+    """A server's model before anything is loaded."""
 
-    config: ModelConfig
+    blueprint: Blueprint
     dtype: str
-    quantized: Quantization | None
+    quantized: Quantization | None = None
     note: str = ""
     """What was assumed; empty where the files say it."""
+
+    @property
+    def config(self) -> ModelConfig | None:
+        """The model's numbers; None for a module of the user's."""
+        return self.blueprint.config
 
     @cached_property
     def orders(self) -> Mapping[str, ActOrder]:
         return {} if self.quantized is None else self.quantized.orders
 
+    def model(self, config: ModelConfig | None) -> nn.Module:
+        """The module with these numbers, on `meta`, in the dtype that it computes in."""
+        return replace(self.blueprint, config=config, folder=None).build(dtype=DTYPES[self.dtype])
 
-def served(recipe: Recipe, device: str) -> Served | None:
-    """What `tpshard serve` would serve on a `cpu` or `gpu`; None for a module of the user's.
+    def coded(self, kind: str, arrangement: Arrangement) -> dict[str, Coded]:
+        """The weights that a device of a kind multiplies as codes; the others are made dense as they are loaded."""
+        found = {}
+        for name, settings in {} if self.quantized is None else dict(self.quantized.weights).items():
+            taken, order = arrangement.rows.get(name), self.orders.get(name)
+            # heads keep their groups to themselves
+            ragged = taken is not None and order is not None and order.blocks % taken.blocks != 0
+            if multiplies(settings.bits, DTYPES[self.dtype], kind):
+                found[name] = Coded(settings, kind, ragged, "" if order is None else order.key)
+        return found
+
+
+def serving_dtype(recipe: Recipe, quantized: Quantization | None, stored: str, kind: str) -> str:
+    """The dtype to compute in: `serve.dtype`, else the recipe's for its own checkpoint, else that of the folder; of
+    quantized weights on a `cpu` fp32, in which they are the file's to the bit."""
+    if recipe.serve.dtype is not None:
+        return recipe.serve.dtype
+    if quantized is not None and kind == "cpu":
+        return "fp32"
+    if recipe.serve.checkpoint == LATEST and recipe.model.dtype is not None:
+        return str(recipe.model.dtype)
+    return stored
+
+
+def stored_model(recipe: Recipe, blueprint: Blueprint, folder: Path, stored: str, kind: str) -> Served:
+    """What serving the model in a folder, stored in a dtype, means. Mistakes, exit 7, where it cannot be read."""
+    try:
+        found = None if blueprint.config is None else Quantization.of_folder(folder, blueprint.config)
+    except (ValueError, OSError) as error:
+        why = str(error)
+        where = recipe.where("serve.checkpoint")
+        raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, where=where, why=why) from error
+    return Served(blueprint, serving_dtype(recipe, found, stored, kind), found)
+
+
+def served(recipe: Recipe, kind: str) -> Served:
+    """What `tpshard serve` would serve on a `cpu` or `gpu`.
 
     Of a folder that is there the numbers and the orders of inputs are read, no weights. For one that is not, where the
     recipe says how to quantize or lay out, what `tpshard quantize` would write is assumed. Mistakes, exit 7, for a
     folder that cannot be read.
     """
-    where, folder = recipe.where("serve.checkpoint"), Path(recipe.serve.checkpoint)
+    folder = Path(recipe.serve.checkpoint)
     if recipe.serve.checkpoint != LATEST and (folder / "config.json").is_file():
         try:
             config = folder_config(folder)
-            found = Quantization.of_folder(folder, config)
         except (ValueError, OSError) as error:
+            where = recipe.where("serve.checkpoint")
             raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, where=where, why=str(error)) from error
-        return Served(config, serving_dtype(recipe, found, config.dtype, device), found)
+        return stored_model(recipe, Blueprint(config), folder, config.dtype, kind)
     own = model_config(recipe)
     if own is None:
-        return None
+        blueprint = Blueprint(module=recipe.model.module, args=dict(recipe.model.args))
+        return Served(blueprint, serving_dtype(recipe, None, str(recipe.model.dtype), kind))
     said = any(recipe.where(key).line for key in ("quantize", "serve.layout"))
     if recipe.serve.checkpoint != LATEST and not folder.exists() and said:
         planned = Quantization.planned(recipe.quantize, own)
         note = f"{folder} is not there yet: planned as `tpshard quantize` would write it"
-        return Served(own, serving_dtype(recipe, planned, "fp16", device), planned, note)
-    return Served(own, str(recipe.model.dtype or own.dtype), None)
+        return Served(Blueprint(own), serving_dtype(recipe, planned, "fp16", kind), planned, note)
+    return Served(Blueprint(own), serving_dtype(recipe, None, own.dtype, kind))

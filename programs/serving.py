@@ -1,213 +1,306 @@
-"""The programs of a server: one step over a paged cache, for a number of rows, partitioned like a training step.
-
-    step(tokens, positions, slots, sequences [1,rows], tables [m,w], wanted [n], pools, parameters) -> logits [n, vocab]
+"""The programs of a server: one step over a paged cache for each of a few numbers of rows, made like a training step.
 
 A step's rows are tokens of any number of sequences: chunks of prompts and next tokens alike, so prefill and decode are
-the same program in two sizes.
+the same function in different sizes. A program takes `STEP`, the model's parameters (as its kernels read them), the
+orders of act-ordered weights, and the cache; it gives logits [wanted, vocab], whole on every device. It is the same for
+a cache of any number of blocks: that number is the executor's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from tpshard.kernels.layouts import Layout
-from tpshard.kernels.paged_attention import paged_attention
+from tpshard.kernels.linear import TILE
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
 from tpshard.parallelism.capture import Trail, capture
-from tpshard.parallelism.graph import Graph
+from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.partitioner import partition_captured
+from tpshard.parallelism.partitioner import mark_outputs, partition_graph
 from tpshard.parallelism.program import Program
-from tpshard.programs.layouts import ActOrder, Arrangement, arrange
-from tpshard.programs.setting import DTYPES
+from tpshard.parallelism.propagate import propagate
+from tpshard.parallelism.propagated import Annotation
+from tpshard.parallelism.rules.table import rule_for
+from tpshard.parallelism.sharding import Sharding
+from tpshard.programs.annotations import annotate
+from tpshard.programs.layouts import Arrangement, arrange
+from tpshard.programs.padding import notes, padded
+from tpshard.programs.paged import ROWS, page_attention, rows_of, take_wanted
+from tpshard.programs.served import Served
+from tpshard.programs.step_kernels import (
+    Pass,
+    count_useful,
+    fix_rows,
+    fold_linears,
+    fuse_norms,
+    join_gates,
+    merge_views,
+    quantize,
+    store_norms_in_order,
+)
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.schema import Recipe
 
-Pools = list[tuple[Tensor, Tensor]]
-"""Per layer the blocks of keys and of values, each [blocks, block_size, kv_heads, head_dim]."""
+Kind = Literal["cpu", "gpu"]
 BLOCK_SIZE = 16
-"""Positions of a block of the cache: what is planned, checked and served."""
-ROWS = ("tokens", "positions", "slots", "sequences", "tables", "wanted")
-"""The inputs that every step brings, in order; pools and parameters follow."""
-
-
-@dataclass
-class PagedCache:
-    """What a model's attention layers see of the paged cache.
-
-    Only the wanted rows go on once the last layer has stored its keys and values: of a prompt mostly one.
-    """
-
-    pools: Pools
-    positions: Tensor
-    slots: Tensor
-    sequences: Tensor
-    tables: Tensor
-    wanted: Tensor
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        k_pool, v_pool = self.pools[layer]
-        attended = paged_attention(
-            q, k, v, k_pool, v_pool, self.positions, self.slots, self.sequences, self.tables,
-            window=window,
-        )  # fmt: skip
-        return self.needed(layer, attended)
-
-    def needed(self, layer: int, x: Tensor) -> Tensor:
-        return x.index_select(1, self.wanted) if layer == len(self.pools) - 1 else x
-
-
-def step_function(model: nn.Module) -> Callable[..., Tensor]:
-    """`step` as above."""
-
-    def step(
-        tokens: Tensor, positions: Tensor, slots: Tensor, sequences: Tensor, tables: Tensor, wanted: Tensor,
-        pools: Pools, parameters: dict[str, Tensor],
-    ) -> Tensor:  # fmt: skip
-        cache = PagedCache(pools, positions, slots, sequences, tables, wanted)
-        logits = torch.func.functional_call(
-            model, parameters, (tokens,), {"positions": positions, "cache": cache}, tie_weights=True
-        )
-        return logits.squeeze(0)
-
-    return step
-
-
-def make_pools(
-    config: ModelConfig, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str, kv_heads: int = 0
-) -> Pools:
-    """Zeroed pools of `blocks` usable blocks, and block 0; of `kv_heads` heads where a device holds a part."""
-    shape = (blocks + 1, block_size, kv_heads or config.kv_heads, config.head_dim)
-    return [
-        (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-        for _ in range(config.layers)
-    ]
+"""Positions of a block of the cache."""
+STEP = ("tokens", "positions", *ROWS, "wanted")
+"""What every step brings: tokens, positions, slots, sequences [1, rows], tables [rows + 1, blocks], wanted [n]."""
+LONGEST = {"cpu": 64, "gpu": 2048}
+"""Rows of the largest step by default. A CPU's products gain nothing beyond, and others wait for it."""
+WHOLE = [Annotation(Sharding(((),) * rank, (False,) * rank), "a server's rows are whole") for rank in range(3)]
+"""By rank: what every device has all of."""
+APART = {"cpu": 2, "gpu": 8}
+"""How much larger one step is than the one before: on a GPU the first dozens of rows cost as much as one."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """A server's step for one device, and how the parameters that it takes lie."""
+class ServeSetting:
+    """A recipe with everything that its server's programs need to be built."""
 
-    program: Program
+    recipe: Recipe
+    mesh: Mesh
+    served: Served
+    kind: Kind
+    padding: bool = True
+    """Whether an MLP is made as wide as the devices need it."""
+
+    @staticmethod
+    def of(recipe: Recipe, served: Served, kind: Kind) -> ServeSetting:
+        """Mistakes (exit 4) where `serve.mesh` does not fit the model's heads."""
+        mesh = Mesh({axis: max(1, size) for axis, size in recipe.serve.mesh.items()})
+        setting = ServeSetting(recipe, mesh, served, kind)
+        ways, config = setting.ways("heads"), served.config
+        if config is not None and not config.divides("heads", ways):
+            fit = ", ".join(str(n) for n in range(1, config.heads + 1) if config.divides("heads", n))
+            raise Mistakes.one(
+                f"tp {ways} does not fit {config.heads} heads and {config.kv_heads} KV heads; these do: {fit}",
+                exit=Exit.FIT, where=recipe.where("serve.mesh"),
+            )  # fmt: skip
+        return setting
+
+    def ways(self, dim: str) -> int:
+        """Over how many devices the recipe's rules spread a dim."""
+        ways = 1
+        for axis in self.recipe.sharding.rules.get(dim, ()):
+            ways *= self.mesh.axes.get(axis, 1)
+        return ways
+
+    @cached_property
+    def config(self) -> ModelConfig | None:
+        """The model's numbers, its MLP as wide as the devices need it; None for a module of the user's."""
+        found, quantized = self.served.config, self.served.quantized
+        if found is None or not self.padding:
+            return found
+        return padded(found, self.ways("mlp"), 1 if quantized is None else quantized.shared)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """On `meta`, in the dtype that it computes in."""
+        return self.served.model(self.config)
+
+    @cached_property
+    def dims(self) -> dict[str, tuple[str, ...]]:
+        return param_dims(self.model)
+
+    @property
+    def invariant(self) -> bool:
+        """Whether a row's result may not depend on the others'."""
+        told = self.recipe.serve.batch_invariant
+        return self.kind == "cpu" if told is None else told
+
+    @property
+    def most(self) -> int:
+        """Rows of the largest step."""
+        told = self.recipe.serve.step_tokens
+        return _up(max(LONGEST[self.kind], self.recipe.serve.requests) if told is None else told)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The numbers of rows that there is a program for: a step is padded to the next one."""
+        found = [TILE]
+        while found[-1] < self.most:
+            found.append(min(found[-1] * APART[self.kind], self.most))
+        return tuple(found)
+
+    def wanted(self, rows: int) -> int:
+        """Rows of a step whose logits can be asked for: a token of each request."""
+        return min(rows, _up(self.recipe.serve.requests))
+
+    @property
+    def max_seq(self) -> int:
+        """Longest sequence the model is made for."""
+        return self.recipe.model.seq_len if self.served.config is None else self.served.config.max_seq
+
+
+def _up(rows: int) -> int:
+    return -(-rows // TILE) * TILE
+
+
+@dataclass(frozen=True)
+class ServingPrograms:
+    """What a server executes: for each number of rows the program, smallest first."""
+
+    setting: ServeSetting
+    steps: dict[int, Program]
     arrangement: Arrangement
+    """How the parameters lie that the programs take."""
+
+    @property
+    def listed(self) -> list[dict[str, Any]]:
+        """Rows and fingerprint of every program, as JSON shows them."""
+        return [{"rows": rows, "fingerprint": program.fingerprint} for rows, program in self.steps.items()]
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the parameters that the programs are written for, which a model that is stored may have smaller."""
+        return {name: tuple(p.shape) for name, p in self.setting.model.named_parameters()}
+
+    def fitting(self, rows: int) -> int:
+        """The size of the program that runs so many rows."""
+        return next(size for size in self.steps if size >= rows)
+
+    @property
+    def any(self) -> Program:
+        """One of them: inputs but those of `STEP` are alike in all."""
+        return next(iter(self.steps.values()))
+
+    def bytes(self, kind: str) -> int:
+        """What one device holds of inputs of a kind; of the cache one block of all layers."""
+        return sum(port.local_bytes for port in self.any.inputs if port.kind == kind)
+
+    @property
+    def vocab(self) -> int:
+        return self.any.outputs[0].shape[-1]
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not spread as the devices would have it, in sentences."""
+        config, served = self.setting.config, self.setting.served
+        padding = [] if config is None or served.config is None else notes(served.config, config, self.setting.ways)
+        return [*([served.note] if served.note else []), *padding]
+
+    def cache_blocks(self, free_bytes: int) -> int:
+        """Blocks of the cache on one device with `free_bytes`: those of `serve.cache_mb`, else what `serve.requests` of
+        the model's longest length need, within a quarter of a CPU's free memory, which is not the server's alone, or
+        three quarters of what the weights leave of a GPU's. At least one sequence's worth of 256 tokens.
+
+        Ranks on a CPU share its memory: the caller divides.
+        """
+        told, each = self.setting.recipe.serve, max(1, self.bytes("cache"))
+        if told.cache_mb is not None:
+            return max(1, told.cache_mb * 2**20 // each)
+        longest = -(-self.setting.max_seq // BLOCK_SIZE)
+        room = free_bytes // 4
+        if self.setting.kind != "cpu":
+            room = 3 * max(0, free_bytes - self.bytes("parameter")) // 4
+        return max(256 // BLOCK_SIZE, min(told.requests * longest, room // each))
 
 
-def step_program(
-    model: nn.Module, config: ModelConfig, mesh: Mesh, *, rows: int, wanted: int, blocks: int, block_size: int
-) -> Program:
-    """The step of `model` (on meta, in the dtype it computes in) for one device of `mesh`, whose axis is `tp`.
+def build_serving(setting: ServeSetting, rows: Sequence[int] = ()) -> ServingPrograms:
+    """Captures, partitions and passes the programs of a server; `rows` instead of those that it has.
 
-    Heads, mlp (see `programs.padding`) and vocab, where tp divides it, are spread over `tp`, and the cache with its
-    heads; logits come out whole on every device.
-    Its first inputs are ROWS, then the pools (`layers.N.cache.k`, `.v`), then the parameters by name. ValueError where
-    tp fits neither heads nor KV heads.
+    Raises Mistakes for what does not fit: exit 4.
     """
-    return step(model, config, mesh, rows=rows, wanted=wanted, blocks=blocks, block_size=block_size).program
+    made = {}
+    arrangement = Arrangement()
+    for size in rows or setting.rows:
+        made[size], arrangement = _step(setting, size)
+    return ServingPrograms(setting, made, arrangement)
 
 
-def step(
-    model: nn.Module, config: ModelConfig, mesh: Mesh, *, rows: int, wanted: int, blocks: int, block_size: int,
-    orders: Mapping[str, ActOrder] | None = None, layout: Layout = "tp_aware",
-) -> Step:  # fmt: skip
-    """`step_program` for weights of which some are act-ordered, in a layout: the orders that the program still takes
-    inputs in come after the parameters."""
-    tp = mesh.axes.get("tp", 1)
-    graph, arrangement = _captured(model, config, tp, rows, wanted, blocks, block_size, orders or {}, layout)
-    axes, dims = _axes(config, tp), param_dims(model)
-    shardings: list[Any] = [
-        *((None,) * 2 for _ in range(5)),
-        (None,),
-        *((None, None, axes["kv_heads"], None) for _ in range(2 * config.layers)),
-        *(tuple(axes.get(dim) for dim in dims[name]) for name, _ in model.named_parameters()),
-        *(("tp" if taken.blocks == tp > 1 else None,) for taken in arrangement.inputs.values()),
+def _step(setting: ServeSetting, rows: int) -> tuple[Program, Arrangement]:
+    graph, arrangement = _captured(setting, rows)
+    mark_outputs(graph)
+    names = dict.fromkeys(STEP, "batch") | dict.fromkeys(setting.dims, "parameter")
+    names |= dict.fromkeys(arrangement.inputs, "order")
+    kinds = {value: names.get(value.name, "cache") for value in graph.inputs}
+    annotations = _annotations(setting, graph, kinds)
+    # an order over all inputs is that of all devices; one within blocks lies where they do
+    one_block = [name for name, taken in arrangement.inputs.items() if taken.blocks == 1]
+    annotations |= {value: WHOLE[value.rank] for value in graph.inputs if value.name in one_block}
+    program = partition_graph(propagate(graph, setting.mesh, annotations), kinds)
+    _check_axes(setting, program)
+    free = {"tables": (1,)}
+    ports = [replace(port, free=(0,) if port.kind == "cache" else free.get(port.name, ())) for port in program.inputs]
+    program = replace(program, inputs=tuple(ports))
+    for one in passes(setting, arrangement, rows):
+        program = one(program)
+    return program, arrangement
+
+
+def passes(setting: ServeSetting, arrangement: Arrangement, rows: int) -> list[Pass]:
+    """What gives a step its kernels, in order."""
+    weights = setting.served.coded(setting.kind, arrangement)
+    own = replace(setting, padding=False)
+    wider = setting.config != own.config
+    return [
+        *([count_useful(_flops(_captured(own, rows)[0]))] if wider else []),
+        fold_linears,
+        merge_views,
+        fuse_norms,
+        store_norms_in_order,
+        quantize(weights, setting.kind, setting.invariant),
+        join_gates(weights),
+        *([fix_rows(setting.kind)] if setting.invariant else []),
     ]
-    spread = {dim: f"serve.mesh ({dim}: {_show(axis)})" for dim, axis in axes.items() if axis is not None}
-    cache = [spread.get("kv_heads", "")] * (2 * config.layers)
-    why = ["; ".join(spread[d] for d in dims[name] if d in spread) for name, _ in model.named_parameters()]
-    why = ["a step's rows are whole"] * len(ROWS) + cache + why
-    return Step(partition_captured(graph, mesh, shardings, [(None, None)], why), arrangement)
 
 
-def _show(axis: Any) -> str:
-    return axis if isinstance(axis, str) else f"{axis[0]}:({axis[1]}){axis[2]}"
-
-
-def arrangement_on_one(
-    model: nn.Module, config: ModelConfig, orders: Mapping[str, ActOrder], layout: Layout
-) -> Arrangement:
-    """What the step expects of parameters where one device holds them all."""
-    return _captured(model, config, 1, 8, 8, 1, BLOCK_SIZE, orders, layout)[1] if orders else Arrangement()
-
-
-def _captured(
-    model: nn.Module, config: ModelConfig, tp: int, rows: int, wanted: int, blocks: int, block_size: int,
-    orders: Mapping[str, ActOrder], layout: Layout,
-) -> tuple[Graph, Arrangement]:  # fmt: skip
-    """The step as a graph of global shapes, its act-ordered weights in a layout."""
-    axes, dims = _axes(config, tp), param_dims(model)
+def _captured(setting: ServeSetting, rows: int) -> tuple[Graph, Arrangement]:
+    """The step as a graph of global shapes over a cache of one block, act-ordered weights in the recipe's layout."""
+    model = setting.model
     parameters = {name: p.detach() for name, p in model.named_parameters()}
-    first = next(iter(parameters.values()))
-    pools = make_pools(config, blocks, block_size, first.dtype, "meta")
-    row = [torch.zeros(1, rows, dtype=torch.int64, device="meta") for _ in range(4)]
-    tables = torch.zeros(rows + 1, blocks, dtype=torch.int64, device="meta")
-    inputs: list[Any] = [*row, tables, torch.zeros(wanted, dtype=torch.int64, device="meta"), pools, parameters]
-    names = [*ROWS, *(f"layers.{i}.cache.{x}" for i in range(config.layers) for x in "kv"), *parameters]
+
+    def forward(tokens: Tensor, positions: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+        told = {"positions": positions}
+        return torch.func.functional_call(model, parameters, (tokens,), told, tie_weights=True).squeeze(0)
+
+    row = [torch.empty(1, rows, dtype=torch.int64, device="meta") for _ in range(2)]
     trail = Trail()
-    with torch.no_grad(), trail.watch(model):
-        graph = capture(step_function(model), inputs, names, trail)
-    inner = {name: dims[name][1] for name in orders if dims[name][1] in ("heads", "mlp")}
-    spread = {name: tp if axes.get(dim) is not None else 1 for name, dim in inner.items()}
-    return graph, arrange(graph, orders, layout, spread, parameters)
+    try:
+        with torch.no_grad(), trail.watch(model):
+            graph = capture(forward, [*row, parameters], [*STEP[:2], *parameters], trail)
+        tokens, positions = graph.inputs[:2]
+        page_attention(graph, positions, BLOCK_SIZE)
+        take_wanted(graph, rows_of(graph, {tokens: 1, positions: 1}), setting.wanted(rows))
+    except ValueError as error:
+        raise Mistakes.one(
+            "the model cannot be served", exit=Exit.FIT, where=setting.recipe.where("model"), why=str(error)
+        ) from error
+    orders = setting.served.orders
+    inner = {name: setting.dims[name][1] for name in orders if setting.dims[name][1] in ("heads", "mlp")}
+    spread = {name: setting.ways(dim) for name, dim in inner.items()}
+    return graph, arrange(graph, orders, setting.recipe.serve.layout, spread, parameters)
 
 
-def _axes(config: ModelConfig, tp: int) -> dict[str, Any]:
-    """Dim name -> the axes it is spread over. More devices than KV heads hold them several times."""
-    if tp == 1:
-        return {"kv_heads": None}
-    if not config.divides("heads", tp):
-        fit = [n for n in range(1, config.heads + 1) if config.divides("heads", n)]
-        raise ValueError(
-            f"tp {tp} does not fit {config.heads} heads and {config.kv_heads} KV heads; these do: "
-            f"{', '.join(map(str, fit))}"
-        )
-    kv: Any = "tp" if config.kv_heads % tp == 0 else ("tp", 1, config.kv_heads) if config.kv_heads > 1 else None
-    assert config.divides("mlp", tp), "programs.padding makes the MLP divide"
-    spread = {"heads": "tp", "kv_heads": kv, "mlp": "tp"}
-    return spread | ({"vocab": "tp"} if config.divides("vocab", tp) else {})
+def _flops(graph: Graph) -> dict[str, int]:
+    """By operation."""
+    return {op.name: rule_for(op).flops for op in graph.ops}
 
 
-def block_bytes(config: ModelConfig, tp: int, dtype: str) -> int:
-    """Bytes of one cache block (keys and values of all layers) on one device."""
-    return BLOCK_SIZE * config.cached(tp) * DTYPES[dtype].itemsize
+def _annotations(setting: ServeSetting, graph: Graph, kinds: dict[Value, str]) -> dict[Value, Annotation]:
+    """The recipe's, as in training; what they leave open of parameters and cache is propagated. A dim that its axes do
+    not divide stays whole, as do a step's rows where the recipe says nothing of them, and the logits."""
+    used = {value.name: [value] for value, kind in kinds.items() if kind == "parameter"}
+    step = [value for value in graph.inputs if value.name in STEP]
+    found = annotate(setting, graph, [v for v in step if v.name not in ("tables", "wanted")], used=used, serving=True)
+    said = setting.recipe.sharding.rules.get("seq")
+    whole = [value for value in step if value not in found or not said]
+    return found | {v: WHOLE[v.rank] for v in [*whole, *graph.outputs] if isinstance(v, Value)}
 
 
-def weight_bytes(config: ModelConfig, tp: int, dtype: str, bits: int | None = None) -> int:
-    """About what the weights take on one device; quantized ones (all but the tables) half a bit more than `bits`."""
-    size = DTYPES[dtype].itemsize
-    tables = (1 if config.tie_embeddings else 2) * config.vocab * config.width
-    rest = config.count - tables
-    return (tables * size + (rest * size if bits is None else rest * (2 * bits + 1) // 16)) // tp
-
-
-def cache_blocks(
-    config: ModelConfig, tp: int, dtype: str, requests: int, given_mb: int | None, free_bytes: int, device: str,
-    bits: int | None = None,
-) -> int:  # fmt: skip
-    """Blocks of a server's cache on one device (`cpu` or `gpu`) with `free_bytes`: those of `given_mb` MiB, else what
-    `requests` of the model's longest length need, within a quarter of a CPU's free memory, which is not the server's
-    alone, or three quarters of what the weights (of `bits`, where quantized) leave of a GPU's. At least one sequence's
-    worth of 256 tokens.
-
-    Ranks on a CPU share its memory: the caller divides.
-    """
-    each = block_bytes(config, tp, dtype)
-    if given_mb is not None:
-        return max(1, given_mb * 2**20 // each)
-    wanted = requests * -(-config.max_seq // BLOCK_SIZE)
-    room = free_bytes // 4
-    if device != "cpu":
-        room = 3 * max(0, free_bytes - weight_bytes(config, tp, dtype, bits)) // 4
-    return max(256 // BLOCK_SIZE, min(wanted, room // each))
+def _check_axes(setting: ServeSetting, program: Program) -> None:
+    """Mistakes (exit 4) for an axis that nothing is spread over: its devices would all do the same."""
+    used = {axis.name for port in program.inputs for axis in port.layout.axes}
+    for axis, size in setting.mesh.axes.items():
+        if size > 1 and axis not in used:
+            raise Mistakes.one(
+                f"nothing in a server's step is spread over `{axis}`", exit=Exit.FIT,
+                where=setting.recipe.where("serve.mesh"), why="its devices would all do the same",
+                fix="an axis that sharding.rules gives heads, mlp or vocab; or several servers behind one address",
+            )  # fmt: skip

@@ -422,6 +422,9 @@ class Serve(Section):
     """latest of this run; or a directory in Hugging Face format, GPTQ or not."""
     mesh: Mapping[AxisName, AxisSize] = field(default_factory=lambda: {"tp": 4})
     """Axes and sizes to serve on."""
+    dtype: Dtype | None = None
+    """What it computes in; null: the checkpoint's, for quantized weights on a CPU fp32, where bf16 multiplies them as
+    codes."""
     layout: Literal["tp_aware", "local_sort", "naive"] = "tp_aware"
     """How act-ordered GPTQ weights are laid out over `tp`."""
     batch_invariant: bool | None = None
@@ -438,6 +441,9 @@ class Serve(Section):
     that is free, on a GPU three quarters of what the weights leave."""
     requests: Annotated[int, Range(least=1, most=1024)] = 64
     """Answers computed at once."""
+    step_tokens: Annotated[int, Range(least=8, most=65536)] | None = None
+    """Most tokens computed in one step; a longer prompt takes several. null: 64 on a CPU, 2048 on a GPU, and at least
+    `requests`."""
     queue: Annotated[int, Range(least=0, most=100000)] = 256
     """Answers that may wait for that; more are refused with 429."""
     request_s: Annotated[float, Range(above=0)] = 600.0

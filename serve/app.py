@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,8 @@ class Server:
     service: Service
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    programs: Sequence[Mapping[str, Any]] = ()
+    """Rows and fingerprint of every program that answers."""
     created: int = 0
 
     def __post_init__(self) -> None:
@@ -249,7 +251,8 @@ def make_app(server: Server, key: str | None) -> App:
     @app.api_route("/health", methods=READ)
     async def health() -> Response:
         healthy = server.service.healthy
-        return JSONResponse({"status": "ok" if healthy else "unhealthy"}, status_code=200 if healthy else 503)
+        told = {"status": "ok" if healthy else "unhealthy", "programs": list(server.programs)}
+        return JSONResponse(told, status_code=200 if healthy else 503)
 
     @app.api_route("/ready", methods=READ)
     async def ready() -> Response:

@@ -6,17 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from tpshard.kernels.layouts import Layout
-from tpshard.models import build
-from tpshard.models.config import ModelConfig
-from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.program import Program
 from tpshard.programs.layouts import Arrangement
-from tpshard.programs.padding import note, padded
-from tpshard.programs.served import Quantization
-from tpshard.programs.serving import BLOCK_SIZE, step
-from tpshard.programs.setting import DTYPES
+from tpshard.programs.serving import BLOCK_SIZE, ServingPrograms
 
 _MEANING = {
     "naive": "activations of all ranks gathered before each row-parallel one",
@@ -29,67 +21,73 @@ _MEANING = {
 class Need:
     """What one device of a server holds and does."""
 
-    tp: int
-    dtype: str
+    programs: ServingPrograms
     blocks: int
-    parameter_bytes: int
-    cache_bytes: int
-    collectives: tuple[dict[str, Any], ...]
-    """Per step of one token."""
-    kernels: dict[str, str]
-    padding: str = ""
-    """What the program is wider by than the model, in words."""
 
     @property
-    def cache_tokens(self) -> int:
-        return self.blocks * BLOCK_SIZE
+    def cache_bytes(self) -> int:
+        return (self.blocks + 1) * self.programs.bytes("cache")
+
+    @property
+    def collectives(self) -> list[dict[str, Any]]:
+        """Of the smallest step, in which a token is decoded."""
+        found = self.programs.any.collectives
+        counted = Counter((c.kind, ", ".join(map(str, c.axes)), c.bytes) for c in found)
+        return [
+            {"kind": kind, "axes": axes, "bytes": size, "count": count} for (kind, axes, size), count in counted.items()
+        ]
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """What computes the products, and how often in a step; and how quantized weights lie."""
+        setting, served = self.programs.setting, self.programs.setting.served
+        found = {"kernels": ", ".join(f"{count} {name}" for name, count in kernels(self.programs.any).items())}
+        if served.quantized is not None:
+            how = "" if served.coded(setting.kind, self.programs.arrangement) else ", made dense as they are loaded"
+            meaning = _meaning(self.programs.arrangement, setting.recipe.serve.layout)
+            found["quantized weights"] = f"{served.quantized}{how}; {meaning}"
+        return found
 
     def as_json(self) -> dict[str, Any]:
+        setting = self.programs.setting
         return {
-            "tp": self.tp, "dtype": self.dtype,
-            "memory": {"parameters": self.parameter_bytes, "cache": self.cache_bytes},
-            "cache": {"blocks": self.blocks, "block_size": BLOCK_SIZE, "tokens": self.cache_tokens},
-            "kernels": self.kernels, "collectives_per_token": list(self.collectives), "padding": self.padding,
+            "tp": setting.mesh.ranks, "mesh": dict(setting.mesh.axes), "dtype": setting.served.dtype,
+            "memory": {"parameters": self.programs.bytes("parameter"), "cache": self.cache_bytes},
+            "cache": {"blocks": self.blocks, "block_size": BLOCK_SIZE, "tokens": self.blocks * BLOCK_SIZE},
+            "programs": self.programs.listed, "kernels": self.kernels, "collectives_per_token": list(self.collectives),
+            "padding": "; ".join(self.programs.notes),
         }  # fmt: skip
 
     def __str__(self) -> str:
+        setting, ranks = self.programs.setting, self.programs.setting.mesh.ranks
+        rows = ", ".join(map(str, self.programs.steps))
         lines = [
-            f"on each of {self.tp} devices, in {self.dtype}:" if self.tp > 1 else f"on one device, in {self.dtype}:",
-            f"  parameters {self.parameter_bytes / 2**20:,.1f} MiB",
+            f"on {f'each of {ranks} devices' if ranks > 1 else 'one device'}, in {setting.served.dtype}:",
+            f"  parameters {self.programs.bytes('parameter') / 2**20:,.1f} MiB",
             f"  cache      {self.cache_bytes / 2**20:,.1f} MiB: {self.blocks} blocks of {BLOCK_SIZE}, "
-            f"{self.cache_tokens:,} tokens",
-            *(f"  {what}: {kernel}" for what, kernel in self.kernels.items()),
-            *([f"  {self.padding}"] if self.padding else []),
+            f"{self.blocks * BLOCK_SIZE:,} tokens",
+            f"  programs   for steps of {rows} tokens",
+            *(f"  {what}: {how}" for what, how in self.kernels.items()),
+            *(f"  {note}" for note in self.programs.notes),
         ]
         for c in self.collectives:
             lines.append(f"  per token {c['count']} {c['kind']} over {c['axes']}, {c['bytes']:,} bytes each")
         return "\n".join(lines + ([] if self.collectives else ["  no collectives"]))
 
 
-def need(
-    config: ModelConfig, tp: int, dtype: str, blocks: int, device: str, batch_invariant: bool,
-    quantized: Quantization | None = None, layout: Layout = "tp_aware",
-) -> Need:  # fmt: skip
-    """Prices one device (cpu or cuda) of a server from the program that would run.
+def need(programs: ServingPrograms, free_bytes: int) -> Need:
+    """What one device of a server takes of one with so much free memory."""
+    return Need(programs, programs.cache_blocks(free_bytes))
 
-    ValueError where tp does not fit the model.
-    """
-    wider = padded(config, tp, 1 if quantized is None else quantized.shared)
-    model = build(wider, dtype=DTYPES[dtype])
-    orders = {} if quantized is None else quantized.orders
-    made = step(
-        model, wider, Mesh({"tp": tp}), rows=1, wanted=1, blocks=blocks, block_size=BLOCK_SIZE, orders=orders,
-        layout=layout,
-    )  # fmt: skip
-    kind = "cpu" if device == "cpu" else "gpu"
-    program = made.program if quantized is None else quantized.held(made, kind)
-    parameters = {name for name, _ in model.named_parameters()}
-    held = sum(port.local_bytes for port in program.inputs if port.name in parameters)
-    cache = sum(port.local_bytes for port in program.inputs if ".cache." in port.name)
-    kernels = _kernels(dtype, device, batch_invariant)
-    if quantized is not None:
-        kernels["quantized weights"] = f"tpshard::quantized_matmul, {quantized}; {_meaning(made.arrangement, layout)}"
-    return Need(tp, dtype, blocks, held, cache, _collectives(program), kernels, note(config, wider, tp))
+
+def kernels(program: Program) -> dict[str, int]:
+    """The kernels that are named in a program rather than torch's own operations, and how often they run."""
+    found: Counter[str] = Counter()
+    for node in program.graph.nodes:
+        name = str(node.target) if "tpshard." in str(node.target) else getattr(node.target, "__name__", "")
+        if node.op == "call_function" and ("tpshard." in name or name.endswith(("linear", "gate"))):
+            found[name.removeprefix("tpshard.").removesuffix(".default")] += 1
+    return dict(found)
 
 
 def _meaning(arrangement: Arrangement, layout: str) -> str:
@@ -100,22 +98,3 @@ def _meaning(arrangement: Arrangement, layout: str) -> str:
     if layout == "tp_aware" and local:
         return f"{layout}: written by the products before, {len(local)} sorted within each rank"
     return f"{layout}: {_MEANING[layout]}"
-
-
-def _collectives(program: Program) -> tuple[dict[str, Any], ...]:
-    counted = Counter((c.kind, ", ".join(map(str, c.axes)), c.bytes) for c in program.collectives)
-    return tuple(
-        {"kind": kind, "axes": axes, "bytes": size, "count": count} for (kind, axes, size), count in counted.items()
-    )
-
-
-def _kernels(dtype: str, device: str, batch_invariant: bool) -> dict[str, str]:
-    from tpshard.kernels.rows_linear import TILE
-
-    if not batch_invariant:
-        products = "the library's choice by number of rows"
-    elif device == "cpu" and dtype in ("fp32", "bf16") and torch.backends.mkldnn.is_available():
-        products = f"{TILE} rows at a time, weights packed for oneDNN"
-    else:
-        products = f"{TILE} rows at a time"
-    return {"attention": "tpshard::paged_attention, a row's bits its own", "products": products}

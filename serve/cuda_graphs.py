@@ -8,55 +8,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Program = Callable[..., Tensor]
 MOST_ROWS = 64
 """Steps with more rows keep the device busy without it."""
 _WARM = 3
 
 
 class Captured:
-    """One size of a program, captured: static inputs, and the output that every replay writes."""
+    """A program of one size, captured at its first call: static inputs, and the output that every replay writes.
 
-    def __init__(self, program: Program, like: Sequence[Tensor], fixed: Sequence[Tensor], pool: Any) -> None:
-        self.inputs = [torch.zeros_like(x) for x in like]  # zeros: rows of block 0, which is nobody's
+    `brought`: places of the inputs that change from call to call; the others are as they were. `tables`, one of them,
+    gets as many columns as the longest sequence has blocks.
+    """
+
+    def __init__(
+        self, run: Callable[..., list[Tensor]], brought: Sequence[int], tables: int, width: int, pool: Any
+    ) -> None:
+        self._run, self._brought, self._tables, self._width, self._pool = run, brought, tables, width, pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: list[Any] = []
+        self._output: list[Tensor] = []
+
+    def __call__(self, *inputs: Any) -> list[Tensor]:
+        """inputs: those of the program, on the device"""
+        if self._graph is None:
+            self._capture(inputs)
+        assert self._graph is not None
+        for i in self._brought:
+            given, held = inputs[i], self._inputs[i]
+            if i == self._tables:
+                held.zero_()
+                held = held[: given.shape[0], : given.shape[1]]
+            held.copy_(given)
+        self._graph.replay()
+        return self._output
+
+    def _capture(self, inputs: Sequence[Any]) -> None:
+        self._inputs = list(inputs)
+        for i in self._brought:  # zeros: rows of block 0, which is nobody's
+            self._inputs[i] = torch.zeros_like(inputs[i])
+        tables = inputs[self._tables]
+        # a step of these rows is of as many sequences at most, and one of padding
+        rows = inputs[self._brought[0]].shape[1]
+        self._inputs[self._tables] = tables.new_zeros(rows + 1, self._width)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM):  # kernels are compiled and measured before anything is captured
-                program(*self.inputs, *fixed)
+                self._run(*self._inputs)
         torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
-            self.output = program(*self.inputs, *fixed)
-
-    def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
-        for held, given in zip(self.inputs, inputs):
-            held.copy_(given)
-        self.graph.replay()
-        return self.output
-
-
-class Replayed:
-    """A program whose small steps are captured at their first use, a graph a size, and replayed from then on.
-
-    Tables get the width of the longest sequence, so that a size is (rows, wanted rows) and nothing else.
-    """
-
-    def __init__(self, program: Program, fixed: Sequence[Tensor], width: int) -> None:
-        self.program, self.fixed, self.width = program, fixed, width
-        self._graphs: dict[tuple[int, int], Captured] = {}
-        self._pool: Any = None
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """inputs: tokens, positions, slots, sequences [1,rows], tables [m,w], wanted [n] on the device"""
-        *row, tables, wanted = inputs
-        rows = row[0].shape[1]
-        if rows > MOST_ROWS:
-            return self.program(*inputs, *self.fixed)
-        wide = tables.new_zeros(rows + 1, self.width)
-        wide[: tables.shape[0], : tables.shape[1]] = tables
-        size = (rows, wanted.shape[0])
-        if size not in self._graphs:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            self._graphs[size] = Captured(self.program, [*row, wide, wanted], self.fixed, self._pool)
-        return self._graphs[size]([*row, wide, wanted])
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=self._pool):
+            self._output = self._run(*self._inputs)

@@ -5,46 +5,52 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
-    from tpshard.kernels.layouts import Layout
-    from tpshard.kernels.quantized import Quantized
-    from tpshard.models.config import ModelConfig
+    from tpshard.programs.serving import ServingPrograms
 
 _HEAD = struct.Struct("<cI")
 _LARGEST = 1 << 28
 
-JOB, READY, STEP, DONE, ERROR, QUIT = (bytes([c]) for c in b"JRSDEQ")
+JOB, READY, STEP, DONE, QUIT = (bytes([c]) for c in b"JRSDQ")
+CHANNEL, LOGITS = "TPSHARD_CHANNEL", "TPSHARD_LOGITS"
+"""Variables with a worker's descriptors: of its end of the socket pair, and of memory where rank 0 leaves results."""
 
 
 @dataclass(frozen=True)
 class Job:
     """Everything that all ranks are told alike. Plain data: it travels as JSON."""
 
+    recipe: str
+    """As text, complete."""
     source: str
     """The folder of weights: a checkpoint of ours, or one in Hugging Face format."""
+    programs: tuple[dict[str, Any], ...]
+    """Rows and fingerprint of every program: what the ranks build must be these."""
+    world: int
+    blocks: int
     vocab: int
     max_seq: int
-    tp: int = 1
-    dtype: str = "fp32"
-    blocks: int = 256
-    block_size: int = 16
-    rows: tuple[int, ...] = (8, 32, 64)
-    """Sizes of the programs under tensor parallelism: a step is padded to the next one."""
-    batch_invariant: bool = True
+    max_rows: int
+    max_wanted: int
     device: str = "cpu"
-    layout: Layout = "tp_aware"
     step_s: float = 60.0
     """A step that takes longer means that a rank hangs."""
     start_s: float = 600.0
 
-    @property
-    def max_rows(self) -> int:
-        return max(self.rows)
+    @staticmethod
+    def of(programs: ServingPrograms, source: str, blocks: int) -> Job:
+        """What serves these programs with the weights in a folder."""
+        setting = programs.setting
+        told, most = setting.recipe.timeout_s, setting.most
+        return Job(
+            recipe=setting.recipe.to_yaml(), source=source, programs=tuple(programs.listed),
+            world=setting.mesh.ranks, blocks=blocks, vocab=programs.vocab, max_seq=setting.max_seq, max_rows=most,
+            max_wanted=setting.wanted(most), device="cpu" if setting.kind == "cpu" else "cuda", step_s=told.step,
+            start_s=told.start,
+        )  # fmt: skip
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -52,20 +58,7 @@ class Job:
     @staticmethod
     def decode(raw: bytes) -> Job:
         value = json.loads(raw)
-        return Job(**{**value, "rows": tuple(value["rows"])})
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A model whose parameters can be read by blocks."""
-
-    config: ModelConfig
-    block: Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]
-    """(name, starts, sizes) -> that block of a parameter."""
-    quantized: Callable[[str], Quantized | None] = lambda _name: None
-    """A parameter's quantized form, whole; None for one that is dense."""
-    group: Callable[[str], torch.Tensor | None] = lambda _name: None
-    """Which group each input of a quantized parameter belongs to, int32 [inputs]; None for one that is dense."""
+        return Job(**{**value, "programs": tuple(value["programs"])})
 
 
 class Closed(OSError):
@@ -83,7 +76,7 @@ def send(channel: socket.socket, kind: bytes, body: bytes = b"") -> None:
 def receive(channel: socket.socket) -> tuple[bytes, bytes]:
     """One frame: its kind and its body. Closed at the end, ValueError where it is no frame."""
     kind, size = _HEAD.unpack(_exactly(channel, _HEAD.size))
-    if kind not in (JOB, READY, STEP, DONE, ERROR, QUIT) or size > _LARGEST:
+    if kind not in (JOB, READY, STEP, DONE, QUIT) or size > _LARGEST:
         raise ValueError(f"a frame of kind {kind!r} and {size} bytes")
     return kind, _exactly(channel, size)
 

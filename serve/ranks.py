@@ -1,172 +1,146 @@
 """A runner whose steps are computed by worker processes, one a rank.
 
-Workers are told steps as plain bytes over a socket pair; rank 0 leaves the logits in memory that both sides map. A
-worker that dies, fails or hangs ends them all, and the step raises WorkerLost: whoever owns the runner makes a new one.
+Workers are told steps as plain bytes over a socket pair; rank 0 leaves the logits in memory that both sides map. They
+are started and watched as those of a training run are (`parallelism.runtime.workers`). One that dies, fails or hangs
+ends them all, and the step raises WorkerLost: whoever owns the runner makes a new one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
-import selectors
-import signal
 import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import psutil
 import torch
 from torch import Tensor
-from tpshard.parallelism.runtime.place import nameless_file
-from tpshard.serve.job import DONE, ERROR, JOB, QUIT, READY, STEP, Closed, Job, receive, send
+from tpshard.parallelism.runtime.workers import Workers
+from tpshard.programs.serving import BLOCK_SIZE
+from tpshard.serve.job import CHANNEL, DONE, JOB, LOGITS, QUIT, READY, STEP, Closed, Job, receive, send
 from tpshard.serve.step import StepInput, WorkerLost
 
 _LOOK_S = 1.0
 """How often a silent worker is looked at."""
 
 
-@dataclass
-class _Worker:
-    rank: int
-    process: subprocess.Popen[bytes]
-    channel: socket.socket
-
-
 class Ranks:
-    """`job.tp` worker processes, started by `command` (see worker.py for what they are given).
+    """`job.world` worker processes that run `command`.
 
     Raises WorkerLost where they do not become ready; their own error is its message. On a CPU the process that samples
     should have one thread: torch's idle ones spin for milliseconds, on cores that the workers compute on.
     """
 
+    block_size = BLOCK_SIZE
+
     def __init__(self, command: Sequence[str], job: Job) -> None:
-        self.blocks, self.block_size = job.blocks, job.block_size
-        self.max_rows = self.max_wanted = job.max_rows
-        self.vocab, self.max_seq = job.vocab, job.max_seq
+        self.blocks, self.vocab, self.max_seq = job.blocks, job.vocab, job.max_seq
+        self.max_rows, self.max_wanted = job.max_rows, job.max_wanted
         self._job = job
         self._shared = os.memfd_create("tpshard-logits", os.MFD_CLOEXEC)
-        os.ftruncate(self._shared, 4 * job.vocab * job.max_rows)
+        os.ftruncate(self._shared, 4 * job.vocab * job.max_wanted)
         self._memory = mmap.mmap(self._shared, 0, prot=mmap.PROT_READ)
-        self._workers: list[_Worker] = []
-        self._ready = selectors.DefaultSelector()
-        store, rendezvous = nameless_file()
+        self._workers = Workers(job.world)
+        self._channels: list[socket.socket] = []
         try:
-            for rank in range(job.tp):
-                self._start(command, rank, store, rendezvous)
-            self._await(READY, set(range(job.tp)), job.start_s)
+            self._start(command)
+            self._await(READY, set(range(job.world)), job.start_s)
         except BaseException:
             self.close()
             raise
-        finally:
-            os.close(store)
 
     @property
     def pids(self) -> list[int]:
         """Process ids by rank."""
-        return [worker.process.pid for worker in self._workers]
+        return [worker.process.pid for worker in self._workers.all]
 
     def step(self, batch: StepInput) -> Tensor:
         message = batch.encode()
-        for worker in self._workers:
-            try:
-                send(worker.channel, STEP, message)
-            except Closed:
-                self._lost(worker)
+        for channel in self._channels:
+            with contextlib.suppress(Closed):  # its end is noticed below
+                send(channel, STEP, message)
         self._await(DONE, {0}, self._job.step_s)
         shape = (len(batch.wanted), self.vocab)
         logits = np.frombuffer(self._memory, dtype="<f4", count=shape[0] * shape[1]).reshape(shape)
         return torch.from_numpy(logits.copy())
 
     def close(self) -> None:
-        for worker in self._workers:
+        for channel in self._channels:
             with contextlib.suppress(Closed):
-                worker.channel.settimeout(1)
-                send(worker.channel, QUIT)
+                channel.settimeout(1)
+                send(channel, QUIT)
         deadline = time.monotonic() + 5
-        for worker in self._workers:
-            try:
+        for worker in self._workers.all:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
-            worker.channel.close()
-        self._workers.clear()
-        self._ready.close()
+        self._workers.kill()
+        self._workers.close()
+        for channel in self._channels:
+            channel.close()
+        self._channels.clear()
         if self._shared >= 0:
             self._memory.close()
             os.close(self._shared)
             self._shared = -1
 
-    def _start(self, command: Sequence[str], rank: int, store: int, rendezvous: str) -> None:
-        ours, theirs = socket.socketpair()
-        ours.settimeout(self._job.step_s)
-        threads = max(1, (os.cpu_count() or 1) // self._job.tp)
-        environment = {"OMP_NUM_THREADS": str(threads)} | dict(os.environ)
-        arguments = [str(rank), str(self._job.tp), rendezvous, str(theirs.fileno()), str(self._shared)]
-        process = subprocess.Popen(
-            [*command, *arguments], pass_fds=(theirs.fileno(), self._shared, store),
-            stdin=subprocess.DEVNULL, start_new_session=True, env=environment,
-        )  # fmt: skip
-        theirs.close()
-        worker = _Worker(rank, process, ours)
-        self._workers.append(worker)
-        self._ready.register(ours, selectors.EVENT_READ, worker)
-        with contextlib.suppress(Closed):  # its end is noticed below
-            send(ours, JOB, self._job.encode())
+    def _start(self, command: Sequence[str]) -> None:
+        pairs = [socket.socketpair() for _ in range(self._job.world)]
+        self._channels = [ours for ours, _ in pairs]
+        given = {rank: {CHANNEL: theirs.fileno(), LOGITS: self._shared} for rank, (_, theirs) in enumerate(pairs)}
+        try:
+            self._workers.start(command, kept=False, given=given)
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+        for rank, channel in enumerate(self._channels):
+            channel.settimeout(self._job.step_s)
+            self._workers.watch(channel, rank)
+            with contextlib.suppress(Closed):
+                send(channel, JOB, self._job.encode())
 
     def _await(self, kind: bytes, ranks: set[int], seconds: float) -> None:
         """Waits for one frame of a kind from each of these ranks, and meanwhile for anything that goes wrong."""
         deadline = time.monotonic() + seconds
         missing = set(ranks)
         while missing:
-            found = self._ready.select(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
-            if not found and time.monotonic() >= deadline:
-                self._kill()
-                raise WorkerLost(f"rank {min(missing)} did not answer within {seconds:g} s; the workers were ended")
-            for worker in () if found else self._workers:
-                if _is_stopped(worker.process.pid):
-                    self._lost(worker, "it was stopped by a signal")
-            for key, _ in found:
-                worker = key.data
+            left = deadline - time.monotonic()
+            found = self._workers.listen(0.1 if self._workers.troubled else min(_LOOK_S, max(0.0, left)))
+            for rank in found:
                 try:
-                    got, body = receive(worker.channel)
+                    got, _ = receive(self._channels[rank])
                 except (Closed, ValueError):
-                    self._lost(worker)
-                if got == ERROR:
-                    self._lost(worker, json.loads(body)["text"])
+                    self._workers.forget(self._channels[rank])  # why, it says itself or its end does
+                    continue
                 if got == kind:
-                    missing.discard(worker.rank)
+                    missing.discard(rank)
+            if self._workers.settled or (self._workers.troubled and not self._workers.living):
+                self._lost()
+            if not found and missing:
+                self._look(min(missing), left, seconds)
 
-    def _lost(self, worker: _Worker, said: str = "") -> None:
-        """Ends all workers and raises WorkerLost for one of them, or for another one that said why."""
-        said = said or self._last_words(worker)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.process.wait(1 if said else 5)
-        code = worker.process.poll()
-        self._kill()
-        ended = f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit {code}"
-        raise WorkerLost(f"rank {worker.rank} was lost: {said or ended}")
+    def _look(self, rank: int, left: float, seconds: float) -> None:
+        """At workers that have been silent for a while."""
+        for worker in self._workers.living:
+            if _is_stopped(worker.process.pid):
+                self._end(f"rank {worker.rank} was lost: it was stopped by a signal")
+        for worker in self._workers.all:
+            if worker.died and not self._workers.troubled:
+                self._end(f"rank {worker.rank} was lost: it ended without being asked to")
+        if left <= 0:
+            self._end(f"rank {rank} did not answer within {seconds:g} s; the workers were ended")
 
-    def _last_words(self, worker: _Worker) -> str:
-        """The error that a worker sent before it closed the channel."""
-        with contextlib.suppress(Closed, ValueError, OSError):
-            worker.channel.settimeout(0.1)
-            kind, body = receive(worker.channel)
-            if kind == ERROR:
-                return str(json.loads(body)["text"])
-        return ""
+    def _lost(self) -> None:
+        verdict = self._workers.verdict()
+        assert verdict is not None, "there was trouble"
+        self._end(f"rank {verdict.rank} was lost: {verdict.cause}")
 
-    def _kill(self) -> None:
-        for worker in self._workers:
-            if worker.process.poll() is None:
-                worker.process.kill()
-        for worker in self._workers:
-            worker.process.wait()
+    def _end(self, why: str) -> None:
+        self._workers.kill()
+        raise WorkerLost(why)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -59,6 +59,8 @@ class Entry:
     """It reads no more of its operands than it returns."""
     exponentials: int = 0
     """For each element of the result."""
+    cached: tuple[int, ...] = ()
+    """Operands that are a cache of as many blocks as there are: FLOPs, and what is read of them, are of one."""
     saved: bool = False
     """Dear to make again: selective recomputation keeps it."""
 

@@ -11,7 +11,8 @@ def paged_attention(op: Op) -> Rule:
     """`q[b t (kv g) d], k, v[b t kv d], pools[n s kv d], positions, slots, sequences[b t], tables[m w] -> q`.
 
     Rows write to the pools, so every device that holds a KV head sees all rows. More devices than KV heads shard g and
-    replicate the KV heads and their pools.
+    replicate the KV heads and their pools. FLOPs are those of the blocks that there are, one where their number is left
+    open.
     """
     q, k, _, pool = op.operands[:4]
     factors = Factors()
@@ -35,4 +36,4 @@ def paged_attention(op: Op) -> Rule:
     )  # fmt: skip
 
 
-OPS: Table = {"tpshard.paged_attention": Entry(paged_attention, work="attention", saved=True, carries=2)}
+OPS: Table = {"tpshard.paged_attention": Entry(paged_attention, work="attention", saved=True, carries=2, cached=(3, 4))}

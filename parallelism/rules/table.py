@@ -17,6 +17,7 @@ from tpshard.parallelism.rules import (
     experts,
     identities,
     indexing,
+    kernels,
     paged,
     pieces,
     reduction,
@@ -29,7 +30,7 @@ from tpshard.parallelism.rules.rule import Rule, whole
 
 THEMES = (
     contraction, elementwise, shape, pieces, reduction, selection, indexing, by_index, creation, attention, paged,
-    experts, reorder, identities, decomposed,
+    experts, reorder, identities, decomposed, kernels,
 )  # fmt: skip
 OTHER = Entry()
 """What is known of an op that is not in the table."""

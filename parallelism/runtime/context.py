@@ -21,8 +21,7 @@ from tpshard.parallelism.runtime.place import Place
 from tpshard.parallelism.runtime.report import WorkerFault
 from tpshard.parallelism.runtime.stop import StopRequest, exit_code
 from tpshard.parallelism.runtime.watchdog import Doing, Watchdog
-
-MACHINE, WORKER_LOST = 5, 9
+from tpshard.recipes.exits import Exit
 
 
 @dataclass
@@ -104,7 +103,7 @@ class Context:
         if text := disagreement([one for one, _ in everyone], [host for _, host in everyone]):
             raise WorkerFault(
                 text,
-                exit=MACHINE,
+                exit=Exit.MACHINE,
                 why="ranks that run different programs wait for each other for ever",
                 fix="install the same versions everywhere, and start every worker with the same recipe",
             )
@@ -116,6 +115,12 @@ class Context:
         self.groups.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def alone(device: torch.device | str = "cpu") -> Context:
+    """A run of this process alone: it meets nobody, and nothing is watched."""
+    groups, watchdog = Groups(Mesh({})), Watchdog(0, float("inf"))
+    return Context(0, 1, 0, torch.device(device), "", dist.HashStore(), groups, watchdog)
 
 
 def disagreement(values: list[Mapping[str, str]], hosts: list[str]) -> str:
@@ -150,7 +155,7 @@ def connect(
     if mesh.ranks != place.world:
         raise WorkerFault(
             f"the mesh {mesh.axes} has {mesh.ranks} devices, but {place.world} workers were started",
-            exit=MACHINE,
+            exit=Exit.MACHINE,
             fix=f"start {mesh.ranks} workers, or use a mesh of {place.world} devices",
         )
     chosen = _device(device, place)
@@ -170,7 +175,7 @@ def connect(
     except (RuntimeError, dist.DistError) as error:
         raise WorkerFault(
             f"rank {place.rank} could not join the {place.world} workers within {start_s:g} s: {error}",
-            exit=WORKER_LOST,
+            exit=Exit.WORKER_LOST,
             fix="see whether all workers were started, and whether they can reach each other",
         ) from error
     watchdog = Watchdog(place.rank, start_s)
@@ -195,7 +200,7 @@ def _device(kind: str, place: Place) -> torch.device:
         raise WorkerFault(
             f"worker {place.local_rank} of this host needs a CUDA device of its own, but "
             f"{'no CUDA device is' if count == 0 else f'only {count} are'} visible",
-            exit=MACHINE,
+            exit=Exit.MACHINE,
             fix="check `tpshard doctor`; or choose `cluster.device: cpu`",
         )
     device = torch.device("cuda", place.local_rank)
@@ -228,7 +233,7 @@ def _tcp_store(host: str, port: int, place: Place, start_s: float) -> dist.Store
         except OSError as error:
             raise WorkerFault(
                 f"rank 0 cannot listen on {host}:{port}: {error.strerror}",
-                exit=MACHINE,
+                exit=Exit.MACHINE,
                 fix="give --rendezvous an address of the first host and a free port",
             ) from error
         listener.listen(1024)
@@ -245,7 +250,7 @@ def _tcp_store(host: str, port: int, place: Place, start_s: float) -> dist.Store
             if time.monotonic() > deadline:
                 raise WorkerFault(
                     f"rank {place.rank} found nobody at {host}:{port} within {start_s:g} s",
-                    exit=WORKER_LOST,
+                    exit=Exit.WORKER_LOST,
                     why=str(error).splitlines()[0],
                     fix="start the first host (node rank 0), and let the others reach that address and port",
                 ) from error

@@ -25,10 +25,9 @@ class Groups:
     """
 
     def __init__(self, mesh: Mesh, *, backend: str | None = None):
-        if mesh.ranks != dist.get_world_size():
-            raise ValueError(
-                f"the mesh {mesh.axes} has {mesh.ranks} devices, but {dist.get_world_size()} workers were started"
-            )
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if mesh.ranks != world:
+            raise ValueError(f"the mesh {mesh.axes} has {mesh.ranks} devices, but {world} workers were started")
         self.mesh = mesh
         self.backend = backend
         self._made: dict[Axes, dist.ProcessGroup] = {}

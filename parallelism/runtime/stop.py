@@ -7,10 +7,10 @@ import signal
 from types import FrameType
 from typing import Any
 
+from tpshard.recipes.exits import Exit
+
 POLITE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that ask a run to save and end. The launcher starts its workers with these blocked, until `listen`."""
-
-_PREEMPTED, _INTERRUPTED = 75, 130
 
 
 class StopRequest:
@@ -34,7 +34,7 @@ class StopRequest:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal == signal.SIGINT:
-            os._exit(_INTERRUPTED)
+            os._exit(Exit.INTERRUPTED)
         if self.signal is None or number == signal.SIGINT:
             self.signal = signal.Signals(number)
 
@@ -46,4 +46,4 @@ class StopRequest:
 
 def exit_code(urgency: int) -> int:
     """Exit code for an agreed urgency."""
-    return {0: 0, 1: _PREEMPTED, 2: _INTERRUPTED}[urgency]
+    return {0: Exit.DONE, 1: Exit.PREEMPTED, 2: Exit.INTERRUPTED}[urgency]

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tpshard.parallelism.runtime import report
-
-_WORKER_LOST = 9
+from tpshard.recipes.exits import Exit
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self.limit_s / 4)):
             if self._launcher is not None and os.getppid() != self._launcher:
-                os._exit(_WORKER_LOST)  # The kernel kills us too; this is for kernels without PR_SET_PDEATHSIG.
+                os._exit(Exit.WORKER_LOST)  # The kernel kills us too; this is for kernels without PR_SET_PDEATHSIG.
             if time.monotonic() > self._deadline:
                 self._on_stall(self.stall_text())
                 return
@@ -114,13 +113,14 @@ class Watchdog:
             where = "\n" + stacks
         doing = self.describe(self.doing)
         message = f"error: {text}{where}"
-        if not report.send("stalled", text=message, exit=_WORKER_LOST, progress=self.progress, waiting=doing.waiting):
+        waits = doing.waiting
+        if not report.send("stalled", text=message, exit=Exit.WORKER_LOST, progress=self.progress, waiting=waits):
             sys.stderr.write(message + "\n")
             sys.stderr.flush()
-            os._exit(_WORKER_LOST)
+            os._exit(Exit.WORKER_LOST)
         # The launcher compares all ranks, names the one to blame and ends everybody; do not wait for it for ever.
         time.sleep(30)
-        os._exit(_WORKER_LOST)
+        os._exit(Exit.WORKER_LOST)
 
 
 def _as_doing(value: object) -> Doing:

@@ -13,8 +13,8 @@ from typing import NoReturn
 
 from tpshard.parallelism.runtime import report
 from tpshard.parallelism.runtime.place import Place
-
-_WORKER_LOST = 9
+from tpshard.parallelism.runtime.workers import follow
+from tpshard.recipes.exits import Exit
 
 Describe = Callable[[BaseException], tuple[str, int]]
 """An error as the user should read it, and its exit code."""
@@ -28,6 +28,7 @@ def run_worker(body: Callable[[], int], place: Place, describe: Describe) -> NoR
     to blame; under another launcher this rank prints its own, and waits a moment when it only lost its peers, so that
     the cause is read last. A crash of native code leaves the stacks of Python's threads.
     """
+    follow()
     faulthandler.enable()
     try:
         _leave(body())
@@ -37,9 +38,9 @@ def run_worker(body: Callable[[], int], place: Place, describe: Describe) -> NoR
         if report.is_lost_peer(error):
             first = str(error).strip().splitlines()[0]
             text = f"error: rank {place.rank} lost the connection to another worker\n  why: {first}"
-            if not report.send("secondary", text=text, exit=_WORKER_LOST):
+            if not report.send("secondary", text=text, exit=Exit.WORKER_LOST):
                 _hold_back(text)
-            _leave(_WORKER_LOST)
+            _leave(Exit.WORKER_LOST)
         text, code = describe(error)
         if not report.send("failed", text=text, exit=code):
             head = f"rank {place.rank} of {place.world} failed:\n" if place.world > 1 else ""

@@ -1,15 +1,18 @@
-"""Products with quantized weights as operations on a device: measured, captured, and the same in every batch."""
+"""Products with quantized weights on a device: measured, captured, and the same in every batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from tpshard.kernels import quantized_ops as ops
+from tpshard.kernels import quantized_linear as ops
+from tpshard.kernels.int4 import Int4, int4_linear
+from tpshard.kernels.norm import NORM, rms_norm
+from tpshard.kernels.packed import Packed
 from tpshard.kernels.quantized import Quantized, group_count, group_index, reference_matmul
-from tpshard.kernels.rows import rms_norm_reference
 
 BOUND = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-3}
 """Relative, of a whole product; weights pass through fp16, and a gate is rounded before it multiplies."""
@@ -41,28 +44,45 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     assert (found.cpu().double() - expected).norm() <= BOUND[found.dtype] * expected.norm()
 
 
+def packed(weight: Quantized) -> Packed:
+    found = ops.prepare(weight, "cuda")
+    assert isinstance(found, Packed)
+    return found
+
+
+def product(x: Tensor, weight: ops.Prepared, invariant: bool) -> Tensor:
+    return int4_linear(x, weight) if isinstance(weight, Int4) else ops.quantized_linear(x, weight, invariant)
+
+
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("sym", [True, False])
 def test_products_equal_their_reference(bits: int, sym: bool, dtype: torch.dtype, device: str) -> None:
+    if not ops.multiplies(bits, dtype, "cpu" if device == "cpu" else "gpu"):
+        pytest.skip("these weights are multiplied dense here")
     weight = linear(384, 160, bits, sym=sym)
+    if device == "cpu":
+        weight = replace(weight, bias=None)  # its product knows none
     prepared = ops.prepare(weight, device)
     for rows in ROWS:
         x = drawn(rows, 384, dtype)
         for invariant in (True, False):
             for _ in range(2):  # as measured, then as chosen
-                assert_close(ops.matmul(x.to(device), prepared, invariant), reference_matmul(x.double(), weight))
-                assert_close(ops.gate_up(x.to(device), prepared, invariant), gated(x.double(), weight))
+                assert_close(product(x.to(device), prepared, invariant), reference_matmul(x.double(), weight))
+                if isinstance(prepared, Packed):
+                    found = ops.quantized_gate(x.to(device), prepared, invariant)
+                    assert_close(found, gated(x.double(), weight))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, device: str) -> None:
-    prepared, x = ops.prepare(linear(640, 256), device), drawn(70, 640, dtype).to(device)
-    together = ops.matmul(x, prepared, True)
-    both = ops.gate_up(x, prepared, True)
+def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    prepared, x = packed(linear(640, 256)), drawn(70, 640, dtype).cuda()
+    together = ops.quantized_linear(x, prepared, True)
+    both = ops.quantized_gate(x, prepared, True)
     for rows in (1, 5, 16, 33):
-        assert torch.equal(ops.matmul(x[:rows], prepared, True), together[:rows])
-        assert torch.equal(ops.gate_up(x[-rows:], prepared, True), both[-rows:])
+        assert torch.equal(ops.quantized_linear(x[:rows], prepared, True), together[:rows])
+        assert torch.equal(ops.quantized_gate(x[-rows:], prepared, True), both[-rows:])
 
 
 @pytest.mark.parametrize("width", [64, 96, 5120])
@@ -71,11 +91,11 @@ def test_norms_store_in_order(width: int, dtype: torch.dtype, device: str) -> No
     g = torch.Generator().manual_seed(width)
     x, weight = torch.randn(2, 3, width, generator=g).to(dtype), torch.rand(width, generator=g).to(dtype)
     order = torch.randperm(width, generator=g)
-    straight = ops.rms_norm_permuted(x.to(device), weight.to(device), None, 1e-5).cpu()
-    wanted = rms_norm_reference(x.double(), weight.double(), None, 1e-5)
+    straight = NORM(x.to(device), weight.to(device), None, 1e-5).cpu()
+    wanted = rms_norm(x.double(), weight.double(), None, 1e-5)
     bound = 2e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(straight.double(), wanted, rtol=bound, atol=bound)
-    turned = ops.rms_norm_permuted(x.to(device), weight.to(device), order.to(device), 1e-5).cpu()
+    turned = NORM(x.to(device), weight.to(device), order.to(device), 1e-5).cpu()
     assert torch.equal(turned, straight[..., order])
 
 
@@ -93,18 +113,19 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
         return measure(self, x, packed, gated, guesses)  # type: ignore[arg-type]
 
     monkeypatch.setattr(triton_launch.Choice, "_measure", noted)
-    monkeypatch.setattr(ops, "_choice", ops._LazyChoice())
+    ops._choice.cache_clear()
     yield seen
+    ops._choice.cache_clear()
 
 
 @pytest.mark.gpu
 def test_a_choice_is_measured_once_for_a_power_of_two_of_rows(measured: list[object]) -> None:
-    prepared = ops.prepare(linear(512, 256), "cuda")
+    prepared = packed(linear(512, 256))
     for rows in (5, 8, 5, 9, 16):
-        ops.matmul(drawn(rows, 512, torch.bfloat16).cuda(), prepared)
-    ops.gate_up(drawn(8, 512, torch.bfloat16).cuda(), prepared)
+        ops.quantized_linear(drawn(rows, 512, torch.bfloat16).cuda(), prepared, False)
+    ops.quantized_gate(drawn(8, 512, torch.bfloat16).cuda(), prepared, False)
     assert measured == [(5, False), (9, False), (8, True)]
-    ops.matmul(drawn(8, 512, torch.bfloat16).cuda(), prepared, True)
+    ops.quantized_linear(drawn(8, 512, torch.bfloat16).cuda(), prepared, True)
     assert len(measured) == 3, "what is the same in every batch is not measured"
 
 
@@ -115,8 +136,7 @@ def test_every_tile_that_may_be_chosen_is_right(rows: int, gate_and_up: bool) ->
     from tpshard.kernels import triton_launch
 
     weight = linear(1024, 512, sym=True)
-    prepared, x = ops.prepare(weight, "cuda"), drawn(rows, 1024, torch.bfloat16)
-    assert isinstance(prepared, triton_launch.Packed)
+    prepared, x = packed(weight), drawn(rows, 1024, torch.bfloat16)
     expected = gated(x.double(), weight) if gate_and_up else reference_matmul(x.double(), weight)
     tiles = triton_launch.tiles(rows, prepared, gate_and_up, 132)
     assert len(tiles) > 1
@@ -129,11 +149,11 @@ def test_every_tile_that_may_be_chosen_is_right(rows: int, gate_and_up: bool) ->
 @pytest.mark.parametrize("rows", [1, 40, 300])
 def test_a_captured_product_is_the_one_that_was_measured(rows: int, measured: list[object]) -> None:
     """Replayed, with other inputs, and again after other launches; nothing is measured while capturing."""
-    prepared = ops.prepare(linear(1024, 256), "cuda")
+    prepared = packed(linear(1024, 256))
     first, second = (drawn(rows, 1024, torch.float16).cuda() * factor for factor in (1, -2))
 
     def both(x: Tensor) -> Tensor:
-        return ops.matmul(x, prepared) + ops.gate_up(x, prepared).repeat(1, 2)
+        return ops.quantized_linear(x, prepared, False) + ops.quantized_gate(x, prepared, False).repeat(1, 2)
 
     expected = [both(first), both(second)]
     count = len(measured)
@@ -152,10 +172,10 @@ def test_a_captured_product_is_the_one_that_was_measured(rows: int, measured: li
 @pytest.mark.gpu
 def test_a_product_that_was_never_measured_can_be_captured() -> None:
     weight = linear(1536, 320)
-    prepared, x = ops.prepare(weight, "cuda"), drawn(3, 1536, torch.bfloat16)
-    ops.matmul(x.cuda(), prepared, True)  # compiled, not measured
+    prepared, x = packed(weight), drawn(3, 1536, torch.bfloat16)
+    ops.quantized_linear(x.cuda(), prepared, True)  # compiled, not measured
     held, graph = x.cuda(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ops.matmul(held, prepared, True)
+        out = ops.quantized_linear(held, prepared, True)
     graph.replay()
     assert_close(out, reference_matmul(x.double(), weight))

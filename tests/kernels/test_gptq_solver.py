@@ -14,8 +14,8 @@ from tpshard.kernels.gptq_solver import (
     round_to_nearest,
     solve,
 )
-from tpshard.kernels.layouts import head_local_order
 from tpshard.kernels.quantized import group_index
+from tpshard.kernels.reorder import head_local_order
 
 
 def correlated(inputs, rows=512, seed=0):

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from patience import PATIENCE
-from tpshard.kernels import llvm_launch
 from tpshard.kernels.paged_attention import paged_attention, paged_attention_reference, span
 
 
@@ -191,59 +190,3 @@ def test_the_triton_kernel_compiles(capability: int) -> None:
     constants = {"GROUP": 4, "HEAD": 128, "BLOCK": 16, "KEYS": 64, "M": 16, "D": 128}
     source = ASTSource(paged_attention_kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
-
-
-@pytest.mark.skipif(not llvm_launch.available(), reason="the program is not made for this CPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("h", "kv", "d"), [(4, 4, 64), (6, 1, 32), (10, 2, 8), (8, 2, 128)])
-@pytest.mark.parametrize("window", [None, 45])
-def test_the_program_for_a_cpu_is_the_reference(
-    h: int, kv: int, d: int, dtype: torch.dtype, window: int | None
-) -> None:
-    g = torch.Generator().manual_seed(h)
-    lengths, size = (1, 31, 32, 33, 150), 8
-    width = 20
-    tables = 1 + torch.randperm(len(lengths) * width, generator=g).view(len(lengths), width)
-    sequences = torch.arange(len(lengths))[None]
-    positions = torch.tensor([lengths]) - 1
-    slots = tables[sequences, positions // size] * size + positions % size
-    pools = [torch.randn(1 + len(lengths) * width, size, kv, d, generator=g).to(dtype) for _ in range(2)]
-    q, k, v = (torch.randn(1, len(lengths), n, d, generator=g).to(dtype) for n in (h, kv, kv))
-    given = (q, k, v, *pools, positions, slots, sequences, tables, d**-0.5, window)
-    expected = paged_attention_reference(*given)
-    found = torch.ops.tpshard.paged_attention(*given)
-    assert found.dtype == dtype and not torch.equal(found[0, 1], found[0, 2])
-    torch.testing.assert_close(found, expected, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=1e-6)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        assert torch.equal(torch.ops.tpshard.paged_attention(*given), found)
-    finally:
-        torch.set_num_threads(threads)
-
-
-@pytest.mark.skipif(not llvm_launch.available(), reason="the program is not made for this CPU")
-def test_scores_far_apart_keep_their_weights() -> None:
-    """The running maximum grows from chunk to chunk, by more than exp can hold."""
-    size, length = 32, 100
-    k_pool, v_pool = torch.zeros(5, size, 1, 8), torch.randn(5, size, 1, 8, generator=torch.Generator().manual_seed(0))
-    flat = k_pool.view(-1, 8)
-    flat[size : size + length, 0] = torch.arange(length) * 50.0  # of position p
-    tables = torch.tensor([[1, 2, 3, 4]])
-    at = torch.tensor([[length - 1]])
-    q = torch.zeros(1, 1, 1, 8)
-    q[..., 0] = 1.0
-    new = [pool.view(-1, 1, 1, 1, 8)[size + length - 1] for pool in (k_pool.clone(), v_pool.clone())]
-    out = torch.ops.tpshard.paged_attention(q, *new, k_pool, v_pool, at, at + size, at * 0, tables, 1.0)
-    torch.testing.assert_close(out.flatten(), v_pool.view(-1, 8)[size + length - 1])
-    q[..., 0] = -1.0  # the first position outweighs all that follow
-    out = torch.ops.tpshard.paged_attention(q, *new, k_pool, v_pool, at, at + size, at * 0, tables, 1.0)
-    torch.testing.assert_close(out.flatten(), v_pool.view(-1, 8)[size])
-
-
-def test_a_cache_that_the_program_does_not_know_is_attended_to_by_plain_operations() -> None:
-    whole = torch.randn(3, 8, 1, 16)
-    assert llvm_launch.takes(whole, whole) == llvm_launch.available()
-    assert not llvm_launch.takes(whole[..., ::2], whole[..., ::2])
-    assert not llvm_launch.takes(whole.double(), whole.double())
-    assert not llvm_launch.takes(whole[..., :12].contiguous(), whole[..., :12].contiguous())

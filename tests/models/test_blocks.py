@@ -112,37 +112,6 @@ def test_causal(config: ModelConfig) -> None:
     assert torch.equal(before[:, :6], after[:, :6]) and not torch.allclose(before[:, 6:], after[:, 6:])
 
 
-class KeepAll:
-    """A cache that keeps every key and value, in plain tensors."""
-
-    def __init__(self) -> None:
-        self.past: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        if layer in self.past:
-            k = torch.cat([self.past[layer][0], k], 1)
-            v = torch.cat([self.past[layer][1], v], 1)
-        self.past[layer] = (k, v)
-        return torch.ops.tpshard.attention(q, k, v, None, q.shape[-1] ** -0.5, window)[0]
-
-    def needed(self, layer: int, x: Tensor) -> Tensor:
-        return x
-
-
-def test_a_cache_gives_the_same_logits(config: ModelConfig) -> None:
-    model = build(config, device="cpu", seed=1).double()
-    tokens = tokens_of(config, 2, 11)
-    cache, pieces = KeepAll(), []
-    for start, stop in ((0, 5), (5, 6), (6, 11)):
-        positions = torch.arange(start, stop).expand(2, -1)
-        with float64():
-            pieces.append(model(tokens[:, start:stop], positions=positions, cache=cache).detach())
-    with float64():
-        whole = model(tokens).detach()
-    assert distance(torch.cat(pieces, 1), whole) <= BOUND
-    assert len(cache.past) == config.layers
-
-
 def test_learned_positions_end() -> None:
     model = build(replace(SMALL["granite"], max_seq=8))
     with pytest.raises(ValueError, match="8 learned positions"):

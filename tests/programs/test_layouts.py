@@ -6,28 +6,38 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from operator import add
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from servers import lockstep, recipe, weights_of
+from tpshard.kernels.gptq_config import GPTQConfig
 from tpshard.kernels.gptq_solver import Heads, Settings, ordering, round_to_nearest
-from tpshard.kernels.layouts import LAYOUTS, Layout
-from tpshard.kernels.quantized import Quantized, group_index
-from tpshard.kernels.reorder import fewer, positions, sorting
-from tpshard.models import build
+from tpshard.kernels.quantized import Quantized, group_index, longer
+from tpshard.kernels.reorder import fewer, head_local_order, positions, sorting
+from tpshard.models import Blueprint, build
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.partitioner import partition_captured
-from tpshard.parallelism.simulate import local_arguments, run_lockstep
-from tpshard.programs.layouts import ActOrder, Turned, act_orders, arrange, planned_orders
+from tpshard.parallelism.simulate import join
+from tpshard.programs.layouts import (
+    LAYOUTS,
+    ActOrder,
+    Arrangement,
+    Layout,
+    Turned,
+    act_orders,
+    arrange,
+    planned_orders,
+)
 from tpshard.programs.padding import padded, shared_rows
-from tpshard.programs.serving import Step, make_pools, step
-from tpshard.serve.job import Weights
-from tpshard.serve.padding import pad
+from tpshard.programs.served import Quantization
+from tpshard.programs.served import Served as served_model
+from tpshard.programs.serving import ServeSetting, ServingPrograms, build_serving
+from tpshard.serve.weights import Filler, Weights
 
 LLAMA = ModelConfig(
     family="llama", layers=1, width=64, heads=8, kv_heads=4, head_dim=16, mlp=128, vocab=64, max_seq=64, seq_len=32,
@@ -46,7 +56,7 @@ CASES = [
     ("llama", "global", 4), ("granite", "head_local", 2),
     *((name, "head_local", tp) for name in UNEVEN for tp in (1, 2, 4, 8)),
 ]  # fmt: skip
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 3e-2}
 
 
 class Served:
@@ -75,49 +85,21 @@ class Served:
     def group(self, name: str) -> torch.Tensor | None:
         return self.quantized[name].group if name in self.quantized else None
 
-    def weights(self, tp: int) -> Weights:
-        """As a server over `tp` devices takes them."""
-        own = dict(self.model.named_parameters())
-        block = lambda name, starts, sizes: own[name].detach()[tuple(map(slice, starts, map(add, starts, sizes)))]  # noqa: E731
-        whole = Weights(self.config, block, self.quantized.get, self.group)
-        return pad(whole, padded(self.config, tp, shared_rows(self.config, self.group)))
+    def weights(self) -> Weights:
+        own = weights_of(self.model)
+        return Weights(own.shapes, own.block, self.quantized.get, self.group)
 
-    def step(self, layout: Layout, tp: int, dtype: torch.dtype = torch.float32) -> Step:
-        weights = self.weights(tp)
-        model = build(weights.config, dtype=dtype)
-        orders = act_orders(model, weights.config, weights.group)
-        return step(
-            model, weights.config, Mesh({"tp": tp}), rows=8, wanted=8, blocks=2, block_size=16, orders=orders,
-            layout=layout,
-        )  # fmt: skip
+    def step(self, layout: Layout, tp: int, dtype: str = "fp32") -> ServingPrograms:
+        settings = GPTQConfig(group_size=8, desc_act=True)
+        weights = dict.fromkeys(self.quantized, settings)
+        orders = act_orders(self.model, self.config, self.group)
+        quantized = Quantization(settings, weights, orders, shared_rows(self.config, self.group))
+        told = recipe(f"serve.mesh.tp={tp}", f"serve.layout={layout}")
+        served = served_model(Blueprint(self.config), dtype, quantized)
+        return build_serving(ServeSetting.of(told, served, "cpu"), rows=[8])
 
-    def inputs(self, step: Step, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Everything that a step takes, whole: a prompt of 5 tokens and one of 3, and the parameters as arranged."""
-        weights, arrangement = self.weights(step.program.mesh.ranks), step.arrangement
-        tokens = torch.arange(8)[None] * 7 % 64
-        places, sequences = torch.tensor([[*range(5), *range(3)]]), torch.tensor([[0] * 5 + [1] * 3])
-        tables = torch.zeros(9, 2, dtype=torch.int64)
-        tables[0, 0], tables[1, 0] = 1, 2
-        rows = [tokens, places, (sequences + 1) * 16 + places, sequences, tables, torch.arange(8)]
-        pools = [pool for pair in make_pools(self.config, 2, 16, dtype, "cpu") for pool in pair]
-        values = []
-        for name, p in build(weights.config).named_parameters():
-            found = weights.quantized(name)
-            value = weights.block(name, (0,) * p.dim(), p.shape) if found is None else found.dequantize(torch.float32).T
-            if (own := arrangement.rows_of(name, weights.group)) is not None:
-                value = value[:, own]
-            if (columns := arrangement.columns_of(name, weights.group)) is not None:
-                value = value[columns]
-            values.append(value.to(dtype))
-        return [*rows, *pools, *values, *(arrangement.order(t, weights.group) for t in arrangement.inputs.values())]
-
-    def logits(self, step: Step, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        given = self.inputs(step, dtype)
-        tp = step.program.mesh.ranks
-        results = run_lockstep(step.program, [local_arguments(step.program, rank, given) for rank in range(tp)])
-        for (other,) in results[1:]:
-            assert torch.equal(results[0][0], other)
-        return results[0][0]
+    def logits(self, made: ServingPrograms) -> torch.Tensor:
+        return lockstep(made, self.weights())
 
     @torch.no_grad()
     def expected(self) -> torch.Tensor:
@@ -128,9 +110,9 @@ class Served:
 served = cache(lambda family, order: Served(*(MODELS | UNEVEN)[family], order))
 
 
-def gathers(step: Step) -> list[str]:
+def gathers(made: ServingPrograms) -> list[str]:
     """Modules whose act-order is gathered for."""
-    found = [c for c in step.program.collectives if c.reason.startswith("the act-order of ")]
+    found = [c for c in made.any.collectives if c.reason.startswith("the act-order of ")]
     assert all(c.kind == "all_gather" and not c.asked for c in found)
     return [c.reason.split()[3] for c in found]
 
@@ -152,27 +134,32 @@ def test_every_layout_gives_the_logits_of_the_dense_weights(family: str, order: 
     torch.testing.assert_close(model.logits(made), model.expected(), rtol=1e-4, atol=1e-4)
     naive = ["layers.0.attention.wo", "layers.0.mlp.down"] if layout == "naive" and tp > 1 else []
     assert gathers(made) == naive
-    counted = Counter(c.kind for c in made.program.collectives)
+    counted = Counter(c.kind for c in made.any.collectives)
     # one all-reduce for attention, one for the MLP; one for the embedding and a gather of the logits
     assert counted == ({"all_reduce": 3, "all_gather": 1 + len(naive)} if tp > 1 else {})
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_in_every_dtype(layout: Layout, dtype: torch.dtype) -> None:
+def test_in_every_dtype(layout: Layout, dtype: str) -> None:
+    """In bf16 by torch's int4 product, else made dense."""
     model = served("llama", "head_local")
-    found, expected = model.logits(model.step(layout, 2, dtype), dtype).float(), model.expected()
+    made = model.step(layout, 2, dtype)
+    kernels = {getattr(node.target, "__name__", "") for node in made.any.graph.nodes}
+    assert ("int4_linear" in kernels) == (dtype == "bf16")
+    found, expected = model.logits(made).float(), model.expected()
     assert (found - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
 
 DOWN = "layers.0.mlp.down.weight"
 
 
-def groups_of_devices(step: Step, weights: Weights) -> list[set[int]]:
+def groups_of_devices(made: ServingPrograms, model: Served) -> list[set[int]]:
     """The groups whose rows of `down` each device holds."""
-    group, rows = weights.group(DOWN), step.arrangement.rows_of(DOWN, weights.group)
-    assert group is not None and rows is not None
-    return [set(part.tolist()) for part in group[rows].chunk(step.program.mesh.ranks)]
+    group = longer(model.quantized[DOWN].group, made.shapes[DOWN][1])
+    rows = made.arrangement.rows_of(DOWN, lambda _: group)
+    assert rows is not None
+    return [set(part.tolist()) for part in group[rows].chunk(made.setting.mesh.ranks)]
 
 
 @pytest.mark.parametrize("layout", ["naive", "tp_aware"])
@@ -180,8 +167,7 @@ def groups_of_devices(step: Step, weights: Weights) -> list[set[int]]:
 def test_shards_are_cut_between_groups(family: str, layout: Layout) -> None:
     model = served(family, "head_local")
     for tp, own in ((2, [6, 5]), (4, [3, 3, 3, 2]), (8, [2, 2, 2, 2, 2, 1, 0, 0])):
-        weights = model.weights(tp)
-        found = groups_of_devices(model.step(layout, tp), weights)
+        found = groups_of_devices(model.step(layout, tp), model)
         assert sum(map(len, found)) == len(set().union(*found)), "a group lies on two devices"
         assert [len(groups & set(range(11))) for groups in found] == own
     whole = torch.sort(model.group(DOWN)).values  # type: ignore[arg-type]
@@ -208,21 +194,20 @@ def test_what_is_added_must_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_padded_weights_are_zero_beyond_the_model() -> None:
     model = served("granite, 10.5 groups", "head_local")
-    weights = model.weights(8)
-    assert weights.config.mlp == 128
-    own = dict(model.model.named_parameters())
-    for name, p in build(weights.config).named_parameters():
-        whole, mine = weights.block(name, (0,) * p.dim(), p.shape), own[name].detach()
-        inside = tuple(slice(n) for n in mine.shape)
-        assert whole.shape == p.shape and torch.equal(whole[inside], mine)
-        assert whole.count_nonzero() == mine.count_nonzero()
-        for start in (76, 84, 96):  # across the end of the model, at it, and beyond
-            starts = tuple(start if n == 128 else 3 for n in p.shape)
-            part = whole[tuple(slice(s, s + 16) for s in starts)]
-            assert torch.equal(weights.block(name, starts, part.shape), part)
-        found = weights.quantized(name)
-        assert found is None or torch.equal(found.check().dequantize(torch.float32).T, whole)
-    assert weights.group(DOWN).tolist() == weights.quantized(DOWN).group.tolist()  # type: ignore[union-attr]
+    made = model.step("tp_aware", 8)
+    assert made.shapes[DOWN] == (64, 128)
+    own, plain = dict(model.model.named_parameters()), replace(model.weights(), quantized=lambda name: None)
+    for port in made.any.inputs:
+        if port.kind != "parameter" or port.name not in own:
+            continue
+        mine = own[port.name].detach()
+        for weights in (model.weights(), plain):  # quantized as they are stored, and dense
+            mesh, cpu = made.setting.mesh, torch.device("cpu")
+            fill = [Filler(weights, Arrangement(), made.shapes, mesh, rank, cpu, 1) for rank in range(8)]
+            whole = join(port, mesh, [one(replace(port, held=None)) for one in fill])
+            inside = tuple(slice(n) for n in mine.shape)
+            assert whole.shape == port.shape and torch.equal(whole[inside], mine)
+            assert whole.count_nonzero() == mine.count_nonzero()
 
 
 def test_only_what_is_not_divided_is_padded() -> None:
@@ -239,18 +224,21 @@ def test_only_what_is_not_divided_is_padded() -> None:
 
 
 def test_what_is_left_to_do_at_run_time() -> None:
-    def reordered(step: Step) -> list[tuple[str, int]]:
-        nodes = [n for n in step.program.graph.nodes if str(n.target) == "tpshard.reorder.default"]
-        return [(str(n.args[1]).removesuffix("_order"), n.args[2]) for n in nodes]
+    def reordered(made: ServingPrograms) -> list[tuple[str, int]]:
+        """What takes an order, a norm or an operation of its own, and in how many blocks."""
+        nodes = [(n, str(n.target)) for n in made.any.graph.nodes]
+        orders = [(n.args[1], n.args[2]) for n, name in nodes if name == "tpshard.reorder.default"]
+        norms = [(n.args[2], 1) for n, name in nodes if name == "tpshard.rms_norm_permuted.default" and n.args[2]]
+        return sorted((str(order).removesuffix("_order"), blocks) for order, blocks in [*orders, *norms])
 
     inputs = [("layers_0_attention_wq", 1), ("layers_0_mlp_gate", 1)]  # q, k and v share one, gate and up too
     local, crossing = served("llama", "head_local"), served("llama", "global")
     assert reordered(local.step("tp_aware", 2)) == inputs
-    assert reordered(crossing.step("tp_aware", 2)) == [inputs[0], ("layers_0_attention_wo", 1), inputs[1]]
+    assert reordered(crossing.step("tp_aware", 2)) == [("layers_0_attention_wo", 1), *inputs]
     for layout in ("naive", "local_sort"):
         found = reordered(local.step(layout, 2))
         assert [name for name, _ in found] == [
-            "layers_0_attention_wq", "layers_0_attention_wo", "layers_0_mlp_gate", "layers_0_mlp_down"
+            "layers_0_attention_wo", "layers_0_attention_wq", "layers_0_mlp_down", "layers_0_mlp_gate"
         ]  # fmt: skip
     turned = local.step("tp_aware", 2).arrangement.columns
     assert turned["layers.0.attention.wv.weight"] == Turned("layers.0.attention.wo.weight", 8, 4)
@@ -354,3 +342,24 @@ def test_orders_within_blocks() -> None:
     assert fewer(sorting(group, 2), 2, 1).tolist() == [1, 3, 0, 2]
     x = torch.randn(2, 3, 8)
     assert torch.equal(torch.ops.tpshard.reorder(x, sorting(group, 2), 2), x[..., sorting(group)])
+
+
+def head_local_group(heads: int, kv_heads: int, head_dim: int, size: int) -> torch.Tensor:
+    """g_idx of an output projection whose order stays within heads, one for all query heads of a KV head."""
+    g = torch.Generator().manual_seed(0)
+    group = torch.empty(heads, head_dim, dtype=torch.int32)
+    inner = torch.stack([torch.randperm(head_dim, generator=g) for _ in range(kv_heads)])
+    for head in range(heads):
+        own = group_index(head_dim, size) + head * (head_dim // size)
+        group[head, inner[head * kv_heads // heads]] = own
+    return group.flatten()
+
+
+def test_head_local_orders_are_told_from_others() -> None:
+    group = head_local_group(8, 4, 32, 16)
+    inner = head_local_order(group, 8, 4, 32)
+    assert inner is not None and inner.shape == (4, 32)
+    assert head_local_order(head_local_group(8, 8, 32, 16), 8, 4, 32) is None  # heads of one KV head disagree
+    assert head_local_order(group[torch.randperm(256, generator=torch.Generator().manual_seed(0))], 8, 4, 32) is None
+    spanning = head_local_order(group_index(256, 64), 8, 4, 32)  # groups of whole heads
+    assert spanning is not None and torch.equal(spanning, torch.arange(32).expand(4, 32))

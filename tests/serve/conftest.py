@@ -14,6 +14,7 @@ import pytest
 import torch
 import uvicorn
 from patience import until
+from servers import runner_of
 from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from tpshard.models import build
@@ -21,8 +22,8 @@ from tpshard.models.config import ModelConfig
 from tpshard.serve.app import Server, make_app
 from tpshard.serve.chat import ChatTemplate
 from tpshard.serve.http import bind, configured
-from tpshard.serve.local import LocalRunner
 from tpshard.serve.metrics import Metrics
+from tpshard.serve.runner import ProgramRunner
 from tpshard.serve.service import Limits, Service
 from tpshard.serve.step import Runner
 from tpshard.serve.text import Tokenizer
@@ -48,8 +49,8 @@ def model() -> torch.nn.Module:
 
 
 @pytest.fixture(scope="session")
-def runner(model: torch.nn.Module) -> LocalRunner:
-    return LocalRunner(model, blocks=256, max_rows=64)
+def runner(model: torch.nn.Module) -> ProgramRunner:
+    return runner_of(model, blocks=256)
 
 
 def make_tokenizer(folder: Path) -> Path:
@@ -126,7 +127,7 @@ class Kept:
 
 
 @pytest.fixture(scope="session")
-def server(runner: LocalRunner, tokenizer_folder: Path) -> Iterator[Running]:
+def server(runner: ProgramRunner, tokenizer_folder: Path) -> Iterator[Running]:
     with serving(lambda: Kept(runner), tokenizer_folder, Limits(running=16, queue=32, body_bytes=1 << 16)) as running:
         yield running
 

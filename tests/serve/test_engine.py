@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from servers import runner_of
 from tpshard.serve.engine import Engine
-from tpshard.serve.local import LocalRunner
 from tpshard.serve.request import Logprob, Sampling, Sequence
+from tpshard.serve.runner import ProgramRunner
 from tpshard.serve.step import StepInput
 
 GREEDY = Sampling(temperature=0, logprobs=2)
@@ -35,7 +36,7 @@ def run(engine: Engine, sequences: list[Sequence]) -> dict[int, list[Logprob]]:
     return scores
 
 
-def alone(runner: LocalRunner, s: Sequence) -> tuple[list[int], list[Logprob]]:
+def alone(runner: ProgramRunner, s: Sequence) -> tuple[list[int], list[Logprob]]:
     copy = Sequence(s.prompt, s.sampling, s.max_tokens, s.choice)
     return copy.tokens, run(Engine(runner), [copy])[copy.id]
 
@@ -47,7 +48,7 @@ def crowd() -> list[Sequence]:
     return [Sequence(prompt(n, n), kinds[i % 3], 12, choice=i % 2) for i, n in enumerate(lengths)]
 
 
-def test_greedy_equals_the_model(model: torch.nn.Module, runner: LocalRunner) -> None:
+def test_greedy_equals_the_model(model: torch.nn.Module, runner: ProgramRunner) -> None:
     sequences = [Sequence(prompt(n, n), GREEDY, 10) for n in (3, 20, 70, 200)]
     scores = run(Engine(runner), sequences)
     for s in sequences:
@@ -58,7 +59,7 @@ def test_greedy_equals_the_model(model: torch.nn.Module, runner: LocalRunner) ->
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-def test_tokens_and_logprobs_are_the_same_bits_in_every_batch(runner: LocalRunner) -> None:
+def test_tokens_and_logprobs_are_the_same_bits_in_every_batch(runner: ProgramRunner) -> None:
     together = crowd()
     scores = run(Engine(runner), together)
     assert len({tuple(s.answer) for s in together}) == len(together)
@@ -68,7 +69,7 @@ def test_tokens_and_logprobs_are_the_same_bits_in_every_batch(runner: LocalRunne
         assert scores[s.id] == expected
 
 
-def test_eight_blocks_force_preemption_and_give_the_same_text(runner: LocalRunner) -> None:
+def test_eight_blocks_force_preemption_and_give_the_same_text(runner: ProgramRunner) -> None:
     def requests() -> list[Sequence]:
         return [Sequence(prompt(n, n), GREEDY, 40) for n in (20, 24, 28, 40)]
 
@@ -83,7 +84,7 @@ def test_eight_blocks_force_preemption_and_give_the_same_text(runner: LocalRunne
     assert limited.pool.available == limited.pool.total == 8
 
 
-def test_a_prefix_is_computed_once(runner: LocalRunner) -> None:
+def test_a_prefix_is_computed_once(runner: ProgramRunner) -> None:
     shared = prompt(96, 9)
     first, second = Sequence(shared + (1, 2), GREEDY, 1), Sequence(shared + (3, 4), GREEDY, 1)
     engine = Engine(runner)
@@ -94,7 +95,7 @@ def test_a_prefix_is_computed_once(runner: LocalRunner) -> None:
     assert engine.computed_tokens == 98 + 2 + 2
 
 
-def test_a_reused_prefix_changes_no_bit(runner: LocalRunner) -> None:
+def test_a_reused_prefix_changes_no_bit(runner: ProgramRunner) -> None:
     engine = Engine(runner)
     run(engine, [Sequence(prompt(80, 3), GREEDY, 6)])
     again = Sequence(prompt(80, 3), GREEDY, 6)
@@ -103,7 +104,7 @@ def test_a_reused_prefix_changes_no_bit(runner: LocalRunner) -> None:
     assert scores[again.id] == alone(runner, again)[1]
 
 
-def test_a_temperature_near_zero_is_greedy(runner: LocalRunner) -> None:
+def test_a_temperature_near_zero_is_greedy(runner: ProgramRunner) -> None:
     greedy = alone(runner, Sequence(prompt(9, 1), GREEDY, 8))[0]
     for temperature in (1e-10, 1e-308, 5e-324):
         for more in ({}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3}):
@@ -114,7 +115,7 @@ def test_a_temperature_near_zero_is_greedy(runner: LocalRunner) -> None:
 class Overflowing:
     """A runner whose logits are not finite after one token."""
 
-    def __init__(self, runner: LocalRunner, token: int, value: float) -> None:
+    def __init__(self, runner: ProgramRunner, token: int, value: float) -> None:
         self.runner, self.token, self.value = runner, token, value
 
     def __getattr__(self, name: str) -> object:
@@ -127,7 +128,7 @@ class Overflowing:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite_end_their_own_sequence_alone(runner: LocalRunner, value: float) -> None:
+def test_numbers_that_are_not_finite_end_their_own_sequence_alone(runner: ProgramRunner, value: float) -> None:
     engine = Engine(Overflowing(runner, 299, value))  # type: ignore[arg-type]
     bad, good = Sequence((7, 299), GREEDY, 8), Sequence((7, 8), GREEDY, 8)
     scored = Sequence((7, 299, 9), GREEDY, 8, prompt_logprobs=True)
@@ -141,7 +142,7 @@ def test_numbers_that_are_not_finite_end_their_own_sequence_alone(runner: LocalR
     assert engine.pool.available == engine.pool.total
 
 
-def test_aborted_sequences_give_their_blocks_back(runner: LocalRunner) -> None:
+def test_aborted_sequences_give_their_blocks_back(runner: ProgramRunner) -> None:
     engine = Engine(runner)
     sequences = crowd()
     for s in sequences:
@@ -156,7 +157,7 @@ def test_aborted_sequences_give_their_blocks_back(runner: LocalRunner) -> None:
     assert not engine.busy
 
 
-def test_prompt_scores_equal_the_model(model: torch.nn.Module, runner: LocalRunner) -> None:
+def test_prompt_scores_equal_the_model(model: torch.nn.Module, runner: ProgramRunner) -> None:
     engine = Engine(runner, blocks=16)
     sequences = [Sequence(prompt(n, n), GREEDY, 1, prompt_logprobs=True) for n in (100, 150, 2, 1)]
     run(engine, sequences)
@@ -175,7 +176,7 @@ def test_prompt_scores_equal_the_model(model: torch.nn.Module, runner: LocalRunn
     assert torch.cat(ours).max() <= 2 * torch.cat(rounded).max() + 1e-5
 
 
-def test_prompts_at_the_limit(runner: LocalRunner) -> None:
+def test_prompts_at_the_limit(runner: ProgramRunner) -> None:
     engine = Engine(runner)
     assert engine.limit == 512
     run(engine, [exact := Sequence(prompt(511, 1), GREEDY, 1)])
@@ -194,7 +195,7 @@ def test_prompts_at_the_limit(runner: LocalRunner) -> None:
     leave=st.integers(0, 30),
 )
 def test_everything_ends_and_all_blocks_come_back(
-    runner: LocalRunner, blocks: int, sizes: list[tuple[int, int]], leave: int
+    runner: ProgramRunner, blocks: int, sizes: list[tuple[int, int]], leave: int
 ) -> None:
     engine = Engine(runner, blocks=blocks)
     sequences = [Sequence(prompt(n, n % 3), GREEDY, new) for n, new in sizes]
@@ -232,10 +233,10 @@ def test_a_step_travels_as_bytes() -> None:
 def test_a_gpu_gives_the_same_bits_in_every_batch_and_replays_its_steps(model: torch.nn.Module) -> None:
     import copy
 
-    cuda = LocalRunner(copy.deepcopy(model).cuda(), blocks=256, max_rows=64)
+    cuda = runner_of(copy.deepcopy(model).cuda(), "serve.batch_invariant=true", blocks=256)
     together = crowd()
     scores = run(Engine(cuda), together)
-    assert cuda._replayed is not None and cuda._replayed._graphs
+    assert all(type(run).__name__ == "Captured" for run in cuda._run.values())
     for s in together:
         assert (s.tokens, scores[s.id]) == alone(cuda, s)
         expected = torch.log_softmax(model(torch.tensor([s.tokens[:-1]]))[0, len(s.prompt) - 1 :].double(), -1)

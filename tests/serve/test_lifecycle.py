@@ -18,17 +18,15 @@ import psutil
 import pytest
 import torch
 from patience import PATIENCE, until
+from servers import WORKER, job_of, ranks_of
 from tpshard.cli.main import run as run_command
 from tpshard.models import to_hf
 from tpshard.serve.engine import Engine
-from tpshard.serve.job import Job
-from tpshard.serve.local import LocalRunner
 from tpshard.serve.ranks import Ranks
 from tpshard.serve.request import Sampling, Sequence
+from tpshard.serve.runner import ProgramRunner
 from tpshard.serve.step import WorkerLost
 from web import web
-
-WORKER = [sys.executable, "-m", "tpshard.cli.serve_worker"]
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +50,8 @@ def all_ended(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
 
 
-def test_two_ranks_answer_like_one_and_their_death_is_noticed(folder: Path, runner: LocalRunner) -> None:
-    job = Job(str(folder), 300, 512, tp=2, rows=(8,))
-    ranks = Ranks(WORKER, job)
+def test_two_ranks_answer_like_one_and_their_death_is_noticed(folder: Path, runner: ProgramRunner) -> None:
+    ranks = ranks_of(folder, "serve.mesh.tp=2")
     try:
         assert answers(ranks) == answers(runner)
         listening = [c for pid in ranks.pids for c in psutil.Process(pid).net_connections() if c.status == "LISTEN"]
@@ -69,7 +66,7 @@ def test_two_ranks_answer_like_one_and_their_death_is_noticed(folder: Path, runn
 
 
 def test_a_rank_without_memory_in_the_middle_of_decoding_is_lost_and_named(folder: Path) -> None:
-    ranks = Ranks(WORKER, Job(str(folder), 300, 512, tp=2, rows=(8,), step_s=20.0))
+    ranks = ranks_of(folder, "serve.mesh.tp=2", step_s=20.0)
     try:
         engine = Engine(ranks)
         engine.add(Sequence(tuple(range(2, 400)), Sampling(temperature=0), 100))
@@ -85,14 +82,19 @@ def test_a_rank_without_memory_in_the_middle_of_decoding_is_lost_and_named(folde
         ranks.close()
 
 
-def test_a_worker_that_says_nothing_is_lost() -> None:
+def test_a_worker_that_says_nothing_is_lost(folder: Path) -> None:
     with pytest.raises(WorkerLost, match=r"rank 0 did not answer within 0.3 s"):
-        Ranks([sys.executable, "-c", "import time; time.sleep(60)"], Job("nowhere", 300, 512, start_s=0.3))
+        Ranks([sys.executable, "-c", "import time; time.sleep(60)"], job_of(folder, start_s=0.3))
 
 
-def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(WorkerLost, match="holds no"):
-        Ranks(WORKER, Job(str(tmp_path), 300, 512))
+def test_a_worker_that_cannot_start_says_why(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(WorkerLost, match="rank 0 was lost: there is no recipe"):
+        Ranks(WORKER, job_of(folder, source=str(tmp_path)))
+
+
+def test_ranks_that_build_other_programs_than_were_planned_do_not_start(folder: Path) -> None:
+    with pytest.raises(WorkerLost, match="not those that were planned"):
+        Ranks(WORKER, job_of(folder, programs=({"rows": 8, "fingerprint": "another"},)))
 
 
 RECIPE = "name: served\ncluster: {device: cpu}\nmodel: {preset: tiny}\n"
@@ -157,6 +159,22 @@ def process(recipe: Path, folder: Path) -> Iterator[Process]:
     made = Process(recipe, folder, "serve.mesh.tp=2", "logging.wandb.mode=offline")
     yield made
     made.end()
+
+
+def test_what_is_planned_is_what_is_checked_and_what_answers(
+    process: Process, recipe: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(recipe.parent)
+    told = [f"serve.checkpoint={folder}", "serve.mesh.tp=2"]
+    found = [web.get(process.url + "/health").json()["programs"]]
+    # neither the cache's size nor the port is the program's
+    asked = [["serve", str(recipe), "--check", "--json", "serve.cache_mb=7", *told],
+             *(["plan", str(recipe), "--for", what, "--dry-run", "--json", *told] for what in ("decode", "prefill"))]
+    for arguments in asked:
+        assert run_command(arguments) == 0
+        found.append(json.loads(capsys.readouterr().out)["programs"])
+    assert [one["rows"] for one in found[0]] == [8, 16, 32, 64]
+    assert found == [found[0]] * 4
 
 
 def test_a_server_survives_its_worker_and_drains_at_the_end(process: Process, recipe: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tpshard.kernels.gptq_format import GPTQFolder
 from tpshard.kernels.gptq_solver import Settings, round_to_nearest
-from tpshard.kernels.layouts import head_local_order
+from tpshard.kernels.reorder import head_local_order
 from tpshard.models import build, from_hf, to_hf
 from tpshard.models.presets import PRESETS
 from tpshard.serve.quantize import Quantizer, Sequences, write

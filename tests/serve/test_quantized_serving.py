@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from servers import folder_runner, ranks_of, runner_of
 from tpshard.cli.serve_worker import open_weights
-from tpshard.kernels.blocked import Blocked
 from tpshard.kernels.gptq_solver import Settings
-from tpshard.kernels.rows_linear import TILE
+from tpshard.kernels.int4 import Int4
+from tpshard.kernels.norm import NORM
 from tpshard.models import build, from_hf
 from tpshard.models.config import ModelConfig
-from tpshard.programs.layouts import act_orders
-from tpshard.programs.serving import arrangement_on_one
+from tpshard.serve.check import kernels
 from tpshard.serve.engine import Engine
-from tpshard.serve.job import Job
-from tpshard.serve.local import LocalRunner
 from tpshard.serve.quantize import Quantizer, Sequences, write
-from tpshard.serve.quantized import Inputs, prepare, rewrite
-from tpshard.serve.ranks import Ranks
 from tpshard.serve.request import Sampling, Sequence
-from tpshard.serve.worker import local_runner
 
 LLAMA = ModelConfig(
     family="llama", layers=2, width=64, heads=4, kv_heads=2, head_dim=32, mlp=128, vocab=128, max_seq=64, seq_len=32,
@@ -58,10 +50,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {config.family: quantize(config, base / config.family) for config in (LLAMA, GRANITE)}
 
 
-def job(folder: Path, **more: Any) -> Job:
-    return Job(**{"source": str(folder), "vocab": 128, "max_seq": 64, "blocks": 16, "rows": (8, 16)} | more)
-
-
 def greedy(runner: Any) -> tuple[list[list[int]], list[float]]:
     engine = Engine(runner)
     sequences = [Sequence(tuple(range(3, 3 + n)), Sampling(temperature=0, logprobs=0), 8) for n in (2, 9, 21)]
@@ -75,70 +63,53 @@ def greedy(runner: Any) -> tuple[list[list[int]], list[float]]:
     return [s.tokens for s in sequences], [x for s in sequences for x in scores[s.id]]
 
 
+def requests(*more: str) -> tuple[str, ...]:
+    return ("serve.requests=8", "serve.step_tokens=16", *more)
+
+
 @pytest.mark.parametrize("family", ["llama", "granite"])
 def test_every_layout_gives_the_answers_of_the_dense_weights(family: str, folders: dict[str, Path]) -> None:
     folder = folders[family]
-    tokens, scores = greedy(LocalRunner(from_hf(folder, dtype=torch.float32), blocks=16, max_seq=64))
-    weights = open_weights(str(folder))
-    assert not weights.quantized("layers.0.mlp.down.weight").sorted  # act-order it is
+    tokens, scores = greedy(runner_of(from_hf(folder, dtype=torch.float32), *requests(), blocks=16))
+    assert not open_weights(str(folder)).quantized("layers.0.mlp.down.weight").sorted  # type: ignore[union-attr]
     for layout in LAYOUTS:
-        found = greedy(local_runner(job(folder, layout=layout, batch_invariant=layout != "naive"), weights))
+        invariant = str(layout != "naive").lower()
+        told = requests(f"serve.layout={layout}", f"serve.batch_invariant={invariant}")
+        found = greedy(folder_runner(folder, *told))
         assert found[0] == tokens
         assert found[1] == pytest.approx(scores, abs=1e-4)
 
 
 def test_four_bits_are_multiplied_as_four_bits(folders: dict[str, Path]) -> None:
-    weights = open_weights(str(folders["llama"]))
-    model = build(LLAMA)
-    arrangement = arrangement_on_one(model, LLAMA, act_orders(model, LLAMA, weights.group), "tp_aware")
-    parts = {"layers.0.mlp.down.weight": ((0, 64), (0, 128)), "layers.0.mlp.up.weight": ((0, 128), (0, 64))}
-    linears = prepare(parts, weights.quantized, weights.group, arrangement, "cpu")
-    down = linears.of["layers.0.mlp.down.weight"]
-    assert isinstance(down, Blocked) and down.width == 4
-    assert "layers.0.mlp.down.weight" not in arrangement.of  # nothing is taken in order between the two
-    dense = LocalRunner(from_hf(folders["llama"], dtype=torch.bfloat16), blocks=16, max_seq=64)
+    runner = folder_runner(folders["llama"], *requests("serve.dtype=bf16"))
+    programs = runner._programs
+    ports = {port.name: port for port in programs.any.inputs}
+    down = next(x for p, x in zip(programs.any.inputs, runner._given[8]) if p.name == "layers.0.mlp.down.weight")
+    assert isinstance(down, Int4) and down.group == 32 and down.codes.numel() == 64 * 128 // 2
+    assert ports["layers.0.mlp.down.weight"].local_bytes == down.codes.nbytes + down.scales.nbytes
+    assert "layers.0.mlp.down.weight" not in programs.arrangement.of  # nothing is taken in order between the two
+    assert kernels(programs.any) == {"int4_linear": 14, "fixed_rows_linear": 1, "rms_norm_permuted": 5,
+                                     "reorder": 2, "paged_attention": 2}  # fmt: skip
+    norms = [node.args[2] for node in programs.any.graph.nodes if node.target is NORM]
+    assert [order is None for order in norms] == [False] * 4 + [True]  # all but the last store in a product's order
+    dense = runner_of(from_hf(folders["llama"], dtype=torch.bfloat16), *requests(), blocks=16, dtype="bf16")
     _, expected = greedy(dense)
-    quantized = local_runner(job(folders["llama"], dtype="bf16"), weights)
-    code = quantized._program.code
-    assert code.count("matmul_on_cpu(") == 14
-    assert code.count("rows_linear.default(") == 1  # the head is dense
-    assert [code.count(f"{one}(") for one in ("rows_rms_norm", "rows_rotate", "rows_gate")] == [5, 4, 2]
-    norms = re.findall(r"rows_rms_norm\(\w+, \w+, (\w+),", code)
-    assert [order == "None" for order in norms] == [False] * 4 + [True]  # all but the last store in a product's order
-    assert code.count("reorder.default(") == 2  # of wo's inputs, whose order crosses heads, in each layer
-    assert "rsqrt" not in code and "roll" not in code and "silu" not in code
-    found = greedy(quantized)[1]
-    assert found[0] == pytest.approx(expected[0], abs=0.15)
+    assert greedy(runner)[1][0] == pytest.approx(expected[0], abs=0.15)
 
 
-@pytest.mark.parametrize("invariant", [False, True])
-def test_rows_are_kept_apart_only_where_it_is_asked_for(invariant: bool) -> None:
-    from tpshard.kernels import quantized_ops
-    from tpshard.kernels.gptq_solver import round_to_nearest
-
-    graph = fx.Graph()
-    x, source = graph.placeholder("x"), graph.placeholder("source")
-    node = graph.call_function(torch.ops.tpshard.rows_linear.default, (x, source, None))
-    graph.output(node)
-    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
-    quantized = round_to_nearest(weight, Settings(group_size=32))
-    inputs = Inputs(graph)
-    used = torch.tensor([8])
-    rewrite([node], {source: "w"}, {"w": quantized_ops.prepare(quantized, "cpu")}, inputs, invariant, used)
-    (multiplied,) = (node for node in graph.nodes if node.op == "call_function")
-    assert multiplied.target is torch.ops.tpshard.quantized_matmul.default and multiplied.args[-2] is invariant
-    rows = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    found = module(rows, weight, *inputs.tensors)
-    torch.testing.assert_close(found, rows @ quantized.dequantize(torch.float32))
-    used.fill_(3)  # what follows is padding
-    fewer = module(rows, weight, *inputs.tensors)
-    assert torch.equal(fewer[:3], found[:3]) and not fewer[3:].any()
+def test_in_fp32_a_cpu_has_the_files_weights_to_the_bit(folders: dict[str, Path]) -> None:
+    """No kernel multiplies codes in fp32: they are made dense, in the order that the program has them."""
+    runner = folder_runner(folders["llama"], *requests("serve.batch_invariant=false"))
+    port, held = next((p, x) for p, x in zip(runner._programs.any.inputs, runner._given[8]) if ".mlp.down" in p.name)
+    stored = open_weights(str(folders["llama"])).quantized(port.name)
+    assert stored is not None and port.held is None
+    order = torch.argsort(stored.group, stable=True)
+    assert torch.equal(held, stored.dequantize(torch.float32)[order].T)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_row_of_a_quantized_step_has_the_same_bits_in_every_batch(dtype: str, folders: dict[str, Path]) -> None:
-    runner = local_runner(job(folders["llama"], dtype=dtype), open_weights(str(folders["llama"])))
+    runner = folder_runner(folders["llama"], *requests(f"serve.dtype={dtype}"))
     _, together = greedy(runner)
     alone = []
     for n in (2, 9, 21):
@@ -147,14 +118,12 @@ def test_a_row_of_a_quantized_step_has_the_same_bits_in_every_batch(dtype: str, 
         while engine.busy:
             alone += [e.logprob.logprob for e in engine.step() if e.logprob is not None]
     assert together == alone
-    assert TILE == 8
 
 
 @pytest.mark.parametrize("layout", ["naive", "tp_aware"])
 def test_two_ranks_give_the_same_answers(layout: str, folders: dict[str, Path]) -> None:
-    expected = greedy(local_runner(job(folders["llama"]), open_weights(str(folders["llama"]))))
-    told = job(folders["llama"], tp=2, layout=layout, rows=(8,))
-    ranks = Ranks([sys.executable, "-m", "tpshard.cli.serve_worker"], told)
+    expected = greedy(folder_runner(folders["llama"], *requests()))
+    ranks = ranks_of(folders["llama"], *requests("serve.mesh.tp=2", f"serve.layout={layout}"), blocks=16)
     try:
         found = greedy(ranks)
     finally:

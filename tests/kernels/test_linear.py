@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tpshard.kernels import rows_linear
+import torch.nn.functional as F
+from tpshard.kernels import linear
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -12,24 +13,19 @@ from tpshard.kernels import rows_linear
 @pytest.mark.parametrize("k,n", [(64, 96), (96, 200), (512, 384)])
 def test_rows_do_not_know_of_each_other(k: int, n: int, dtype: torch.dtype, packed: bool) -> None:
     torch.manual_seed(k)
-    x, w, b = (t.to(dtype) for t in (torch.randn(64, k), torch.randn(n, k), torch.randn(n)))
-    if packed and not rows_linear.can_pack(w):
+    x, w = (t.to(dtype) for t in (torch.randn(64, k), torch.randn(n, k)))
+    if packed and not linear.can_pack(dtype):
         pytest.skip("this torch packs no weights")
+    held = linear.pack(w) if packed else w
 
     def product(rows: torch.Tensor) -> torch.Tensor:
-        if packed:
-            return torch.ops.tpshard.packed_rows_linear(rows, rows_linear.pack(w), b, n)
-        return torch.ops.tpshard.rows_linear(rows, w, b)
+        return linear.fixed_rows_linear(rows, held)
 
     whole = product(x)
     tolerance = 1e-4 if dtype == torch.float32 else 0.3
-    torch.testing.assert_close(whole, torch.nn.functional.linear(x, w, b), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(whole, F.linear(x, w), rtol=tolerance, atol=tolerance)
+    assert torch.equal(product(x.view(2, 32, k)), whole.view(2, 32, n))
     order = torch.randperm(64)
     assert torch.equal(product(x[order]), whole[order])
-    for rows in (8, 24, 40):
+    for rows in (1, 8, 13, 24, 40):
         assert torch.equal(product(x[order][:rows]), whole[order][:rows])
-
-
-def test_other_numbers_of_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="multiple of 8"):
-        torch.ops.tpshard.rows_linear(torch.zeros(9, 4), torch.zeros(3, 4), None)

@@ -1,0 +1,84 @@
+"""Linear layers: the library's, and one whose rows do not know of each other.
+
+Matrix libraries choose kernels, and with them the order of sums, by the number of rows. `fixed_rows_linear` multiplies
+`TILE` rows at a time, so that the order is one and the same and a row's result has the same bits in every batch.
+Weights that the CPU's library has packed for that shape take more rows at once where a probe finds that this changes no
+bit.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE = 8
+"""Rows of one product: the batch at which a CPU is still bound by reading the weights."""
+_WIDER = (64, 32, 16)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., k] @ weight [n, k].T -> [..., n] as the library computes it for so many rows."""
+    return F.linear(x, weight)
+
+
+def fixed_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`linear` by products of TILE rows; `weight` may be packed."""
+    rows = x.reshape(-1, x.shape[-1])
+    count = rows.shape[0]
+    if count % TILE:
+        rows = F.pad(rows, (0, 0, 0, -count % TILE))
+    out = _packed(rows, weight) if weight.is_mkldnn else _plain(rows, weight)
+    return out[:count].view(*x.shape[:-1], out.shape[-1])
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this machine's CPU library has a packed form for weights of a dtype."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[n, k] on a CPU -> an opaque tensor for `fixed_rows_linear`, about as large as the weight, which it replaces."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TILE)
+
+
+def _plain(x: Tensor, weight: Tensor) -> Tensor:
+    x, turned = x.contiguous(), weight.t()
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    for start in range(0, x.shape[0], TILE):
+        torch.mm(x[start : start + TILE], turned, out=out[start : start + TILE])
+    return out
+
+
+def _product(x: Tensor, packed: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+def _packed(x: Tensor, packed: Tensor) -> Tensor:
+    x, rows = x.contiguous(), x.shape[0]
+    if rows == TILE:
+        return _product(x, packed)
+    out = x.new_empty(rows, packed.shape[0])
+    start = 0
+    for tile in (*_same_bits(packed.shape[0], x.shape[1], x.dtype, torch.get_num_threads()), TILE):
+        while rows - start >= tile:
+            out[start : start + tile] = _product(x[start : start + tile], packed)
+            start += tile
+    return out
+
+
+@lru_cache(maxsize=256)
+def _same_bits(n: int, k: int, dtype: torch.dtype, threads: int) -> tuple[int, ...]:
+    """The wider tiles whose rows have the same bits as those of `TILE`, widest first. The order of sums does not depend
+    on the data, so equal bits for thousands of random sums say that it is the same; bf16 is rounded too far to show."""
+    if dtype != torch.float32:
+        return ()
+    generator = torch.Generator().manual_seed(0)
+    packed = pack(torch.randn(n, k, generator=generator).to(dtype))
+    x = torch.randn(_WIDER[0], k, generator=generator).to(dtype)
+    narrow = torch.cat([_product(part, packed) for part in x.split(TILE)])
+    return tuple(tile for tile in _WIDER if torch.equal(_product(x[:tile], packed), narrow[:tile]))

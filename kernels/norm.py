@@ -1,0 +1,39 @@
+"""RMSNorm as one operation, which may store its result in the order that the products after it read.
+
+    tpshard::rms_norm_permuted(x [..., width], weight [width], order [width] | None, eps) -> [..., width]
+
+All but the last product is fp32 (Zhang and Sennrich 2019): out[..., i] = norm(x)[..., order[i]].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_library = torch.library.Library("tpshard", "FRAGMENT")
+_library.define("rms_norm_permuted(Tensor x, Tensor weight, Tensor? order, float eps) -> Tensor")
+NORM = torch.ops.tpshard.rms_norm_permuted.default
+
+
+def rms_norm(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
+    """The operation in plain torch."""
+    wide = x.float()
+    normed = (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x.dtype)
+    return normed if order is None else normed.index_select(-1, order)
+
+
+def _cuda(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
+    from tpshard.kernels import triton_launch  # needs Triton, which a CPU's torch comes without
+
+    with torch.cuda.device(x.device):
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return triton_launch.rms_norm(rows, weight, order, eps).view(x.shape)
+
+
+_library.impl("rms_norm_permuted", rms_norm, "CPU")
+_library.impl("rms_norm_permuted", _cuda, "CUDA")
+
+
+@torch.library.register_fake("tpshard::rms_norm_permuted", lib=_library)
+def _(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
+    return torch.empty_like(x)

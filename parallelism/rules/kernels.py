@@ -1,0 +1,16 @@
+"""Kernels that passes give the nodes of a program: what they cost. Nothing is propagated through them."""
+
+from __future__ import annotations
+
+from tpshard.parallelism.rules.entry import Entry, Table
+
+product = Entry(work="matmul")
+
+OPS: Table = {
+    "linear": product,
+    "fixed_rows_linear": product,
+    "int4_linear": product,
+    "quantized_linear": product,
+    "quantized_gate": product,
+    "tpshard.rms_norm_permuted": Entry(),
+}

@@ -1,0 +1,322 @@
+"""This host's workers of a run: started, watched, and the one to blame named when they fail. Knows no torch.
+
+Workers meet in a file without a name (nothing listens, nothing is left behind), follow whoever started them into death,
+and report over a pipe. When one fails or is lost the others hang or fail too: what came first is the cause, and there
+is a moment to wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from tpshard.parallelism.runtime import crash, report
+from tpshard.parallelism.runtime.crash import CRASHES
+from tpshard.parallelism.runtime.place import Place, nameless_file
+from tpshard.parallelism.runtime.report import Report
+from tpshard.parallelism.runtime.stop import POLITE
+from tpshard.recipes.exits import Exit
+
+FOLLOWS = "TPSHARD_FOLLOWS"
+"""Process id of whoever started a worker."""
+FINE = (Exit.DONE, Exit.PREEMPTED, Exit.INTERRUPTED)
+_TAIL = 4000
+_SETTLE_S = {"failed": 0.5, "died": 0.5, "secondary": 3.0, "stalled": 3.0}
+"""How long to wait for a better explanation after the first sign of trouble."""
+
+
+def follow() -> None:
+    """Lets this worker end when the one that started it does, however that is; first thing in a worker's life."""
+    starter = os.environ.get(FOLLOWS)
+    if starter is None:
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != int(starter):
+        os._exit(Exit.WORKER_LOST)
+
+
+@dataclass
+class Worker:
+    """One child."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    pipe: int
+    output: IO[bytes] | None
+    """What it printed; None for one that prints to the terminal."""
+    unread: bytes = b""
+    reports: list[Report] = field(default_factory=list)
+    step: int = 0
+    """The last that it said is done; rank 0 says so."""
+    died: float = 0.0
+    """When it was seen to end (monotonic seconds); 0 while it lives."""
+
+    @property
+    def said_why(self) -> bool:
+        return any(r.kind in ("failed", "secondary", "stalled") for r in self.reports)
+
+    @property
+    def log(self) -> Report | None:
+        """Which file holds what it printed, once it said so."""
+        return next((known for known in reversed(self.reports) if known.kind == "log"), None)
+
+    def printed(self) -> bytes:
+        """What it printed since it was started; of one whose output the user has seen, only what its log holds."""
+        if self.log is not None:
+            with suppress(OSError):
+                return Path(self.log.text).read_bytes()[self.log.progress :]
+        if self.output is None:
+            return b""
+        self.output.seek(0)
+        return self.output.read()
+
+    def tail(self) -> str:
+        """The end of what it printed and nobody saw."""
+        return "" if self.output is None else self.printed()[-_TAIL:].decode(errors="replace").strip()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a run ended: the worker to blame, what it said or how it ended, and the exit code that this means."""
+
+    rank: int
+    cause: str
+    """In a line."""
+    text: str
+    """In full, as the user should read it."""
+    exit: int
+    notes: tuple[str, ...] = ()
+    """Further lines for the user."""
+    signal: int = 0
+    """That ended the worker; 0 where it said why itself."""
+
+
+class Workers:
+    """The workers of this host; see the module.
+
+    >>> workers = Workers(world=2)
+    >>> workers.start(argv)
+    >>> while workers.living and not workers.settled:
+    ...     workers.listen(0.1)
+    >>> verdict = workers.verdict()
+    """
+
+    def __init__(self, world: int, local: int | None = None, first: int = 0) -> None:
+        """`world` workers, of which `local` run here (all by default), from rank `first` on."""
+        self.world, self.local, self.first = world, world if local is None else local, first
+        self.all: list[Worker] = []
+        self._selector = selectors.DefaultSelector()
+        self._deadline: float | None = None
+
+    # ---- starting -----------------------------------------------------------------------------------------
+    def start(
+        self, argv: Sequence[str], rendezvous: str | None = None, *, kept: bool = True,
+        env: Mapping[str, str] | None = None, given: Mapping[int, Mapping[str, int]] | None = None,
+    ) -> None:  # fmt: skip
+        """Starts all of them with RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in their environment.
+
+        Rank 0 keeps the terminal; what the others print is `kept` for the day they fail, or goes there too. `env`:
+        further variables; `given`: by rank further descriptors that it inherits, each under the name of a variable that
+        says its number. Without `rendezvous` they are all of this host.
+        """
+        store = None
+        if rendezvous is None:
+            store, rendezvous = nameless_file()
+        try:
+            for local_rank in range(self.local):
+                place = Place(self.first + local_rank, self.world, local_rank, self.local, rendezvous, "tpshard")
+                inherited = dict((given or {}).get(place.rank, {}))
+                if store is not None:
+                    inherited["TPSHARD_STORE"] = store
+                self._spawn(argv, place, kept and local_rank > 0, env or {}, inherited)
+        finally:
+            if store is not None:
+                os.close(store)
+
+    def _spawn(
+        self, argv: Sequence[str], place: Place, kept: bool, more: Mapping[str, str], inherited: Mapping[str, int]
+    ) -> None:
+        reader, writer = os.pipe()
+        output = tempfile.TemporaryFile() if kept else None  # noqa: SIM115 (lives as long as the run)
+        threads = max(1, len(os.sched_getaffinity(0)) // self.local)
+        env = {
+            "OMP_NUM_THREADS": str(threads), **os.environ, **place.environment(), report.REPORT_FD: str(writer),
+            FOLLOWS: str(os.getpid()), **more, **{name: str(number) for name, number in inherited.items()},
+        }  # fmt: skip
+        # polite signals are held until a worker listens; a mask is inherited
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
+        try:
+            process = subprocess.Popen(
+                argv, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                pass_fds=[writer, *inherited.values()], process_group=0,
+            )  # fmt: skip
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(writer)
+        os.set_blocking(reader, False)
+        worker = Worker(place.rank, process, reader, output)
+        self.all.append(worker)
+        self._selector.register(reader, selectors.EVENT_READ, worker)
+
+    # ---- while they run -----------------------------------------------------------------------------------
+    @property
+    def living(self) -> list[Worker]:
+        return [worker for worker in self.all if worker.died == 0]
+
+    @property
+    def step(self) -> int:
+        """The last that is done."""
+        return max((worker.step for worker in self.all), default=0)
+
+    @property
+    def troubled(self) -> bool:
+        """Whether one has failed or is lost."""
+        return self._deadline is not None
+
+    @property
+    def settled(self) -> bool:
+        """Whether one has, and the others had their moment to say why."""
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    def watch(self, file: Any, data: Any) -> None:
+        """Lets `listen` also wait for a file, and return its `data` when there is something to read."""
+        self._selector.register(file, selectors.EVENT_READ, data)
+
+    def forget(self, file: Any) -> None:
+        with suppress(KeyError):
+            self._selector.unregister(file)
+
+    def listen(self, timeout: float) -> list[Any]:
+        """Reads what the workers report, and sees who has ended. Returns the data of files that are watched."""
+        ready = []
+        for key, _ in self._selector.select(timeout):
+            if isinstance(key.data, Worker):
+                self._read(key.data)
+            else:
+                ready.append(key.data)
+        for worker in self.living:
+            if worker.process.poll() is not None:
+                self._read(worker)
+                worker.died = time.monotonic()
+                if worker.process.returncode not in FINE and not worker.said_why:
+                    self._trouble("died")
+        return ready
+
+    def _read(self, worker: Worker) -> None:
+        while True:
+            try:
+                data = os.read(worker.pipe, 1 << 16)
+            except (BlockingIOError, OSError):
+                return
+            if not data:
+                self.forget(worker.pipe)
+                return
+            *lines, worker.unread = (worker.unread + data).split(b"\n")
+            for known in filter(None, map(report.parse, lines)):
+                if known.kind == "step":
+                    worker.step = known.progress
+                    continue
+                worker.reports.append(known)
+                if known.kind in _SETTLE_S:
+                    self._trouble(known.kind)
+
+    def _trouble(self, kind: str) -> None:
+        settle = time.monotonic() + _SETTLE_S[kind]
+        self._deadline = settle if self._deadline is None else min(self._deadline, settle)
+
+    def send_signal(self, number: int) -> None:
+        for worker in self.living:
+            with suppress(ProcessLookupError):
+                worker.process.send_signal(number)
+
+    # ---- ending -------------------------------------------------------------------------------------------
+    def verdict(self) -> Verdict | None:
+        """The cause rather than its consequences: an own error or a death, the first; a hang; only then lost peers."""
+        for worker in self.all:
+            self._read(worker)
+        causes: list[tuple[float, Verdict]] = []
+        for worker in self.all:
+            causes += [(r.time, self._own(r)) for r in worker.reports if r.kind == "failed"]
+            if worker.died and worker.process.returncode not in FINE and not worker.said_why:
+                causes.append((worker.died, self._death(worker)))
+        if causes:
+            return min(causes, key=lambda cause: cause[0])[1]
+        stalled = [r for worker in self.all for r in worker.reports if r.kind == "stalled"]
+        if stalled:
+            return self._hang(stalled)
+        lost = [r for worker in self.all for r in worker.reports if r.kind == "secondary"]
+        if lost:
+            first = min(lost, key=lambda r: r.time)
+            return Verdict(first.rank, _line(first.text), first.text, Exit.WORKER_LOST)
+        return None
+
+    def _own(self, failed: Report) -> Verdict:
+        """A worker's own error; with its rank, unless all say the same (a mistake in what all were given)."""
+        alike = sum(any(r.text == failed.text for r in worker.reports) for worker in self.all)
+        head = f"rank {failed.rank} of {self.world} failed:\n" if alike < len(self.all) else ""
+        return Verdict(failed.rank, _line(failed.text), head + failed.text, failed.exit or Exit.BUG)
+
+    def _death(self, worker: Worker) -> Verdict:
+        code, printed = worker.process.returncode, worker.tail()
+        if code > 0:
+            said = f"error: rank {worker.rank} ended with exit code {code}, saying no more"
+            return Verdict(worker.rank, f"exit code {code}", f"{printed}\n{said}".lstrip(), code)
+        name = signal.Signals(-code).name if -code in list(signal.Signals) else str(-code)
+        lost, notes = f"error: rank {worker.rank} was lost: killed by {name}", list[str]()
+        if -code == signal.SIGKILL:
+            notes.append("why: the kernel does this when memory runs out (see `dmesg`)")
+        elif -code in CRASHES:
+            printed = crash.stack(worker.printed(), told=worker.output is None) or printed
+            lost += f" after step {self.step}" if self.step else " before its first step was done"
+            if worker.log is not None:
+                notes.append(f"stacks: {worker.log.text}")
+        text = "\n".join(filter(None, [printed, f"{lost}; the other workers were stopped"]))
+        return Verdict(worker.rank, f"killed by {name}", text, Exit.WORKER_LOST, tuple(notes), -code)
+
+    def _hang(self, stalled: list[Report]) -> Verdict:
+        """Of ranks that wait for each other: the silent one, or one outside of a collective, or the one behind."""
+        spoke = {r.rank for r in stalled}
+        silent = [worker.rank for worker in self.living if worker.rank not in spoke]
+        if silent:
+            waiting = stalled[0].text.splitlines()[0].removeprefix("error: ")
+            names = ", ".join(f"rank {rank}" for rank in silent)
+            text = f"{stalled[0].text}\nerror: {names} does not answer; {waiting}"
+            return Verdict(silent[0], "it does not answer", text, Exit.WORKER_LOST)
+        blamed = min(stalled, key=lambda r: (r.waiting, r.progress))
+        others = [r.text.splitlines()[0].replace("error: ", "note: ", 1) for r in stalled if r is not blamed]
+        return Verdict(blamed.rank, _line(blamed.text), "\n".join([*others, blamed.text]), Exit.WORKER_LOST)
+
+    def kill(self) -> None:
+        """Ends them all, with what they have started."""
+        for worker in self.all:
+            # The whole process group: a worker's own helpers (compilation, wandb) go with it.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
+        for worker in self.all:
+            with suppress(subprocess.TimeoutExpired):
+                worker.process.wait(timeout=10)
+
+    def close(self) -> None:
+        self._selector.close()
+        for worker in self.all:
+            with contextlib.suppress(OSError):
+                os.close(worker.pipe)
+            if worker.output is not None:
+                worker.output.close()
+
+
+def _line(text: str) -> str:
+    """The first line of an error, without saying that it is one."""
+    return text.strip().splitlines()[0].removeprefix("error: ") if text.strip() else ""

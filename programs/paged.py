@@ -1,0 +1,159 @@
+"""What makes a server's step of a model's forward pass: rewrites of the captured graph, for any model.
+
+A step's rows are tokens of many sequences. They meet in attention alone, which becomes attention to a paged cache: the
+cache belongs to the operation, and no model knows of it. All else must treat rows one by one, which the operations'
+factors tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from tpshard.kernels.attention import ATTENTION
+from tpshard.kernels.paged_attention import PAGED
+from tpshard.parallelism.graph import Graph, Op, Ref, Value
+from tpshard.parallelism.rules.rule import Kind
+from tpshard.parallelism.rules.table import rule_for
+
+aten = torch.ops.aten
+ROWS = ("slots", "sequences", "tables")
+"""What attention to the cache is told of a step's rows, besides their positions."""
+
+
+def page_attention(graph: Graph, positions: Value, block_size: int) -> list[Value]:
+    """Lets every attention of a graph store keys and values [1, rows, kv_heads, head_dim] in a cache of its own and
+    attend to that; returns the caches.
+
+    New inputs: ROWS, and per attention N `layers.N.cache.k` and `.v`, of one block; whoever runs says how many there
+    are. ValueError where attention is not causal over the whole sequence.
+    """
+    rows = positions.shape[1]
+    shapes = {"slots": (1, rows), "sequences": (1, rows), "tables": (rows + 1, 1)}
+    shared = [Value(name, shapes[name], torch.int64) for name in ROWS]
+    pools: list[Value] = []
+    for op in graph.ops:
+        if op.target is not ATTENTION:
+            continue
+        if len(op.operands) != 3:
+            raise ValueError(f"`{op.module}` attends within documents, and a sequence that is served has none")
+        _, k, v = op.operands
+        layer = len(pools) // 2
+        own = [
+            Value(f"layers.{layer}.cache.{name}", (1, block_size, *x.shape[2:]), x.dtype)
+            for name, x in (("k", k), ("v", v))
+        ]
+        how = op.args[4:]  # scale and window
+        op.target, op.operands = PAGED, [*op.operands, *own, positions, *shared]
+        op.args = (*(Ref(i) for i in range(len(op.operands))), *how)
+        op.results = op.results[:1]
+        pools += own
+    graph.inputs += [*shared, *pools]
+    number_inputs(graph)
+    graph.refresh_users()
+    return pools
+
+
+def rows_of(graph: Graph, inputs: Mapping[Value, int]) -> dict[Value, int]:
+    """Value -> the dim that holds the step's rows; `inputs` says it of the inputs.
+
+    ValueError where rows meet in another operation than attention to the cache, or one depends on a row's place in the
+    step.
+    """
+    found = dict(inputs)
+    for op in graph.ops:
+        if op.target is PAGED:
+            found[op.results[0]] = 1
+            continue
+        given = [found.get(value) for value in op.operands]
+        if all(dim is None for dim in given):
+            continue
+        rule = rule_for(op)
+        factors = {dims[dim] for dims, dim in zip(rule.operands, given) if dim is not None}
+        (factor, *more), *others = factors
+        elsewhere = [dim for dims, own in zip(rule.operands, given) for i, dim in enumerate(dims) if i != own]
+        after = [[i for i, dim in enumerate(dims) if dim == (factor,)] for dims in rule.results]
+        apart = not more and not others and rule.known and rule.kinds[factor] is Kind.PASS
+        if not apart or any(factor in dim for dim in elsewhere) or any(len(places) != 1 for places in after):
+            raise ValueError(
+                f"`{op.name}` ({op.target}) in `{op.module or 'the model'}` lets tokens of a step see each other, or "
+                "depends on their places in it; a server's tokens are of many sequences, which meet in "
+                "`tpshard.kernels.attention` alone"
+            )
+        found.update({result: places[0] for result, places in zip(op.results, after)})
+    return found
+
+
+def take_wanted(graph: Graph, where: Mapping[Value, int], count: int) -> None:
+    """Lets only `count` rows go on, those that the new input `wanted` lists, from where no attention needs the others:
+    after the last one. `where` is what `rows_of` says; the graph's one output has rows.
+    """
+    (output,) = graph.outputs
+    wanted = Value("wanted", (count,), torch.int64)
+    fewer = _only_wanted(graph, where, output)
+    taken: dict[Value, Value] = {}
+    ops: list[Op] = []
+    for op in graph.ops:
+        if not any(result in fewer for result in op.results):
+            ops.append(op)
+            continue
+        for value in op.operands:
+            if value in where and value not in fewer and value not in taken:
+                ops.append(_select(value, where[value], wanted))
+                taken[value] = ops[-1].results[0]
+        op.operands = [taken.get(value, value) for value in op.operands]
+        for result in op.results:
+            _shorten(op, result, where[result], count)
+        ops.append(op)
+    if output not in fewer:
+        ops.append(_select(output, where[output], wanted))
+        graph.outputs = [ops[-1].results[0]]
+    graph.ops = ops
+    graph.inputs.append(wanted)
+    number_inputs(graph)
+    graph.refresh_users()
+
+
+def _only_wanted(graph: Graph, where: Mapping[Value, int], output: Value) -> set[Value]:
+    """Values of which nothing reads other rows than the output's."""
+    found: set[Value] = set()
+
+    def onward(value: Value) -> bool:
+        """Whether all that reads a value is of wanted rows alone."""
+        return all(user.target is not PAGED and found.issuperset(user.results) for user in value.users)
+
+    for op in reversed(graph.ops):
+        read = [value for value in op.results if value.users or value is output]
+        if op.target is not PAGED and read and all(value in where and onward(value) for value in op.results):
+            found.update(op.results)
+    return found
+
+
+def _select(value: Value, dim: int, wanted: Value) -> Op:
+    name = f"wanted_{value.name}"
+    op = Op(name, aten.index_select.default, (Ref(0), dim, Ref(1)), {}, [value, wanted], [])
+    if value.producer is not None:
+        op.module = value.producer.module
+    shape = (*value.shape[:dim], wanted.shape[0], *value.shape[dim + 1 :])
+    op.results = [Value(name, shape, value.dtype, op)]
+    return op
+
+
+def _shorten(op: Op, result: Value, dim: int, count: int) -> None:
+    """Gives a result `count` rows, also where the operation's arguments spell its shape."""
+    before, after = result.shape, (*result.shape[:dim], count, *result.shape[dim + 1 :])
+
+    def spelt(arg: object) -> object:
+        if not isinstance(arg, (list, tuple)) or len(arg) != len(before) or not all(isinstance(n, int) for n in arg):
+            return arg
+        if any(n not in (-1, size) for n, size in zip(arg, before)):
+            return arg
+        return type(arg)(n if n == -1 else size for n, size in zip(arg, after))
+
+    op.args = tuple(spelt(arg) for arg in op.args)
+    result.shape = after
+
+
+def number_inputs(graph: Graph) -> None:
+    for i, value in enumerate(graph.inputs):
+        value.index = i

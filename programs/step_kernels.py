@@ -1,0 +1,262 @@
+"""Passes that say which kernels compute a server's step. Each keeps the values, but for the order of sums.
+
+They work on one device's program, before it is compared and run: nothing changes it afterwards. A weight that a kernel
+reads in a form of its own becomes an input that is held so (`program.Held`); whoever runs the program makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from tpshard.kernels.int4 import int4_linear
+from tpshard.kernels.linear import can_pack, fixed_rows_linear, linear
+from tpshard.kernels.norm import NORM
+from tpshard.kernels.quantized_linear import quantized_gate, quantized_linear
+from tpshard.kernels.reorder import REORDER
+from tpshard.parallelism.passes.copy import copied
+from tpshard.parallelism.program import INFO, Held, Info, Program, Spec, info
+from tpshard.programs.served import Coded
+
+aten = torch.ops.aten
+Pass = Callable[[Program], Program]
+
+
+class _Edited:
+    """A copy of a program whose nodes and inputs a pass changes."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, _ = copied(program)
+        self.graph = self.program.graph
+        feeds = [node for node in self.graph.nodes if node.op == "placeholder"]
+        self.ports = dict(zip(feeds, program.inputs))
+        self.further: dict[tuple[fx.Node, str], fx.Node] = {}
+        """The input that holds another one in a form, for those that are read as they are too."""
+
+    @property
+    def calls(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "call_function"]
+
+    def put(self, before: fx.Node, target: Any, args: Sequence[Any], like: Info) -> fx.Node:
+        """A node just before another, which knows what `like` does."""
+        with self.graph.inserting_before(before):
+            made = self.graph.call_function(target, tuple(args))
+        made.meta[INFO] = like
+        return made
+
+    def hold(self, weight: fx.Node, held: Held) -> fx.Node:
+        """The input that holds a weight in another form: itself, where nothing else reads it, else a further one."""
+        known = self.further.get((weight, held.form))
+        if known is not None:
+            return known
+        if len(weight.users) > 1:
+            source, port = weight, self.ports[weight]
+            with self.graph.inserting_after(source):
+                weight = self.further[source, held.form] = self.graph.placeholder(f"{source.name}_{held.form}")
+            weight.meta[INFO] = info(source)
+            self.ports[weight] = replace(port, name=f"{port.name} ({held.form})")
+        self.ports[weight] = replace(self.ports[weight], held=held)
+        weight.meta[INFO] = replace(info(weight), specs=(Spec((held.bytes,), torch.uint8),))
+        return weight
+
+    def drop(self, feed: fx.Node) -> None:
+        """Takes an input away, which nothing that is used reads any more."""
+        del self.ports[feed]
+
+    def done(self) -> Program:
+        """The program without what nothing reads."""
+        for source, _ in self.further:
+            if not source.users:
+                self.ports.pop(source, None)
+        for node in reversed(list(self.graph.nodes)):
+            unread = node.op == "call_function" and info(node).comm is None
+            if not node.users and (unread or (node.op == "placeholder" and node not in self.ports)):
+                self.graph.erase_node(node)
+        self.graph.lint()
+        feeds = [node for node in self.graph.nodes if node.op == "placeholder"]
+        return replace(self.program, inputs=tuple(self.ports[node] for node in feeds))
+
+
+def made_by(node: Any, place: int, *targets: Any) -> Any:
+    """The argument of a node (or None) at a place, where one of these operations made it; else None."""
+    found = node.args[place] if isinstance(node, fx.Node) and len(node.args) > place else None
+    return found if isinstance(found, fx.Node) and found.target in targets else None
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    return info(node).specs[0].shape
+
+
+# ---- products and views ---------------------------------------------------------------------------------------------
+def merge_views(program: Program) -> Program:
+    """Views of views are one view, and those that change nothing none."""
+    edited = _Edited(program)
+    for node in edited.calls:
+        if node.target is not aten.reshape.default:
+            continue
+        while (inner := made_by(node, 0, aten.reshape.default)) is not None:
+            node.args = (inner.args[0], node.args[1])
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        if shape_of(source) == shape_of(node):
+            node.replace_all_uses_with(source)
+    return edited.done()
+
+
+def fold_linears(program: Program) -> Program:
+    """A product with a turned matrix, and the views around it, are one `linear` over any number of dims."""
+    edited = _Edited(program)
+    for node in edited.calls:
+        turned = made_by(node, 1, aten.permute.default) if node.target is aten.mm.default else None
+        if turned is None or list(turned.args[1]) != [1, 0]:
+            continue
+        rows, weight = node.args[0], turned.args[0]
+        seen = made_by(node, 0, aten.reshape.default)
+        if seen is not None and shape_of(seen.args[0])[-1] == shape_of(rows)[-1]:
+            rows = seen.args[0]
+        spec = Spec((*shape_of(rows)[:-1], shape_of(node)[-1]), info(node).specs[0].dtype)
+        product = edited.put(node, linear, (rows, weight), replace(info(node), specs=(spec,)))
+        for user in list(node.users):
+            if user.target is aten.reshape.default and shape_of(user) == spec.shape:
+                user.replace_all_uses_with(product)
+            elif user.target is aten.reshape.default:
+                user.args = (product, user.args[1])
+            else:
+                moves = replace(info(node), flops=0, global_flops=0, saved=False)
+                flat = edited.put(user, aten.reshape.default, (product, list(shape_of(node))), moves)
+                user.replace_input_with(node, flat)
+    return edited.done()
+
+
+def fix_rows(kind: str) -> Pass:
+    """Every linear multiplies a fixed number of rows at a time, so that no row depends on the others (see
+    `kernels.linear`). On a `cpu` their weights are held as its library packs them for that."""
+
+    def fix_rows(program: Program) -> Program:
+        edited = _Edited(program)
+        for node in edited.calls:
+            if node.target is not linear:
+                continue
+            node.target, (rows, weight) = fixed_rows_linear, node.args
+            assert isinstance(weight, fx.Node)
+            if kind != "cpu" or weight not in edited.ports or not can_pack(info(weight).specs[0].dtype):
+                continue
+            port = edited.ports[weight]
+            node.args = (rows, edited.hold(weight, Held("onednn", port.local_bytes, (port.name,))))
+        return edited.done()
+
+    return fix_rows
+
+
+def count_useful(flops: Mapping[str, int]) -> Pass:
+    """Of operations that were made wider for the devices only these FLOPs are of use; devices compute all the same.
+    `flops`: by the operation of the captured graph that a node comes from."""
+
+    def count_useful(program: Program) -> Program:
+        edited = _Edited(program)
+        for node in edited.calls:
+            here = info(node)
+            if here.global_flops:
+                node.meta[INFO] = replace(here, global_flops=flops.get(here.origin, here.global_flops))
+        return edited.done()
+
+    return count_useful
+
+
+# ---- norms ----------------------------------------------------------------------------------------------------------
+def fuse_norms(program: Program) -> Program:
+    """x * rsqrt(mean(x * x) + eps) * weight, all but the last product in fp32, is one kernel (see `kernels.norm`)."""
+    edited = _Edited(program)
+    for node in edited.calls:
+        if (found := _norm(node)) is not None:
+            made = edited.put(node, NORM, found, info(node))
+            node.replace_all_uses_with(made)
+    return edited.done()
+
+
+def _norm(node: fx.Node) -> tuple[Any, ...] | None:
+    """The arguments of the norm that ends in a node; None where it ends none."""
+    if node.target is not aten.mul.Tensor:
+        return None
+    narrowed = made_by(node, 0, aten._to_copy.default)
+    unit = made_by(narrowed or node, 0, aten.mul.Tensor)
+    root = made_by(unit, 1, aten.rsqrt.default)
+    shifted = made_by(root, 0, aten.add.Tensor)
+    mean = made_by(shifted, 0, aten.mean.dim)
+    square = made_by(mean, 0, aten.mul.Tensor)
+    if square is None or shifted.kwargs:
+        return None
+    wide, weight, eps = unit.args[0], node.args[1], shifted.args[1]
+    widened = wide if narrowed is None else made_by(unit, 0, aten._to_copy.default)
+    if widened is None or not isinstance(weight, fx.Node) or not isinstance(eps, (int, float)):
+        return None
+    if square.args != (wide, wide) or [list(mean.args[1]), *mean.args[2:]] != [[-1], True]:
+        return None
+    return (wide if narrowed is None else widened.args[0], weight, None, eps)
+
+
+def store_norms_in_order(program: Program) -> Program:
+    """A norm that is read in one order only stores its result so."""
+    edited = _Edited(program)
+    for node in edited.calls:
+        norm = made_by(node, 0, NORM) if node.target is REORDER else None
+        if norm is None or len(norm.users) > 1 or norm.args[2] is not None or node.args[2] != 1:
+            continue
+        x, weight, _, eps = norm.args
+        node.replace_all_uses_with(edited.put(node, NORM, (x, weight, node.args[1], eps), info(norm)))
+    return edited.done()
+
+
+# ---- quantized weights ----------------------------------------------------------------------------------------------
+def quantize(weights: Mapping[str, Coded], kind: str, invariant: bool) -> Pass:
+    """Linears of these parameters multiply the codes: on a `cpu` by torch's int4 product, on a `gpu` by our kernel,
+    with `invariant` in the same order for any number of rows."""
+
+    def quantize(program: Program) -> Program:
+        edited = _Edited(program)
+        for node in edited.calls:
+            port = edited.ports.get(node.args[1]) if node.target is linear else None  # type: ignore[arg-type]
+            if port is None or port.name not in weights:
+                continue
+            outputs, inputs = port.local
+            held = outputs * weights[port.name].row_bytes(port.shape[1], inputs)
+            form = "int4" if kind == "cpu" else "packed"
+            weight = edited.hold(node.args[1], Held(form, held, (port.name,)))  # type: ignore[arg-type]
+            node.target = int4_linear if kind == "cpu" else quantized_linear
+            node.args = (node.args[0], weight) if kind == "cpu" else (node.args[0], weight, invariant)
+        return edited.done()
+
+    return quantize
+
+
+def join_gates(weights: Mapping[str, Coded]) -> Pass:
+    """silu(x @ gate) * (x @ up), both multiplied as codes on a GPU, is one launch, their weights held side by side."""
+
+    def join_gates(program: Program) -> Program:
+        edited = _Edited(program)
+        for node in edited.calls:
+            silu = made_by(node, 0, aten.silu.default) or made_by(node, 1, aten.silu.default)
+            if node.target is not aten.mul.Tensor or silu is None:
+                continue
+            gate = made_by(silu, 0, quantized_linear)
+            up = made_by(node, 1 if node.args[0] is silu else 0, quantized_linear)
+            if gate is None or up is None or gate.args[0] is not up.args[0]:
+                continue
+            first, second = (edited.ports[product.args[1]].held.of[0] for product in (gate, up))
+            once = all(len(made.users) == 1 for made in (silu, gate, up, gate.args[1], up.args[1]))
+            if not once or weights[first].alike != weights[second].alike:
+                continue
+            x, weight, invariant = gate.args
+            held = sum(edited.ports[product.args[1]].local_bytes for product in (gate, up))
+            both = edited.hold(weight, Held("packed", held, (first, second)))
+            flops = [sum(getattr(info(n), of) for n in (gate, up, silu, node)) for of in ("flops", "global_flops")]
+            like = replace(info(node), flops=flops[0], global_flops=flops[1], saved=True)
+            made = edited.put(node, quantized_gate, (x, both, invariant), like)
+            node.replace_all_uses_with(made)
+            edited.drop(up.args[1])
+        return edited.done()
+
+    return join_gates

@@ -1,0 +1,83 @@
+"""One rank of a server: its programs, over its blocks of the weights and its part of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from tpshard.parallelism.program import Port
+from tpshard.parallelism.runtime.context import Context
+from tpshard.parallelism.runtime.execute import Executor
+from tpshard.parallelism.simulate import cut
+from tpshard.programs.serving import BLOCK_SIZE, STEP, ServingPrograms
+from tpshard.serve.cuda_graphs import MOST_ROWS, Captured
+from tpshard.serve.step import StepInput
+from tpshard.serve.weights import Filler, Weights
+
+
+class ProgramRunner:
+    """Computes steps as one rank; a server of one rank in this process is one as it is (see `step.Runner`)."""
+
+    block_size = BLOCK_SIZE
+
+    def __init__(self, context: Context, programs: ServingPrograms, weights: Weights, blocks: int) -> None:
+        setting = programs.setting
+        self.blocks, self.vocab, self.max_seq = blocks, programs.vocab, setting.max_seq
+        self.max_rows, self.max_wanted = setting.most, setting.wanted(setting.most)
+        self._programs, self._device, self._rank = programs, context.device, context.rank
+        fill = Filler(
+            weights, programs.arrangement, programs.shapes, setting.mesh, context.rank, context.device, blocks
+        )
+        self._given = {
+            rows: [None if port.name in STEP else fill(port) for port in program.inputs]
+            for rows, program in programs.steps.items()
+        }
+        """Per size the inputs of its program; None for those that each step brings."""
+        self._run: dict[int, Callable[..., list[Tensor]]] = {
+            rows: Executor(program, context) for rows, program in programs.steps.items()
+        }
+        if context.device.type == "cuda" and context.world == 1:
+            self._capture()
+
+    def step(self, batch: StepInput) -> Tensor:
+        """Logits [wanted, vocab] in fp32 on the CPU, the same bits on every rank."""
+        size = self._programs.fitting(len(batch.tokens))
+        b = batch.padded(size, self._programs.setting.wanted(size))
+        brought = {
+            "tokens": b.tokens[None], "positions": b.positions[None], "slots": b.slots[None],
+            "sequences": b.sequences[None], "tables": b.tables, "wanted": b.wanted,
+        }  # fmt: skip
+        given = [x if p.name not in brought else self._bring(p, brought[p.name])
+                 for p, x in zip(self._programs.steps[size].inputs, self._given[size])]  # fmt: skip
+        (logits,) = self._run[size](*given)
+        return logits[: len(batch.wanted)].float().cpu()
+
+    def _bring(self, port: Port, value: np.ndarray) -> Tensor:
+        whole = torch.from_numpy(np.ascontiguousarray(value)).to(self._device)
+        return cut(whole, port.layout, self._programs.setting.mesh, self._rank) if port.layout.axes else whole
+
+    def warm(self) -> None:
+        """A step of every size: what is compiled, measured or probed at first use is so before the first request."""
+        for size in self._run:
+            none = np.zeros(size, dtype=np.int64)  # block 0 is nobody's
+            last = np.arange(self._programs.setting.wanted(size))
+            self.step(StepInput(none, none, none, none, np.zeros((1, 1), dtype=np.int64), last))
+
+    def close(self) -> None:
+        self._given.clear()
+        self._run.clear()
+
+    def _capture(self) -> None:
+        """Small steps become CUDA graphs at their first use."""
+        width, pool = -(-self.max_seq // self.block_size), None
+        for size, run in self._run.items():
+            if size <= MOST_ROWS:
+                ports = self._programs.steps[size].inputs
+                brought = [i for i, port in enumerate(ports) if port.name in STEP]
+                tables = next(i for i, port in enumerate(ports) if port.name == "tables")
+                pool = pool or torch.cuda.graph_pool_handle()
+                self._run[size] = Captured(run, brought, tables, width, pool)
+
+

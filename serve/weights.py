@@ -1,0 +1,119 @@
+"""A device's memory for a server's programs: each input as its port says that it lies there and is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tpshard.kernels import linear
+from tpshard.kernels.quantized import Quantized, concatenate, longer
+from tpshard.kernels.quantized_linear import prepare
+from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.program import Port
+from tpshard.parallelism.simulate import block
+from tpshard.programs.layouts import Arrangement
+
+ReadBlock = Callable[[str, Sequence[int], Sequence[int]], Tensor]
+"""(name, starts, sizes) -> that block of a dense parameter."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model whose parameters can be read by blocks."""
+
+    shapes: Mapping[str, Sequence[int]]
+    """As they are stored; a program's may be larger, by zeros."""
+    block: ReadBlock
+    quantized: Callable[[str], Quantized | None] = lambda _name: None
+    """A parameter's quantized form, whole; None for one that is dense."""
+    group: Callable[[str], Tensor | None] = lambda _name: None
+    """Which group each input of a quantized parameter belongs to, int32 [inputs]; None for one that is dense."""
+
+
+@dataclass
+class Filler:
+    """Makes the inputs of one device, by port. Each is made once: programs of all sizes share it."""
+
+    weights: Weights
+    arrangement: Arrangement
+    shapes: Mapping[str, Sequence[int]]
+    """Of the parameters that the programs are written for."""
+    mesh: Mesh
+    rank: int
+    device: torch.device
+    blocks: int
+    """Usable blocks of the cache, beside block 0."""
+    made: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # a linear's group and its codes are asked for one after the other
+        quantized, group = lru_cache(maxsize=2)(self.weights.quantized), lru_cache(maxsize=None)(self.weights.group)
+        self.weights = replace(self.weights, quantized=quantized, group=group)
+
+    def __call__(self, port: Port) -> Any:
+        if port.name not in self.made:
+            self.made[port.name] = self._make(port)
+        return self.made[port.name]
+
+    def _make(self, port: Port) -> Any:
+        if port.kind == "cache":
+            return torch.zeros(self.blocks + 1, *port.local[1:], dtype=port.dtype, device=self.device)
+        place = block(port.shape, port.layout, self.mesh, self.rank)
+        if port.kind == "order":
+            (start, size), order = place[0], self.arrangement.order(self.arrangement.inputs[port.name], self._group)
+            return order[start : start + size].to(self.device)
+        if port.held is None:
+            return self._dense(port, port.name, place)
+        if port.held.form == "onednn":
+            return _packed(self._dense(port, port.held.of[0], place))
+        parts = [self._coded(port, name, place) for name in port.held.of]
+        return prepare(parts[0] if len(parts) == 1 else concatenate(parts), self.device)
+
+    def _dense(self, port: Port, name: str, place: Sequence[tuple[int, int]]) -> Tensor:
+        """A block of a parameter, its outputs and inputs in the program's order."""
+        if self.weights.quantized(name) is not None:
+            return self._coded(port, name, place).dequantize(torch.float32).T.to(self.device, port.dtype).contiguous()
+        (start, size), *rest = place
+        columns = self.arrangement.columns_of(name, self._group)
+        if columns is None:
+            value = self._stored(name, place)
+        else:
+            value = self._stored(name, ((0, len(columns)), *rest))[columns[start : start + size]]
+        return value.to(self.device, port.dtype).contiguous()
+
+    def _stored(self, name: str, place: Sequence[tuple[int, int]]) -> Tensor:
+        """A block, with zeros where it goes beyond what is stored."""
+        there = [max(0, min(size, n - start)) for n, (start, size) in zip(self.weights.shapes[name], place)]
+        if 0 in there:
+            return torch.zeros([size for _, size in place])
+        missing = [x for (_, size), got in zip(reversed(place), reversed(there)) for x in (0, size - got)]
+        return F.pad(self.weights.block(name, [start for start, _ in place], there), missing)
+
+    def _coded(self, port: Port, name: str, place: Sequence[tuple[int, int]]) -> Quantized:
+        """A block of a quantized parameter, in the program's order."""
+        whole = self.weights.quantized(name)
+        assert whole is not None, f"{name} is not quantized"
+        columns, rows = self.arrangement.columns_of(name, self._group), self.arrangement.rows_of(name, self._group)
+        outputs, inputs = self.shapes[name]
+        own = whole.padded(inputs, outputs).take_columns(_cut(columns, place[0])).take_rows(_cut(rows, place[1]))
+        return replace(own, bias=None)  # which is a parameter of its own
+
+    def _group(self, name: str) -> Tensor | None:
+        """As `Weights.group`, of as many inputs as the program has."""
+        found = self.weights.group(name)
+        return None if found is None else longer(found, self.shapes[name][1])
+
+
+def _cut(order: Tensor | None, part: tuple[int, int]) -> Tensor:
+    start, size = part
+    return torch.arange(start, start + size) if order is None else order[start : start + size]
+
+
+def _packed(value: Tensor) -> Tensor:
+    """As the CPU's library packs it, where this machine's can."""
+    return linear.pack(value) if linear.can_pack(value.dtype) else value

@@ -1,0 +1,231 @@
+"""A server's programs: equal to the plain model on any number of devices, the same bits on each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from servers import lockstep, prompts, recipe, runner_of, setting, weights_of
+from torch import Tensor, nn
+from tpshard.kernels.attention import attention
+from tpshard.models import Blueprint, build
+from tpshard.models.config import ModelConfig
+from tpshard.models.dims import name
+from tpshard.models.layers import Embedding, Linear
+from tpshard.programs.served import Served
+from tpshard.programs.serving import ServeSetting, build_serving
+from tpshard.recipes.diagnostic import Mistakes
+from tpshard.serve.check import need
+from tpshard.serve.engine import Engine
+from tpshard.serve.request import Sampling, Sequence
+
+LLAMA = ModelConfig(
+    family="llama", layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, vocab=64, max_seq=128, seq_len=64,
+    dtype="fp32",
+)  # fmt: skip
+GRANITE = replace(LLAMA, family="granite", kv_heads=1, attention_bias=True, mlp_bias=True, tie_embeddings=True)
+CASES = {
+    "llama, one device": (LLAMA, 1),
+    "llama, tp 2": (LLAMA, 2),
+    "llama, KV heads replicated": (LLAMA, 4),
+    "mistral, a window": (replace(LLAMA, family="mistral", window=2), 2),
+    "qwen2, a window in one layer": (replace(LLAMA, family="qwen2", window=2, full_layers=(0,)), 4),
+    "qwen3, one device": (replace(LLAMA, family="qwen3", attention_bias=True), 1),
+    "qwen3, KV heads replicated": (replace(LLAMA, family="qwen3", attention_bias=True), 4),
+    "a mixture of experts": (replace(LLAMA, family="moe", experts=4, top_k=2, shared_experts=1), 2),
+    "tied, vocab not divided": (replace(LLAMA, vocab=63, tie_embeddings=True), 2),
+    "granite, one device": (GRANITE, 1),
+    "granite, one KV head": (GRANITE, 2),
+    "llama, MLP not divided": (replace(LLAMA, mlp=50, mlp_bias=True), 4),
+    "granite, MLP not divided": (replace(GRANITE, mlp=49), 2),
+}
+
+
+def expected(model: nn.Module) -> Tensor:
+    tokens = torch.from_numpy(prompts().tokens)[None]
+    with torch.no_grad():
+        return torch.cat([model(tokens[:, :5])[0], model(tokens[:, 5:])[0]])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_the_model(case: str) -> None:
+    config, tp = CASES[case]
+    model = build(config, device="cpu", seed=2)
+    programs = build_serving(setting(config, f"serve.mesh.tp={tp}"), rows=[8])
+    assert (programs.setting.config is config) == ("MLP" not in case)
+    torch.testing.assert_close(lockstep(programs, weights_of(model)), expected(model), rtol=1e-4, atol=1e-4)
+    split = tp > 1 and config.vocab % tp == 0
+    counted = Counter(c.kind for c in programs.steps[8].collectives)
+    sums = 2 * config.layers + split if tp > 1 else 0
+    assert counted == Counter({"all_reduce": sums, "all_gather": int(split)})
+
+
+def test_only_the_wanted_rows_go_on_after_the_last_attention() -> None:
+    program = build_serving(setting(LLAMA, "serve.requests=8"), rows=[32]).steps[32]
+    rows = {n.args[1].name: n.meta["tpshard"].specs[0].shape[-2] for n in program.graph.nodes  # type: ignore[union-attr]
+            if getattr(n.target, "__name__", "") == "fixed_rows_linear"}  # fmt: skip
+    whole = {name for name, count in rows.items() if count == 32}
+    assert rows["output_weight_onednn" if "output_weight_onednn" in rows else "output_weight"] == 8
+    last = {"layers_1_attention_wo_weight", *(f"layers_1_mlp_{one}_weight" for one in ("gate", "up", "down"))}
+    assert last <= rows.keys() - whole
+    assert {"layers_0_mlp_down_weight", "layers_1_attention_wq_weight", "layers_1_attention_wv_weight"} <= whole
+
+
+def test_the_fingerprint_is_the_recipes_and_not_the_caches() -> None:
+    told = ("serve.mesh.tp=2", "serve.requests=16")
+    first = build_serving(setting(LLAMA, *told))
+    assert [one["rows"] for one in first.listed] == [8, 16, 32, 64]
+    assert build_serving(setting(LLAMA, *told, "serve.cache_mb=1")).listed == first.listed
+    for other in ("serve.batch_invariant=false", "serve.mesh.tp=4", "sharding.rules.vocab=null"):
+        found = build_serving(setting(LLAMA, *told, other)).listed
+        assert not {one["fingerprint"] for one in found} & {one["fingerprint"] for one in first.listed}
+
+
+def test_the_sizes_of_steps_follow_from_requests_and_device() -> None:
+    assert setting(LLAMA).rows == (8, 16, 32, 64)
+    assert setting(LLAMA, "serve.requests=100").rows == (8, 16, 32, 64, 104)
+    assert setting(LLAMA, kind="gpu").rows == (8, 64, 512, 2048)
+    small = setting(LLAMA, "serve.step_tokens=20", "serve.requests=3")
+    assert small.rows == (8, 16, 24) and [small.wanted(rows) for rows in small.rows] == [8, 8, 8]
+    runner = runner_of(build(LLAMA, device="cpu"), "serve.step_tokens=20", "serve.requests=3")
+    engine = Engine(runner)
+    sizes = []
+    step = runner.step
+    runner.step = lambda batch: (sizes.append(len(batch.tokens)), step(batch))[1]  # type: ignore[method-assign,assignment,func-returns-value]
+    engine.add(Sequence(tuple(range(60)), Sampling(temperature=0), 2))
+    while engine.busy:
+        engine.step()
+    assert sizes == [24, 24, 12, 1]
+
+
+def test_tp_that_fits_no_heads_is_refused_with_what_fits() -> None:
+    with pytest.raises(Mistakes, match=r"tp 3 does not fit 4 heads and 2 KV heads; these do: 1, 2, 4\b"):
+        setting(LLAMA, "serve.mesh.tp=3")
+    with pytest.raises(Mistakes, match="nothing in a server's step is spread over `dp`"):
+        build_serving(setting(LLAMA, "serve.mesh.dp=2"), rows=[8])
+
+
+def test_what_it_needs_is_known_before_anything_is_loaded() -> None:
+    programs = {tp: build_serving(setting(LLAMA, f"serve.mesh.tp={tp}", dtype="bf16"), rows=[8]) for tp in (1, 2)}
+    block = 2 * LLAMA.layers * 16 * 2 * 8 * 2
+    one, two = (replace(need(programs[tp], 1 << 30), blocks=100) for tp in (1, 2))
+    assert programs[1].bytes("parameter") == 2 * LLAMA.count
+    assert one.cache_bytes == 101 * block == 2 * two.cache_bytes
+    assert not one.collectives and one.as_json()["cache"]["tokens"] == 1600
+    assert sum(c["count"] for c in two.collectives) == 2 * LLAMA.layers + 2
+    assert {c["bytes"] for c in two.collectives if c["kind"] == "all_reduce"} == {8 * LLAMA.width * 2}
+    assert np.isclose(programs[2].bytes("parameter"), LLAMA.count, rtol=0.1)
+    assert "5 all_reduce over tp" in str(two) and "15 fixed_rows_linear" in str(two)
+
+
+def test_the_cache_fills_what_is_left() -> None:
+    on_cpu = build_serving(setting(LLAMA, "serve.requests=8", "serve.mesh.tp=2"), rows=[8])
+    each, weights = on_cpu.bytes("cache"), on_cpu.bytes("parameter")
+    assert each == 2 * LLAMA.layers * 16 * 8 * 4  # one of two KV heads
+    assert on_cpu.cache_blocks(4 * 40 * each) == 40  # a quarter
+    assert on_cpu.cache_blocks(1) == 16  # 256 tokens at least
+    assert on_cpu.cache_blocks(1 << 40) == 8 * 128 // 16  # what the requests need
+    on_gpu = build_serving(setting(LLAMA, "serve.requests=8", kind="gpu"), rows=[8])
+    assert on_gpu.cache_blocks(on_gpu.bytes("parameter") + 4 * 20 * 2 * each) == 3 * 20
+    told = build_serving(setting(LLAMA, "serve.cache_mb=1"), rows=[8])
+    assert told.cache_blocks(1) == 2**20 // told.bytes("cache") and weights
+
+
+def test_a_device_holds_its_part_of_an_mlp_that_tp_does_not_divide() -> None:
+    def made(mlp: int, tp: int) -> Any:
+        return build_serving(setting(replace(LLAMA, mlp=mlp), f"serve.mesh.tp={tp}"), rows=[8])
+
+    uneven, evenly = {tp: made(1001, tp) for tp in (1, 2, 4)}, {tp: made(1024, tp) for tp in (2, 4)}
+    for tp in (2, 4):
+        assert uneven[tp].bytes("parameter") == evenly[tp].bytes("parameter")
+    assert uneven[4].bytes("parameter") < 0.27 * uneven[1].bytes("parameter")
+    assert uneven[4].notes == ["MLP padded from 1,001 to 1,024 columns, equal parts for tp 4"]
+    assert not uneven[1].notes and not evenly[4].notes
+    assert uneven[4].notes[0] in str(need(uneven[4], 1 << 30))
+
+
+# ---- what a recipe says of shardings --------------------------------------------------------------------------------
+def kinds(*told: str, config: ModelConfig = LLAMA) -> dict[str, int]:
+    model = build(config, device="cpu", seed=2)
+    programs = build_serving(setting(config, *told), rows=[8])
+    torch.testing.assert_close(lockstep(programs, weights_of(model)), expected(model), rtol=1e-4, atol=1e-4)
+    return dict(Counter(c.kind for c in programs.steps[8].collectives))
+
+
+def test_rules_and_annotations_decide_as_in_training() -> None:
+    tp = "serve.mesh.tp=2"
+    assert kinds(tp) == {"all_reduce": 5, "all_gather": 1}
+    assert kinds(tp, "sharding.rules.vocab=null") == {"all_reduce": 4}
+    assert kinds(tp, "sharding.rules={heads: tp}") == {"all_reduce": 2}
+    # sequence parallelism: sums are scattered over the rows and gathered again
+    spread = kinds(tp, "sharding.rules.rows=tp", "sharding.annotate={'layers.*.residual': [batch, rows, embed]}")
+    assert spread["reduce_scatter"] >= 3 and spread["all_gather"] >= 4 and spread.get("all_reduce", 0) <= 2
+    whole = "sharding.annotate={embedded: [batch, rows, embed], 'layers.*.residual': [batch, rows, embed]}"
+    assert kinds(tp, "sharding.rules={seq: tp, rows: tp, heads: tp, mlp: tp}", whole)["reduce_scatter"] >= 3
+    pinned = build_serving(setting(LLAMA, tp, "sharding.pin={'tok_embed.weight': [null, tp]}"), rows=[8]).steps[8]
+    assert pinned.sharding_of("tok_embed.weight") == (None, "tp")
+
+
+def test_an_axis_of_another_name_is_as_good_as_tp() -> None:
+    told = ("mesh={model: 1, dp: 1, fsdp: 1}", "sharding.rules={heads: model, mlp: model}", "serve.mesh={model: 2}")
+    assert kinds(*told) == {"all_reduce": 4}
+    experts = replace(LLAMA, family="moe", experts=4, top_k=2, shared_experts=0)
+    assert kinds("serve.mesh={ep: 2}", "sharding.rules={expert: ep}", config=experts) == {"all_reduce": 2}
+
+
+# ---- modules of the user's ------------------------------------------------------------------------------------------
+class Mine(nn.Module):
+    """Two layers of attention with a gate of its own, no MLP; `mixed` lets tokens see each other beside attention."""
+
+    def __init__(self, mixed: str = "") -> None:
+        super().__init__()
+        self.mixed = mixed
+        self.table = Embedding(64, 32, dims=("vocab", "embed"), std=0.5)
+        self.q = nn.ModuleList(Linear(32, 32, dims=("heads", "embed")) for _ in range(2))
+        self.kv = nn.ModuleList(Linear(32, 32, dims=("kv_heads", "embed")) for _ in range(2))
+        self.out = nn.ModuleList(Linear(32, 32, dims=("embed", "heads")) for _ in range(2))
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        x = self.table(tokens)
+        if self.mixed == "mean":
+            x = x + x.mean(1, keepdim=True)
+        if self.mixed == "place":
+            x = x * torch.arange(x.shape[1], device=x.device)[:, None]
+        if self.mixed == "softmax":
+            x = x + torch.softmax(x @ x.mT, -1) @ x
+        for q, kv, out in zip(self.q, self.kv, self.out):
+            k, v = (part.unflatten(-1, (2, 8)) for part in kv(x).chunk(2, -1))
+            mixed = attention(q(x).unflatten(-1, (4, 8)), k, v, documents)
+            x = x + out(name(mixed, "mixed", "batch", "seq", "heads", "head_dim").flatten(-2)) * F.sigmoid(x)
+        return F.linear(x, self.table.weight)
+
+
+def mine(*told: str, mixed: str = "") -> ServeSetting:
+    blueprint = Blueprint(module=f"{__name__}:Mine", args={"mixed": mixed})
+    return ServeSetting.of(recipe(*told), Served(blueprint, "fp32"), "cpu")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_module_of_the_users_is_served_like_any_other(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+    torch.manual_seed(0)
+    model = Mine()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.4)
+    programs = build_serving(mine(f"serve.mesh.tp={tp}"), rows=[8])
+    torch.testing.assert_close(lockstep(programs, weights_of(model)), expected(model), rtol=1e-4, atol=1e-4)
+    assert [p.shape for p in programs.any.inputs if p.kind == "cache"] == [(1, 16, 2, 8)] * 4
+
+
+@pytest.mark.parametrize("mixed", ["mean", "place", "softmax"])
+def test_a_module_whose_tokens_meet_outside_of_attention_is_refused(mixed: str) -> None:
+    with pytest.raises(Mistakes, match=r"cannot be served[\s\S]*lets tokens of a step see each other"):
+        build_serving(mine(mixed=mixed), rows=[8])
