@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
 import torch
-from tpshard.parallelism import partition
+from tpshard.parallelism import Program, partition
 
 from fuzzed import FAMILIES, Case, case
 
@@ -49,18 +49,26 @@ def run(made: Case) -> Outcome:
     if len(got) != len(expected):
         return Outcome("wrong", f"{len(got)} results instead of {len(expected)}")
     for i, (mine, theirs) in enumerate(zip(got, expected)):
-        told = difference(mine, theirs)
+        told = difference(mine, theirs, closeness(program))
         if told:
             return Outcome("wrong", f"result {i}: {told}")
     return Outcome("right")
 
 
-def difference(got: torch.Tensor, want: torch.Tensor) -> str:
-    """How two tensors differ, in words; empty where they agree to what their type holds."""
-    tolerance = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.complex64: 1e-4}
+TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.complex64: 1e-4}
+"""Of types coarser than float64, which most programs compute in."""
+
+
+def closeness(program: Program) -> float:
+    """How close the results of a program come to eager mode's: less where it computes in coarser types than float64."""
+    return 1e-4 if any(record.dtype in TOLERANCE for record in program.records.values()) else 1e-6
+
+
+def difference(got: torch.Tensor, want: torch.Tensor, close: float) -> str:
+    """How two tensors differ, in words; empty where they agree to `close` or to what their type holds."""
     finite = want[torch.isfinite(want)] if want.is_floating_point() else want
     scale = 1 + (float(finite.abs().max()) if finite.numel() and want.dtype.is_floating_point else 0.0)
-    close = tolerance.get(want.dtype, 1e-6)
+    close = max(close, TOLERANCE.get(want.dtype, 0.0))
     try:
         torch.testing.assert_close(got, want, rtol=close, atol=close * scale, equal_nan=True)
     except AssertionError as error:

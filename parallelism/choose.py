@@ -194,10 +194,15 @@ def computable(op: Op, rule: Rule, choice: Choice) -> Choice:
             if len(members) < 2:
                 continue
             full = True
+            outer: Axes = ()
             for f in members:
-                if not full:
+                axes = out.get(f, WHOLE).axes
+                joined = len(merge((*outer, *axes))) < len(outer) + len(axes)
+                # parts of one axis that join on a dim cut it at once: elsewhere than one by one, where there is padding
+                if not full or (joined and not even(rule.sizes[f], axes)):
                     out.pop(f, None)
-                full = full and size_of(out.get(f, WHOLE).axes) == rule.sizes[f]
+                outer = out.get(f, WHOLE).axes
+                full = full and size_of(outer) == rule.sizes[f]
     return out
 
 

@@ -72,6 +72,8 @@ class _Replay:
         self.place = _Place()
         self.recorder = _Functional(self.place)
         self.env: dict[Value, Any] = {}
+        self.reshaping = any(torch.Tag.inplace_view in getattr(op.target, "tags", ()) for op in graph.ops)
+        """Whether an op changes a tensor's shape in place: then another name of it is another tensor."""
 
     def run(self) -> Graph:
         held: list[tuple[Value, Tensor]] = []
@@ -94,6 +96,9 @@ class _Replay:
                 f"a copy (`{changed[0]}.clone()`) and return it"
             )
         made = self.recorder.graph(outputs)
+        left = next((op for op in made.ops if writes(op) and not writes_own_inputs(op)), None)
+        if left is not None:
+            raise ValueError(f"`{left.target}` writes into a tensor in a way that is not known")
         made.in_tree, made.out_tree = self.graph.in_tree, self.graph.out_tree
         return made
 
@@ -109,6 +114,9 @@ class _Replay:
 
     def _again(self, op: Op) -> None:
         self.place.path, self.place.phase = op.module, op.phase
+        if op.target in (aten.alias.default, aten.detach.default) and not self.reshaping:
+            self.env[op.results[0]] = self.env[op.operands[0]]
+            return
         if op.target is aten.lift_fresh_copy.default:  # of a constant: written to, it is another tensor
             self.env[op.results[0]] = torch._to_functional_tensor(self._plain(op.operands[0]))
             return

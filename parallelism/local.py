@@ -8,26 +8,38 @@ from dataclasses import replace
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import fx
 from tpshard.parallelism import halo
 from tpshard.parallelism.choose import Choice, layout_of, share
 from tpshard.parallelism.factors import WHOLE
 from tpshard.parallelism.graph import Op, map_refs
-from tpshard.parallelism.lower import Emitter, pick
+from tpshard.parallelism.lower import Emitter, is_first, pick
 from tpshard.parallelism.mesh import Axes, size_of
 from tpshard.parallelism.program import INFO, Info, Spec, info
 from tpshard.parallelism.rules.rule import Rule, Window
+from tpshard.parallelism.rules.strides import dense_last
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import local_shape, local_size
+
+aten = torch.ops.aten
 
 
 class LocalPart:
     """One op on one device: what a rule's `local` sees (`rules.rule.LocalOp`)."""
 
     def __init__(self, emitter: Emitter, op: Op, rule: Rule, choice: Choice, inputs: list[fx.Node]):
-        self.emitter, self.op, self.rule, self.choice, self.inputs = emitter, op, rule, choice, inputs
+        self.emitter, self.op, self.rule, self.choice = emitter, op, rule, choice
         self.entry = entry_of(op.target)
+        self.inputs = [self._dense(node) for node in inputs] if self.entry.dense else inputs
         self.flops, self.global_flops = round(rule.flops * share(rule, choice)), rule.flops
+
+    def _dense(self, node: fx.Node) -> fx.Node:
+        """The same tensor, in memory as the op's kernel reads it."""
+        (spec,) = info(node).specs
+        if not spec.shape:
+            return node
+        return self.emitter.call(aten.contiguous.default if self.entry.dense == "all" else dense_last, (node,), [spec])
 
     def axes(self, factor: int) -> Axes:
         return self.choice.get(factor, WHOLE).axes
@@ -61,6 +73,11 @@ class LocalPart:
         why = {"reason": reason, "value": self.op.name, "of": "activation"}
         return self.emitter.stack(node, self.axes(factor), why)
 
+    def valid(self, factor: int) -> Any:
+        axes, grain = self.choice.get(factor, WHOLE)
+        size, part = self.rule.sizes[factor], self.size(factor)
+        return part if size == part * size_of(axes) else self.emitter.valid(axes, size, grain)
+
     # ---- neighbours -------------------------------------------------------------------------------------
     def window(self, operand: int, result: int = 0) -> Any:
         node = self.inputs[operand]
@@ -92,6 +109,10 @@ class LocalPart:
         value = self.op.operands[operand]
         return {"reason": f"`{self.op.name}` reads its neighbours' `{value.name}`", "value": value.name,
                 "of": "activation"}  # fmt: skip
+
+    def first(self, factor: int) -> Any:
+        axes = self.axes(factor)
+        return self.emitter.call(is_first, (self.emitter.position(axes),), []) if axes else 1
 
     def emit(
         self, target: Any, *args: Any, shape: Sequence[int], dtype: Any = None, work: bool = False, **kwargs: Any

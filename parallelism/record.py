@@ -11,33 +11,45 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._decomp import get_decompositions
+from torch._decomp import decomposition_table, get_decompositions
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import _Namespace
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
 from tpshard.parallelism.remember import Shapes
-from tpshard.parallelism.rules.table import TABLE, entry_of
+from tpshard.parallelism.rules.table import OTHER, TABLE, entry_of
 
 aten = torch.ops.aten
 
 
 @functools.cache
 def decompositions() -> dict[Any, Any]:
-    """How the ops that are recorded as others split, by overload."""
+    """How the ops that are recorded as others split, by overload: what the table says, and of ops of which it knows
+    nothing what torch says."""
     found: dict[Any, Any] = {}
+    for func, split in decomposition_table.items():
+        if isinstance(func, torch._ops.OpOverload) and entry_of(func) is OTHER and not _is_view_or_composite(func):
+            found[func] = split
     for name, entry in TABLE.items():
         if entry.recorded == "decomposed":
             with contextlib.suppress(RuntimeError):
-                found |= get_decompositions([_packet(name)])
+                found |= get_decompositions([_named(name)])
         elif callable(entry.recorded):
-            found |= {getattr(_packet(name), overload): entry.recorded for overload in _packet(name).overloads()}
+            named = _named(name)
+            one = isinstance(named, torch._ops.OpOverload)
+            each = [named] if one else [getattr(named, overload) for overload in named.overloads()]
+            found |= dict.fromkeys(each, entry.recorded)
     return found
 
 
-def _packet(name: str) -> Any:
-    namespace, _, op = name.partition(".")
-    return getattr(getattr(torch.ops, namespace), op)
+def _is_view_or_composite(func: Any) -> bool:
+    composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return composite or any(result.alias_info is not None for result in func._schema.returns)
+
+
+def _named(name: str) -> Any:
+    """`aten.add`, with all its overloads, or one: `aten.add.Tensor`."""
+    return functools.reduce(getattr, name.split("."), torch.ops)
 
 
 class Place(Protocol):
@@ -64,6 +76,8 @@ class Recorder(TorchDispatchMode):
         self.known: dict[int, tuple[Value, Tensor]] = {}
         """By identity of the tensor, which is kept alive: its value, the newest where it was changed in place."""
         self.composite: dict[Any, bool] = {}
+        self.splitting: list[Any] = []
+        """Ops whose decompositions run."""
         self.shapes = Shapes()
 
     def input(self, name: str, fake: Tensor) -> None:
@@ -103,9 +117,17 @@ class Recorder(TorchDispatchMode):
                 return args[0].fake_device  # what asking gives, without asking: autograd wants it of every tensor
             return func(*args, **kwargs)
         decomposition = self.decompositions.get(func)
-        if decomposition is not None:
-            with self:
-                return decomposition(*args, **kwargs)
+        if decomposition is None and func.namespace == "prims":  # an op by another name
+            decomposition = getattr(func, "impl_aten", None)
+        if decomposition is not None and func not in self.splitting:
+            self.splitting.append(func)  # a decomposition may end in the op itself, on other types
+            try:
+                with self:
+                    made = decomposition(*args, **kwargs)
+            finally:
+                self.splitting.pop()
+            if made is not NotImplemented:  # as a decomposition says that it does not know these operands
+                return made
         operands: list[Tensor] = []
         refs = _refs(args, operands)
         keywords = {key: _refs(arg, operands) for key, arg in kwargs.items()}

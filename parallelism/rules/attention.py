@@ -1,4 +1,4 @@
-"""Causal attention as one op, forward and backward, with grouped queries."""
+"""Attention as one op, forward and backward, with grouped queries: ours, which is causal, and torch's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.rules import sequence
 from tpshard.parallelism.rules.entry import Entry, Table
-from tpshard.parallelism.rules.rule import Factors, Kind, Rule
+from tpshard.parallelism.rules.letters import tensors
+from tpshard.parallelism.rules.rule import Dim, Factors, Kind, Rule
 
 aten = torch.ops.aten
 
@@ -69,40 +70,50 @@ def _products(op: Op, q: Value, k: Value, window: int) -> int:
     return q.numel * (seen * keys - seen * (seen - 1) // 2) // keys
 
 
-def batch_and_heads(op: Op, products: int = 0) -> Rule:
-    """Ops that treat every slice of the first two dims alike (torch's own attention, pooling): the rest is whole.
+FORWARD = "q k v m -> q l"
+BACKWARD = "q q k v q l m -> q k v"
 
-    `products`: FLOPs for each element of the queries and each key.
+
+def of_torch(op: Op, text: str = FORWARD) -> Rule:
+    """torch's own attention: `q[b (kv g) s d], k[b kv t d], v[b kv t d]`, a mask that broadcasts to `[b (kv g) s t]`.
+
+    Rows of queries may be spread unless each sees other keys (causal). The gradients of keys and values are summed over
+    the queries of a group.
     """
-    lead = op.operands[0].shape[:2]
+    operands, results = (side.split() for side in text.split(" -> "))
+    given = dict(zip(operands, tensors(op)))
+    q, k = (op.operands[i] for name in "qk" if (i := given[name]) is not None)
+    causal = op.kwargs.get("is_causal", any(a is True for a in op.args))
     factors = Factors()
-    first = [(factors.new(n),) if n != 1 else () for n in lead]
+    shared = Kind.REDUCE if text == BACKWARD else Kind.PASS
+    b, kv = factors.new(q.shape[0]), factors.new(k.shape[1])
+    g = factors.new(q.shape[1] // k.shape[1], shared)
+    s = factors.new(q.shape[2], Kind.WHOLE if causal else shared)
+    t, d = factors.new(k.shape[2], Kind.WHOLE), factors.new(q.shape[3], Kind.WHOLE)
+    keys: tuple[Dim, ...] = ((b,), (kv,), (t,), (d,))
+    scores: tuple[Dim, ...] = ((b,), (kv, g), (s,), (t,))
+    dims = {"q": ((b,), (kv, g), (s,), (d,)), "k": keys, "v": keys, "l": scores[:3], "m": scores}
 
-    def of(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        shared = len(shape) > 2 and shape[:2] == lead
-        whole = [(factors.new(n, Kind.WHOLE),) if n != 1 else () for n in shape]
-        return (*first, *whole[2:]) if shared else tuple(whole)
+    def of(name: str, value: Value) -> tuple[Dim, ...]:
+        full = dims[name][len(dims[name]) - value.rank :]
+        return tuple(() if n == 1 else dim for n, dim in zip(value.shape, full))
 
-    flops = products * op.operands[0].numel * op.operands[1].shape[2] if products else 0
+    spelled = {i: name for name, i in zip(operands, tensors(op)) if i is not None}
+    flops = (10 if text == BACKWARD else 4) * q.numel * k.shape[2]
     return factors.rule(
-        [of(v.shape) for v in op.operands], [of(v.shape) for v in op.results], flops=flops,
-        work=tuple(f for dim in first for f in dim),
+        [of(spelled[i], value) for i, value in enumerate(op.operands)],
+        [of(name, value) for name, value in zip(results, op.results)],
+        flops=flops // (2 if causal else 1), work=(b, kv, g, s),
     )  # fmt: skip
 
 
-forward = Entry(lambda op: batch_and_heads(op, 4), work="attention", saved=True)
-backward = Entry(lambda op: batch_and_heads(op, 10), work="attention_backward", saved=True)
 OPS: Table = {
     "tpshard.attention": Entry(attention, work="attention", saved=True, carries=2),
     "tpshard.attention_backward": Entry(attention_backward, work="attention_backward"),
     "tpshard.attention_part": Entry(work="attention", saved=True),
     "tpshard.attention_part_backward": Entry(work="attention_backward"),
-    aten._scaled_dot_product_flash_attention: forward,
-    aten._scaled_dot_product_flash_attention_backward: backward,
-    aten._scaled_dot_product_flash_attention_for_cpu: forward,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
-    aten._scaled_dot_product_efficient_attention: forward,
-    aten._scaled_dot_product_efficient_attention_backward: backward,
-    aten.max_pool2d_with_indices: Entry(batch_and_heads),
-    aten.avg_pool2d: Entry(batch_and_heads),
+    aten._scaled_dot_product_flash_attention_for_cpu: Entry(of_torch, work="attention", saved=True, dense="last"),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: Entry(
+        lambda op: of_torch(op, BACKWARD), work="attention_backward", saved=True, dense="last"
+    ),
 }

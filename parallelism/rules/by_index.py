@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op, Ref, Value
+from tpshard.parallelism.rules.decompositions import put
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.indexing import owned
 from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
@@ -209,5 +210,7 @@ def index_put(op: Op) -> Rule:
 
 OPS: Table = {
     aten.index: Entry(index, lookup=True),
-    aten.index_put: Entry(index_put),
+    aten._unsafe_index: Entry(index, lookup=True),
+    aten.index_put: Entry(index_put, recorded=put),
+    aten._unsafe_index_put: Entry(index_put, recorded=put),
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op
+from tpshard.parallelism.rules.decompositions import addmm
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule, product
 
@@ -71,41 +73,17 @@ def product_of(local: LocalOp, equation: str) -> Any:
     return node
 
 
-def convolution(op: Op) -> Rule:
-    """Batch and output channels pass, input channels are summed; windows need the whole spatial dims."""
-    x, weight = op.operands[:2]
-    out = op.results[0]
-    groups, transposed = op.args[8], op.args[6]
-    factors = Factors()
-    batch = factors.new(x.shape[0])
-    channels_whole = groups != 1 or transposed
-    c_out = factors.new(out.shape[1], Kind.WHOLE if channels_whole else Kind.PASS)
-    c_in = factors.new(x.shape[1], Kind.WHOLE if channels_whole else Kind.REDUCE)
-    spatial_in = factors.dims(x.shape[2:], Kind.WHOLE)
-    spatial_out = factors.dims(out.shape[2:], Kind.WHOLE)
-    window = factors.dims(weight.shape[2:], Kind.WHOLE)
-    kernel = factors.dims(weight.shape[:2], Kind.WHOLE) if channels_whole else ((c_out,), (c_in,))
-    operands = [((batch,), (c_in,), *spatial_in), (*kernel, *window)]
-    if len(op.operands) > 2:  # a bias would be added once per device of a sharded sum: keep that sum whole
-        factors.kinds[c_in] = Kind.WHOLE
-        operands.append(((c_out,),))
-    flops = 2 * out.numel * product(weight.shape[1:])
-    return factors.rule(
-        operands, [((batch,), (c_out,), *spatial_out)], flops=flops, work=(batch, c_out, c_in)
-    )
-
-
-def einsum(equation: str) -> Entry:
+def einsum(equation: str, **facts: Any) -> Entry:
     """A product of two operands; to one of three, the first is added."""
-    return Entry(lambda op: contraction(op, equation), equation=equation, work="matmul", saved=True, commutes=True)
+    rule = partial(contraction, equation=equation)
+    return Entry(rule, equation=equation, work="matmul", saved=True, commutes=True, **facts)
 
 
 OPS: Table = {
     contract: Entry(lambda op: contraction(op, op.args[2]), work="matmul", saved=True, commutes=True),
     aten.mm: einsum("mk,kn->mn"),
-    aten.addmm: einsum("mk,kn->mn"),
+    aten.addmm: einsum("mk,kn->mn", recorded=addmm),
     aten.bmm: einsum("bmk,bkn->bmn"),
     aten.mv: einsum("mk,k->m"),
     aten.dot: einsum("k,k->"),
-    aten.convolution: Entry(convolution, work="matmul", saved=True),
 }

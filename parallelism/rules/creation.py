@@ -12,13 +12,18 @@ from tpshard.parallelism.rules.rule import Factors, LocalOp, Rule, whole
 aten = torch.ops.aten
 
 
+def explicit(op: Op) -> dict[str, Any]:
+    """Keyword arguments of what is made: its type, which torch infers from a whole call, and a device to replace."""
+    return {**op.kwargs, "dtype": op.results[0].dtype, "device": op.kwargs.get("device") or torch.device("cpu")}
+
+
 def filled(op: Op) -> Rule:
     """full, zeros, ones, empty: the sizes become local."""
     factors = Factors()
     dims = factors.dims(op.results[0].shape)
 
     def local(at: LocalOp) -> Any:
-        return at.with_args(list(at.shape()), *op.args[1:])
+        return at.with_args(list(at.shape()), *op.args[1:], **explicit(op))
 
     return factors.rule([], [dims], local=local, priority=0)
 
@@ -29,34 +34,40 @@ def new_filled(op: Op) -> Rule:
     dims = factors.dims(op.results[0].shape)
 
     def local(at: LocalOp) -> Any:
-        return at.with_args(Ref(0), list(at.shape()), *op.args[2:])
+        return at.with_args(Ref(0), list(at.shape()), *op.args[2:], dtype=op.results[0].dtype)
 
     return factors.rule([tuple(() for _ in op.operands[0].shape)], [dims], local=local, priority=0)
 
 
 def arange(op: Op) -> Rule:
-    """Positions: a device's part starts at its offset."""
+    """arange(start, end, step): a device's part is counted from its offset, in integers, as far as the type allows."""
     factors = Factors()
-    size = op.results[0].shape[0]
-    f = factors.new(size)
+    dims = factors.dims(op.results[0].shape)
+    kind = op.results[0].dtype
+    numbers = [a for a in op.args if isinstance(a, (int, float))]
+    start, step = (numbers[0] if len(numbers) > 1 else 0), (numbers[2] if len(numbers) > 2 else 1)
+    counting = torch.int64 if isinstance(start, int) and isinstance(step, int) else torch.float64
 
     def local(at: LocalOp) -> Any:
-        if not at.axes(f):
-            return at.same()
-        numbers = [a for a in op.args if isinstance(a, (int, float))]
-        start, step = (numbers[0] if len(numbers) > 1 else 0), (numbers[2] if len(numbers) > 2 else 1)
-        kwargs = dict(op.kwargs)
-        kwargs["dtype"] = op.results[0].dtype
-        made = at.emit(aten.arange.start_step, 0, at.size(f) * step, step, shape=at.shape(), **kwargs)
-        first = at.offset(f) if step == 1 else at.emit(_times, at.offset(f), step, shape=())
-        moved = at.emit(aten.add.Tensor, made, first, shape=at.shape())
-        return moved if start == 0 else at.emit(aten.add.Tensor, moved, start, shape=at.shape())
+        if not any(at.axes(f) for dim in dims for f in dim):
+            return at.same(**explicit(op))
+        (f,) = dims[0]
+        made = at.emit(aten.arange.default, at.size(f), shape=at.shape(), **explicit(op) | {"dtype": torch.int64})
+        made = at.emit(aten.add.Tensor, made, at.offset(f), shape=at.shape(), dtype=torch.int64)
+        if counting is torch.float64:
+            made = at.emit(aten._to_copy.default, made, shape=at.shape(), dtype=counting)
+        if step != 1:
+            made = at.emit(aten.mul.Tensor, made, step, shape=at.shape(), dtype=counting)
+        if start != 0:
+            made = at.emit(aten.add.Tensor, made, start, shape=at.shape(), dtype=counting)
+        return made if kind is counting else at.emit(aten._to_copy.default, made, shape=at.shape(), dtype=kind)
 
-    return factors.rule([], [((f,),)], local=local, priority=0)
+    return factors.rule([], [dims], local=local, priority=0)
 
 
-def _times(a: int, b: int) -> int:
-    return a * b
+def without_strides(op: Op) -> None:
+    """empty_strided(size, stride): parts are dense."""
+    op.target, op.args = aten.empty.memory_format, (op.args[0],)
 
 
 OPS: Table = {
@@ -64,6 +75,7 @@ OPS: Table = {
     aten.zeros: Entry(filled, inlined=True),
     aten.ones: Entry(filled, inlined=True),
     aten.empty.memory_format: Entry(filled),
+    aten.empty_strided: Entry(filled, canonical=without_strides),
     aten.new_zeros: Entry(new_filled, inlined=True),
     aten.new_ones: Entry(new_filled, inlined=True),
     aten.new_full: Entry(new_filled, inlined=True),

@@ -50,6 +50,10 @@ class Entry:
     broadcasts: bool = False
     """Its result is larger than its operand only because it repeats it."""
 
+    dense: Literal["", "last", "all"] = ""
+    """The dims of its operands that must lie densely: its kernels read them so. torch's own layers see to that before
+    they call such an op; on a device it gets parts, which may lie otherwise."""
+
     # ---- what it costs: fusion, recomputation ----
     work: Work = "stream"
     """Products and attention are kernels of their own; streams between them fuse."""

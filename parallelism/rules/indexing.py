@@ -17,7 +17,7 @@ def owned(at: LocalOp, index: Any, factor: int, shape: tuple[int, ...]) -> tuple
     """Indices relative to this device's part, foreign ones set to 0, and the mask of the foreign ones."""
     shifted = at.emit(aten.sub.Tensor, index, at.offset(factor), shape=shape, dtype=torch.int64)
     below = at.emit(aten.lt.Scalar, shifted, 0, shape=shape, dtype=torch.bool)
-    above = at.emit(aten.ge.Scalar, shifted, at.size(factor), shape=shape, dtype=torch.bool)
+    above = at.emit(aten.ge.Scalar, shifted, at.valid(factor), shape=shape, dtype=torch.bool)
     foreign = at.emit(aten.logical_or.default, below, above, shape=shape, dtype=torch.bool)
     return at.emit(aten.masked_fill.Scalar, shifted, foreign, 0, shape=shape, dtype=torch.int64), foreign
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,6 +77,21 @@ def reduction(kind: str) -> Entry:
     return Entry(lambda op: reduce(op, kind))
 
 
+def ranked(op: Op, position: int = 1) -> Rule:
+    """median, mode, kthvalue along a dim: values, and where they are."""
+    given = op.args[position] if len(op.args) > position else op.kwargs.get("dim", -1)
+    return reduce(replace(op, args=(op.args[0], given)), sharded=Kind.WHOLE)
+
+
+def counted(op: Op) -> Rule:
+    """histc(x, bins, min, max): what parts count adds up, where the range is given and not found in them."""
+    low, high = (op.args[i] if len(op.args) > i else op.kwargs.get(name, 0) for i, name in ((2, "min"), (3, "max")))
+    factors = Factors()
+    x = factors.dims(op.operands[0].shape, Kind.REDUCE if low != high else Kind.WHOLE)
+    result = factors.dims(op.results[0].shape, Kind.WHOLE)
+    return factors.rule([x], [result], fills=((0, high + 1),))  # out of the range: not counted
+
+
 by_whole = Entry(whole_reduction)
 OPS: Table = {
     aten.sum: reduction("sum"),
@@ -87,8 +103,16 @@ OPS: Table = {
     aten.prod: by_whole,
     aten.any: by_whole,
     aten.all: by_whole,
-    aten.var.correction: by_whole,
-    "prims.var": by_whole,
     aten.cumprod: Entry(along),
+    aten.logcumsumexp: Entry(along),
+    aten.cummax: Entry(along),
+    aten.cummin: Entry(along),
+    aten.median.dim: Entry(ranked),
+    aten.nanmedian.dim: Entry(ranked),
+    aten.mode: Entry(ranked),
+    aten.kthvalue: Entry(lambda op: ranked(op, 2)),
+    aten.median.default: by_whole,
+    aten.nanmedian.default: by_whole,
+    aten.histc: Entry(counted),
     aten.sort: Entry(lambda op: along(op, 1)),
 }

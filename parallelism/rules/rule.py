@@ -171,6 +171,12 @@ class LocalOp(Protocol):
     def offset(self, factor: int) -> Any:
         """Node (or 0) of this device's first global index along a factor."""
 
+    def valid(self, factor: int) -> Any:
+        """Node (or number) of how many indices of this device's part of a factor are not padding."""
+
+    def first(self, factor: int) -> Any:
+        """Node (or 1) that is 1 on the first device along a factor's axes and 0 on the others."""
+
     def window(self, operand: int, result: int = 0) -> Any:
         """Node of what this device reads of an operand for its part of a result; the operand where no window is cut."""
 

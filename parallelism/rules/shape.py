@@ -11,6 +11,7 @@ import torch
 from tpshard.parallelism.graph import Op, Ref
 from tpshard.parallelism.rules import strides
 from tpshard.parallelism.rules.entry import Builder, Entry, Strides, Table, answered, decomposed, operand
+from tpshard.parallelism.rules.letters import letters, rule_of
 from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
 
 aten = torch.ops.aten
@@ -110,6 +111,68 @@ def whole(op: Op, dims: Sequence[int], additive: tuple[int, ...] = (0,)) -> Rule
     return alike(op, dims, Kind.WHOLE, additive)
 
 
+def _without(op: Op, *gone: int) -> tuple[Factors, list[Dim], list[Dim]]:
+    """Factors of the first operand, with the dims that an op rearranges whole, and those of the other dims."""
+    factors = Factors()
+    shape = op.operands[0].shape
+    changed = {d % len(shape) for d in gone}
+    dims: list[Dim] = [
+        (factors.new(n, Kind.WHOLE if d in changed else Kind.PASS),) if n != 1 else () for d, n in enumerate(shape)
+    ]
+    return factors, dims, [dim for d, dim in enumerate(dims) if d not in changed]
+
+
+def _diagonal_of(op: Op, position: int) -> tuple[int, int]:
+    """The two dims of a diagonal, given after its offset."""
+    given = [*op.args[position + 1 : position + 3], *(0, 1)[max(0, len(op.args) - position - 1) :]]
+    return op.kwargs.get("dim1", given[0]), op.kwargs.get("dim2", given[1])
+
+
+def diagonal(op: Op) -> Rule:
+    """diagonal(x, offset, dim1, dim2): the diagonal becomes the last dim."""
+    factors, dims, rest = _without(op, *_diagonal_of(op, 1))
+    last = factors.dims(op.results[0].shape[-1:], Kind.WHOLE)
+    return factors.rule([tuple(dims)], [(*rest, *last)], additive=(0,))
+
+
+def diagonal_scatter(op: Op) -> Rule:
+    """diagonal_scatter(x, source, offset, dim1, dim2)."""
+    factors, dims, rest = _without(op, *_diagonal_of(op, 2))
+    last = factors.dims(op.operands[1].shape[-1:], Kind.WHOLE)
+    return factors.rule([tuple(dims), (*rest, *last)], [tuple(dims)], additive=(0, 1))
+
+
+def diagonal_backward(op: Op) -> Rule:
+    """diagonal_backward(gradient, size, offset, dim1, dim2)."""
+    factors = Factors()
+    *rest, last = op.operands[0].shape
+    lead = list(factors.dims(rest))
+    (end,) = factors.dims([last], Kind.WHOLE)
+    changed = {d % op.results[0].rank for d in _diagonal_of(op, 2)}
+    source, kept = (*lead, end), iter(lead)
+    made = tuple(
+        factors.dims([n], Kind.WHOLE)[0] if d in changed else next(kept) for d, n in enumerate(op.results[0].shape)
+    )
+    return factors.rule(
+        [source], [made], additive=(0,), local=lambda at: at.with_args(Ref(0), list(at.shape()), *op.args[2:])
+    )
+
+
+def unfold(op: Op) -> Rule:
+    """unfold(x, dim, size, step): windows of a dim, their elements last."""
+    factors, dims, _ = _without(op, op.args[1])
+    dim = op.args[1] % max(op.operands[0].rank, 1)
+    count, window = (factors.dims([n], Kind.WHOLE)[0] for n in (op.results[0].shape[dim], op.results[0].shape[-1]))
+    made = (*dims[:dim], count, *dims[dim + 1 :], window)
+    return factors.rule([tuple(dims)], [made], additive=(0,))
+
+
+def reread(op: Op) -> Rule:
+    """view(x, dtype): the bits of x as another type, of which more or fewer may fit into the last dim."""
+    alike = op.operands[0].shape == op.results[0].shape
+    return rule_of(op, "...->..." if alike else "...N->...M")
+
+
 # ---- other spellings, which graphs hold as view and permute ---------------------------------------------------------
 def as_view(op: Op) -> None:
     op.target, op.args, op.kwargs = aten.view.default, (Ref(0), op.results[0].shape), {}
@@ -125,13 +188,24 @@ def as_permute(op: Op) -> None:
     op.target, op.args = aten.permute.default, (Ref(0), tuple(order))
 
 
+def as_conjugated(op: Op) -> None:
+    """Collectives send bits: what is conjugated by a flag alone would arrive as it was."""
+    if op.operands:
+        op.target = aten._conj_physical.default
+
+
+def as_negated(op: Op) -> None:
+    op.target = aten.neg.default
+
+
 def looks(rule: Builder, at: Strides, **facts: Any) -> Entry:
     """A view: it moves no data and computes nothing."""
     return Entry(rule, view=at, commutes=True, **facts)
 
 
 OPS: Table = {
-    aten.view: looks(view, strides.reshaped),
+    aten.view.default: looks(view, strides.reshaped),
+    aten.view.dtype: Entry(reread, dense="all"),
     aten.reshape: looks(view, strides.reshaped, canonical=as_view),
     aten._unsafe_view: looks(view, strides.reshaped, canonical=as_view),
     aten._reshape_alias: looks(view, strides.given, canonical=as_view),
@@ -141,12 +215,22 @@ OPS: Table = {
     aten.transpose: looks(permute, strides.transposed, canonical=as_permute),
     aten.t: looks(permute, strides.turned, canonical=as_permute),
     aten.expand: looks(expand, strides.expanded, broadcasts=True),
+    aten.unfold: looks(unfold, strides.unfolded),
+    aten.diagonal: looks(diagonal, strides.diagonal),
+    aten.diagonal_scatter: Entry(diagonal_scatter),
+    aten.diagonal_backward: Entry(diagonal_backward),
     aten.as_strided: Entry(view=strides.given),
+    aten._conj: Entry(canonical=as_conjugated),
+    aten._neg_view: Entry(canonical=as_negated),
     aten.alias: operand,
     aten.detach: decomposed,  # to alias
     aten.lift_fresh: operand,
     aten.lift_fresh_copy: operand,
     getitem: Entry(view=strides.same),
     "_c10d_functional.wait_tensor": Entry(view=strides.same, work="free"),
+    aten.contiguous: Entry(view=strides.dense),
+    strides.dense_last: Entry(view=strides.last_dense),
+    aten.view_as_complex: letters("...P->...", linear="0", view=strides.of_pairs, dense="all"),
+    aten.view_as_real: letters("...->...P", linear="0", view=strides.into_pairs),
     "prim.device": answered,
 }

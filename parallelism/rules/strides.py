@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from torch import Tensor
+
 Shape = tuple[int, ...]
 Args = tuple[Any, ...]
 
@@ -55,6 +57,18 @@ def selected(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape |
     return tuple(s for d, s in enumerate(strides) if d != dim)
 
 
+def diagonal(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """diagonal(x, offset, dim1, dim2)."""
+    i, j = (d % len(before) for d in (*args[2:4], *(0, 1)[max(0, len(args) - 2) :]))
+    return (*(s for d, s in enumerate(strides) if d not in (i, j)), strides[i] + strides[j])
+
+
+def unfolded(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """unfold(x, dim, size, step)."""
+    dim = args[1] % len(before)
+    return (*(s * args[3] if d == dim else s for d, s in enumerate(strides)), strides[dim])
+
+
 def given(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
     """as_strided(x, size, stride)."""
     return tuple(args[2])
@@ -63,6 +77,29 @@ def given(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | No
 def reshaped(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
     """Dims split, merged, added or dropped."""
     return without_copy(before, strides, after)
+
+
+def of_pairs(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """Pairs of numbers seen as complex ones."""
+    return tuple(s // 2 for s in strides[:-1])
+
+
+def into_pairs(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    return (*(2 * s for s in strides), 1)
+
+
+def dense(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """contiguous(x): nothing where it is."""
+    return strides if strides == contiguous(before) else None
+
+
+def last_dense(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    return strides if before[-1] == 1 or strides[-1] == 1 else None
+
+
+def dense_last(x: Tensor) -> Tensor:
+    """The same tensor, copied where the elements of its last dim do not lie side by side."""
+    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
 
 
 @cache

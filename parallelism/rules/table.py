@@ -18,21 +18,24 @@ from tpshard.parallelism.rules import (
     identities,
     indexing,
     kernels,
+    lookups,
+    matrices,
     paged,
     pieces,
     reduction,
     reorder,
     selection,
     shape,
+    windows,
 )
 from tpshard.parallelism.rules.entry import Entry, random
 from tpshard.parallelism.rules.rule import Rule, whole
 
 THEMES = (
     contraction, elementwise, shape, pieces, reduction, selection, indexing, by_index, creation, attention, paged,
-    experts, reorder, identities, decomposed, kernels,
+    experts, reorder, identities, windows, matrices, lookups, decomposed, kernels,
 )  # fmt: skip
-OTHER = Entry()
+OTHER = Entry(dense="all")
 """What is known of an op that is not in the table."""
 
 

@@ -15,10 +15,12 @@ from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.simulate import join, local_arguments, run_lockstep
 
-from fuzzed import Case
+from fuzz import closeness, difference
+from fuzzed import Case, numbered
 from fuzzed import case as of_family
 
-CASES, PARTS = 320, 8
+CASES, PARTS = 392, 8
+"""Programs, eight of each family."""
 torch.set_num_threads(1)
 
 
@@ -39,13 +41,18 @@ def _bytes_moved(node: fx.Node, operands: list[Tensor], results: list[Tensor]) -
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_devices_together_compute_what_one_does(part: int) -> None:
+    refused = 0
     for number in range(part, CASES, PARTS):
-        case = chain(number)
+        case = numbered(number)
         expected = case.fn(*(a.clone() for a in case.args))
         told = str(case)
         try:
             program = _program(case)
-            counted: list[tuple[str, int]] = []
+        except ValueError:
+            refused += 1
+            continue
+        counted: list[tuple[str, int]] = []
+        try:
             results = run_lockstep(
                 program,
                 [local_arguments(program, rank, case.args) for rank in range(case.mesh.ranks)],
@@ -55,19 +62,14 @@ def test_devices_together_compute_what_one_does(part: int) -> None:
             raise AssertionError(told) from error
         for i, (port, want) in enumerate(zip(program.outputs, expected, strict=True)):
             got = join(port, case.mesh, [mine[i] for mine in results])
-            torch.testing.assert_close(
-                got,
-                want,
-                rtol=1e-5,
-                atol=1e-5 * (1 + float(want.abs().max())),
-                msg=lambda m, i=i, told=told: f"{told}\nresult {i}: {m}",
-            )
+            assert not difference(got, want, closeness(program)), f"{told}\nresult {i}: {got} and {want}"
         for dims, port in zip(case.out_shardings or (), program.outputs):
             if dims is not None:
                 assert port.layout.dims == Sharding.of(case.mesh, dims, len(port.shape)).dims, told
         assert counted == [(node.name, comm.bytes) for node, comm in program.issues()], told
         assert not any(port.layout.partial for port in program.outputs), told
         _check_specs(program, results, told)
+    assert refused <= 0.03 * CASES / PARTS + 1
 
 
 def _check_specs(program: Program, results: list[list[Tensor]], told: str) -> None:

@@ -1,0 +1,192 @@
+"""How ops split that torch does not split, or not into what shards: statistics as plain sums over dims."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def variance(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    """var.correction, as the mean of squared differences."""
+    dims = list(range(x.dim())) if not dim else [d % x.dim() for d in dim]
+    count = math.prod(x.shape[d] for d in dims)
+    apart = x - x.mean(dims, keepdim=True)
+    squares = (apart * apart.conj()).real if x.is_complex() else apart * apart
+    return squares.sum(dims, keepdim=keepdim) / max(0.0, count - (1 if correction is None else correction))
+
+
+def variance_and_mean(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    dims = list(range(x.dim())) if not dim else list(dim)
+    return variance(x, dims, correction=correction, keepdim=keepdim), x.mean(dims, keepdim=keepdim)
+
+
+def _over(x: Tensor) -> list[int]:
+    """The dims over which a channel's statistics go."""
+    return [d for d in range(x.dim()) if d != 1]
+
+
+def _along(x: Tensor, of_channels: Tensor) -> Tensor:
+    return of_channels.view([-1 if d == 1 else 1 for d in range(x.dim())])
+
+
+def batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    training: bool, momentum: float, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """native_batch_norm: the statistics are those of the whole batch, on whatever devices it lies."""
+    computed = torch.promote_types(x.dtype, torch.float32)
+    wide = x.to(computed)
+    if training:
+        mean = wide.mean(_over(x))
+        apart = wide - _along(x, mean)
+        var = (apart * apart).mean(_over(x))
+        invstd = (var + eps).rsqrt()
+        count = x.numel() // x.shape[1]
+        if running_mean is not None:
+            running_mean.copy_(running_mean * (1 - momentum) + momentum * mean.to(running_mean.dtype))
+        if running_var is not None:
+            unbiased = var * (count / max(1, count - 1))
+            running_var.copy_(running_var * (1 - momentum) + momentum * unbiased.to(running_var.dtype))
+        saved = mean, invstd
+    else:
+        assert running_mean is not None and running_var is not None
+        mean, invstd = running_mean.to(computed), (running_var.to(computed) + eps).rsqrt()
+        apart = wide - _along(x, mean)
+        saved = x.new_zeros(0), x.new_zeros(0)
+    out = apart * _along(x, invstd)
+    if weight is not None:
+        out = out * _along(x, weight.to(computed))
+    if bias is not None:
+        out = out + _along(x, bias.to(computed))
+    return out.to(x.dtype), *saved
+
+
+def batch_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    mean: Tensor | None, invstd: Tensor | None, training: bool, eps: float, wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """native_batch_norm_backward."""
+    computed = torch.promote_types(x.dtype, torch.float32)
+    if not training:
+        assert running_mean is not None and running_var is not None
+        mean, invstd = running_mean.to(computed), (running_var.to(computed) + eps).rsqrt()
+    assert mean is not None and invstd is not None
+    given, over = grad.to(computed), _over(x)
+    normed = (x.to(computed) - _along(x, mean)) * _along(x, invstd)
+    to_bias, to_weight = given.sum(over), (given * normed).sum(over)
+    scale = invstd if weight is None else invstd * weight.to(computed)
+    made = given
+    if training:
+        count = x.numel() // x.shape[1]
+        made = given - _along(x, to_bias / count) - normed * _along(x, to_weight / count)
+    kept = (
+        (made * _along(x, scale)).to(x.dtype),
+        to_weight.to(weight.dtype) if weight is not None else to_weight,
+        to_bias.to(weight.dtype) if weight is not None else to_bias,
+    )
+    return tuple(one if want else None for one, want in zip(kept, wanted))  # type: ignore[return-value]
+
+
+def group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, channels: int, rest: int, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """native_group_norm: every dim of a group is kept apart, so that each may be sharded."""
+    computed = torch.promote_types(x.dtype, torch.float32)
+    parts = x.to(computed).view(n, groups, channels // groups, *x.shape[2:])
+    over = list(range(2, parts.dim()))
+    mean = parts.mean(over, keepdim=True)
+    apart = parts - mean
+    rstd = ((apart * apart).mean(over, keepdim=True) + eps).rsqrt()
+    out = (apart * rstd).view(x.shape)
+    if weight is not None:
+        out = out * _along(x, weight.to(computed))
+    if bias is not None:
+        out = out + _along(x, bias.to(computed))
+    return out.to(x.dtype), mean.view(n, groups).to(x.dtype), rstd.view(n, groups).to(x.dtype)
+
+
+def group_norm_backward(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, n: int, channels: int, rest: int,
+    groups: int, wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """native_group_norm_backward."""
+    computed = torch.promote_types(x.dtype, torch.float32)
+    each = (n, groups, *[1] * (x.dim() - 1))
+    split = (n, groups, channels // groups, *x.shape[2:])
+    over = list(range(2, len(split)))
+    normed = (x.to(computed).view(split) - mean.to(computed).view(each)) * rstd.to(computed).view(each)
+    given = grad.to(computed)
+    weighted = given if weight is None else given * _along(x, weight.to(computed))
+    parts = weighted.view(split)
+    inner = parts - parts.mean(over, keepdim=True) - normed * (parts * normed).mean(over, keepdim=True)
+    kept = (
+        (inner * rstd.to(computed).view(each)).view(x.shape).to(x.dtype),
+        (given * normed.view(x.shape)).sum(_over(x)).to(x.dtype),
+        given.sum(_over(x)).to(x.dtype),
+    )
+    return tuple(one if want else None for one, want in zip(kept, wanted))  # type: ignore[return-value]
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+    """_weight_norm_interface."""
+    norms = v.norm(2, [d for d in range(v.dim()) if d != dim % v.dim()], keepdim=True)
+    return v * (g / norms), norms
+
+
+def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """_weight_norm_interface_backward."""
+    along = (grad * v).sum([d for d in range(v.dim()) if d != dim % v.dim()], keepdim=True)
+    return (grad - v * (along / (norms * norms))) * (g / norms), along / norms
+
+
+def put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+    """index_put where all that is indexed by is one mask and one value is written: `where`."""
+    masks = [i for i in indices if i is not None]
+    if len(masks) != 1 or masks[0].dtype not in (torch.bool, torch.uint8) or values.numel() != 1:
+        return NotImplemented
+    before = next(d for d, i in enumerate(indices) if i is not None)
+    mask = masks[0].to(torch.bool).view(*masks[0].shape, *[1] * (x.dim() - before - masks[0].dim()))
+    value: Any = values.reshape(())
+    return torch.where(mask, x + value if accumulate else value, x)
+
+
+def slice_backward(
+    grad: Tensor, sizes: Sequence[int], dim: int, start: int | None, stop: int | None, step: int
+) -> Tensor:
+    """slice_backward: zeros around the gradient, of which partial sums are partial sums."""
+    if step != 1:
+        return aten.slice_scatter.default(grad.new_zeros(sizes), grad, dim, start, stop, step)
+    begin, _, _ = slice(start, stop).indices(sizes[dim])
+    return _around(grad, dim, begin, sizes[dim] - begin - grad.shape[dim])
+
+
+def select_backward(grad: Tensor, sizes: Sequence[int], dim: int, index: int) -> Tensor:
+    """select_backward."""
+    dim %= len(sizes)
+    return _around(grad.unsqueeze(dim), dim, index % sizes[dim], sizes[dim] - 1 - index % sizes[dim])
+
+
+def _around(x: Tensor, dim: int, before: int, after: int) -> Tensor:
+    return aten.constant_pad_nd.default(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [before, after])
+
+
+def addmm(c: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """addmm: with its factors, a product, and a sum; without, a graph holds it as that anyway."""
+    if alpha == beta == 1:
+        return NotImplemented
+    return aten.mm.default(x, y) * alpha + (c * beta if beta else torch.zeros_like(c))
+
+
+def addbmm(c: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = aten.bmm.default(x, y).sum(0)
+    return (product if alpha == 1 else product * alpha) + (c if beta == 1 else c * beta)

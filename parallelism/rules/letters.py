@@ -1,0 +1,88 @@
+"""Rules written as letters: `...HW,oIKL->...YZ` says which dims of an op's tensors belong together.
+
+A small letter is a factor, wherever it stands; one that some result lacks is summed there. A capital is a dim that must
+be whole. `...` are the leading dims, which all tensors that have it share. Tensors are those of the op's schema, in its
+order, also those that a call leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tpshard.parallelism.graph import Op, Ref, Value
+from tpshard.parallelism.rules.entry import Entry
+from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, whole
+
+Flops = Callable[[Op], int]
+
+
+def letters(
+    text: str, flops: Flops | None = None, local: Callable[[LocalOp], Any] | None = None, linear: str = "",
+    same: str = "", **facts: Any,
+) -> Entry:  # fmt: skip
+    """The entry of an op by its letters. `linear`: places of the tensors in which it is jointly linear, as digits.
+    `same`: letters of which a result that lacks them does not depend: every device makes the same."""
+    return Entry(lambda op: rule_of(op, text, flops, local, linear, same), **facts)
+
+
+def rule_of(
+    op: Op, text: str, flops: Flops | None = None, local: Any = None, linear: str = "", same: str = ""
+) -> Rule:
+    """The rule of one call; everything whole where its shapes do not fit the letters."""
+    left, right = (side.split(",") for side in text.split("->"))
+    given = tensors(op)
+    factors = Factors()
+    shared: dict[str, int] = {}
+    operands: list[tuple[Dim, ...]] = [()] * len(op.operands)
+    try:
+        for spelled, index in zip(left, given):
+            if index is not None:
+                operands[index] = _dims(op.operands[index], spelled, factors, shared)
+        results = [_dims(value, spelled, factors, shared) for spelled, value in zip(right, op.results)]
+    except ValueError:
+        return whole(op)
+    for name, f in shared.items():
+        made = [any(f in dim for dim in dims) for dims in results]
+        if not all(made) and name not in same:
+            factors.kinds[f] = Kind.REDUCE
+    additive = tuple(i for place in linear if (i := given[int(place)]) is not None)
+    rest = {"work": tuple(shared.values())} if flops is not None else {}
+    return factors.rule(
+        operands, results, flops=flops(op) if flops is not None else 0, local=local, additive=additive, **rest
+    )
+
+
+def tensors(op: Op) -> list[int | None]:
+    """For each tensor of the op's schema the operand that is given for it; None where there is none."""
+    found: list[int | None] = []
+    for position, argument in enumerate(op.target._schema.arguments):
+        if "Tensor" not in str(argument.type):
+            continue
+        given = op.args[position] if position < len(op.args) else op.kwargs.get(argument.name)
+        for one in given if isinstance(given, tuple) and not isinstance(given, Ref) else (given,):
+            found.append(one.index if isinstance(one, Ref) else None)
+    return found
+
+
+def _dims(value: Value, spelled: str, factors: Factors, shared: dict[str, int]) -> tuple[Dim, ...]:
+    if not value.rank:
+        return ()
+    names = spelled.removeprefix("...")
+    lead = value.rank - len(names)
+    if lead != 0 and not spelled.startswith("..."):
+        raise ValueError(f"`{spelled}` does not fit {value}")
+    out: list[Dim] = []
+    for d, size in enumerate(value.shape):
+        name = f"{d - lead}" if d < lead else names[d - lead]  # leading dims are counted from the letters
+        if size == 1:
+            out.append(())
+        elif name.isupper():
+            out.append((factors.new(size, Kind.WHOLE),))
+        else:
+            if name not in shared:
+                shared[name] = factors.new(size)
+            if factors.sizes[shared[name]] != size:
+                raise ValueError(f"`{name}` of `{spelled}` is {factors.sizes[shared[name]]} and, in {value}, {size}")
+            out.append((shared[name],))
+    return tuple(out)

@@ -1,0 +1,64 @@
+"""Look-ups in a whole dim: reductions by index, sorted rows that are searched, bags of embeddings."""
+
+from __future__ import annotations
+
+import torch
+from tpshard.parallelism.graph import Op
+from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.letters import letters, rule_of
+from tpshard.parallelism.rules.rule import Dim, Factors, Kind, Rule, whole
+
+aten = torch.ops.aten
+
+
+def reduced_by_index(op: Op) -> Rule:
+    """scatter_reduce(x, dim, index, source), index_reduce: the dim is whole, others pass where all tensors agree."""
+    x = op.operands[0]
+    dim = op.args[1] % max(x.rank, 1)
+    factors = Factors()
+    others = [v.shape for v in op.operands[1:] if v.rank == x.rank]
+    shared = [
+        (factors.new(n),) if d != dim and n != 1 and all(shape[d] == n for shape in others) else None
+        for d, n in enumerate(x.shape)
+    ]
+
+    def of(shape: tuple[int, ...]) -> tuple[Dim, ...]:
+        return tuple(
+            shared[d] or factors.dims([n], Kind.WHOLE)[0] if len(shape) == x.rank else factors.dims([n], Kind.WHOLE)[0]
+            for d, n in enumerate(shape)
+        )
+
+    return factors.rule([of(v.shape) for v in op.operands], [of(x.shape)])
+
+
+def searched(op: Op) -> Rule:
+    """searchsorted(sorted, values): values are looked up one by one, in a row of their own or in one for all."""
+    alone = op.operands[0].rank == 1
+    return rule_of(op, "N,...->..." if alone else "...N,...m->...m")
+
+
+def bags(op: Op) -> Rule:
+    """_embedding_bag(weight, indices, offsets, ...) -> bags, and of every look-up its bag, every bag its size and its
+    largest: the width passes."""
+    largest = "Bd" if op.results[3].rank == 2 else "L"
+    return rule_of(op, f"Vd,I,O,I->Bd,X,Y,{largest}", same="d")
+
+
+def bags_backward(op: Op) -> Rule:
+    """_embedding_bag_backward(gradient, indices, offsets, bag of each, size of each, largest, ...)."""
+    if len(op.operands) < 6:
+        return whole(op)
+    largest = "Bd" if op.operands[5].rank == 2 else "L"
+    return rule_of(op, f"Bd,I,O,X,Y,{largest},W->Vd")
+
+
+OPS: Table = {
+    aten.scatter.reduce: Entry(reduced_by_index),
+    aten.scatter_reduce: Entry(reduced_by_index),
+    aten.index_reduce: Entry(reduced_by_index),
+    aten.searchsorted: Entry(searched, dense="all"),
+    aten._embedding_bag: Entry(bags, dense="all"),
+    aten._embedding_bag_forward_only: Entry(bags, dense="all"),
+    aten._embedding_bag_backward: Entry(bags_backward, dense="all"),
+    aten._embedding_bag_per_sample_weights_backward: letters("Bd,Vd,I,O,X->I", dense="all"),
+}

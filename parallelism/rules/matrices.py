@@ -1,0 +1,67 @@
+"""Linear algebra and Fourier transforms: matrices and transformed dims are whole, batches pass.
+
+An axis that shards a dim that must be whole moves to a free one by an all-to-all, where there is one.
+"""
+
+from __future__ import annotations
+
+import torch
+from tpshard.parallelism.graph import Op
+from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.letters import letters, rule_of
+from tpshard.parallelism.rules.rule import Rule
+from tpshard.parallelism.rules.shape import whole
+
+aten = torch.ops.aten
+
+
+def transform(op: Op) -> Rule:
+    """_fft_r2c, _fft_c2r, _fft_c2c (x, dims, ...)."""
+    return whole(op, op.args[1])
+
+
+def solve(op: Op) -> Rule:
+    """_linalg_solve_ex(A, B, left): right sides are solved one by one; a vector, or vectors, has none."""
+    a, b = op.operands
+    left = op.kwargs.get("left", op.args[2] if len(op.args) > 2 else True)
+    side = "...N" if b.rank < a.rank else "...Nk" if left else "...kN"
+    return rule_of(op, f"...MN,{side}->{side},...MN,...N,...", same="k")
+
+
+def solve_triangular(op: Op) -> Rule:
+    """linalg_solve_triangular(A, B, *, upper, left)."""
+    side = "...Nk" if op.kwargs.get("left", True) else "...kN"
+    return rule_of(op, f"...MN,{side}->{side}")
+
+
+def lu_solve(op: Op) -> Rule:
+    """linalg_lu_solve(LU, pivots, B, *, left)."""
+    side = "...Nk" if op.kwargs.get("left", True) else "...kN"
+    return rule_of(op, f"...MN,...N,{side}->{side}")
+
+
+OPS: Table = {
+    aten._fft_r2c: Entry(transform),
+    aten._fft_c2r: Entry(transform),
+    aten._fft_c2c: Entry(transform),
+    aten._linalg_solve_ex: Entry(solve, dense="all"),
+    aten.linalg_solve_triangular: Entry(solve_triangular, dense="all"),
+    aten.linalg_lu_solve: Entry(lu_solve, dense="all"),
+    aten.cholesky_solve: letters("...Nk,...MN->...Nk", dense="all"),
+    aten.cholesky_inverse: letters("...MN->...MN", dense="all"),
+    aten.linalg_inv_ex: letters("...MN->...MN,...", dense="all"),
+    aten.linalg_cholesky_ex: letters("...MN->...MN,...", dense="all"),
+    aten.linalg_lu_factor_ex: letters("...MN->...MN,...K,...", dense="all"),
+    aten.linalg_lu: letters("...MN->...AB,...CD,...EF", dense="all"),
+    aten.lu_unpack: letters("...MN,...K->...AB,...CD,...EF", dense="all"),
+    aten.linalg_qr: letters("...MN->...AB,...CD", dense="all"),
+    aten.linalg_householder_product: letters("...MN,...K->...MN", dense="all"),
+    aten._linalg_svd: letters("...MN->...AB,...C,...DE", dense="all"),
+    aten._linalg_eigh: letters("...MN->...K,...AB", dense="all"),
+    aten.linalg_eig: letters("...MN->...K,...AB", dense="all"),
+    aten._linalg_eigvals: letters("...MN->...K", dense="all"),
+    aten._linalg_det: letters("...MN->...,...AB,...K", dense="all"),
+    aten._linalg_slogdet: letters("...MN->...,...,...AB,...K", dense="all"),
+    aten.linalg_pinv.atol_rtol_tensor: letters("...MN,...,...->...NM", dense="all"),
+    aten.linalg_matrix_exp: letters("...MN->...MN", dense="all"),
+}
