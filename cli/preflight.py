@@ -76,9 +76,8 @@ def configuration(recipe: Recipe) -> ModelConfig | None:
     except Mistakes:
         return None  # the environment does not say where the folder is, and nothing here needs to know
     except (ValueError, OSError) as error:
-        said = str(error).lower().replace(" ", "_")
-        named = sorted((name for name in model.overrides() if name in said), key=len)
-        where = recipe.where(f"model.{named[-1] if named else key}")
+        given = [name for name in getattr(error, "names", ()) if name in model.overrides()]
+        where = recipe.where(f"model.{given[0] if given else key}")
         raise Mistakes.one(f"`model`: {error}", where=where) from None
     return None
 

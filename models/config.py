@@ -26,6 +26,14 @@ class RopeScaling:
     original_max_seq: int = 8192
 
 
+class Contradiction(ValueError):
+    """Numbers that no model can have; `names` are those at fault, the likeliest first."""
+
+    def __init__(self, message: str, *names: str):
+        super().__init__(message)
+        self.names = names
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """One transformer. Sizes are global: nothing here knows of devices. ValueError for numbers that make no model."""
@@ -89,37 +97,41 @@ class ModelConfig:
         for name in ("layers", "width", "heads", "kv_heads", "head_dim", "mlp", "vocab", "max_seq", "seq_len"):
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"`{name}: {size!r}` is not a positive integer")
+                raise Contradiction(f"`{name}: {size!r}` is not a positive integer", name)
         if self.family not in FAMILIES:
             raise ValueError(f"there is no model family `{self.family}`; families: {', '.join(FAMILIES)}")
         for name in OPTIONAL - self.described.numbers:
             if getattr(self, name) != DEFAULTS[name]:
-                raise ValueError(f"`{name}` has no meaning in the {self.family} family")
+                raise Contradiction(f"`{name}` has no meaning in the {self.family} family", name)
         if self.dtype not in DTYPES:
-            raise ValueError(f"`dtype: {self.dtype}` is not one of {', '.join(DTYPES)}")
+            raise Contradiction(f"`dtype: {self.dtype}` is not one of {', '.join(DTYPES)}", "dtype")
         if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly")
+            raise Contradiction(f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly", "kv_heads", "heads")
         if self.described.positions == "rotary" and self.head_dim % 2:
-            raise ValueError(f"`head_dim: {self.head_dim}` is odd; rotary positions turn pairs")
+            raise Contradiction(f"`head_dim: {self.head_dim}` is odd; rotary positions turn pairs", "head_dim")
         if self.full_layers and self.window is None:
-            raise ValueError("`full_layers` are the layers that no `window` bounds, and there is none")
+            told = "`full_layers` are the layers that no `window` bounds, and there is none"
+            raise Contradiction(told, "full_layers")
         if self.window is not None and self.window < 1:
-            raise ValueError(f"`window: {self.window}` holds not even a token's own position")
+            raise Contradiction(f"`window: {self.window}` holds not even a token's own position", "window")
         if self.described.mlp == "moe":
             self._check_experts()
         if not (self.norm_eps > 0 and self.rope_theta > 0):
-            raise ValueError("`norm_eps` and `rope_theta` must be positive")
+            raise Contradiction("`norm_eps` and `rope_theta` must be positive", "norm_eps", "rope_theta")
 
     def _check_experts(self) -> None:
         if self.experts is None or self.top_k is None or not 1 <= self.top_k <= self.experts:
-            raise ValueError(f"`top_k: {self.top_k}` of `experts: {self.experts}`: a token needs some of them")
+            told = f"`top_k: {self.top_k}` of `experts: {self.experts}`: a token needs some of them"
+            raise Contradiction(told, "top_k", "experts")
         if self.capacity is not None and not self.capacity > 0:
-            raise ValueError(f"`capacity: {self.capacity}` leaves no expert any token; it must be above 0, or null")
+            told = f"`capacity: {self.capacity}` leaves no expert any token; it must be above 0, or null"
+            raise Contradiction(told, "capacity")
         for name, known in (("routing", ("softmax", "sigmoid")), ("balance", ("bias", "loss", "none"))):
             if getattr(self, name) not in known:
-                raise ValueError(f"`{name}: {getattr(self, name)}` is not one of {', '.join(known)}")
+                raise Contradiction(f"`{name}: {getattr(self, name)}` is not one of {', '.join(known)}", name)
         if self.shared_experts < 0 or not (self.balance_rate > 0 and self.route_scale > 0):
-            raise ValueError("`balance_rate` and `route_scale` must be positive, and `shared_experts` at least 0")
+            told = "`balance_rate` and `route_scale` must be positive, and `shared_experts` at least 0"
+            raise Contradiction(told, "balance_rate", "route_scale", "shared_experts")
 
     @property
     def balanced_by_bias(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from tpshard.models.config import ModelConfig, RopeScaling
+from tpshard.models.config import Contradiction, ModelConfig, RopeScaling
 
 _LLAMA_3 = ModelConfig(
     "llama", layers=32, width=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=128256, max_seq=131072,
@@ -64,7 +64,8 @@ def override(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
     known = {f.name for f in fields(ModelConfig)} - {"family"}
     for key in overrides:
         if key not in known:
-            raise ValueError(f"a model has no number `{key}`{_similar(key, known)}; it has {', '.join(sorted(known))}")
+            wanted = f"it has {', '.join(sorted(known))}"
+            raise Contradiction(f"a model has no number `{key}`{_similar(key, known)}; {wanted}", key)
     changes = dict(overrides)
     scaling = changes.get("rope_scaling")
     if isinstance(scaling, Mapping):
@@ -72,7 +73,8 @@ def override(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
             changes["rope_scaling"] = RopeScaling(**scaling)
         except TypeError:
             wanted = ", ".join(f.name for f in fields(RopeScaling))
-            raise ValueError(f"`rope_scaling` takes {wanted}, not {', '.join(map(str, scaling))}") from None
+            given = ", ".join(map(str, scaling))
+            raise Contradiction(f"`rope_scaling` takes {wanted}, not {given}", "rope_scaling") from None
     return replace(config, **changes)
 
 

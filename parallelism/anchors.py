@@ -27,6 +27,11 @@ def is_boundary(op: Op) -> bool:
     return str(op.target) == "tpshard.boundary.default"
 
 
+def is_role(op: Op) -> bool:
+    """Whether it is said here what a value is: `role(x, role)`."""
+    return str(op.target) == "tpshard.role.default"
+
+
 def is_anchor(op: Op) -> bool:
     """Whether the result has exactly the sharding that it was given."""
     return op.target is output or is_split(op) or is_boundary(op)

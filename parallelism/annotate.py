@@ -1,4 +1,5 @@
-"""`mesh_split`: GSPMD's annotation inside a model; and the boundary between stored and used parameters."""
+"""What is said of a tensor inside a function: `mesh_split`, GSPMD's annotation; the boundary between stored and used
+parameters; its role in a step."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from tpshard.parallelism.mesh import Mesh
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define("mesh_split(Tensor(a) x, str[] axes, int[] dims_mapping) -> Tensor(a)")
 _library.define("boundary(Tensor(a) x, str kind, str name) -> Tensor(a)")
+_library.define("role(Tensor(a) x, str role) -> Tensor(a)")
 
 
 def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -35,9 +37,28 @@ def _split(x: torch.Tensor, axes: list[str], mapping: list[int]) -> torch.Tensor
     return _Split.apply(x, axes, mapping)
 
 
-for _name in ("mesh_split", "boundary"):
+class _Role(torch.autograd.Function):
+    """Identity whose gradient has the same role."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, role: str) -> torch.Tensor:
+        ctx.role = role
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tpshard.role(x, role)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return torch.ops.tpshard.role(grad, ctx.role), None
+
+
+def _with_role(x: torch.Tensor, role: str) -> torch.Tensor:
+    return _Role.apply(x, role)
+
+
+for _name in ("mesh_split", "boundary", "role"):
     _library.impl(_name, _same, "CompositeExplicitAutograd")
 _library.impl("mesh_split", _split, "Autograd")
+_library.impl("role", _with_role, "Autograd")
 
 
 def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[int]) -> torch.Tensor:
@@ -60,3 +81,8 @@ def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[int]) ->
 def boundary(tensor: torch.Tensor, kind: str, name: str) -> torch.Tensor:
     """Where the parameter `name` leaves its storage (`kind` "parameter") or its gradient enters it ("gradient")."""
     return torch.ops.tpshard.boundary(tensor, kind, name)
+
+
+def role(tensor: torch.Tensor, role: str) -> torch.Tensor:
+    """Says what a tensor, and its gradient, is in a step: `logits`. Plans tell its memory apart."""
+    return torch.ops.tpshard.role(tensor, role)

@@ -11,7 +11,7 @@ import string
 from typing import Any
 
 import torch
-from tpshard.parallelism.anchors import is_boundary, is_named
+from tpshard.parallelism.anchors import is_boundary, is_named, is_role
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
 from tpshard.parallelism.rules.contraction import contract
 from tpshard.parallelism.rules.strides import reshaped
@@ -20,6 +20,7 @@ from tpshard.parallelism.rules.table import entry_of
 aten = torch.ops.aten
 def canonicalize(graph: Graph) -> None:
     """Brings a captured graph into canonical form, in place; its meaning stays."""
+    take_roles(graph)
     remove_identities(graph)
     unify(graph)
     fold_contractions(graph)
@@ -27,6 +28,21 @@ def canonicalize(graph: Graph) -> None:
     graph.drop_dead()
     split_constants(graph)
     rename(graph)
+    spread_roles(graph)
+
+
+def take_roles(graph: Graph) -> None:
+    """What is said of a value goes with it, whatever it is replaced by."""
+    for op in graph.ops:
+        if is_role(op):
+            op.results[0].marked = op.args[1]
+
+
+def spread_roles(graph: Graph) -> None:
+    """What is said of a view holds for what it looks at."""
+    for op in reversed(graph.ops):
+        if op.results and op.results[0].marked and entry_of(op.target).view is not None:
+            op.operands[0].marked = op.operands[0].marked or op.results[0].marked
 
 
 def remove_identities(graph: Graph) -> None:
@@ -120,7 +136,7 @@ def _fold_added(graph: Graph, op: Op, equation: str, ops: list[Op]) -> None:
     added, result, alpha, beta = op.operands[0], op.results[0], op.kwargs.get("alpha", 1), op.kwargs.get("beta", 1)
 
     def step(name: str, target: Any, operands: list[Value], args: tuple[Any, ...], **kwargs: Any) -> Op:
-        made = Op(f"{op.name}_{name}", target, args, kwargs, operands, [], op.module, op.phase)
+        made = Op(f"{op.name}_{name}", target, args, kwargs, operands, [], op.place)
         made.results = [Value(made.name, result.shape, result.dtype, made)]
         return made
 
@@ -150,7 +166,7 @@ def _add_before_view(graph: Graph, op: Op, ops: list[Op]) -> None:
             op.results = [Value(op.name, base.shape, old.dtype, op)]
             ops.append(op)
             again = Op(
-                f"{op.name}_view", aten.view.default, (Ref(0), old.shape), {}, op.results, [old], op.module, op.phase
+                f"{op.name}_view", aten.view.default, (Ref(0), old.shape), {}, op.results, [old], op.place
             )
             old.producer, old.name = again, again.name
             ops.append(again)
@@ -177,7 +193,7 @@ def _fold_sum(graph: Graph, op: Op, ops: list[Op]) -> None:
     op.operands, op.args = [seen.base], (Ref(0), summed)
     if shape != old.shape:
         op.results = [Value(op.name, shape, old.dtype, op)]
-        view = Op(f"{op.name}_view", aten.view.default, (Ref(0), old.shape), {}, op.results, [old], op.module, op.phase)
+        view = Op(f"{op.name}_view", aten.view.default, (Ref(0), old.shape), {}, op.results, [old], op.place)
         old.producer, old.name = view, view.name
         ops.append(view)
 
@@ -214,14 +230,14 @@ def _fold(graph: Graph, op: Op, equation: str, ops: list[Op]) -> None:
     }
     shape = tuple(sizes[letter] for letter in out_letters)
     old = op.results[0]
-    product = Op(op.name, contract, (Ref(0), Ref(1), spelled), {}, [a.base, b.base], [], op.module, op.phase)
+    product = Op(op.name, contract, (Ref(0), Ref(1), spelled), {}, [a.base, b.base], [], op.place)
     result = Value(old.name, shape, old.dtype, product)
     product.results = [result]
     ops.append(product)
     if shape == old.shape:
         graph.replace(old, result)
     else:
-        view = Op(f"{op.name}_view", aten.view.default, (Ref(0), old.shape), {}, [result], [old], op.module, op.phase)
+        view = Op(f"{op.name}_view", aten.view.default, (Ref(0), old.shape), {}, [result], [old], op.place)
         old.producer, old.name = view, f"{old.name}_view"
         ops.append(view)
 
@@ -232,10 +248,8 @@ def _squeezed(side: Unmerged, op: Op, ops: list[Op]) -> Unmerged:
     if 1 not in shape:
         return side
     kept = [d for d, n in enumerate(shape) if n != 1]
-    view = Op(
-        f"{op.name}_squeeze", aten.view.default, (Ref(0), tuple(shape[d] for d in kept)), {}, [side.base], [],
-        op.module, op.phase,
-    )  # fmt: skip
+    name, args = f"{op.name}_squeeze", (Ref(0), tuple(shape[d] for d in kept))
+    view = Op(name, aten.view.default, args, {}, [side.base], [], op.place)
     view.results = [Value(view.name, view.args[1], side.base.dtype, view)]
     ops.append(view)
     return Unmerged(view.results[0], [tuple(kept.index(d) for d in group if d in kept) for group in side.groups])
@@ -256,7 +270,7 @@ def _merged(side: Unmerged | None, group: tuple[int, ...], op: Op, ops: list[Op]
         return None
     shape = list(side.base.shape)
     shape[first : first + count] = [math.prod(shape[first : first + count])]
-    view = Op(f"{op.name}_merge", aten.view.default, (Ref(0), tuple(shape)), {}, [side.base], [], op.module, op.phase)
+    view = Op(f"{op.name}_merge", aten.view.default, (Ref(0), tuple(shape)), {}, [side.base], [], op.place)
     view.results = [Value(view.name, tuple(shape), side.base.dtype, view)]
     ops.append(view)
 
@@ -323,7 +337,8 @@ def split_constants(graph: Graph) -> None:
         for i, reader in enumerate(dict.fromkeys(op.results[0].users)):
             if i == 0:
                 continue
-            copy = Op(f"{op.name}_{i}", op.target, op.args, op.kwargs, list(op.operands), [], reader.module, op.phase)
+            place = reader.place._replace(phase=op.phase)
+            copy = Op(f"{op.name}_{i}", op.target, op.args, op.kwargs, list(op.operands), [], place)
             copy.results = [Value(copy.name, op.results[0].shape, op.results[0].dtype, copy)]
             copies.setdefault(op, []).append(copy)
             for operand in op.operands:
@@ -351,9 +366,11 @@ def rename(graph: Graph) -> None:
             op.results[0].dims = tuple(op.args[2])
         elif is_boundary(op):
             kind, name = op.args[1], op.args[2]
+            op.results[0].marked = kind
             if kind == "parameter":
                 op.results[0].name = f"{name}.used"
             else:
+                op.operands[0].marked = kind
                 op.results[0].name = f"{name}.grad.stored"
                 if op.operands[0].producer is not None:
                     op.operands[0].name = f"{name}.grad"

@@ -13,47 +13,56 @@ from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 from torch.utils import _pytree as pytree
 from tpshard.parallelism.canonical import canonicalize
 from tpshard.parallelism.functional import functionalize
-from tpshard.parallelism.graph import Graph
+from tpshard.parallelism.graph import Graph, Layer, Place
 from tpshard.parallelism.record import Recorder
 from tpshard.parallelism.remember import Like, fake
 from tpshard.parallelism.rules.strides import contiguous
 
 
 class Trail:
-    """Knows, while tracing, which module and which phase the ops that run come from.
+    """Knows, while tracing, where the ops that run come from.
 
     Forward ops are told by module hooks; backward ops by the sequence number of the autograd node that runs, which
     lies between those at the module's entry and exit.
     """
 
     def __init__(self) -> None:
-        self.stack: list[str] = []
-        self.path = ""
-        self.phase = "forward"
-        self.spans: list[tuple[int, int, str]] = []
+        self.stack = [Place()]
+        self.spans: list[tuple[int, int, Place]] = []
+        """(first, last + 1) sequence number of what ran in a place, inner places first."""
 
-    def enter(self, path: str) -> None:
-        self.stack.append(path)
-        self.path = path
+    @property
+    def here(self) -> Place:
+        return self.stack[-1]
 
-    def leave(self) -> None:
-        self.stack.pop()
-        self.path = self.stack[-1] if self.stack else ""
+    @contextlib.contextmanager
+    def inside(self, place: Place) -> Iterator[None]:
+        """Notes that what is traced in the context comes from there."""
+        start = self._enter(place)
+        try:
+            yield
+        finally:
+            self._leave(start)
+
+    def _enter(self, place: Place) -> int:
+        self.stack.append(place)
+        return torch.autograd._get_sequence_nr()
+
+    def _leave(self, start: int) -> None:
+        self.spans.append((start, torch.autograd._get_sequence_nr(), self.stack.pop()))
 
     @contextlib.contextmanager
     def watch(self, module: nn.Module) -> Iterator[None]:
-        """Notes the module path of what is traced while `module` runs."""
+        """Notes the module of what is traced while `module` runs."""
         starts: list[int] = []
         handles = []
-        for name, child in module.named_modules():
+        for name, layer, child in _with_layers(module):
 
-            def before(_m: nn.Module, _a: Any, name: str = name) -> None:
-                self.enter(name)
-                starts.append(torch.autograd._get_sequence_nr())
+            def before(_m: nn.Module, _a: Any, place: Place = Place(name, layer)) -> None:  # noqa: B008
+                starts.append(self._enter(place))
 
-            def after(_m: nn.Module, _a: Any, _o: Any, name: str = name) -> None:
-                self.spans.append((starts.pop(), torch.autograd._get_sequence_nr(), name))
-                self.leave()
+            def after(_m: nn.Module, _a: Any, _o: Any) -> None:
+                self._leave(starts.pop())
 
             handles += [child.register_forward_pre_hook(before), child.register_forward_hook(after)]
         try:
@@ -64,32 +73,46 @@ class Trail:
 
     @contextlib.contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
-        """Notes the module path of what `torch.autograd.grad(loss, ...)` traces."""
-        self.phase = "backward"
+        """Notes the module of what `torch.autograd.grad(loss, ...)` traces."""
         handles = []
         seen: set[Any] = set()
         queue = [loss.grad_fn]
-        path_of: dict[int, str] = {}
-        for start, end, name in self.spans:  # inner modules end first, so the first to claim a number is innermost
+        places: dict[int, Place] = {}
+        for start, end, place in self.spans:  # inner modules end first, so the first to claim a number is innermost
             for number in range(start, end):
-                path_of.setdefault(number, name)
+                places.setdefault(number, place)
         while queue:
             node = queue.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
+            place = places.get(node._sequence_nr(), Place())._replace(phase="backward")
 
-            def before(_grads: Any, path: str = path_of.get(node._sequence_nr(), "")) -> None:
-                self.path = path
+            def before(_grads: Any, place: Place = place) -> None:
+                self.stack[-1] = place
 
             handles.append(node.register_prehook(before))
             queue.extend(parent for parent, _ in node.next_functions)
+        self.stack.append(Place(phase="backward"))
         try:
             yield
         finally:
-            self.path = ""
+            self.stack[-1] = Place(phase="backward")  # what follows is made of gradients
             for handle in handles:
                 handle.remove()
+
+
+def _with_layers(module: nn.Module) -> Iterator[tuple[str, Layer | None, nn.Module]]:
+    """Every module with its path and the outermost layer that it belongs to."""
+    stacks = (nn.ModuleList, nn.Sequential)
+    layers: dict[str, Layer] = {}
+    for path, child in module.named_modules():
+        above, _, own = path.rpartition(".")
+        if above in layers:
+            layers[path] = layers[above]
+        elif above and isinstance(module.get_submodule(above), stacks):
+            layers[path] = Layer(above, int(own))
+        yield path, layers.get(path), child
 
 
 def capture(
@@ -109,7 +132,7 @@ def capture(
     if len(names) != len(where):
         raise ValueError(f"{len(names)} names were given for {len(where)} tensor arguments")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(trail)
+    recorder = Recorder(None if trail is None else lambda: trail.here)
     full = list(leaves)
     for i, name in zip(where, names):
         full[i] = _fake(leaves[i], mode)

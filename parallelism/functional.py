@@ -6,14 +6,14 @@ names of one tensor. torch's own functionalization knows; it is run on the recor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from tpshard.parallelism.graph import Graph, Op, Ref, Value, map_refs
+from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value, map_refs
 from tpshard.parallelism.record import Recorder
 from tpshard.parallelism.remember import Like, fake
 from tpshard.parallelism.rules.strides import contiguous
@@ -48,15 +48,10 @@ def functionalize(graph: Graph) -> Graph:
     return _Replay(graph).run()
 
 
-class _Place:
-    path = ""
-    phase = "forward"
-
-
 class _Functional(Recorder):
     """Records views by strides as look-ups: after functionalization nothing is written through them."""
 
-    def __init__(self, place: _Place):
+    def __init__(self, place: Callable[[], Place]):
         super().__init__(place)
         self.decompositions = self.decompositions | {
             aten.as_strided.default: _strided, aten.as_strided_scatter.default: _strided_scatter
@@ -69,8 +64,8 @@ class _Replay:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.place = _Place()
-        self.recorder = _Functional(self.place)
+        self.place = Place()
+        self.recorder = _Functional(lambda: self.place)
         self.env: dict[Value, Any] = {}
         self.reshaping = any(torch.Tag.inplace_view in getattr(op.target, "tags", ()) for op in graph.ops)
         """Whether an op changes a tensor's shape in place: then another name of it is another tensor."""
@@ -113,7 +108,7 @@ class _Replay:
         return torch._from_functional_tensor(wrapped)
 
     def _again(self, op: Op) -> None:
-        self.place.path, self.place.phase = op.module, op.phase
+        self.place = op.place
         if op.target in (aten.alias.default, aten.detach.default) and not self.reshaping:
             self.env[op.results[0]] = self.env[op.operands[0]]
             return

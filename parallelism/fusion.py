@@ -6,7 +6,6 @@ reductions between two matrix products (or collectives) become one kernel, and o
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -53,16 +52,11 @@ Compiled = Literal["all", "layers", "rest", "none"]
 """What a compiler sees: the whole program, the layers (`layers.3...`), all but them, or nothing."""
 
 
-@cache
-def _in_layer(module: str) -> bool:
-    return bool(re.search(r"(^|\.)\d+(\.|$)", module))
-
-
 def sees(compiled: Compiled, here: Info) -> bool:
     """Whether the compiler sees a node."""
     if compiled in ("all", "none"):
         return compiled == "all"
-    return (compiled == "layers") == _in_layer(here.module)
+    return (compiled == "layers") == (here.place.layer is not None)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,6 +13,35 @@ class Ref(NamedTuple):
     """Stands for operand `index` inside an op's arguments."""
 
     index: int  # type: ignore[assignment]
+
+
+Role = str
+"""What a tensor is in a step: parameter, gradient, optimizer, batch, cache, order, scalar, logits, loss; or ""."""
+
+
+class Layer(NamedTuple):
+    """One of a model's stack of alike modules."""
+
+    stack: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.stack}.{self.number}"
+
+
+class Place(NamedTuple):
+    """Where in the model and in the step an op stands."""
+
+    module: str = ""
+    """Its path, `layers.3.mlp`."""
+    layer: Layer | None = None
+    phase: str = "forward"
+    """forward, backward, recompute or update."""
+    role: Role = ""
+    """Of what is computed there."""
+
+
+ANYWHERE = Place()
 
 
 @dataclass(eq=False)
@@ -31,6 +60,13 @@ class Value:
     """The model's own name for an activation, shared by its gradient; what annotations by pattern match."""
     dims: tuple[str, ...] = ()
     """Names of its dims, where the model gave them."""
+    marked: Role = ""
+    """What the value is, where that was said of it."""
+
+    @property
+    def role(self) -> Role:
+        """What the value is: as marked, else as everything where it is made."""
+        return self.marked or (self.producer.place.role if self.producer is not None else "")
 
     @property
     def rank(self) -> int:
@@ -61,8 +97,15 @@ class Op:
     kwargs: dict[str, Any]
     operands: list[Value]
     results: list[Value]
-    module: str = ""
-    phase: str = "forward"
+    place: Place = ANYWHERE
+
+    @property
+    def module(self) -> str:
+        return self.place.module
+
+    @property
+    def phase(self) -> str:
+        return self.place.phase
 
     def __repr__(self) -> str:
         return f"{self.results} = {self.target}({self.operands})"
@@ -96,6 +139,7 @@ class Graph:
 
     def replace(self, old: Value, new: Value) -> None:
         """Lets everything that reads `old` read `new`."""
+        new.marked = new.marked or old.marked
         for op in set(old.users):
             op.operands = [new if operand is old else operand for operand in op.operands]
         new.users.extend(old.users)
@@ -117,6 +161,12 @@ class Graph:
     def __str__(self) -> str:
         lines = [f"inputs {self.inputs}", *(f"  {op}" for op in self.ops), f"return {self.outputs}"]
         return "\n".join(lines)
+
+
+def mark(values: Iterable[Any], role: Role) -> None:
+    """Says of values what they are."""
+    for value in values:
+        value.marked = role
 
 
 def map_refs(tree: Any, change: Callable[[Ref], Any]) -> Any:

@@ -171,10 +171,7 @@ def _category(base: fx.Node, readers: Sequence[fx.Node], flow: Flow) -> str:
         if here.phase == "forward" and any(known[reader].phase in ("backward", "recompute") for reader in readers):
             return "activations"
         return "gradients" if moved == "gradient" else "communication"
-    # the head's weight gradient and what flows back from it are no logits
-    if "loss" in here.module or (
-        here.module.rpartition(".")[2] == "output" and (here.phase == "forward" or _wide(base, readers, flow))
-    ):
+    if here.place.role in ("logits", "loss"):
         return "logits_and_loss"
     for reader in readers:
         comm = known[reader].comm
@@ -189,11 +186,6 @@ def _category(base: fx.Node, readers: Sequence[fx.Node], flow: Flow) -> str:
     if here.phase == "forward" and any(known[reader].phase in ("backward", "recompute") for reader in readers):
         return "activations"
     return "activations" if here.phase == "recompute" else "temporary"
-
-
-def _wide(base: fx.Node, readers: Sequence[fx.Node], flow: Flow) -> bool:
-    specs = flow.info[base].specs
-    return bool(specs) and len(specs[0].shape) >= 3 and any("loss" in flow.info[reader].module for reader in readers)
 
 
 def _flat(output: fx.Node) -> list[fx.Node]:

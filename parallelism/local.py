@@ -6,14 +6,14 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import getitem
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 from tpshard.parallelism import halo
 from tpshard.parallelism.choose import Choice, layout_of, share
 from tpshard.parallelism.factors import WHOLE
-from tpshard.parallelism.graph import Op, map_refs
+from tpshard.parallelism.graph import Op, Value, map_refs
 from tpshard.parallelism.lower import Emitter, is_first, pick
 from tpshard.parallelism.mesh import Axes, size_of
 from tpshard.parallelism.program import INFO, Info, Spec, info
@@ -21,6 +21,7 @@ from tpshard.parallelism.rules.rule import Rule, Window
 from tpshard.parallelism.rules.strides import dense_last
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import local_shape, local_size
+from tpshard.parallelism.why import Need, through
 
 aten = torch.ops.aten
 
@@ -69,8 +70,7 @@ class LocalPart:
         return info(node).specs[0].dtype
 
     def gathered(self, node: Any, factor: int) -> Any:
-        reason = f"`{self.op.name}` compares what all devices along the dim have"
-        why = {"reason": reason, "value": self.op.name, "of": "activation"}
+        why = self._why("others", self.op.results[0])
         return self.emitter.stack(node, self.axes(factor), why)
 
     def valid(self, factor: int) -> Any:
@@ -82,19 +82,19 @@ class LocalPart:
     def window(self, operand: int, result: int = 0) -> Any:
         node = self.inputs[operand]
         for size, axes, plan, window in self._halos(operand, result):
-            node = halo.window(self.emitter, node, window.dim, size, axes, plan, window.fill, self._why(operand))
+            node = halo.window(self.emitter, node, window.dim, size, axes, plan, window.fill, self._near(operand))
         return node
 
     def fold(self, node: Any, operand: int, result: int = 0) -> Any:
         for size, axes, plan, window in reversed(list(self._halos(operand, result))):
-            node = halo.fold(self.emitter, node, window.dim, size, axes, plan, self._why(operand))
+            node = halo.fold(self.emitter, node, window.dim, size, axes, plan, self._near(operand))
         return node
 
     def mirror(self, operand: int) -> Any:
         node = self.inputs[operand]
         for dim, members in enumerate(self.rule.operands[operand]):
             for f in set(members) & set(self.rule.mirrored) & set(self.choice):
-                node = halo.mirror(self.emitter, node, dim, self.axes(f), self._why(operand))
+                node = halo.mirror(self.emitter, node, dim, self.axes(f), self._near(operand))
         return node
 
     def _halos(self, operand: int, result: int) -> Iterator[tuple[int, Axes, halo.Halo, Window]]:
@@ -105,10 +105,12 @@ class LocalPart:
                 assert plan is not None, "a choice cuts a window that has no halo"
                 yield size, self.axes(f), plan, window
 
-    def _why(self, operand: int) -> dict[str, Any]:
-        value = self.op.operands[operand]
-        return {"reason": f"`{self.op.name}` reads its neighbours' `{value.name}`", "value": value.name,
-                "of": "activation"}  # fmt: skip
+    def _near(self, operand: int) -> dict[str, Any]:
+        return self._why("neighbours", self.op.operands[operand])
+
+    def _why(self, kind: Literal["neighbours", "others"], value: Value) -> dict[str, Any]:
+        need = Need(kind, through(self.op), value.name)
+        return {"why": (need,), "value": (value.name,), "of": value.role or "activation"}
 
     def first(self, factor: int) -> Any:
         axes = self.axes(factor)
@@ -173,7 +175,7 @@ class LocalPart:
         parts = []
         for i, spec in enumerate(specs):
             part = self.emitter.graph.call_function(getitem, (node, i))
-            part.meta[INFO] = Info((spec,), self.op.name, self.op.module, self.op.phase)
+            part.meta[INFO] = Info((spec,), self.op.name, self.op.place)
             parts.append(part)
         return parts
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from tpshard.parallelism.graph import Place
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, atoms, merge, size_of, split
 from tpshard.parallelism.program import INFO, Info, Spec, group_name, info, make_collective, offset
 from tpshard.parallelism.reshard import Step, moved_places
@@ -50,15 +51,14 @@ class Emitter:
         self.mesh = mesh
         self.graph = fx.Graph()
         self.origin = ""
-        self.module = ""
-        self.phase = "forward"
+        self.place = Place()
         self.ranked: dict[tuple[Any, ...], fx.Node] = {}
         """Numbers that depend on the rank, by what they are."""
         self.prologue: fx.Node | None = None
 
-    def place(self, origin: str, module: str, phase: str) -> None:
+    def at(self, origin: str, place: Place) -> None:
         """Where the nodes that follow come from."""
-        self.origin, self.module, self.phase = origin, module, phase
+        self.origin, self.place = origin, place
 
     def input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
         node = self.graph.placeholder(_identifier(name))
@@ -70,7 +70,7 @@ class Emitter:
         self, target: Any, args: Sequence[Any], specs: Sequence[Spec], kwargs: dict[str, Any] | None = None, **rest: Any
     ) -> fx.Node:
         node = self.graph.call_function(target, tuple(args), kwargs or {})
-        node.meta[INFO] = Info(tuple(specs), self.origin, self.module, self.phase, **rest)
+        node.meta[INFO] = Info(tuple(specs), self.origin, self.place, **rest)
         return node
 
     def move(self, target: Any, node: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:

@@ -16,7 +16,7 @@ from tpshard.parallelism.anchors import is_anchor, is_boundary, is_split, output
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.choose import Choice, choose, computable, layout_of, regrained
 from tpshard.parallelism.factors import Cut, cuts
-from tpshard.parallelism.graph import Graph, Op, Ref, Value
+from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
 from tpshard.parallelism.local import LocalPart
 from tpshard.parallelism.lower import Emitter
 from tpshard.parallelism.mesh import Axes, Mesh, covers, difference, size_of, union, without
@@ -28,6 +28,7 @@ from tpshard.parallelism.reshard import LATENCY_BYTES, cost, plan
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import Layout, Sharding, even, local_shape, replicated
+from tpshard.parallelism.why import Told
 
 aten = torch.ops.aten
 def partition(
@@ -52,11 +53,11 @@ def partition(
 
 def partition_captured(
     graph: Graph, mesh: Mesh, in_shardings: Sequence[Any] | None = None, out_shardings: Sequence[Any] | None = None,
-    why: Sequence[str] = (), latency: int = LATENCY_BYTES,
+    told: Sequence[tuple[Told, ...]] = (), latency: int = LATENCY_BYTES,
 ) -> Program:  # fmt: skip
     """`partition` of a function that is captured, and perhaps rewritten, already.
 
-    `why` tells for each of `in_shardings` what asks for it; empty texts, or none, name its place in the list.
+    `told` says for each of `in_shardings` who asks for it; where nobody is named it is its place in the list.
     """
     mark_outputs(graph)
     annotations: dict[Value, Annotation] = dict(split_annotations(graph, mesh))
@@ -73,9 +74,9 @@ def partition_captured(
                 sharding = Sharding.of(mesh, dims, value.rank)
             except ValueError as error:
                 raise ValueError(f"{what}_shardings[{i}] of `{value.name}` {list(value.shape)}: {error}") from error
-            told = why[i] if what == "in" and i < len(why) else ""
-            annotations[value] = Annotation(sharding, told or f"{what}_shardings[{i}] = {dims!r}")
-    return partition_graph(propagate(graph, mesh, annotations), latency=latency)
+            named = told[i] if what == "in" and i < len(told) else ()
+            annotations[value] = Annotation(sharding, named or (Told(f"{what}_shardings[{i}] = {dims!r}"),))
+    return partition_graph(propagate(graph, mesh, annotations), latency)
 
 
 def mark_outputs(graph: Graph) -> None:
@@ -86,7 +87,7 @@ def mark_outputs(graph: Graph) -> None:
             marked.append(out)
             continue
         phase = out.producer.phase if out.producer is not None else "forward"
-        op = Op(f"return_{i}", output, (Ref(0),), {}, [out], [], "", phase)
+        op = Op(f"return_{i}", output, (Ref(0),), {}, [out], [], Place(phase=phase))
         op.results = [Value(f"return[{i}]", out.shape, out.dtype, op)]
         graph.ops.append(op)
         marked.append(op.results[0])
@@ -102,22 +103,19 @@ def split_annotations(graph: Graph, mesh: Mesh) -> Mapping[Value, Annotation]:
             names = op.args[1]
             dims = [None if i == -1 else names[i] for i in op.args[2]]
             value = op.results[0]
-            found[value] = Annotation(Sharding.of(mesh, dims, value.rank), f"mesh_split `{op.name}`")
+            found[value] = Annotation(Sharding.of(mesh, dims, value.rank), (Told(f"mesh_split `{op.name}`"),))
     return found
 
 
-def partition_graph(
-    shardings: Shardings, kinds: Mapping[Value, str] | None = None, latency: int = LATENCY_BYTES
-) -> Program:
-    """The program of a propagated graph. `kinds` says what inputs and outputs are (see `Port.kind`); `latency` what
-    starting a collective costs, in bytes."""
-    return _Partitioner(shardings, kinds or {}, latency).run()
+def partition_graph(shardings: Shardings, latency: int = LATENCY_BYTES) -> Program:
+    """The program of a propagated graph; `latency` is what starting a collective costs, in bytes."""
+    return _Partitioner(shardings, latency).run()
 
 
 class _Partitioner:
-    def __init__(self, shardings: Shardings, kinds: Mapping[Value, str], latency: int):
+    def __init__(self, shardings: Shardings, latency: int):
         self.latency = latency
-        self.s, self.graph, self.mesh, self.kinds = shardings, shardings.graph, shardings.mesh, kinds
+        self.s, self.graph, self.mesh = shardings, shardings.graph, shardings.mesh
         self.emitter = Emitter(self.mesh)
         self.copies: dict[Value, dict[Layout, fx.Node]] = {}
         self.home: dict[Value, Layout] = {}
@@ -278,7 +276,6 @@ class _Partitioner:
             node.meta[INFO] = Info((Spec(value.shape, value.dtype),), origin=name)
             self.copies[value] = {self.home[value]: node}
         for op in self.graph.ops:
-            self.emitter.place(op.name, op.module, op.phase)
             if is_anchor(op):
                 target = self._anchor_layout(op)
                 self.copies[op.results[0]] = {target: self.get(op.operands[0], target, op)}
@@ -301,6 +298,7 @@ class _Partitioner:
             if carried and i in rule.additive:
                 need = need.summed(carried)
             inputs.append(self._filled(self.get(value, need, op), op, rule, choice, i, need))
+        self._at(op, op.results[0])
         local = LocalPart(self.emitter, op, rule, choice, inputs)
         nodes = self._computed(local)
         if not rule.known and size_of(a for v in op.operands for a in self.home[v].axes) > 1:
@@ -357,6 +355,10 @@ class _Partitioner:
             if d not in padded or (held.issuperset(members) and not unclean.intersection(members))
         )  # fmt: skip
 
+    def _at(self, op: Op, value: Value) -> None:
+        """The nodes that follow are made for `op`, and hold `value`."""
+        self.emitter.at(op.name, op.place._replace(role=value.role))
+
     def get(self, value: Value, layout: Layout, reader: Op) -> fx.Node:
         """The node that holds `value` in `layout`: made once, by the cheapest way from a copy there is."""
         copies = self.copies[value]
@@ -375,6 +377,7 @@ class _Partitioner:
             key=lambda pair: cost(pair[1], value.shape, size, latency),
         )
         node = copies[source]
+        self._at(reader, value)
         for step in steps:
             zeros = self.zeros.get(node, frozenset())
             node = self.emitter.step(node, step, value.shape, **self.reasons.why(value, step, reader))
@@ -418,21 +421,24 @@ class _Partitioner:
         node = self.emitter.graph.output(tuple(outputs))
         node.meta[INFO] = Info(())
         _drop_dead(self.emitter.graph)
-        given = self.s.annotated
-        records = {
-            v.name: ValueRecord(v.name, v.shape, v.dtype, self.home.get(v, self.propagated[v]), v in given, ())
-            for v in self.graph.values()
-        }
+        records = {v.name: self._record(v) for v in self.graph.values()}
         by_name = {v.name: v for v in self.graph.values()}
         return Program(
             self.mesh, self.emitter.graph, tuple(self._port(v) for v in self.graph.inputs), tuple(ports), records,
             constants={name: tensor for name, (_, tensor) in self.graph.constants.items()},
             warnings=list(dict.fromkeys(self.warnings)), in_tree=self.graph.in_tree, out_tree=self.graph.out_tree,
-            lazy_causes=lambda name: self.s.explain(by_name[name]),
+            explanation=lambda name: self.s.explain(by_name[name]),
         )  # fmt: skip
 
+    def _record(self, value: Value) -> ValueRecord:
+        op = value.producer
+        label = value.name if op is None else op.args[2] if is_boundary(op) else value.label
+        told = value in self.s.annotated and self.s.told(value)
+        layout = self.home.get(value, self.propagated[value])
+        return ValueRecord(value.name, value.shape, value.dtype, layout, told, value.role, label)
+
     def _port(self, value: Value) -> Port:
-        return Port(value.name, value.shape, value.dtype, self.home[value], self.kinds.get(value, "tensor"))
+        return Port(value.name, value.shape, value.dtype, self.home[value], value.role or "tensor")
 
 
 def _padded(shape: Sequence[int], layout: Layout) -> list[int]:

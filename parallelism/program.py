@@ -15,8 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx
+from tpshard.parallelism import words
+from tpshard.parallelism.graph import ANYWHERE, Place, Role
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.parallelism.sharding import Layout, local_shape
+from tpshard.parallelism.why import Explanation, Need
 
 T = TypeVar("T")
 INFO = "tpshard"
@@ -33,27 +36,30 @@ class Collective:
 
     kind: str
     """all_gather, reduce_scatter, all_reduce, all_to_all or permute."""
+    axes: tuple[Any, ...]
+    """Names of the axes it runs over; a sub-axis is (name, pre, size)."""
     refs: Axes
-    """The (sub-)axes it runs over, in mesh order."""
+    """The same as (sub-)axes, in mesh order."""
     bytes: int
     dtype: str
-    reason: str
-    """Why it is there: the operation, the value, both layouts and the annotation behind them."""
-    value: str = ""
-    """Global value that it moves; several, joined by a comma, in a bucket."""
-    of: str = ""
-    """parameter, gradient, activation, loss or scalar: what is moved."""
+    value: tuple[str, ...] = ()
+    """Global values that it moves: several in a bucket."""
+    of: Role = ""
+    """parameter, gradient, logits, loss, scalar or activation: what is moved."""
     asked: bool = True
     """False for a reshard that nothing in the annotations asks for."""
-    members: int = 1
-    """Values moved by it: more than one in a bucket."""
+    why: tuple[Need, ...] = ()
+    """Why it is there, for each value."""
 
     @property
-    def axes(self) -> tuple[Any, ...]:
-        """Names of whole axes; a sub-axis is (name, pre, size)."""
-        return self._axes
+    def reason(self) -> str:
+        """Why it is there: the operation, the value, both layouts and the annotation behind them."""
+        return words.reason(self.why)
 
-    _axes: tuple[Any, ...] = ()
+    @property
+    def members(self) -> int:
+        """Values moved by it: more than one in a bucket."""
+        return len(self.value)
 
     @property
     def size(self) -> int:
@@ -87,9 +93,8 @@ class Info:
     """One for each result, as one device holds it."""
     origin: str = ""
     """Operation (or value) of the global graph it comes from."""
-    module: str = ""
-    phase: str = "forward"
-    """forward, backward, recompute or update."""
+    place: Place = ANYWHERE
+    """Where in the model and in the step."""
     flops: int = 0
     """Floating-point operations of one device."""
     global_flops: int = 0
@@ -100,6 +105,14 @@ class Info:
     """FSDP unit of a gather or reduce-scatter."""
     saved: bool = False
     """Output of a matmul or attention: what selective recomputation keeps."""
+
+    @property
+    def module(self) -> str:
+        return self.place.module
+
+    @property
+    def phase(self) -> str:
+        return self.place.phase
 
     @cached_property
     def bytes(self) -> int:
@@ -156,8 +169,11 @@ class ValueRecord:
     dtype: torch.dtype
     layout: Layout
     annotated: bool
-    causes: tuple[str, ...]
-    """The chain of reasons, ending at an annotation."""
+    """An axis of it was told for the value itself."""
+    role: Role = ""
+    label: str = ""
+    """What the model, or the step, calls it: of a parameter in any form its name, of an activation and its gradient the
+    activation's, of an input its own."""
 
 
 def offset(axes: Axes, strides: tuple[int, ...]) -> int:
@@ -185,7 +201,8 @@ class Program:
     warnings: list[str] = field(default_factory=list)
     in_tree: Any = None
     out_tree: Any = None
-    lazy_causes: Callable[[str], tuple[str, ...]] | None = None
+    explanation: Callable[[str], Explanation] | None = None
+    """Why a value of `records` is sharded as it is; None where that is not known, as for a program that was read."""
     _derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def derived(self, key: Any, make: Callable[[], T]) -> T:
@@ -229,9 +246,12 @@ class Program:
     def explain(self, name: str) -> str:
         """Why a value is sharded as it is: a line per step, the last one the annotation."""
         record = self._record(name)
-        causes = self.lazy_causes(name) if self.lazy_causes is not None else record.causes
-        head = f"{name} {list(record.shape)}: {record.layout.show(self.mesh)}"
-        return "\n".join([head, *(f"  {line}" for line in causes)])
+        lines = words.explanation(self.explained(name))
+        return "\n".join([f"{name} {list(record.shape)}: {record.layout.show(self.mesh)}", *(f"  {s}" for s in lines)])
+
+    def explained(self, name: str) -> Explanation:
+        """The same as values."""
+        return self.explanation(name) if self.explanation is not None else Explanation()
 
     def _record(self, name: str) -> ValueRecord:
         if name not in self.records:
@@ -262,21 +282,21 @@ class Program:
         return whole / (self.mesh.ranks * local) if local else 1.0
 
     # ---- comparing and saving -----------------------------------------------------------------------------
-    def to_json(self, *, words: bool = True) -> dict[str, Any]:
-        """Everything as plain data: nodes, ports, records. Same program, same bytes; without `words` no reasons, which
+    def to_json(self, *, why: bool = True) -> dict[str, Any]:
+        """Everything as plain data: nodes, ports, records. Same program, same bytes; without `why` no reasons, which
         say where in which file something stands."""
         return {
             "mesh": self.mesh.axes,
             "inputs": [_port_json(p, self.mesh) for p in self.inputs],
             "outputs": [_port_json(p, self.mesh) for p in self.outputs],
             "donated": {str(k): v for k, v in sorted(self.donated.items())},
-            "nodes": [_node_json(node, words) for node in self.graph.nodes],
+            "nodes": [_node_json(node, why) for node in self.graph.nodes],
         }
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of `to_json` without its words: equal on all ranks, or they would hang."""
-        return hashlib.sha256(json.dumps(self.to_json(words=False), sort_keys=True).encode()).hexdigest()
+        """sha256 of `to_json` without its reasons: equal on all ranks, or they would hang."""
+        return hashlib.sha256(json.dumps(self.to_json(why=False), sort_keys=True).encode()).hexdigest()
 
     def replace_graph(self, graph: fx.Graph) -> Program:
         return replace(self, graph=graph)
@@ -308,7 +328,7 @@ def parse_group(name: str) -> Axes:
 
 def make_collective(mesh: Mesh, kind: str, refs: Axes, nbytes: int, dtype: torch.dtype, **rest: Any) -> Collective:
     names = tuple(a.name if a.size == mesh.axes[a.name] else tuple(a) for a in refs)
-    return Collective(kind, refs, nbytes, str(dtype).removeprefix("torch."), _axes=names, **rest)
+    return Collective(kind, names, refs, nbytes, str(dtype).removeprefix("torch."), **rest)
 
 
 def _port_json(port: Port, mesh: Mesh) -> dict[str, Any]:
@@ -320,7 +340,7 @@ def _port_json(port: Port, mesh: Mesh) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _node_json(node: fx.Node, words: bool) -> dict[str, Any]:
+def _node_json(node: fx.Node, why: bool) -> dict[str, Any]:
     def plain(arg: Any) -> Any:
         if isinstance(arg, fx.Node):
             return {"node": arg.name}
@@ -336,8 +356,9 @@ def _node_json(node: fx.Node, words: bool) -> dict[str, Any]:
     out = {"name": node.name, "op": node.op, "target": target, "args": plain(node.args), "kwargs": plain(node.kwargs)}
     known = node.meta.get(INFO)
     if known is not None:
-        left_out = ("_axes",) if words else ("_axes", "reason")
-        comm = None if known.comm is None else {k: plain(v) for k, v in asdict(known.comm).items() if k not in left_out}
+        comm = None if known.comm is None else {k: plain(v) for k, v in vars(known.comm).items() if k != "why"}
+        if comm is not None and why:
+            comm["why"] = [plain(asdict(need)) for need in known.comm.why]
         out["info"] = {
             "specs": [[list(s.shape), str(s.dtype)] for s in known.specs], "module": known.module,
             "phase": known.phase, "flops": known.flops, "global_flops": known.global_flops, "comm": comm,

@@ -32,6 +32,7 @@ from tpshard.parallelism.propagated import Annotation, Cause, Conflict, Sharding
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import entry_of, rule_for
 from tpshard.parallelism.sharding import Sharding
+from tpshard.parallelism.why import TIE, Through, through
 
 
 class Direction(IntFlag):
@@ -139,7 +140,7 @@ class _Propagation:
             self._set(value, annotation.sharding)
             for dim, axes in enumerate(annotation.sharding.dims):
                 for axis in axes:
-                    self.causes.setdefault((value, dim), []).append((axis, Cause("", None, dim, annotation.where)))
+                    self.causes.setdefault((value, dim), []).append((axis, Cause(None, None, dim, annotation.told)))
         self.rules = dict(rules) if rules is not None else {op: rule_for(op) for op in graph.ops}
         self.edges: list[Edge] = []
         self.forms: dict[tuple[object, ...], int] = {}
@@ -283,7 +284,7 @@ class _Propagation:
                     continue
                 source = sources[(t, f)]
                 source_dim = next(d for d, fs in enumerate(edge.rule.tensors[source]) if f in fs)
-                cause = Cause(_describe(edge.op), edge.tensors[source], source_dim)
+                cause = Cause(_through(edge.op), edge.tensors[source], source_dim)
                 for axis in difference(factors[f], old):
                     self.causes.setdefault((value, dim), []).append((axis, cause))
             changed.append(value)
@@ -389,8 +390,5 @@ def size_of_factors(sizes: Sequence[int], tensor: Mapping[int, Part]) -> int:
     return math.prod(sizes[f] for f in tensor)
 
 
-def _describe(op: Op | Tie) -> str:
-    if isinstance(op, Tie):
-        return "a sharding group (parameter, gradient and optimizer state)"
-    target = getattr(op.target, "__name__", str(op.target))
-    return f"{target} `{op.name}`" + (f" in {op.module}" if op.module else "")
+def _through(op: Op | Tie) -> Through:
+    return TIE if isinstance(op, Tie) else through(op)

@@ -8,6 +8,7 @@ from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.sharding import Sharding, show_axis
+from tpshard.parallelism.why import Explanation, Link, Through, Told
 
 
 @dataclass(frozen=True)
@@ -15,18 +16,18 @@ class Annotation:
     """What the user wrote for one value: a sharding, and where."""
 
     sharding: Sharding
-    where: str
-    """`file:line:col  text`, or which argument of `partition` it is."""
+    told: tuple[Told, ...] = ()
+    """Who asks for it; nobody where only axes are kept off."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a dim got axes: they came from `source`'s dim through `op`, or from an annotation."""
+    """Why a dim got axes: they came from `source`'s dim through `op`, or were told."""
 
-    op: str
+    op: Through | None
     source: Value | None
     source_dim: int
-    where: str = ""
+    told: tuple[Told, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,45 +56,41 @@ class Shardings:
     annotated: dict[Value, Annotation]
     conflicts: list[Conflict] = field(default_factory=list)
 
-    def explain(self, value: Value) -> tuple[str, ...]:
-        """A line per axis and step, each chain ending at an annotation."""
-        lines: list[str] = []
-        if value in self.annotated and self.annotated[value].where:
-            lines.append(f"annotated {self.annotated[value].sharding.show(self.mesh)} at {self.annotated[value].where}")
-        for dim in range(value.rank):
-            for axis in self.of[value].dims[dim]:
-                lines.extend(self.chain(value, dim, axis))
-        return tuple(lines) or ("replicated: no annotation reaches it",)
+    def explain(self, value: Value) -> Explanation:
+        """A chain for each axis, each ending at what was told."""
+        given = self.annotated.get(value)
+        annotated = given.sharding.show(self.mesh) if given is not None and given.told else ""
+        links = [
+            link for dim in range(value.rank) for axis in self.of[value].dims[dim]
+            for link in self.chain(value, dim, axis)
+        ]  # fmt: skip
+        return Explanation(annotated, given.told if given is not None else (), tuple(links))
 
-    def chain(self, value: Value, dim: int, axis: Axis) -> list[str]:
-        lines: list[str] = []
+    def chain(self, value: Value, dim: int, axis: Axis) -> list[Link]:
+        links: list[Link] = []
         seen = set()
         while (value, dim) not in seen:
             seen.add((value, dim))
             cause = self.cause(value, dim, axis)
             if cause is None:
                 break
-            here = f"{show_axis(axis, self.mesh)} on dim {dim} of {value.name}"
+            source = cause.source.name if cause.source is not None else ""
+            links.append(
+                Link(show_axis(axis, self.mesh), value.name, dim, cause.op, source, cause.source_dim, cause.told)
+            )
             if cause.source is None:
-                lines.append(f"{here}: annotated at {cause.where}")
                 break
-            lines.append(f"{here}: from dim {cause.source_dim} of {cause.source.name} through {cause.op}")
             value, dim = cause.source, cause.source_dim
-        return lines
+        return links
+
+    def told(self, value: Value) -> bool:
+        """Whether an axis of a value was told for that value itself."""
+        axes = ((dim, axis) for dim, axes in enumerate(self.of[value].dims) for axis in axes)
+        causes = (self.cause(value, dim, axis) for dim, axis in axes)
+        return any(cause is not None and cause.source is None for cause in causes)
 
     def cause(self, value: Value, dim: int, axis: Axis) -> Cause | None:
         for known, cause in self.causes.get((value, dim), ()):
             if known.overlaps(axis):
                 return cause
         return None
-
-    def root(self, value: Value, dim: int, axis: Axis) -> str:
-        """Where the annotation behind an axis was written."""
-        for _ in range(10_000):
-            cause = self.cause(value, dim, axis)
-            if cause is None:
-                return ""
-            if cause.source is None:
-                return cause.where
-            value, dim = cause.source, cause.source_dim
-        return ""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch._decomp import decomposition_table, get_decompositions
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import _Namespace
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
-from tpshard.parallelism.graph import Graph, Op, Ref, Value
+from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
 from tpshard.parallelism.remember import Shapes
 from tpshard.parallelism.rules.table import OTHER, TABLE, entry_of
 
@@ -52,20 +53,13 @@ def _named(name: str) -> Any:
     return functools.reduce(getattr, name.split("."), torch.ops)
 
 
-class Place(Protocol):
-    """Where in the model the ops that run now come from."""
-
-    path: str
-    phase: str
-
-
 class Recorder(TorchDispatchMode):
-    """To be entered inside a `FakeTensorMode`. `place` is read whenever an op runs."""
+    """To be entered inside a `FakeTensorMode`. `place` is asked whenever an op runs."""
 
     supports_higher_order_operators = True
     """So that they come here, to be refused."""
 
-    def __init__(self, place: Place | None = None) -> None:
+    def __init__(self, place: Callable[[], Place] | None = None) -> None:
         super().__init__()
         self.place = place
         self.inputs: list[Value] = []
@@ -160,9 +154,7 @@ class Recorder(TorchDispatchMode):
                 f"`{func}` is a random op, whose result would depend on the mesh: pass random numbers in as an input"
             )
         name = self.names.create_name(packet, None)
-        place = self.place
-        path, phase = (place.path, place.phase) if place is not None else ("", "forward")
-        op = Op(name, func, args, kwargs, operands, [], path, phase)
+        op = Op(name, func, args, kwargs, operands, [], self.place() if self.place is not None else Place())
         several = isinstance(made, (list, tuple))
         for i, one in enumerate(made if several else [made]):
             label = f"{name}.{i}" if several else name

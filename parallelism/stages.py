@@ -16,12 +16,13 @@ import torch
 from torch import fx
 from tpshard.parallelism.flow import known
 from tpshard.parallelism.mesh import Axis
-from tpshard.parallelism.passes.recompute import block_of
+from tpshard.parallelism.passes.recompute import layer_of
 from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, info, make_collective
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import local_shape, replicated
 from tpshard.parallelism.simulate import RANKED
 from tpshard.parallelism.transfer import recv, send
+from tpshard.parallelism.why import Need, Through
 
 aten = torch.ops.aten
 Run = Literal["F", "B", "I", "W"]
@@ -57,7 +58,7 @@ class Stage:
 
 def blocks_of(program: Program) -> list[str]:
     """The repeated layers of a program, in the order in which they run: `layers.0`, `layers.1`, ..."""
-    found = (block_of(n) for n in program.graph.nodes if n.op == "call_function" and info(n).phase == "forward")
+    found = (_block_of(n) for n in program.graph.nodes if n.op == "call_function" and info(n).phase == "forward")
     return list(dict.fromkeys(block for block in found if block))
 
 
@@ -138,7 +139,7 @@ class _Cutter:
 
     def _home_of(self, node: fx.Node) -> _Home:
         """A layer's stage; outside of layers as late as the forward operands, as early as the backward ones."""
-        phase, block = info(node).phase, block_of(node)
+        phase, block = info(node).phase, _block_of(node)
         before = [self.home[n] for n in node.all_input_nodes if n in self.home]
         run: Run = "F" if phase == "forward" else "B"
         if block:
@@ -165,7 +166,7 @@ class _Cutter:
                 n in self.floating and n in self.port for n in user.all_input_nodes
             )
             if not stored and len(user.all_input_nodes) != 1 and not (
-                user.target is aten.add.Tensor and block_of(user) == ""
+                user.target is aten.add.Tensor and layer_of(user) is None
             ):
                 return False
             here = user
@@ -327,7 +328,7 @@ class _Cutter:
         constants = {name: tensor for name, tensor in whole.constants.items() if name in used}
         return Program(
             whole.mesh, graph, tuple(inputs), tuple(port for _, port in outputs), whole.records, donated, constants,
-            lazy_causes=whole.lazy_causes,
+            explanation=whole.explanation,
         )  # fmt: skip
 
     def _transfer(self, graph: fx.Graph, target: Any, value: fx.Node, node: fx.Node, part: _Part) -> fx.Node:
@@ -335,14 +336,14 @@ class _Cutter:
         (spec,) = known.specs
         ahead = (part.run == "F") == (target is send)
         other = part.stage + (1 if ahead else -1)
-        kind, what = ("send", "read on stage") if target is send else ("recv", "sent by stage")
-        reason = f"`{known.origin}` of {known.module or 'the model'} is {what} {other}"
+        op = Through(known.origin, str(getattr(node.target, "__name__", node.target)), known.module)
+        need = Need("sent" if target is send else "received", op, node.name, stage=other)
         moved = graph.call_function(target, (value,))
         comm = make_collective(
-            self.program.mesh, kind, (self.axis,), spec.bytes, spec.dtype, reason=reason, value=node.name,
-            of="activation",
+            self.program.mesh, "send" if target is send else "recv", (self.axis,), spec.bytes, spec.dtype, why=(need,),
+            value=(node.name,), of="activation",
         )  # fmt: skip
-        moved.meta[INFO] = Info((spec,), known.origin, known.module, known.phase, comm=comm)
+        moved.meta[INFO] = Info((spec,), known.origin, known.place, comm=comm)
         return moved
 
     def _port(self, node: fx.Node, kind: str) -> Port:
@@ -352,6 +353,12 @@ class _Cutter:
         if record is not None and not record.layout.partial and local_shape(record.shape, record.layout) == spec.shape:
             return Port(node.name, record.shape, spec.dtype, record.layout, kind)
         return Port(node.name, spec.shape, spec.dtype, replicated(len(spec.shape)), kind)
+
+
+def _block_of(node: fx.Node) -> str:
+    """The layer that a node belongs to; "" outside of layers."""
+    layer = layer_of(node)
+    return "" if layer is None else str(layer)
 
 
 def _live(graph: fx.Graph) -> list[fx.Node]:

@@ -15,6 +15,7 @@ from tpshard.parallelism.mesh import Axes, Axis, Mesh, merge, overlap, size_of
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation, Shardings
 from tpshard.parallelism.sharding import Layout, Sharding, even
+from tpshard.parallelism.why import Told
 
 
 def boundaries(graph: Graph, kind: str) -> dict[str, tuple[Value, Value]]:
@@ -41,12 +42,12 @@ def propagate_stored(
     stored: Mapping[str, Sequence[Value]],
     data_axes: Axes,
     fsdp: Axis | None,
-    where: str,
+    told: tuple[Told, ...],
 ) -> Shardings:
     """Propagates with `data_axes` kept off used parameters and gradients, then stores them over `fsdp`.
 
-    `stored`: per parameter the graph's inputs that lie as it does (itself, gradient sums, moments). `where` is the
-    recipe's line for the FSDP axis.
+    `stored`: per parameter the graph's inputs that lie as it does (itself, gradient sums, moments). `told` asks for
+    the FSDP axis.
     """
     kept_off = frozenset(data_axes) | (frozenset((fsdp,)) if fsdp is not None else frozenset())
     given = dict(annotations)
@@ -56,7 +57,7 @@ def propagate_stored(
             known = given.get(value)
             sharding = known.sharding if known is not None else Sharding.unknown(value.rank)
             given[value] = Annotation(
-                replace(sharding, replicated=sharding.replicated | kept_off), known.where if known is not None else ""
+                replace(sharding, replicated=sharding.replicated | kept_off), known.told if known is not None else ()
             )
         if len(values) > 1:
             ties.append(values)
@@ -66,11 +67,11 @@ def propagate_stored(
     at_rest = [value for values in stored.values() for value in values]
     for value in at_rest:
         layout = storage_layout(value.shape, Layout(free.of[value].dims), fsdp)
-        given[value] = Annotation(Sharding(layout.dims, (False,) * value.rank), where)
+        given[value] = Annotation(Sharding(layout.dims, (False,) * value.rank), told)
     for name, (_, after) in boundaries(graph, "gradient").items():
-        given[after] = Annotation(given[stored[name][0]].sharding, where)
+        given[after] = Annotation(given[stored[name][0]].sharding, told)
     final = propagate(graph, mesh, given, ties, free.rules)
-    # Axes that were found without the storage keep their reasons: only what it adds is explained by `where`.
+    # Axes that were found without the storage keep their reasons: only what it adds is explained by `told`.
     for place, found in free.causes.items():
         there = [axis for axis, _ in found]
         final.causes[place] = found + [pair for pair in final.causes.get(place, ()) if not overlap(pair[0], there)]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import gc
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tpshard.devices import read as devices
@@ -160,40 +159,17 @@ def extra_warnings(job: Job, device: Device, update: Program) -> list[str]:
 
 def shardings(program: Program, parameters: Sequence[str]) -> tuple[list[Tensor], int, int]:
     """(parameters and named activations as the program has them, values annotated, values inferred)."""
-    known = set(program.records)
-    used = {name: f"{name}.used" if f"{name}.used" in known else name for name in parameters}
     stored = dict(zip((port.name for port in program.inputs), program.in_shardings))
-    hidden = (".used", ".grad", ".grad_sum")
-    named = [n for n in program.records if _is_name(n) and n not in stored and not n.endswith(hidden)]
-    out = []
-    for tensor in tensors_of(program, list(used.values())):
-        name = tensor.name.removesuffix(".used")
-        out.append(
-            replace(
-                tensor,
-                name=name,
-                kind="parameter",
-                stored=stored.get(name),
-                annotated=is_annotated(program, tensor.name),
-            )
-        )
-    out += [replace(t, kind="activation", annotated=is_annotated(program, t.name)) for t in tensors_of(program, named)]
-    given = sum(1 for name, record in program.records.items() if record.annotated and is_annotated(program, name))
+    used = {r.label: name for name, r in program.records.items() if r.role == "parameter" and name != r.label}
+    shown = {used.get(name, name): name for name in parameters}
+    named = [name for name, r in program.records.items() if name == r.label and name not in stored]
+    out = [
+        replace(tensor, name=shown[tensor.name], kind="parameter", stored=stored.get(shown[tensor.name]))
+        for tensor in tensors_of(program, list(shown))
+    ]
+    out += [replace(tensor, kind="activation") for tensor in tensors_of(program, named)]
+    given = sum(record.annotated for record in program.records.values())
     return out, given, len(program.records) - given
-
-
-def _is_name(name: str) -> bool:
-    """Whether a value was named by the model: not by the operation that makes it, nor as its second use."""
-    return "." in name and not re.search(r"\.\d+$|\.grad\b|^return\[|^[a-z]+(_[a-z]+)*_?\d*\.\d+$", name)
-
-
-def is_annotated(program: Program, name: str) -> bool:
-    """Whether the recipe itself says how a value is spread, not only where it may not be."""
-    record = program.records.get(name)
-    if record is None or not record.annotated:
-        return False
-    causes = program.lazy_causes(name) if program.lazy_causes is not None else record.causes
-    return any(f"of {name}: annotated at" in line for line in causes)
 
 
 def _elements(shape: Sequence[int]) -> int:
@@ -222,19 +198,19 @@ def explain(program: Program, name: str) -> str:
     for asked in (name, f"{name}.weight"):
         names = names or [n for n in known if pattern(n) == pattern(asked)][:1]
     if not names:
-        raise KeyError(f"no value is named {name!r}{_similar(name, known)}")
+        raise KeyError(f"no value is named {name!r}{_similar(name, program)}")
     parts = [program.explain(n) for n in names]
-    whole = {n.removesuffix(".used") for n in names}
+    meant = {*names, *(known[n].label for n in names)}
     moved = [
         f"  {c.kind} over {'+'.join(map(str, c.axes))}, {c.bytes} bytes: {c.reason}"
         for c in program.collectives
-        if {*whole, *names} & {value.strip() for value in c.value.split(",")}
+        if meant & {*c.value}
     ]
     return "\n".join([*parts, *(["collectives that move it:"] if moved else []), *dict.fromkeys(moved)]) + "\n"
 
 
-def _similar(name: str, known: Iterable[str]) -> str:
-    """Names that a misspelt one may have meant: those of tensors of the model, not of what was made of them."""
-    shown = dict.fromkeys(n.removesuffix(".used") for n in known if _is_name(n) and not n.endswith(".grad_sum"))
+def _similar(name: str, program: Program) -> str:
+    """Names that a misspelt one may have meant: those of parameters and activations, not of what was made of them."""
+    shown = dict.fromkeys(r.label for r in program.records.values() if r.label and r.role in ("", "parameter"))
     near = [n for n in shown if name and name in n][:5] or difflib.get_close_matches(name, shown, 5)
     return f"; similar: {', '.join(near)}" if near else ""

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tpshard.parallelism import words
 from tpshard.parallelism.flow import known, op_name
+from tpshard.parallelism.why import Told
 from tpshard.plan.pricing import Line, Pricing
 
 SCHEMA = 1
@@ -49,11 +51,18 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     sharding: tuple[Any, ...]
-    reason: str
+    told: tuple[Told, ...]
+    """Who asks for the axes that it lies on; nobody where it is whole."""
     kind: str
     annotated: bool
     stored: tuple[Any, ...] | None = None
     dtype: str = ""
+
+    @property
+    def reason(self) -> str:
+        if not any(self.sharding):
+            return "whole: no annotation cuts it"
+        return words.places(self.told) or "inferred"
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
+from tpshard.parallelism import words
 from tpshard.parallelism.flow import known, op_name
 from tpshard.parallelism.program import Program, public
+from tpshard.parallelism.why import Told
 from tpshard.plan.pricing import Pricing, work_of
 from tpshard.plan.report import Tensor, rounded
 
 
 def pattern(name: str) -> str:
     """`layers.3.mlp.up.weight` -> `layers.*.mlp.up.weight`."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+    first, *rest = name.split(".")
+    return ".".join([first, *("*" if part.isdigit() else part for part in rest)])
 
 
 def tensors_of(program: Program, names: Sequence[str] | None = None) -> list[Tensor]:
@@ -22,7 +24,7 @@ def tensors_of(program: Program, names: Sequence[str] | None = None) -> list[Ten
     stored = {port.name: port for port in program.inputs if port.kind == "parameter"}
     chosen = list(program.records) if names is None else list(names)
     out = []
-    reasons: dict[tuple[str, str], str] = {}
+    reasons: dict[tuple[str, str], tuple[Told, ...]] = {}
     for name in chosen:
         record = program.records.get(name)
         if record is None:
@@ -30,7 +32,7 @@ def tensors_of(program: Program, names: Sequence[str] | None = None) -> list[Ten
         port = stored.get(name)
         key = (pattern(name), str(record.layout))
         if key not in reasons:
-            reasons[key] = reason_of(program, name)
+            reasons[key] = program.explained(name).roots
         out.append(
             Tensor(
                 name,
@@ -46,16 +48,6 @@ def tensors_of(program: Program, names: Sequence[str] | None = None) -> list[Ten
     return out
 
 
-def reason_of(program: Program, name: str) -> str:
-    """Where the annotations behind a value's axes stand; `no annotation cuts it` where there is none."""
-    causes = program.lazy_causes(name) if program.lazy_causes is not None else program.records[name].causes
-    roots = [line.rpartition(" annotated at ")[2].strip() for line in causes if " annotated at " in line]
-    found = list(dict.fromkeys(root for root in roots if root))
-    if not any(program.records[name].layout.dims):
-        return "whole: no annotation cuts it"
-    return "; ".join(found) or (causes[-1] if causes else "inferred")
-
-
 def reshards_of(pricing: Pricing) -> list[dict[str, Any]]:
     """Collectives that nothing in the annotations asks for, the most expensive first, alike ones together."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -64,14 +56,13 @@ def reshards_of(pricing: Pricing) -> list[dict[str, Any]]:
             comm = known(entry.priced.kernels[i].node).comm
             if comm is None or comm.asked:
                 continue
-            head, _, tail = comm.reason.partition(": ")
-            why = pattern(head)
-            key = (comm.kind, comm.axes, why if why != head else pattern(comm.value), comm.bytes)
+            need, value = comm.why[0], pattern(comm.value[0])
+            key = (comm.kind, comm.axes, pattern(need.mixes) or value, comm.bytes)
             row = found.setdefault(
                 key,
                 {
-                    "kind": comm.kind, "axes": [str(a) for a in comm.axes], "value": pattern(comm.value), "count": 0,
-                    "bytes": 0, "time_s": 0.0, "reason": f"{why}: {tail}",
+                    "kind": comm.kind, "axes": [str(a) for a in comm.axes], "value": value, "count": 0,
+                    "bytes": 0, "time_s": 0.0, "reason": f"{words.cause(need, pattern)}: {words.way(need)}",
                 },
             )  # fmt: skip
             row["count"] += entry.part.times
@@ -116,7 +107,7 @@ def buckets_of(pricing: Pricing) -> list[dict[str, Any]]:
                 "unit": here.unit,
                 "phase": here.phase,
                 "members": here.comm.members,
-                "values": here.comm.value,
+                "values": ", ".join(here.comm.value),
                 "bytes": here.comm.bytes,
                 "time_s": rounded(cost.seconds),
             }

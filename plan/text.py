@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from tpshard.parallelism import words
 from tpshard.plan.report import Edit, Report, Tensor
 from tpshard.plan.rows import pattern
 
@@ -66,27 +66,26 @@ def cut(text: str, width: int = WIDTH) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def short(reason: str, home: str = "", room: float = math.inf) -> str:
+def short(tensor: Tensor, home: str = "", room: float = math.inf) -> str:
     """A reason without folders, and defaults by what they say: `heads: tp (default)`.
 
     Where that takes more than `room`, places in the file `home` lose its name, and then all lose their words: what is
     left is the lines to look at.
     """
-    roots = [root.partition(" (") for root in reason.split("; ")]
-    places = [where.rpartition("/")[2] for where, _, _ in roots]
-    words = [what.rstrip(")") for _, _, what in roots]
-    default = [where.startswith("<default") for where, _, _ in roots]
-    near = [place.removeprefix(f"{home}:") for place in places]
+    if not tensor.told:
+        return tensor.reason if len(tensor.reason) <= room else tensor.reason.partition(":")[0]
+    named = [told._replace(source=told.source.rpartition("/")[2]) for told in tensor.told]
+    near = [words.place(told).removeprefix(f"{home}:") for told in named]
+    bare = [words.place(told._replace(says="")).removeprefix(f"{home}:") for told in named]
 
-    def joined(named: Sequence[str]) -> str:
-        told = [f"{n} ({w})" if w else n for n, w in zip(named, words)]
-        return "; ".join(f"{w} (default)" if d else t for t, w, d in zip(told, words, default))
+    def joined(places: Sequence[str]) -> str:
+        return "; ".join(f"{t.says} (default)" if t.default else place for t, place in zip(named, places))
 
-    keys = [f"{word.partition(':')[0]} (default)" if d else place for place, word, d in zip(near, words, default)]
-    if all(default):
-        keys = [*(word.partition(":")[0] for word in words[:-1]), keys[-1]]
-    forms = [joined(places), joined(near), ", ".join(keys)]
-    return next((form for form in forms if len(form) <= room), forms[-1].partition(": no annotation")[0])
+    keys = [f"{t.says.partition(':')[0]} (default)" if t.default else place for t, place in zip(named, bare)]
+    if all(told.default for told in named):
+        keys = [*(told.says.partition(":")[0] for told in named[:-1]), keys[-1]]
+    forms = [joined(list(map(words.place, named))), joined(near), ", ".join(keys)]
+    return next((form for form in forms if len(form) <= room), forms[-1])
 
 
 def verdict(report: Report) -> str:
@@ -139,8 +138,8 @@ def _limit(rows: list[str], room: int) -> list[str]:
 
 def home(report: Report) -> str:
     """The file that most shardings were decided in, without its folder; "" where all of them are defaults."""
-    roots = [root for tensor in report.tensors for root in tensor.reason.split("; ")]
-    found = Counter(m[1] for root in roots if (m := re.match(r"(?:.*/)?([^/:<>]+):\d+:\d+(?: |$)", root)))
+    written = [told.source for tensor in report.tensors for told in tensor.told if told.line]
+    found = Counter(source.rpartition("/")[2] for source in written if not source.startswith("<"))
     return min(found, key=lambda name: (-found[name], name), default="")
 
 
@@ -160,7 +159,7 @@ def shardings(report: Report, width: float = math.inf) -> list[str]:
     wide = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
     file, room = home(report), width - sum(wide) - 4
     return [
-        f" {' '.join(text.ljust(n) for text, n in zip(row, wide))} {short(members[0].reason, file, room)}"
+        f" {' '.join(text.ljust(n) for text, n in zip(row, wide))} {short(members[0], file, room)}"
         for row, members in zip(rows, groups.values())
     ]
 

@@ -11,6 +11,7 @@ from tpshard.parallelism.mesh import Axes, Mesh, merge, size_of
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.storage import used_values
+from tpshard.parallelism.why import Told
 from tpshard.programs.patterns import matches
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.recipes.schema import Recipe
@@ -108,9 +109,12 @@ class _Reader:
             return
         axes = [self.axes(names) for names in self.recipe.sharding.cuts(dims)]
         opened = tuple(d not in rules for d in dims)
-        where = "; ".join(f"{self.recipe.where(f'sharding.rules.{d}')} ({d}: {_show(rules[d])})" for d in ruled)
+        told = tuple(self.told(f"sharding.rules.{d}", f"{d}: {_show(rules[d])}") for d in ruled)
         axes = [self.fits(value, i, a, name, f"sharding.rules.{dims[i]}") for i, a in enumerate(axes)]
-        found[value] = Annotation(Sharding(tuple(axes), opened), where)
+        found[value] = Annotation(Sharding(tuple(axes), opened), told)
+
+    def told(self, path: str, says: str) -> Told:
+        return told(self.recipe, path, says)
 
     def pattern(self, found: dict[Value, Annotation], value: Value, pattern: str, names: Sequence[str | None]) -> None:
         path = f"sharding.annotate.{pattern}"
@@ -125,7 +129,7 @@ class _Reader:
         """An activation's annotation comes after the parameters': it takes what their shardings leave."""
         later = (1,) * value.rank if value.producer is not None and value.label else None
         sharding = Sharding(tuple(axes), (False,) * value.rank, priority=later)
-        return Annotation(sharding, f"{self.recipe.where(path)} ({pattern})")
+        return Annotation(sharding, (self.told(path, pattern),))
 
     def pin(self, found: dict[Value, Annotation], value: Value, pattern: str, dims: Sequence[Sequence[str]]) -> None:
         path = f"sharding.pin.{pattern}"
@@ -172,6 +176,12 @@ class _Reader:
                 )
             )
         return axes
+
+
+def told(recipe: Recipe, path: str, says: str) -> Told:
+    """What a key of a recipe says, and where."""
+    where = recipe.where(path)
+    return Told(where.file, where.line, where.col, says, default=not where.line)
 
 
 def _show(axes: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tpshard.parallelism.graph import Value
 from tpshard.parallelism.mesh import size_of
-from tpshard.parallelism.program import Program
+from tpshard.parallelism.program import Collective, Program
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import even, local_size
 from tpshard.programs.setting import Setting
@@ -36,18 +36,18 @@ def check_reshards(setting: Setting, programs: Iterable[Program]) -> None:
                 program.warnings.append(text)
             continue
         found.sort(key=lambda comm: -comm.bytes)
-        raise Mistakes(
-            [
-                Diagnostic(
-                    f"{comm.kind} of `{comm.value}`, {comm.bytes / MIB:.1f} MiB, which nothing in the recipe asks for",
-                    exit=Exit.FIT,
-                    where=setting.recipe.where("sharding.on_reshard"),
-                    why=comm.reason,
-                    fix=f"annotate `{comm.value}`, or sharding.on_reshard: warn",
-                )
-                for comm in found[:MOST]
-            ]
-        )
+        raise Mistakes([_unasked(setting, comm) for comm in found[:MOST]])
+
+
+def _unasked(setting: Setting, comm: Collective) -> Diagnostic:
+    value = comm.value[0]
+    return Diagnostic(
+        f"{comm.kind} of `{value}`, {comm.bytes / MIB:.1f} MiB, which nothing in the recipe asks for",
+        exit=Exit.FIT,
+        where=setting.recipe.where("sharding.on_reshard"),
+        why=comm.reason,
+        fix=f"annotate `{value}`, or sharding.on_reshard: warn",
+    )
 
 
 def uneven_notes(annotations: dict[Value, Annotation]) -> list[str]:
@@ -55,7 +55,7 @@ def uneven_notes(annotations: dict[Value, Annotation]) -> list[str]:
     notes = []
     for value, annotation in annotations.items():
         for dim, axes in enumerate(annotation.sharding.dims):
-            if not even(value.shape[dim], axes) and ".grad" not in value.name:
+            if not even(value.shape[dim], axes) and value.role != "gradient":
                 names, part = ", ".join(axis.name for axis in axes), local_size(value.shape[dim], axes)
                 padding = 1 - value.shape[dim] / (part * size_of(axes))
                 notes.append(

@@ -157,7 +157,7 @@ def _insert(graph: Graph, x: Value, products: Sequence[tuple[str, Op]], blocks: 
     order = Value(f"{module}.order", x.shape[-1:], torch.int64)
     op = Op(
         f"reorder_{module.replace('.', '_')}", torch.ops.tpshard.reorder.default, (Ref(0), Ref(1), blocks), {},
-        [x, order], [], first.module, first.phase,
+        [x, order], [], first.place,
     )  # fmt: skip
     op.results = [Value(op.name, x.shape, x.dtype, op)]
     graph.ops.insert(graph.ops.index(first), op)

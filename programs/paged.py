@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from tpshard.kernels.attention import ATTENTION
 from tpshard.kernels.paged_attention import PAGED
-from tpshard.parallelism.graph import Graph, Op, Ref, Value
+from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
 from tpshard.parallelism.rules.rule import Kind
 from tpshard.parallelism.rules.table import rule_for
 
@@ -133,7 +133,7 @@ def _select(value: Value, dim: int, wanted: Value) -> Op:
     name = f"wanted_{value.name}"
     op = Op(name, aten.index_select.default, (Ref(0), dim, Ref(1)), {}, [value, wanted], [])
     if value.producer is not None:
-        op.module = value.producer.module
+        op.place = Place(value.producer.module)
     shape = (*value.shape[:dim], wanted.shape[0], *value.shape[dim + 1 :])
     op.results = [Value(name, shape, value.dtype, op)]
     return op

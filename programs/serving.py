@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tpshard.kernels.linear import TILE
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
+from tpshard.parallelism.annotate import role
 from tpshard.parallelism.capture import Trail, capture
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.mesh import Mesh
@@ -27,6 +28,7 @@ from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.rules.table import rule_for
 from tpshard.parallelism.sharding import Sharding
+from tpshard.parallelism.why import Told
 from tpshard.programs.annotations import annotate
 from tpshard.programs.layouts import Arrangement, arrange
 from tpshard.programs.padding import notes, padded
@@ -53,7 +55,7 @@ STEP = ("tokens", "positions", *ROWS, "wanted")
 """What every step brings: tokens, positions, slots, sequences [1, rows], tables [rows + 1, blocks], wanted [n]."""
 LONGEST = {"cpu": 64, "gpu": 2048}
 """Rows of the largest step by default. A CPU's products gain nothing beyond, and others wait for it."""
-WHOLE = [Annotation(Sharding(((),) * rank, (False,) * rank), "a server's rows are whole") for rank in range(3)]
+WHOLE = [Annotation(Sharding(((),) * rank, (False,) * rank), (Told("a server's rows are whole"),)) for rank in range(3)]
 """By rank: what every device has all of."""
 APART = {"cpu": 2, "gpu": 8}
 """How much larger one step is than the one before: on a GPU the first dozens of rows cost as much as one."""
@@ -219,12 +221,13 @@ def _step(setting: ServeSetting, rows: int) -> tuple[Program, Arrangement]:
     mark_outputs(graph)
     names = dict.fromkeys(STEP, "batch") | dict.fromkeys(setting.dims, "parameter")
     names |= dict.fromkeys(arrangement.inputs, "order")
-    kinds = {value: names.get(value.name, "cache") for value in graph.inputs}
-    annotations = _annotations(setting, graph, kinds)
+    for value in graph.inputs:
+        value.marked = names.get(value.name, "cache")
+    annotations = _annotations(setting, graph)
     # an order over all inputs is that of all devices; one within blocks lies where they do
     one_block = [name for name, taken in arrangement.inputs.items() if taken.blocks == 1]
     annotations |= {value: WHOLE[value.rank] for value in graph.inputs if value.name in one_block}
-    program = partition_graph(propagate(graph, setting.mesh, annotations), kinds)
+    program = partition_graph(propagate(graph, setting.mesh, annotations))
     _check_axes(setting, program)
     free = {"tables": (1,)}
     ports = [replace(port, free=(0,) if port.kind == "cache" else free.get(port.name, ())) for port in program.inputs]
@@ -258,7 +261,8 @@ def _captured(setting: ServeSetting, rows: int) -> tuple[Graph, Arrangement]:
 
     def forward(tokens: Tensor, positions: Tensor, parameters: dict[str, Tensor]) -> Tensor:
         told = {"positions": positions}
-        return torch.func.functional_call(model, parameters, (tokens,), told, tie_weights=True).squeeze(0)
+        logits = torch.func.functional_call(model, parameters, (tokens,), told, tie_weights=True)
+        return role(logits.squeeze(0), "logits")
 
     row = [torch.empty(1, rows, dtype=torch.int64, device="meta") for _ in range(2)]
     trail = Trail()
@@ -283,10 +287,10 @@ def _flops(graph: Graph) -> dict[str, int]:
     return {op.name: rule_for(op).flops for op in graph.ops}
 
 
-def _annotations(setting: ServeSetting, graph: Graph, kinds: dict[Value, str]) -> dict[Value, Annotation]:
+def _annotations(setting: ServeSetting, graph: Graph) -> dict[Value, Annotation]:
     """The recipe's, as in training; what they leave open of parameters and cache is propagated. A dim that its axes do
     not divide stays whole, as do a step's rows where the recipe says nothing of them, and the logits."""
-    used = {value.name: [value] for value, kind in kinds.items() if kind == "parameter"}
+    used = {value.name: [value] for value in graph.inputs if value.role == "parameter"}
     step = [value for value in graph.inputs if value.name in STEP]
     found = annotate(setting, graph, [v for v in step if v.name not in ("tables", "wanted")], used=used, serving=True)
     said = setting.recipe.sharding.rules.get("seq")

@@ -12,16 +12,17 @@ from torch import Tensor
 from tpshard.models import counts
 from tpshard.models.adamw import AdamW, adamw_update, treatments
 from tpshard.models.loss import cross_entropy_sum
-from tpshard.parallelism.annotate import boundary
+from tpshard.parallelism.annotate import boundary, role
 from tpshard.parallelism.capture import Trail, capture
-from tpshard.parallelism.graph import Graph, Value
+from tpshard.parallelism.graph import Graph, Place, Value, mark
 from tpshard.parallelism.partitioner import mark_outputs, partition_graph
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Layout, Sharding
 from tpshard.parallelism.storage import boundaries, propagate_stored
-from tpshard.programs.annotations import annotate
+from tpshard.parallelism.why import Told
+from tpshard.programs.annotations import annotate, told
 from tpshard.programs.checks import check_reshards, uneven_notes
 from tpshard.programs.passes import apply
 from tpshard.programs.setting import DTYPES, Setting
@@ -98,11 +99,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     inputs = (batch["tokens"], batch["documents"], batch["positions"])
     with trail.watch(setting.model):
-        logits = torch.func.functional_call(setting.model, dict(used), inputs)
-    trail.enter("loss")
-    loss, count = cross_entropy_sum(logits, batch["targets"])
-    trail.leave()
-    return loss, count
+        logits = role(torch.func.functional_call(setting.model, dict(used), inputs), "logits")
+    with trail.inside(Place("loss", role="loss")):
+        return cross_entropy_sum(logits, batch["targets"])
 
 
 def micro_program(
@@ -138,10 +137,10 @@ def micro_program(
     mark_outputs(graph)
     count = len(names)
     inputs, outputs = graph.inputs, graph.outputs
-    kinds = dict.fromkeys(inputs[:count], "parameter") | dict.fromkeys(inputs[count : 2 * count], "gradient")
-    kinds |= dict.fromkeys(inputs[2 * count :], "batch")
-    kinds |= dict.fromkeys(outputs[2 : 2 + count], "gradient")
-    kinds |= dict.fromkeys([*outputs[:2], *outputs[2 + count :]], "scalar")
+    mark(inputs[:count], "parameter")
+    mark([*inputs[count : 2 * count], *outputs[2 : 2 + count]], "gradient")
+    mark(inputs[2 * count :], "batch")
+    mark([*outputs[:2], *outputs[2 + count :]], "scalar")
     stored: dict[str, list[Value]] = {n: [] for n in names}
     given: dict[Value, Annotation] = {}
     for i, name in enumerate(names):
@@ -154,13 +153,13 @@ def micro_program(
             given[inputs[count + i]] = given[outputs[2 + i]] = made
         else:
             stored[name].append(inputs[count + i])
-    program = _partition(setting, graph, stored, inputs[2 * count :], kinds, given=given)
+    program = _partition(setting, graph, stored, inputs[2 * count :], given=given)
     program.donated = {2 + i: count + i for i in range(count)}
     return program
 
 
-def _lies(layout: Layout, where: str) -> Annotation:
-    return Annotation(Sharding(layout.dims, (False,) * len(layout.dims), unreduced=layout.partial), where)
+def _lies(layout: Layout, how: str) -> Annotation:
+    return Annotation(Sharding(layout.dims, (False,) * len(layout.dims), unreduced=layout.partial), (Told(how),))
 
 
 def gather_program(setting: Setting, base: Program, storage: Mapping[str, Layout]) -> Program:
@@ -198,8 +197,8 @@ def _between(
     for kind in ("parameter", "gradient"):
         for name, (_, value) in boundaries(graph, kind).items():
             annotations[value] = after[name]
-    kinds = dict.fromkeys([*graph.inputs, *graph.outputs], "parameter")
-    return partition_graph(propagate(graph, setting.mesh, annotations), kinds)
+    mark([*graph.inputs, *graph.outputs], "parameter")
+    return partition_graph(propagate(graph, setting.mesh, annotations))
 
 
 def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program:
@@ -216,28 +215,29 @@ def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program
     mark_outputs(graph)
     count = len(params)
     stored = {n: [graph.inputs[i]] for i, n in enumerate(params)}
-    kinds = dict.fromkeys(graph.inputs[:count], "parameter") | dict.fromkeys(graph.inputs[count:], "batch")
-    kinds |= dict.fromkeys(graph.outputs, "scalar")
-    return _partition(setting, graph, stored, graph.inputs[count:], kinds, storage)
+    mark(graph.inputs[:count], "parameter")
+    mark(graph.inputs[count:], "batch")
+    mark(graph.outputs, "scalar")
+    return _partition(setting, graph, stored, graph.inputs[count:], storage)
 
 
 def _partition(
     setting: Setting, graph: Graph, stored: Mapping[str, list[Value]], batch: list[Value],
-    kinds: Mapping[Value, str], storage: Mapping[str, Layout] | None = None,
+    storage: Mapping[str, Layout] | None = None,
     given: Mapping[Value, Annotation] | None = None,
 ) -> Program:  # fmt: skip
     annotations = annotate(setting, graph, batch) | dict(given or {})
-    where = f"{setting.recipe.where('fsdp.axis')} (fsdp.axis: {setting.recipe.fsdp.axis})"
+    axis = (told(setting.recipe, "fsdp.axis", f"fsdp.axis: {setting.recipe.fsdp.axis}"),)
     if storage is not None:
         for name, values in stored.items():
             for value in values:
-                annotations[value] = Annotation(Sharding(storage[name].dims, (False,) * value.rank), where)
-        shardings = propagate_stored(graph, setting.mesh, annotations, {}, setting.data_axes, setting.fsdp_axis, where)
+                annotations[value] = Annotation(Sharding(storage[name].dims, (False,) * value.rank), axis)
+        shardings = propagate_stored(graph, setting.mesh, annotations, {}, setting.data_axes, setting.fsdp_axis, axis)
     else:
         shardings = propagate_stored(
-            graph, setting.mesh, annotations, stored, setting.data_axes, setting.fsdp_axis, where
+            graph, setting.mesh, annotations, stored, setting.data_axes, setting.fsdp_axis, axis
         )
-    program = partition_graph(shardings, kinds)
+    program = partition_graph(shardings)
     if setting.recipe.sharding.on_uneven == "pad":
         program.warnings.extend(uneven_notes(annotate(setting, graph, batch)))
     return program
@@ -269,19 +269,18 @@ def update_program(setting: Setting, storage: Mapping[str, Layout]) -> Program:
               "loss_sum", "count", "lr", "update"]  # fmt: skip
     graph = capture(step, arguments, labels)
     for op in graph.ops:
-        op.phase = "update"
+        op.place = Place(phase="update")
     mark_outputs(graph)
     annotations = {}
-    kinds: dict[Value, str] = {}
     for i, value in enumerate(graph.inputs[: 4 * count]):
         name = names[i % count]
-        annotations[value] = Annotation(Sharding(storage[name].dims, (False,) * value.rank), f"how `{name}` is stored")
-        kinds[value] = ("parameter", "gradient", "optimizer", "optimizer")[i // count]
+        annotations[value] = _lies(storage[name], f"how `{name}` is stored")
+        mark([value], ("parameter", "gradient", "optimizer", "optimizer")[i // count])
     for i, value in enumerate(graph.outputs[: 3 * count]):
         name = names[i % count]
-        annotations[value] = Annotation(Sharding(storage[name].dims, (False,) * value.rank), f"how `{name}` is stored")
-        kinds[value] = ("parameter", "optimizer", "optimizer")[i // count]
-    program = partition_graph(propagate(graph, setting.mesh, annotations), kinds)
+        annotations[value] = _lies(storage[name], f"how `{name}` is stored")
+        mark([value], ("parameter", "optimizer", "optimizer")[i // count])
+    program = partition_graph(propagate(graph, setting.mesh, annotations))
     program.donated = {i: i if i < count else i + count for i in range(3 * count)}
     return program
 

@@ -32,12 +32,13 @@ def bucket(program: Program, groups: Sequence[Sequence[str]]) -> Program:
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
         sets: dict[tuple[int, str, str, Axes], list[fx.Node]] = {}
         for node, comm in list(program.issues()):
-            if comm.kind == kind and comm.of in ("parameter", "gradient") and comm.value in unit and comm.members == 1:
-                key = (unit[comm.value], info(node).phase, comm.dtype, comm.refs)
+            stored = comm.of in ("parameter", "gradient")
+            if comm.kind == kind and stored and len(comm.value) == 1 and comm.value[0] in unit:
+                key = (unit[comm.value[0]], info(node).phase, comm.dtype, comm.refs)
                 sets.setdefault(key, []).append(node)
         for key, nodes in sets.items():
             if len(nodes) > 1:
-                nodes.sort(key=lambda n: rank[info(n).comm.value])  # type: ignore[union-attr]
+                nodes.sort(key=lambda n: rank[info(n).comm.value[0]])  # type: ignore[union-attr]
                 _merge(program.graph, nodes, kind, names[key[0]])
     topological(program.graph)
     return program
@@ -55,7 +56,7 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], kind: str, unit: str) -> None:
     ) -> fx.Node:
         node = graph.call_function(target, args)
         spec = Spec(shape, first.specs[0].dtype)
-        node.meta[INFO] = Info((spec,), first.origin, first.module, first.phase, comm=comm, unit=unit)
+        node.meta[INFO] = Info((spec,), first.origin, first.place, comm=comm, unit=unit)
         return node
 
     sent = [info(node.args[0]).specs[0].shape for node in nodes]  # type: ignore[arg-type]
@@ -64,9 +65,8 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], kind: str, unit: str) -> None:
     joined = replace(
         comms[0],
         bytes=sum(c.bytes for c in comms),
-        value=", ".join(c.value for c in comms),
-        members=sum(c.members for c in comms),
-        reason=f"bucket of {len(comms)}: {comms[0].reason}",
+        value=tuple(name for c in comms for name in c.value),
+        why=tuple(need for c in comms for need in c.why),
     )
     with graph.inserting_after(last):
         anchor = graph.call_function(len)  # a place to insert before; erased below

@@ -35,7 +35,7 @@ def by_size(names: Sequence[str], sizes: Mapping[str, int], limit: float) -> Gro
 def first_uses(program: Program) -> dict[str, int]:
     """Per parameter the index of the first operation that reads it gathered."""
     first: dict[str, int] = {}
-    names: dict[fx.Node, str] = {}
+    names: dict[fx.Node, tuple[str, ...]] = {}
     for i, node in enumerate(program.graph.nodes):
         if node.op != "call_function":
             continue
@@ -48,7 +48,8 @@ def first_uses(program: Program) -> dict[str, int]:
                 if info(node).flops == 0 and len(node.all_input_nodes) == 1:
                     names[node] = names[operand]
                 else:
-                    first.setdefault(names[operand], i)
+                    for name in names[operand]:
+                        first.setdefault(name, i)
     return first
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from operator import getitem
 
 from torch import fx
+from tpshard.parallelism.graph import Layer
 from tpshard.parallelism.passes.copy import copied
 from tpshard.parallelism.program import INFO, Program, info
 
@@ -70,7 +70,7 @@ def _make_again(
             copy = graph.node_copy(here, lambda n: clones.get(n, n))
             known = info(here)
             # Work that is done a second time counts for the device, not for the model.
-            copy.meta[INFO] = replace(known, phase="recompute", global_flops=0)
+            copy.meta[INFO] = replace(known, place=known.place._replace(phase="recompute"), global_flops=0)
             clones[here] = copy
 
 
@@ -90,13 +90,14 @@ def parameter_values(program: Program) -> set[fx.Node]:
 
 
 # ---- what to keep ------------------------------------------------------------------------------------------------
-BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+def layer_of(node: fx.Node) -> Layer | None:
+    """The layer that a node belongs to; None outside of layers."""
+    return info(node).place.layer if node.op == "call_function" else None
 
 
-def block_of(node: fx.Node) -> str:
-    """The layer that a node belongs to, `layers.3`; "" outside of layers."""
-    found = BLOCK.match(info(node).module) if node.op == "call_function" else None
-    return found[1] if found else ""
+def leaves_layer(node: fx.Node) -> bool:
+    """Whether the forward pass reads a node's result in another layer."""
+    return any(layer_of(user) != layer_of(node) for user in node.users if info(user).phase == "forward")
 
 
 def keep_all(node: fx.Node) -> bool:
@@ -108,10 +109,8 @@ def keep_layer_inputs(every: int = 1) -> Keep:
     """remat: full, or {every: n}: of every n-th layer nothing but its input is kept."""
 
     def keep(node: fx.Node) -> bool:
-        block = block_of(node)
-        if not block or int(block.rsplit(".", 1)[1]) % every:
-            return True
-        return any(block_of(user) != block for user in node.users if info(user).phase == "forward")
+        layer = layer_of(node)
+        return layer is None or layer.number % every != 0 or leaves_layer(node)
 
     return keep
 
@@ -123,8 +122,7 @@ def keep_selected(names: Collection[str] = ()) -> Keep:
     """
 
     def keep(node: fx.Node) -> bool:
-        block = block_of(node)
-        if not block or any(block_of(user) != block for user in node.users if info(user).phase == "forward"):
+        if layer_of(node) is None or leaves_layer(node):
             return True
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         sent = source is not None and source.op == "call_function" and info(source).comm is not None

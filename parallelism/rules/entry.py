@@ -47,6 +47,8 @@ class Entry:
     """A permutation along a dim that the op passes may come before it or after it."""
     carries: int | None = None
     """The operand whose positions in the last dim are the result's."""
+    mixes: int | None = None
+    """The operand for whose sake the dims are whole that otherwise would pass."""
     broadcasts: bool = False
     """Its result is larger than its operand only because it repeats it."""
 

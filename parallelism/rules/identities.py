@@ -7,7 +7,7 @@ from typing import Any
 from tpshard.parallelism.anchors import output
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules import strides
-from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.entry import Entry, Table, operand
 from tpshard.parallelism.rules.rule import Factors, LocalOp, Rule
 from tpshard.parallelism.transfer import recv, send
 
@@ -28,6 +28,7 @@ OPS: Table = {
     "tpshard.named": identity,
     "tpshard.mesh_split": identity,
     "tpshard.boundary": identity,
+    "tpshard.role": operand,
     send: identity,
     recv: identity,
 }

@@ -97,8 +97,6 @@ class Rule:
     """What `local` gathers by itself."""
     others: tuple[Rule, ...] = ()
     """Other ways to compute the op in parts; the partitioner takes the cheapest."""
-    because: str = ""
-    """Why dims must be whole, in words for a plan; empty where the op's name says it."""
 
     def fill(self, operand: int, factor: int) -> float | None:
         """What the padding of an operand must hold along a factor; None where anything is right.

@@ -69,7 +69,7 @@ def describe(doing: object) -> Doing:
     if isinstance(doing, fx.Node):
         known = info(doing)
         if known.comm is not None:
-            what = f"{known.comm.kind} over {over(known.comm)} ({known.comm.value or known.origin})"
+            what = f"{known.comm.kind} over {over(known.comm)} ({', '.join(known.comm.value) or known.origin})"
             return Doing(what, known.module or "the step", waiting=True)
         return Doing(str(doing.target), known.module)
     return doing if isinstance(doing, Doing) else Doing(str(doing))

@@ -14,6 +14,7 @@ from tpshard.parallelism.partitioner import mark_outputs
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import parse
+from tpshard.parallelism.why import Told
 
 MESH = Mesh({"a": 2, "b": 2, "c": 2})
 
@@ -66,7 +67,7 @@ def test_answer(
     mark_outputs(graph)
     values = [*graph.inputs, *graph.outputs]
     annotations = {
-        value: Annotation(parse(text, MESH), f"line {i}")
+        value: Annotation(parse(text, MESH), (Told(f"line {i}"),))
         for i, (value, text) in enumerate(zip(values, [*given, *wanted], strict=True))
         if text is not None
     }
@@ -75,13 +76,13 @@ def test_answer(
     for value in values:
         for dim, axes in enumerate(found.of[value].dims):
             for axis in axes:
-                assert found.root(value, dim, axis).startswith("line ")
+                assert found.chain(value, dim, axis)[-1].told[0].source.startswith("line ")
 
 
 def test_lost_conflicts_are_told() -> None:
     graph = capture(lambda x, y: x + y, [torch.empty(8, 8, device="meta"), torch.empty(8, 8, device="meta")])
     annotations = {
-        value: Annotation(parse(text, MESH), text) for value, text in zip(graph.inputs, ["[{a} {?}]", "[{?} {a}]"])
+        value: Annotation(parse(text, MESH)) for value, text in zip(graph.inputs, ["[{a} {?}]", "[{?} {a}]"])
     }
     lost = propagate(graph, MESH, annotations).conflicts
     assert next((c.value.shape, [axis.name for axis in c.axes], c.bytes) for c in lost) == ((8, 8), ["a"], 256)

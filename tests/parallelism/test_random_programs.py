@@ -14,6 +14,7 @@ from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.simulate import join, local_arguments, run_lockstep
+from tpshard.parallelism.why import Told
 
 from fuzz import closeness, difference
 from fuzzed import Case, numbered
@@ -90,23 +91,21 @@ def test_propagation_keeps_its_laws(seed: int) -> None:
     given = dict(split_annotations(graph, case.mesh))
     for value, dims in zip(graph.inputs, case.in_shardings):
         if dims is not None:
-            given[value] = Annotation(Sharding.of(case.mesh, dims, value.rank), f"here:{value.name}")
+            given[value] = Annotation(Sharding.of(case.mesh, dims, value.rank), (Told(f"here:{value.name}"),))
     once = propagate(graph, case.mesh, given)
     for value, annotation in given.items():
         for dim, axes in enumerate(annotation.sharding.dims):
             assert once.of[value].dims[dim] == axes or annotation.sharding.open[dim], case
             assert starts_with(once.of[value].dims[dim], axes), case
-    wheres = {a.where for a in given.values()}
+    asked = {a.told for a in given.values()}
     for value, sharding in once.of.items():
         flat: list[Axis] = list(sharding.axes)
         for i, axis in enumerate(flat):
             assert not any(axis.overlaps(other) for other in flat[i + 1 :]), (value, case)
         for dim, axes in enumerate(sharding.dims):
             for axis in axes:
-                assert once.root(value, dim, axis) in wheres, (value, dim, axis, case)
-    again = propagate(
-        graph, case.mesh, {v: Annotation(s, given[v].where if v in given else "first") for v, s in once.of.items()}
-    )
+                assert once.chain(value, dim, axis)[-1].told in asked, (value, dim, axis, case)
+    again = propagate(graph, case.mesh, {v: Annotation(s) for v, s in once.of.items()})
     assert again.of == once.of, case
 
 

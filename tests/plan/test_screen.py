@@ -11,7 +11,9 @@ import pytest
 from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
 from tpshard.cli.preflight import beyond
+from tpshard.parallelism.why import Told
 from tpshard.plan import command, diff, make, text
+from tpshard.plan.report import Tensor
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
 
@@ -27,14 +29,18 @@ def test_one_screen(report):
 
 
 def test_a_narrow_screen_keeps_the_line_that_decided():
-    where = "/far/away/llama3-8b.yaml:8:18 (batch: [dp, fsdp]); /far/away/llama3-8b.yaml:8:48 (heads: tp)"
-    assert text.short(where) == "llama3-8b.yaml:8:18 (batch: [dp, fsdp]); llama3-8b.yaml:8:48 (heads: tp)"
-    assert text.short(where, "llama3-8b.yaml", 50) == "8:18 (batch: [dp, fsdp]); 8:48 (heads: tp)"
-    assert text.short(where, "llama3-8b.yaml", 20) == "8:18, 8:48"
-    defaults = "<default sharding.rules.batch> (batch: [dp, fsdp]); <default sharding.rules.heads> (heads: tp)"
+    def asked(*told: Told) -> Tensor:
+        return Tensor("w", (8, 8), ("tp" if told else None, None), told, "parameter", True)
+
+    file, batch, heads = "/far/away/llama3-8b.yaml", "batch: [dp, fsdp]", "heads: tp"
+    written = asked(Told(file, 8, 18, batch), Told(file, 8, 48, heads))
+    assert text.short(written) == "llama3-8b.yaml:8:18 (batch: [dp, fsdp]); llama3-8b.yaml:8:48 (heads: tp)"
+    assert text.short(written, "llama3-8b.yaml", 50) == "8:18 (batch: [dp, fsdp]); 8:48 (heads: tp)"
+    assert text.short(written, "llama3-8b.yaml", 20) == "8:18, 8:48"
+    defaults = asked(*(Told("<default>", says=says, default=True) for says in (batch, heads)))
     assert text.short(defaults) == "batch: [dp, fsdp] (default); heads: tp (default)"
     assert text.short(defaults, "", 25) == "batch, heads (default)"
-    assert text.short("whole: no annotation cuts it", "", 10) == "whole"
+    assert text.short(asked()) == "whole: no annotation cuts it" and text.short(asked(), "", 10) == "whole"
 
 
 def test_no_row_of_the_shardings_is_cut(report):

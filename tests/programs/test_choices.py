@@ -58,7 +58,7 @@ def test_a_reshard_nobody_asked_for_stops_only_where_the_recipe_says_so() -> Non
         pytest.fail("this recipe is meant to have a reshard that nothing asks for")
     with pytest.raises(Mistakes) as stopped:
         training.build(setting)
-    assert stopped.value.exit == Exit.FIT and unasked[0].value in str(stopped.value.diagnostics)
+    assert stopped.value.exit == Exit.FIT and unasked[0].value[0] in str(stopped.value.diagnostics)
     warned = training.build(Setting.of(loads(RECIPE, [*pins, "sharding.on_reshard=warn"])))
     moved = sum(c.bytes for c in unasked) / 2**20
     assert any(f"nothing asks for move {moved:.1f} MiB;" in text for text in warned.micro.warnings)

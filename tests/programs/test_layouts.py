@@ -112,9 +112,9 @@ served = cache(lambda family, order: Served(*(MODELS | UNEVEN)[family], order))
 
 def gathers(made: ServingPrograms) -> list[str]:
     """Modules whose act-order is gathered for."""
-    found = [c for c in made.any.collectives if c.reason.startswith("the act-order of ")]
+    found = [c for c in made.any.collectives if c.why[0].mixes]
     assert all(c.kind == "all_gather" and not c.asked for c in found)
-    return [c.reason.split()[3] for c in found]
+    return [c.why[0].mixes.removesuffix(".order") for c in found]
 
 
 @pytest.fixture(autouse=True)

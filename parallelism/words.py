@@ -1,0 +1,74 @@
+"""Words for what a program knows of itself: the one place that makes text of `parallelism.why`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from tpshard.parallelism.why import TIE, Explanation, Link, Need, Through, Told
+
+Name = Callable[[str], str]
+"""How a value is called: by its own name, or by a pattern for all like it."""
+
+
+def place(told: Told) -> str:
+    """`recipe.yaml:3:4 (heads: tp)`"""
+    at = f"{told.source}:{told.line}:{told.col}" if told.line else told.source
+    return f"{at} ({told.says})" if told.says else at
+
+
+def places(told: Iterable[Told]) -> str:
+    return "; ".join(map(place, told))
+
+
+def op(through: Through) -> str:
+    """`mm `mm_3` in layers.0.mlp`"""
+    if through == TIE:
+        return "a sharding group (parameter, gradient and optimizer state)"
+    return f"{through.target} `{through.name}`" + (f" in {through.module}" if through.module else "")
+
+
+def link(step: Link) -> str:
+    here = f"{step.axis} on dim {step.dim} of {step.value}"
+    if step.through is None:
+        return f"{here}: annotated at {places(step.told)}"
+    return f"{here}: from dim {step.source_dim} of {step.source} through {op(step.through)}"
+
+
+def explanation(found: Explanation) -> list[str]:
+    """A line per step, the last of each chain the annotation."""
+    lines = [f"annotated {found.annotated} at {places(found.told)}"] if found.told else []
+    return [*lines, *map(link, found.links)] or ["replicated: no annotation reaches it"]
+
+
+def cause(need: Need, name: Name = str) -> str:
+    """What needs it, in a few words."""
+    if need.kind == "sum":
+        return f"`{name(need.op.name)}` sums over a sharded dim"
+    if need.kind == "given":
+        return f"`{name(need.value)}` is given as a sum over devices"
+    if need.kind == "storage":
+        return f"stored sharded, used whole by `{name(need.op.module or need.op.name)}`"
+    if need.kind == "neighbours":
+        return f"`{name(need.op.name)}` reads its neighbours' `{name(need.value)}`"
+    if need.kind == "others":
+        return f"`{name(need.op.name)}` compares what all devices along the dim have"
+    if need.kind in ("sent", "received"):
+        what = "read on" if need.kind == "sent" else "sent by"
+        return f"`{name(need.op.name)}` of {name(need.op.module or 'the model')} is {what} stage {need.stage}"
+    if need.mixes:
+        return f"the act-order of {name(need.mixes.removesuffix('.order'))} mixes shards"
+    return f"`{name(need.op.name)}` needs it"
+
+
+def way(need: Need) -> str:
+    """From where to where, and what was told that it lies there."""
+    moved = f"{need.value} {need.before} -> {need.after}" if need.before else ""
+    return moved + (f"; {need.axis} from {places(need.told)}" if need.told else "")
+
+
+def reason(needs: Sequence[Need]) -> str:
+    """Why a collective is there; of a bucket's members the first's."""
+    if not needs:
+        return ""
+    first = ": ".join(filter(None, (cause(needs[0]), way(needs[0]))))
+    return first if len(needs) == 1 else f"bucket of {len(needs)}: {first}"
