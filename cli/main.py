@@ -29,6 +29,7 @@ COMMANDS = {
     "quantize": "Quantize a model with GPTQ.",
     "convert": "Write a checkpoint as a Hugging Face folder.",
     "recipes": "List, show and copy the shipped recipes; explain the keys; print the schema.",
+    "check": "Train the same batch on two meshes or policies, and say where they differ.",
     "validate": "Check recipes and report every mistake.",
     "doctor": "Look at this machine: versions, devices, links, limits, a collective.",
     "launch": "Start workers on several hosts.",

@@ -105,12 +105,14 @@ def _forward(
 
 
 def micro_program(
-    setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False
-) -> Program:
+    setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False,
+    watched: bool = False,
+) -> Program:  # fmt: skip
     """Forward and backward of one micro-batch; gradients of the summed loss are added to the sums.
 
     `gathered`: parameters come in used and cast, as `base` (the plain program) uses them. `unreduced`: the sums lie as
-    the gradients are made, whole on the data axes and not yet summed over them.
+    the gradients are made, whole on the data axes and not yet summed over them. `watched`: whatever an op makes of
+    floating-point numbers is an output too, in execution order, named `watched NAME`.
     """
     trail = Trail()
     names = list(_parameters(setting))
@@ -134,13 +136,18 @@ def micro_program(
     sums = {n: p.to(DTYPES[setting.recipe.fsdp.accumulate.dtype]) for n, p in _parameters(setting).items()}
     labels = [*params, *(f"{n}.grad_sum" for n in sums), *BATCH]
     graph = capture(step, (params, sums, _batch(setting)), labels, trail)
+    shown = [v for op in graph.ops for v in op.results if watched and v.dtype.is_floating_point]
+    own = len(graph.outputs)
+    graph.outputs = [*graph.outputs, *shown]
     mark_outputs(graph)
+    for value, output in zip(shown, graph.outputs[own:]):
+        output.name = f"watched {value.name}"
     count = len(names)
     inputs, outputs = graph.inputs, graph.outputs
     mark(inputs[:count], "parameter")
     mark([*inputs[count : 2 * count], *outputs[2 : 2 + count]], "gradient")
     mark(inputs[2 * count :], "batch")
-    mark([*outputs[:2], *outputs[2 + count :]], "scalar")
+    mark([*outputs[:2], *outputs[2 + count : own]], "scalar")
     stored: dict[str, list[Value]] = {n: [] for n in names}
     given: dict[Value, Annotation] = {}
     for i, name in enumerate(names):

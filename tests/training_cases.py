@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from float64 import BOUND, distance, float64
 from tpshard.models import Blueprint
 from tpshard.models.adamw import AdamW, adamw_update, treatments
 from tpshard.models.loss import cross_entropy_sum
+from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.setting import Setting
 from tpshard.programs.training import TrainingPrograms

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import tpshard
-from float64 import distance, float64
+from tpshard.parallelism.float64 import distance, float64
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs import training
 from training_cases import assert_trained, reference, setting_of, train

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from float64 import BOUND, distance, float64
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.models import build, build_module
@@ -21,6 +20,7 @@ from tpshard.models.init import init_plan, initial_block
 from tpshard.models.layers import Linear
 from tpshard.models.loss import cross_entropy_sum
 from tpshard.models.presets import PRESETS, preset
+from tpshard.parallelism.float64 import BOUND, distance, float64
 
 SMALL = {
     "llama": preset(

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from float64 import distance, float64
 from safetensors.torch import load_file, save_file
 from torch import nn
 from tpshard.models import build, from_hf, to_hf
@@ -24,6 +23,7 @@ from tpshard.models.hf_config import read_config
 from tpshard.models.hf_names import Home, hf_modules
 from tpshard.models.init import init_plan, initial_block
 from tpshard.models.presets import PRESETS, ModelConfig, preset
+from tpshard.parallelism.float64 import distance, float64
 
 LLAMA3 = {
     "rope_type": "llama3",

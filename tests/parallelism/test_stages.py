@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from float64 import BOUND, distance, float64
+from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.passes.recompute import recompute
 from tpshard.parallelism.program import Program

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from float64 import BOUND, distance, float64
 from tpshard.models.loss import cross_entropy_sum
+from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.program import Program
 from tpshard.programs import training
 from tpshard.programs.passes import apply

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import tpshard.programs.training as training
-from float64 import BOUND, distance, float64
 from planted_faults import FAULTS, plant
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.models.loss import cross_entropy_sum
 from tpshard.parallelism import Program
+from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.runtime.execute import localize
 from tpshard.parallelism.runtime.groups import Groups
 from tpshard.programs.setting import Setting

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from float64 import BOUND, distance, float64
 from planted_faults import FAULTS, Fault, plant
 from tpshard.models import build, to_hf
 from tpshard.models.config import ModelConfig
-from tpshard.parallelism.program import Port, Program
-from tpshard.parallelism.simulate import block, cut, join, run_lockstep
+from tpshard.parallelism.float64 import BOUND, distance
+from tpshard.parallelism.program import Port
+from tpshard.parallelism.simulate import block
 from tpshard.programs import training
+from tpshard.programs.lockstep import Lockstep
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
 
@@ -49,40 +50,19 @@ def built(
     return training.build(Setting.of(loads(recipe.replace("MESH", mesh) + SEQUENCE * sequence, overrides)))
 
 
-def run(program: Program, arguments: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """Every rank's results, computed in float64."""
-    with float64():
-        return run_lockstep(program, arguments)
-
-
-class Simulated:
-    """A run of all ranks in this process, as the training loop drives one, in float64."""
+class Simulated(Lockstep):
+    """A run of the recipe, perhaps with a fault."""
 
     def __init__(
         self, mesh: str, *overrides: str, sequence: bool = False, fault: Fault | None = None, recipe: str = RECIPE
     ):
-        self.programs = built(mesh, overrides, sequence, recipe)
-        if fault is not None:
-            self.programs = replace(self.programs, micro=plant(self.programs.micro, fault))
-        self.setting = self.programs.setting
-        self.mesh, self.names = self.setting.mesh, self.programs.names
-        count, random = len(self.names), torch.Generator().manual_seed(5)
-        self.ports = self.programs.update.inputs
-        whole = [torch.randn(p.shape, generator=random, dtype=torch.float64) * 0.2 for p in self.ports[:count]]
-        zeros = [torch.zeros(p.shape, dtype=torch.float64) for p in self.ports[2 * count : 4 * count]]
-        self.params = self.local(whole, self.ports[:count])
-        self.moments = self.local(zeros, self.ports[2 * count : 4 * count])
-        self.random = torch.Generator().manual_seed(6)
-
-    def local(self, tensors: Sequence[torch.Tensor], ports: Sequence[Port]) -> list[list[torch.Tensor]]:
-        pairs = list(zip(tensors, ports))
-        return [[cut(t, p.layout, self.mesh, rank) for t, p in pairs] for rank in range(self.mesh.ranks)]
+        programs = built(mesh, overrides, sequence, recipe)
+        super().__init__(programs if fault is None else replace(programs, micro=plant(programs.micro, fault)), VOCAB)
 
     def join(self, ports: Sequence[Port], parts: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Global tensors by parameter. Ranks that hold the same part hold the same bits of it."""
-        joined = {}
+        """Ranks that hold the same part hold the same bits of it."""
+        joined = super().join(ports, parts)
         for i, (name, port) in enumerate(zip(self.names, ports, strict=True)):
-            joined[name] = join(port, self.mesh, [part[i] for part in parts])
             for rank, part in enumerate(parts):
                 blocks = block(port.shape, port.layout, self.mesh, rank)
                 held = part[i][tuple(slice(size) for _, size in blocks)]
@@ -90,46 +70,10 @@ class Simulated:
                 assert torch.equal(held, whole), f"replicas of {name} differ"
         return joined
 
-    def sums(self) -> tuple[list[list[torch.Tensor]], float, int]:
-        """Gradients of one step's micro-batches, as the update takes them; loss sum and token count."""
-        count, made = len(self.names), self.programs
-        used = self.params if made.gather is None else run(made.gather, self.params)
-        shapes = [p.local for p in made.micro.inputs[count : 2 * count]]
-        sums = [[torch.zeros(shape, dtype=torch.float64) for shape in shapes] for _ in range(self.mesh.ranks)]
-        plan, loss, targets = self.setting.batch, 0.0, 0
-        self.counted: list[list[torch.Tensor]] = []
-        # every data rank's own rows, contiguous, whatever the number of micro-batches
-        step = torch.randint(0, VOCAB, (2, plan.global_sequences, SEQ), generator=self.random)
-        dealt = step.view(2, plan.data_ranks, plan.micro_batches, plan.per_device, SEQ)
-        for i in range(plan.micro_batches):
-            tokens, goals = dealt[:, :, i].reshape(2, -1, SEQ)
-            rows = tokens.shape[0]
-            positions, documents = torch.arange(SEQ).expand(rows, SEQ), torch.zeros(rows, SEQ, dtype=torch.int64)
-            batch = self.local([tokens, goals, documents, positions], made.micro.inputs[2 * count :])
-            outs = run(made.micro, [[*u, *s, *b] for u, s, b in zip(used, sums, batch)])
-            sums = [out[2 : 2 + count] for out in outs]
-            self.counted.append([torch.cat(out[2 + count :]) for out in outs if len(out) > 2 + count])
-            loss, targets = loss + float(outs[0][0]), targets + int(outs[0][1])
-        return (sums if made.reduce is None else run(made.reduce, sums)), loss, targets
-
     def gradients(self) -> dict[str, torch.Tensor]:
         """Summed gradients of the next step's micro-batches, whole."""
         count = len(self.names)
         return self.join(self.ports[count : 2 * count], self.sums()[0])
-
-    def step(self, number: int, lr: float) -> tuple[float, float]:
-        """Loss a token and gradient norm of one whole step."""
-        count = len(self.names)
-        sums, loss, targets = self.sums()
-        scalars = [torch.tensor(value, dtype=torch.float64) for value in (loss, targets, lr, number)]
-        given = [[*p, *s, *m, *scalars] for p, s, m in zip(self.params, sums, self.moments)]
-        outs = run(self.programs.update, given)
-        self.params = [out[:count] for out in outs]
-        self.moments = [out[count : 3 * count] for out in outs]
-        return loss / targets, float(outs[0][3 * count])
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return self.join(self.ports[: len(self.names)], self.params)
 
 
 def assert_close(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
@@ -154,10 +98,9 @@ class Trained:
 
 
 def trained(*arguments: Any, **options: Any) -> Trained:
-    gradients = Simulated(*arguments, **options).gradients()
-    steps = Simulated(*arguments, **options)
-    record = [steps.step(n, 1e-2) for n in range(1, STEPS + 1)]
-    return Trained(gradients, record, steps.weights())
+    run = Simulated(*arguments, **options)
+    steps = [run.step(1e-2) for _ in range(STEPS)]
+    return Trained(steps[0].gradients, [(step.loss, step.grad_norm) for step in steps], run.weights())
 
 
 @pytest.fixture(scope="module")

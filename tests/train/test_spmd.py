@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from float64 import float64
 from planted_faults import FAULTS, plant
+from tpshard.parallelism.float64 import float64
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.programs import training

@@ -1,0 +1,100 @@
+"""`tpshard check`: whether a gap between two ways to train is a bug."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from tpshard.cli.arguments import Json, Overrides, RecipeArgument, load
+
+if TYPE_CHECKING:
+    from tpshard.programs.equality import Compared, FirstDifference
+    from tpshard.recipes.schema import Recipe
+
+Against = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--against", metavar="KEY.PATH=VALUE", show_default=False,
+        help="A change that makes the other recipe: mesh.tp=2. Give it again for more changes.",
+    ),
+]  # fmt: skip
+Steps = Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps.")]
+
+
+def check(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    against: Against = None,
+    steps: Steps = 1,
+    as_json: Json = False,
+) -> int:
+    """Train the same batch on two meshes or policies, in this process and in float64, and compare every gradient.
+
+    Where they differ by more than the order of sums explains, names the first operation that does, and the line of the
+    recipe that sharded it; the exit code is then 1. Meant for small models: all ranks are held at once.
+    """
+    from tpshard.programs import equality
+    from tpshard.programs.setting import Setting
+    from tpshard.recipes.diagnostic import Exit
+
+    if not against:
+        raise typer.BadParameter("say what the other recipe is: --against mesh.tp=2", param_hint="--against")
+    changes = list(overrides or ())
+    pair = [load(recipe, changes), load(recipe, [*changes, *against])]
+    settings = [Setting.of(each) for each in pair]
+    print(f"training {steps} step{'s' * (steps > 1)} on both, all ranks in this process", file=sys.stderr)
+    compared = equality.compare(settings[0], settings[1], steps)
+    first = None
+    if not compared.equal:
+        print("they differ: comparing every value of one batch", file=sys.stderr)
+        whole = [
+            Setting.of(load(recipe, [*more, f"batch.per_device={setting.batch.sequences_each}"]))
+            for more, setting in zip((changes, [*changes, *against]), settings)
+        ]
+        first = equality.first_difference(whole[0], whole[1])
+    if as_json:
+        import json
+
+        print(json.dumps(_data(compared, first), indent=1))
+    else:
+        print(_text(compared, first, pair, against))
+    return Exit.DONE if compared.equal else Exit.BUG
+
+
+def _data(compared: Compared, first: FirstDifference | None) -> dict[str, Any]:
+    import dataclasses
+
+    return {
+        "equal": compared.equal,
+        "losses": compared.losses,
+        "largest": dataclasses.asdict(compared.largest),
+        "distances": [dataclasses.asdict(d) for d in compared.distances],
+        "first_difference": None if first is None else dataclasses.asdict(first),
+    }
+
+
+def _text(compared: Compared, first: FirstDifference | None, pair: list[Recipe], against: list[str]) -> str:
+    from tpshard.parallelism.float64 import BOUND
+
+    names = [", ".join(f"{axis}: {size}" for axis, size in each.mesh.items()) or "one device" for each in pair]
+    lines = [f"{pair[0].name} ({names[0]}) against {' '.join(against)} ({names[1]}), in float64"]
+    for number, (one, other) in enumerate(compared.losses, 1):
+        lines.append(f"  step {number}  loss {one:.12g} and {other:.12g}")
+    largest, count = compared.largest, len(compared.distances)
+    lines.append(f"  {count} values compared; furthest apart: {largest.name}, {largest.apart:.1e} of its norm")
+    if compared.equal:
+        lines.append(f"They are the same: rounding explains differences of up to {BOUND:g}.")
+        return "\n".join(lines)
+    lines.append(f"They differ: rounding explains {BOUND:g} at most. This is a bug of tpshard; please report it.")
+    if first is None:
+        lines.append(
+            "No operation of one batch differs: look at buckets, prefetching and recomputation (remat=none, "
+            "fsdp.bucket=none), at the sum over micro-batches and at the update."
+        )
+        return "\n".join(lines)
+    where = f"{first.op} in {first.module or 'the model'}, {first.phase}"
+    lines += [f"The first operation that differs makes `{first.name}` ({where}), {first.apart:.1e} of its norm apart:"]
+    for title, sharding in zip(("here", "there"), first.shardings):
+        lines += [f"  {title}: " + sharding.replace("\n", "\n  ")]
+    return "\n".join(lines)

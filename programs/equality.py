@@ -1,0 +1,165 @@
+"""Whether two recipes that differ in mesh or policy train alike, and if not, from which operation on they differ.
+
+Both run in this process, all ranks in lock-step, in float64: two orders of summing then differ by some 1e-15, and what
+differs by more than `BOUND` is wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tpshard.parallelism.float64 import BOUND, distance, float64
+from tpshard.parallelism.program import Program, info
+from tpshard.parallelism.simulate import simulate
+from tpshard.programs.lockstep import Lockstep, Step
+from tpshard.programs.setting import Setting
+from tpshard.programs.training import build, micro_program
+from tpshard.recipes.diagnostic import Exit, Mistakes
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far apart a value of the two is, relative in norm."""
+
+    name: str
+    step: int
+    apart: float
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What `compare` found."""
+
+    losses: list[tuple[float, float]]
+    """Per step the loss a token of the one and of the other."""
+    distances: list[Distance]
+    """Losses, gradient norms, gradients, and the weights after the last step."""
+
+    @property
+    def largest(self) -> Distance:
+        return max(self.distances, key=lambda d: d.apart)
+
+    @property
+    def equal(self) -> bool:
+        """Whether rounding explains every difference."""
+        return self.largest.apart <= BOUND
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first operation, in execution order, whose results differ by more than rounding."""
+
+    name: str
+    """Of the value."""
+    apart: float
+    op: str
+    module: str
+    phase: str
+    """forward or backward."""
+    shardings: tuple[str, str]
+    """How the value lies in the one and in the other, each with the causes, down to the recipe's line."""
+
+
+def vocabulary(setting: Setting) -> int:
+    """Number of tokens that the model knows. Raises Mistakes for a module of the user's that does not name the dim."""
+    if setting.config is not None:
+        return setting.config.vocab
+    for name, parameter in setting.model.named_parameters():
+        for dim, size in zip(setting.dims.get(name, ()), parameter.shape):
+            if dim == "vocab":
+                return int(size)
+    raise Mistakes.one(
+        "no parameter of the module has a dim named `vocab`: it is not known which tokens it takes", exit=Exit.FIT,
+        where=setting.recipe.where("model.module"), fix="name the dims of its embedding (`dims` of the module)",
+    )  # fmt: skip
+
+
+def compare(one: Setting, other: Setting, steps: int = 1) -> Compared:
+    """Trains both on the same tokens, from the same weights. Raises Mistakes where they are not the same training."""
+    _check_same(one, other)
+    vocab = vocabulary(one)
+    runs = [Lockstep(build(setting), vocab) for setting in (one, other)]
+    losses, distances = [], []
+    for number in range(1, steps + 1):
+        a, b = (made.step() for made in runs)
+        losses.append((a.loss, b.loss))
+        distances += [Distance(name, number, apart) for name, apart in _apart(a, b).items()]
+    weights = [made.weights() for made in runs]
+    distances += [Distance(f"{n} after the update", steps, distance(weights[0][n], w)) for n, w in weights[1].items()]
+    return Compared(losses, distances)
+
+
+def _apart(one: Step, other: Step) -> dict[str, float]:
+    def scalars(step: Step) -> dict[str, Tensor]:
+        known = {"loss": step.loss, "gradient norm": step.grad_norm}
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()}
+
+    a, b = ({**scalars(s), **{f"gradient of {n}": g for n, g in s.gradients.items()}} for s in (one, other))
+    return {name: distance(a[name], expected) for name, expected in b.items()}
+
+
+def _check_same(one: Setting, other: Setting) -> None:
+    shapes = [{n: tuple(p.shape) for n, p in setting.model.named_parameters()} for setting in (one, other)]
+    if shapes[0] != shapes[1]:
+        (name, *_) = [n for n in {**shapes[0], **shapes[1]} if shapes[0].get(n) != shapes[1].get(n)]
+        raise Mistakes.one(
+            f"the two train different models: `{name}` has shape {shapes[0].get(name)} and {shapes[1].get(name)}",
+            exit=Exit.USAGE, fix="compare meshes, sharding, fsdp, remat or batch.per_device",
+        )  # fmt: skip
+    sizes = [(s.batch.global_sequences, s.seq_len) for s in (one, other)]
+    if sizes[0] != sizes[1]:
+        raise Mistakes.one(
+            f"the two take different batches: {sizes[0][0]} sequences of {sizes[0][1]} and {sizes[1][0]} of "
+            f"{sizes[1][1]}", exit=Exit.USAGE, fix="give both the same batch.global_sequences and model.seq_len",
+        )  # fmt: skip
+
+
+# ---- where a difference begins -------------------------------------------------------------------------------------
+def first_difference(one: Setting, other: Setting) -> FirstDifference | None:
+    """Compares every value of one micro-batch; both settings take a step's sequences at once.
+
+    The programs are as propagated and partitioned, before buckets, prefetching and recomputation: None means that what
+    differs comes from these, from the sum over micro-batches or from the update.
+    """
+    programs = [micro_program(setting, watched=True) for setting in (one, other)]
+    vocab = vocabulary(one)
+    values = [_watched(setting, program, vocab) for setting, program in zip((one, other), programs)]
+    for name, found in values[0].items():
+        expected = values[1].get(name)
+        if expected is None or expected.shape != found.shape:
+            continue
+        apart = distance(found, expected)
+        if apart > BOUND:
+            known = _made_by(programs[0], name)
+            return FirstDifference(
+                name, apart, *known, shardings=(programs[0].explain(name), programs[1].explain(name))
+            )
+    return None
+
+
+def _watched(setting: Setting, program: Program, vocab: int) -> dict[str, Tensor]:
+    """Every watched value of the first step's batch, whole, by name."""
+    made = Lockstep(build(setting), vocab)
+    count = len(made.names)
+    (tokens, goals) = made.batches()[:, 0]
+    rows, length = tokens.shape
+    positions, documents = torch.arange(length).expand(rows, length), torch.zeros(rows, length, dtype=torch.int64)
+    params = made.join(made.ports[:count], made.params)
+    sums = [torch.zeros(p.shape, dtype=torch.float64) for p in program.inputs[count : 2 * count]]
+    with float64():
+        results = simulate(program, [*params.values(), *sums, tokens, goals, documents, positions])
+    names = [port.name.removeprefix("watched ") for port in program.outputs]
+    return {n: r for n, r, port in zip(names, results, program.outputs) if port.name.startswith("watched ")}
+
+
+def _made_by(program: Program, name: str) -> tuple[str, str, str]:
+    """Op, module and phase of the node that makes a value."""
+    for node in program.graph.nodes:
+        if node.op == "call_function" and info(node).origin == name and info(node).comm is None:
+            return str(node.target), info(node).module, info(node).phase
+    return "", "", ""
+
+
+__all__ = ["Compared", "Distance", "FirstDifference", "compare", "first_difference"]

@@ -1,0 +1,106 @@
+"""A training run of all ranks in this process, in lock-step and in float64: what two ways to train are compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tpshard.parallelism.float64 import float64
+from tpshard.parallelism.program import Port, Program
+from tpshard.parallelism.simulate import cut, join, run_lockstep
+from tpshard.programs.training import TrainingPrograms
+
+Parts = list[list[Tensor]]
+"""Per rank its local tensors."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step came to, whole, in float64."""
+
+    loss: float
+    """Per target token."""
+    grad_norm: float
+    gradients: dict[str, Tensor]
+
+
+class Lockstep:
+    """All ranks of a training recipe, driven as the training loop drives one.
+
+    Weights start as normal numbers of deviation 0.2, and tokens are uniform over `vocab`: the same for every mesh that
+    trains the same parameters and the same number of sequences a step.
+    """
+
+    def __init__(self, programs: TrainingPrograms, vocab: int, seed: int = 0):
+        self.programs, self.setting, self.vocab = programs, programs.setting, vocab
+        self.mesh, self.names = programs.setting.mesh, programs.names
+        self.ports = programs.update.inputs
+        count, random = len(self.names), torch.Generator().manual_seed(seed)
+        whole = [torch.randn(p.shape, generator=random, dtype=torch.float64) * 0.2 for p in self.ports[:count]]
+        zeros = [torch.zeros(p.shape, dtype=torch.float64) for p in self.ports[2 * count : 4 * count]]
+        self.params = self.local(whole, self.ports[:count])
+        self.moments = self.local(zeros, self.ports[2 * count : 4 * count])
+        self.random = torch.Generator().manual_seed(seed + 1)
+        self.counted: Parts = []
+        self.number = 0
+
+    def local(self, tensors: Sequence[Tensor], ports: Sequence[Port]) -> Parts:
+        """Every rank's parts of global tensors."""
+        pairs = list(zip(tensors, ports, strict=True))
+        return [[cut(t, p.layout, self.mesh, rank) for t, p in pairs] for rank in range(self.mesh.ranks)]
+
+    def join(self, ports: Sequence[Port], parts: Parts) -> dict[str, Tensor]:
+        """Global tensors by parameter."""
+        joined = enumerate(zip(self.names, ports, strict=True))
+        return {name: join(port, self.mesh, [part[i] for part in parts]) for i, (name, port) in joined}
+
+    def batches(self) -> Tensor:
+        """The next step's tokens and targets [2, micro-batches, rows, seq_len]: every data rank's own rows together,
+        in the same order on any mesh."""
+        plan, length = self.setting.batch, self.setting.seq_len
+        step = torch.randint(0, self.vocab, (2, plan.global_sequences, length), generator=self.random)
+        dealt = step.view(2, plan.data_ranks, plan.micro_batches, plan.per_device, length)
+        return dealt.transpose(1, 2).reshape(2, plan.micro_batches, -1, length)
+
+    def sums(self) -> tuple[Parts, float, int]:
+        """Gradients of one step's micro-batches, as the update takes them; loss sum and number of targets."""
+        count, made = len(self.names), self.programs
+        used = self.params if made.gather is None else run(made.gather, self.params)
+        shapes = [p.local for p in made.micro.inputs[count : 2 * count]]
+        sums = [[torch.zeros(shape, dtype=torch.float64) for shape in shapes] for _ in range(self.mesh.ranks)]
+        loss, targets, self.counted = 0.0, 0, []
+        for tokens, goals in self.batches().transpose(0, 1):
+            rows, length = tokens.shape
+            positions = torch.arange(length).expand(rows, length)
+            documents = torch.zeros(rows, length, dtype=torch.int64)
+            batch = self.local([tokens, goals, documents, positions], made.micro.inputs[2 * count :])
+            outs = run(made.micro, [[*u, *s, *b] for u, s, b in zip(used, sums, batch)])
+            sums = [out[2 : 2 + count] for out in outs]
+            self.counted.append([torch.cat(out[2 + count :]) for out in outs if len(out) > 2 + count])
+            loss, targets = loss + float(outs[0][0]), targets + int(outs[0][1])
+        return (sums if made.reduce is None else run(made.reduce, sums)), loss, targets
+
+    def step(self, lr: float = 1e-2) -> Step:
+        """Runs one whole optimizer step."""
+        self.number += 1
+        count = len(self.names)
+        sums, loss, targets = self.sums()
+        gradients = self.join(self.ports[count : 2 * count], sums)
+        scalars = [torch.tensor(value, dtype=torch.float64) for value in (loss, targets, lr, self.number)]
+        given = [[*p, *s, *m, *scalars] for p, s, m in zip(self.params, sums, self.moments)]
+        outs = run(self.programs.update, given)
+        self.params = [out[:count] for out in outs]
+        self.moments = [out[count : 3 * count] for out in outs]
+        return Step(loss / targets, float(outs[0][3 * count]), gradients)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters as they are, whole."""
+        return self.join(self.ports[: len(self.names)], self.params)
+
+
+def run(program: Program, arguments: Parts) -> Parts:
+    """Every rank's results, computed in float64."""
+    with float64():
+        return run_lockstep(program, arguments)

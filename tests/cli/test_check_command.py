@@ -1,0 +1,42 @@
+"""`tpshard check`: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tpshard.cli import main
+from tpshard.parallelism import float64
+from tpshard.programs import equality
+from tpshard.recipes.diagnostic import Exit
+from training_cases import RECIPE
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "small.yaml"
+    path.write_text(RECIPE.replace("vocab: 40", "vocab: 2048") + "mesh: {fsdp: 2}\n")
+    return str(path)
+
+
+def test_equal_runs_end_with_0(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["check", recipe, "--against", "mesh.fsdp=1", "--against", "mesh.tp=2", "--json"]) == Exit.DONE
+    told = json.loads(capsys.readouterr().out)
+    assert told["equal"] and told["first_difference"] is None
+    assert 0 < told["largest"]["apart"] <= float64.BOUND
+
+
+def test_a_difference_ends_with_1(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(equality, "BOUND", 0.0)  # so that rounding counts as a fault
+    assert main.run(["check", recipe, "--against", "mesh.fsdp=1"]) == Exit.BUG
+    said = capsys.readouterr()
+    assert "They differ" in said.out and "The first operation that differs makes" in said.out
+    assert "here: " in said.out and "there: " in said.out and "comparing every value" in said.err
+
+
+def test_without_another_recipe_it_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["check", recipe]) == Exit.USAGE
+    assert "--against mesh.tp=2" in capsys.readouterr().err

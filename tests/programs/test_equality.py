@@ -1,0 +1,74 @@
+"""Two recipes compared: rounding is told from a fault, and a fault is found where it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from planted_faults import FAULTS, plant
+from tpshard.parallelism import partitioner
+from tpshard.parallelism.program import INFO, info
+from tpshard.programs import training
+from tpshard.programs.equality import compare, first_difference
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from training_cases import setting_of
+
+ONE_BATCH = "batch.per_device={}"
+
+
+CASES = [
+    ({"fsdp": 2}, ()), ({"tp": 2}, ("remat=full",)), ({"fsdp": 2, "tp": 2}, ("batch.per_device=3", "fsdp.bucket=none")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mesh", "overrides"), CASES)
+def test_meshes_and_policies_differ_by_rounding_alone(mesh: dict[str, int], overrides: tuple[str, ...]) -> None:
+    compared = compare(setting_of(mesh, *overrides), setting_of({}), steps=2)
+    assert compared.equal and compared.largest.apart > 0
+    assert len(compared.losses) == 2
+    assert {"loss", "gradient norm", "gradient of layers.0.attention.wq.weight"} <= {d.name for d in compared.distances}
+
+
+def test_a_fault_in_an_operation_is_found_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate of the second layer comes out a thousandth too large, wherever tp cuts it."""
+    plain = partitioner._Partitioner._computed
+
+    def faulty(self: Any, local: Any) -> Any:
+        made = plain(self, local)
+        if local.op.module == "layers.1.mlp.gate" and local.op.phase == "forward" and self.mesh.axes.get("tp", 1) > 1:
+            node = self.emitter.graph.call_function(partitioner.aten.mul.Tensor, (made[0], 1.001))
+            node.meta[INFO] = info(made[0])
+            return [node, *made[1:]]
+        return made
+
+    monkeypatch.setattr(partitioner._Partitioner, "_computed", faulty)
+    one, other = setting_of({"tp": 2}, ONE_BATCH.format(12)), setting_of({}, ONE_BATCH.format(12))
+    assert not compare(one, other).equal
+    first = first_difference(one, other)
+    assert first is not None
+    assert (first.module, first.phase) == ("layers.1.mlp.gate", "forward")
+    assert first.apart == pytest.approx(1e-3, rel=1e-6)
+    assert "tp" in first.shardings[0] and "mlp: tp" in first.shardings[0]
+
+
+def test_a_fault_of_a_pass_is_in_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = training.apply
+
+    def faulty(setting: Any, program: Any) -> Any:
+        made = plain(setting, program)
+        named = {port.name for port in program.inputs if port.kind == "parameter"}
+        fault = FAULTS["a norm's gradient halved"]
+        return plant(made, fault) if fault.parameter in named and setting.mesh.ranks > 1 and len(made.donated) else made
+
+    monkeypatch.setattr(training, "apply", faulty)
+    one, other = setting_of({"fsdp": 2}, ONE_BATCH.format(6)), setting_of({}, ONE_BATCH.format(12))
+    compared = compare(one, other)
+    assert compared.largest.name == "gradient of layers.1.mlp_norm.weight"
+    assert first_difference(one, other) is None
+
+
+def test_different_trainings_are_refused() -> None:
+    for change, said in (("model.mlp=48", "different models"), ("batch.global_sequences=24", "different batches")):
+        with pytest.raises(Mistakes) as refused:
+            compare(setting_of({}), setting_of({}, change))
+        assert refused.value.exit == Exit.USAGE and said in refused.value.diagnostics[0].message
