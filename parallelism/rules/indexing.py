@@ -65,6 +65,9 @@ def embedding_backward(op: Op) -> Rule:
             return at.with_args(Ref(0), Ref(1), at.size(v), padding, scale)
         shape = at.operand_shape(1)
         mine, foreign = owned(at, at.inputs[1], v, shape)
+        if padding >= 0:  # a row of the whole table, which gets no gradient
+            unlearned = at.emit(aten.eq.Scalar, at.inputs[1], padding, shape=shape, dtype=torch.bool)
+            foreign = at.emit(aten.logical_or.default, foreign, unlearned, shape=shape, dtype=torch.bool)
         mask, _ = _unsqueezed(at, foreign, shape, len(shape))
         kept = at.emit(aten.masked_fill.Scalar, at.inputs[0], mask, 0, shape=at.operand_shape(0))
         return at.emit(op.target, kept, mine, at.size(v), -1, scale, shape=at.shape())

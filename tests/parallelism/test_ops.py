@@ -260,7 +260,8 @@ CASES: dict[str, list[Case]] = {
     # by index
     "aten.embedding": [call(aten.embedding.default, f(12, 6), ints(12, 4, 2))],
     "aten.embedding_dense_backward": [
-        call(aten.embedding_dense_backward.default, f(4, 2, 6), ints(12, 4, 2), 12, -1, False)
+        call(aten.embedding_dense_backward.default, f(4, 2, 6), ints(12, 4, 2), 12, -1, False),
+        call(aten.embedding_dense_backward.default, f(4, 2, 6), ints(12, 4, 2), 12, 5, False),
     ],
     "aten.index_select": [
         call(aten.index_select.default, f(12, 6), 0, ints(12, 4)),
