@@ -57,7 +57,7 @@ def convert(
         raise Mistakes.one(f"{out} exists", exit=Exit.USAGE, fix="another name, or --overwrite")
     if tokenizer is not None and not tokenizer.is_dir():
         raise Mistakes.one(f"the tokenizer {tokenizer} is not a folder", exit=Exit.USAGE)
-    model = open_source(source, overrides or ())
+    model = open_source(source, overrides or (), theirs=True)
     keep_apart(model, out)
     folder = tokenizer or model.tokenizer
     if folder is None:
@@ -67,15 +67,23 @@ def convert(
 
 
 def _write(model: Model, out: Path, dtype: str | None, tokenizer: Path | None, overwrite: bool) -> None:
+    from tpshard.models.architecture_folder import write_folder
     from tpshard.models.hf import DTYPES, write_hf
     from tpshard.recipes.diagnostic import Exit, Mistakes
 
+    number = DTYPES[dtype] if dtype else model.dtype
     try:
+        architecture = model.blueprint.architecture
+        if architecture is not None:
+            write_folder(
+                architecture, model.read, out, dtype=number, tokenizer=tokenizer, overwrite=overwrite
+            )
+            return
         write_hf(
             model.config,
             model.read,
             out,
-            dtype=DTYPES[dtype] if dtype else model.dtype,
+            dtype=number,
             tokenizer=tokenizer,
             token_ids=model.token_ids,
             overwrite=overwrite,

@@ -70,9 +70,10 @@ def configuration(recipe: Recipe) -> ModelConfig | None:
             return presets.preset(model.preset, model.overrides())
         key = "hf"
         if model.stored()["hf"] is not None and (Path(model.hf or "") / "config.json").is_file():
-            from tpshard.models.hf_config import folder_config
+            from tpshard.models.hf_config import computes, folder_config
 
-            return presets.override(folder_config(model.hf or ""), model.overrides())
+            folder = model.hf or ""
+            return presets.override(folder_config(folder), model.overrides()) if computes(folder) else None
     except Mistakes:
         return None  # the environment does not say where the folder is, and nothing here needs to know
     except (ValueError, OSError) as error:

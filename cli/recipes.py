@@ -63,7 +63,8 @@ def ls(as_json: Json = False) -> None:
 
 
 def _facts(recipe: Recipe) -> dict[str, str]:
-    model = recipe.model.preset or recipe.model.stored()["hf"] or recipe.model.module or ""
+    stored = recipe.model.stored()
+    model = next((str(stored[key]) for key in recipe.model.exclusive if stored[key] is not None), "")
     cluster = recipe.cluster
     where = "this machine" if cluster is None else f"{cluster.nodes * cluster.devices_per_node} x {cluster.device}"
     return {"model": model, "devices": where}

@@ -38,12 +38,25 @@ class Model:
         return self.blueprint.config
 
 
-def open_source(source: str, overrides: Sequence[str] = (), *, modules: bool = False) -> Model:
-    """The model that SOURCE names; with `modules` also one of the user's own.
+def open_source(
+    source: str, overrides: Sequence[str] = (), *, modules: bool = False, theirs: bool = False
+) -> Model:
+    """The model that SOURCE names; with `modules` also one of the user's own, with `theirs` one of transformers'.
 
-    Raises `Mistakes`: exit 2 or 3 where it names nothing or a wrong recipe, 4 for a module that is not asked for, 7
+    Raises `Mistakes`: exit 2 or 3 where it names nothing or a wrong recipe, 4 for a model that is not asked for, 7
     where nothing sound is to be read.
     """
+    model = _open(source, overrides, modules)
+    if model.blueprint.architecture is not None and not theirs:
+        raise Mistakes.one(
+            f"{model.name} is a {model.blueprint.architecture.model_type}, which transformers' own class computes",
+            exit=Exit.FIT,
+            why="it can be trained and converted, not served or quantized",
+        )
+    return model
+
+
+def _open(source: str, overrides: Sequence[str], modules: bool) -> Model:
     path = Path(source)
     if (path / "manifest.json").is_file():
         _none(overrides, source)
@@ -88,9 +101,13 @@ def _latest(checkpoints: Path, recipe: Recipe) -> Path:
 def _from_folder(folder: Path) -> Model:
     from tpshard.models import Blueprint
     from tpshard.models.hf import DTYPES, HFFolder
+    from tpshard.models.hf_config import computes
     from tpshard.models.hf_json import TOKENIZER
 
+    tokenizer = folder if any((folder / name).exists() for name in TOKENIZER) else None
     try:
+        if not computes(folder):
+            return _of_transformers(folder, tokenizer)
         opened = HFFolder(folder)
     except (ValueError, OSError) as error:
         raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
@@ -101,9 +118,26 @@ def _from_folder(folder: Path) -> Model:
         except (ValueError, OSError) as error:
             raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
 
-    tokenizer = folder if any((folder / name).exists() for name in TOKENIZER) else None
     dtype = DTYPES[opened.config.dtype]
     return Model(str(folder), Blueprint(opened.config), read, dtype, tokenizer, opened.token_ids)
+
+
+def _of_transformers(folder: Path, tokenizer: Path | None) -> Model:
+    """A folder that transformers' own class computes. ValueError where it is not sound, or has no weights."""
+    from tpshard.models import Blueprint
+
+    blueprint = Blueprint.of(transformers=str(folder))
+    if blueprint.architecture is None or blueprint.weights is None:
+        raise ValueError(f"{folder} holds no weights")
+    weights = blueprint.weights
+
+    def read(name: str) -> torch.Tensor:
+        try:
+            return weights.block(name, (), ())
+        except (ValueError, OSError) as error:
+            raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
+
+    return Model(str(folder), blueprint, read, blueprint.architecture.dtype, tokenizer)
 
 
 def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool) -> Model:
@@ -120,11 +154,11 @@ def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool) -> Mode
         raise Mistakes.one(
             f"{folder} does not say of which model it is", exit=Exit.CHECKPOINT, why=str(error)
         ) from error
-    if blueprint.config is None and not modules:
+    if blueprint.module is not None and not modules:
         raise Mistakes.one(
             f"{folder} holds a module of your own, {blueprint.module}",
             exit=Exit.FIT,
-            why="only the models of tpshard have a Hugging Face form",
+            why="only the models of tpshard and of transformers have a Hugging Face form",
         )
     try:
         dtype = _require(checkpoint, blueprint)
@@ -147,7 +181,9 @@ def blueprint_of(recipe: Recipe | None) -> Blueprint:
     if recipe is None:
         raise ValueError("its manifest names no model, and there is no recipe.yaml two folders up")
     model = recipe.model
-    return Blueprint.of(model.preset, model.hf, model.module, model.args, model.overrides())
+    return Blueprint.of(
+        model.preset, model.hf, model.module, model.args, model.overrides(), model.transformers
+    )
 
 
 def _recipe_of_run(checkpoint: Path) -> Recipe | None:

@@ -1,4 +1,5 @@
-"""Which model is meant, and where its values come from: a preset, a Hugging Face folder, or a module of the user's."""
+"""Which model is meant, and where its values come from: a preset, a Hugging Face folder that a family here computes or
+transformers' own class does, or a module of the user's."""
 
 from __future__ import annotations
 
@@ -10,23 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tpshard.models import presets
+from tpshard.models.architecture import Architecture
+from tpshard.models.architecture_folder import Weights, initial
 from tpshard.models.assemble import build, build_module
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf import HFFolder
-from tpshard.models.init import InitPlan, init_plan, initial_block
+from tpshard.models.hf_config import computes
+from tpshard.models.init import Initial, InitPlan, init_plan, initial_block
 
 
 @dataclass(frozen=True)
 class Blueprint:
     """A model that can be built, and whose initial values can be had block by block.
 
-    `config` is None for a module of the user's; `folder` is the Hugging Face folder that the values come from, if any.
+    `config` is None for a module of the user's and for transformers' own; `folder` is the Hugging Face folder that the
+    values come from, if any.
     """
 
     config: ModelConfig | None = None
     folder: str | None = None
     module: str | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
+    architecture: Architecture | None = None
+    weights: Weights | None = field(default=None, compare=False)
+    """Of an architecture whose folder has some."""
 
     @staticmethod
     def of(
@@ -35,13 +43,14 @@ class Blueprint:
         module: str | None = None,
         args: Mapping[str, Any] | None = None,
         overrides: Mapping[str, Any] | None = None,
+        transformers: str | None = None,
     ) -> Blueprint:
-        """From the keys of a recipe's `model`; exactly one of `preset`, `hf` and `module`.
+        """From the keys of a recipe's `model`; exactly one of `preset`, `hf`, `transformers` and `module`.
 
         ValueError names what is unknown, unsupported or does not fit, also overrides that a folder's weights do not.
         """
-        if [preset, hf, module].count(None) != 2:
-            raise ValueError("a model is named by exactly one of preset, hf and module")
+        if [preset, hf, transformers, module].count(None) != 3:
+            raise ValueError("a model is named by exactly one of preset, hf, transformers and module")
         if module is not None:
             if overrides:
                 raise ValueError(f"`module: {module}` takes args; it has no {', '.join(overrides)} to override")
@@ -50,7 +59,13 @@ class Blueprint:
             raise ValueError("`args` are for a `module`; presets and folders take overrides")
         if preset is not None:
             return Blueprint(presets.preset(preset, overrides))
-        assert hf is not None
+        if hf is None or not computes(hf):
+            folder = str(hf if transformers is None else transformers)
+            if overrides:
+                raise ValueError(f"a model of transformers is what its config.json says; no {', '.join(overrides)}")
+            read = Architecture.of(folder)
+            weights = Weights(folder, read, read.build()) if Weights.there(folder) else None
+            return Blueprint(architecture=read, weights=weights)
         source = HFFolder(hf)
         config = presets.override(source.config, overrides or {})
         shapes, stored = config.shapes, source.shapes
@@ -63,6 +78,8 @@ class Blueprint:
         self, *, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32, seed: int = 0
     ) -> nn.Module:
         """The module; on a real device with initial values, those of the folder where there is one."""
+        if self.architecture is not None:
+            return self._of_transformers(torch.device(device), dtype, seed)
         if self.config is None:
             assert self.module is not None
             return build_module(self.module, self.args, device=device, dtype=dtype, seed=seed)
@@ -74,16 +91,38 @@ class Blueprint:
             setattr(model.get_submodule(module), leaf, nn.Parameter(self._source.read(name, dtype).to(device)))
         return model
 
+    def _of_transformers(self, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
+        assert self.architecture is not None
+        model = self.architecture.build(dtype)
+        if device.type == "meta":
+            return model
+        for name, parameter in list(model.named_parameters()):
+            value = self.initial_block(name, (0,) * parameter.dim(), tuple(parameter.shape), seed, dtype)
+            made = nn.Parameter(value.to(device))
+            for module in model.modules():
+                for leaf in [key for key, p in module._parameters.items() if p is parameter]:
+                    module._parameters[leaf] = made
+        return model.to(device)
+
     def initial_block(
         self, name: str, starts: Sequence[int], sizes: Sequence[int], seed: int, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """As `models.init.initial_block`, from the folder where there is one."""
+        if self.architecture is not None:
+            if self.weights is not None:
+                return self.weights.block(name, starts, sizes, dtype)
+            begun = self._begun[name]
+            if isinstance(begun, Initial):
+                return initial_block({name: begun}, name, starts, sizes, seed, dtype)
+            return begun[tuple(slice(start, start + size) for start, size in zip(starts, sizes))].to(dtype, copy=True)
         if self.folder is None:
             return initial_block(self._plan, name, starts, sizes, seed, dtype)
         return self._source.block(name, starts, sizes, dtype)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that a checkpoint can keep; without the folder, whose values it replaces."""
+        if self.architecture is not None:
+            return {"transformers": dict(self.architecture.raw)}
         if self.config is None:
             return {"module": self.module, "args": dict(self.args)}
         return {"config": asdict(self.config)}
@@ -92,6 +131,8 @@ class Blueprint:
     def from_json(values: Mapping[str, Any]) -> Blueprint:
         """What `to_json` gave. ValueError if it is something else."""
         try:
+            if "transformers" in values:
+                return Blueprint(architecture=Architecture(dict(values["transformers"])))
             if "module" in values:
                 return Blueprint(module=values["module"], args=values["args"])
             numbers = dict(values["config"])
@@ -111,6 +152,11 @@ class Blueprint:
     @cached_property
     def _plan(self) -> InitPlan:
         return init_plan(self.build())
+
+    @cached_property
+    def _begun(self) -> dict[str, Initial | Tensor]:
+        assert self.architecture is not None
+        return initial(self.architecture.build())
 
     @cached_property
     def _source(self) -> HFFolder:

@@ -24,7 +24,7 @@ from tpshard.models.hf_names import fuse, hf_modules, hf_tensors
 from tpshard.models.hf_quantized import DequantizedTensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_FLOATS = {"F64", "F32", "BF16", "F16"}
+FLOATS = {"F64", "F32", "BF16", "F16"}
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|transformer\.(h\.\d+\.attn\.)?(bias|masked_bias)")
 """Constants that older writers saved beside the parameters."""
 
@@ -85,7 +85,7 @@ class HFFolder:
                 shape = self.shapes[first][1:] if home.stack else (rows, *self.shapes[first][1:])
                 if self.tensors.shape(name) != shape:
                     wrong.append(f"`{name}` is {list(self.tensors.shape(name))}, config.json makes it {list(shape)}")
-                elif self.tensors.dtype(name) not in _FLOATS:
+                elif self.tensors.dtype(name) not in FLOATS:
                     wrong.append(f"`{name}` is of dtype {self.tensors.dtype(name)}, which is not supported")
             elif not _BUFFERS.fullmatch(name) and not self._tied(name):
                 wrong.append(f"`{name}` has no place in a {self.raw['model_type']} model")
@@ -165,21 +165,26 @@ def write_hf(
         tensor: sum(math.prod(config.shapes[p]) // max(1, home.stack) for p, home in parts) * dtype.itemsize
         for tensor, parts in tensors.items()
     }
-    shards = _shards(sizes, shard_bytes)
     stored = lru_cache(maxsize=1)(lambda parameter: read(parameter).to("cpu", dtype))  # the members of a stack in a row
+
+    def made(tensor: str) -> Tensor:
+        return fuse([(stored(parameter), home) for parameter, home in tensors[tensor]])
+
     with written_aside(folder, overwrite=overwrite) as aside:
-        for file, members in shards.items():
-            shard = {
-                tensor: fuse([(stored(parameter), home) for parameter, home in tensors[tensor]]) for tensor in members
-            }
-            write_tensors(aside / file, {tensor: value.contiguous() for tensor, value in shard.items()})
-        if len(shards) > 1:
-            places = {tensor: file for file, members in shards.items() for tensor in members}
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-            _write_json(aside / hf_files.INDEX, index)
-        _write_json(aside / "config.json", values)
+        write_shards(aside, sizes, made, shard_bytes)
+        write_json(aside / "config.json", values)
         if tokenizer is not None:
             copy_tokenizer(Path(tokenizer), aside)
+
+
+def write_shards(folder: Path, sizes: Mapping[str, int], made: Callable[[str], Tensor], largest: int) -> None:
+    """Writes tensors of so many bytes as safetensors files of at most `largest` bytes, with an index where several."""
+    shards = _shards(sizes, largest)
+    for file, members in shards.items():
+        write_tensors(folder / file, {tensor: made(tensor).contiguous() for tensor in members})
+    if len(shards) > 1:
+        places = {tensor: file for file, members in shards.items() for tensor in members}
+        write_json(folder / hf_files.INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
@@ -228,5 +233,6 @@ def _token_ids(tokenizer: Path) -> dict[str, int]:
     return found
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes an object as the JSON files of such folders are written."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -41,6 +41,12 @@ def folder_config(folder: str | os.PathLike[str]) -> ModelConfig:
     return read_config(read_raw(folder), quantized=True)
 
 
+def computes(folder: str | os.PathLike[str]) -> bool:
+    """Whether a family of this package is of the folder's `model_type`; then its numbers may still be refused."""
+    raw = read_raw(folder)
+    return raw.get("model_type") in _BY_TYPE or "architectures" not in raw
+
+
 def read_raw(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """config.json of a folder as it stands. ValueError if there is none or it asks for code to be run."""
     path = Path(folder)

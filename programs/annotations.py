@@ -34,21 +34,22 @@ class Annotated(Protocol):
 
 def annotate(
     setting: Annotated, graph: Graph, batch: Iterable[Value] = (), *,
-    used: Mapping[str, Sequence[Value]] | None = None, serving: bool = False,
+    used: Mapping[str, Sequence[Value]] | None = None, serving: bool = False, by: Mapping[str, str] | None = None,
 ) -> dict[Value, Annotation]:  # fmt: skip
     """Rules for parameters, the batch and what goes to experts, patterns for anything named, pins over all.
 
     A dim whose name has a rule is closed; the others are left to propagation. `used`: per parameter the values that
-    rules are for, by default those at its boundaries. Raises Mistakes (exit 4) for a dim that its axes do not divide
-    where the recipe does not pad, (exit 3) for a pin or pattern of another rank. In a server's step, whose rows and
-    vocabulary need not divide, such a dim stays whole, and patterns may mean what only training has.
+    rules are for, by default those at its boundaries. `by`: who named a parameter's dims. Raises Mistakes (exit 4) for
+    a dim that its axes do not divide where the recipe does not pad, (exit 3) for a pin or pattern of another rank. In a
+    server's step, whose rows and vocabulary need not divide, such a dim stays whole, and patterns may mean what only
+    training has.
     """
     reader = _Reader(setting, serving)
     found: dict[Value, Annotation] = {}
     used = used_values(graph) if used is None else used
     for name, values in used.items():
         for value in values:
-            reader.rules(found, value, name, setting.dims.get(name, ()))
+            reader.rules(found, value, name, setting.dims.get(name, ()), (by or {}).get(name, ""))
     for value in batch:
         reader.rules(found, value, value.name, BATCH_DIMS[: value.rank])
     for value in graph.values():
@@ -90,7 +91,7 @@ class _Reader:
             known = ", ".join(list(self.setting.dims)[:6])
             self.mistakes.append(
                 Diagnostic(
-                    f"`{pattern}` matches nothing in `{self.recipe.model.module}`",
+                    f"`{pattern}` matches nothing in `{self.recipe.model.module or 'the model'}`",
                     exit=Exit.RECIPE,
                     where=self.recipe.where(path),
                     why="the annotation would do nothing",
@@ -102,14 +103,17 @@ class _Reader:
     def axes(self, names: Sequence[str]) -> Axes:
         return merge(self.mesh.axis(name) for name in names if self.mesh.axes.get(name, 1) > 1)
 
-    def rules(self, found: dict[Value, Annotation], value: Value, name: str, dims: Sequence[str]) -> None:
+    def rules(
+        self, found: dict[Value, Annotation], value: Value, name: str, dims: Sequence[str], by: str = ""
+    ) -> None:
         rules = self.recipe.sharding.rules
         ruled = [d for d in dims if d in rules]
         if not ruled:
             return
         axes = [self.axes(names) for names in self.recipe.sharding.cuts(dims)]
         opened = tuple(d not in rules for d in dims)
-        told = tuple(self.told(f"sharding.rules.{d}", f"{d}: {_show(rules[d])}") for d in ruled)
+        by = f", {by}" if by else ""
+        told = tuple(self.told(f"sharding.rules.{d}", f"{d}: {_show(rules[d])}{by}") for d in ruled)
         axes = [self.fits(value, i, a, name, f"sharding.rules.{dims[i]}") for i, a in enumerate(axes)]
         found[value] = Annotation(Sharding(tuple(axes), opened), told)
 

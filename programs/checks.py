@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import linecache
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from tpshard.parallelism.graph import Value
 from tpshard.parallelism.mesh import size_of
@@ -14,6 +17,40 @@ from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
 
 MOST = 5
 MIB = 2**20
+
+
+@contextmanager
+def traceable(setting: Setting) -> Iterator[None]:
+    """Turns what tracing a model of another's raises into a mistake (exit 3) that names the line of its code."""
+    try:
+        yield
+    except (ValueError, RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
+        if isinstance(error, Mistakes) or setting.config is not None:
+            raise
+        line = _line_of(error)
+        if line is None:
+            raise
+        key = "module" if setting.recipe.model.module is not None else "transformers"
+        raise Mistakes.one(
+            f"`{type(setting.model).__name__}` cannot be traced into one static graph",
+            exit=Exit.RECIPE,
+            where=setting.recipe.where(f"model.{key}"),
+            why=f"{line}: {(str(error).strip() or type(error).__name__).splitlines()[0]}",
+            fix="a subclass that computes this without looking at values or at random numbers, as `model.module`",
+        ) from error
+
+
+def _line_of(error: BaseException | None) -> str | None:
+    """The innermost line of code, and its place, that is neither torch's nor this package's."""
+    while error is not None:
+        frames = [(str(f.f_globals.get("__name__")), f, line) for f, line in traceback.walk_tb(error.__traceback__)]
+        foreign = [(f, line) for name, f, line in frames if name.partition(".")[0] not in ("torch", "tpshard")]
+        if foreign:
+            frame, line = foreign[-1]
+            text = linecache.getline(frame.f_code.co_filename, line).strip()
+            return f"`{text}` in {frame.f_code.co_filename}:{line}"
+        error = error.__cause__
+    return None
 
 
 def check_reshards(setting: Setting, programs: Iterable[Program]) -> None:

@@ -20,7 +20,7 @@ from tpshard.models.hf_config import folder_config
 from tpshard.models.hf_quantized import QuantizedParameters, quantizable
 from tpshard.programs.layouts import ActOrder, Arrangement, act_orders, planned_orders
 from tpshard.programs.padding import shared_rows
-from tpshard.programs.setting import DTYPES, model_config
+from tpshard.programs.setting import DTYPES, architecture, model_config
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Quantize, Recipe
 
@@ -172,6 +172,12 @@ def served(recipe: Recipe, kind: str) -> Served:
             raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, where=where, why=str(error)) from error
         return stored_model(recipe, Blueprint(config), folder, config.dtype, kind)
     own = model_config(recipe)
+    theirs = architecture(recipe) if own is None else None
+    if theirs is not None:
+        raise Mistakes.one(
+            f"a {theirs.model_type} is computed by transformers' own class, which cannot be served",
+            exit=Exit.FIT, where=recipe.where("model"), why="it can be trained and converted",
+        )  # fmt: skip
     if own is None:
         blueprint = Blueprint(module=recipe.model.module, args=dict(recipe.model.args))
         return Served(blueprint, serving_dtype(recipe, None, str(recipe.model.dtype), kind))

@@ -8,12 +8,16 @@ from functools import cached_property
 import torch
 from torch import nn
 from tpshard.models import build
+from tpshard.models.architecture import Architecture
 from tpshard.models.assemble import build_module
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
+from tpshard.models.hf_config import computes, folder_config
+from tpshard.models.plan_dims import Naming
 from tpshard.models.presets import override, preset
 from tpshard.models.routing import balanced
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
+from tpshard.programs import naming
 from tpshard.programs.batching import BatchPlan, derive
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.laws import mesh_on
@@ -35,19 +39,35 @@ def devices_of(recipe: Recipe) -> int:
 
 
 def model_config(recipe: Recipe) -> ModelConfig | None:
-    """The numbers of the recipe's model; None for a module of the user's."""
+    """The numbers of the recipe's model; None for a module of the user's, or of transformers."""
     model = recipe.model
-    if model.module is not None:
+    if model.module is not None or model.transformers is not None:
         return None
     given = model.overrides()
     try:
         if model.hf is not None:
-            from tpshard.models.hf_config import folder_config
-
-            return override(folder_config(model.hf), given)
+            return override(folder_config(model.hf), given) if computes(model.hf) else None
         return preset(str(model.preset), given)
     except ValueError as error:
         raise Mistakes.one(str(error), exit=Exit.RECIPE, where=recipe.where("model")) from error
+
+
+def architecture(recipe: Recipe) -> Architecture | None:
+    """The class of transformers that a recipe asks for, or that its `hf` folder needs, where no family here has it."""
+    model = recipe.model
+    key = "transformers" if model.transformers is not None else "hf"
+    folder = model.transformers or model.hf
+    if folder is None or model.module is not None:
+        return None
+    try:
+        if key == "hf" and computes(folder):
+            return None
+        if key == "hf" and (changed := list(model.overrides())):
+            kind = Architecture.of(folder).model_type
+            raise ValueError(f"no family of tpshard is a {kind}; `{changed[0]}` can be changed in config.json alone")
+        return Architecture.of(folder)
+    except (ValueError, OSError) as error:
+        raise Mistakes.one(str(error), exit=Exit.RECIPE, where=recipe.where(f"model.{key}")) from error
 
 
 @dataclass(frozen=True)
@@ -70,13 +90,39 @@ class Setting:
         if self.config is not None:
             return build(self.config, dtype=self.master_dtype)
         try:
+            if self.architecture is not None:
+                return self.architecture.build(self.master_dtype)
             return build_module(str(self.recipe.model.module), self.recipe.model.args, dtype=self.master_dtype)
         except ValueError as error:
-            raise Mistakes.one(str(error), exit=Exit.RECIPE, where=self.recipe.where("model.module")) from error
+            key = "module" if self.architecture is None else "transformers"
+            raise Mistakes.one(str(error), exit=Exit.RECIPE, where=self.recipe.where(f"model.{key}")) from error
+
+    @cached_property
+    def architecture(self) -> Architecture | None:
+        """The class of transformers that the model is; None for a model of tpshard or a module of the user's."""
+        return architecture(self.recipe)
+
+    @cached_property
+    def named(self) -> dict[str, Naming]:
+        """The dims of parameters and who named them; all parameters, but for those of transformers."""
+        if self.architecture is not None:
+            return naming.of_architecture(self.recipe, self.model)
+        return {name: Naming(dims, "") for name, dims in param_dims(self.model).items()}
 
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:
-        return param_dims(self.model)
+        """The names of parameters' dims."""
+        return {name: named.dims for name, named in self.named.items()}
+
+    @property
+    def named_by(self) -> dict[str, str]:
+        """Who named them, for reasons."""
+        return {name: named.by for name, named in self.named.items() if named.by}
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What a user should know of how the model is taken."""
+        return naming.notes(self.recipe, self.architecture, self.model, self.named) if self.architecture else []
 
     @property
     def master_dtype(self) -> torch.dtype:

@@ -23,7 +23,7 @@ from tpshard.parallelism.sharding import Layout, Sharding
 from tpshard.parallelism.storage import boundaries, propagate_stored
 from tpshard.parallelism.why import Told
 from tpshard.programs.annotations import annotate, told
-from tpshard.programs.checks import check_reshards, uneven_notes
+from tpshard.programs.checks import check_reshards, traceable, uneven_notes
 from tpshard.programs.passes import apply
 from tpshard.programs.setting import DTYPES, Setting
 
@@ -69,7 +69,8 @@ class TrainingPrograms:
 
 def build(setting: Setting) -> TrainingPrograms:
     """Captures, propagates and partitions all programs of a training recipe. Raises Mistakes for what does not fit."""
-    micro = micro_program(setting)
+    with traceable(setting):
+        micro = micro_program(setting)
     storage = {p.name: p.layout for p in micro.inputs if p.kind == "parameter"}
     update = update_program(setting, storage)
     accumulate = setting.recipe.fsdp.accumulate
@@ -82,6 +83,7 @@ def build(setting: Setting) -> TrainingPrograms:
     if gather is not None or reduce is not None:
         micro = micro_program(setting, micro, gathered=gather is not None, unreduced=reduce is not None)
     check_reshards(setting, (micro,))
+    micro.warnings.extend(setting.notes)
     return TrainingPrograms(setting, apply(setting, micro), update, storage, gather, reduce)
 
 
@@ -233,7 +235,7 @@ def _partition(
     storage: Mapping[str, Layout] | None = None,
     given: Mapping[Value, Annotation] | None = None,
 ) -> Program:  # fmt: skip
-    annotations = annotate(setting, graph, batch) | dict(given or {})
+    annotations = annotate(setting, graph, batch, by=setting.named_by) | dict(given or {})
     axis = (told(setting.recipe, "fsdp.axis", f"fsdp.axis: {setting.recipe.fsdp.axis}"),)
     if storage is not None:
         for name, values in stored.items():

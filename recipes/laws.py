@@ -29,7 +29,7 @@ def one_model(recipe: Recipe) -> Iterator[Diagnostic]:
     model = recipe.model
     named = [key for key in model.exclusive if model.stored()[key] is not None]
     if not named:
-        fix = "preset: tiny, or hf: FOLDER, or module: package:Class"
+        fix = "preset: tiny, or hf: FOLDER, or transformers: FOLDER, or module: package:Class"
         yield Diagnostic("`model` names no model", where=recipe.where("model"), fix=fix)
     if len(named) > 1:
         yield Diagnostic(
@@ -41,6 +41,20 @@ def one_model(recipe: Recipe) -> Iterator[Diagnostic]:
         )
     if model.args and model.module is None:
         yield Diagnostic("`model.args` are for `model.module`", where=recipe.where("model.args"), why="no module here")
+    if model.dims and (model.preset is not None or model.module is not None):
+        yield Diagnostic(
+            "`model.dims` are for `model.transformers`",
+            where=recipe.where("model.dims"),
+            why="other models name their dims themselves",
+            fix="sharding.annotate names the dims of any tensor",
+        )
+    for key in model.overrides() if model.stored()["transformers"] is not None else ():
+        yield Diagnostic(
+            f"`model.{key}` changes a dimension of the models of tpshard",
+            where=recipe.where(f"model.{key}"),
+            why="a `transformers` model is what its config.json says",
+            fix="change config.json",
+        )
 
 
 def one_rest(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -159,6 +173,7 @@ def known_logical_axes(recipe: Recipe) -> Iterator[Diagnostic]:
     if recipe.model.module is not None:
         return
     annotated = {name for names in recipe.sharding.annotate.values() for name in names if name}
+    annotated |= {name for names in recipe.model.dims.values() for name in names if name}
     for name in recipe.sharding.rules:
         if name not in DIMS and name not in annotated:
             close = suggestion(name, [*DIMS, *annotated])

@@ -65,15 +65,21 @@ class RopeScaling(Section):
 
 @section
 class Model(Section):
-    """What is computed. Exactly one of `preset`, `hf` and `module`; the other keys change its dimensions."""
+    """What is computed. Exactly one of `preset`, `hf`, `transformers` and `module`; the other keys change its
+    dimensions."""
 
-    exclusive: ClassVar[tuple[str, ...]] = ("preset", "hf", "module")
-    paths: ClassVar[tuple[str, ...]] = ("hf",)
+    exclusive: ClassVar[tuple[str, ...]] = ("preset", "hf", "transformers", "module")
+    paths: ClassVar[tuple[str, ...]] = ("hf", "transformers")
 
     preset: Preset | None = None
     """A model known by name. tiny: 4 layers, width 128, 8 heads, 4 KV heads, mlp 384, vocab 2048, seq_len 256, fp32."""
     hf: str | None = None
     """A folder in Hugging Face format (config.json and safetensors), relative to where the command runs."""
+    transformers: str | None = None
+    """A folder with a config.json, with or without safetensors: transformers' own class for it, as a language model."""
+    dims: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
+    """Names of a `transformers` model's dims by pattern of its parameters, over what its class tells; null is left to
+    propagation."""
     module: Annotated[str, Text(r"[\w.]+:[\w.]+", "package:Class")] | None = None
     """A module of your own that names its dims, as package:Class."""
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -138,7 +144,7 @@ class Model(Section):
 
     def overrides(self) -> dict[str, Any]:
         """The dimensions that the recipe changes, by the names of `ModelConfig`."""
-        others = ("preset", "hf", "module", "args", "seq_len", "dtype")
+        others = (*self.exclusive, "dims", "args", "seq_len", "dtype")
         values = {name: value for name, value in self.stored().items() if value is not None and name not in others}
         if self.rope_scaling is not None:
             values["rope_scaling"] = self.rope_scaling.stored()

@@ -230,15 +230,18 @@ def _tokenizer(recipe: Recipe, corpus: Corpus, setting: Setting) -> TextTokenize
             fix="a Hugging Face tokenizer folder; only the sample brings its own",
         )  # fmt: skip
     tokenizer = load_tokenizer(folder, where=where)
-    if setting.config is not None:
-        check_vocab(tokenizer, setting.config.vocab, where=where)
+    described = setting.config or setting.architecture
+    if described is not None and described.vocab is not None:
+        check_vocab(tokenizer, described.vocab, where=where)
     return tokenizer
 
 
 def _blueprint(recipe: Recipe) -> Blueprint:
     model = recipe.model
     try:
-        return Blueprint.of(model.preset, model.hf, model.module, model.args, model.overrides())
+        return Blueprint.of(
+            model.preset, model.hf, model.module, model.args, model.overrides(), model.transformers
+        )
     except (ValueError, OSError) as error:
         raise Mistakes.one(str(error), where=recipe.where("model")) from error
 
@@ -372,8 +375,9 @@ def ending(outcome: Outcome, recipe: Recipe, folder: Path) -> str:
         nexts = [(f"tpshard train {folder}", "continue from here" if saved else "begin again")]
     else:
         nexts = [(f"tpshard plan {folder}", "what it does: shardings, collectives, memory, time")]
-        if recipe.model.module is None:  # a module of the user's own can be trained, not served or converted
+        if (recipe.model.preset or recipe.model.hf) is not None:
             nexts.append((f"tpshard serve {folder}", "serve it over HTTP"))
+        if recipe.model.module is None:
             nexts.append((f"tpshard convert {folder} {folder}-hf", "take it away as a Hugging Face folder"))
         nexts.append((f"tpshard train {folder} train.steps={2 * recipe.train.steps}", "train on"))
     width = max(len(command) for command, _ in nexts)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import architectures
 import pytest
 import torch
 from torch import nn
@@ -94,6 +95,22 @@ def test_a_folder(kind: str, here: Path) -> None:
     assert torch.equal(logits(from_hf("new/out")), logits(model))
     assert json.loads(Path("new/out/config.json").read_text())["eos_token_id"] == 5
     assert (here / "new/out/tokenizer_config.json").read_text() == (here / "tok/tokenizer_config.json").read_text()
+
+
+def test_a_model_of_transformers_leaves_as_it_came(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = architectures.folder(here / "in", "qwen2_moe", weights=True)
+    blueprint = Blueprint.of(hf=str(folder))
+    model = blueprint.build(device="cpu")
+    source = checkpoint(here / "runs" / "checkpoints", 5, model, {"model": blueprint.to_json()})
+    assert run(["convert", str(source), "out"]) == Exit.DONE
+    assert blueprint.architecture is not None
+    found = dict(blueprint.architecture.cls.from_pretrained("out").named_parameters())
+    assert all(torch.equal(found[name], value) for name, value in architectures.values("qwen2_moe").items())
+    assert run(["convert", "out", "again", "--dtype", "bf16"]) == Exit.DONE
+    assert json.loads(Path("again/config.json").read_text())["dtype"] == "bfloat16"
+    capsys.readouterr()
+    assert run(["quantize", str(source), "out4"]) == Exit.FIT
+    assert "transformers' own class computes" in capsys.readouterr().err and not Path("out4").exists()
 
 
 def test_out_must_not_exist(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

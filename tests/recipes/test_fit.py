@@ -203,7 +203,7 @@ def test_keys_of_the_model_are_those_of_its_configuration() -> None:
     from tpshard.recipes import schema
     from tpshard.recipes.check import hints
 
-    known = set(hints(schema.Model)) - {"preset", "hf", "module", "args"}
+    known = set(hints(schema.Model)) - {*schema.Model.exclusive, "dims", "args"}
     assert known == {f.name for f in fields(ModelConfig)} - {"family"}
     assert set(schema.Preset.__args__) == set(PRESETS)
     assert set(schema.Dtype.__args__) == set(DTYPES)

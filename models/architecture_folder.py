@@ -1,0 +1,174 @@
+"""The weights of a transformers model: in from safetensors by blocks, and out to a folder that transformers reads."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tpshard.models import hf, hf_files
+from tpshard.models.architecture import Architecture
+from tpshard.models.aside import written_aside
+from tpshard.models.init import Initial
+
+_CONSTANTS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)")
+"""Constants that older writers saved beside the parameters."""
+_WHOLE = 1 << 16
+"""Elements of the largest parameter whose initial values are asked of the class."""
+
+
+class Weights:
+    """The values of a folder's model, by the names of the module's parameters; only headers are read until a block is
+    asked for.
+
+    ValueError for pickles and for tensors that are missing, superfluous or of another shape. Where a folder's tensors
+    have other names than the parameters (experts one by one), transformers loads them all at once.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], architecture: Architecture, model: nn.Module) -> None:
+        self.folder, self.architecture = Path(folder), architecture
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self.tensors = hf_files.Tensors(folder)
+        self._home = self._homes(model)
+        if self._home is None:
+            self._loaded = self._load()
+        else:
+            self._check(model, self._home)
+
+    @staticmethod
+    def there(folder: str | os.PathLike[str]) -> bool:
+        """Whether a folder has weights. ValueError where all it has is pickles."""
+        place = Path(folder)
+        if (place / hf_files.SINGLE).exists() or (place / hf_files.INDEX).exists():
+            return True
+        for file in sorted(place.iterdir()):
+            if file.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".safetensors"):
+                hf_files.Tensors(folder)  # tells what is wrong
+        return False
+
+    def block(self, name: str, starts: Sequence[int], sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """[starts, starts + sizes) of parameter `name`; dtype defaults to that of the file."""
+        if self._home is None:
+            cut = tuple(slice(start, start + size) for start, size in zip(starts, sizes))
+            value = self._loaded[name][cut].clone()
+        else:
+            value = self.tensors.block(self._home[name], starts, sizes)
+        return value if dtype is None else value.to(dtype)
+
+    def _homes(self, model: nn.Module) -> dict[str, str] | None:
+        """Per parameter the tensor that holds it; None where the names differ by more than the base model's prefix."""
+        prefix = f"{getattr(model, 'base_model_prefix', '')}."
+        ties = {name: others for others in _tied(model) for name in others}
+        homes = {}
+        for name in self.shapes:
+            spelled = [other for tied in ties.get(name, (name,)) for other in (tied, tied.removeprefix(prefix))]
+            found = next((other for other in spelled if other in self.tensors), None)
+            if found is None:
+                return None
+            homes[name] = found
+        return homes
+
+    def _check(self, model: nn.Module, homes: Mapping[str, str]) -> None:
+        wrong = []
+        for name, tensor in homes.items():
+            if self.tensors.shape(tensor) != self.shapes[name]:
+                made = list(self.shapes[name])
+                wrong.append(f"`{tensor}` is {list(self.tensors.shape(tensor))}, config.json makes it {made}")
+            elif self.tensors.dtype(tensor) not in hf.FLOATS:
+                wrong.append(f"`{tensor}` is of dtype {self.tensors.dtype(tensor)}, which is not supported")
+        ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        known = set(homes.values()) | {name for others in _tied(model) for name in others}
+        known |= {name for name, _ in model.named_buffers()}
+        for tensor in self.tensors.names():
+            expected = tensor in known or _CONSTANTS.fullmatch(tensor) or any(p.search(tensor) for p in ignored)
+            if not expected:
+                wrong.append(f"`{tensor}` has no place in {type(model).__name__}")
+        if wrong:
+            more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
+            raise ValueError(f"{self.folder}: {'; '.join(wrong[:5])}{more}")
+
+    def _load(self) -> dict[str, Tensor]:
+        from transformers.utils import logging
+
+        cls = self.architecture.cls
+        logging.disable_progress_bar()
+        model, told = cls.from_pretrained(
+            self.folder, config=self.architecture.config, use_safetensors=True, local_files_only=True,
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+        for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in told.get(what, ()))
+            if names:
+                raise ValueError(f"{self.folder}: {what.replace('_', ' ')} for {cls.__name__}: {', '.join(names[:5])}")
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _tied(model: nn.Module) -> list[tuple[str, ...]]:
+    """Names of one and the same parameter, where it has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [tuple(several) for several in names.values() if len(several) > 1]
+
+
+def initial(model: nn.Module) -> dict[str, Initial | Tensor]:
+    """How parameters begin without weights, by name: by the class's own rule, with its values where that rule leaves
+    nothing to chance, else with the mean and the deviation that it gives (large ones: that config.json gives)."""
+    found: dict[str, Initial | Tensor] = {}
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    given = float(getattr(config, "initializer_range", 0.02) or 0.02)
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        own = {key: p for key, p in module._parameters.items() if p is not None}
+        first, second = (_begun(model, module, own, seed) for seed in (0, 1))
+        for key, parameter in own.items():
+            value = first.get(key)
+            if value is None or value.isnan().any():
+                begun: Initial | Tensor = Initial(tuple(parameter.shape), float(parameter.dim() < 2), given)
+            elif torch.equal(value, second[key]):
+                begun = value
+            else:
+                mean, std = (float(f"{float(number):.2g}") for number in (value.mean(), value.std()))
+                begun = Initial(tuple(parameter.shape), 0.0 if abs(mean) < std / 4 else mean, std)
+            found.setdefault(known[id(parameter)], begun)
+    return found
+
+
+def _begun(model: Any, module: nn.Module, own: Mapping[str, nn.Parameter], seed: int) -> dict[str, Tensor]:
+    """What the class's rule makes of a module's parameters, NaN where it makes nothing; of small ones alone."""
+    small = {key: torch.full(p.shape, float("nan")) for key, p in own.items() if p.numel() <= _WHOLE}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        module._parameters |= {key: nn.Parameter(value) for key, value in small.items()}
+        model._init_weights(module)
+    made = {key: module._parameters[key].detach() for key in small}  # type: ignore[union-attr]
+    module._parameters |= own
+    return made
+
+
+def write_folder(
+    architecture: Architecture,
+    read: Callable[[str], Tensor],
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype,
+    tokenizer: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes a folder whose weights transformers loads as they are, from a function that gives a parameter by name; one
+    shard of `shard_bytes` is held at a time. FileExistsError if the folder holds something."""
+    shapes = architecture.shapes
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    values = dict(architecture.raw) | {"dtype": str(dtype).removeprefix("torch.")}
+    values.pop("torch_dtype", None)
+    with written_aside(folder, overwrite=overwrite) as aside:
+        hf.write_shards(aside, sizes, lambda name: read(name).to("cpu", dtype), shard_bytes)
+        hf.write_json(aside / "config.json", values)
+        if tokenizer is not None:
+            hf.copy_tokenizer(Path(tokenizer), aside)

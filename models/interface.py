@@ -1,0 +1,111 @@
+"""Our operations in the places where transformers' modules ask for one: attention, and mixtures of experts.
+
+transformers looks both up by a name in the configuration; under the name here its modules compute with the operations
+that the families of this package have, and so are spread, and priced, like them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tpshard.kernels.attention import attention
+from tpshard.kernels.attention_mask import visible
+from tpshard.kernels.experts import experts
+
+NAME = "tpshard"
+
+_INDIFFERENT = {
+    "documents", "position_ids", "position_embeddings", "cache_position", "use_cache", "output_attentions",
+    "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep", "num_items_in_batch",
+    "deterministic", "layer_idx",
+}  # fmt: skip
+"""What modules hand to attention that does not change its result."""
+
+
+def register() -> None:
+    """Makes both known to transformers under `NAME`."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _choosing(batched_mm_experts_forward))
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What a module of transformers asks of an attention function.
+
+    query: [batch, heads, seq, head_dim], key and value: [batch, kv_heads, seq, head_dim] -> [batch, seq, heads,
+    head_dim]. No mask is made: who sees whom follows from causality, the window, and `documents` [batch, seq], which
+    the model's caller passes along. ValueError for what the operation does not do.
+    """
+    for name, given in others.items():
+        if name not in _INDIFFERENT and given is not None and given is not False:
+            raise ValueError(f"{type(module).__name__} asks attention for `{name}`, which is not supported")
+    if dropout and module.training:
+        raise ValueError(f"{type(module).__name__} drops out parts of attention, which is not supported")
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    documents = others.get("documents")
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
+    own = causal and softcap is None and attention_mask is None and query.shape[-1] == value.shape[-1]
+    if own:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return attention(q, k, v, documents, scale, sliding_window), None
+    return _written_out(query, key, value, attention_mask, documents, scale, sliding_window, softcap, causal), None
+
+
+def _written_out(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, documents: Tensor | None, scale: float,
+    window: int | None, softcap: float | None, causal: bool,
+) -> Tensor:  # fmt: skip
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = (query @ key.transpose(2, 3)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
+    if mask is not None:
+        scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
+    if causal:
+        pair = None if documents is None else (documents, documents)
+        seen = visible(pair, range(query.shape[2]), range(key.shape[2]), window, query.device)
+        scores = scores.masked_fill(~seen, float("-inf"))
+    elif window is not None:
+        raise ValueError("a sliding window that looks both ways is not supported")
+    return (torch.softmax(scores, -1).to(query.dtype) @ value).transpose(1, 2)
+
+
+def _choosing(spelled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The experts' operation where a module's experts are SwiGLU without biases; else transformers' `spelled` one."""
+
+    def forward(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """hidden: [tokens, width], ids and weights: [tokens, top_k] -> [tokens, width]"""
+        from transformers.integrations.moe import _default_apply_gate
+
+        plain = module.has_gate and module.is_concatenated and not (
+            module.has_bias or module.is_transposed or module.has_post_expert_norm
+        )  # fmt: skip
+        plain = plain and type(module)._apply_gate is _default_apply_gate
+        if not (plain and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")):
+            return spelled(module, hidden, ids, weights)
+        columns = module.gate_up_proj.shape[1] // 2
+        gate, up = module.gate_up_proj[:, :columns], module.gate_up_proj[:, columns:]
+        return experts(hidden, ids, weights, gate, up, module.down_proj)
+
+    return forward

@@ -1,0 +1,79 @@
+"""Names for the dims of parameters that a class of transformers tells by its own tensor-parallel plan.
+
+A plan (`base_model_tp_plan` of the configuration, `_tp_plan` of the class) says by module which linear layers are cut
+by their outputs (`colwise`) and which by their inputs (`rowwise`). That is a name for the dim that the two share:
+`heads` inside of attention (`kv_heads` where there are fewer), `mlp` elsewhere. Tables of tokens have rows of `vocab`.
+What a plan does not tell is left without a name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+_OUTPUTS = ("colwise", "colwise_gather_output", "packed_colwise")
+_INPUTS = ("rowwise", "rowwise_split_input", "packed_rowwise")
+
+
+class Naming(NamedTuple):
+    """The names of a parameter's dims ("" for none), and who gave them."""
+
+    dims: tuple[str, ...]
+    by: str
+
+
+def planned(model: nn.Module) -> dict[str, Naming]:
+    """What the model's class tells, by parameter; parameters that it does not tell of are left out."""
+    found: dict[str, Naming] = {}
+    plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        style = plan.get(_general(path)) if leaf in ("weight", "bias") else None
+        owner = modules[path.rpartition(".")[0]] if style else modules[path]
+        style = style or plan.get(_general(name))
+        if style in _OUTPUTS or style in _INPUTS:
+            columns = _columns(model, owner, parameter.shape, style)
+            dims = _dims(columns, parameter.dim(), leaf == "bias", style in _OUTPUTS)
+            if getattr(owner, "is_transposed", False) and len(dims) == 3:
+                dims = (dims[0], dims[2], dims[1])
+            found[name] = Naming(dims, f"a dim by the class's plan, {style}")
+    for table in (model.get_output_embeddings(), model.get_input_embeddings()):  # type: ignore[operator]
+        if table is not None:
+            found |= _vocabulary(model, table)
+    return found
+
+
+def _general(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _columns(model: nn.Module, owner: nn.Module, shape: Any, style: str) -> str:
+    """What the dim is called that a column-parallel layer and its row-parallel one share."""
+    if "Attention" not in type(owner).__name__:
+        return "mlp"
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    heads = getattr(config, "num_attention_heads", 1)
+    few = getattr(config, "num_key_value_heads", None) or heads
+    widest = max((layer.weight.shape[0] for layer in owner.children() if isinstance(layer, nn.Linear)), default=0)
+    grouped = few < heads and style in _OUTPUTS and shape[0] * heads == widest * few
+    return "kv_heads" if grouped else "heads"
+
+
+def _dims(columns: str, rank: int, bias: bool, outputs: bool) -> tuple[str, ...]:
+    if bias:
+        return (*("expert",) * (rank - 1), columns if outputs else "embed")
+    return (*("expert",) * (rank - 2), *((columns, "embed") if outputs else ("embed", columns)))
+
+
+def _vocabulary(model: nn.Module, table: nn.Module) -> dict[str, Naming]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    rows = {"weight": ("vocab", "embed"), "bias": ("vocab",)}
+    return {
+        names[id(parameter)]: Naming(rows[leaf], "a dim of the table of tokens")
+        for leaf, parameter in table.named_parameters(recurse=False)
+        if leaf in rows and id(parameter) in names and parameter.dim() == len(rows[leaf])
+    }

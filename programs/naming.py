@@ -1,0 +1,76 @@
+"""How the dims of a transformers model get their names, and what a user is told of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+from tpshard.models.architecture import Architecture
+from tpshard.models.plan_dims import Naming, planned
+from tpshard.programs.patterns import matches
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
+from tpshard.recipes.patterns import nearest
+from tpshard.recipes.schema import Recipe
+
+_SHOWN = 4
+
+
+def of_architecture(recipe: Recipe, model: nn.Module) -> dict[str, Naming]:
+    """What the class tells, and over it what the recipe's `model.dims` tells; the rest is left to propagation.
+
+    Raises Mistakes (exit 3) for a pattern that matches no parameter, or gives another number of dims.
+    """
+    found = planned(model)
+    parameters = dict(model.named_parameters())
+    mistakes: list[Diagnostic] = []
+    for pattern, dims in recipe.model.dims.items():
+        path = f"model.dims.{pattern}"
+        meant = [name for name in parameters if matches(pattern, name)]
+        if not meant:
+            close = nearest(pattern, parameters, modules=False)
+            mistakes.append(
+                Diagnostic(
+                    f"`{pattern}` matches no parameter of {type(model).__name__}",
+                    exit=Exit.RECIPE,
+                    where=recipe.where(path),
+                    why="the names would do nothing",
+                    fix=f"did you mean {close}?" if close else f"its parameters are {_some(_patterns(parameters))}",
+                )
+            )
+        wrong = next((name for name in meant if parameters[name].dim() != len(dims)), None)
+        if wrong is not None:
+            mistakes.append(
+                Diagnostic(
+                    f"`{pattern}` names {len(dims)} dims, and `{wrong}` has {parameters[wrong].dim()}: "
+                    f"{list(parameters[wrong].shape)}",
+                    exit=Exit.RECIPE,
+                    where=recipe.where(path),
+                    fix=f"give {parameters[wrong].dim()} entries, null for what is left to propagation",
+                )
+            )
+        found |= {name: Naming(tuple(d or "" for d in dims), f"a dim by {recipe.where(path)}") for name in meant}
+    if mistakes:
+        raise Mistakes(mistakes)
+    return found
+
+
+def notes(recipe: Recipe, architecture: Architecture, model: nn.Module, named: Mapping[str, Naming]) -> list[str]:
+    """Which class computes, which parameters it leaves to propagation, and what of its training is not done here."""
+    told = []
+    name = type(model).__name__
+    if recipe.model.transformers is None:
+        told.append(f"no family of tpshard is a {architecture.model_type}: transformers' own {name} computes it")
+    free = _patterns([n for n, _ in model.named_parameters() if not any(named.get(n, Naming((), "")).dims)])
+    if free:
+        told.append(f"nothing names the dims of {_some(free)} of {name}: their shardings are inferred (model.dims)")
+    return told + architecture.notes()
+
+
+def _patterns(names: Sequence[str] | Mapping[str, object]) -> list[str]:
+    return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,120 @@
+"""Small random models of transformers by their config.json, and what one step of each is in one process by transformers
+itself: nothing of this package's modules, attention or loss."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS, LENGTH, VOCAB = 8, 12, 64
+_LLAMA = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_GPT = {"vocab_size": VOCAB, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], **_LLAMA},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], **_LLAMA},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], **_LLAMA, "head_dim": 8},
+    "mistral": {"architectures": ["MistralForCausalLM"], **_LLAMA, "sliding_window": 5},
+    "gemma2": {"architectures": ["Gemma2ForCausalLM"], **_LLAMA, "head_dim": 8, "sliding_window": 5},
+    "gemma3_text": {"architectures": ["Gemma3ForCausalLM"], **_LLAMA, "head_dim": 8, "sliding_window": 5},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], **_LLAMA},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], **_LLAMA},
+    "granite": {"architectures": ["GraniteForCausalLM"], **_LLAMA, "embedding_multiplier": 2.0, "logits_scaling": 2.0},
+    "gpt2": {"architectures": ["GPT2LMHeadModel"], **_GPT, "n_embd": 32, "n_positions": 64},
+    "gpt_neox": {
+        "architectures": ["GPTNeoXForCausalLM"], **{k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}
+    },
+    "falcon": {
+        "architectures": ["FalconForCausalLM"], **_GPT, "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": False,
+    },
+    "bloom": {"architectures": ["BloomForCausalLM"], **_GPT, "hidden_size": 32},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], **_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"architectures": ["Qwen2MoeForCausalLM"], **_LLAMA, **_MOE, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], **_LLAMA, **_MOE, "head_dim": 8},
+    "mamba": {
+        "architectures": ["MambaForCausalLM"], **_GPT, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4
+    },
+}  # fmt: skip
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return {"model_type": name, **CONFIGS[name]}
+
+
+def folder(place: Path, name: str, *, weights: bool = False, **changes: Any) -> Path:
+    """A folder with a config.json, and with random weights as transformers saves them."""
+    place.mkdir(parents=True, exist_ok=True)
+    if weights:
+        model = own(name)
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), values(name).values()):
+                parameter.copy_(value)
+        model.save_pretrained(place)
+        changes = {**json.loads((place / "config.json").read_text()), **changes}
+    (place / "config.json").write_text(json.dumps({**config_of(name), **changes}))
+    return place
+
+
+def own(name: str) -> Any:
+    """transformers' own module, as it comes."""
+    import transformers
+
+    cls = getattr(transformers, CONFIGS[name]["architectures"][0])
+    return cls(cls.config_class.from_dict(config_of(name))).eval()
+
+
+def values(name: str) -> dict[str, Tensor]:
+    """Values for its parameters, large enough for soft caps and gates to bend; norms near 1, decays of a state as
+    they begin."""
+    generator = torch.Generator().manual_seed(7)
+    made = {}
+    for path, parameter in own(name).named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if path.endswith("A_log"):
+            made[path] = parameter.detach().clone()
+        elif parameter.dim() < 2:
+            made[path] = 0.3 * noise + (0.0 if path.endswith("bias") else 1.0)
+        else:
+            made[path] = 0.25 * noise
+    return made
+
+
+def batch(several: bool) -> dict[str, Tensor]:
+    """Tokens and what goes with them, two documents in a row where `several`."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    place = torch.arange(LENGTH)
+    documents, positions = torch.zeros(LENGTH, dtype=torch.int64), place
+    if several:
+        documents, positions = (place >= 7).long(), torch.where(place >= 7, place - 7, place)
+        targets[:, 6] = -100
+    whole = {"documents": documents, "positions": positions}
+    rows = {key: row.expand(ROWS, LENGTH).contiguous() for key, row in whole.items()}
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": targets, **rows}
+
+
+def takes_positions(name: str) -> bool:
+    return "position_ids" in inspect.signature(type(own(name)).forward).parameters
+
+
+def reference(name: str, given: Mapping[str, Tensor], several: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """The summed loss and its gradients by transformers' module and torch's cross-entropy."""
+    model = own(name)
+    leaves = {path: value.requires_grad_() for path, value in values(name).items()}
+    inputs = {"input_ids": given["tokens"], "use_cache": False}
+    if several:
+        inputs["position_ids"] = given["positions"]
+    logits = torch.func.functional_call(model, leaves, (), inputs).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), given["targets"].flatten(), reduction="sum")
+    return loss.detach(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))

@@ -1,0 +1,101 @@
+"""Weights of transformers' models: in by blocks, out bit for bit, and how they begin without any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import architectures
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tpshard.models import Blueprint
+from tpshard.models.architecture import Architecture
+from tpshard.models.architecture_folder import Weights, initial, write_folder
+
+
+def opened(folder: Path) -> tuple[Architecture, Weights]:
+    architecture = Architecture.of(folder)
+    return architecture, Weights(folder, architecture, architecture.build())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "mamba"])
+def test_a_folder_goes_in_by_blocks_and_out_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """gpt2 ties its tables; mixtral's experts are saved one by one."""
+    architecture, weights = opened(architectures.folder(tmp_path / "in", name, weights=True))
+    values = architectures.values(name)
+    assert set(architecture.shapes) == set(values)
+    for path, value in values.items():
+        starts, sizes = [n // 3 for n in value.shape], [n - n // 3 for n in value.shape]
+        cut = tuple(slice(start, start + size) for start, size in zip(starts, sizes))
+        assert torch.equal(weights.block(path, starts, sizes), value[cut]), path
+        assert torch.equal(weights.block(path, (), ()), value), path
+    write_folder(architecture, values.__getitem__, tmp_path / "out", dtype=torch.float32, shard_bytes=9000)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    back, told = architecture.cls.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+    found = dict(back.named_parameters())
+    assert set(found) == set(values) and all(torch.equal(found[path], value) for path, value in values.items())
+
+
+def test_a_base_models_folder_is_read(tmp_path: Path) -> None:
+    folder = architectures.folder(tmp_path, "gpt2", weights=True)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({key.removeprefix("transformer."): value for key, value in tensors.items()}, folder / "model.safetensors")
+    _, weights = opened(folder)
+    value = architectures.values("gpt2")["transformer.wte.weight"]
+    assert torch.equal(weights.block("transformer.wte.weight", (), ()), value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model.norm.weight": torch.ones(31)}, "`model.norm.weight` is [31], config.json makes it [32]"),
+        ({"model.extra": torch.ones(3)}, "`model.extra` has no place in LlamaForCausalLM"),
+        ({"model.norm.weight": torch.ones(32, dtype=torch.int32)}, "of dtype I32"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(change: dict[str, torch.Tensor], said: str, tmp_path: Path) -> None:
+    folder = architectures.folder(tmp_path, "llama", weights=True)
+    save_file(load_file(folder / "model.safetensors") | change, folder / "model.safetensors")
+    with pytest.raises(ValueError) as error:
+        Blueprint.of(transformers=str(folder))
+    assert said in str(error.value)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    folder = architectures.folder(tmp_path, "llama", weights=True)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing keys for LlamaForCausalLM: model\.norm\.weight"):
+        Blueprint.of(transformers=str(folder))
+
+
+def test_pickles_are_not_opened(tmp_path: Path) -> None:
+    folder = architectures.folder(tmp_path, "llama")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(ValueError, match="pickle"):
+        Blueprint.of(transformers=str(folder))
+
+
+def test_without_weights_parameters_begin_as_the_class_begins_them(tmp_path: Path) -> None:
+    blueprint = Blueprint.of(transformers=str(architectures.folder(tmp_path, "mamba", initializer_range=0.1)))
+    model = blueprint.build(device="cpu", seed=5)
+    theirs = dict(architectures.own("mamba").named_parameters())
+    made = {path: parameter.detach() for path, parameter in model.named_parameters()}
+    for path in ("backbone.layers.0.mixer.A_log", "backbone.layers.1.mixer.D", "backbone.norm_f.weight"):
+        assert torch.equal(made[path], theirs[path]), path
+    table = made["backbone.embeddings.weight"]
+    assert float(table.std()) == pytest.approx(0.1, rel=0.1) and abs(float(table.mean())) < 0.01
+    part = blueprint.initial_block("backbone.embeddings.weight", (5, 3), (7, 9), seed=5)
+    assert torch.equal(part, table[5:12, 3:12])
+    other = blueprint.build(device="cpu", seed=6)
+    assert not torch.equal(dict(other.named_parameters())["backbone.embeddings.weight"], table)
+    assert set(initial(blueprint.build())) == set(made)
+
+
+def test_a_checkpoint_says_which_model_it_is(tmp_path: Path) -> None:
+    blueprint = Blueprint.of(transformers=str(architectures.folder(tmp_path, "gemma2")))
+    again = Blueprint.from_json(blueprint.to_json())
+    assert again.architecture is not None and blueprint.architecture is not None
+    assert again.architecture.shapes == blueprint.architecture.shapes

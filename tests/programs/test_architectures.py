@@ -1,0 +1,117 @@
+"""Models of transformers: partitioned, a step is what transformers itself computes in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import architectures
+import pytest
+import torch
+from tpshard.programs import training
+from tpshard.programs.setting import Setting
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.load import loads
+
+RECIPE = """
+name: theirs
+cluster: {device: cpu}
+model: {transformers: FOLDER, seq_len: 12, dtype: fp32}
+batch: {global_sequences: 8}
+compile: eager
+"""
+
+
+def setting_of(folder: Path, mesh: dict[str, int], more: str = "", key: str = "transformers") -> Setting:
+    sizes = ", ".join(f"{axis}: {size}" for axis, size in mesh.items())
+    text = RECIPE.replace("transformers: FOLDER", f"{key}: '{folder}'{more}")
+    ranks = mesh.get("dp", 1) * mesh.get("fsdp", 1)
+    return Setting.of(loads(text + f"mesh: {{{sizes}}}\n", [f"batch.per_device={8 // ranks}"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "several"),
+    [
+        ("llama", {"dp": 2, "fsdp": 2, "tp": 2}, True),
+        ("gemma2", {"tp": 2}, True),
+        ("gpt2", {"fsdp": 2, "tp": 2}, True),
+        ("qwen3_moe", {"fsdp": 2, "tp": 2}, False),
+        ("falcon", {"fsdp": 2, "tp": 2}, True),
+    ],
+)
+def test_a_step_is_transformers_own(name: str, mesh: dict[str, int], several: bool, tmp_path: Path) -> None:
+    setting = setting_of(architectures.folder(tmp_path / name, name), mesh)
+    program = training.micro_program(setting)
+    values, batch = architectures.values(name), architectures.batch(several)
+    loss, grads = architectures.reference(name, batch, several)
+    sums = [torch.zeros_like(value) for value in values.values()]
+    assert [p.name for p in program.inputs[: len(sums)]] == list(values)
+    made, count, *summed = program.simulate(*values.values(), *sums, *batch.values())
+    assert int(count) == int((batch["targets"] != -100).sum())
+    assert float(made) == pytest.approx(float(loss), rel=1e-5)
+    for (path, grad), found in zip(grads.items(), summed):
+        assert (found - grad).abs().max() <= 1e-5 * grad.abs().max() + 1e-6, path
+
+
+def test_dims_come_from_the_class_from_the_recipe_or_from_propagation(tmp_path: Path) -> None:
+    folder = architectures.folder(tmp_path, "llama")
+    setting = setting_of(folder, {"tp": 2}, ", dims: {'model.layers.*.mlp.gate_proj.weight': [null, embed]}")
+    layer = "model.layers.1."
+    assert setting.dims[layer + "self_attn.q_proj.weight"] == ("heads", "embed")
+    assert setting.dims[layer + "self_attn.k_proj.weight"] == ("kv_heads", "embed")
+    assert setting.dims[layer + "self_attn.o_proj.weight"] == ("embed", "heads")
+    assert setting.dims[layer + "mlp.down_proj.weight"] == ("embed", "mlp")
+    assert setting.dims[layer + "mlp.gate_proj.weight"] == ("", "embed")
+    assert setting.dims["model.embed_tokens.weight"] == setting.dims["lm_head.weight"] == ("vocab", "embed")
+    assert layer + "input_layernorm.weight" not in setting.dims
+    programs = training.build(setting)
+    given = programs.micro.explain(layer + "self_attn.q_proj.weight")
+    assert "a dim by the class's plan, colwise" in given
+    gate = dict(zip(programs.names, programs.micro.in_shardings))[layer + "mlp.gate_proj.weight"]
+    assert gate[0] == "tp", "inferred from what it is multiplied with"
+    assert any("input_layernorm.weight" in note and "inferred" in note for note in programs.micro.warnings)
+
+
+def test_experts_are_named_and_go_to_their_axis(tmp_path: Path) -> None:
+    setting = setting_of(architectures.folder(tmp_path, "qwen3_moe"), {"fsdp": 1, "ep": 2}, "", "transformers")
+    assert setting.dims["model.layers.0.mlp.experts.gate_up_proj"] == ("expert", "mlp", "embed")
+    assert setting.dims["model.layers.0.mlp.experts.down_proj"] == ("expert", "embed", "mlp")
+
+
+def test_an_unknown_folder_falls_to_transformers_and_says_so(tmp_path: Path) -> None:
+    setting = setting_of(architectures.folder(tmp_path / "neox", "gpt_neox"), {}, key="hf")
+    assert setting.config is None and type(setting.model).__name__ == "GPTNeoXForCausalLM"
+    assert any("no family of tpshard is a gpt_neox" in note for note in setting.notes)
+    assert setting_of(architectures.folder(tmp_path / "llama", "llama"), {}, key="hf").architecture is None
+
+
+@pytest.mark.parametrize(
+    ("more", "changes", "said"),
+    [
+        ("", {"auto_map": {"AutoModel": "code.Model"}}, "never done"),
+        ("", {"architectures": ["NoSuchForCausalLM"]}, "has no model called `NoSuchForCausalLM`"),
+        ("", {"architectures": ["LlamaModel"]}, "not a causal language model"),
+        ("", {"hidden_size": "wide"}, "LlamaConfig refuses it"),
+        (", dims: {'model.layers.*.mlp.gate.weight': [mlp, embed]}", {}, "did you mean model.layers.*.mlp.gate_proj"),
+        (", dims: {'model.norm.weight': [mlp, embed]}", {}, "names 2 dims, and `model.norm.weight` has 1: [32]"),
+    ],
+)
+def test_what_cannot_be_taken_is_said_once(more: str, changes: dict[str, object], said: str, tmp_path: Path) -> None:
+    folder = architectures.folder(tmp_path, "llama", **changes)
+    with pytest.raises(Mistakes) as error:
+        training.build(setting_of(folder, {"tp": 2}, more))
+    assert len(error.value.diagnostics) == 1 and said in str(error.value)
+    assert error.value.exit == Exit.RECIPE
+
+
+def test_a_model_that_looks_at_values_is_refused_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama import modeling_llama
+
+    def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
+    with pytest.raises(Mistakes) as error:
+        training.build(setting_of(architectures.folder(tmp_path, "llama"), {}))
+    assert "`return x if x.sum() > 0 else -x` in " in str(error.value) and __file__ in str(error.value)
