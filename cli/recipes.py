@@ -37,7 +37,10 @@ To = Annotated[
     Path | None, typer.Argument(metavar="[FILE]", help="Where to. Default: NAME.yaml here.", show_default=False)
 ]
 Prefix = Annotated[str, typer.Argument(metavar="[PREFIX]", help="Only those below, such as fsdp.", show_default=False)]
-Resolved = Annotated[bool, typer.Option("--resolved", help="Every key, defaults and what it extends included.")]
+Resolved = Annotated[
+    bool,
+    typer.Option("--resolved", help="Every key, defaults and what it extends included, and values for interpolations."),
+]
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Write into a file instead.", show_default=False)
 ]
@@ -76,7 +79,7 @@ def show(recipe: Shown, overrides: Overrides = None, resolved: Resolved = False)
     from tpshard.recipes.load import find, load
 
     if resolved or overrides:
-        print(load(recipe, overrides or ()).to_yaml(), end="")
+        print(load(recipe, overrides or ()).to_yaml(resolved=resolved), end="")
     else:
         load(recipe)
         print(find(recipe).read_text(encoding="utf-8"), end="")

@@ -7,15 +7,18 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from tpshard.recipes import schema
 from tpshard.recipes.constraints import Alone, Bytes, Constraint
-from tpshard.recipes.diagnostic import Diagnostic, Mistakes, Source
-from tpshard.recipes.nodes import Node, scalar, trap
-from tpshard.recipes.section import Section, default_of, field_names, malformed, resolved, waits
+from tpshard.recipes.diagnostic import Diagnostic, Source
+from tpshard.recipes.nodes import Node, Path, as_node, data, dotted, scalar, trap
+from tpshard.recipes.section import Pending, Section, default_of, field_names
+
+if TYPE_CHECKING:
+    from tpshard.recipes.merge import Merged
 
 
 class _Bad:
@@ -110,39 +113,51 @@ def homes() -> dict[str, list[str]]:
 
 
 class Checker:
-    """Walks one tree. `mistakes` has everything that is wrong, `places` every key that was given."""
+    """Walks one merged recipe. `mistakes` has everything that is wrong, `places` every key that was given."""
 
-    def __init__(self) -> None:
-        self.mistakes: list[Diagnostic] = []
+    def __init__(self, merged: Merged) -> None:
+        self.merged = merged
+        self.mistakes: list[Diagnostic] = list(merged.mistakes)
         self.places: dict[str, tuple[Source, Source]] = {}
         """Path to where its key and its value stand."""
-        self.bad: set[str] = set()
+        self.bad: set[str] = {dotted(path) for path in merged.bad}
         """Paths whose value was refused."""
+        self.told: set[Path] = set()
+        """Paths whose interpolation is told to be wrong."""
 
     def wrong(self, path: str, message: str, where: Source, why: str = "", fix: str = "") -> _Bad:
         self.bad.add(path)
         self.mistakes.append(Diagnostic(message, where=where, why=why, fix=fix))
         return BAD
 
+    def at(self, path: str) -> Any:
+        """The value at the path of a key, or BAD."""
+        hint: Any = schema.Recipe
+        for key in path.split("."):
+            inner = section_of(hint)
+            assert inner is not None
+            hint = hints(inner)[key]
+        return self.value(self.merged.node(tuple(path.split("."))), hint, path)
+
     def section(self, node: Node, cls: type[Section], path: str) -> Any:
         """An instance of `cls`; a refused value leaves its default, so that the rest can still be checked."""
         given: dict[str, Any] = {}
-        lazy: dict[str, Source] = {}
+        written: dict[str, Any] = {}
         known = hints(cls)
         for key, value in node.entries:
             inside = f"{path}.{key.text}" if path else key.text
             if key.text not in known:
                 self.unknown(key, inside, path, list(listed(cls)))
                 continue
-            self.places[inside] = (key.source, value.source)
+            self.note(inside, key, value)
             item = cls.__dataclass_fields__[key.text]  # type: ignore[attr-defined]
-            if "derived" in item.metadata and value.kind == "scalar" and scalar(value) is None:
+            if inside in self.bad or ("derived" in item.metadata and self.null(value)):
                 continue
             found = self.value(value, known[key.text], inside)
             if found is not BAD:
                 given[key.text] = found
-                if waits(cls, key.text, found):
-                    lazy[key.text] = value.source
+                if self.interpolated(value) and not (isinstance(found, Section) and value.kind == "map"):
+                    written[key.text] = data(value)
         for item in fields(cls):  # type: ignore[arg-type]
             if item.name not in given and default_of(item) is MISSING:
                 if not any(key.text == item.name for key, _ in node.entries):
@@ -151,11 +166,28 @@ class Checker:
                     return BAD
                 given["model"] = schema.Model()
         made = cls(**given)
-        for name, value in made.stored().items():
-            if name not in lazy and waits(cls, name, value):
-                lazy[name] = default_source(f"{path}.{name}", value)
-        object.__setattr__(made, "_lazy", lazy)
+        if written:
+            object.__setattr__(made, "_written", written)
+            object.__setattr__(made, "_config", self.merged.config)
         return made
+
+    def note(self, path: str, key: Node, value: Node) -> None:
+        if key.source.line:
+            self.places[path] = (key.source, value.source)
+
+    def null(self, node: Node) -> bool:
+        return node.kind == "scalar" and scalar(node) is None and not self.interpolated(node)
+
+    def raw(self, node: Node) -> Any:
+        """The value of a scalar in the merged recipe, where it stands there."""
+        if node.path is None or node.kind != "scalar":
+            return None
+        return self.merged.written(node.path)
+
+    def interpolated(self, node: Node) -> bool:
+        """Whether text anywhere below is to be completed."""
+        below = (*node.items, *(value for _, value in node.entries))
+        return "${" in str(self.raw(node)) or any(map(self.interpolated, below))
 
     def missing(self, node: Node, name: str, path: str) -> None:
         fix = "`model: {preset: tiny}` is enough" if name == "model" else ""
@@ -204,7 +236,9 @@ class Checker:
         made: dict[str, Any] = {}
         for key, value in node.entries:
             inside = f"{path}.{key.text}"
-            self.places[inside] = (key.source, value.source)
+            self.note(inside, key, value)
+            if inside in self.bad:
+                continue
             if self.value(Node("scalar", key.source, key.text), pair[0], inside) is BAD:
                 continue
             found = self.value(value, pair[1], inside)
@@ -237,27 +271,31 @@ class Checker:
         if node.kind == "list":
             found = [self.plain(item, path) for item in node.items]
             return BAD if any(value is BAD for value in found) else tuple(found)
+        if "${" in str(self.raw(node)):
+            return self.completed(node, Any, path)
         if (read_as := trap(node)) is not None:
             return self.trapped(node, read_as, [str], path)
-        found_value = scalar(node)
-        if isinstance(found_value, str) and (words := malformed(found_value)):
-            return self.wrong(path, words, node.source)
-        return found_value
+        return scalar(node)
 
     def scalar(self, node: Node, hint: Any, path: str) -> Any:
         options = alternatives(hint)
         bases = [base for base, _ in options]
         if Any in bases:
             return self.plain(node, path)
+        raw = self.raw(node)
+        if "${" in str(raw):
+            return self.completed(node, hint, path)
+        if raw == "???":
+            self.bad.add(path)
+            if node.source.line and node.path not in self.told:  # else a default that comes from a key which is wrong
+                from tpshard.recipes.interpolation import to_be_given
+
+                self.told.add(node.path or ())
+                self.mistakes.append(to_be_given(node.path or (), node.source))
+            return BAD
         if (read_as := trap(node)) is not None:
             return self.trapped(node, read_as, bases, path)
         value = scalar(node)
-        if isinstance(value, str) and "${" in value:
-            # the one name that needs no environment, in the one place where it is of use
-            if words := malformed(value.replace("${name}", "") if path == "run.dir" else value):
-                return self.wrong(path, words, node.source, fix='write "${oc.env:NAME,default}"')
-            if str not in bases:
-                return self.completed(node, value, hint, path)
         alone = next((base for base, constraints in options if any(isinstance(c, Alone) for c in constraints)), None)
         if alone is not None:
             if value is None:
@@ -280,15 +318,32 @@ class Checker:
                 return self.wrong(path, f"`{path}: {_short(node.text)}` is not allowed", node.source, words, fix)
         return made
 
-    def completed(self, node: Node, value: str, hint: Any, path: str) -> Any:
-        """A number or choice from the environment: checked like one in the file, so it must be known now."""
-        try:
-            text = resolved(value, node.source)
-        except Mistakes as mistakes:
+    def completed(self, node: Node, hint: Any, path: str) -> Any:
+        """What an interpolation stands for, checked as if it stood here. Text that the environment completes is kept
+        as written; anything else must be known now."""
+        assert node.path is not None
+        value, environment, error = self.merged.completed(node.path)
+        bases = [base for base, _ in alternatives(hint)]
+        texts = str in bases or Any in bases
+        if error is not None:
+            if environment.unset and texts:
+                return Pending(node.text, node.path, node.source)
             self.bad.add(path)
-            self.mistakes.extend(mistakes.diagnostics)
+            at, mistake = self.merged.why(node.path, environment)
+            if at not in self.told and dotted(at) not in self.bad - {path}:
+                self.mistakes.append(mistake)
+            self.told.add(at)
             return BAD
-        return self.scalar(Node("scalar", node.source, text, True), hint, path)
+        source = replace(node.source, origins=self.merged.origins(node.path))
+        if path in self.places:
+            self.places[path] = (self.places[path][0], source)
+        if set(bases) <= {str, type(None)} and type(value) in (int, float):
+            value = str(value)
+        made = as_node(value, source)
+        if isinstance(value, str) and not texts:
+            made = replace(made, plain=True)
+        found = self.value(made, hint, path)
+        return Pending(node.text, node.path, source) if isinstance(found, str) and environment.read else found
 
     def trapped(self, node: Node, read_as: str, bases: list[Any], path: str) -> _Bad:
         digits = node.text.lstrip("+-0").isdigit()
@@ -331,11 +386,6 @@ class Checker:
             limits = [c.legal() for c in constraints if not isinstance(c, Alone | Bytes)]
             words.append(", ".join([_words(base, constraints), *limits]))
         return join(dict.fromkeys(words))
-
-
-def default_source(path: str, value: Any) -> Source:
-    """Where a value comes from that nobody wrote."""
-    return Source(f"<default {path}>", 0, 0, f"{path}: {value}")
 
 
 def _as(value: Any, base: Any, constraints: tuple[Constraint, ...]) -> Any:

@@ -109,14 +109,13 @@ class Text:
     said: str
 
     def wrong(self, value: Any) -> bool:
-        # a value that the environment supplies is checked when it is there
-        return "${" not in value and re.fullmatch(self.pattern, value) is None
+        return re.fullmatch(self.pattern, value) is None
 
     def legal(self) -> str:
         return self.said
 
     def json(self) -> dict[str, Any]:
-        return {"pattern": rf"^(?:{self.pattern})$|\$\{{"}
+        return {"pattern": rf"^(?:{self.pattern})$"}
 
 
 @dataclass(frozen=True)
@@ -127,13 +126,13 @@ class NameOrFile:
     suffix: str
 
     def wrong(self, value: Any) -> bool:
-        return value not in self.names and not value.endswith(self.suffix) and "${" not in value
+        return value not in self.names and not value.endswith(self.suffix)
 
     def legal(self) -> str:
         return f"{', '.join(self.names)}, or the path of a {self.suffix} file"
 
     def json(self) -> dict[str, Any]:
-        return {"anyOf": [{"enum": list(self.names)}, {"pattern": rf"{re.escape(self.suffix)}$"}, {"pattern": r"\$\{"}]}
+        return {"anyOf": [{"enum": list(self.names)}, {"pattern": rf"{re.escape(self.suffix)}$"}]}
 
 
 _UNITS: Mapping[str, int] = MappingProxyType(

@@ -22,6 +22,8 @@ class Source:
     """The whole line, without its end."""
     width: int = 1
     """How many characters the caret underlines."""
+    origins: tuple[tuple[Source, str], ...] = ()
+    """The places of the values that an interpolation here stands for, each with a few words."""
 
     def __str__(self) -> str:
         """`file:line:col`; a value that nobody wrote (line 0) is named by `file` alone."""
@@ -92,7 +94,7 @@ def as_json(diagnostics: Sequence[Diagnostic]) -> list[dict[str, Any]]:
             **_place(d.where),
             "why": d.why,
             "fix": d.fix,
-            "also": [{**_place(source), "why": words} for source, words in d.also],
+            "also": [{**_place(source), "why": words} for source, words in _further(d)],
         }
         for d in diagnostics
     ]
@@ -120,6 +122,12 @@ def _escaped(found: re.Match[str]) -> str:
     return found.group().encode("unicode_escape").decode("ascii")
 
 
+def _further(d: Diagnostic) -> list[tuple[Source, str]]:
+    """Every place of the mistake but the first, each once."""
+    pairs = [*d.also, *(d.where.origins if d.where else ())]
+    return [pair for i, pair in enumerate(pairs) if pair[0] not in [source for source, _ in pairs[:i]]]
+
+
 def _place(source: Source | None) -> dict[str, Any]:
     if source is None:
         return {"file": None, "line": None, "col": None, "end_col": None, "text": None}
@@ -138,7 +146,7 @@ def _block(d: Diagnostic, color: bool, width: int) -> str:
 
     lines = [f"{paint(d.severity, d.severity)}: {printable(d.message)}"]
     places = [(d.where, d.why)] if d.where else []
-    places += list(d.also)
+    places += _further(d)
     gutter = max([len(str(source.line)) for source, _ in places], default=1)
     for number, (source, words) in enumerate(places):
         arrow = "-->" if number == 0 else ":::"

@@ -78,9 +78,9 @@ def _object(cls: type[Section], definitions: dict[str, Any]) -> dict[str, Any]:
 
 def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     made = [_one(base, constraints, definitions) for base, constraints in alternatives(hint)]
-    if len(made) > 1:
-        return {"anyOf": made}
-    return made[0]
+    if hint is not Any and hint is not str:
+        made.append({"type": "string", "pattern": r"\$\{"})  # an interpolation stands for any value
+    return made[0] if len(made) == 1 else {"anyOf": made}
 
 
 def _one(base: Any, constraints: tuple[Constraint, ...], definitions: dict[str, Any]) -> dict[str, Any]:
@@ -111,8 +111,6 @@ def _one(base: Any, constraints: tuple[Constraint, ...], definitions: dict[str, 
         made = {"anyOf": [made, {"type": "string", "pattern": r"^[0-9.]+ *[kKMGT]?i?B?$"}]}
     if any(isinstance(c, Alone) for c in constraints):
         made = {"anyOf": [made, made["items"], {"type": "null"}]}
-    if base in (int, float, bool):
-        made = {"anyOf": [made, {"type": "string", "pattern": r"^\$\{oc\.env:"}]}
     return made
 
 

@@ -16,7 +16,14 @@ Law = Callable[[Recipe], Iterator[Diagnostic]]
 
 def check(recipe: Recipe, bad: Collection[str]) -> list[Diagnostic]:
     """Every broken law, but for those that read a key in `bad` (already reported)."""
-    return [d for law, keys in LAWS if not touches(keys, bad) for d in law(recipe)]
+    found: list[Diagnostic] = []
+    for law, keys in LAWS:
+        if not touches(keys, bad):
+            try:
+                found += law(recipe)
+            except Mistakes as unset:  # it needs a value that the environment does not have
+                found += [d for d in unset.diagnostics if d not in found]
+    return found
 
 
 def touches(keys: tuple[str, ...], bad: Collection[str]) -> bool:
@@ -39,7 +46,7 @@ def one_model(recipe: Recipe) -> Iterator[Diagnostic]:
             fix=f"keep one of {', '.join(named)}",
             also=((recipe.where(f"model.{named[0]}"), "the other"),),
         )
-    if model.args and model.module is None:
+    if model.stored()["args"] and "module" not in named:
         yield Diagnostic("`model.args` are for `model.module`", where=recipe.where("model.args"), why="no module here")
     if model.dims and (model.preset is not None or model.module is not None):
         yield Diagnostic(
@@ -170,7 +177,7 @@ def used_axes(recipe: Recipe) -> Iterator[Diagnostic]:
 
 def known_logical_axes(recipe: Recipe) -> Iterator[Diagnostic]:
     """A rule is for a dim that tensors have; names of one's own come from annotations, or from one's own module."""
-    if recipe.model.module is not None:
+    if recipe.model.stored()["module"] is not None:
         return
     annotated = {name for names in recipe.sharding.annotate.values() for name in names if name}
     annotated |= {name for names in recipe.model.dims.values() for name in names if name}

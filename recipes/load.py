@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpshard.models.presets import PRESETS
 from tpshard.recipes import extends, laws
-from tpshard.recipes.check import Checker, hints, mapping_of, section_of, suggestion
+from tpshard.recipes.check import BAD, Checker, hints, mapping_of, section_of, suggestion
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
 from tpshard.recipes.nodes import Node, compose, scalar
 from tpshard.recipes.schema import SCHEMA_VERSION, Recipe
-from tpshard.recipes.section import default_of, waits
+
+if TYPE_CHECKING:
+    from tpshard.recipes.merge import Merged
 
 
 @dataclass(frozen=True)
@@ -104,23 +106,36 @@ def _sound(examined: Examined) -> Recipe:
 
 
 def _examined(layers: list[Node], overrides: Sequence[str], name: str, found: list[Diagnostic]) -> Examined:
+    from tpshard.recipes.merge import Merged, shell_paths
+
+    merged = Merged()
     for layer in layers:
         _version(layer)
-    tree = layers[0]
-    for layer in layers[1:]:
-        tree = merged(_without(tree, "name"), layer, Recipe)
+        merged.drop(("name",))  # a recipe is not called what it extends is
+        merged.add(layer)
+    merged.fill()
     for number, text in enumerate(overrides, 1):
         try:
-            tree = merged(tree, _override(text, number, tree), Recipe)
+            merged.add(_override(text, number))
         except Mistakes as mistakes:
             found += mistakes.diagnostics
     if overrides:
-        _version(tree)
-    checker = Checker()
-    recipe = checker.section(tree, Recipe, "")
+        _version(merged.node())
+    merged.fill()
+    shell_paths(merged)
+    unsaved = _derive(merged, name)
+    checker = Checker(merged)
+    recipe = checker.section(merged.node(), Recipe, "")
     object.__setattr__(recipe, "_places", checker.places)
     object.__setattr__(recipe, "_file", layers[-1].source.file)
-    _derive(recipe, name)
+    object.__setattr__(recipe, "mesh", _complete(recipe.mesh))
+    rules = {dim: axes for dim, axes in recipe.sharding.rules.items() if axes}
+    if "ep" in recipe.mesh and "batch" in rules and not recipe.where("sharding.rules.batch").line:
+        rules["batch"] = (*rules["batch"], "ep")
+        rules.setdefault("expert", ("ep",))
+    object.__setattr__(recipe.sharding, "rules", rules)
+    if recipe.cluster is not None:
+        object.__setattr__(recipe.cluster, "_unsaved", unsaved)
     lawful = laws.check(recipe, checker.bad)
     object.__setattr__(recipe, "_warnings", tuple(d for d in lawful if d.severity == "warning"))
     return Examined(recipe, tuple(in_order([*found, *checker.mistakes, *lawful])), frozenset(checker.bad))
@@ -140,34 +155,12 @@ def _version(layer: Node) -> None:
     raise Mistakes.one(message, where=node.source, why=f"supported: {SCHEMA_VERSION}", fix=f"schema: {SCHEMA_VERSION}")
 
 
-def _without(node: Node, name: str) -> Node:
-    return Node("map", node.source, entries=tuple((k, v) for k, v in node.entries if k.text != name))
+def _override(text: str, number: int) -> Node:
+    """`key.path=value` as a tree with one leaf. OmegaConf reads the path: dots, brackets, `\\.` for a dot in a key."""
+    from omegaconf import OmegaConf
 
-
-def merged(base: Node, over: Node, hint: Any) -> Node:
-    """`over` on top of `base`: maps key by key where the schema has a map of known or free keys, else replaced."""
-    inner = section_of(hint)
-    pair = mapping_of(hint) if inner is None else None
-    if base.kind != "map" or over.kind != "map" or (inner is None and pair is None):
-        return over
-    news = {key.text: (key, value) for key, value in over.entries}
-    entries = []
-    exclusive = getattr(inner, "exclusive", ())
-    chosen = [name for name in exclusive if name in news]
-    for key, value in base.entries:
-        if key.text in news:
-            hint_inside = hints(inner).get(key.text) if inner is not None else pair[1] if pair else None
-            new_key, new = news.pop(key.text)
-            entries.append((new_key, merged(value, new, hint_inside)))
-        elif not (chosen and key.text in exclusive):
-            entries.append((key, value))
-    return Node("map", over.source, entries=(*entries, *news.values()))
-
-
-def _override(text: str, number: int, tree: Node) -> Node:
-    """`key.path=value` as a tree with one leaf."""
     file = f"<override {number}>"
-    key, equals, value = text.partition("=")
+    key, *rest = re.split(r"(?<!\\)=", text, maxsplit=1)
 
     def malformed(why: str, col: int = 1, width: int = 1) -> Mistakes:
         return Mistakes.one(
@@ -178,95 +171,89 @@ def _override(text: str, number: int, tree: Node) -> Node:
             fix="for example train.steps=100",
         )
 
-    if not equals:
+    if not rest:
         raise malformed("no `=`", width=len(text))
     if not key.strip():
         raise malformed("no key before `=`")
-    if key != key.strip() or re.search(r"\s", key):
+    if re.search(r"\s", key):
         raise malformed("a space in the key", width=len(key))
-    parts = key.split(".")
+    if key.count("[") != key.count("]"):
+        raise malformed("a bracket without the other", width=len(key))
+    parts: list[str] = []
+    below: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}=null"]))
+    while isinstance(below, dict):
+        ((part, below),) = below.items()
+        parts.append(part)
     if "" in parts:
         raise malformed("an empty part between dots", col=len(".".join(parts[: parts.index("")])) + 1)
-    if value.strip():
-        leaf = compose(value, file, shown=text, offset=len(key) + 1, mapping=False)
+    where = Source(file, 1, 1, text, len(key))
+    if rest[0].strip():
+        leaf = compose(rest[0], file, shown=text, offset=len(key) + 1, mapping=False)
     else:  # a shell's `key=` is empty text, and no null
         leaf = Node("scalar", Source(file, 1, len(key) + 1, text, 1))
-    return _nested(parts, leaf, Recipe, Source(file, 1, 1, text, len(key)), tree)
+    return _nested(parts, leaf, Recipe, where)
 
 
-def _nested(parts: list[str], leaf: Node, hint: Any, where: Source, base: Node | None) -> Node:
-    """The maps around the leaf. Inside a map of free keys the rest of the path is one key (`layers.*.residual`), and
-    what the default holds stays."""
+def _nested(parts: list[str], leaf: Node, hint: Any, where: Source) -> Node:
+    """The maps around the leaf. Inside a map of free keys the rest of the path is one key (`layers.*.residual`)."""
     inner = section_of(hint)
-    if inner is not None:
-        name, rest = parts[0], parts[1:]
-        known = hints(inner).get(name)
-        below = base.get(name) if base is not None else None
-        value = _nested(rest, leaf, known, where, below) if rest and known is not None else leaf
-        if rest and known is None:
-            value = Node("scalar", where)
-        if rest and known is not None and below is None and section_of(known) is None and mapping_of(known) is not None:
-            item = inner.__dataclass_fields__[name]  # type: ignore[attr-defined]
-            value = merged(_as_node(default_of(item), name), value, known)
-        return Node("map", where, entries=((Node("scalar", where, name), value),))
-    if mapping_of(hint) is not None:
-        return Node("map", where, entries=((Node("scalar", where, ".".join(parts)), leaf),))
-    raise Mistakes.one(
-        f"nothing lies below `{where.text[: where.width].removesuffix('.' + '.'.join(parts))}`",
-        where=where,
-        fix="give the whole value: key=[a, b] or key={a: b}",
+    if inner is not None and (len(parts) == 1 or parts[0] not in hints(inner)):
+        name, value = parts[0], leaf
+    elif inner is not None:
+        name, value = parts[0], _nested(parts[1:], leaf, hints(inner)[parts[0]], where)
+    elif mapping_of(hint) is not None:
+        name, value = ".".join(parts), leaf
+    else:
+        raise Mistakes.one(
+            f"nothing lies below `{where.text[: where.width].removesuffix('.' + '.'.join(parts))}`",
+            where=where,
+            fix="give the whole value: key=[a, b] or key={a: b}",
+        )
+    return Node("map", where, entries=((Node("scalar", where, name), value),))
+
+
+def _derive(merged: Merged, name: str) -> frozenset[str]:
+    """Fill in the defaults that come from other keys; one that comes from a key which is wrong stays missing. Returns
+    the keys of `cluster` that a saved recipe leaves out."""
+    checker = Checker(merged)
+
+    def read(key: str) -> Any:
+        value = checker.at(key)
+        if value is BAD:
+            raise LookupError(key)
+        return value
+
+    def preset(key: str, otherwise: Any) -> Any:
+        known = PRESETS.get(read("model.preset") or "")
+        return otherwise if known is None else getattr(known, key)
+
+    def default(path: str, value: Callable[[], Any]) -> bool:
+        keys = tuple(path.split("."))
+        try:
+            if merged.written(keys) is not None:
+                return False
+            merged.put(keys, "???")  # OmegaConf's sign for a missing value, until there is one
+            merged.put(keys, value())
+        except LookupError:
+            return False
+        return True
+
+    default("name", lambda: name)
+    default("model.seq_len", lambda: preset("seq_len", 2048))
+    default("model.dtype", lambda: preset("dtype", "bf16"))
+    default("fsdp.param_dtype", lambda: read("model.dtype"))
+    default("schedule.warmup_steps", lambda: min(2000, read("train.steps") // 10))
+    default("data.tokenizer", lambda: None if read("data.source") == "sample" else "${oc.env:TOKENIZER_DIR}")
+    if isinstance(mesh := merged.written(("mesh",)), dict):
+        merged.put(("mesh",), _complete(mesh))
+    each = default(
+        "cluster.devices_per_node",
+        lambda: max(1, math.prod(s for s in read("mesh").values() if s != -1) // read("cluster.nodes")),
     )
+    return frozenset({"devices_per_node"} if each else ())
 
 
-def _as_node(value: Any, path: str) -> Node:
-    where = Source(f"<default {path}>", 0, 0, f"{path}: {value}")
-    if isinstance(value, dict):
-        entries = tuple((Node("scalar", where, k), _as_node(v, f"{path}.{k}")) for k, v in value.items())
-        return Node("map", where, entries=entries)
-    if isinstance(value, tuple):
-        return Node("list", where, items=tuple(_as_node(v, path) for v in value))
-    if value is None or value is MISSING:
-        return Node("map", where)
-    return Node("scalar", where, str(value), not isinstance(value, str))
-
-
-def _derive(recipe: Recipe, name: str) -> None:
-    """Fill in the defaults that come from other keys."""
-
-    def default(section: Any, key: str, value: Any) -> None:
-        if section.stored()[key] is None:
-            object.__setattr__(section, key, value)
-            if not section.__dataclass_fields__[key].metadata["saved"]:
-                object.__setattr__(section, "_unsaved", section._unsaved | {key})
-            if waits(type(section), key, value):
-                where = Source(f"<default {key}>", 0, 0, f"{key}: {value}")
-                object.__setattr__(section, "_lazy", {**section._lazy, key: where})
-
-    model, data = recipe.model, recipe.data
-    default(recipe, "name", name)
-    known = PRESETS.get(model.preset or "")
-    default(model, "seq_len", 2048 if known is None else known.seq_len)
-    default(model, "dtype", "bf16" if known is None else known.dtype)
-    default(recipe.fsdp, "param_dtype", model.dtype)
-    default(recipe.schedule, "warmup_steps", min(2000, recipe.train.steps // 10))
-    if data.stored()["source"] != "sample":
-        default(data, "tokenizer", "${oc.env:TOKENIZER_DIR}")
-    directory = recipe.run.stored()["dir"].replace("${name}", recipe.stored()["name"])
-    object.__setattr__(recipe.run, "dir", directory)
-    if not waits(type(recipe.run), "dir", directory):
-        object.__setattr__(recipe.run, "_lazy", {})
-    object.__setattr__(recipe, "mesh", _complete(recipe.mesh))
-    if recipe.cluster is not None:
-        sized = math.prod(size for size in recipe.mesh.values() if size != -1)
-        default(recipe.cluster, "devices_per_node", max(1, sized // recipe.cluster.nodes))
-    rules = {name: axes for name, axes in recipe.sharding.rules.items() if axes}
-    if "ep" in recipe.mesh and "batch" in rules and not recipe.where("sharding.rules.batch").line:
-        rules["batch"] = (*rules["batch"], "ep")
-        rules.setdefault("expert", ("ep",))
-    object.__setattr__(recipe.sharding, "rules", rules)
-
-
-def _complete(mesh: Mapping[str, int]) -> dict[str, int]:
+def _complete(mesh: Mapping[str, Any]) -> dict[str, Any]:
     """The mesh with dp, fsdp and tp of size 1 where they are left out, each outside of those that follow it."""
     names = list(mesh)
     usual = ("dp", "fsdp", "tp")

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from tpshard.recipes.diagnostic import Diagnostic, Mistakes, Source
@@ -18,6 +17,8 @@ from tpshard.recipes.diagnostic import Diagnostic, Mistakes, Source
 MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
 MAX_DEPTH = 40
+
+Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -30,21 +31,23 @@ class Node:
     plain: bool = False
     items: tuple[Node, ...] = ()
     entries: tuple[tuple[Node, Node], ...] = ()
+    path: Path | None = None
+    """Keys and indices that lead to the value in the merged recipe; None for a node that stands outside of it."""
 
     def get(self, key: str) -> Node | None:
         return next((value for name, value in self.entries if name.text == key), None)
 
 
-def read(data: bytes, file: str, found: list[Diagnostic] | None = None) -> Node:
+def read(data: bytes, file: str, mistakes: list[Diagnostic] | None = None) -> Node:
     """The tree of a recipe file. Raises `Mistakes` with every mistake that can be told without the schema; those that
-    leave a tree to go on with are added to `found` instead, where it is given."""
-    return compose(_decode(data, file), file, found)
+    leave a tree to go on with are added to `mistakes` instead, where it is given."""
+    return compose(_decode(data, file), file, mistakes)
 
 
 def compose(
     text: str,
     file: str,
-    found: list[Diagnostic] | None = None,
+    mistakes: list[Diagnostic] | None = None,
     *,
     shown: str | None = None,
     offset: int = 0,
@@ -56,8 +59,9 @@ def compose(
     With `mapping`, anything but a map at the top is a mistake.
     """
     place = _Places(text, file, shown, offset)
+    tree = _Tree(place)
     try:
-        events = _shallow(yaml.parse(text, Loader=yaml.SafeLoader))
+        root = _Composer(text, place, tree.mistakes).get_single_node()
     except yaml.MarkedYAMLError as error:
         raise Mistakes([_syntax(error, place)]) from None
     except yaml.reader.ReaderError as error:
@@ -68,47 +72,46 @@ def compose(
             where=where,
             fix='write it as an escape between double quotes, such as "\\x07"',
         ) from None
-    composer = _Composer(events, place)
-    root = composer.document(mapping)
-    if composer.mistakes and found is None:
-        raise Mistakes(composer.mistakes)
-    if found is not None:
-        found += composer.mistakes
-    return root
+    top = tree.node(root)[0] if root is not None else Node("scalar", place.at(1, 1), "", True)
+    if mapping and not tree.mistakes:
+        _must_be_map(top)
+    if tree.mistakes and mistakes is None:
+        raise Mistakes(tree.mistakes)
+    if mistakes is not None:
+        mistakes += tree.mistakes
+    return top
 
 
-def _shallow(events: Iterable[yaml.Event]) -> list[yaml.Event]:
-    """The events up to the first that is nested too deep, which the composer refuses: PyYAML's time grows with the
-    square of the depth."""
-    depth, found = 0, []
-    for event in events:
-        found.append(event)
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH + 1:
-            break
-    return found
+def _must_be_map(top: Node) -> None:
+    shortest = "the shortest recipe is `model: {preset: tiny}`"
+    if top.kind == "scalar" and top.plain and top.text in ("", "~", "null"):
+        fix = f"{shortest}; `tpshard recipes ls` lists others to start from"
+        raise Mistakes.one("the recipe is empty", where=top.source, fix=fix)
+    if top.kind != "map":
+        kind = "a list" if top.kind == "list" else "text"
+        raise Mistakes.one(f"a recipe is a map of keys, and this is {kind}", where=top.source, fix=shortest)
 
 
 def trap(node: Node) -> str | None:
     """What YAML 1.1 reads this plain scalar as, if that is not what it says; None for an honest one."""
     if not node.plain:
         return None
-    text = node.text
-    if re.fullmatch(r"yes|Yes|YES|on|On|ON", text):
-        return "true"
-    if re.fullmatch(r"no|No|NO|off|Off|OFF", text):
-        return "false"
-    if re.fullmatch(r"[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?", text):
-        return _sexagesimal(text)
-    if re.fullmatch(r"[-+]?0[0-7_]+", text):
-        return str(int(text.replace("_", ""), 8))
-    if re.fullmatch(r"[-+]?0b[01_]+", text):
-        return str(int(text.replace("_", ""), 2))
+    text, value = node.text, scalar(node)
+    tag = _YAML_1_1.resolve(yaml.ScalarNode, text, (True, False))
+    kind = tag.rpartition(":")[2]
+    if kind == "timestamp":
+        return "a date"
     if re.fullmatch(r"[-+]?0o[0-7]+", text):
         return f"the text {text!r}, and as {int(text.replace('0o', ''), 8)} by YAML 1.2"
-    if re.fullmatch(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?:[Tt ].*)?", text):
-        return "a date"
-    return None
+    if kind not in ("bool", "int", "float") or len(text) > 400:
+        return None
+    other = _YAML_1_1.yaml_constructors[tag](_YAML_1_1, yaml.ScalarNode(tag, text))
+    if other == value or other != other:
+        return None
+    return str(other).lower() if isinstance(other, bool) else f"{other:.12g}" if kind == "float" else str(other)
+
+
+_YAML_1_1 = yaml.SafeLoader("")
 
 
 def scalar(node: Node) -> bool | int | float | str | None:
@@ -136,12 +139,34 @@ def scalar(node: Node) -> bool | int | float | str | None:
     return text
 
 
-def _sexagesimal(text: str) -> str:
-    sign = -1 if text.startswith("-") else 1
-    total = 0.0
-    for part in text.lstrip("+-").replace("_", "").split(":"):
-        total = total * 60 + float(part or 0)
-    return f"{sign * total:.12g}"
+def dotted(path: Path) -> str:
+    """A path as overrides and messages write it."""
+    return ".".join(map(str, path))
+
+
+def data(node: Node) -> Any:
+    """The node as maps, lists and scalars."""
+    if node.kind == "map":
+        return {key.text: data(value) for key, value in node.entries}
+    return [data(item) for item in node.items] if node.kind == "list" else scalar(node)
+
+
+def as_node(value: Any, where: Source, path: Path | None = None) -> Node:
+    """The node of a value that no file holds: a default, or what an interpolation stands for."""
+
+    def below(key: str | int) -> Path | None:
+        return None if path is None else (*path, key)
+
+    if isinstance(value, dict):
+        entries = tuple((Node("scalar", where, str(k)), as_node(v, where, below(str(k)))) for k, v in value.items())
+        return Node("map", where, entries=entries, path=path)
+    if isinstance(value, list | tuple):
+        return Node("list", where, items=tuple(as_node(v, where, below(i)) for i, v in enumerate(value)), path=path)
+    if value is None or isinstance(value, bool):
+        return Node("scalar", where, str(value).lower().replace("none", "null"), True, path=path)
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return Node("scalar", where, re.sub("(?=[in])", ".", str(value), count=1), True, path=path)
+    return Node("scalar", where, str(value), not isinstance(value, str), path=path)
 
 
 class _Places:
@@ -165,111 +190,73 @@ class _Places:
         return self.at(mark.line + 1, mark.column + 1, max(1, width))
 
 
-class _Composer:
-    """Events of the parser to nodes, with what YAML allows and a recipe does not."""
+class _Composer(yaml.SafeLoader):
+    """PyYAML's composer, which refuses tags, and stops at what is nested too deep: its time grows with the square of
+    the depth."""
 
-    def __init__(self, events: list[yaml.Event], place: _Places):
-        self.events: Iterator[yaml.Event] = iter(events)
-        self.place = place
-        self.anchors: dict[str, Node | None] = {}
-        self.sizes: dict[int, int] = {}
-        self.mistakes: list[Diagnostic] = []
+    def __init__(self, text: str, place: _Places, mistakes: list[Diagnostic]):
+        super().__init__(text)
+        self.place, self.mistakes, self.depth = place, mistakes, -1
 
-    def document(self, mapping: bool) -> Node:
-        roots: list[Node] = []
-        for event in self.events:
-            if isinstance(event, yaml.DocumentStartEvent):
-                self.anchors = {}
-                if roots:
-                    raise Mistakes.one(
-                        "a second document begins",
-                        where=self.place.of(event.start_mark, event.end_mark),
-                        why="a recipe is one document",
-                        fix="remove `---`, or put the second recipe into a file of its own",
-                    )
-                roots.append(self.node(next(self.events), 0)[0])
-        empty = not roots or (roots[0].kind == "scalar" and roots[0].plain and roots[0].text in ("", "~", "null"))
-        if mapping and empty and not self.mistakes:
-            raise Mistakes.one(
-                "the recipe is empty",
-                where=roots[0].source if roots else self.place.at(1, 1),
-                fix="the shortest recipe is `model: {preset: tiny}`; `tpshard recipes ls` lists others to start from",
-            )
-        if not roots:
-            return Node("scalar", self.place.at(1, 1), "", True)
-        root = roots[0]
-        if mapping and root.kind != "map" and not self.mistakes:
-            found = "a list" if root.kind == "list" else "text"
-            raise Mistakes.one(
-                f"a recipe is a map of keys, and this is {found}",
-                where=root.source,
-                fix="the shortest recipe is `model: {preset: tiny}`",
-            )
-        return root
-
-    def node(self, event: yaml.Event, depth: int) -> tuple[Node, int]:
-        """The node that begins with `event`, and how many nodes it holds when aliases are written out."""
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
         where = self.place.of(event.start_mark, event.end_mark)
-        if depth > MAX_DEPTH:
+        if self.depth >= MAX_DEPTH:
             raise Mistakes.one(f"nested deeper than {MAX_DEPTH} levels", where=where)
-        if isinstance(event, yaml.AliasEvent):
-            return self.alias(event, where)
         tag = getattr(event, "tag", None)
         if tag is not None and tag != "!":
-            self.wrong(
-                f"the tag `{tag.replace('tag:yaml.org,2002:', '!!')}` is not allowed",
-                where,
-                why="recipes are plain data",
-                fix="remove it; quote text that should stay text",
-            )
-        anchor = getattr(event, "anchor", None)
-        if anchor is not None:
-            self.anchors[anchor] = None  # known, but not complete: an alias inside would be a cycle
+            message = f"the tag `{tag.replace('tag:yaml.org,2002:', '!!')}` is not allowed"
+            fix = "remove it; quote text that should stay text"
+            self.mistakes.append(Diagnostic(message, where=where, why="recipes are plain data", fix=fix))
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        if isinstance(event, yaml.ScalarEvent) and node is not None:
+            node.plain = event.style is None and tag is None
+        return node
+
+
+class _Tree:
+    """PyYAML's nodes to `Node`s, aliases written out, with a mistake for each key that YAML allows and a recipe does
+    not."""
+
+    def __init__(self, place: _Places):
+        self.place = place
+        self.mistakes: list[Diagnostic] = []
+        self.done: dict[int, tuple[Node, int] | None] = {}
+
+    def node(self, from_: yaml.Node) -> tuple[Node, int]:
+        """The node, and how many nodes it holds when aliases are written out."""
+        end = from_.end_mark if isinstance(from_, yaml.ScalarNode) else None  # of a list or map the opening alone
+        where = self.place.of(from_.start_mark, end)
+        if id(from_) in self.done:
+            done = self.done[id(from_)]
+            if done is None:
+                raise Mistakes.one("an alias contains itself", where=where)
+            return done
+        self.done[id(from_)] = None
         count = 1
-        if isinstance(event, yaml.ScalarEvent):
-            node = Node("scalar", where, event.value, event.style is None and tag is None)
-        elif isinstance(event, yaml.SequenceStartEvent):
-            items = []
-            while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
-                item, size = self.node(event, depth + 1)
-                items.append(item)
-                count += size
-            node = Node("list", where, items=tuple(items))
+        if isinstance(from_, yaml.ScalarNode):
+            node = Node("scalar", where, from_.value, from_.plain)
+        elif isinstance(from_, yaml.SequenceNode):
+            pairs = [self.node(item) for item in from_.value]
+            count += sum(size for _, size in pairs)
+            node = Node("list", where, items=tuple(item for item, _ in pairs))
         else:
-            node, count = self.map(where, depth)
-        if anchor is not None:
-            self.anchors[anchor] = node
-            self.sizes[id(node)] = count
+            entries: list[tuple[Node, Node]] = []
+            first: dict[str, Source] = {}
+            for key_node, value_node in from_.value:
+                key, (value, size) = self.node(key_node)[0], self.node(value_node)
+                count += size + 1
+                if self.legal_key(key, first):
+                    first[key.text] = key.source
+                    entries.append((key, value))
+            node = Node("map", where, entries=tuple(entries))
         if count > MAX_NODES:
-            raise Mistakes.one(
-                f"more than {MAX_NODES:,} values once its aliases are written out",
-                where=where,
-                fix="write the values themselves, or use `extends`",
-            )
+            message = f"more than {MAX_NODES:,} values once its aliases are written out"
+            raise Mistakes.one(message, where=where, fix="write the values themselves, or use `extends`")
+        self.done[id(from_)] = node, count
         return node, count
-
-    def alias(self, event: yaml.AliasEvent, where: Source) -> tuple[Node, int]:
-        node = self.anchors.get(event.anchor)
-        if node is None:
-            known = event.anchor in self.anchors
-            raise Mistakes.one(
-                f"the alias `*{event.anchor}` " + ("contains itself" if known else "names no anchor before it"),
-                where=where,
-            )
-        return node, self.sizes[id(node)]
-
-    def map(self, where: Source, depth: int) -> tuple[Node, int]:
-        entries: list[tuple[Node, Node]] = []
-        first: dict[str, Source] = {}
-        count = 1
-        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
-            key, _ = self.node(event, depth + 1)
-            value, size = self.node(next(self.events), depth + 1)
-            count += size + 1
-            if self.legal_key(key, first):
-                first[key.text] = key.source
-                entries.append((key, value))
-        return Node("map", where, entries=tuple(entries)), count
 
     def legal_key(self, key: Node, first: dict[str, Source]) -> bool:
         if key.kind != "scalar":
@@ -337,6 +324,11 @@ def _syntax(error: yaml.MarkedYAMLError, place: _Places) -> Diagnostic:
     message, fix = f"not YAML: {problem}", ""
     if "'\\t'" in problem or where.text[where.col - 1 : where.col] == "\t":
         message, fix = "a tab where YAML wants spaces", "indent with spaces"
+    elif problem == "but found another document":
+        message, fix = "a second document begins", "remove `---`, or put the second recipe into a file of its own"
+        return Diagnostic(message, where=where, why="a recipe is one document", fix=fix)
+    elif problem.startswith("found undefined alias"):
+        message = f"the alias `*{problem.split(chr(39))[1]}` names no anchor before it"
     elif "expected ',' or" in problem or "<stream end>" in problem:
         fix = "close the bracket or brace, or quote text that holds `,` `:` `{` or `[`"
     elif "mapping values are not allowed" in problem:

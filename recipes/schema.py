@@ -145,10 +145,10 @@ class Model(Section):
     def overrides(self) -> dict[str, Any]:
         """The dimensions that the recipe changes, by the names of `ModelConfig`."""
         others = (*self.exclusive, "dims", "args", "seq_len", "dtype")
-        values = {name: value for name, value in self.stored().items() if value is not None and name not in others}
+        values = {name: getattr(self, name) for name in self.stored() if name not in others}
         if self.rope_scaling is not None:
-            values["rope_scaling"] = self.rope_scaling.stored()
-        return values
+            values["rope_scaling"] = {name: getattr(self.rope_scaling, name) for name in self.rope_scaling.stored()}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @section
@@ -534,11 +534,12 @@ class Recipe(Section):
         """The file the recipe was read from."""
         return self._file
 
-    def to_yaml(self) -> str:
-        """The recipe as a file that loads to the same: complete, interpolations kept, secrets masked."""
+    def to_yaml(self, *, resolved: bool = False) -> str:
+        """The recipe as a file that loads to the same: complete, interpolations kept, or `resolved` to the values that
+        are known here; secrets masked."""
         from tpshard.recipes.write import to_yaml
 
-        return to_yaml(self)
+        return to_yaml(self, resolved)
 
     def mesh_on(self, devices: int) -> dict[str, int]:
         """The mesh with -1 replaced by what is left of `devices`. Raises `Mistakes` (exit 5) when they do not fit."""

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
-from tpshard.recipes.diagnostic import Exit, Mistakes, Source
-
-INTERPOLATION = re.compile(r"\$\{([^{}]*)\}")
-_SHELL = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
-_ENVIRONMENT = re.compile(r"oc\.env:([A-Za-z_][A-Za-z0-9_]*)(?:,(.*))?", re.DOTALL)
+from tpshard.recipes.diagnostic import Mistakes, Source
+from tpshard.recipes.nodes import Path
 
 
 def derived(*, default: str, saved: bool = True) -> Any:
@@ -47,31 +42,50 @@ def field_names(cls: type[Section]) -> tuple[str, ...]:
     return tuple(item.name for item in fields(cls))  # type: ignore[arg-type]
 
 
-class Section:
-    """A part of a recipe: a frozen dataclass whose text may hold `${oc.env:NAME,default}`.
+class Pending(str):
+    """Text as written, which the environment completes each time it is read. `path` is where it stands in the merged
+    recipe."""
 
-    Such text is kept as written and completed each time the attribute is read, so that a command which does not need
-    the value does not need the environment either. Reading it raises `Mistakes` when the variable is not set.
+    path: Path
+    source: Source
+
+    def __new__(cls, text: str, path: Path, source: Source) -> Pending:
+        made = super().__new__(cls, text)
+        made.path, made.source = path, source
+        return made
+
+    def __getnewargs__(self) -> tuple[str, Path, Source]:  # type: ignore[override]
+        return str(self), self.path, self.source
+
+
+class Section:
+    """A part of a recipe: a frozen dataclass whose values may be interpolated.
+
+    Text that the environment completes is kept as written and completed each time the attribute is read, so that a
+    command which does not need the value does not need the environment either. Reading it raises `Mistakes` when the
+    variable is not set.
     """
 
-    _lazy: Mapping[str, Source]
     paths: ClassVar[tuple[str, ...]] = ()
     """Keys that name files or folders: `~` and `$NAME` in them are what a shell makes of them."""
+    _config: ClassVar[Any] = None
+    """The merged recipe, where a value waits for the environment."""
+    _written: ClassVar[Mapping[str, Any]] = {}
+    """Values with interpolations, as plain data as they were written."""
     _unsaved: ClassVar[frozenset[str]] = frozenset()
     """Derived values that a saved recipe leaves out."""
 
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)
         if name[0] != "_":
-            lazy = object.__getattribute__(self, "__dict__").get("_lazy")
-            if lazy and name in lazy:
-                done = _expanded(value, lazy[name]) if name in type(self).paths else value
-                return resolved(done, lazy[name])
+            config = object.__getattribute__(self, "__dict__").get("_config")
+            if config is not None and waits(value):
+                return completed(value, config)
         return value
 
     def stored(self) -> dict[str, Any]:
-        """Field to value as written, nothing completed from the environment."""
-        return {name: self.__dict__[name] for name in field_names(type(self))}
+        """Field to value as written, nothing interpolated."""
+        return {name: self._written.get(name, self.__dict__[name]) for name in field_names(type(self))}
 
     # as written: a repr ends up in logs and equality in caches, and the environment's values must not
     def __repr__(self) -> str:
@@ -81,61 +95,29 @@ class Section:
         return type(other) is type(self) and isinstance(other, Section) and self.stored() == other.stored()
 
 
-def waits(section: type[Section], key: str, value: Any) -> bool:
-    """Whether the environment completes the value of a key when it is read."""
-    shell = key in section.paths and isinstance(value, str) and (value.startswith("~") or _SHELL.search(value))
-    return bool(shell) or mentions(value)
-
-
-def _expanded(path: Any, where: Source) -> Any:
-    """A path with `~` and `$NAME` as a shell reads them, but that a variable which is not set is a mistake."""
-    if not isinstance(path, str):
-        return path
-    return _SHELL.sub(lambda found: _environment(f"oc.env:{found[1]}", where), os.path.expanduser(path))
-
-
-def mentions(value: Any) -> bool:
-    """Whether text anywhere in a plain value holds an interpolation."""
-    if isinstance(value, str):
-        return "${" in value
+def waits(value: Any) -> bool:
+    """Whether the environment completes text anywhere in a value."""
     if isinstance(value, Mapping):
-        return any(map(mentions, value.values()))
-    return isinstance(value, tuple | list) and any(map(mentions, value))
+        return any(map(waits, value.values()))
+    return any(map(waits, value)) if isinstance(value, tuple) else isinstance(value, Pending)
 
 
-def resolved(value: Any, where: Source | None) -> Any:
+def completed(value: Any, config: Any) -> Any:
     """`value` with the environment's values put in. Raises `Mistakes` when a variable without default is not set."""
-    if isinstance(value, str):
-        return INTERPOLATION.sub(lambda found: _environment(found[1], where), value)
     if isinstance(value, Mapping):
-        return {key: resolved(item, where) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(resolved(item, where) for item in value)
-    return value
+        return {key: completed(item, config) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(completed(item, config) for item in value)
+    if not isinstance(value, Pending):
+        return value
+    from tpshard.recipes import interpolation
 
-
-def malformed(text: str) -> str | None:
-    """What is wrong with the interpolations in `text`, if anything."""
-    rest = INTERPOLATION.sub("", text)
-    if "${" in rest:
-        return "`${` without its `}`, or one inside another"
-    for inside in INTERPOLATION.findall(text):
-        if _ENVIRONMENT.fullmatch(inside) is None:
-            return f"`${{{inside}}}` is not `${{oc.env:NAME}}` or `${{oc.env:NAME,default}}`"
-    return None
-
-
-def _environment(inside: str, where: Source | None) -> str:
-    found = _ENVIRONMENT.fullmatch(inside)
-    if found is None:
-        raise ValueError(f"unchecked interpolation ${{{inside}}}")
-    value = os.environ.get(found[1], found[2])
-    if value is None:
-        raise Mistakes.one(
-            f"the environment variable {found[1]} is not set",
-            exit=Exit.RECIPE,
-            where=where,
-            why="needed now",
-            fix=f"export {found[1]}=..., or give a default: ${{oc.env:{found[1]},default}}",
-        )
-    return value
+    with interpolation.only_allowed() as environment:
+        try:
+            text = interpolation.value_at(config, value.path)
+        except interpolation.ERRORS as error:
+            if environment.unset:
+                raise Mistakes([interpolation.unset(environment.unset[0], value.source)]) from None
+            why = str(error).partition("\n")[0]
+            raise Mistakes.one(f"`{value}` cannot be completed", where=value.source, why=why) from None
+    return None if text is None else str(text)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import yaml
-from tpshard.recipes.diagnostic import Source
+from tpshard.recipes.diagnostic import Mistakes, Source
 from tpshard.recipes.nodes import Node, scalar, trap
 from tpshard.recipes.section import Section
 
@@ -15,26 +16,46 @@ MASK = "***"
 _SECRET = re.compile("key|apikey|token|secret|password|passwd|passphrase|pwd|credentials?|auth|bearer")
 
 
-def to_yaml(recipe: Section) -> str:
-    """The text of a file that loads to an equal recipe, but for secrets."""
+def to_yaml(recipe: Section, resolved: bool = False) -> str:
+    """The text of a file that loads to an equal recipe, but for secrets. With `resolved`, interpolations that can be
+    completed here are."""
     form: dict[str, Any] = {"sort_keys": False, "width": 110, "default_flow_style": None, "allow_unicode": True}
-    return str(yaml.dump(as_data(recipe), Dumper=_Dumper, **form))
+    return str(yaml.dump(as_data(recipe, resolved=resolved), Dumper=_Dumper, **form))
 
 
-def as_data(value: Any, name: str = "") -> Any:
+def as_data(value: Any, name: str = "", resolved: bool = False) -> Any:
     """A recipe or a part of it as maps, lists and scalars; keys that are null by default and unset are left out."""
     if isinstance(value, Section):
-        items = value.stored().items()
+        items = (value.stored() | (_known(value) if resolved else {})).items()
         fields = type(value).__dataclass_fields__  # type: ignore[attr-defined]
         left_out = {k for k, v in items if (v is None and fields[k].default is None) or k in value._unsaved}
-        return {k: as_data(v, k) for k, v in items if k not in left_out}
+        return {k: as_data(v, k, resolved) for k, v in items if k not in left_out}
     if isinstance(value, Mapping):
-        return {k: as_data(v, k) for k, v in value.items()}
+        return {k: as_data(v, k, resolved) for k, v in value.items()}
     if looks_secret(name) and value is not None and not isinstance(value, bool):
         return masked(value)
     if isinstance(value, tuple | list):
         return [as_data(item) for item in value]
-    return value
+    return str(value) if isinstance(value, str) else value
+
+
+def _known(section: Section) -> dict[str, Any]:
+    """The values of a section that need nothing of the environment which is not set."""
+    found = {}
+    for key in section.stored():
+        with contextlib.suppress(Mistakes):
+            if not looks_secret(key):
+                found[key] = _literal(getattr(section, key))
+    return found
+
+
+def _literal(value: Any) -> Any:
+    """The value so that nothing in it is read as an interpolation."""
+    if isinstance(value, Mapping):
+        return {k: _literal(v) for k, v in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_literal, value))
+    return value.replace("${", r"\${") if isinstance(value, str) else value
 
 
 def looks_secret(key: str) -> bool:

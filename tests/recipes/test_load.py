@@ -207,14 +207,6 @@ def test_numbers_from_the_environment_are_checked_like_numbers(monkeypatch: pyte
         loads(text)
 
 
-@pytest.mark.parametrize("value", ["${HOME}", "${oc.env:A", "${oc.decode:x}", "${model.width}", "${oc.env:1A}", "${}"])
-def test_other_interpolations_are_refused(value: str) -> None:
-    with pytest.raises(Mistakes) as caught:
-        loads(TINY + f'data: {{source: "{value}"}}')
-    assert caught.value.exit == Exit.RECIPE
-    assert "${" in str(caught.value)
-
-
 def test_saved_recipes_keep_interpolations_and_mask_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENIZER_DIR", "/secret/place")
     recipe = loads(

@@ -1,0 +1,189 @@
+"""Interpolation by OmegaConf's grammar: other keys, the environment, text read as a value. Nothing else is resolved, so
+that no recipe imports a module, runs code or reads a file."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.basecontainer import BaseContainer
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from tpshard.recipes.check import suggestion
+from tpshard.recipes.diagnostic import Diagnostic, Source
+from tpshard.recipes.nodes import Path, dotted
+
+ALLOWED = ("oc.env", "oc.decode", "oc.select", "oc.dict.keys", "oc.dict.values")
+"""Resolvers that a recipe may use. Others of OmegaConf, such as `oc.coerce`, import modules."""
+
+ERRORS = (OmegaConfBaseException, RecursionError, LookupError, AttributeError, TypeError, ValueError)
+"""What OmegaConf raises for an interpolation that cannot be completed."""
+
+_RESOLVER = re.compile(r"\$\{\s*([A-Za-z_][\w.-]*)\s*:")
+_KEY = re.compile(r"\$\{\s*(\.*)([^${}:]+?)\s*\}")
+_LOCK = threading.RLock()
+
+
+@dataclass
+class Environment:
+    """The environment variables that completing a value asked for, and those among them that it cannot do without."""
+
+    read: list[str] = field(default_factory=list)
+    unset: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def only_allowed() -> Iterator[Environment]:
+    """OmegaConf with the allowed resolvers alone, whoever registered others; notes what they read."""
+    seen = Environment()
+    with _LOCK, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an empty default, `${oc.env:NAME,}`
+        every = BaseContainer._resolvers
+
+        def environment(root: Any, parent: Any, node: Any, args: tuple[Any, ...], words: tuple[str, ...]) -> Any:
+            seen.read.append(str(args[0]))
+            if len(args) == 1 and str(args[0]) not in os.environ:
+                seen.unset.append(str(args[0]))
+            return every["oc.env"](root, parent, node, args, words)
+
+        BaseContainer._resolvers = {n: every[n] for n in ALLOWED if n in every} | {"oc.env": environment}
+        try:
+            yield seen
+        finally:
+            BaseContainer._resolvers = every
+
+
+def unreadable(text: str) -> str | None:
+    """What is wrong with the interpolations in `text`, whatever they refer to; None for nothing."""
+    refused = next((name for name in _RESOLVER.findall(text) if name not in ALLOWED), None)
+    if refused is not None:
+        return f"`{refused}` is not allowed; {', '.join(ALLOWED)} are"
+    try:
+        OmegaConf.create([text])
+    except GrammarParseError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def value_at(config: DictConfig, path: Path) -> Any:
+    """The value with all its interpolations completed, as maps, lists and scalars. Raises one of `ERRORS`; to be called
+    inside `only_allowed`."""
+    value: Any = reduce(lambda inside, key: inside[key], path, config)
+    return OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
+
+
+def written_at(raw: Any, path: Path) -> Any:
+    """The value at a path of plain data. Raises LookupError where there is none."""
+    for key in path:
+        if isinstance(raw, list) and str(key).isdigit():
+            raw = raw[int(key)]
+        elif isinstance(raw, dict):
+            raw = raw[key]
+        else:
+            raise LookupError(key)
+    return raw
+
+
+def _or_none(raw: Any, path: Path) -> Any:
+    try:
+        return written_at(raw, path)
+    except LookupError:
+        return None
+
+
+def keys_in(raw: Any, path: Path) -> list[Path]:
+    """The keys that the text at a path refers to, relative ones made absolute."""
+    text = _or_none(raw, path)
+    found: list[Path] = []
+    for dots, key in _KEY.findall(text) if isinstance(text, str) else ():
+        at: Path = path[: len(path) - len(dots)] if dots else ()
+        for part in re.findall(r"[^.\[\]]+", key):
+            inside = _or_none(raw, at)
+            if isinstance(inside, str):
+                break  # an interpolation itself, which is followed in its turn
+            at = (*at, int(part) if isinstance(inside, list) and part.isdigit() else part)
+        found.append(at)
+    return found
+
+
+def mentioned(raw: Any, path: Path) -> list[Path]:
+    """Every key whose value takes part in the one at a path, each once, nearest first."""
+    found: list[Path] = []
+    todo = [path]
+    while todo:
+        for key in keys_in(raw, todo.pop(0)):
+            if key not in (path, *found) and _or_none(raw, key) is not None:
+                found.append(key)
+                todo.append(key)
+    return found
+
+
+def cause(
+    raw: Any, path: Path, place: Callable[[Path], Source], fails: Callable[[Path], Exception | None]
+) -> tuple[Path, Diagnostic]:
+    """The mistake that keeps the value at a path from being completed, and the path at which it was made: this one, or
+    one that it refers to. `fails` completes the value at a path and returns what that raises."""
+    chain = [path]
+    while True:
+        keys = keys_in(raw, chain[-1])
+        if again := next((key for key in keys if key in chain), None):
+            return _circle(chain[chain.index(again) :], place)
+        broken = next((key for key in keys if _given(raw, key, place) and fails(key)), None)
+        if broken is None or broken in chain:
+            break
+        chain.append(broken)
+    at = chain[-1]
+    text = _or_none(raw, at)
+    also = tuple((place(p), "needed here") for p in chain[:-1])
+    missing = next((key for key in keys if _or_none(raw, key) in (None, "???")), None)
+    if text == "???":
+        return at, to_be_given(at, place(at), also)
+    if missing is not None:
+        message, why = f"`{dotted(at)}: {text}` refers to `{dotted(missing)}`", "that key has no value"
+        close = suggestion(dotted(missing), (dotted(p) for p in _all(raw) if p not in (at, missing)))
+    else:
+        message, why = f"`{dotted(at)}: {text}` cannot be completed", str(fails(at) or "").partition("\n")[0]
+        close = ""
+    return at, Diagnostic(message, where=place(at), why=why, fix=f"did you mean `{close}`?" if close else "", also=also)
+
+
+def to_be_given(path: Path, where: Source, also: tuple[tuple[Source, str], ...] = ()) -> Diagnostic:
+    """The mistake that a value is still OmegaConf's `???`."""
+    fix = "give it in a recipe that extends this one, or as an override"
+    return Diagnostic(f"`{dotted(path)}` must be given", where=where, why="`???` is no value", fix=fix, also=also)
+
+
+def _given(raw: Any, path: Path, place: Callable[[Path], Source]) -> bool:
+    """Whether somebody wrote text at a path that may itself be what is wrong."""
+    text = _or_none(raw, path)
+    return isinstance(text, str) and (text != "???" or place(path).line > 0)
+
+
+def _all(raw: Any, path: Path = ()) -> Iterator[Path]:
+    if not isinstance(raw, dict):
+        yield path
+    else:
+        for key, value in raw.items():
+            yield from _all(value, (*path, key))
+
+
+def _circle(paths: list[Path], place: Callable[[Path], Source]) -> tuple[Path, Diagnostic]:
+    start = paths.index(min(paths, key=dotted))
+    first, *rest = paths[start:] + paths[:start]
+    words = " -> ".join(f"`{dotted(path)}`" for path in (first, *rest, first))
+    also = tuple((place(path), "and here") for path in rest)
+    fix = "give one of them a value of its own" if rest else "give it a value"
+    return first, Diagnostic(f"interpolation in a circle: {words}", where=place(first), fix=fix, also=also)
+
+
+def unset(name: str, where: Source | None) -> Diagnostic:
+    """The mistake that a value needs an environment variable which is not set."""
+    fix = f"export {name}=..., or give a default: ${{oc.env:{name},default}}"
+    return Diagnostic(f"the environment variable {name} is not set", where=where, why="needed now", fix=fix)

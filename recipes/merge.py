@@ -1,0 +1,208 @@
+"""The layers of a recipe on top of each other: values merged by OmegaConf, and beside them where each was written."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, replace
+from functools import cached_property, reduce
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from tpshard.recipes.check import hints, mapping_of, section_of
+from tpshard.recipes.diagnostic import Diagnostic, Source
+from tpshard.recipes.interpolation import (
+    ERRORS,
+    Environment,
+    cause,
+    mentioned,
+    only_allowed,
+    unreadable,
+    unset,
+    value_at,
+    written_at,
+)
+from tpshard.recipes.nodes import Node, Path, as_node, dotted, scalar
+from tpshard.recipes.schema import Recipe
+from tpshard.recipes.section import Section, default_of
+
+_SHELL = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
+
+
+class Merged:
+    """The recipe that layers make together. Mistakes are of single texts; `bad` has the paths at which they stand."""
+
+    def __init__(self) -> None:
+        self.config = OmegaConf.create()
+        self.places: dict[Path, tuple[Node, Node]] = {}
+        """Path to the key and the value that were written there last."""
+        self.mistakes: list[Diagnostic] = []
+        self.bad: set[Path] = set()
+
+    @cached_property
+    def raw(self) -> Any:
+        """The values as plain data, interpolations as written."""
+        return OmegaConf.to_container(self.config, resolve=False)
+
+    def add(self, layer: Node) -> None:
+        """Put a layer on top: maps key by key where the schema has a map of known or free keys, else replaced."""
+        self.places[()] = (layer, layer)
+        self._make_way(layer, Recipe, (), self.raw)
+        self._merge(self._values(layer, ()))
+
+    def fill(self) -> None:
+        """Add the schema's defaults for what is not there."""
+        self._merge(_defaults(Recipe, self.raw))
+
+    def put(self, path: Path, value: Any) -> None:
+        """Set a value that nobody wrote."""
+        parent: Any = reduce(lambda inside, key: inside[key], path[:-1], self.config)
+        parent[path[-1]] = value
+        written_at(self.raw, path[:-1])[path[-1]] = value
+
+    def drop(self, path: Path) -> None:
+        """Take a value out."""
+        self.put(path, None)
+        self.places = {p: nodes for p, nodes in self.places.items() if p[: len(path)] != path}
+
+    def node(self, path: Path = ()) -> Node:
+        """The value at a path, and all below it, as nodes that know where they were written."""
+        value = written_at(self.raw, path)
+        if not isinstance(value, dict):
+            return _at(self.places[path][1], path) if path in self.places else as_node(value, self.place(path), path)
+        entries = []
+        for name in value:
+            below = (*path, name)
+            key = self.places[below][0] if below in self.places else Node("scalar", self.place(below), name)
+            entries.append((key, self.node(below)))
+        return Node("map", self.place(path), entries=tuple(entries), path=path)
+
+    def place(self, path: Path) -> Source:
+        """Where the value at a path was written; a source without a line for a default."""
+        if path in self.places:
+            return self.places[path][1].source
+        return Source(f"<default {dotted(path)}>", 0, 0, dotted(path))
+
+    def completed(self, path: Path) -> tuple[Any, Environment, Exception | None]:
+        """The value at a path with its interpolations completed, what it read of the environment, and what kept it from
+        being completed."""
+        with only_allowed() as environment:
+            try:
+                return value_at(self.config, path), environment, None
+            except ERRORS as error:
+                return None, environment, error
+
+    def written(self, path: Path) -> Any:
+        """The value at a path as it was written, `~` and `$NAME` in paths as interpolations."""
+        return written_at(self.raw, path)
+
+    def origins(self, path: Path) -> tuple[tuple[Source, str], ...]:
+        """The places of the values that take part in the one at `path`."""
+        return tuple((self.place(p), f"the value of `{dotted(p)}`") for p in mentioned(self.raw, path))
+
+    def why(self, path: Path, environment: Environment) -> tuple[Path, Diagnostic]:
+        """The mistake that keeps the value at a path from being completed, and the path at which it was made."""
+        at, mistake = cause(self.raw, path, self.place, lambda p: self.completed(p)[2])
+        if environment.unset:
+            return at, replace(unset(environment.unset[0], mistake.where), also=mistake.also)
+        return at, mistake
+
+    def _merge(self, values: dict[str, Any]) -> None:
+        merged = OmegaConf.unsafe_merge(self.config, values)  # unsafe: the config is not copied first
+        assert isinstance(merged, DictConfig)
+        self.config = merged
+        self.__dict__.pop("raw", None)
+
+    def _make_way(self, over: Node, hint: Any, path: Path, below: Any) -> None:
+        """Take out what the layer replaces as a whole, and write out interpolated maps that it changes."""
+        inner = section_of(hint)
+        pair = mapping_of(hint) if inner is None else None
+        mergeable = over.kind == "map" and (inner is not None or pair is not None)
+        if mergeable and isinstance(below, str) and isinstance(value := self.completed(path)[0], dict):
+            key_source, source = (node.source for node in self.places[path])
+            for key, item in value.items():
+                self.places[(*path, key)] = Node("scalar", key_source, key), as_node(item, source)
+            self.put(path, value)
+            below = value
+        if not mergeable or not isinstance(below, dict):
+            if isinstance(below, dict | list) or over.kind != "scalar":
+                self.drop(path)
+            return
+        names = {key.text for key, _ in over.entries}
+        exclusive = getattr(inner, "exclusive", ())
+        for name in exclusive:
+            if names & set(exclusive) and name in below.keys() - names:
+                self.drop((*path, name))
+        for key, value in over.entries:
+            if key.text in below:
+                hint_inside = hints(inner).get(key.text) if inner is not None else pair[1] if pair else None
+                self._make_way(value, hint_inside, (*path, key.text), below[key.text])
+
+    def _values(self, node: Node, path: Path) -> Any:
+        """The layer as plain data; notes where its keys and values stand, and text that OmegaConf cannot read."""
+        if node.kind == "list":
+            self.places |= {(*path, i): (item, item) for i, item in enumerate(node.items)}
+            return [self._values(item, (*path, i)) for i, item in enumerate(node.items)]
+        if node.kind == "map":
+            values = {}
+            for key, value in node.entries:
+                if "${" in key.text:
+                    self.mistakes.append(Diagnostic("a key cannot be interpolated", where=key.source))
+                    continue
+                inside = (*path, key.text)
+                self.places[inside] = (key, value)
+                self.bad.discard(inside)
+                values[key.text] = self._values(value, inside)
+            return values
+        text = scalar(node)
+        if isinstance(text, str) and "${" in text and (why := unreadable(text)):
+            keys = tuple(key for key in path if isinstance(key, str))
+            message = f"`{dotted(keys)}: {node.text}` is no interpolation that a recipe may have"
+            fix = 'write "${oc.env:NAME,default}" or "${key.path}"; a default with signs in it needs quotes of its own'
+            self.mistakes.append(Diagnostic(message, where=node.source, why=why, fix=fix))
+            self.bad.add(keys)
+            return "???"
+        return text
+
+
+def _at(node: Node, path: Path) -> Node:
+    """The node with its path, and so all below it."""
+    entries = tuple((key, _at(value, (*path, key.text))) for key, value in node.entries)
+    return replace(node, path=path, entries=entries, items=tuple(_at(v, (*path, i)) for i, v in enumerate(node.items)))
+
+
+def _defaults(cls: type[Section], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of a section for the keys that are not given."""
+    found: dict[str, Any] = {}
+    for key, hint in hints(cls).items():
+        inner = section_of(hint)
+        if key not in given:
+            default = default_of(cls.__dataclass_fields__[key])  # type: ignore[attr-defined]
+            if default is not MISSING:
+                found[key] = _plain(default)
+        elif inner is not None and isinstance(given[key], dict):
+            found[key] = _defaults(inner, given[key])
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Section):
+        return {name: _plain(item) for name, item in value.stored().items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return {name: _plain(item) for name, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def shell_paths(merged: Merged, cls: type[Section] = Recipe, path: Path = ()) -> None:
+    """`~` and `$NAME` in the keys that name files, as interpolations of the environment."""
+    for key, hint in hints(cls).items():
+        value = written_at(merged.raw, path).get(key)
+        inner = section_of(hint)
+        if inner is not None and isinstance(value, dict):
+            shell_paths(merged, inner, (*path, key))
+        elif key in cls.paths and isinstance(value, str):
+            home = "${oc.env:HOME}" if "HOME" in os.environ and re.match("~(/|$)", value) else os.path.expanduser("~")
+            text = home + value[1:] if re.match("~(/|$)", value) else os.path.expanduser(value)
+            if (text := _SHELL.sub(r"${oc.env:\1}", text)) != value:
+                merged.put((*path, key), text)
