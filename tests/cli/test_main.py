@@ -40,6 +40,8 @@ def test_what_should_start_at_once_imports_nothing_heavy(arguments: list[str]) -
     assert (code_word, done.returncode) == ("0", 0), done.stderr
     allowed = {"tpshard.train", "tpshard.train.sample"}  # the size of the sample's vocabulary
     heavy = {name for name in eval(loaded) if not (name.startswith("pydantic") and "schema" in arguments)}
+    if arguments[-1] in ("quickstart", "llama3-405b", "ls"):  # what reads a recipe
+        heavy = {name for name in heavy if name.partition(".")[0] != "omegaconf"}
     assert heavy - allowed == set()
 
 
