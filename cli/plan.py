@@ -23,6 +23,21 @@ Diff = Annotated[
     ),
 ]  # fmt: skip
 Search = Annotated[bool, typer.Option("--search", help="Try meshes, recomputation and micro-batches.")]
+RUN = "The whole run"
+Tokens = Annotated[
+    str | None,
+    typer.Option("--tokens", metavar="N", help="To train on: 15T, 300B. Default: train.steps.", rich_help_panel=RUN),
+]
+Price = Annotated[float | None, typer.Option("--price", min=0, help="Of a device-hour.", rich_help_panel=RUN)]
+Watts = Annotated[float | None, typer.Option("--watts", min=0, help="That a device draws.", rich_help_panel=RUN)]
+Failures = Annotated[
+    float | None,
+    typer.Option("--failures", min=0, help="Of a device in an hour; 0: none.", rich_help_panel=RUN),
+]
+Restart = Annotated[
+    float | None, typer.Option("--restart", min=0, help="Seconds from a failure to the next step.", rich_help_panel=RUN)
+]
+Save = Annotated[float | None, typer.Option("--save", min=0, help="Seconds of a checkpoint.", rich_help_panel=RUN)]
 What = Annotated[str, typer.Option("--for", metavar="WHAT", help="train, prefill or decode.")]
 
 
@@ -39,6 +54,12 @@ def plan(
     diff: Diff = None,
     search: Search = False,
     what: What = "train",
+    tokens: Tokens = None,
+    price: Price = None,
+    watts: Watts = None,
+    failures: Failures = None,
+    restart: Restart = None,
+    save: Save = None,
     overwrite: Overwrite = False,
     device: Device = None,
 ) -> int:
@@ -62,6 +83,10 @@ def plan(
         raise typer.BadParameter(f"{what!r} is not train, prefill or decode", param_hint="--for")
     if search and what != "train":
         raise typer.BadParameter("the search is over training runs", param_hint="--search, --for")
+    about = (tokens, price, watts, failures, restart, save)
+    whole = any(option is not None for option in about)
+    if whole and (what != "train" or asked_for):
+        raise typer.BadParameter("a whole run is of a training plan", param_hint="--tokens, --price, --watts, ...")
     changes = on_device(overrides, device)
     loaded = load(recipe, changes)
     other = None
@@ -69,10 +94,16 @@ def plan(
         one_more = "=" in diff and not Path(diff).exists()
         other = load(recipe, [*changes, diff]) if one_more else load(diff, on_device(None, device))
     from tpshard.plan import command
+    from tpshard.plan.forecast import Conditions, amount
 
+    try:
+        conditions = Conditions(None if tokens is None else amount(tokens), price, watts, failures, restart, save)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--tokens") from error
     asked = command.Asked(
         source=recipe if recipe is not None and "=" not in recipe else "", what=what, dry_run=dry_run, as_json=as_json,
         verbose=verbose, html=html, trace=trace, svg=svg, explain=explain, search=search,
+        run=conditions if whole else None,
         compared=(" ".join([*([recipe] if recipe else []), *(overrides or ())]) or loaded.name, diff or ""),
     )  # fmt: skip
     done = command.run(loaded, asked, other, note=lambda text: print(text, file=sys.stderr))

@@ -12,6 +12,7 @@ from pathlib import Path
 from tpshard.plan import diff as diffs
 from tpshard.plan import make, page, pictures, save, search, text
 from tpshard.plan import trace as traces
+from tpshard.plan.forecast import Conditions
 from tpshard.plan.report import Report
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
@@ -31,6 +32,8 @@ class Asked:
     svg: Path | None = None
     explain: str | None = None
     search: bool = False
+    run: Conditions | None = None
+    """Of the whole run; None where no option asks for it."""
     compared: tuple[str, str] = ("", "")
     """What the two recipes of a comparison are called; "" for their own names."""
 
@@ -70,6 +73,8 @@ def run(recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callabl
         changed = diffs.diff(report, make.report(other, other.name, asked.what))
         changed |= {"before": before or recipe.name, "after": after or other.name}
         return Done(json.dumps(changed, indent=1) + "\n" if asked.as_json else diffs.text(changed), Exit.DONE)
+    if asked.run is not None:
+        report.forecast = make.forecast_of(report, recipe, asked.run)
     if not report.fits:
         report.edits = search.edits(report, recipe)
     elif asked.what == "train":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tpshard.plan import save
-from tpshard.plan.text import gib, seconds
+from tpshard.plan.units import gib, seconds
 
 SKIPPED = 2
 """Logged steps that a run warms up in: they are not compared where there are enough others."""

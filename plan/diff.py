@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tpshard.plan.report import Report
-from tpshard.plan.text import axes_text, cut, gib, seconds, spread
+from tpshard.plan.text import axes_text, cut, spread
+from tpshard.plan.units import gib, seconds
 
 
 def figures(report: Report) -> dict[str, float]:

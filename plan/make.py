@@ -12,11 +12,12 @@ from tpshard.devices import read as devices
 from tpshard.parallelism.cost import Device
 from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.program import Program
+from tpshard.plan.forecast import Conditions, Forecast, forecast
 from tpshard.plan.pricing import Part, Pricing, price_parts
 from tpshard.plan.report import Job, Report, Tensor
 from tpshard.plan.rows import buckets_of, losses_of, pattern, reshards_of, tensors_of
 from tpshard.programs import training
-from tpshard.programs.setting import Setting, devices_of
+from tpshard.programs.setting import DTYPES, Setting, devices_of
 from tpshard.recipes.schema import Recipe
 
 ASSUMED = "cpu"
@@ -70,6 +71,15 @@ def report(recipe: Recipe, source: str, what: str = "train", accuracy: str = "")
 
             return serving.report(recipe, what, source, accuracy)
         return of_training(built(Setting.of(recipe, devices_of(recipe))), source, accuracy)
+
+
+def forecast_of(report: Report, recipe: Recipe, conditions: Conditions) -> Forecast:
+    """The whole run of a recipe whose training step is planned."""
+    saved = 3 * report.job.params * DTYPES[recipe.fsdp.master_dtype].itemsize  # weights and both moments
+    return forecast(
+        report.pricing.step_s, report.job.tokens, recipe.train.steps, report.devices, report.job.nodes, saved,
+        recipe.checkpoint.every_steps, report.provenance["time"], conditions,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -9,8 +9,9 @@ from tpshard.parallelism.flow import known
 from tpshard.parallelism.liveness import CATEGORIES
 from tpshard.plan.pricing import PricedPart
 from tpshard.plan.report import Report
-from tpshard.plan.text import LABELS, gib, seconds
+from tpshard.plan.text import LABELS
 from tpshard.plan.trace import lanes
+from tpshard.plan.units import gib, seconds
 
 COLORS = {
     "parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#76b7b2", "activations": "#59a14f",

@@ -10,6 +10,7 @@ from typing import Any
 from tpshard.parallelism import words
 from tpshard.parallelism.flow import known, op_name
 from tpshard.parallelism.why import Told
+from tpshard.plan.forecast import Forecast
 from tpshard.plan.pricing import Line, Pricing
 
 SCHEMA = 1
@@ -97,6 +98,8 @@ class Report:
     fingerprint: str = ""
     programs: list[dict[str, Any]] = field(default_factory=list)
     """Of a server: rows and fingerprint of each."""
+    forecast: Forecast | None = None
+    """Of the whole run, where it was asked for."""
 
     # ---- figures --------------------------------------------------------------------------------------------------
     @property
@@ -278,6 +281,7 @@ class Report:
             "accuracy": self.accuracy,
             "fingerprint": self.fingerprint,
             **({"programs": self.programs} if self.programs else {}),
+            **({"forecast": self.forecast.to_json()} if self.forecast is not None else {}),
         }
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tpshard.plan import make, serving
 from tpshard.plan.report import Edit, Report
-from tpshard.plan.text import gib, seconds
+from tpshard.plan.units import gib, seconds
 from tpshard.programs.setting import Setting, devices_of, model_config
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads

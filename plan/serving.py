@@ -8,7 +8,7 @@ from tpshard.parallelism.cost import Device
 from tpshard.parallelism.fusion import Cached
 from tpshard.plan.pricing import Part, price_parts
 from tpshard.plan.report import Job, Report
-from tpshard.plan.text import gib
+from tpshard.plan.units import gib
 from tpshard.programs.served import served
 from tpshard.programs.serving import BLOCK_SIZE, ServeSetting, ServingPrograms, build_serving
 from tpshard.recipes.schema import Recipe

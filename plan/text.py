@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpshard.parallelism import words
+from tpshard.plan import forecast
 from tpshard.plan.report import Edit, Report, Tensor
 from tpshard.plan.rows import pattern
+from tpshard.plan.units import count, gib, seconds
 
 WIDTH, HEIGHT = 100, 60
 LABELS = {
@@ -17,30 +19,6 @@ LABELS = {
     "activations": "activations", "gathered": "gathered buckets", "logits_and_loss": "logits and loss",
     "communication": "communication", "cache": "key-value cache", "temporary": "temporary",
 }  # fmt: skip
-
-
-def gib(n: float) -> str:
-    """Bytes for people: GiB with two digits, below that MiB or KiB."""
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(n) >= size or (unit == "GiB" and abs(n) >= 0.1 * size):
-            return f"{n / size:.2f} {unit}" if abs(n) / size < 100 else f"{n / size:.0f} {unit}"
-    return f"{n:.0f} B"
-
-
-def seconds(s: float) -> str:
-    """Seconds for people."""
-    if s == 0:
-        return "0"
-    if s < 1e-3:
-        return f"{s * 1e6:.0f} us"
-    return f"{s * 1e3:.3g} ms" if s < 1 else f"{s:.2f} s" if s < 100 else f"{s:.0f} s"
-
-
-def count(n: float) -> str:
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(n) >= size:
-            return f"{n / size:.2f} {unit}"
-    return f"{n:.0f}"
 
 
 def spread(sharding: Sequence[Any]) -> str:
@@ -116,7 +94,8 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
         f"{job.global_sequences // max(1, job.per_device * job.micro_batches)} data ranks x {job.per_device} x "
         f"{job.micro_batches} micro-batch(es), {count(job.tokens)} tokens a step",
     ]
-    tail = _times(report) + _advice(report)
+    whole = forecast.rows(report.forecast) if report.forecast is not None else []
+    tail = _times(report) + whole + _advice(report)
     middle = [_memory(report), _collectives(report, verbose), _reshards(report, verbose)]
     rows = shardings(report, width)
     if not verbose:

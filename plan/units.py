@@ -1,0 +1,27 @@
+"""Numbers for people: bytes, seconds, counts."""
+
+from __future__ import annotations
+
+
+def gib(n: float) -> str:
+    """Bytes for people: GiB with two digits, below that MiB or KiB."""
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(n) >= size or (unit == "GiB" and abs(n) >= 0.1 * size):
+            return f"{n / size:.2f} {unit}" if abs(n) / size < 100 else f"{n / size:.0f} {unit}"
+    return f"{n:.0f} B"
+
+
+def seconds(s: float) -> str:
+    """Seconds for people."""
+    if s == 0:
+        return "0"
+    if s < 1e-3:
+        return f"{s * 1e6:.0f} us"
+    return f"{s * 1e3:.3g} ms" if s < 1 else f"{s:.2f} s" if s < 100 else f"{s:.0f} s"
+
+
+def count(n: float) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(n) >= size:
+            return f"{n / size:.2f} {unit}"
+    return f"{n:.0f}"
