@@ -216,8 +216,8 @@ def _may_cut(op: Op, rule: Rule, f: int, axes: Axes, grain: int) -> bool:
 
 
 def _halo(op: Op, axes: Axes, window: Window) -> halo.Halo | None:
-    size, made = op.operands[window.operand].shape[window.dim], op.results[window.result].shape[window.result_dim]
-    return halo.plan(size, made, axes, window)
+    shapes = [value.shape for value in (*op.operands, *op.results)]
+    return halo.plan(shapes[window.read][window.dim], shapes[window.reader][window.reader_dim], axes, window)
 
 
 def layout_of(rule: Rule, dims: Sequence[tuple[int, ...]], choice: Choice, result: bool) -> Layout:
@@ -281,8 +281,8 @@ def _cost(
                 total += exchange.collectives * latency + (members - 1) * exchange.bytes * share(rule, rest)
     for f, window in rule.windows:
         if f in choice and (needed := _halo(op, choice[f].axes, window)) is not None:
-            layout = layout_of(rule, rule.operands[window.operand], choice, False)
-            value = op.operands[window.operand]
+            layout = layout_of(rule, rule.tensors[window.read], choice, False)
+            value = (*op.operands, *op.results)[window.read]
             part = local_bytes(value.shape, layout, value.dtype.itemsize)
             total += halo.price(needed, part, latency)
     work = rule.flops or sum(v.numel for v in op.results)

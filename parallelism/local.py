@@ -79,16 +79,28 @@ class LocalPart:
         return part if size == part * size_of(axes) else self.emitter.valid(axes, size, grain)
 
     # ---- neighbours -------------------------------------------------------------------------------------
-    def window(self, operand: int, result: int = 0) -> Any:
+    def window(self, operand: int, reader: int | None = None) -> Any:
         node = self.inputs[operand]
-        for size, axes, plan, window in self._halos(operand, result):
+        for _, axes, plan, window in self._halos(operand, len(self.op.operands) if reader is None else reader):
+            size = self._tensor(operand).shape[window.dim]
             node = halo.window(self.emitter, node, window.dim, size, axes, plan, window.fill, self._near(operand))
         return node
 
-    def fold(self, node: Any, operand: int, result: int = 0) -> Any:
-        for size, axes, plan, window in reversed(list(self._halos(operand, result))):
-            node = halo.fold(self.emitter, node, window.dim, size, axes, plan, self._near(operand))
+    def fold(self, node: Any, read: int, reader: int) -> Any:
+        for _, axes, plan, window in reversed(list(self._halos(read, reader))):
+            size = self._tensor(read).shape[window.dim]
+            node = halo.fold(self.emitter, node, window.dim, size, axes, plan, self._near(read))
         return node
+
+    def begin(self, factor: int, read: int) -> Any:
+        readers = {w.reader for f, w in self.rule.windows if (f, w.read) == (factor, read)}
+        for f, axes, plan, _ in (each for reader in readers for each in self._halos(read, reader)):
+            if f == factor:
+                return self.emitter.ranked_number(pick, axes, plan.begins)
+        return 0
+
+    def _tensor(self, place: int) -> Value:
+        return (*self.op.operands, *self.op.results)[place]
 
     def mirror(self, operand: int) -> Any:
         node = self.inputs[operand]
@@ -97,16 +109,16 @@ class LocalPart:
                 node = halo.mirror(self.emitter, node, dim, self.axes(f), self._near(operand))
         return node
 
-    def _halos(self, operand: int, result: int) -> Iterator[tuple[int, Axes, halo.Halo, Window]]:
+    def _halos(self, read: int, reader: int) -> Iterator[tuple[int, Axes, halo.Halo, Window]]:
         for f, window in self.rule.windows:
-            if f in self.choice and (window.operand, window.result) == (operand, result):
-                size = self.op.operands[operand].shape[window.dim]
-                plan = halo.plan(size, self.op.results[result].shape[window.result_dim], self.axes(f), window)
+            if f in self.choice and (window.read, window.reader) == (read, reader):
+                size, made = self._tensor(read).shape[window.dim], self._tensor(reader).shape[window.reader_dim]
+                plan = halo.plan(size, made, self.axes(f), window)
                 assert plan is not None, "a choice cuts a window that has no halo"
-                yield size, self.axes(f), plan, window
+                yield f, self.axes(f), plan, window
 
-    def _near(self, operand: int) -> dict[str, Any]:
-        return self._why("neighbours", self.op.operands[operand])
+    def _near(self, place: int) -> dict[str, Any]:
+        return self._why("neighbours", self._tensor(place))
 
     def _why(self, kind: Literal["neighbours", "others"], value: Value) -> dict[str, Any]:
         need = Need(kind, through(self.op), value.name)

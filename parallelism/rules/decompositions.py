@@ -190,3 +190,94 @@ def addmm(c: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1)
 def addbmm(c: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     product = aten.bmm.default(x, y).sum(0)
     return (product if alpha == 1 else product * alpha) + (c if beta == 1 else c * beta)
+
+
+def convolution_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """convolution_backward: of x a convolution the other way around, of the bias a sum, and of the weight what reads
+    of the weight no more than its shape."""
+    to_x = to_weight = to_bias = None
+    sizes, back = list(zip(x.shape[2:], grad.shape[2:])), [0] * (x.dim() - 2)
+    if wanted[0] and not transposed:
+        spans = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:])]
+        back = [n - ((m - 1) * s - 2 * p + span) for (n, m), s, p, span in zip(sizes, stride, padding, spans)]
+    if wanted[0]:
+        to_x = aten.convolution.default(
+            grad, weight, None, stride, padding, dilation, not transposed, back, groups
+        )  # fmt: skip
+        for d, n in enumerate(x.shape):
+            to_x = to_x if to_x.shape[d] == n else to_x.narrow(d, 0, n)
+    if wanted[1]:
+        shape = aten.expand.default(weight.new_empty(()), weight.shape)
+        to_weight = aten.convolution_backward.default(
+            grad, x, shape, None, stride, padding, dilation, transposed, output_padding, groups, [False, True, False]
+        )[1]
+    if wanted[2]:
+        to_bias = grad.sum([0, *range(2, grad.dim())])
+    return to_x, to_weight, to_bias
+
+
+def _ratios(small: Sequence[int], large: Sequence[int], scales: Sequence[float | None]) -> list[int] | None:
+    """How often each position is repeated; None where that differs from one to another."""
+    if any(n % m for m, n in zip(small, large)):
+        return None
+    ratios = [n // m for m, n in zip(small, large)]
+    return ratios if all(scale is None or scale == ratio for scale, ratio in zip(scales, ratios)) else None
+
+
+def nearest(x: Tensor, size: Sequence[int], *scales: float | None) -> Tensor:
+    """upsample_nearest of whole ratios: every position is repeated."""
+    ratios = _ratios(x.shape[2:], size, scales)
+    if ratios is None:
+        return NotImplemented
+    pairs = [m for n, ratio in zip(x.shape[2:], ratios) for m in (n, ratio)]
+    singles = [m for n in x.shape[2:] for m in (n, 1)]
+    return x.reshape(*x.shape[:2], *singles).expand(*x.shape[:2], *pairs).reshape(*x.shape[:2], *size)
+
+
+def nearest_backward(grad: Tensor, size: Sequence[int], shape: Sequence[int], *scales: float | None) -> Tensor:
+    """upsample_nearest_backward of whole ratios: every position gets the sum."""
+    ratios = _ratios(shape[2:], size, scales)
+    if ratios is None:
+        return NotImplemented
+    pairs = [m for n, ratio in zip(shape[2:], ratios) for m in (n, ratio)]
+    return grad.reshape(*shape[:2], *pairs).sum([3 + 2 * d for d in range(len(ratios))])
+
+
+def _parts_of(x: Tensor, size: Sequence[int]) -> list[int] | None:
+    """The windows of adaptive pooling, where all are of one size."""
+    into = x.shape[x.dim() - len(size) :]
+    return None if any(n % m for n, m in zip(into, size)) else [n // m for n, m in zip(into, size)]
+
+
+def adaptive_average(x: Tensor, size: Sequence[int]) -> Tensor:
+    """_adaptive_avg_pool, into parts of one size."""
+    kernel = _parts_of(x, size)
+    pool = {2: aten.avg_pool2d.default, 3: aten.avg_pool3d.default}[len(size)]
+    return NotImplemented if kernel is None else pool(x, kernel)
+
+
+def adaptive_max(x: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """adaptive_max_pool, into parts of one size."""
+    kernel = _parts_of(x, size)
+    pool = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}[len(size)]
+    return NotImplemented if kernel is None else pool(x, kernel)
+
+
+def adaptive_average_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """_adaptive_avg_pool2d_backward, into parts of one size."""
+    kernel = _parts_of(x, grad.shape[2:])
+    if x.dim() != 4 or kernel is None:
+        return NotImplemented
+    return aten.avg_pool2d_backward.default(grad, x, kernel, kernel, [0, 0], False, True, None)
+
+
+def adaptive_max_backward(grad: Tensor, x: Tensor, indices: Tensor) -> Tensor:
+    """adaptive_max_pool2d_backward, into parts of one size."""
+    kernel = _parts_of(x, grad.shape[2:])
+    if x.dim() != 4 or kernel is None:
+        return NotImplemented
+    return aten.max_pool2d_with_indices_backward.default(grad, x, kernel, kernel, [0, 0], [1, 1], False, indices)

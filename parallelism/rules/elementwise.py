@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,6 +101,18 @@ def shape_of(op: Op) -> Rule:
     return factors.rule([dims], [dims], priority=0)
 
 
+def number(value: float | None) -> Callable[[Op], None]:
+    """A number like another is itself: the other, which devices may have to sum, is not read."""
+
+    def canonical(op: Op) -> None:
+        if op.results[0].rank == 0 and op.operands and op.operands[0].rank == 0:
+            given = op.args[1] if value is None and len(op.args) > 1 else op.kwargs.get("fill_value", value)
+            op.target, op.args, op.operands = torch.ops.aten.full.default, ((), given), []
+            op.kwargs = {"dtype": op.results[0].dtype, "device": op.kwargs.get("device")}
+
+    return canonical
+
+
 like = Entry(shape_of, inlined=True)
 
 OPS: Table = {
@@ -126,9 +139,9 @@ OPS: Table = {
     aten.sigmoid_backward: pointwise(),
     aten.tanh_backward: pointwise(),
     aten.threshold_backward: pointwise(),
-    aten.ones_like: like,
-    aten.zeros_like: like,
-    aten.full_like: like,
+    aten.ones_like: replace(like, canonical=number(1)),
+    aten.zeros_like: replace(like, canonical=number(0)),
+    aten.full_like: replace(like, canonical=number(None)),
     aten.empty_like: like,
 }
 """Any other op that torch tags as pointwise is one too, partial sums excepted."""

@@ -21,10 +21,10 @@ aten = torch.ops.aten
 
 
 def windowed(rule: Rule, windows: Sequence[Window]) -> Rule:
-    """A rule whose results read operands through windows."""
+    """A rule whose tensors read others through windows."""
     with_factor: list[tuple[int, Window]] = []
     for window in windows:
-        members = rule.operands[window.operand][window.dim]
+        members = rule.tensors[window.read][window.dim]
         with_factor.extend((f, window) for f in members)
     return replace(rule, windows=tuple(with_factor))
 
@@ -62,7 +62,7 @@ def slice_rule(op: Op) -> Rule:
         return node if step == 1 else at.emit(aten.slice.Tensor, node, dim, 0, 1 << 62, step, shape=at.shape())
 
     rule = alike(op, [dim], Kind.PERMUTE, local=local)
-    rule = windowed(rule, [Window(0, dim, 0, dim, first=start, stride=step)])
+    rule = windowed(rule, [Window(0, dim, 1, dim, first=start, stride=step)])
     return replace(rule, others=(picked(op, dim, range(start, start + step * op.results[0].shape[dim], step)),))
 
 
@@ -121,10 +121,10 @@ def split(op: Op) -> Rule:
     def local(at: LocalOp) -> Any:
         if not cut_dims(at, rule):
             return at.same()
-        return [at.window(0, i) for i in range(len(op.results))]
+        return [at.window(0, 1 + i) for i in range(len(op.results))]
 
     rule = alike(op, [dim], Kind.PERMUTE, local=local)
-    return windowed(rule, [Window(0, dim, i, dim, first=starts[i]) for i in range(len(op.results))])
+    return windowed(rule, [Window(0, dim, 1 + i, dim, first=starts[i]) for i in range(len(op.results))])
 
 
 # ---- shifts ---------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def pad(op: Op) -> Rule:
         return at.emit(aten.constant_pad_nd.default, node, rest, value, shape=at.shape()) if any(rest) else node
 
     rule = alike(op, list(before), Kind.PERMUTE, (0,) if not value else (), local=local)
-    return windowed(rule, [Window(0, d, 0, d, first=-n, fill=value) for d, n in before.items()])
+    return windowed(rule, [Window(0, d, 1, d, first=-n, fill=value) for d, n in before.items()])
 
 
 def roll(op: Op) -> Rule:
@@ -165,7 +165,7 @@ def roll(op: Op) -> Rule:
 
     rule = alike(op, list(moved), Kind.PERMUTE, local=local)
     nearer = {d: -n if 2 * n <= x.shape[d] else x.shape[d] - n for d, n in moved.items()}
-    return windowed(rule, [Window(0, d, 0, d, first=n, cyclic=True) for d, n in nearer.items()])
+    return windowed(rule, [Window(0, d, 1, d, first=n, cyclic=True) for d, n in nearer.items()])
 
 
 def flip(op: Op) -> Rule:
@@ -203,7 +203,7 @@ def cat(op: Op) -> Rule:
         return node
 
     rule = alike(op, [dim], Kind.PERMUTE, tuple(range(len(op.operands))), local=local)
-    return windowed(rule, [Window(i, dim, 0, dim, first=-starts[i]) for i in range(len(op.operands))])
+    return windowed(rule, [Window(i, dim, len(starts) - 1, dim, first=-starts[i]) for i in range(len(op.operands))])
 
 
 def from_on(at: LocalOp, factor: int, dim: int, start: int) -> Any:
@@ -231,7 +231,7 @@ def slice_scatter(op: Op) -> Rule:
         return at.emit(aten.where.self, from_on(at, f, dim, end), at.inputs[0], inside, shape=at.shape())
 
     rule = alike(op, [dim], Kind.PERMUTE, (0, 1), local=local)
-    return windowed(rule, [Window(0, dim, 0, dim), Window(1, dim, 0, dim, first=-start)])
+    return windowed(rule, [Window(0, dim, 2, dim), Window(1, dim, 2, dim, first=-start)])
 
 
 def triangle(op: Op) -> Rule:

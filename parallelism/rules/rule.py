@@ -33,18 +33,18 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Window:
-    """What a result reads of an operand along a dim: position `o` reads the operand's positions from
-    `stride * o + first` on, `span` of them."""
+    """What one tensor of an op reads of another along a dim: position `o` of the reader reads the positions from
+    `stride * o + first` on, `span` of them. Tensors are counted: operands, then results."""
 
-    operand: int
+    read: int
     dim: int
-    result: int
-    result_dim: int
+    reader: int
+    reader_dim: int
     first: int = 0
     stride: int = 1
     span: int = 1
     fill: float | None = None
-    """What positions that the operand does not have hold; None: what is read there is not used."""
+    """What positions that do not exist hold; None: what is read there is not used."""
     cyclic: bool = False
     """Whether the first position follows the last."""
 
@@ -90,7 +90,7 @@ class Rule:
     guarded: tuple[int, ...] = ()
     """Summed factors whose padding the rule's own `local` does not read."""
     windows: tuple[tuple[int, Window], ...] = ()
-    """(factor, window): how results read operands along factors of kind PERMUTE, or of windowed sums."""
+    """(factor, window): how tensors read others along factors of kind PERMUTE, or of windowed sums."""
     mirrored: tuple[int, ...] = ()
     """Factors that are read from end to start."""
     exchanged: tuple[Exchange, ...] = ()
@@ -175,11 +175,15 @@ class LocalOp(Protocol):
     def first(self, factor: int) -> Any:
         """Node (or 1) that is 1 on the first device along a factor's axes and 0 on the others."""
 
-    def window(self, operand: int, result: int = 0) -> Any:
-        """Node of what this device reads of an operand for its part of a result; the operand where no window is cut."""
+    def window(self, operand: int, reader: int | None = None) -> Any:
+        """Node of what this device reads of an operand for its part of the reader (the first result); the operand
+        where no window is cut."""
 
-    def fold(self, node: Any, operand: int, result: int = 0) -> Any:
-        """Transpose of `window`: from a gradient of the window the gradient of this device's part of the operand."""
+    def fold(self, node: Any, read: int, reader: int) -> Any:
+        """Transpose of `window`: from what a part of the reader adds to its window, summed, this device's part."""
+
+    def begin(self, factor: int, read: int) -> Any:
+        """Node (or 0) of the position of a tensor at which this device's window along a factor begins."""
 
     def mirror(self, operand: int) -> Any:
         """Node of this device's part of the operand flipped along the mirrored factors that are cut."""

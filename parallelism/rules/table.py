@@ -22,6 +22,7 @@ from tpshard.parallelism.rules import (
     matrices,
     paged,
     pieces,
+    pooling,
     reduction,
     reorder,
     selection,
@@ -33,7 +34,7 @@ from tpshard.parallelism.rules.rule import Rule, whole
 
 THEMES = (
     contraction, elementwise, shape, pieces, reduction, selection, indexing, by_index, creation, attention, paged,
-    experts, reorder, identities, windows, matrices, lookups, decomposed, kernels,
+    experts, reorder, identities, windows, pooling, matrices, lookups, decomposed, kernels,
 )  # fmt: skip
 OTHER = Entry(dense="all")
 """What is known of an op that is not in the table."""

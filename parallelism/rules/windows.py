@@ -1,91 +1,169 @@
-"""Ops over windows of spatial dims: convolution, pooling, resizing, padding by neighbours. These dims are whole."""
+"""Convolution, resizing, padding by neighbours.
+
+Cut along a spatial dim, a device convolves its part and what neighbours have of the windows at its ends. What resizes
+or pads has its spatial dims whole, but for what is recorded as views (`rules.decompositions`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op, Ref, Value
+from tpshard.parallelism.rules import decompositions as by
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.letters import letters
-from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, product
+from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, Window, product
 
 aten = torch.ops.aten
 
 
-class Channels:
-    """The factors of a convolution: batch, groups, and the channels of a group, of what comes in and of what goes out.
+def spread(numbers: Any, rank: int, otherwise: Any = 1) -> list[int]:
+    """An argument of a layer for each spatial dim: it may be one for all, or left out."""
+    given = [numbers] if isinstance(numbers, int) else list(numbers if numbers is not None else ())
+    return list(otherwise) if not given and not isinstance(otherwise, int) else (given or [otherwise]) * (
+        rank if len(given) < 2 else 1
+    )  # fmt: skip
 
-    `x[n (g i) ...]`, `weight[(g o) i ...]` (transposed: `[(g i) o ...]`), `out[n (g o) ...]`.
+
+class Sliding:
+    """The spatial dims of two tensors of which one reads the other through windows.
+
+    A dim of size 1 on either side is whole: there is nothing to share. `lead`: dims before the spatial ones.
     """
 
-    def __init__(self, x: Value, weight: Value, transposed: bool, groups: int):
+    def __init__(
+        self, factors: Factors, read: Sequence[int], reader: Sequence[int], kernel: Sequence[int],
+        stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], kind: Kind = Kind.PERMUTE,
+        lead: int = 2,
+    ):  # fmt: skip
+        self.stride, self.padding, self.lead, self.kind = stride, padding, lead, kind
+        self.spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
+        self.factors = [
+            factors.new(made, kind) if min(size, made) > 1 else None for size, made in zip(read, reader)
+        ]  # fmt: skip
+        whole = [
+            [() if f is not None or n == 1 else (factors.new(n, Kind.WHOLE),) for f, n in zip(self.factors, sizes)]
+            for sizes in (read, reader)
+        ]
+        self.read, self.reader = (
+            tuple((f,) if f is not None else alone[d] for d, f in enumerate(self.factors)) for alone in whole
+        )
+
+    def windows(self, read: int, reader: int, fill: float | None = None) -> tuple[tuple[int, Window], ...]:
+        """Of the tensors at these places."""
+        return tuple(
+            (f, Window(read, dim, reader, dim, -self.padding[d], self.stride[d], self.spans[d], fill))
+            for d, f in enumerate(self.factors) if f is not None and self.kind is not Kind.WHOLE
+            for dim in (self.lead + d,)
+        )  # fmt: skip
+
+    def cut(self, at: LocalOp) -> list[bool]:
+        return [f is not None and bool(at.axes(f)) for f in self.factors]
+
+    def padded(self, at: LocalOp, padding: Sequence[int] | None = None) -> list[int]:
+        """What a device pads itself: where a dim is cut, its window has the padding."""
+        return [0 if cut else n for cut, n in zip(self.cut(at), padding or self.padding)]
+
+    def window(self, at: LocalOp, read: Sequence[int], reader: Sequence[int]) -> list[int]:
+        """The spatial sizes of a device's window, of local sizes of what is read and of what reads."""
+        return [
+            (made - 1) * step + span if cut else size
+            for cut, size, made, step, span in zip(self.cut(at), read, reader, self.stride, self.spans)
+        ]
+
+
+class Channels:
+    """The factors of a convolution: batch, groups, the channels of a group, of what comes in and of what goes out, and
+    the spatial dims, of which one side reads the other's through windows.
+
+    `x[n (g i) ...]`, `weight[(g o) i ...]` (transposed: `[(g i) o ...]`), `out[n (g o) ...]`. `geometry`: stride,
+    padding, dilation.
+    """
+
+    def __init__(
+        self, x: Value, weight: Value, out: Value, transposed: bool, groups: int, geometry: Sequence[Sequence[int]],
+        kind: Kind = Kind.PERMUTE,
+    ):  # fmt: skip
         self.factors = Factors()
         self.n = self.factors.new(x.shape[0])
         self.g = self.factors.new(groups)
         first = weight.shape[0] // groups
         i, o = (first, weight.shape[1]) if transposed else (weight.shape[1], first)
         self.i, self.o = self.factors.new(i), self.factors.new(o)
-        self.transposed = transposed
-
-    def x(self, value: Value) -> tuple[Dim, ...]:
-        return ((self.n,), (self.g, self.i), *self.factors.dims(value.shape[2:], Kind.WHOLE))
-
-    def out(self, value: Value) -> tuple[Dim, ...]:
-        return ((self.n,), (self.g, self.o), *self.factors.dims(value.shape[2:], Kind.WHOLE))
-
-    def weight(self, value: Value) -> tuple[Dim, ...]:
-        first, second = (self.i, self.o) if self.transposed else (self.o, self.i)
-        return ((self.g, first), (second,), *self.factors.dims(value.shape[2:], Kind.WHOLE))
-
-    @property
-    def bias(self) -> tuple[Dim, ...]:
-        return ((self.g, self.o),)
-
-    @property
-    def work(self) -> tuple[int, ...]:
-        return self.n, self.g, self.i, self.o
+        rank = x.rank - 2
+        read, reader = (out, x) if transposed else (x, out)
+        stride, padding, dilation = (spread(numbers, rank) for numbers in geometry)
+        self.sliding = Sliding(
+            self.factors, read.shape[2:], reader.shape[2:], weight.shape[2:], stride, padding, dilation, kind
+        )
+        near, far = (self.sliding.reader, self.sliding.read) if transposed else (self.sliding.read, self.sliding.reader)
+        a, b = (self.i, self.o) if transposed else (self.o, self.i)
+        self.x: tuple[Dim, ...] = ((self.n,), (self.g, self.i), *near)
+        self.out: tuple[Dim, ...] = ((self.n,), (self.g, self.o), *far)
+        self.weight: tuple[Dim, ...] = ((self.g, a), (b,), *self.factors.dims(weight.shape[2:], Kind.WHOLE))
+        self.bias: tuple[Dim, ...] = ((self.g, self.o),)
+        self.work = (self.n, self.g, self.i, self.o, *(f for f in self.sliding.factors if f is not None))
 
 
 def convolution(op: Op) -> Rule:
     """convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
     x, weight = op.operands[:2]
     (out,) = op.results
-    at_ = Channels(x, weight, op.args[6], op.args[8])
+    place = len(op.operands)
+    transposed, more = op.args[6], spread(op.args[7], x.rank - 2)
+    at_ = Channels(x, weight, out, transposed, op.args[8], op.args[3:6])
     at_.factors.kinds[at_.i] = Kind.REDUCE
+    sliding = at_.sliding
 
     def local(at: LocalOp) -> Any:
         bias = op.args[2]
         if isinstance(bias, Ref) and at.axes(at_.i):  # added once to what is still to be summed
             once = at.emit(aten.mul.Tensor, at.inputs[2], at.first(at_.i), shape=at.operand_shape(2))
             at.inputs[2] = once
-        return at.with_args(*op.args[:8], at.size(at_.g))
+        padding = sliding.padded(at)
+        rest = (op.args[3], padding, op.args[5], transposed, sliding.padded(at, more), at.size(at_.g))
+        if not transposed or not any(sliding.cut(at)):
+            at.inputs[0] = at.window(0)
+            return at.with_args(*op.args[:3], *rest)
+        shape = at.shape()
+        size = (*shape[:2], *sliding.window(at, shape[2:], at.operand_shape(0)[2:]))
+        made = at.emit(op.target, *at.inputs[:2], None, *rest, shape=size, work=True)
+        made = at.fold(made, place, 0)
+        if not isinstance(bias, Ref):
+            return made
+        view = (-1, *[1] * (x.rank - 2))
+        each = at.emit(aten.reshape.default, at.inputs[2], view, shape=(shape[1], *view[1:]))
+        return at.emit(aten.add.Tensor, made, each, shape=shape)
 
-    operands = [at_.x(x), at_.weight(weight)] + ([at_.bias] if len(op.operands) > 2 else [])
-    flops = 2 * (x.numel * product(weight.shape[1:]) if at_.transposed else out.numel * product(weight.shape[1:]))
-    return at_.factors.rule(operands, [at_.out(out)], flops=flops, work=at_.work, local=local)
+    operands = [at_.x, at_.weight] + ([at_.bias] if len(op.operands) > 2 else [])
+    flops = 2 * (x.numel if transposed else out.numel) * product(weight.shape[1:])
+    rule = at_.factors.rule(operands, [at_.out], flops=flops, work=at_.work, local=local)
+    if transposed:
+        return replace(rule, windows=sliding.windows(place, 0), fills=((0, 0.0),))
+    return replace(rule, windows=sliding.windows(0, place, fill=0.0))
 
 
 def convolution_backward(op: Op) -> Rule:
-    """convolution_backward(grad, x, weight, bias_sizes, ..., output_mask) -> gradients of x, weight and bias."""
+    """convolution_backward(grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups,
+    [False, True, False]): the gradient of the weight, summed over batch and spatial dims. Others are convolutions and
+    sums (`rules.decompositions`)."""
     grad, x, weight = op.operands
-    transposed, groups, wanted = op.args[7], op.args[9], op.args[10]
-    at_ = Channels(x, weight, transposed, groups)
-    at_.factors.kinds[at_.n] = at_.factors.kinds[at_.o] = Kind.REDUCE
+    transposed = op.args[7]
+    at_ = Channels(x, weight, grad, transposed, op.args[9], op.args[4:7], Kind.REDUCE)
+    at_.factors.kinds[at_.n] = Kind.REDUCE
+    read, reader = (0, 1) if transposed else (1, 0)
 
     def local(at: LocalOp) -> Any:
-        sizes = [at.size(at_.g) * at.size(at_.o)] if op.args[3] is not None else None
-        refs = (Ref(0), Ref(1), Ref(2))
-        return at.with_args(*refs, sizes, *op.args[4:9], at.size(at_.g), wanted)
+        at.inputs[read] = at.window(read, reader)
+        padding, more = at_.sliding.padded(at), at_.sliding.padded(at, spread(op.args[8], x.rank - 2))
+        return at.with_args(*op.args[:3], None, op.args[4], padding, *op.args[6:8], more, at.size(at_.g), op.args[10])
 
-    dims = [at_.x(x), at_.weight(weight), at_.bias]
-    results = [made if value.rank else () for made, value in zip(dims, op.results)]
-    each = 2 * (x.numel if transposed else grad.numel) * product(weight.shape[1:])
-    return at_.factors.rule(
-        [at_.out(grad), at_.x(x), at_.weight(weight)], results, flops=each * (wanted[0] + wanted[1]), work=at_.work,
-        local=local,
-    )  # fmt: skip
+    flops = 2 * (x.numel if transposed else grad.numel) * product(weight.shape[1:])
+    rule = at_.factors.rule([at_.out, at_.x, at_.weight], [(), at_.weight, ()], flops=flops, work=at_.work, local=local)
+    return replace(rule, windows=at_.sliding.windows(read, reader, fill=0.0))
 
 
 def sized(position: int) -> Callable[[LocalOp], Any]:
@@ -97,7 +175,7 @@ SPATIAL = {1: ("W", "Z"), 2: ("HW", "YZ"), 3: ("DHW", "XYZ")}
 """Whole dims of what comes in and of what goes out, by their number."""
 OPS: Table = {
     aten.convolution: Entry(convolution, work="matmul", saved=True),
-    aten.convolution_backward: Entry(convolution_backward, work="matmul"),
+    aten.convolution_backward: Entry(convolution_backward, work="matmul", recorded=by.convolution_backward),
     aten.grid_sampler_2d: letters("ncHW,nyzP->ncyz"),
     aten.grid_sampler_2d_backward: letters("ncyz,ncHW,nyzP->ncHW,nyzP"),
     aten.grid_sampler_3d: letters("ncDHW,nxyzP->ncxyz"),
@@ -105,9 +183,13 @@ OPS: Table = {
 }
 
 
-def _each(names: str, forward: str, backward: str = "", *, linear: str = "", size: int | None = None) -> None:
+def _each(
+    names: str, forward: str, backward: str = "", *, linear: str = "", size: int | None = None,
+    recorded: Sequence[Any] = ("itself", "itself"),
+) -> None:  # fmt: skip
     """Adds ops, `{}` in a name for the number of spatial dims, and their backward ops. In letters `in` and `out` are
-    the spatial dims of what goes in and comes out; `size`: place of the backward's argument with the input's size."""
+    the spatial dims of what goes in and comes out; `size`: place of the backward's argument with the input's size;
+    `recorded`: of both."""
     for name in names.split():
         for rank, (before, after) in SPATIAL.items():
 
@@ -115,20 +197,20 @@ def _each(names: str, forward: str, backward: str = "", *, linear: str = "", siz
                 return text.replace("out", f"...{after}").replace("in", f"...{before}")
 
             op = getattr(aten, name.format(rank), None)
-            if op is None or op.default.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-                continue  # that is run as others
+            if op is None:
+                continue
             back = getattr(aten, name.format(rank) + "_backward", None)
-            OPS[op] = letters(spelled(forward), linear=linear)
+            OPS[op] = letters(spelled(forward), linear=linear, recorded=recorded[0])
             if back is not None and backward:
                 local = sized(size) if size is not None else None
-                OPS[back] = letters(spelled(backward), local=local, linear="0")
+                OPS[back] = letters(spelled(backward), local=local, linear="0", recorded=recorded[1])
 
 
-_each("max_pool{}d_with_indices", "in->out,out", "out,in,out->in")
-_each("adaptive_max_pool{}d", "in->out,out", "out,in,out->in")
-_each("avg_pool{}d _adaptive_avg_pool{}d", "in->out", "out,in->in", linear="0")
 _each("max_unpool{}d", "in,in->out", linear="0")
 _each("reflection_pad{}d replication_pad{}d", "in->out", "out,in->in", linear="0")
-_each("upsample_nearest{}d _upsample_nearest_exact{}d", "in->out", "out->in", linear="0", size=2)
+_each(
+    "upsample_nearest{}d _upsample_nearest_exact{}d", "in->out", "out->in", linear="0", size=2,
+    recorded=(by.nearest, by.nearest_backward),
+)  # fmt: skip
 _each("upsample_linear{}d upsample_bilinear{}d upsample_trilinear{}d", "in->out", "out->in", linear="0", size=2)
 _each("upsample_bicubic{}d _upsample_bilinear{}d_aa _upsample_bicubic{}d_aa", "in->out", "out->in", linear="0", size=2)

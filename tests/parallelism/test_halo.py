@@ -46,7 +46,7 @@ def test_every_window_lies_in_what_a_device_has_and_fetches(members: int) -> Non
     rng = random.Random(members)
     for _ in range(400):
         operand, result = rng.randint(1, 20), rng.randint(1, 20)
-        window = Window(0, 0, 0, 0, rng.randint(-9, 9), rng.randint(1, 3), rng.randint(1, 4))
+        window = Window(0, 0, 1, 0, rng.randint(-9, 9), rng.randint(1, 3), rng.randint(1, 4))
         halo = plan(operand, result, axes, window)
         assert isinstance(halo, Halo)
         part, made = local_size(operand, axes), local_size(result, axes)

@@ -1,0 +1,189 @@
+"""Pooling: a window for every position of the result, and back.
+
+A device that has a part of a spatial dim pools it and what neighbours have of the windows at its ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tpshard.parallelism.graph import Op, Value
+from tpshard.parallelism.rules import decompositions as by
+from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.letters import letters
+from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, product
+from tpshard.parallelism.rules.windows import Sliding, spread
+
+aten = torch.ops.aten
+INDEX = torch.int64
+
+
+class Pooling:
+    """The factors of pooling `x[... spatial] -> out[... spatial]` over `rank` dims. `given`: kernel, stride, padding,
+    dilation."""
+
+    def __init__(self, x: Value, out: Value, rank: int, given: Sequence[Any], plain: bool = True):
+        kernel = spread(given[0], rank)
+        stride = spread(given[1], rank, kernel)
+        padding, dilation = spread(given[2], rank, 0), spread(given[3], rank)
+        self.lead = x.rank - rank
+        self.factors = Factors()
+        before = self.factors.dims(x.shape[: self.lead])
+        self.sliding = Sliding(
+            self.factors, x.shape[self.lead :], out.shape[self.lead :], kernel, stride, padding, dilation,
+            Kind.PERMUTE if plain else Kind.WHOLE, self.lead,
+        )  # fmt: skip
+        self.x: tuple[Dim, ...] = (*before, *self.sliding.read)
+        self.out: tuple[Dim, ...] = (*before, *self.sliding.reader)
+
+    def window(self, at: LocalOp, x: Sequence[int], out: Sequence[int]) -> list[int]:
+        """The local shape of a device's window."""
+        return [*x[: self.lead], *self.sliding.window(at, x[self.lead :], out[self.lead :])]
+
+    def moved(self, at: LocalOp, index: Any, read: int, source: Sequence[int], target: Sequence[int], sign: int) -> Any:
+        """Places in a device's window, of this spatial size, as places in the whole plane (`sign` 1), or back (-1)."""
+        shape, total = at.shape_of(index), None
+        for d, f in enumerate(self.sliding.factors):
+
+            def emit(op: Any, *args: Any) -> Any:
+                return at.emit(op, *args, shape=shape, dtype=INDEX)
+
+            place = emit(aten.floor_divide.default, index, product(source[d + 1 :]))
+            place = emit(aten.remainder.Scalar, place, source[d])
+            if f is not None and at.axes(f):
+                op = aten.add.Tensor if sign > 0 else aten.sub.Tensor
+                place = emit(aten.clamp.default, emit(op, place, at.begin(f, read)), 0, target[d] - 1)
+            place = emit(aten.mul.Tensor, place, product(target[d + 1 :]))
+            total = place if total is None else emit(aten.add.Tensor, total, place)
+        return total
+
+
+def largest(rank: int) -> Callable[[Op], Rule]:
+    """max_pool_with_indices(x, kernel, stride, padding, dilation, ceil_mode) -> values, places in the plane."""
+
+    def rule(op: Op) -> Rule:
+        (x,), (out, _) = op.operands, op.results
+        given = (*op.args[1:], *(None,) * 4)[:4]
+        pool = Pooling(x, out, rank, given, x.dtype.is_floating_point)
+        ceil = op.args[5] if len(op.args) > 5 else False
+
+        def local(at: LocalOp) -> Any:
+            if not any(pool.sliding.cut(at)):
+                return at.same()
+            node = at.window(0)
+            sizes = pool.sliding
+            kernel = spread(given[0], rank)
+            made = at.several(
+                op.target, node, kernel, sizes.stride, sizes.padded(at), spread(given[3], rank), ceil,
+                like=[(at.shape(), out.dtype), (at.shape(), INDEX)],
+            )  # fmt: skip
+            window = at.shape_of(node)[pool.lead :]
+            return [made[0], pool.moved(at, made[1], 0, window, x.shape[pool.lead :], 1)]
+
+        made = pool.factors.rule([pool.x], [pool.out, pool.out], local=local)
+        return replace(made, windows=pool.sliding.windows(0, 1, -torch.inf))
+
+    return rule
+
+
+def largest_backward(rank: int) -> Callable[[Op], Rule]:
+    """max_pool_with_indices_backward(grad, x, kernel, stride, padding, dilation, ceil_mode, indices)."""
+
+    def rule(op: Op) -> Rule:
+        grad, x, _ = op.operands
+        pool = Pooling(x, grad, rank, op.args[2:6])
+
+        def local(at: LocalOp) -> Any:
+            if not any(pool.sliding.cut(at)):
+                return at.same()
+            shape = pool.window(at, at.operand_shape(1), at.operand_shape(0))
+            like = at.emit(aten.new_empty.default, at.inputs[1], shape, shape=shape)
+            indices = pool.moved(at, at.inputs[2], 3, x.shape[pool.lead :], shape[pool.lead :], -1)
+            made = at.emit(
+                op.target, at.inputs[0], like, *op.args[2:4], pool.sliding.padded(at), *op.args[5:7], indices,
+                shape=shape,
+            )  # fmt: skip
+            return at.fold(made, 3, 0)
+
+        made = pool.factors.rule([pool.out, pool.x, pool.out], [pool.x], local=local)
+        return replace(made, windows=pool.sliding.windows(3, 0), fills=((0, 0.0), (2, 0.0)))
+
+    return rule
+
+
+def _even(given: Sequence[Any], rank: int) -> bool:
+    """Whether every window of average pooling is divided by the same, of: padding, ceil_mode, count_include_pad,
+    divisor."""
+    padding, ceil, count, divisor = (*given, *(None,) * 4)[:4]
+    return bool(divisor) or (not ceil and (count is not False or not any(spread(padding, rank, 0))))
+
+
+def average(rank: int) -> Callable[[Op], Rule]:
+    """avg_pool(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor)."""
+
+    def rule(op: Op) -> Rule:
+        (x,), (out,) = op.operands, op.results
+        given = (*op.args[1:], *(None,) * 3)[:3]
+        pool = Pooling(x, out, rank, (*given, 1), _even(op.args[3:], rank))
+
+        def local(at: LocalOp) -> Any:
+            if not any(pool.sliding.cut(at)):
+                return at.same()
+            at.inputs[0] = at.window(0)
+            return at.with_args(*op.args[:2], pool.sliding.stride, pool.sliding.padded(at), *op.args[4:])
+
+        made = pool.factors.rule([pool.x], [pool.out], additive=(0,), local=local)
+        return replace(made, windows=pool.sliding.windows(0, 1, 0.0))
+
+    return rule
+
+
+def average_backward(rank: int) -> Callable[[Op], Rule]:
+    """avg_pool_backward(grad, x, kernel, stride, padding, ceil_mode, count_include_pad, divisor)."""
+
+    def rule(op: Op) -> Rule:
+        grad, x = op.operands
+        pool = Pooling(x, grad, rank, (*op.args[2:5], 1), _even(op.args[4:], rank))
+
+        def local(at: LocalOp) -> Any:
+            if not any(pool.sliding.cut(at)):
+                return at.same()
+            shape = pool.window(at, at.operand_shape(1), at.operand_shape(0))
+            like = at.emit(aten.new_empty.default, at.inputs[1], shape, shape=shape)
+            rest = (*op.args[2:4], pool.sliding.padded(at), *op.args[5:])
+            return at.fold(at.emit(op.target, at.inputs[0], like, *rest, shape=shape), 2, 0)
+
+        made = pool.factors.rule([pool.out, pool.x], [pool.x], additive=(0,), local=local)
+        return replace(made, windows=pool.sliding.windows(2, 0), fills=((0, 0.0),))
+
+    return rule
+
+
+def _adaptive(name: str, spelled: str, back: str, recorded: tuple[Any, Any], linear: str = "") -> Table:
+    """Adaptive pooling, of whole dims; into parts of one size it is recorded as pooling."""
+    made: Table = {}
+    for rank, (before, after) in {2: ("HW", "YZ"), 3: ("DHW", "XYZ")}.items():
+        for text, suffix, one in ((spelled, "", recorded[0]), (back, "_backward", recorded[1])):
+            text = text.replace("out", f"...{after}").replace("in", f"...{before}")
+            op = getattr(aten, f"{name}{rank}d{suffix}")
+            made[op] = letters(text, linear=linear and "0", recorded=one)
+    return made
+
+
+OPS: Table = {
+    aten.max_pool2d_with_indices: Entry(largest(2)),
+    aten.max_pool2d_with_indices_backward: Entry(largest_backward(2)),
+    aten.max_pool3d_with_indices: Entry(largest(3)),
+    aten.max_pool3d_with_indices_backward: Entry(largest_backward(3)),
+    aten.avg_pool2d: Entry(average(2)),
+    aten.avg_pool2d_backward: Entry(average_backward(2)),
+    aten.avg_pool3d: Entry(average(3)),
+    aten.avg_pool3d_backward: Entry(average_backward(3)),
+    **_adaptive("_adaptive_avg_pool", "in->out", "out,in->in",
+                (by.adaptive_average, by.adaptive_average_backward), linear="0"),
+    **_adaptive("adaptive_max_pool", "in->out,out", "out,in,out->in",
+                (by.adaptive_max, by.adaptive_max_backward)),
+}  # fmt: skip

@@ -1,0 +1,119 @@
+"""Convolution, pooling and resizing of images cut along their height or width: neighbours send what windows read."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tpshard.parallelism import Mesh, Program, partition
+
+torch.set_num_threads(1)
+MESHES = [Mesh({"x": 2}), Mesh({"x": 3}), Mesh({"x": 2, "y": 2})]
+
+
+def images(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def stepped(fn: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A function and its gradients."""
+
+    def run(*args: Tensor) -> Any:
+        args = tuple(a.detach().requires_grad_() for a in args)
+        out = fn(*args)
+        return [out.detach(), *torch.autograd.grad((out.sin() * out.detach().cos()).sum(), args)]
+
+    return run
+
+
+def same(fn: Callable[..., Tensor], args: list[Tensor], mesh: Mesh, dims: Any, out: Any = None) -> Program:
+    whole = stepped(fn)
+    program = partition(whole, args, mesh, [dims, *[None] * (len(args) - 1)], [out, *[None] * len(args)])
+    torch.testing.assert_close(program.simulate(*args), whole(*args))
+    return program
+
+
+def drawn(seed: int) -> tuple[str, Callable[..., Tensor], list[Tensor]]:
+    """A layer over 1 to 3 dims with random windows."""
+    rng = random.Random(seed)
+    rank = rng.choice([1, 2, 2, 3])
+    kernel = [rng.randint(1, 4) for _ in range(rank)]
+    stride = [rng.choice([1, 1, 2, 3]) for _ in kernel]
+    dilation = [rng.choice([1, 1, 2]) for _ in kernel]
+    padding = [rng.randint(0, k // 2) for k in kernel]
+    size = [rng.randint(6, 13) for _ in kernel]
+    x, groups = images(2, 4, *size), rng.choice([1, 2])
+    weights = [images(4, 4 // groups, *kernel), images(4)]
+    more = [rng.randint(0, max(s, d) - 1) for s, d in zip(stride, dilation)]
+    ceil, count = rng.random() < 0.3, rng.random() < 0.7
+    kinds: list[tuple[str, Callable[..., Tensor], list[Tensor]]] = [
+        ("conv", lambda x, w, b: getattr(F, f"conv{rank}d")(x, w, b, stride, padding, dilation, groups), weights),
+        ("transposed", lambda x, w, b: getattr(F, f"conv_transpose{rank}d")(
+            x, w, b, stride, padding, more, groups, dilation), weights),
+        ("max", lambda x: getattr(F, f"max_pool{rank}d")(x, kernel, stride, padding, dilation, ceil), []),
+        ("average", lambda x: getattr(F, f"avg_pool{rank}d")(x, kernel, stride, padding, ceil, count), []),
+        ("nearest", lambda x: F.interpolate(x, scale_factor=2), []),
+    ]  # fmt: skip
+    name, fn, rest = kinds[seed % len(kinds)]
+    return name, fn, [x, *rest]
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_layers_over_cut_images_and_their_gradients(part: int) -> None:
+    permuted = 0
+    for seed, mesh in itertools.product(range(part, 30, 5), MESHES):
+        _, fn, args = drawn(seed)
+        try:
+            fn(*args)
+        except RuntimeError:  # a window larger than the image
+            continue
+        d = 2 + seed % (args[0].dim() - 2)
+        dims = [None] * args[0].dim()
+        dims[d] = "x"  # type: ignore[call-overload]
+        if "y" in mesh.axes:
+            dims[2 + (d - 1) % (args[0].dim() - 2)] = "y" if args[0].dim() > 3 else ("x", "y")  # type: ignore
+        for given, wanted in ((tuple(dims), None), (None, tuple(dims))):
+            program = same(fn, args, mesh, given, wanted)
+            permuted += any(c.kind == "permute" for c in program.collectives)
+    assert permuted > 2 or part == 4, "halos are exchanged"
+
+
+def test_a_convolution_reads_a_row_of_each_neighbour() -> None:
+    x, w = images(2, 4, 16, 16), images(4, 4, 3, 3)
+    program = same(lambda x, w: F.conv2d(x, w, padding=1), [x, w], Mesh({"x": 4}), (None, None, "x"))
+    rows = [c.bytes for c in program.collectives if c.kind == "permute"]
+    assert set(rows) == {2 * 4 * 16 * 8} and {c.kind for c in program.collectives} == {"permute", "all_reduce"}
+    assert program.flop_efficiency > 0.99
+
+
+def test_windows_that_touch_no_neighbour_send_nothing() -> None:
+    """A patch for each position, pooling by twos, and repeating."""
+    x, w = images(2, 4, 16, 16), images(4, 4, 4, 4)
+    for fn, args in (
+        (lambda x, w: F.conv2d(x, w, stride=4), [x, w]), (lambda x: F.max_pool2d(x, 2), [x]),
+        (lambda x: F.avg_pool2d(x, 2), [x]), (lambda x: F.interpolate(x, scale_factor=2), [x]),
+        (lambda x: F.adaptive_avg_pool2d(x, 4), [x]), (lambda x: F.adaptive_max_pool2d(x, 4), [x]),
+    ):  # fmt: skip
+        program = same(fn, args, Mesh({"x": 4}), (None, None, "x"))  # type: ignore[arg-type]
+        assert {c.kind for c in program.collectives} <= {"all_reduce"}
+
+
+def test_a_network_of_layers_keeps_images_cut() -> None:
+    """Down by a stride, pooled, up again, joined with what was before: only neighbours and sums are sent."""
+
+    def network(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        first = F.silu(F.group_norm(F.conv2d(x, a, padding=1), 2))
+        lower = F.max_pool2d(F.conv2d(first, b, stride=2, padding=1), 3, 1, 1)
+        upper = torch.cat([F.interpolate(lower, scale_factor=2), first], 1)
+        return F.conv2d(upper, c, padding=1)
+
+    args = [images(2, 3, 16, 16), images(4, 3, 3, 3), images(4, 4, 3, 3), images(3, 8, 3, 3)]
+    program = same(network, args, Mesh({"x": 4}), (None, None, "x"))
+    assert {c.kind for c in program.collectives} == {"permute", "all_reduce"}
+    assert program.flop_efficiency > 0.99 and not program.warnings
