@@ -11,7 +11,7 @@ import typer
 from tpshard.cli.arguments import Overrides, Overwrite, complete_recipe
 
 if TYPE_CHECKING:
-    from tpshard.cli.sources import Model
+    from tpshard.cli.sources import SourceModel
 
 Source = Annotated[
     str,
@@ -66,7 +66,7 @@ def convert(
     print(out)
 
 
-def _write(model: Model, out: Path, dtype: str | None, tokenizer: Path | None, overwrite: bool) -> None:
+def _write(model: SourceModel, out: Path, dtype: str | None, tokenizer: Path | None, overwrite: bool) -> None:
     from tpshard.models.architecture_folder import write_folder
     from tpshard.models.hf import DTYPES, write_hf
     from tpshard.recipes.diagnostic import Exit, Mistakes

@@ -14,7 +14,7 @@ from tpshard.cli.arguments import Json, Overrides, Overwrite
 from tpshard.cli.convert import ROOM, Out, Source
 
 if TYPE_CHECKING:
-    from tpshard.cli.sources import Model
+    from tpshard.cli.sources import SourceModel
     from tpshard.recipes.diagnostic import Exit
     from tpshard.recipes.schema import Quantize, Recipe
     from tpshard.serve.quantize import Quantizer, Report, Sequences
@@ -87,7 +87,7 @@ def _refuse(source: str) -> None:
             )
 
 
-def _open(source: str, overrides: Sequence[str]) -> tuple[Model, Recipe]:
+def _open(source: str, overrides: Sequence[str]) -> tuple[SourceModel, Recipe]:
     """The model, and the recipe that says how to quantize it. A folder has none: overrides then change the defaults."""
     from tpshard.cli.arguments import load
     from tpshard.cli.sources import open_source
@@ -103,7 +103,13 @@ def _open(source: str, overrides: Sequence[str]) -> tuple[Model, Recipe]:
 
 
 def _quantizer(
-    model: Model, recipe: Recipe, text: str | None, seq_len: int | None, nearest: bool, static_groups: bool, damp: float
+    model: SourceModel,
+    recipe: Recipe,
+    text: str | None,
+    seq_len: int | None,
+    nearest: bool,
+    static_groups: bool,
+    damp: float,
 ) -> Quantizer:
     import torch
     from tpshard.kernels.gptq_solver import Settings
@@ -132,14 +138,14 @@ def _quantizer(
 
 
 def _text(
-    model: Model, recipe: Recipe, source: str | None, seq_len: int, sequences: int
+    model: SourceModel, recipe: Recipe, source: str | None, seq_len: int, sequences: int
 ) -> tuple[Sequences, Sequences]:
     """(calibration, held-out text) in the model's tokens."""
     import torch
     from tpshard.recipes.diagnostic import Exit, Mistakes
     from tpshard.serve.quantize import Sequences
-    from tpshard.train.stream import Batch, Loader, held_out_batches
-    from tpshard.train.text import open_text
+    from tpshard.train.corpus import open_text
+    from tpshard.train.stream import Loader, TokenBatch, held_out_batches
     from tpshard.train.tokens import check_vocab, load_tokenizer
 
     corpus = open_text(source or recipe.data.source)
@@ -151,7 +157,7 @@ def _text(
     tokenizer = load_tokenizer(model.tokenizer)
     check_vocab(tokenizer, model.config.vocab)
 
-    def joined(batches: list[Batch]) -> Sequences:
+    def joined(batches: list[TokenBatch]) -> Sequences:
         fields = ("tokens", "targets", "documents", "positions")
         return Sequences(*(torch.cat([getattr(batch, name) for batch in batches]) for name in fields))
 
@@ -165,7 +171,7 @@ def _text(
     return calibration, joined(held_out)
 
 
-def _write(quantizer: Quantizer, model: Model, out: Path, overwrite: bool) -> Report:
+def _write(quantizer: Quantizer, model: SourceModel, out: Path, overwrite: bool) -> Report:
     from tpshard.recipes.diagnostic import Exit, Mistakes
     from tpshard.serve.quantize import write
 

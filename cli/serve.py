@@ -13,7 +13,7 @@ import typer
 from tpshard.cli.arguments import Device, Json, Overrides, RecipeArgument, load, on_device
 
 if TYPE_CHECKING:
-    from tpshard.cli.sources import Model
+    from tpshard.cli.sources import SourceModel
     from tpshard.programs.served import Served
     from tpshard.recipes.schema import Recipe
     from tpshard.serve.check import Need
@@ -53,7 +53,7 @@ def serve(
     return _run(loaded, model, need, sock, key)
 
 
-def _model(recipe: str, overrides: list[str], loaded: Recipe) -> Model:
+def _model(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:
     """The model that is to be served, its weights not yet read."""
     from tpshard.cli.sources import open_source
     from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -80,7 +80,7 @@ def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> Served:
     return stored(loaded, _model(recipe, overrides, loaded))
 
 
-def stored(loaded: Recipe, model: Model) -> Served:
+def stored(loaded: Recipe, model: SourceModel) -> Served:
     """What serving a model that is there means."""
     from tpshard.programs.served import stored_model
 
@@ -118,7 +118,7 @@ def _kind(loaded: Recipe) -> Any:
     return "gpu" if device_kind(loaded, visible_gpus() if loaded.cluster is None else 0) == "cuda" else "cpu"
 
 
-def _run(loaded: Recipe, model: Model, need: Need, sock: Any, key: str | None) -> int:
+def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | None) -> int:
     import torch
     from tpshard.recipes.diagnostic import Exit, Mistakes
     from tpshard.serve import http

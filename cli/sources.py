@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from tpshard.models import Blueprint
     from tpshard.models.config import ModelConfig
     from tpshard.recipes.schema import Recipe
-    from tpshard.train.restore import Checkpoint
+    from tpshard.train.restore import SavedCheckpoint
 
 
 @dataclass(frozen=True)
-class Model:
+class SourceModel:
     """A model with its values, read one parameter at a time."""
 
     name: str
@@ -40,7 +40,7 @@ class Model:
 
 def open_source(
     source: str, overrides: Sequence[str] = (), *, modules: bool = False, theirs: bool = False
-) -> Model:
+) -> SourceModel:
     """The model that SOURCE names; with `modules` also one of the user's own, with `theirs` one of transformers'.
 
     Raises `Mistakes`: exit 2 or 3 where it names nothing or a wrong recipe, 4 for a model that is not asked for, 7
@@ -56,7 +56,7 @@ def open_source(
     return model
 
 
-def _open(source: str, overrides: Sequence[str], modules: bool) -> Model:
+def _open(source: str, overrides: Sequence[str], modules: bool) -> SourceModel:
     path = Path(source)
     if (path / "manifest.json").is_file():
         _none(overrides, source)
@@ -71,7 +71,7 @@ def _open(source: str, overrides: Sequence[str], modules: bool) -> Model:
     return _from_checkpoint(_latest(runs, recipe), recipe, modules)
 
 
-def keep_apart(model: Model, out: Path) -> None:
+def keep_apart(model: SourceModel, out: Path) -> None:
     """`Mistakes` (exit 2) where a folder written to `out` would replace one that holds the model."""
     if out.resolve() in Path(model.name).resolve().parents:
         raise Mistakes.one(f"{out} holds what would be read, {model.name}", exit=Exit.USAGE, fix="another name")
@@ -98,7 +98,7 @@ def _latest(checkpoints: Path, recipe: Recipe) -> Path:
     return found.folder
 
 
-def _from_folder(folder: Path) -> Model:
+def _from_folder(folder: Path) -> SourceModel:
     from tpshard.models import Blueprint
     from tpshard.models.hf import DTYPES, HFFolder
     from tpshard.models.hf_config import computes
@@ -119,10 +119,10 @@ def _from_folder(folder: Path) -> Model:
             raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
 
     dtype = DTYPES[opened.config.dtype]
-    return Model(str(folder), Blueprint(opened.config), read, dtype, tokenizer, opened.token_ids)
+    return SourceModel(str(folder), Blueprint(opened.config), read, dtype, tokenizer, opened.token_ids)
 
 
-def _of_transformers(folder: Path, tokenizer: Path | None) -> Model:
+def _of_transformers(folder: Path, tokenizer: Path | None) -> SourceModel:
     """A folder that transformers' own class computes. ValueError where it is not sound, or has no weights."""
     from tpshard.models import Blueprint
 
@@ -137,10 +137,10 @@ def _of_transformers(folder: Path, tokenizer: Path | None) -> Model:
         except (ValueError, OSError) as error:
             raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
 
-    return Model(str(folder), blueprint, read, blueprint.architecture.dtype, tokenizer)
+    return SourceModel(str(folder), blueprint, read, blueprint.architecture.dtype, tokenizer)
 
 
-def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool) -> Model:
+def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool) -> SourceModel:
     from tpshard.models import Blueprint
     from tpshard.train.restore import Damaged, open_checkpoint
 
@@ -171,7 +171,7 @@ def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool) -> Mode
         except Damaged as error:
             raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
 
-    return Model(str(folder), blueprint, read, dtype, _tokenizer(recipe))
+    return SourceModel(str(folder), blueprint, read, dtype, _tokenizer(recipe))
 
 
 def blueprint_of(recipe: Recipe | None) -> Blueprint:
@@ -193,7 +193,7 @@ def _recipe_of_run(checkpoint: Path) -> Recipe | None:
     return load(file) if file.is_file() else None
 
 
-def _require(checkpoint: Checkpoint, blueprint: Blueprint) -> torch.dtype:
+def _require(checkpoint: SavedCheckpoint, blueprint: Blueprint) -> torch.dtype:
     """The dtype of the model's values; `Mistakes` if the checkpoint is of another model."""
     import torch
     from tpshard.train.checkpoint import OPTIMIZER

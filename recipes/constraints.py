@@ -102,7 +102,7 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Text:
+class Form:
     """Text of a given form; `said` is the form in words."""
 
     pattern: str

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from tpshard.models.family import DIMS
 from tpshard.recipes import schema
-from tpshard.recipes.check import alternatives, expected, join, listed, mapping_of, section_of, wholly_section
+from tpshard.recipes.checker import alternatives, expected, join, listed, mapping_of, section_of, wholly_section
 from tpshard.recipes.constraints import Alone, Bytes, Constraint, NameOrFile, Size
 from tpshard.recipes.section import Section, default_of
 from tpshard.recipes.write import as_data
@@ -122,7 +122,7 @@ def _array(shape: tuple[Any, ...], definitions: dict[str, Any]) -> dict[str, Any
 
 
 @dataclass(frozen=True)
-class Key:
+class DocumentedKey:
     """One key of the schema, as a reader needs it."""
 
     path: str
@@ -131,9 +131,9 @@ class Key:
     text: str
 
 
-def keys(prefix: str = "") -> list[Key]:
+def keys(prefix: str = "") -> list[DocumentedKey]:
     """Every key that holds a value, in the order of the schema, below `prefix`."""
-    found: list[Key] = []
+    found: list[DocumentedKey] = []
 
     def visit(cls: type[Section], at: str) -> None:
         for name, hint in listed(cls).items():
@@ -142,7 +142,7 @@ def keys(prefix: str = "") -> list[Key]:
             value = default_of(item)
             if inner is None:
                 told = item.metadata.get("derived") or ("required" if value is MISSING else _plain(value))
-                found.append(Key(at + name, legal(hint), told, texts()[cls.__name__].get(name, "")))
+                found.append(DocumentedKey(at + name, legal(hint), told, texts()[cls.__name__].get(name, "")))
             else:
                 visit(inner, f"{at}{name}.")
 

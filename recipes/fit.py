@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tpshard.models.config import ModelConfig
 from tpshard.models.family import DIMS, INPUTS
-from tpshard.recipes.check import join
+from tpshard.recipes.checker import join
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Source
 from tpshard.recipes.patterns import covers, matches, nearest
 from tpshard.recipes.schema import AXES, Recipe

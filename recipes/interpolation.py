@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
-from tpshard.recipes.check import suggestion
+from tpshard.recipes.checker import suggestion
 from tpshard.recipes.diagnostic import Diagnostic, Source
 from tpshard.recipes.nodes import Path, dotted
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from tpshard.models.family import DIMS
-from tpshard.recipes.check import suggestion
+from tpshard.recipes.checker import suggestion
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
 from tpshard.recipes.schema import AXES, Recipe
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpshard.models.presets import PRESETS
 from tpshard.recipes import extends, laws
-from tpshard.recipes.check import BAD, Checker, hints, mapping_of, section_of, suggestion
+from tpshard.recipes.checker import BAD, Checker, hints, mapping_of, section_of, suggestion
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
 from tpshard.recipes.nodes import Node, compose, scalar
 from tpshard.recipes.schema import SCHEMA_VERSION, Recipe

@@ -10,7 +10,7 @@ from functools import cached_property, reduce
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from tpshard.recipes.check import hints, mapping_of, section_of
+from tpshard.recipes.checker import hints, mapping_of, section_of
 from tpshard.recipes.diagnostic import Diagnostic, Source
 from tpshard.recipes.interpolation import (
     ERRORS,

@@ -10,7 +10,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from tpshard.models.presets import PRESETS
-from tpshard.recipes.constraints import Alone, Bytes, GroupSize, NameOrFile, Range, Size, Text
+from tpshard.recipes.constraints import Alone, Bytes, Form, GroupSize, NameOrFile, Range, Size
 from tpshard.recipes.diagnostic import Diagnostic, Source
 from tpshard.recipes.section import Section, derived, reserved, section
 
@@ -30,7 +30,7 @@ Share = Annotated[float, Range(least=0, most=1)]
 AXES = ("pp", "dp", "fsdp", "ep", "spatial", "tp")
 """Mesh axes that rules may speak of though a mesh does not name them: they have size 1 there."""
 Dtype = Literal["fp32", "bf16", "fp16"]
-AxisName = Annotated[str, Text(r"[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and underscores")]
+AxisName = Annotated[str, Form(r"[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and underscores")]
 AxisSize = Annotated[int, Size()]
 Axes = Annotated[tuple[AxisName, ...], Alone()]
 
@@ -80,7 +80,7 @@ class Model(Section):
     dims: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     """Names of a `transformers` model's dims by pattern of its parameters, over what its class tells; null is left to
     propagation."""
-    module: Annotated[str, Text(r"[\w.]+:[\w.]+", "package:Class")] | None = None
+    module: Annotated[str, Form(r"[\w.]+:[\w.]+", "package:Class")] | None = None
     """A module of your own that names its dims, as package:Class."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of `module`."""
@@ -464,7 +464,7 @@ class Recipe(Section):
 
     schema: int = SCHEMA_VERSION
     """Version of these keys."""
-    name: Annotated[str, Text(r"[^/\\\x00-\x1f]+", "a name without slashes")] = derived(default="the file's name")
+    name: Annotated[str, Form(r"[^/\\\x00-\x1f]+", "a name without slashes")] = derived(default="the file's name")
     """Name of the run."""
     seed: Annotated[int, Range(least=0, most=2**63 - 1)] = 42
     """Of initialisation, data order and sampling."""

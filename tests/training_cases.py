@@ -17,7 +17,7 @@ from tpshard.programs.training import TrainingPrograms
 from tpshard.recipes.load import loads
 from tpshard.train.shards import Shard
 from tpshard.train.spmd import SpmdEngine
-from tpshard.train.stream import Batch
+from tpshard.train.stream import TokenBatch
 
 RECIPE = """
 name: small
@@ -34,14 +34,14 @@ def setting_of(mesh: dict[str, int], *overrides: str) -> Setting:
     return Setting.of(loads(RECIPE + f"mesh: {{{sizes}}}\n", overrides))
 
 
-def global_batch(step: int) -> Batch:
+def global_batch(step: int) -> TokenBatch:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 40, (12, 13), generator=generator)
     documents = (torch.arange(12) >= 7).long().expand(12, 12).contiguous()
     targets = tokens[:, 1:].clone()
     targets[:, 6] = -100  # The last token of a document predicts nothing.
     positions = torch.cat([torch.arange(7), torch.arange(5)]).expand(12, 12).contiguous()
-    return Batch(tokens[:, :-1].contiguous(), targets, documents, positions, ("",) * 12, 0)
+    return TokenBatch(tokens[:, :-1].contiguous(), targets, documents, positions, ("",) * 12, 0)
 
 
 def blueprint(setting: Setting) -> Blueprint:

@@ -59,7 +59,7 @@ def save(
         directory: the run's `checkpoints`.
         tensors: this rank's blocks, by the global tensor's name.
         meta: JSON, the same on every rank (rank 0's is written).
-        local: JSON of this rank alone, kept under its number (see `Checkpoint.local`).
+        local: JSON of this rank alone, kept under its number (see `SavedCheckpoint.local`).
         keep_last: older checkpoints beyond so many are removed once this one stands; 0 keeps all.
 
     Returns:

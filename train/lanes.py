@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tpshard.train.text import BadRows, Text, pieces, rows
+from tpshard.train.corpus import BadRows, TextSource, pieces, rows
 from tpshard.train.tokens import TextTokenizer
 
 IGNORE = -100
 """The target where nothing is predicted: what follows the end of a document."""
 
 
-class Place(NamedTuple):
+class LanePlace(NamedTuple):
     """Where a document (or piece of one) lies in its chain. Ordered: reading goes through places upwards."""
 
     epoch: int = 0
@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
 
 class Document(NamedTuple):
-    place: Place
+    place: LanePlace
     text: str
     first: bool
     last: bool
@@ -45,7 +45,14 @@ class Chain:
     """
 
     def __init__(
-        self, text: Text, files: Sequence[int], lanes: int, local: Sequence[int], start: Place, bad: BadRows, once: bool
+        self,
+        text: TextSource,
+        files: Sequence[int],
+        lanes: int,
+        local: Sequence[int],
+        start: LanePlace,
+        bad: BadRows,
+        once: bool,
     ):
         self.text, self.files, self.lanes, self.start, self.bad, self.once = text, files, lanes, start, bad, once
         self.waiting: dict[int, deque[Document]] = {lane: deque() for lane in local}
@@ -68,9 +75,9 @@ class Chain:
             yield from self._epoch(at)
             if self.once:
                 return
-            at = Place(at.epoch + 1)
+            at = LanePlace(at.epoch + 1)
 
-    def _epoch(self, at: Place) -> Iterator[Document]:
+    def _epoch(self, at: LanePlace) -> Iterator[Document]:
         count = at.number
         for position in range(at.file, len(self.files)):
             file = self.text.files[self.files[position]]
@@ -83,7 +90,7 @@ class Chain:
                 parts = list(pieces(row.text))
                 skip = at.piece if position == at.file and row.line == at.line else 0
                 for number in range(skip, len(parts)):
-                    place = Place(at.epoch, count, position, row.line, number)
+                    place = LanePlace(at.epoch, count, position, row.line, number)
                     yield Document(place, parts[number], number == 0, number == len(parts) - 1)
                     count += 1
             if at.epoch == 0 and not resumed:
@@ -117,9 +124,9 @@ class PackedRow:
 class Lane:
     """One row of every batch: packs its documents, in order, into rows of seq_len tokens."""
 
-    def __init__(self, number: int, chain: Chain, tokenizer: TextTokenizer, at: tuple[Place, int] | None):
+    def __init__(self, number: int, chain: Chain, tokenizer: TextTokenizer, at: tuple[LanePlace, int] | None):
         self.number, self.chain, self.tokenizer = number, chain, tokenizer
-        self.place: Place | None = at[0] if at else None
+        self.place: LanePlace | None = at[0] if at else None
         self.offset = at[1] if at else 0
         self.ids: list[int] | None = None
         """Of the document at `place`; None where it has not been read yet (at the start, and after a resume)."""

@@ -19,12 +19,12 @@ from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 from tpshard.train import nonfinite
 from tpshard.train.checkpoint import SaveFailed, save, step_name
-from tpshard.train.engine import Engine, StepResult
 from tpshard.train.experts import balance
+from tpshard.train.learning_rate import learning_rate
 from tpshard.train.progress import Progress
-from tpshard.train.restore import Checkpoint, newest
-from tpshard.train.schedule import learning_rate
-from tpshard.train.stream import Batch, Loader, merged
+from tpshard.train.restore import SavedCheckpoint, newest
+from tpshard.train.stream import Loader, TokenBatch, merged
+from tpshard.train.training_engine import StepResult, TrainingEngine
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Outcome:
     rates: list[float] = field(default_factory=list)
 
 
-class Loop:
+class TrainingLoop:
     """Trains `engine` on `loader`'s batches as the recipe says.
 
     Args:
@@ -82,14 +82,14 @@ class Loop:
         self,
         recipe: Recipe,
         context: Context,
-        engine: Engine,
+        engine: TrainingEngine,
         loader: Loader,
         plan: BatchPlan,
         *,
         folder: Path,
         record: Callable[[Row], None],
         progress: Progress,
-        held_out: Sequence[Batch] = (),
+        held_out: Sequence[TokenBatch] = (),
         attempt: int = 1,
         restarts: int = 0,
         flops_per_s: float | None = None,
@@ -125,16 +125,16 @@ class Loop:
         self._saved_step = found.step
         self.progress.note(f"continuing from step {found.step} ({found.folder})")
 
-    def _newest(self) -> Checkpoint | None:
+    def _newest(self) -> SavedCheckpoint | None:
         """Rank 0 reads and verifies; the others trust its choice."""
         with self.context.watchdog.allow(float(self.recipe.timeout_s.start), "reading checkpoints"):
             mine = newest(self.checkpoints) if self.context.is_main else None
             step = self.context.from_main(None if mine is None else mine.step)
         if step is None:
             return None
-        return mine or Checkpoint(self.checkpoints / step_name(step))
+        return mine or SavedCheckpoint(self.checkpoints / step_name(step))
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
+    def _restore(self, checkpoint: SavedCheckpoint) -> None:
         checkpoint.require(self.engine.expected())
         self.engine.load(checkpoint.block)
         saved = checkpoint.meta["course"]
@@ -283,7 +283,7 @@ class Loop:
                 self.progress.note(f"warning: {error}; older checkpoints are kept, and the run goes on")
 
     # ---- not finite ---------------------------------------------------------------------------------------
-    def _not_finite(self, step: int, result: StepResult, batch: Batch) -> None:
+    def _not_finite(self, step: int, result: StepResult, batch: TokenBatch) -> None:
         back_to = self._saved_step or 0
         decision, why = self.guard.decide(back_to)
         account = self._account(step, result, batch, decision)
@@ -312,7 +312,7 @@ class Loop:
                 fix="a lower optimizer.lr or a longer warm-up; train.on_nonfinite: skip or rollback to go on",
             )
 
-    def _account(self, step: int, result: StepResult, batch: Batch, decision: str) -> Path:
+    def _account(self, step: int, result: StepResult, batch: TokenBatch, decision: str) -> Path:
         """Writes down which text was in the step; returns the file. Collective."""
         per = self.plan.per_device
         blamed = nonfinite.suspects(result.losses, self.plan.micro_batches)

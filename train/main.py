@@ -27,13 +27,13 @@ from tpshard.programs.setting import Setting
 from tpshard.programs.training import TrainingPrograms
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
-from tpshard.train.loop import Loop, Outcome, Row, summary
+from tpshard.train.corpus import Corpus, open_text
+from tpshard.train.loop import Outcome, Row, TrainingLoop, summary
 from tpshard.train.progress import Progress, duration, short, watched
 from tpshard.train.records import Records
 from tpshard.train.rundir import RunDir
 from tpshard.train.spmd import SpmdEngine
-from tpshard.train.stream import Batch, Loader, held_out_batches
-from tpshard.train.text import Corpus, open_text
+from tpshard.train.stream import Loader, TokenBatch, held_out_batches
 from tpshard.train.tokens import TextTokenizer, check_vocab, load_tokenizer
 from tpshard.train.wandb_sink import WandbSink
 
@@ -124,7 +124,7 @@ def _train(
             _say(f"warning: {warning}\n", sys.stderr)
     sinks, sink = _sinks(recipe, run)
     with _display(recipe, context) as progress:
-        loop = Loop(
+        loop = TrainingLoop(
             recipe, context, engine, loader, plan, folder=folder, record=_comparing(sinks, around, folder, progress),
             progress=progress, held_out=held_out, attempt=attempt, restarts=crash.restarts(),
             flops_per_s=around.flops_per_s(programs),
@@ -262,7 +262,7 @@ def _built(setting: Setting, context: Context) -> TrainingPrograms:
     return programs
 
 
-def _held_out(corpus: Corpus, tokenizer: TextTokenizer, setting: Setting, data_rank: int) -> Iterator[Batch]:
+def _held_out(corpus: Corpus, tokenizer: TextTokenizer, setting: Setting, data_rank: int) -> Iterator[TokenBatch]:
     """This rank's micro-batches of the held-out sequences, which are the same on every mesh; as many on every rank."""
     recipe, plan = setting.recipe, setting.batch
     total = recipe.evaluate.sequences
@@ -276,7 +276,7 @@ def _held_out(corpus: Corpus, tokenizer: TextTokenizer, setting: Setting, data_r
         yield padded(batch.rows(start, start + plan.per_device), plan)
 
 
-def padded(batch: Batch, plan: BatchPlan) -> Batch:
+def padded(batch: TokenBatch, plan: BatchPlan) -> TokenBatch:
     """A whole micro-batch: rows that are missing are empty ones without targets."""
     missing, length = plan.per_device - batch.tokens.shape[0], batch.tokens.shape[1]
     if not missing:
@@ -286,7 +286,7 @@ def padded(batch: Batch, plan: BatchPlan) -> Batch:
         return torch.cat([tensor, rows.expand(missing, length)])
 
     zeros = torch.zeros(length, dtype=torch.int64)
-    return Batch(
+    return TokenBatch(
         more(batch.tokens, zeros), more(batch.targets, zeros + IGNORE), more(batch.documents, zeros),
         more(batch.positions, torch.arange(length)), (*batch.origin, *([""] * missing)), batch.epoch,
     )  # fmt: skip

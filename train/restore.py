@@ -33,7 +33,7 @@ class Saved:
     """(file, starts, sizes)"""
 
 
-class Checkpoint:
+class SavedCheckpoint:
     """One checkpoint, opened: its manifest checked against itself; the files are read on demand.
 
     Raises:
@@ -154,7 +154,9 @@ class Checkpoint:
             raise Damaged(f"{self.folder / file} cannot be read: {error}") from error
 
 
-def newest(directory: Path, *, usable: Callable[[Checkpoint], None] = Checkpoint.verify) -> Checkpoint | None:
+def newest(
+    directory: Path, *, usable: Callable[[SavedCheckpoint], None] = SavedCheckpoint.verify
+) -> SavedCheckpoint | None:
     """The newest checkpoint that is whole; a damaged one is named in a warning and the one before it is taken.
 
     Reads all of it: let one process choose, and tell the others which step.
@@ -172,7 +174,7 @@ def newest(directory: Path, *, usable: Callable[[Checkpoint], None] = Checkpoint
     refused = []
     for path in reversed(steps(directory).values()):
         try:
-            checkpoint = Checkpoint(path)
+            checkpoint = SavedCheckpoint(path)
             usable(checkpoint)
         except Damaged as error:
             refused.append(str(error))
@@ -191,14 +193,14 @@ def newest(directory: Path, *, usable: Callable[[Checkpoint], None] = Checkpoint
     return None
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path) -> SavedCheckpoint:
     """One certain checkpoint, verified.
 
     Raises:
         Mistakes: exit 7; it is not there or damaged.
     """
     try:
-        checkpoint = Checkpoint(folder)
+        checkpoint = SavedCheckpoint(folder)
         checkpoint.verify()
     except Damaged as error:
         raise Mistakes.one(

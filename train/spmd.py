@@ -16,9 +16,9 @@ from tpshard.parallelism.sharding import Layout
 from tpshard.parallelism.simulate import block, cut
 from tpshard.programs.training import BATCH, TrainingPrograms
 from tpshard.train.checkpoint import OPTIMIZER
-from tpshard.train.engine import ReadBlock, StepResult
 from tpshard.train.shards import Shard
-from tpshard.train.stream import Batch
+from tpshard.train.stream import TokenBatch
+from tpshard.train.training_engine import ReadBlock, StepResult
 
 MOMENTS = (f"{OPTIMIZER}exp_avg/", f"{OPTIMIZER}exp_avg_sq/")
 
@@ -30,7 +30,7 @@ InitialBlock = Callable[..., Tensor]
 
 
 class SpmdEngine:
-    """See `Engine`. Every tensor is this rank's part as the program's ports lay it out, padded where uneven."""
+    """See `TrainingEngine`. Every tensor is this rank's part as the program's ports lay it out, padded where uneven."""
 
     def __init__(self, programs: TrainingPrograms, context: Context, initial_block: InitialBlock):
         self.programs, self.context, self.initial_block = programs, context, initial_block
@@ -100,7 +100,7 @@ class SpmdEngine:
         return self._tally
 
     # ---- computing -------------------------------------------------------------------------------------------
-    def accumulate(self, batch: Batch) -> None:
+    def accumulate(self, batch: TokenBatch) -> None:
         with self._counted():
             if self.gather is not None and self._used is None:
                 self._used = self.gather(*self.params)
@@ -138,14 +138,14 @@ class SpmdEngine:
         self._counts.clear()
         return {name: part.tolist() for name, part in zip(sizes, numbers)}
 
-    def evaluate(self, batch: Batch) -> tuple[float, int]:
+    def evaluate(self, batch: TokenBatch) -> tuple[float, int]:
         loss, count = self.evaluation(*self.params, *self._local(batch))
         return float(loss), int(count)
 
     def _scalar(self, value: float) -> Tensor:
         return torch.tensor(float(value), device=self.context.device)
 
-    def _local(self, batch: Batch) -> Iterator[Tensor]:
+    def _local(self, batch: TokenBatch) -> Iterator[Tensor]:
         """The micro-batch's rows are this data rank's already; what other axes cut (the sequence) is cut here."""
         for name, port in zip(BATCH, self.batch_ports):
             rows = getattr(batch, name)

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.train.lanes import Chain, Lane, Place
-from tpshard.train.text import BadRows, Text, check, pieces, rows
+from tpshard.train.corpus import BadRows, TextSource, check, pieces, rows
+from tpshard.train.lanes import Chain, Lane, LanePlace
 from tpshard.train.tokens import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ CHAINS = 64
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenBatch:
     """Some rows of one step; every tensor is [rows, seq_len] int64.
 
     `targets` is the next token of the same document, else IGNORE. `documents` numbers the documents of a row from 0;
@@ -45,10 +45,10 @@ class Batch:
     origin: tuple[str, ...]
     epoch: int
 
-    def rows(self, start: int, stop: int) -> Batch:
+    def rows(self, start: int, stop: int) -> TokenBatch:
         """Rows start..stop of this batch: a micro-batch."""
         part = slice(start, stop)
-        return Batch(
+        return TokenBatch(
             self.tokens[part],
             self.targets[part],
             self.documents[part],
@@ -75,7 +75,7 @@ class Loader:
 
     def __init__(
         self,
-        text: Text,
+        text: TextSource,
         tokenizer: TextTokenizer,
         *,
         seq_len: int,
@@ -93,7 +93,7 @@ class Loader:
         self.order = sorted(range(len(text.files)), key=lambda i: _mixed(seed, text.files[i].name))
         self.chains = _chain_count(global_sequences, len(text.files))
         self.epoch = 0
-        self._ahead: queue.Queue[tuple[Batch, dict[str, Any]] | BaseException] | None = None
+        self._ahead: queue.Queue[tuple[TokenBatch, dict[str, Any]] | BaseException] | None = None
         self._failure: BaseException | None = None
         if not once:
             check(text, bad_rows)
@@ -111,7 +111,7 @@ class Loader:
         """Unreadable rows skipped so far in the files this rank reads."""
         return self.bad.bad
 
-    def next(self) -> Batch:
+    def next(self) -> TokenBatch:
         """This rank's rows of the next step."""
         if self._failure:
             raise self._failure
@@ -154,7 +154,7 @@ class Loader:
             self._state = self._snapshot(int(state.get("step", 0)))
             return
         lanes = {int(row): at for row, at in state["lanes"].items()}
-        self._start({row: (Place(*at[:-1]), int(at[-1])) for row, at in lanes.items() if at is not None})
+        self._start({row: (LanePlace(*at[:-1]), int(at[-1])) for row, at in lanes.items() if at is not None})
         self._state = self._snapshot(int(state["step"]))
 
     def close(self) -> None:
@@ -163,8 +163,8 @@ class Loader:
             self._ahead.get()
             self._ahead = None
 
-    def _read_ahead(self) -> queue.Queue[tuple[Batch, dict[str, Any]] | BaseException]:
-        result: queue.Queue[tuple[Batch, dict[str, Any]] | BaseException] = queue.Queue(1)
+    def _read_ahead(self) -> queue.Queue[tuple[TokenBatch, dict[str, Any]] | BaseException]:
+        result: queue.Queue[tuple[TokenBatch, dict[str, Any]] | BaseException] = queue.Queue(1)
 
         def read(step: int) -> None:
             try:
@@ -178,7 +178,7 @@ class Loader:
         threading.Thread(target=read, args=(self.step,), name="read-ahead").start()
         return result
 
-    def _start(self, at: Mapping[int, tuple[Place, int]]) -> None:
+    def _start(self, at: Mapping[int, tuple[LanePlace, int]]) -> None:
         per_chain = self.global_sequences // self.chains
         of_chain: dict[int, list[int]] = {}
         for row in self.part:
@@ -187,13 +187,13 @@ class Loader:
         for number, members in of_chain.items():
             files = self.order[number :: self.chains]
             local = [row % per_chain for row in members]
-            start = min((at[row][0] if row in at else Place() for row in members), default=Place())
+            start = min((at[row][0] if row in at else LanePlace() for row in members), default=LanePlace())
             chain = Chain(self.text, files, per_chain, local, start, self.bad, self.once)
             for row in members:
                 lanes[row] = Lane(row % per_chain, chain, self.tokenizer, at.get(row))
         self._lanes = [lanes[row] for row in self.part]
 
-    def _batch(self, step: int) -> Batch:
+    def _batch(self, step: int) -> TokenBatch:
         made = [lane.row(self.seq_len) for lane in self._lanes]
         epoch = max((lane.place.epoch for lane in self._lanes if lane.place), default=0)
         if step == 0 and epoch > 0:
@@ -202,7 +202,7 @@ class Loader:
         def column(values: list[list[int]]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int64).reshape(len(self.part), self.seq_len)
 
-        return Batch(
+        return TokenBatch(
             tokens=column([row.tokens for row in made]),
             targets=column([row.targets for row in made]),
             documents=column([row.documents for row in made]),
@@ -278,7 +278,7 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def held_out_batches(
-    text: Text,
+    text: TextSource,
     tokenizer: TextTokenizer,
     *,
     seq_len: int,
@@ -286,7 +286,7 @@ def held_out_batches(
     batches: int,
     part: Sequence[int] | None = None,
     bad_rows: float = 0.01,
-) -> list[Batch]:
+) -> list[TokenBatch]:
     """The first `batches` batches of held-out text, always the same ones; this rank's rows of each.
 
     Every rank gets as many. Where the text ends earlier, what is left is padding without targets, so no text counts

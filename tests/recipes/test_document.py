@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 from tpshard.cli.preflight import beyond
-from tpshard.recipes.check import hints, section_of
+from tpshard.recipes.checker import hints, section_of
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.document import completions, json_schema, keys, texts
 from tpshard.recipes.extends import builtins

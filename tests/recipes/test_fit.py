@@ -201,7 +201,7 @@ def test_keys_of_the_model_are_those_of_its_configuration() -> None:
     from dataclasses import fields
 
     from tpshard.recipes import schema
-    from tpshard.recipes.check import hints
+    from tpshard.recipes.checker import hints
 
     known = set(hints(schema.Model)) - {*schema.Model.exclusive, "dims", "args"}
     assert known == {f.name for f in fields(ModelConfig)} - {"family"}

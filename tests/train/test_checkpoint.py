@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.train import checkpoint
 from tpshard.train.checkpoint import OPTIMIZER, SaveFailed, check_cover, clean, save, steps
-from tpshard.train.restore import Checkpoint, newest, open_checkpoint, read_tensors
+from tpshard.train.restore import SavedCheckpoint, newest, open_checkpoint, read_tensors
 from tpshard.train.shards import DTYPES, Shard, write_safetensors
 
 
@@ -84,7 +84,7 @@ def save_one(directory: Path, step: int, **options: Any) -> Path:
     return save(directory, step, shards(model(step), 1, 1, 0), {"course": {"step": step}}, **options)
 
 
-def assert_holds(found: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> None:
+def assert_holds(found: SavedCheckpoint, tensors: Mapping[str, torch.Tensor]) -> None:
     assert set(found.tensors) == set(tensors)
     for name, tensor in tensors.items():
         read = found.tensor(name)
@@ -117,7 +117,7 @@ def test_any_block_is_what_slicing_gives(rows: int, columns: int, chance: random
     fsdp, tp = chance.randint(1, 3), chance.randint(1, 3)
     with TemporaryFolder() as folder:
         save_on(fsdp * tp, folder, 1, lambda rank: shards({"w": tensor}, fsdp, tp, rank))
-        found = Checkpoint(folder / "step-000001")
+        found = SavedCheckpoint(folder / "step-000001")
         a, b = sorted(chance.choices(range(rows + 1), k=2))
         c, d = sorted(chance.choices(range(columns + 1), k=2))
         assert torch.equal(found.block("w", (a, c), (b - a, d - c)), tensor[a:b, c:d])
@@ -162,7 +162,7 @@ def test_files_are_plain_safetensors_in_every_dtype(tmp_path: Path) -> None:
 def test_nothing_in_a_checkpoint_is_pickled(tmp_path: Path) -> None:
     folder = save_one(tmp_path, 1)
     assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
-    sources = [Path(m.__file__ or "").read_text() for m in (checkpoint, sys.modules[Checkpoint.__module__])]
+    sources = [Path(m.__file__ or "").read_text() for m in (checkpoint, sys.modules[SavedCheckpoint.__module__])]
     assert not any("torch.load" in source or "import pickle" in source for source in sources)
 
 

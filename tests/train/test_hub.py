@@ -19,7 +19,7 @@ sys.path.insert(0, {here!r})
 from c4_files import bytes_tokenizer
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.train.stream import Loader, held_out_batches, merged
-from tpshard.train.text import open_text
+from tpshard.train.corpus import open_text
 try:
     out = dict()
     for source in {sources!r}:

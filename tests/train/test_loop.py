@@ -18,13 +18,13 @@ from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.batching import derive
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
-from tpshard.train.engine import StepResult
-from tpshard.train.loop import Loop, Outcome
+from tpshard.train.corpus import open_text
+from tpshard.train.loop import Outcome, TrainingLoop
 from tpshard.train.progress import Silent
 from tpshard.train.shards import Shard
-from tpshard.train.stream import Batch, Loader
-from tpshard.train.text import open_text
+from tpshard.train.stream import Loader, TokenBatch
 from tpshard.train.tokens import TextTokenizer
+from tpshard.train.training_engine import StepResult
 
 VOCAB, WIDTH = 256, 8
 BYTES = TextTokenizer(Path("bytes"), VOCAB, None, 0, "bytes", lambda text: list(text.encode()))
@@ -57,7 +57,7 @@ class PlainEngine:
         self.grads = [torch.zeros(VOCAB, WIDTH), torch.zeros(VOCAB, WIDTH)]
         self.sums: list[torch.Tensor] = []
 
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    def loss(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         params = [p.requires_grad_() for p in self.params]
         logits = torch.nn.functional.linear(params[0][batch.tokens], params[1])
         loss, count = cross_entropy_sum(logits, batch.targets)
@@ -68,7 +68,7 @@ class PlainEngine:
         dist.all_reduce(both)
         return both
 
-    def accumulate(self, batch: Batch) -> None:
+    def accumulate(self, batch: TokenBatch) -> None:
         loss, count, params = self.loss(batch)
         if self.poison(self.context.rank, self.numbers):
             loss = loss * float("nan")
@@ -91,7 +91,7 @@ class PlainEngine:
         mean = float(losses.sum() / counts.sum())
         return StepResult(each, mean, int(counts.sum()), float(made.grad_norm), bool(made.finite))
 
-    def evaluate(self, batch: Batch) -> tuple[float, int]:
+    def evaluate(self, batch: TokenBatch) -> tuple[float, int]:
         loss, count, _ = self.loss(batch)
         both = self.total(loss, count)
         return float(both[0]), int(both[1])
@@ -146,9 +146,9 @@ def train(
             context.stopping.signal = signal.SIGTERM
 
     tokens = torch.arange(64).reshape(2, 32)
-    loop = Loop(
+    loop = TrainingLoop(
         recipe, context, engine, loader, plan, folder=Path(folder) / "run", record=record, progress=told,
-        held_out=[Batch(tokens, tokens + 1, tokens * 0, tokens % 32, ("", ""), 0)] * 2,
+        held_out=[TokenBatch(tokens, tokens + 1, tokens * 0, tokens % 32, ("", ""), 0)] * 2,
     )  # fmt: skip
     try:
         loop.begin()

@@ -13,9 +13,9 @@ from c4_files import END, bytes_tokenizer, folder_of, packed, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.train.corpus import Corpus, LocalFile, open_text
 from tpshard.train.lanes import IGNORE
-from tpshard.train.stream import Batch, Loader, held_out_batches, merged
-from tpshard.train.text import Corpus, LocalFile, open_text
+from tpshard.train.stream import Loader, TokenBatch, held_out_batches, merged
 
 SEQ, ROWS = 48, 12
 
@@ -33,7 +33,7 @@ def split(ranks: int, rows: int = ROWS) -> list[range]:
     return [range(r * rows // ranks, (r + 1) * rows // ranks) for r in range(ranks)]
 
 
-def together(batches: Sequence[Batch]) -> tuple[torch.Tensor, ...]:
+def together(batches: Sequence[TokenBatch]) -> tuple[torch.Tensor, ...]:
     return tuple(
         torch.cat([getattr(b, name) for b in batches]) for name in ("tokens", "targets", "documents", "positions")
     )

@@ -16,10 +16,10 @@ from tpshard.programs import training
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit
 from tpshard.recipes.load import loads
+from tpshard.train.corpus import open_text
 from tpshard.train.loop import Course, Outcome
 from tpshard.train.main import _held_out, ending
 from tpshard.train.progress import Lines, duration, short
-from tpshard.train.text import open_text
 from tpshard.train.tokens import load_tokenizer
 
 RECIPE = """

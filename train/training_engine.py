@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from tpshard.train.shards import Shard
-from tpshard.train.stream import Batch
+from tpshard.train.stream import TokenBatch
 
 ReadBlock = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 """(name, starts, sizes) -> that block of the global tensor: a checkpoint's, or the initial value."""
@@ -33,7 +33,7 @@ class StepResult:
     """What the model's modules counted in the whole step, over all data ranks, by path and label."""
 
 
-class Engine(Protocol):
+class TrainingEngine(Protocol):
     """A model on this rank, with its optimizer."""
 
     @property
@@ -61,7 +61,7 @@ class Engine(Protocol):
         """Bytes of the buffers of all collectives of one step, counted as this rank ran it; None: not counted yet."""
         ...
 
-    def accumulate(self, batch: Batch) -> None:
+    def accumulate(self, batch: TokenBatch) -> None:
         """Forward and backward of one micro-batch: adds to the gradients and to the sums of loss and tokens."""
         ...
 
@@ -69,7 +69,7 @@ class Engine(Protocol):
         """The `number`-th update (from 1) with what was accumulated, which is forgotten."""
         ...
 
-    def evaluate(self, batch: Batch) -> tuple[float, int]:
+    def evaluate(self, batch: TokenBatch) -> tuple[float, int]:
         """Summed loss in nats and number of targets of one micro-batch, over all data ranks."""
         ...
 

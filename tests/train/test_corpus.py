@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from c4_files import bytes_tokenizer, folder_of, packed, texts
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
-from tpshard.train import text as text_module
+from tpshard.train import corpus as text_module
+from tpshard.train.corpus import BadRows, Corpus, check, open_text, pieces, rows
 from tpshard.train.stream import Loader
-from tpshard.train.text import BadRows, Corpus, check, open_text, pieces, rows
 from tpshard.train.tokens import check_vocab, load_tokenizer
 
 

@@ -84,7 +84,7 @@ class HubFile:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextSource:
     """One split of a source.
 
     `part` says which documents count where the split is made inside the files, by the hash of each document.
@@ -112,8 +112,8 @@ class Text:
 class Corpus:
     """A source: text to train on, text held out from it, and the tokenizer that comes with it (the sample's)."""
 
-    train: Text
-    held_out: Text
+    train: TextSource
+    held_out: TextSource
     tokenizer: Path | None = None
 
 
@@ -146,7 +146,7 @@ def open_text(source: str, *, where: Source | None = None, fallback: Path | None
     return _local(source, where)
 
 
-def rows(text: Text, file: TextFile, start: int = 0) -> Iterator[Row]:
+def rows(text: TextSource, file: TextFile, start: int = 0) -> Iterator[Row]:
     """The rows of one file from line `start` on; blank lines are none.
 
     Raises:
@@ -186,7 +186,7 @@ class BadRows:
     rows, so that a file of garbage does not have to be read to its end.
     """
 
-    def __init__(self, text: Text, limit: float, *, warn: bool = True):
+    def __init__(self, text: TextSource, limit: float, *, warn: bool = True):
         self.text, self.limit, self.warn = text, limit, warn
         self.seen = self.bad = 0
         self.first = ""
@@ -216,7 +216,7 @@ class BadRows:
             )
 
 
-def check(text: Text, bad_rows: float) -> None:
+def check(text: TextSource, bad_rows: float) -> None:
     """Read small local data through once, so that its mistakes show before the first step and not within it."""
     local = [file for file in text.files if isinstance(file, LocalFile)]
     try:
@@ -270,8 +270,8 @@ def _split(name: str, files: Sequence[TextFile], where: Source | None) -> Corpus
     if not (held_out and train) and len(files) >= HELD_OUT:
         train, held_out = list(files[:-1]), list(files[-1:])
     if held_out and train:
-        return Corpus(Text(name, tuple(train), where=where), Text(name, tuple(held_out), where=where))
-    return Corpus(Text(name, tuple(files), "train", where), Text(name, tuple(files), "held_out", where))
+        return Corpus(TextSource(name, tuple(train), where=where), TextSource(name, tuple(held_out), where=where))
+    return Corpus(TextSource(name, tuple(files), "train", where), TextSource(name, tuple(files), "held_out", where))
 
 
 def _hub(repo: str, config: str, where: Source | None) -> Corpus:

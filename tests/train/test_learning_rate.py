@@ -7,7 +7,7 @@ from tpshard.programs.batching import BatchPlan, derive
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Schedule
-from tpshard.train.schedule import learning_rate
+from tpshard.train.learning_rate import learning_rate
 
 
 def test_warmup_reaches_the_peak_and_the_cosine_ends_at_the_floor() -> None:
