@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ def build_module(
     The package is looked for where Python looks, and in the working directory, as with `python -m`.
 
     ValueError if it cannot be found, is not an nn.Module, keeps buffers (a step would have to spread and save them),
-    or does not name the dims of all its parameters (`param_dims`).
+    does not name the dims of all its parameters (`param_dims`), or is not called with tokens, documents and positions.
     """
     package, colon, attribute = path.partition(":")
     if not (colon and package and attribute):
@@ -62,6 +63,10 @@ def build_module(
     if buffers:
         raise ValueError(f"`module: {path}` keeps the buffers {', '.join(buffers)}; compute them in forward instead")
     param_dims(model)
+    try:
+        inspect.signature(model.forward).bind(None, None, None)
+    except TypeError as error:
+        raise ValueError(f"`module: {path}`: forward(tokens, documents=None, positions=None) expected") from error
     return model
 
 

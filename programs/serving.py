@@ -103,8 +103,11 @@ class ServeSetting:
 
     @cached_property
     def model(self) -> nn.Module:
-        """On `meta`, in the dtype that it computes in."""
-        return self.served.model(self.config)
+        """On `meta`, in the dtype that it computes in. Mistakes (exit 3) where a module of the user's is none."""
+        try:
+            return self.served.model(self.config)
+        except ValueError as error:
+            raise Mistakes.one(str(error), exit=Exit.RECIPE, where=self.recipe.where("model.module")) from error
 
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:
@@ -260,9 +263,8 @@ def _captured(setting: ServeSetting, rows: int) -> tuple[Graph, Arrangement]:
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
     def forward(tokens: Tensor, positions: Tensor, parameters: dict[str, Tensor]) -> Tensor:
-        told = {"positions": positions}
-        logits = torch.func.functional_call(model, parameters, (tokens,), told, tie_weights=True)
-        return role(logits.squeeze(0), "logits")
+        told = (tokens, None, positions)
+        return role(torch.func.functional_call(model, parameters, told, tie_weights=True).squeeze(0), "logits")
 
     row = [torch.empty(1, rows, dtype=torch.int64, device="meta") for _ in range(2)]
     trail = Trail()

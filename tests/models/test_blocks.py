@@ -180,6 +180,13 @@ class Users(nn.Module):
         return self.head(self.table[tokens])
 
 
+class Alone(nn.Module):
+    """Is not told where its tokens are."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+
 class Nameless(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -212,6 +219,8 @@ def test_a_module_in_the_working_directory(tmp_path: Path) -> None:
         "    def __init__(self):\n"
         "        super().__init__()\n"
         "        self.bias, self.dims = torch.nn.Parameter(torch.empty(7)), {'bias': ('vocab',)}\n"
+        "    def forward(self, tokens, documents=None, positions=None):\n"
+        "        return self.bias.expand(*tokens.shape, 7)\n"
     )
     code = "from tpshard.models import build_module; print(build_module('mine:Bias').bias.shape)"
     script = tmp_path / "elsewhere" / "run.py"  # its folder is what Python puts on the path, not the working directory
@@ -231,6 +240,7 @@ def test_a_module_in_the_working_directory(tmp_path: Path) -> None:
         ("users_package:Users", {"colour": 1}, "does not take these args"),
         ("users_package:Nameless", {}, r"`inner.weight` \(shape \[4, 3\]\) has no named dims; `inner.bias`"),
         ("users_package:Buffered", {}, "buffer.*running"),
+        ("users_package:Alone", {}, r"forward\(tokens, documents=None, positions=None\) expected"),
     ],
 )
 def test_modules_that_do_not_do(users_package: str, path: str, args: dict[str, object], said: str) -> None:

@@ -19,7 +19,7 @@ from tpshard.models.dims import name
 from tpshard.models.layers import Embedding, Linear
 from tpshard.programs.served import Served
 from tpshard.programs.serving import ServeSetting, build_serving
-from tpshard.recipes.diagnostic import Mistakes
+from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.serve.check import need
 from tpshard.serve.engine import Engine
 from tpshard.serve.request import Sampling, Sequence
@@ -229,3 +229,10 @@ def test_a_module_of_the_users_is_served_like_any_other(tp: int, monkeypatch: py
 def test_a_module_whose_tokens_meet_outside_of_attention_is_refused(mixed: str) -> None:
     with pytest.raises(Mistakes, match=r"cannot be served[\s\S]*lets tokens of a step see each other"):
         build_serving(mine(mixed=mixed), rows=[8])
+
+
+def test_a_module_that_is_none_is_the_recipes_mistake() -> None:
+    served = Served(Blueprint(module="there.is:None"), "fp32")
+    with pytest.raises(Mistakes, match="No module named 'there'") as raised:
+        build_serving(ServeSetting.of(recipe(), served, "cpu"), rows=[8])
+    assert {mistake.exit for mistake in raised.value.diagnostics} == {Exit.RECIPE}
