@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tpshard.parallelism.cost import Crowd, Device, Link
+from tpshard.parallelism.cost import Cpu, Crowd, Device, Efficiency, Link, Overhead
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
 from tpshard.recipes.nodes import Node, read, scalar
 
@@ -64,19 +64,25 @@ _CROWD = {
     "spread": _Key("ratio", 0.0, 1.0, 0.0),
     "slowdown": _Key("share", 0.0, 0.95, -1.0),
 }
-_CONSTANTS = {
+_EFFICIENCY = {
     "matmul": _Key("share", 0.01, 1.0, 0.75),
     "attention": _Key("share", 0.005, 1.0, 0.5),
     "attention_backward": _Key("share", 0.005, 1.0, 0.4),
-    "softmax": _Key("ratio", 0.0, 1000.0, 0.0),
-    "packing": _Key("ratio", 0.01, 100.0, 1.0),
     "streaming": _Key("share", 0.01, 1.0, 0.85),
-    "exponential": _Key("ratio", 0.0, 1000.0, 0.0),
+}
+_OVERHEAD = {
     "op": _Key("time", 0.0, 0.1, 4e-6),
     "eager_op": _Key("time", 0.0, 0.1, 8e-6),
-    "view": _Key("time", 0.0, 0.1, 0.0),
     "issue": _Key("time", 0.0, 0.1, 2e-5),
     "step": _Key("time", 0.0, 10.0, 0.0),
+}
+_CONSTANTS = {
+    **_EFFICIENCY,
+    **_OVERHEAD,
+    "softmax": _Key("ratio", 0.0, 1000.0, 0.0),
+    "packing": _Key("ratio", 0.01, 100.0, 1.0),
+    "exponential": _Key("ratio", 0.0, 1000.0, 0.0),
+    "view": _Key("time", 0.0, 0.1, 0.0),
     "growth": _Key("bandwidth", 0.0, 1e15, 0.0),
     "reserved": _Key("ratio", 1.0, 2.0, 1.05),
 }
@@ -139,25 +145,18 @@ def parse(data: bytes, file: str) -> Device:
         host_devices=host["devices"],
         inside=_link(host["inside"]),
         across=_link(host["across"]),
-        matmul=constants["matmul"],
-        attention=constants["attention"],
-        attention_backward=constants["attention_backward"],
-        softmax=constants["softmax"],
-        packing=constants["packing"],
-        streaming=constants["streaming"],
-        exponential=constants["exponential"],
-        op_s=constants["op"],
-        eager_op_s=constants["eager_op"],
-        view_s=constants["view"],
-        issue_s=constants["issue"],
-        step_s=constants["step"],
-        growth=constants["growth"],
+        efficiency=Efficiency(**{name: constants[name] for name in _EFFICIENCY}),
+        overhead=Overhead(**{f"{name}_s": constants[name] for name in _OVERHEAD}),
         reserved=constants["reserved"],
-        cores=host["cores"],
-        crowds={n: _crowd(values) for n, values in host["crowds"].items()},
+        cpu=Cpu(
+            cores=host["cores"],
+            crowds={n: _crowd(told) for n, told in host["crowds"].items()},
+            view_s=constants["view"],
+            **{name: constants[name] for name in ("packing", "exponential", "softmax", "growth")},
+        ),
         fitted=top["fitted"],
     )
-    if made.kind == "cpu" and made.cores < 1:
+    if made.kind == "cpu" and made.cpu.cores < 1:
         reader.wrong("a CPU needs `host.cores`", root, "its processes share them", "host: {cores: 8, ...}")
     if made.context_bytes >= made.memory_bytes:
         reader.wrong("`context` leaves no memory", root, f"{made.context_bytes} of {made.memory_bytes} bytes", "")

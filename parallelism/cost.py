@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Literal
 
 from tpshard.parallelism.exchange import carried
@@ -38,7 +38,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Crowd:
-    """CPU only: what one of so many processes at once on a host reaches, each computing, moving or sending the same.
+    """What one of so many processes at once on a host reaches, each computing, moving or sending the same.
 
     They share cores, caches and memory, and above the number of cores they take turns: shares of an even part of the
     host's rates, a multiple of what an operation costs besides its work, and what a process sends to the others.
@@ -47,7 +47,7 @@ class Crowd:
     compute: float = 1.0
     memory: float = 1.0
     growth: float | None = None
-    """Of `Device.growth`; None: as of the memory's bandwidth."""
+    """Of `Cpu.growth`; None: as of the memory's bandwidth."""
     overhead: float = 1.0
     bandwidth: float = 0.0
     """Bytes/s that one process sends; 0: an even part of the host's."""
@@ -59,6 +59,62 @@ class Crowd:
     """Of a collective, as a share of what was computed since the last: until the last of its members has come."""
     slowdown: float | None = None
     """Share of its computing rate that a process loses beside a collective; None: `inside`'s."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of a device's rates that operations reach."""
+
+    matmul: float = 0.75
+    """Of the dense rate: large matrix products."""
+    attention: float = 0.5
+    """Of the dense rate: fused attention, forward."""
+    attention_backward: float = 0.4
+    streaming: float = 0.85
+    """Of the memory bandwidth: pointwise operations and reductions."""
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Times that do not depend on how much is computed."""
+
+    op_s: float = 4e-6
+    """Least time of one operation run from a compiled graph."""
+    eager_op_s: float = 8e-6
+    """Least time of one operation issued by the interpreter."""
+    issue_s: float = 2e-5
+    """Time that issuing a collective and waiting for it takes from the computing lane."""
+    step_s: float = 0.0
+    """What a training step costs besides its operations: data, metrics, the host's loop."""
+
+    def times(self, factor: float) -> Overhead:
+        return Overhead(*(factor * seconds for seconds in astuple(self)))
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """What only a CPU has: processes that share its cores, and costs that a GPU hides behind its kernels."""
+
+    cores: int = 0
+    """Of the host, shared by its processes; the device's rates are the whole host's."""
+    packing: float = 1.0
+    """Share of the memory bandwidth at which a matrix product reads its operands and writes its result."""
+    exponential: float = 0.0
+    """What an element's exponential costs (of `exp`, `silu`, ...), in bytes of pointwise operations."""
+    softmax: float = 0.0
+    """What the softmax of a score costs, in dims of a head: attention's FLOPs count 1 + softmax / head_dim times."""
+    view_s: float = 0.0
+    """Time the interpreter takes for an operation that moves nothing: a view."""
+    growth: float = 0.0
+    """Bytes/s at which the memory that a program takes and gives back is made ready; 0: at no cost."""
+    skew_s: float = 0.0
+    """What a collective waits, however little it sends, until each member has its turn; of a process that has been
+    given its share, from `crowds`."""
+    spread: float = 0.0
+    """What ranks drift apart while they compute, and a collective waits for, as a share of what was computed since the
+    last; of a process that has been given its share, from `crowds`."""
+    crowds: Mapping[int, Crowd] = field(default_factory=dict)
+    """By number of processes on a host; between two of them the smaller one's is taken."""
 
 
 @dataclass(frozen=True)
@@ -77,59 +133,33 @@ class Device:
     host_devices: int
     inside: Link
     across: Link
-    matmul: float = 0.75
-    """Share of the dense rate that large matrix products reach."""
-    attention: float = 0.5
-    """Share of the dense rate that fused attention reaches, forward."""
-    attention_backward: float = 0.4
-    softmax: float = 0.0
-    """What the softmax of a score costs, in dims of a head: attention's FLOPs count 1 + softmax / head_dim times."""
-    packing: float = 1.0
-    """CPU only: share of the memory bandwidth at which a matrix product reads its operands and writes its result."""
-    streaming: float = 0.85
-    """Share of the memory bandwidth that pointwise operations and reductions reach."""
-    exponential: float = 0.0
-    """CPU only: what an element's exponential costs (of `exp`, `silu`, ...), in bytes of such operations."""
-    op_s: float = 4e-6
-    """Least time of one operation run from a compiled graph."""
-    eager_op_s: float = 8e-6
-    """Least time of one operation issued by the interpreter."""
-    view_s: float = 0.0
-    """Time the interpreter takes for an operation that moves nothing: a view. A GPU's is hidden behind its kernels."""
-    issue_s: float = 2e-5
-    """Time that issuing a collective and waiting for it takes from the computing lane."""
+    efficiency: Efficiency = Efficiency()
+    overhead: Overhead = Overhead()
     reserved: float = 1.05
     """Bytes the allocator reserves for each byte allocated at the peak."""
-    step_s: float = 0.0
-    """What a training step costs besides its operations: data, metrics, the host's loop."""
-    growth: float = 0.0
-    """CPU only: bytes/s at which the memory that a program takes and gives back is made ready; 0: at no cost."""
-    skew_s: float = 0.0
-    """CPU only: what a collective waits, however little it sends, until each member has its turn; `shared_by` takes it
-    from `crowds`."""
-    spread: float = 0.0
-    """CPU only: what ranks drift apart while they compute, and a collective waits for, as a share of what was computed
-    since the last; `shared_by` takes it from `crowds`."""
-    cores: int = 0
-    """CPU only: cores of the host, shared by its processes; the rates above are then the whole host's."""
-    crowds: Mapping[int, Crowd] = field(default_factory=dict)
-    """CPU only: by number of processes on a host; between two of them the smaller one's is taken."""
+    cpu: Cpu = Cpu()
     fitted: Mapping[str, str] = field(default_factory=dict)
     """Constant -> how it was fitted. A figure that rests on one of them is `calibrated`, else `roofline`."""
+
+    @property
+    def stream_rate(self) -> float:
+        """Bytes/s of pointwise operations and reductions."""
+        return self.memory_bandwidth * self.efficiency.streaming
 
     def shared_by(self, processes: int) -> Device:
         """The device that one of `processes` on a host has. Only a CPU's cores and memory are shared.
 
-        What they lose to each other besides is in `crowds`; where that says nothing, overheads grow with the turns
+        What they lose to each other besides is in `cpu.crowds`; where that says nothing, overheads grow with the turns
         that more processes than cores take.
         """
-        if self.kind != "cpu" or (processes <= 1 and 1 not in self.crowds):
+        own = self.cpu
+        if self.kind != "cpu" or (processes <= 1 and 1 not in own.crowds):
             return self
-        turns = max(1.0, processes / max(1, self.cores))
-        measured = max((n for n in self.crowds if n <= processes), default=0)
-        crowd = self.crowds.get(measured, Crowd())
+        turns = max(1.0, processes / max(1, own.cores))
+        measured = max((n for n in own.crowds if n <= processes), default=0)
+        crowd = own.crowds.get(measured, Crowd())
         # beyond the largest crowd that was measured, and without any, overheads grow as the turns do
-        more = turns / max(1.0, measured / max(1, self.cores))
+        more = turns / max(1.0, measured / max(1, own.cores))
         inside = replace(
             self.inside,
             latency_s=(crowd.latency_s or self.inside.latency_s) * more,
@@ -144,15 +174,15 @@ class Device:
             rates={dtype: rate * crowd.compute / processes for dtype, rate in self.rates.items()},
             memory_bandwidth=self.memory_bandwidth * crowd.memory / processes,
             memory_bytes=self.memory_bytes // processes,
-            growth=self.growth * (crowd.memory if crowd.growth is None else crowd.growth) / processes,
-            op_s=self.op_s * overhead,
-            eager_op_s=self.eager_op_s * overhead,
-            view_s=self.view_s * overhead,
-            issue_s=self.issue_s * overhead,
-            step_s=self.step_s * overhead,
-            skew_s=crowd.skew_s * more,
-            spread=crowd.spread,
-            crowds={},
+            overhead=self.overhead.times(overhead),
+            cpu=replace(
+                own,
+                growth=own.growth * (crowd.memory if crowd.growth is None else crowd.growth) / processes,
+                view_s=own.view_s * overhead,
+                skew_s=crowd.skew_s * more,
+                spread=crowd.spread,
+                crowds={},
+            ),
         )
 
     def rate(self, dtype: str) -> float:
@@ -271,8 +301,8 @@ def collective(device: Device, topology: Topology, kind: str, refs: Axes, buffer
     elif as_kind != kind:
         name = "all-to-all and local sum"
     if device.kind == "cpu" and kind in ("all_reduce", "reduce_scatter"):
-        seconds += received / (device.memory_bandwidth * device.streaming)
-    return CommCost(seconds + device.skew_s, sent, span.wire, name)
+        seconds += received / device.stream_rate
+    return CommCost(seconds + device.cpu.skew_s, sent, span.wire, name)
 
 
 
@@ -287,15 +317,15 @@ def operation(
     """
     if work == "free":
         return 0.0
-    least = device.eager_op_s if eager else device.op_s
-    memory = (moved + device.exponential * exponentials) / (device.memory_bandwidth * device.streaming)
+    least = device.overhead.eager_op_s if eager else device.overhead.op_s
+    memory = (moved + device.cpu.exponential * exponentials) / device.stream_rate
     if work == "stream":
         return memory + least if device.kind == "cpu" else max(memory, least)
-    share = {"matmul": device.matmul, "attention": device.attention}.get(work, device.attention_backward)
+    share = getattr(device.efficiency, work)
     compute = flops / (device.rate(dtype) * share)
     if work != "matmul" and head_dim:
-        compute *= 1 + device.softmax / head_dim
+        compute *= 1 + device.cpu.softmax / head_dim
     if device.kind == "cpu":
-        packed = moved / (device.memory_bandwidth * device.packing) if work == "matmul" else 0.0
+        packed = moved / (device.memory_bandwidth * device.cpu.packing) if work == "matmul" else 0.0
         return compute + packed + least
     return max(compute, memory, least)

@@ -251,10 +251,10 @@ def seconds(kernel: Kernel, device: Device) -> float:
     if kernel.work == "free":
         # what the interpreter dispatches though it moves nothing; a compiler leaves no trace of it
         dispatched = node.op == "call_function" and here.specs and here.comm is None
-        return device.view_s if dispatched and not kernel.compiled else 0.0
+        return device.cpu.view_s if dispatched and not kernel.compiled else 0.0
     if kernel.work == "stream" and not kernel.counts:
-        streamed = kernel.moved + device.exponential * kernel.exponentials
-        return streamed / (device.memory_bandwidth * device.streaming)
+        streamed = kernel.moved + device.cpu.exponential * kernel.exponentials
+        return streamed / device.stream_rate
     head_dim = here.specs[0].shape[-1] if kernel.work.startswith("attention") and here.specs else 0
     return operation(
         device, kernel.work, kernel.flops, kernel.moved, kernel.dtype, eager=not kernel.compiled, head_dim=head_dim,

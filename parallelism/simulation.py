@@ -204,7 +204,7 @@ def price(
             tasks.append(Task(node.name, "wait", 0.0, of=_issued(node, index)))
         else:
             tasks.append(Task(node.name, "compute", seconds(kernel, device)))
-            apart += device.spread * tasks[-1].seconds
+            apart += device.cpu.spread * tasks[-1].seconds
     slowdown = {"inside": device.inside.slowdown, "across": device.across.slowdown}
     return Priced(program, parts, tasks, costs, slowdown)
 
@@ -213,7 +213,7 @@ def comm_cost(device: Device, topology: Topology, node: fx.Node, comm: Collectiv
     """Cost of the collective that a node issues, as the backend runs it, `apart` seconds after the first of its members
     has come."""
     cost = collective(device, topology, comm.kind, comm.refs, comm.bytes)
-    return replace(cost, seconds=cost.seconds + device.issue_s + (apart if cost.wire != "none" else 0.0))
+    return replace(cost, seconds=cost.seconds + device.overhead.issue_s + (apart if cost.wire != "none" else 0.0))
 
 
 def lane_of(comm: Collective) -> str:

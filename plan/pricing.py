@@ -175,7 +175,7 @@ def price_parts(
 def _looping(device: Device, mesh: Mesh, per_host: int) -> float:
     """Seconds of the training loop in a step: the host's own work, and that all ranks agree on whether to go on."""
     everyone = mesh.sorted(mesh.axis(name) for name in mesh.axes)
-    return device.step_s + collective(device, Topology(mesh, per_host), "all_reduce", everyone, 8).seconds
+    return device.overhead.step_s + collective(device, Topology(mesh, per_host), "all_reduce", everyone, 8).seconds
 
 
 LARGEST = 1 << 25
@@ -188,7 +188,7 @@ def _growing(parts: Sequence[PricedPart], device: Device) -> float:
     Each time a program ends its results leave the heap's end free, and of that twice the largest stays. A result that
     is too large for the heap is new whenever it is made.
     """
-    if not device.growth:
+    if not device.cpu.growth:
         return 0.0
     results = [size for part in parts for size in part.memory.results]
     stays = 2 * max((size for size in results if size <= LARGEST), default=0)
@@ -199,7 +199,7 @@ def _growing(parts: Sequence[PricedPart], device: Device) -> float:
         heap -= sum(size for _, kind, size in memory.largest if size > LARGEST and kind not in _STAYING)
         mapped = sum(size for size in memory.results if size > LARGEST)
         total += part.part.times * (max(0, heap - stays) + mapped)
-    return total / device.growth
+    return total / device.cpu.growth
 
 
 _STAYING = ("parameters", "gradients", "optimizer", "cache")

@@ -82,7 +82,7 @@ class Chooser:
 
         def gather_s(size: int) -> float:
             cost = collective(self.device, self.topology, "all_gather", (axis,), size)
-            return cost.seconds + self.device.issue_s
+            return cost.seconds + self.device.overhead.issue_s
 
         pieces = self.pieces(program)
         total = sum(piece.bytes for piece in pieces)

@@ -102,13 +102,13 @@ def test_crowds_say_what_processes_lose_to_each_other():
     four = found.shared_by(4)
     assert four.rate("bf16") == pytest.approx(found.rate("bf16") * 0.8 / 4)
     assert four.memory_bandwidth == pytest.approx(3.35e12 * 0.5 / 4)
-    assert (four.view_s, four.eager_op_s) == (pytest.approx(15e-6), pytest.approx(30e-6))
+    assert (four.cpu.view_s, four.overhead.eager_op_s) == (pytest.approx(15e-6), pytest.approx(30e-6))
     assert (four.inside.bandwidth, four.inside.latency_s, four.inside.slowdown) == (1e9, 2e-3, 0.9)
-    assert four.growth == pytest.approx(4e9)  # of its own; without, as of the memory
+    assert four.cpu.growth == pytest.approx(4e9)  # of its own; without, as of the memory
     without = parse(CROWDED.replace("growth: 2, ", "").encode(), "box.yaml").shared_by(4)
-    assert without.growth == pytest.approx(1e9)
-    assert (four.skew_s, found.shared_by(8).skew_s) == (3e-3, 6e-3)
-    assert (four.spread, found.shared_by(8).spread, found.shared_by(2).spread) == (0.1, 0.1, 0.0)
+    assert without.cpu.growth == pytest.approx(1e9)
+    assert (four.cpu.skew_s, found.shared_by(8).cpu.skew_s) == (3e-3, 6e-3)
+    assert [found.shared_by(n).cpu.spread for n in (2, 4, 8)] == [0.0, 0.1, 0.1]
     # one process has an entry of its own, two and three take it too
     assert found.shared_by(1).rate("bf16") == pytest.approx(found.rate("bf16") * 0.9)
     assert found.shared_by(3).rate("bf16") == pytest.approx(found.rate("bf16") * 0.9 / 3)
@@ -117,13 +117,13 @@ def test_crowds_say_what_processes_lose_to_each_other():
 
 def test_a_file_without_skew_has_none():
     found = parse(CROWDED.replace("skew: 3 ms, ", "").encode(), "box.yaml")
-    assert found.shared_by(4).skew_s == found.skew_s == 0.0
-    assert all(device(name).shared_by(4).skew_s == 0.0 for name in BUILTIN)
+    assert found.shared_by(4).cpu.skew_s == found.cpu.skew_s == 0.0
+    assert all(device(name).shared_by(4).cpu.skew_s == 0.0 for name in BUILTIN)
 
 
 def test_constants_change_what_operations_cost():
     one = parse(CROWDED.encode(), "box.yaml").shared_by(2)
-    plain = replace(one, packing=1.0, softmax=0.0)
+    plain = replace(one, cpu=replace(one.cpu, packing=1.0, softmax=0.0))
 
     def cost(device, work, **more):
         return operation(device, work, 10**9, 10**9, "bf16", eager=True, **more)
@@ -131,9 +131,9 @@ def test_constants_change_what_operations_cost():
     moved = 10**9 / one.memory_bandwidth
     assert cost(one, "matmul") - cost(plain, "matmul") == pytest.approx(moved)  # at half the bandwidth
     taken = cost(one, "stream", exponentials=10**6) - cost(one, "stream")
-    assert taken == pytest.approx(40e6 / (one.memory_bandwidth * one.streaming))
-    computed = cost(plain, "attention", head_dim=20) - one.eager_op_s
-    assert cost(one, "attention", head_dim=20) - one.eager_op_s == pytest.approx(2 * computed)
+    assert taken == pytest.approx(40e6 / one.stream_rate)
+    computed = cost(plain, "attention", head_dim=20) - one.overhead.eager_op_s
+    assert cost(one, "attention", head_dim=20) - one.overhead.eager_op_s == pytest.approx(2 * computed)
 
 
 @pytest.mark.parametrize(

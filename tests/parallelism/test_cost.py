@@ -5,7 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 from tpshard.parallelism import partition
-from tpshard.parallelism.cost import Crowd, Device, Link, Topology, collective, operation, wire_bytes
+from tpshard.parallelism.cost import (
+    Cpu,
+    Crowd,
+    Device,
+    Efficiency,
+    Link,
+    Overhead,
+    Topology,
+    collective,
+    operation,
+    wire_bytes,
+)
 from tpshard.parallelism.fusion import kernels
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.simulation import Task, price, simulate
@@ -14,9 +25,9 @@ from tpshard.parallelism.simulation import Task, price, simulate
 def make(**changes):
     base = {
         "name": "box", "kind": "gpu", "backend": "nccl", "memory_bytes": 80 << 30, "context_bytes": 0,
-        "memory_bandwidth": 1e12, "rates": {"bf16": 1e15, "fp32": 1e14}, "host_devices": 8, "matmul": 0.5,
-        "inside": Link(100e9, 0.0), "across": Link(10e9, 0.0), "streaming": 1.0, "op_s": 0.0, "eager_op_s": 0.0,
-        "issue_s": 0.0,
+        "memory_bandwidth": 1e12, "rates": {"bf16": 1e15, "fp32": 1e14}, "host_devices": 8,
+        "inside": Link(100e9, 0.0), "across": Link(10e9, 0.0), "efficiency": Efficiency(matmul=0.5, streaming=1.0),
+        "overhead": Overhead(0.0, 0.0, 0.0),
     }  # fmt: skip
     return Device(**{**base, **changes})
 
@@ -51,7 +62,7 @@ def test_outer_axes_leave_the_host_and_use_the_adapters_of_all_members_there():
 
 
 def test_a_shared_link_is_divided():
-    device = make(inside=Link(100e9, 0.0, shared=True), kind="cpu", cores=4)
+    device = make(inside=Link(100e9, 0.0, shared=True), kind="cpu", cpu=Cpu(cores=4))
     found = cost(device, {"dp": 4}, ["dp"], "all_gather", 4_000_000, per_host=4)
     assert found.seconds == pytest.approx(3_000_000 / 25e9)
 
@@ -76,10 +87,10 @@ def test_the_roofline_takes_the_larger_side():
 
 
 def test_processes_share_a_cpu():
-    device = make(kind="cpu", cores=2, eager_op_s=1e-5).shared_by(4)
+    device = make(kind="cpu", cpu=Cpu(cores=2), overhead=Overhead(eager_op_s=1e-5)).shared_by(4)
     assert device.rate("fp32") == 1e14 / 4
     assert device.memory_bytes == 20 << 30
-    assert device.eager_op_s == pytest.approx(2e-5)
+    assert device.overhead.eager_op_s == pytest.approx(2e-5)
 
 
 # ---- the two-lane simulation ----------------------------------------------------------------------------------
@@ -123,8 +134,8 @@ def test_what_is_never_waited_for_still_ends_before_the_step():
 
 
 def test_skew_is_paid_once_a_collective_and_hidden_behind_computing():
-    four = make(kind="cpu", cores=2, crowds={4: Crowd(skew_s=2.0)}).shared_by(4)
-    plain, skewed = (cost(d, {"a": 4}, ["a"], "all_gather", 4_000) for d in (replace(four, skew_s=0.0), four))
+    four = make(kind="cpu", cpu=Cpu(cores=2, crowds={4: Crowd(skew_s=2.0)})).shared_by(4)
+    plain, skewed = (cost(d, {"a": 4}, ["a"], "all_gather", 4_000) for d in (replace(four, cpu=Cpu()), four))
     assert skewed.seconds - plain.seconds == pytest.approx(2.0) and skewed.wire_bytes == plain.wire_bytes
     issue = Task("gather", "issue", skewed.seconds, "a", "inside")
     tasks = [issue, Task("work", "compute", 10.0), Task("wait", "wait", 0.0, of=0)]
@@ -139,8 +150,8 @@ def test_a_collective_waits_for_what_its_ranks_drifted_apart_since_the_last():
 
     inputs = (torch.ones(8, 4096, device="meta"), torch.ones(4096, device="meta"))
     program = partition(step, inputs, Mesh({"x": 4}), in_shardings=[("x",), ()])
-    box = make(kind="cpu", cores=2, crowds={4: Crowd(spread=0.5)})
-    plain, apart = (price(program, d.shared_by(4), 4, compiled="none") for d in (replace(box, crowds={}), box))
+    box = make(kind="cpu", cpu=Cpu(cores=2, crowds={4: Crowd(spread=0.5)}))
+    plain, apart = (price(program, d.shared_by(4), 4, compiled="none") for d in (replace(box, cpu=Cpu(cores=2)), box))
     assert len(plain.costs) >= 2
     before = 0.0
     for i, task in enumerate(plain.tasks):

@@ -89,40 +89,41 @@ def test_constants_come_back_from_synthetic_measurements(machine: Device) -> Non
     two = machine.shared_by(2)  # a core each
     assert two.rate("float32") == pytest.approx(FLOPS, rel=0.02)
     assert two.rate("bfloat16") == pytest.approx(BF16, rel=0.02)
-    assert two.memory_bandwidth * two.packing == pytest.approx(PACKING, rel=0.03)
-    assert two.memory_bandwidth * two.streaming == pytest.approx(STREAM, rel=0.02)
-    assert (two.eager_op_s, two.view_s) == (pytest.approx(OP, rel=0.02), pytest.approx(VIEW, rel=0.02))
-    assert two.softmax == pytest.approx(SOFTMAX, rel=0.05)
-    assert two.rate("fp32") * two.attention == pytest.approx(ATTENTION, rel=0.05)
-    assert two.rate("fp32") * two.attention_backward == pytest.approx(BACK, rel=0.05)
+    assert two.memory_bandwidth * two.cpu.packing == pytest.approx(PACKING, rel=0.03)
+    assert two.stream_rate == pytest.approx(STREAM, rel=0.02)
+    assert (two.overhead.eager_op_s, two.cpu.view_s) == (pytest.approx(OP, rel=0.02), pytest.approx(VIEW, rel=0.02))
+    assert two.cpu.softmax == pytest.approx(SOFTMAX, rel=0.05)
+    assert two.rate("fp32") * two.efficiency.attention == pytest.approx(ATTENTION, rel=0.05)
+    assert two.rate("fp32") * two.efficiency.attention_backward == pytest.approx(BACK, rel=0.05)
     assert two.inside.latency_s == pytest.approx(HOP, rel=0.05)
     assert two.inside.bandwidth == pytest.approx(SENT, rel=0.05) and not two.inside.shared
-    assert two.growth == pytest.approx(FRESH, rel=0.02)
-    assert two.exponential / two.memory_bandwidth == pytest.approx(EXPONENTIAL, rel=0.02)
-    assert (two.skew_s, two.spread) == (pytest.approx(SKEW[2], rel=0.05), pytest.approx(SPREAD[2], rel=0.05))
-    assert two.step_s == pytest.approx(LOOP)
+    assert two.cpu.growth == pytest.approx(FRESH, rel=0.02)
+    assert two.cpu.exponential / two.memory_bandwidth == pytest.approx(EXPONENTIAL, rel=0.02)
+    assert (two.cpu.skew_s, two.cpu.spread) == (pytest.approx(SKEW[2], rel=0.05), pytest.approx(SPREAD[2], rel=0.05))
+    assert two.overhead.step_s == pytest.approx(LOOP)
 
 
 def test_four_processes_on_two_cores_take_turns_and_lose_some(machine: Device) -> None:
     two, four = machine.shared_by(2), machine.shared_by(4)
     assert four.rate("fp32") == pytest.approx(two.rate("fp32") / 2, rel=0.02)
     assert four.memory_bandwidth == pytest.approx(two.memory_bandwidth / 2 / 1.2, rel=0.02)
-    assert four.growth == pytest.approx(two.growth / 2 / 1.2, rel=0.02)
-    assert four.eager_op_s == pytest.approx(2 * two.eager_op_s, rel=0.02)
-    assert (four.skew_s, four.spread) == (pytest.approx(SKEW[4], rel=0.05), pytest.approx(SPREAD[4], rel=0.05))
+    assert four.cpu.growth == pytest.approx(two.cpu.growth / 2 / 1.2, rel=0.02)
+    assert four.overhead.eager_op_s == pytest.approx(2 * two.overhead.eager_op_s, rel=0.02)
+    assert (four.cpu.skew_s, four.cpu.spread) == (pytest.approx(SKEW[4], rel=0.05), pytest.approx(SPREAD[4], rel=0.05))
     eight = machine.shared_by(8)  # as nobody measured: what four lose, and turns twice as long
-    assert eight.eager_op_s == pytest.approx(2 * four.eager_op_s)
+    assert eight.overhead.eager_op_s == pytest.approx(2 * four.overhead.eager_op_s)
     assert eight.rate("fp32") == pytest.approx(four.rate("fp32") / 2)
     assert eight.inside.bandwidth == pytest.approx(four.inside.bandwidth / 2)
-    assert eight.skew_s == pytest.approx(2 * four.skew_s)
+    assert eight.cpu.skew_s == pytest.approx(2 * four.cpu.skew_s)
 
 
 def test_a_collective_costs_what_was_measured(machine: Device) -> None:
     four, mesh = machine.shared_by(4), Mesh({"a": 2, "b": 2})
     cost = collective(four, Topology(mesh, 4), "all_gather", (mesh.axis("a"),), 1 << 22)
     assert cost.seconds == pytest.approx(SKEW[4] + 2 * (HOP + (1 << 21) / SENT), rel=0.05)
-    alone = collective(replace(four, skew_s=0.0), Topology(mesh, 4), "all_gather", (mesh.axis("a"),), 1 << 22)
-    assert cost.seconds - alone.seconds == pytest.approx(four.skew_s)
+    prompt = replace(four, cpu=replace(four.cpu, skew_s=0.0))
+    alone = collective(prompt, Topology(mesh, 4), "all_gather", (mesh.axis("a"),), 1 << 22)
+    assert cost.seconds - alone.seconds == pytest.approx(four.cpu.skew_s)
     assert four.inside.slowdown == pytest.approx(0.7)
 
 
