@@ -30,6 +30,9 @@ from record import Record, add_options
 ROOT = Path(__file__).resolve().parents[1]
 DEVICES = {"A100-40GB": "a100-40g", "A100-80GB": "a100-80g", "H100-80GB": "h100-sxm-80g", "B200": "b200"}
 MODELS = {
+    "7B": "preset: llama3-8b",
+    "8B": "preset: llama3-8b",
+    "llama3-8B": "preset: llama3-8b",
     "13B": "preset: llama3-8b, width: 5120, layers: 40, heads: 40, kv_heads: 8, mlp: 17920",
     "70B": "preset: llama3-70b",
     "405B": "preset: llama3-405b",
@@ -79,11 +82,16 @@ def device_of(row: dict[str, str]) -> str:
         return "h100-sxm-96g"
     if gpu.startswith("H200"):
         return "h200-x4" if number(row, "gpus_per_node", 8) == 4 else "h200"
-    return next((name for prefix, name in DEVICES.items() if gpu.startswith(prefix)), "h100-sxm-80g")
+    found = next((name for prefix, name in DEVICES.items() if gpu.startswith(prefix)), None)
+    if found is None:
+        raise ValueError(f"no device is known as {gpu!r}; known: H100-96GB, H200, {', '.join(DEVICES)}")
+    return found
 
 
 def recipe_of(row: dict[str, str]) -> Recipe:
     """The recipe of a row. ValueError for what no recipe can say (pipelining, context or expert parallelism)."""
+    if row["model"] not in MODELS:
+        raise ValueError(f"no model is known as {row['model']!r}; known: {', '.join(MODELS)}")
     unsupported = [key for key in ("pp", "cp", "ep") if number(row, key) > 1]
     if unsupported:
         raise ValueError(f"{', '.join(unsupported)} above 1: not in a recipe")
@@ -105,7 +113,7 @@ def recipe_of(row: dict[str, str]) -> Recipe:
 name: {row["src"]}
 cluster: {{device: {device}, nodes: {max(1, gpus // per_node)}, devices_per_node: {min(gpus, per_node)}}}
 mesh: {{dp: {number(row, "dp_rep")}, fsdp: {number(row, "fsdp")}, tp: {tp}}}
-model: {{{MODELS.get(row["model"], "preset: llama3-8b")}, seq_len: {number(row, "seq")}, dtype: bf16}}
+model: {{{MODELS[row["model"]]}, seq_len: {number(row, "seq")}, dtype: bf16}}
 sharding: {{{sharding}}}
 fsdp:
   bucket: wrap

@@ -9,6 +9,8 @@ from typing import Any
 from tpshard.plan import save
 from tpshard.plan.units import gib, seconds
 
+SHIPPED_CPU = "cpu"
+"""Name of the device file that stands for any CPU."""
 SKIPPED = 2
 """Logged steps that a run warms up in: they are not compared where there are enough others."""
 
@@ -57,6 +59,7 @@ def record(folder: Path) -> str:
     found = compare(folder)
     if found is None:
         return ""
+    plan = save.read(str(folder / "plan.json")).report
     save.write(folder / "plan_measured.json", json.dumps(found, indent=1, sort_keys=True) + "\n")
     show = {"step_s": seconds, "exposed_comm_s": seconds, "peak_memory_bytes": gib, "sent_bytes": gib}
     parts = []
@@ -64,7 +67,10 @@ def record(folder: Path) -> str:
         form = show.get(name, lambda v: f"{v:.0f}")
         error = "" if row["error"] is None else f" ({100 * row['error']:+.0f}%)"
         parts.append(f"{name} {form(row['predicted'])} against {form(row['measured'])}{error}")
-    return "planned against measured: " + ", ".join(parts)
+    said = "planned against measured: " + ", ".join(parts)
+    if plan["device"]["name"] == SHIPPED_CPU:
+        said += "; the plan is priced by the shipped file of a CPU: `tpshard doctor --measure` writes this machine's"
+    return said
 
 
 def _devices(plan: Any) -> int:

@@ -35,6 +35,7 @@ def diff(before: Report, after: Report) -> dict[str, Any]:
         "shardings": _shardings(before, after),
         "collectives": _collectives(before, after),
         "fits": [before.fits, after.fits],
+        "devices": [before.devices, after.devices],
     }
 
 
@@ -80,6 +81,9 @@ def text(found: dict[str, Any]) -> str:
     """The same for people."""
     show = {"step_s": seconds, "exposed_comm_s": seconds, "needed_bytes": gib, "sent_bytes": gib}
     lines = [f"{found['before']} -> {found['after']}"]
+    if found["devices"][0] != found["devices"][1]:
+        before, after = found["devices"]
+        lines.append(f"  on {before:,} and on {after:,} devices: figures are of one device each")
     for name, row in found["figures"].items():
         form = show.get(name, lambda v: f"{v:.4g}")
         change = "" if row["change"] is None else f"  {100 * row['change']:+.1f}%"

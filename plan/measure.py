@@ -28,6 +28,7 @@ import numpy as np
 import psutil
 from tpshard.parallelism.cost import Device, Link, Topology, collective, wire_bytes
 from tpshard.parallelism.mesh import Mesh
+from tpshard.plan.units import plural
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 Result = dict[str, Any]
@@ -204,7 +205,8 @@ def measure(say: Callable[[str], None] | None = None, *, name: str = "", today: 
         return measure_gpu(tell, name, today)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     crowds = sorted({1, 2, 4, min(cores, MOST)})
-    tell(f"{', '.join(map(str, crowds))} process(es) on {cores} core(s) compute, move and send, {ROUNDS} times ...")
+    many = ", ".join(map(str, crowds))
+    tell(f"{many} processes on {plural(cores, 'core')} compute, move and send, {ROUNDS} times ...")
     found = _workers(crowds, cores, tell)
     return device_file(name or "measured-cpu", today, cores, psutil.virtual_memory().total, found)
 
@@ -300,7 +302,8 @@ def device_file(name: str, today: str, cores: int, memory: int, found: dict[int,
     said = f"measured {today}"
     errors = {key: f"mean error {100 * value:.0f}%" for key, value in here.errors.items()}
     link = f"bandwidth: {near.bandwidth * 2 / 1e9:.4g} GB/s, latency: {near.latency_s * 1e6:.4g} us"
-    return f"""# {platform.processor() or platform.machine()}, {cores} core(s); written by `tpshard doctor --measure`.
+    machine = f"{platform.processor() or platform.machine()}, {plural(cores, 'core')}"
+    return f"""# {machine}; written by `tpshard doctor --measure`.
 # `across` was measured over loopback too: put your network's numbers there.
 schema: 1
 name: {name}

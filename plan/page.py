@@ -9,7 +9,7 @@ from html import escape
 from tpshard.plan import pictures
 from tpshard.plan.report import Edit, Report
 from tpshard.plan.text import LABELS, axes_text, spread, verdict
-from tpshard.plan.units import count, gib, seconds
+from tpshard.plan.units import count, gib, plural, seconds
 
 SECTIONS = ("verdict", "mesh", "shardings", "timeline", "memory", "collectives", "what-if")
 
@@ -89,7 +89,7 @@ def _verdict(report: Report) -> str:
     return (
         f'<section id="verdict"><h1>{escape(job.name)}</h1><p class="{color}"><b>{escape(verdict(report))}</b></p>'
         f"<p>{escape(job.model)}, {escape(job.what)}, seq {job.seq_len}, {escape(job.dtype)}; "
-        f"mesh {escape(' x '.join(f'{k} {v}' for k, v in job.mesh.items()))} on {job.nodes} host(s) of "
+        f"mesh {escape(' x '.join(f'{k} {v}' for k, v in job.mesh.items()))} on {plural(job.nodes, 'host')} of "
         f"{job.devices_per_node} {escape(times.device.name)}; {job.global_sequences} sequences a step</p>"
         f"<div class=cards>{boxes}</div><p>Bottleneck: {escape(report.bottleneck)}</p>{fixes}"
         f"{f'<p>Warnings</p><ul>{notes}</ul>' if notes else ''}</section>"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from tpshard.parallelism.flow import known
@@ -11,7 +11,7 @@ from tpshard.plan.pricing import PricedPart
 from tpshard.plan.report import Report
 from tpshard.plan.text import LABELS
 from tpshard.plan.trace import lanes
-from tpshard.plan.units import gib, seconds
+from tpshard.plan.units import bytes_axis, gib, seconds, seconds_axis
 
 COLORS = {
     "parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#76b7b2", "activations": "#59a14f",
@@ -19,6 +19,11 @@ COLORS = {
     "temporary": "#bab0ac", "forward": "#4e79a7", "backward": "#59a14f", "recompute": "#edc948",
     "update": "#76b7b2", "inside": "#b07aa1", "across": "#e15759", "wait": "#d62728",
 }  # fmt: skip
+TINTS = {
+    "forward": "forward", "backward": "backward", "recompute": "recomputed", "update": "update",
+    "inside": "collective inside a host", "across": "collective between hosts", "wait": "waiting for a collective",
+}  # fmt: skip
+"""What the colours of a timeline mean."""
 _W, _LEFT, _ROW = 1000, 130, 22
 _POINTS = 600
 
@@ -43,7 +48,7 @@ def main_part(report: Report) -> PricedPart:
 
 
 def timeline_height(part: PricedPart) -> int:
-    return _ROW * len(lanes(part)) + 26
+    return _ROW * len(lanes(part)) + 44
 
 
 def timeline(part: PricedPart) -> str:
@@ -74,11 +79,14 @@ def timeline(part: PricedPart) -> str:
         if run is not None:
             out.append(_bar(run, y))
     y = _ROW * len(lanes(part))
+    size, unit = seconds_axis(total)
     for tick in range(6):
         x = _LEFT + (_W - _LEFT - 10) * tick / 5
-        words = seconds(total * tick / 5)
+        words = f"{total * tick / 5 / size:.3g} {unit}"
         anchor = "middle" if tick < 5 else "end"  # the last one would be cut off
         out.append(f'<text x="{x:.1f}" y="{y + 14}" text-anchor="{anchor}" fill="#555555">{words}</text>')
+    tints = {_tint(event.lane, part, event.task) for event in part.timeline.events}
+    out += legend({words: COLORS[tint] for tint, words in TINTS.items() if tint in tints}, y + 22)
     return "\n".join(out)
 
 
@@ -103,7 +111,7 @@ def memory(report: Report, part: PricedPart, height: int) -> str:
     total = part.timeline.seconds or 1.0
     plot_h = height - 60
     limit = report.pricing.device.memory_bytes - report.pricing.device.context_bytes
-    top = max(part.memory.peak_bytes, min(limit, 2 * part.memory.peak_bytes), 1)
+    top = max(part.memory.peak_bytes, limit, 1)
     picks = sampled(at, part.memory.curve)
     scale_x, scale_y = (_W - _LEFT - 10) / total, plot_h / top
     base = [0.0] * len(picks)
@@ -117,20 +125,27 @@ def memory(report: Report, part: PricedPart, height: int) -> str:
             f'<polygon points="{" ".join(there + back)}" fill="{COLORS[name]}"><title>{LABELS[name]}</title></polygon>'
         )
         base = upper
-    if limit <= top:
-        y = plot_h - limit * scale_y
-        out.append(f'<line x1="{_LEFT}" x2="{_W - 10}" y1="{y:.1f}" y2="{y:.1f}" stroke="#d62728" stroke-width="2"/>')
-        out.append(f'<text x="{_W - 12}" y="{y + 12:.1f}" text-anchor="end" fill="#d62728">device {gib(limit)}</text>')
+    y = plot_h - limit * scale_y
+    size, unit = bytes_axis(top)
+    words = f"device {limit / size:.2f} {unit}, peak {part.memory.peak_bytes / size:.2f} {unit}"
+    out.append(f'<line x1="{_LEFT}" x2="{_W - 10}" y1="{y:.1f}" y2="{y:.1f}" stroke="#d62728" stroke-width="2"/>')
+    out.append(f'<text x="{_W - 12}" y="{y + 12:.1f}" text-anchor="end" fill="#d62728">{words}</text>')
     for tick in range(5):
         y = plot_h - plot_h * tick / 4
-        words = gib(top * tick / 4)
+        words = f"{top * tick / 4 / size:.2f} {unit}"
         out.append(f'<text x="{_LEFT - 6}" y="{max(9.0, y + 4):.1f}" text-anchor="end" fill="#555555">{words}</text>')
-    x = _LEFT
-    for name in names:
-        out.append(f'<rect x="{x}" y="{plot_h + 14}" width="10" height="10" fill="{COLORS[name]}"/>')
-        out.append(f'<text x="{x + 14}" y="{plot_h + 23}">{LABELS[name]}</text>')
-        x += 28 + 6 * len(LABELS[name])
+    out += legend({LABELS[name]: COLORS[name] for name in names}, plot_h + 14)
     return "\n".join(out)
+
+
+def legend(colors: Mapping[str, str], y: float) -> list[str]:
+    """A box of each colour, and what it means, in a row at `y`."""
+    out, x = [], _LEFT
+    for words, color in colors.items():
+        out.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{color}"/>')
+        out.append(f'<text x="{x + 14}" y="{y + 9}">{escape(words)}</text>')
+        x += 28 + 6 * len(words)
+    return out
 
 
 def sampled(at: Sequence[float], curve: Sequence[int]) -> list[int]:

@@ -11,7 +11,7 @@ from tpshard.parallelism import words
 from tpshard.plan import forecast
 from tpshard.plan.report import Edit, Report, Tensor
 from tpshard.plan.rows import pattern
-from tpshard.plan.units import count, gib, seconds
+from tpshard.plan.units import count, gib, plural, seconds
 
 WIDTH, HEIGHT = 100, 60
 LABELS = {
@@ -89,10 +89,10 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
         f"{'inductor' if job.compiled else 'eager'}{', remat ' + job.remat if job.remat else ''}",
         *([f"  weights {job.quantized}"] if job.quantized else []),
         f"  mesh    {' x '.join(f'{k} {v}' for k, v in job.mesh.items())} = {report.devices} x "
-        f"{times.device.name}{assumed}, {job.nodes} host(s) of {job.devices_per_node}",
+        f"{times.device.name}{assumed}, {plural(job.nodes, 'host')} of {job.devices_per_node}",
         f"  batch   {job.global_sequences} sequences = "
         f"{job.global_sequences // max(1, job.per_device * job.micro_batches)} data ranks x {job.per_device} x "
-        f"{job.micro_batches} micro-batch(es), {count(job.tokens)} tokens a step",
+        f"{plural(job.micro_batches, 'micro-batch')}, {count(job.tokens)} tokens a step",
     ]
     whole = forecast.rows(report.forecast) if report.forecast is not None else []
     tail = _times(report) + whole + _advice(report)

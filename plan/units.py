@@ -11,6 +11,23 @@ def gib(n: float) -> str:
     return f"{n:.0f} B"
 
 
+def plural(n: float, word: str) -> str:
+    """`1 host`, `2 hosts`, `2 micro-batches`."""
+    return f"{n:g} {word}" if n == 1 else f"{n:g} {word}{'es' if word.endswith('h') else 's'}"
+
+
+def bytes_axis(top: float) -> tuple[float, str]:
+    """(bytes of a unit, its name): one unit for all numbers of an axis that ends at `top` bytes."""
+    units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+    return next((unit for unit in units if top >= unit[0]), units[-1])
+
+
+def seconds_axis(top: float) -> tuple[float, str]:
+    """(seconds of a unit, its name): one unit for all numbers of an axis that ends at `top` seconds."""
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+    return next((unit for unit in units if top >= unit[0]), units[-1])
+
+
 def seconds(s: float) -> str:
     """Seconds for people."""
     if s == 0:

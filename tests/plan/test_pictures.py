@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 
 import pytest
 from patience import PATIENCE
-from tpshard.plan import page, pictures, text, trace
+from tpshard.plan import page, pictures, text, trace, units
 
 
 class Outside(HTMLParser):
@@ -90,3 +90,20 @@ def test_trace_has_a_lane_per_resource_and_the_memory(report):
 
 def test_svg_is_xml(report):
     assert ET.fromstring(pictures.svg(report)).tag.endswith("svg")
+
+
+def test_a_picture_has_one_unit_and_says_what_its_colours_mean(report):
+    """Memory ends at what the device has, also where the plan needs little of it."""
+    drawn = ET.fromstring(pictures.svg(report))
+    words = [str(element.text) for element in drawn.iter() if element.tag.endswith("text")]
+    limit = report.pricing.device.memory_bytes - report.pricing.device.context_bytes
+    size, unit = units.bytes_axis(limit)
+    assert f"{limit / size:.2f} {unit}" in words and f"device {limit / size:.2f} {unit}," in " ".join(words)
+    assert len({w.split()[1] for w in words if re.fullmatch(r"[\d.]+ ([KMGT]i)?B", w)}) == 1
+    assert len({w.split()[1] for w in words if re.fullmatch(r"[\d.e+-]+ (s|ms|us)", w)}) == 1
+    assert {"forward", "backward", "parameters", "gradients"} <= set(words)
+
+
+def test_one_of_a_thing_is_singular():
+    assert [units.plural(n, "host") for n in (1, 2)] == ["1 host", "2 hosts"]
+    assert [units.plural(n, "micro-batch") for n in (1, 8)] == ["1 micro-batch", "8 micro-batches"]

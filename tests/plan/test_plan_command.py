@@ -97,7 +97,7 @@ def test_without_dry_run_the_plan_is_saved_in_the_runs_folder(small, report, mon
     assert sorted(p.name for p in folder.iterdir()) == ["plan.html", "plan.json", "plan.trace.json"]
 
 
-def test_a_run_is_compared_with_its_plan(report, tmp_path):
+def test_a_run_is_compared_with_its_plan(report, tmp_path, monkeypatch):
     assert compare.record(tmp_path) == ""
     save.write(tmp_path / "plan.json", save.dumps(report, loads(RECIPE).to_yaml()))
     step_s = report.pricing.step_s
@@ -106,7 +106,9 @@ def test_a_run_is_compared_with_its_plan(report, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 9, "lo')
     found = compare.compare(tmp_path)
     assert found is not None and found["step_s"]["error"] == pytest.approx(-0.5)
-    assert "(-50%)" in compare.record(tmp_path)
+    assert "(-50%)" in compare.record(tmp_path) and "`tpshard doctor --measure`" in compare.record(tmp_path)
+    monkeypatch.setattr(compare, "SHIPPED_CPU", "another")
+    assert "doctor --measure" not in compare.record(tmp_path)
     assert json.loads((tmp_path / "plan_measured.json").read_text())["step_s"]["measured"] == pytest.approx(2 * step_s)
 
 

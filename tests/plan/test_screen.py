@@ -120,7 +120,8 @@ def test_diff_says_what_changes_and_what_it_costs(report):
     assert any(row["name"] == "layers.0.mlp.up.weight" for row in found["shardings"])
     assert any(row["axes"] == "tp" and row["count"][1] == 0 for row in found["collectives"])
     assert found["figures"]["step_s"]["change"] == pytest.approx(other.pricing.step_s / report.pricing.step_s - 1)
-    assert "COLLECTIVES" in diff.text(found)
+    assert "COLLECTIVES" in diff.text(found) and "devices:" not in diff.text(found)
+    assert "on 4 and on 8 devices" in diff.text(found | {"devices": [4, 8]})
     same = diff.diff(report, report)
     assert same["shardings"] == [] and same["collectives"] == []
 
