@@ -23,6 +23,7 @@ Diff = Annotated[
     ),
 ]  # fmt: skip
 Search = Annotated[bool, typer.Option("--search", help="Try meshes, recomputation and micro-batches.")]
+Passes = Annotated[bool, typer.Option("--passes", help="What each pass does to collectives, memory and time.")]
 RUN = "The whole run"
 Tokens = Annotated[
     str | None,
@@ -53,6 +54,7 @@ def plan(
     explain: Explain = None,
     diff: Diff = None,
     search: Search = False,
+    passes: Passes = False,
     what: What = "train",
     tokens: Tokens = None,
     price: Price = None,
@@ -75,12 +77,15 @@ def plan(
         refuse(file, overwrite)
     if len({file.absolute() for file in named}) < len(named):
         raise typer.BadParameter("one file cannot hold two of them", param_hint=", ".join(files))
-    asked_for = [name for name, on in (("--explain", explain), ("--diff", diff), ("--search", search)) if on]
+    modes = (("--explain", explain), ("--diff", diff), ("--search", search), ("--passes", passes))
+    asked_for = [name for name, on in modes if on]
     unwritten = [name for name, file in files.items() if file is not None]
     if len(asked_for) > 1 or (asked_for and unwritten):
         raise typer.BadParameter("these do not go together", param_hint=", ".join([*asked_for, *unwritten]))
     if what not in ("train", "prefill", "decode"):
         raise typer.BadParameter(f"{what!r} is not train, prefill or decode", param_hint="--for")
+    if passes and what != "train":
+        raise typer.BadParameter("the passes shown are those of a training step", param_hint="--passes, --for")
     if search and what != "train":
         raise typer.BadParameter("the search is over training runs", param_hint="--search, --for")
     about = (tokens, price, watts, failures, restart, save)
@@ -103,7 +108,7 @@ def plan(
     asked = command.Asked(
         source=recipe if recipe is not None and "=" not in recipe else "", what=what, dry_run=dry_run, as_json=as_json,
         verbose=verbose, html=html, trace=trace, svg=svg, explain=explain, search=search,
-        run=conditions if whole else None,
+        run=conditions if whole else None, passes=passes,
         compared=(" ".join([*([recipe] if recipe else []), *(overrides or ())]) or loaded.name, diff or ""),
     )  # fmt: skip
     done = command.run(loaded, asked, other, note=lambda text: print(text, file=sys.stderr))

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from tpshard.plan import between, make, page, pictures, save, search, text
 from tpshard.plan import diff as diffs
-from tpshard.plan import make, page, pictures, save, search, text
 from tpshard.plan import trace as traces
 from tpshard.plan.forecast import Conditions
 from tpshard.plan.report import Report
+from tpshard.programs.setting import Setting, devices_of
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 
@@ -32,6 +33,7 @@ class Asked:
     svg: Path | None = None
     explain: str | None = None
     search: bool = False
+    passes: bool = False
     run: Conditions | None = None
     """Of the whole run; None where no option asks for it."""
     compared: tuple[str, str] = ("", "")
@@ -54,7 +56,7 @@ def run(recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callabl
     tell = note or (lambda _: None)
     folder = Path(recipe.run.dir)
     saved = [folder / name for name in ("plan.json", "plan.html", "plan.trace.json")]
-    plans = not asked.search and asked.explain is None and other is None
+    plans = not (asked.search or asked.passes) and asked.explain is None and other is None
     if asked.search:
         saved = [folder / "fastest.yaml"]
     kept = saved if (plans or asked.search) and not asked.dry_run else []
@@ -63,6 +65,10 @@ def run(recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callabl
             save.check_writable(path)
     if asked.search:
         return _searched(recipe, asked, tell, kept)
+    if asked.passes:
+        rows = between.rows(Setting.of(recipe, devices_of(recipe)))
+        shown = json.dumps(between.to_json(rows), indent=1) + "\n" if asked.as_json else between.text(rows)
+        return Done(shown, Exit.DONE)
     report = make.report(recipe, asked.source or recipe.name, asked.what, accuracy())
     if asked.explain is not None:
         told = _explained(report, asked.explain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from tpshard.parallelism.annotate import boundary, role
 from tpshard.parallelism.capture import Trail, capture
 from tpshard.parallelism.graph import Graph, Place, Value, mark
 from tpshard.parallelism.partitioner import mark_outputs, partition_graph
+from tpshard.parallelism.passes.run import Passed
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
@@ -67,8 +68,11 @@ class TrainingPrograms:
         return [p.name for p in self.micro.inputs if p.kind == "parameter"]
 
 
-def build(setting: Setting) -> TrainingPrograms:
-    """Captures, propagates and partitions all programs of a training recipe. Raises Mistakes for what does not fit."""
+def build(setting: Setting, watch: Callable[[TrainingPrograms, Passed], None] | None = None) -> TrainingPrograms:
+    """Captures, propagates and partitions all programs of a training recipe. Raises Mistakes for what does not fit.
+
+    `watch` sees the programs with the micro-batch's as each pass leaves it.
+    """
     with traceable(setting):
         micro = micro_program(setting)
     storage = {p.name: p.layout for p in micro.inputs if p.kind == "parameter"}
@@ -84,7 +88,13 @@ def build(setting: Setting) -> TrainingPrograms:
         micro = micro_program(setting, micro, gathered=gather is not None, unreduced=reduce is not None)
     check_reshards(setting, (micro,))
     micro.warnings.extend(setting.notes)
-    return TrainingPrograms(setting, apply(setting, micro), update, storage, gather, reduce)
+
+    def programs(micro: Program) -> TrainingPrograms:
+        return TrainingPrograms(setting, micro, update, storage, gather, reduce)
+
+    if watch is None:
+        return programs(apply(setting, micro))
+    return programs(apply(setting, micro, lambda passed: watch(programs(passed.program), passed)))
 
 
 def _parameters(setting: Setting) -> dict[str, Tensor]:

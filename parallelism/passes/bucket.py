@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 from tpshard.parallelism.mesh import Axes
-from tpshard.parallelism.passes.copy import copied, reorder
+from tpshard.parallelism.passes.order import Order
 from tpshard.parallelism.program import INFO, Collective, Info, Program, Spec, info
 
 aten = torch.ops.aten
@@ -25,7 +25,6 @@ def bucket(program: Program, groups: Sequence[Sequence[str]]) -> Program:
     all-reduce of shards. Members keep the group's order, which fixes the order of reduction. Values do not change, but
     for the summation order of low-precision reductions that the backend chooses by buffer.
     """
-    program, _ = copied(program)
     unit = {name: i for i, group in enumerate(groups) for name in group}
     rank = {name: i for i, group in enumerate(groups) for i, name in enumerate(group)}
     names = {i: ", ".join(group) for i, group in enumerate(groups)}
@@ -40,7 +39,7 @@ def bucket(program: Program, groups: Sequence[Sequence[str]]) -> Program:
             if len(nodes) > 1:
                 nodes.sort(key=lambda n: rank[info(n).comm.value[0]])  # type: ignore[union-attr]
                 _merge(program.graph, nodes, kind, names[key[0]])
-    topological(program.graph)
+    Order(program.graph).apply()
     return program
 
 
@@ -104,26 +103,3 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], kind: str, unit: str) -> None:
     for wait, node in zip(waits, nodes):
         graph.erase_node(wait)
         graph.erase_node(node)
-
-
-def topological(graph: fx.Graph) -> None:
-    """Brings a graph's nodes into an order in which each comes after what it reads; otherwise they stay."""
-    order: list[fx.Node] = []
-    done: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "output":
-            continue
-        stack = [node]
-        while stack:
-            here = stack[-1]
-            if here in done:
-                stack.pop()
-                continue
-            missing = [operand for operand in here.all_input_nodes if operand not in done]
-            if missing:
-                stack.extend(reversed(missing))
-            else:
-                done.add(here)
-                order.append(here)
-                stack.pop()
-    reorder(graph, order)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import fx
 from tpshard.parallelism.program import Program
 
@@ -17,11 +15,4 @@ def copied(program: Program) -> tuple[Program, dict[fx.Node, fx.Node]]:
     return program.replace_graph(graph), made
 
 
-def reorder(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
-    """Brings the nodes of a pass's own graph into `order`, which holds every node but the output once."""
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    for node in order:
-        output.prepend(node)
-
-
-__all__ = ["copied", "reorder"]
+__all__ = ["copied"]

@@ -8,7 +8,6 @@ from operator import getitem
 
 from torch import fx
 from tpshard.parallelism.graph import Layer
-from tpshard.parallelism.passes.copy import copied
 from tpshard.parallelism.program import INFO, Program, info
 
 Keep = Callable[[fx.Node], bool]
@@ -22,7 +21,6 @@ def recompute(program: Program, keep: Keep, reshard_after_forward: bool = True) 
     repeated, as SimpleFSDP does. What is made again is marked with phase `recompute`; where it is computed is the
     schedule's business. Results do not change by a bit.
     """
-    program, _ = copied(program)
     graph = program.graph
     gathered = parameter_values(program)
     forward = [n for n in graph.nodes if n.op == "call_function" and info(n).phase == "forward"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -12,8 +12,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.parallelism.passes import buckets
 from tpshard.parallelism.passes.bucket import bucket
+from tpshard.parallelism.passes.gather_late import gather_late
+from tpshard.parallelism.passes.hoist_gradients import hoist_gradients
+from tpshard.parallelism.passes.prefetch import prefetch
 from tpshard.parallelism.passes.recompute import keep_all, keep_layer_inputs, keep_selected, recompute
-from tpshard.parallelism.passes.schedule import schedule
+from tpshard.parallelism.passes.reduce_early import reduce_early
+from tpshard.parallelism.passes.run import Pass, Passed, run
+from tpshard.parallelism.passes.sink_waits import sink_waits
 from tpshard.parallelism.program import Program, info
 from tpshard.programs import training
 from tpshard.programs.patterns import unit_of
@@ -58,18 +63,44 @@ def by_unit(program: Program) -> list[list[str]]:
     return buckets.by_unit(buckets.in_order_of_use(program), lambda name: unit_of(name, WRAP))
 
 
-VARIANTS = {
-    "none": lambda p: recompute(p, keep_all),
-    "kept gathered": lambda p: recompute(p, keep_all, reshard_after_forward=False),
-    "full": lambda p: recompute(p, keep_layer_inputs()),
-    "every second": lambda p: recompute(p, keep_layer_inputs(2)),
-    "selective": lambda p: recompute(p, keep_selected()),
-    "chosen": lambda p: recompute(p, keep_selected(["attention"])),
-    "bucketed": lambda p: bucket(p, by_unit(p)),
-    "in one bucket": lambda p: bucket(recompute(p, keep_all), [buckets.in_order_of_use(p)]),
-    "by size": lambda p: bucket(p, buckets.by_size(buckets.in_order_of_use(p), Counter(), 1.0)),
-    "scheduled": lambda p: schedule(p, prefetch=2),
-    "all": lambda p: schedule(bucket(recompute(p, keep_selected()), by_unit(p)), prefetch=1),
+def again(keep: Any, reshard: bool = True) -> Pass:
+    return partial(recompute, keep=keep, reshard_after_forward=reshard)
+
+
+def in_units(program: Program) -> Program:
+    return bucket(program, by_unit(program))
+
+
+def in_one(program: Program) -> Program:
+    return bucket(program, [buckets.in_order_of_use(program)])
+
+
+def in_sizes(program: Program) -> Program:
+    return bucket(program, buckets.by_size(buckets.in_order_of_use(program), Counter(), 1.0))
+
+
+def scheduled(units: int = 1) -> list[Pass]:
+    return [hoist_gradients, gather_late, partial(prefetch, units=units), reduce_early, sink_waits]
+
+
+VARIANTS: dict[str, list[Pass]] = {
+    "none": [again(keep_all)],
+    "kept gathered": [again(keep_all, reshard=False)],
+    "full": [again(keep_layer_inputs())],
+    "every second": [again(keep_layer_inputs(2))],
+    "selective": [again(keep_selected())],
+    "chosen": [again(keep_selected(["attention"]))],
+    "bucketed": [in_units],
+    "in one bucket": [again(keep_all), in_one],
+    "by size": [in_sizes],
+    "hoisted": [hoist_gradients],
+    "gathered late": [gather_late],
+    "prefetched": [partial(prefetch, units=2)],
+    "reduced early": [reduce_early],
+    "waits sunk": [sink_waits],
+    "in another order": [sink_waits, reduce_early, partial(prefetch, units=1), gather_late, hoist_gradients],
+    "scheduled": scheduled(2),
+    "all": [again(keep_selected()), in_units, *scheduled()],
 }
 
 
@@ -78,14 +109,14 @@ def test_no_bit_changes(variant: str) -> None:
     program = step_program()
     given = arguments(program)
     plain = program.simulate(*given)
-    for expected, found in zip(plain, VARIANTS[variant](program).simulate(*given)):
+    for expected, found in zip(plain, run(VARIANTS[variant], program).simulate(*given)):
         assert torch.equal(expected, found)
 
 
 def test_replicas_too() -> None:
     program = step_program("{dp: 2, fsdp: 2}")
     given = arguments(program)
-    for expected, found in zip(program.simulate(*given), VARIANTS["all"](program).simulate(*given)):
+    for expected, found in zip(program.simulate(*given), run(VARIANTS["all"], program).simulate(*given)):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -124,16 +155,19 @@ def peak(program: Program) -> int:
 
 def test_recomputation_takes_less_memory() -> None:
     program = step_program()
-    kept = {name: peak(schedule(VARIANTS[name](program))) for name in ("none", "every second", "selective", "full")}
+    kept = {
+        name: peak(run([*VARIANTS[name], *scheduled()], program))
+        for name in ("none", "every second", "selective", "full")
+    }
     assert kept["full"] < kept["selective"] < kept["none"]
     assert kept["full"] < kept["every second"] < kept["none"]
 
 
 def test_gathered_parameters_are_not_kept() -> None:
     program = step_program()
-    again, kept = (schedule(VARIANTS[name](program)) for name in ("none", "kept gathered"))
-    assert peak(again) < peak(kept)
-    gathers = [sum(c.kind == "all_gather" and c.of == "parameter" for c in p.collectives) for p in (again, kept)]
+    made, kept = (run([*VARIANTS[name], *scheduled()], program) for name in ("none", "kept gathered"))
+    assert peak(made) < peak(kept)
+    gathers = [sum(c.kind == "all_gather" and c.of == "parameter" for c in p.collectives) for p in (made, kept)]
     # the embedding's table is not needed again: its gradient needs the indices alone
     parameters = sum(port.kind == "parameter" for port in program.inputs)
     assert gathers == [2 * parameters - 1, parameters]
@@ -156,21 +190,21 @@ def events(program: Program) -> list[tuple[str, str, int]]:
     return out
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_as_many_buckets_are_gathered_ahead_as_asked(prefetch: int) -> None:
+@pytest.mark.parametrize("units", [0, 1, 2])
+def test_as_many_buckets_are_gathered_ahead_as_asked(units: int) -> None:
     program = step_program()
-    done = schedule(bucket(recompute(program, keep_all), by_unit(program)), prefetch=prefetch)
+    done = run([again(keep_all), in_units, *scheduled(units)], program)
     open_gathers = most = 0
     for kind, what, _ in events(done):
         if what == "parameter":
             open_gathers += 1 if kind == "issue" else -1
             most = max(most, open_gathers)
-    assert most == prefetch + 1
+    assert most == units + 1
 
 
 def test_gradients_are_scattered_where_they_are_made() -> None:
     program = step_program()
-    done = schedule(bucket(recompute(program, keep_all), by_unit(program)))
+    done = run([again(keep_all), in_units, *scheduled()], program)
     kinds = [kind for kind, what, _ in events(done) if what == "gradient"]
     units = len(by_unit(program))
     assert kinds.count("issue") == kinds.count("wait") == units
@@ -186,14 +220,51 @@ def test_gradients_are_scattered_where_they_are_made() -> None:
 
 def test_one_bucket_a_unit() -> None:
     program = step_program("{dp: 2, fsdp: 2}")
-    done = bucket(recompute(program, keep_all), by_unit(program))
+    done, plain = (run([again(keep_all), *more], program) for more in ([in_units], []))
     counted = Counter((c.kind, c.of) for c in done.collectives if c.of in ("parameter", "gradient"))
     units = LAYERS + 2
     assert counted == {
         ("all_gather", "parameter"): 2 * units - 1, ("reduce_scatter", "gradient"): units,
         ("all_reduce", "gradient"): units,
     }  # fmt: skip
-    assert sum(c.bytes for c in done.collectives) == sum(c.bytes for c in recompute(program, keep_all).collectives)
+    assert sum(c.bytes for c in done.collectives) == sum(c.bytes for c in plain.collectives)
+
+
+def collectives_of(program: Program, what: str) -> list[tuple[str, tuple[str, ...]]]:
+    return [(c.kind, c.value) for _, c in program.issues() if c.of == what]
+
+
+def test_each_pass_moves_only_what_it_says() -> None:
+    seen: list[tuple[str, list[tuple[str, str, int]], list[str]]] = []
+
+    def watch(passed: Passed) -> None:
+        nodes = [n for n in passed.program.graph.nodes if n.op == "call_function"]
+        seen.append((passed.name, events(passed.program), [n.name for n in nodes if info(n).saved]))
+
+    before = step_program()
+    nodes = [node.name for node in before.graph.nodes]
+    run([again(keep_all), in_units, *scheduled(2)], before, watch)
+    assert [node.name for node in before.graph.nodes] == nodes  # a copy is changed
+    after = {name: (found, computing) for name, found, computing in seen}
+    assert list(after) == [
+        "", "recompute", "in_units", "hoist_gradients", "gather_late", "prefetch", "reduce_early", "sink_waits",
+    ]  # fmt: skip
+    computing = [after[name][1] for name in list(after)[3:]]
+    assert computing[0] and all(order == computing[0] for order in computing)  # products and attention keep their order
+
+    def of(name: str, kind: str, what: str) -> list[Any]:
+        return [value for event, moved, value in after[name][0] if (event, moved) == (kind, what)]
+
+    late, ahead, early, sunk = (after[name][0] for name in list(after)[4:])
+    parameters = [e for e in late if e[1] == "parameter"]
+    assert [e[0] for e in parameters] == ["issue", "wait"] * (len(parameters) // 2)
+    for kind in ("issue", "wait"):
+        assert of("gather_late", kind, "parameter") == of("prefetch", kind, "parameter")
+        assert of("prefetch", kind, "gradient") == of("gather_late", kind, "gradient")
+    assert [e for e in early if e[1] == "parameter"] == [e for e in ahead if e[1] == "parameter"]
+    assert early.index(next(e for e in early if e[1] == "gradient")) < len(early) - 2 * len(by_unit(before))
+    assert [e for e in sunk if e[0] == "issue"] == [e for e in early if e[0] == "issue"]
+    assert sunk != early != ahead != late
 
 
 # ---- choosing ------------------------------------------------------------------------------------------------------

@@ -132,3 +132,24 @@ def test_changes_are_to_the_first_of_two_recipes(small, report, capsys, monkeypa
     assert (found["before"], found["after"]) == names
     assert [recipe.cluster.device for recipe in planned] == ["a100-40g"] * 2
     assert [recipe.seed == 9 for recipe in planned] == [True, "other.yaml" not in options]
+
+
+def test_passes_are_shown_one_by_one(small, capsys):
+    assert tpshard(["plan", "small.yaml", "--passes", "--json"]) == Exit.DONE
+    rows = json.loads(capsys.readouterr().out)["passes"]
+    assert [row["name"] for row in rows] == [
+        "", "recompute", "bucket", "hoist_gradients", "gather_late", "prefetch", "reduce_early", "sink_waits",
+    ]  # fmt: skip
+    assert tpshard(["plan", "small.yaml", "--dry-run", "--json"]) == Exit.DONE
+    plan = json.loads(capsys.readouterr().out)
+    last = rows[-1]
+    assert last["step_s"] == plan["time"]["step_s"] and last["peak_bytes"] == plan["memory"]["peak_bytes"]
+    assert last["collectives"] == sum(row["count"] for row in plan["collectives"])
+    assert last["collective_bytes"] == sum(row["bytes"] for row in plan["collectives"])
+    counts = [row["collectives"] for row in rows]
+    assert counts[2] < counts[1] and len({*counts[2:]}) == 1  # buckets merge them; what follows moves them
+    assert tpshard(["plan", "small.yaml", "--passes"]) == Exit.DONE
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == len(rows) + 1 and shown[1].startswith("as partitioned") and shown[6].startswith("prefetch")
+    assert [p.name for p in small.parent.iterdir()] == ["small.yaml"]
+    assert tpshard(["plan", "small.yaml", "--passes", "--for", "decode"]) == Exit.USAGE

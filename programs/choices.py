@@ -1,22 +1,31 @@
-"""What a recipe leaves to be chosen: buckets under time and memory, and whether gathered parameters are kept.
+"""What a recipe says of keeping and bucketing; and, where it leaves that open, what is chosen.
 
 Every choice is made by pricing the program that would run, on the recipe's device; nothing looks at the machine.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 from tpshard.devices.read import device as read_device
 from tpshard.parallelism.cost import Device, Topology, collective
 from tpshard.parallelism.fusion import Compiled, Kernel, kernels, seconds
 from tpshard.parallelism.liveness import liveness
 from tpshard.parallelism.passes import buckets
-from tpshard.parallelism.passes.bucket import bucket
-from tpshard.parallelism.passes.schedule import schedule
-from tpshard.parallelism.program import Program, info
+from tpshard.parallelism.passes.recompute import Keep, keep_all, keep_layer_inputs, keep_selected, recompute
+from tpshard.parallelism.passes.run import run
+from tpshard.parallelism.program import Program, Spec, info
 from tpshard.parallelism.simulation import price
+from tpshard.programs.patterns import covers, unit_of
 from tpshard.programs.setting import Setting, devices_of
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.schema import BucketFile, BucketSize, RematEvery
+
+Groups = buckets.Groups
 
 ASSUMED = "cpu"
 """Device of a recipe that names none."""
@@ -24,6 +33,86 @@ CLEARLY = 0.98
 """Share of the time per unit below which greedy buckets are chosen."""
 RESERVE = 0.08
 """Share of a device's memory that is left to the allocator and the communication library."""
+
+
+class Choices(NamedTuple):
+    """What the passes are told."""
+
+    reshard_after_forward: bool
+    buckets: tuple[tuple[str, ...], ...]
+    """Parameter names in order of use."""
+
+
+def choose(setting: Setting, program: Program, made: Callable[[Choices], Program]) -> Choices:
+    """For the step `program`; `made` is the program that runs with some choices.
+
+    Raises Mistakes for a file or pattern of buckets that means nothing.
+    """
+    chooser, reshard = Chooser(setting), setting.recipe.fsdp.reshard_after_forward
+
+    def recomputed(again: bool) -> Program:
+        return run([partial(recompute, keep=keep_of(setting), reshard_after_forward=again)], program)
+
+    again = not chooser.fits(recomputed(False)) if reshard == "auto" else reshard
+
+    def with_buckets(groups: Groups) -> Choices:
+        return Choices(again, tuple(map(tuple, groups)))
+
+    return with_buckets(_buckets(setting, chooser, recomputed(again), lambda groups: made(with_buckets(groups))))
+
+
+def keep_of(setting: Setting) -> Keep:
+    """What the recipe's `remat` keeps for the backward pass."""
+    remat = setting.recipe.remat
+    if remat == "none":
+        return keep_all
+    if remat == "full":
+        return keep_layer_inputs()
+    if remat == "selective":
+        return keep_selected()
+    if isinstance(remat, RematEvery):
+        return keep_layer_inputs(remat.every)
+    return keep_selected(tuple(remat))
+
+
+def _buckets(setting: Setting, chooser: Chooser, program: Program, made: Callable[[Groups], Program]) -> Groups:
+    """The recipe's buckets. Raises Mistakes for a file or pattern that means nothing."""
+    given = setting.recipe.fsdp.bucket
+    used = buckets.in_order_of_use(program)
+    ports = [port for port in program.inputs if port.kind == "parameter"]
+    names = used + [port.name for port in ports if port.name not in used]
+    itemsize = setting.param_dtype.itemsize
+    sizes = {port.name: Spec(port.shape, port.dtype).bytes // port.dtype.itemsize * itemsize for port in ports}
+    if given == "none":
+        return [[name] for name in names]
+    if isinstance(given, BucketSize):
+        return buckets.by_size(names, sizes, given.mb * 1e6)
+    if isinstance(given, BucketFile):
+        return _from_file(setting, given.file, names)
+    if isinstance(given, tuple):
+        return [g for patterns in given if (g := [n for n in names if any(covers(p, n) for p in patterns)])]
+    by_unit = buckets.by_unit(names, lambda name: unit_of(name, setting.recipe.fsdp.wrap))
+    if given == "greedy":
+        return chooser.greedy(program)
+    return chooser.best(program, by_unit, made) if given == "auto" else by_unit
+
+
+def _from_file(setting: Setting, path: str, names: list[str]) -> Groups:
+    where = setting.recipe.where("fsdp.bucket.file")
+    try:
+        read = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise Mistakes.one(
+            f"buckets cannot be read from {path}", exit=Exit.RECIPE, where=where, why=str(error)
+        ) from error
+    rows = read.get("buckets") if isinstance(read, dict) else read
+    if not isinstance(rows, list) or not all(isinstance(n, str) for row in rows for n in [*row]):
+        raise Mistakes.one(f"{path} holds no list of lists of parameter names", exit=Exit.RECIPE, where=where)
+    unknown = [n for row in rows for n in row if n not in names]
+    if unknown:
+        raise Mistakes.one(f"{path} names parameters that the model does not have: {', '.join(unknown[:5])}",
+                           exit=Exit.RECIPE, where=where)  # fmt: skip
+    return rows
 
 
 class Chooser:
@@ -37,7 +126,6 @@ class Chooser:
         self.device: Device = whole.shared_by(self.per_host)
         self.compiled: Compiled = "all" if recipe.compile == "inductor" else "none"
         self.topology = Topology(setting.mesh, self.per_host)
-        self._finished: dict[tuple[int, tuple[tuple[str, ...], ...]], tuple[Program, Program]] = {}
         limit = recipe.fsdp.memory_limit
         self.memory = limit if limit is not None else int(self.device.memory_bytes * (1 - RESERVE))
 
@@ -51,14 +139,6 @@ class Chooser:
         """Bytes at the peak of the step, with both moments of every parameter."""
         moments = 2 * sum(port.local_bytes for port in program.inputs if port.kind == "parameter")
         return liveness(program, self.kernels(program), always={"optimizer": moments}).peak_bytes
-
-    def finished(self, program: Program, groups: buckets.Groups) -> Program:
-        """Bucketed and scheduled; made once for the same groups, since choosing prices what then runs."""
-        key = (id(program), tuple(map(tuple, groups)))
-        if key not in self._finished:
-            done = schedule(bucket(program, groups), prefetch=self.setting.recipe.fsdp.prefetch, own=True)
-            self._finished[key] = (program, done)  # holding the program keeps its id its own
-        return self._finished[key][1]
 
     # ---- buckets --------------------------------------------------------------------------------------------
     def pieces(self, program: Program) -> list[buckets.Piece]:
@@ -74,7 +154,7 @@ class Chooser:
             spent[name] = sum(costs[at:end])
         return [buckets.Piece(name, sizes[name], spent[name]) for name in order]
 
-    def greedy(self, program: Program) -> buckets.Groups:
+    def greedy(self, program: Program) -> Groups:
         """SimpleFSDP's greedy auto-wrapping under time and memory."""
         axis = self.setting.fsdp_axis
         if axis is None or not buckets.in_order_of_use(program):
@@ -90,20 +170,20 @@ class Chooser:
         room = max(float(max(piece.bytes for piece in pieces)), min(float(total), self.memory - held))
         return buckets.greedy(pieces, gather_s, room)
 
-    def best(self, program: Program, by_unit: buckets.Groups) -> buckets.Groups:
+    def best(self, program: Program, by_unit: Groups, made: Callable[[Groups], Program]) -> Groups:
         """One bucket per unit, which users recognise, unless greedy ones are clearly sooner, or alone fit."""
         if self.setting.fsdp_axis is None or not buckets.in_order_of_use(program):
             return by_unit
         greedy = self.greedy(program)
-        plain, merged = self.finished(program, by_unit), self.finished(program, greedy)
+        plain, merged = made(by_unit), made(greedy)
         over, over_merged = (max(0, self.peak(p) - self.memory) for p in (plain, merged))
         if over or over_merged:
             return greedy if over_merged < over else by_unit
         return greedy if self.seconds(merged) < CLEARLY * self.seconds(plain) else by_unit
 
-    def keeps_gathered(self, make: Callable[[bool], Program]) -> bool:
-        """Whether gathered parameters may stay for the backward pass: `make(reshard)` is the step either way."""
-        return self.peak(make(False)) <= self.memory
+    def fits(self, program: Program) -> bool:
+        """Whether a step's memory does."""
+        return self.peak(program) <= self.memory
 
 
 def _gathered(shape: tuple[int, ...], itemsize: int) -> int:

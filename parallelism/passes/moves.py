@@ -1,0 +1,78 @@
+"""Which nodes of a step bring parameters together and gradients apart, and which only serve those."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from tpshard.parallelism.program import Program, info
+
+wait = torch.ops._c10d_functional.wait_tensor.default
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Sets of `call_function` nodes; those in none of them compute."""
+
+    gathers: frozenset[fx.Node]
+    """All-gathers of parameters."""
+    casts: frozenset[fx.Node]
+    """What serves nothing but gathers: casts and copies in front of them."""
+    gathered: frozenset[fx.Node]
+    """Waits for gathers; views and copies of what was gathered, and of nothing else."""
+    reductions: frozenset[fx.Node]
+    """Reduce-scatters of gradients, and all-reduces among replicas."""
+    packing: frozenset[fx.Node]
+    """Copies into a bucket: no work, read by reductions and their packing alone."""
+    reduced: frozenset[fx.Node]
+    """What follows a reduction: its wait, the sum into the stored gradient. Nothing that computing waits for."""
+
+    def computes(self, node: fx.Node) -> bool:
+        sets = (self.gathers, self.casts, self.gathered, self.reductions, self.packing, self.reduced)
+        return node.op == "call_function" and not any(node in one for one in sets)
+
+
+def moves(program: Program) -> Moves:
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    gathers = {node for node in nodes if _moves(node, "parameter") and _kind(node) == "all_gather"}
+    reductions = {node for node in nodes if _moves(node, "gradient")}
+    gathered: set[fx.Node] = set()
+    reduced: set[fx.Node] = set()
+    for node in nodes:
+        read = node.all_input_nodes
+        waits = node.target is wait and read[0] in gathers
+        if waits or (read and info(node).flops == 0 and all(operand in gathered for operand in read)):
+            gathered.add(node)
+        if any(operand in reductions or operand in reduced for operand in read):
+            reduced.add(node)
+    reduced -= reductions
+    casts = _only_for(nodes, gathers)
+    packing = _only_for([n for n in nodes if info(n).flops == 0 and n not in reduced], reductions)
+    return Moves(
+        frozenset(gathers), frozenset(casts), frozenset(gathered), frozenset(reductions),
+        frozenset(packing - reductions), frozenset(reduced),
+    )  # fmt: skip
+
+
+def _only_for(nodes: list[fx.Node], ends: Collection[fx.Node]) -> set[fx.Node]:
+    """Those that serve nothing but `ends`."""
+    found: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if node.users and all(user in ends or user in found for user in node.users):
+            found.add(node)
+    return found
+
+
+def _moves(node: fx.Node, what: str) -> bool:
+    comm = info(node).comm
+    return comm is not None and comm.of == what
+
+
+def _kind(node: fx.Node) -> str:
+    comm = info(node).comm
+    return "" if comm is None else comm.kind
+
+
+__all__ = ["Moves", "moves"]

@@ -1,0 +1,48 @@
+"""Gradients are reduced where they are made (SimpleFSDP, section 4.2)."""
+
+from __future__ import annotations
+
+from torch import fx
+from tpshard.parallelism.passes.moves import Moves, moves
+from tpshard.parallelism.passes.order import Order
+from tpshard.parallelism.program import Program
+
+
+def reduce_early(program: Program) -> Program:
+    """Issues each reduction of gradients as soon as all of its gradients are there; what follows it stays behind all
+    that computes.
+
+    The order of collectives is the same on every rank: it depends on the program alone.
+    """
+    found, order = moves(program), Order(program.graph)
+    missing: dict[fx.Node, int] = {}
+    feeds: dict[fx.Node, list[fx.Node]] = {}
+    for node in order.old:
+        if node in found.reductions:
+            sources = _sources(node, found)
+            missing[node] = len(sources)
+            for source in sources:
+                feeds.setdefault(source, []).append(node)
+    for node in order.old:
+        if node in found.packing or node in found.reductions or node in found.reduced:
+            continue
+        order.add(node)
+        for reduction in feeds.get(node, ()):
+            missing[reduction] -= 1
+            if missing[reduction] == 0:
+                order.add(reduction)
+    order.apply()
+    return program
+
+
+def _sources(reduction: fx.Node, found: Moves) -> set[fx.Node]:
+    """The computed values that a reduction packs."""
+    sources: set[fx.Node] = set()
+    queue = list(reduction.all_input_nodes)
+    while queue:
+        node = queue.pop()
+        if node in found.packing:
+            queue.extend(node.all_input_nodes)
+        elif node.op == "call_function" and node not in found.reduced:
+            sources.add(node)
+    return sources

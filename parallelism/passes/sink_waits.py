@@ -1,0 +1,56 @@
+"""Waits for reduced gradients sink behind what is computed meanwhile (SimpleFSDP, section 4.2)."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from torch import fx
+from tpshard.parallelism.passes.moves import Moves, moves
+from tpshard.parallelism.passes.order import Order
+from tpshard.parallelism.program import Program
+
+
+def sink_waits(program: Program, in_flight: int = 1) -> Program:
+    """Each reduction is waited for, and its shard summed, when `in_flight` later ones have been issued.
+
+    That bounds the gradients that wait unsharded. A reduction of shards among replicas is issued there too.
+    """
+    found, order = moves(program), Order(program.graph)
+    sinking = _Sinking(found, order, in_flight)
+    for node in order.old:
+        if node in found.reductions:
+            sinking.issue(node)
+        elif node not in found.reduced:
+            order.add(node)
+    order.apply()
+    return program
+
+
+class _Sinking:
+    def __init__(self, found: Moves, order: Order, in_flight: int):
+        self.found, self.order, self.in_flight = found, order, in_flight
+        self.running: deque[fx.Node] = deque()
+
+    def issue(self, reduction: fx.Node) -> None:
+        """Issues a reduction whose operands are there, and waits for the oldest if too many run."""
+        if reduction in self.order.done or not self.order.can(reduction):
+            return
+        self.order.add(reduction)
+        self.running.append(reduction)
+        while len(self.running) > self.in_flight:
+            self.finish(self.running.popleft())
+
+    def finish(self, reduction: fx.Node) -> None:
+        """Waits for a reduction and does what follows from it, as far as that needs no other one."""
+        queue = deque(sorted(reduction.users))  # in the order of the graph
+        seen: set[fx.Node] = set()
+        while queue:
+            node = queue.popleft()
+            if node in seen or node.op == "output":
+                continue
+            seen.add(node)
+            if node in self.found.reductions:  # of shards, among replicas
+                self.issue(node)
+            elif self.order.can(node):
+                self.order.add(node)
+                queue.extend(sorted(node.users))

@@ -1,0 +1,87 @@
+"""What every pass does to a training step: collectives, peak memory and time before and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tpshard.parallelism.passes.run import Passed
+from tpshard.plan.make import price_training, uncollected
+from tpshard.plan.report import rounded
+from tpshard.plan.text import gib, seconds
+from tpshard.programs import training
+from tpshard.programs.setting import Setting
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step whose micro-batch's program is as one pass leaves it."""
+
+    name: str
+    """The pass's; "" for the program that the first one is given."""
+    settings: dict[str, Any]
+    pass_s: float
+    """That the pass itself took, on this machine."""
+    collectives: int
+    """A step's."""
+    collective_bytes: int
+    peak_bytes: int
+    step_s: float
+    exposed_s: float
+
+
+def rows(setting: Setting) -> list[Row]:
+    """One before the first pass and one after each. Raises Mistakes for what does not fit."""
+    found: list[Row] = []
+
+    def watch(programs: training.TrainingPrograms, passed: Passed) -> None:
+        pricing = price_training(programs)
+        lines = pricing.lines()
+        found.append(
+            Row(
+                passed.name, _plain(passed.settings), passed.seconds, sum(line.count for line in lines),
+                sum(line.bytes for line in lines), pricing.peak_bytes, pricing.step_s, pricing.exposed_s,
+            )
+        )  # fmt: skip
+
+    with uncollected():
+        training.build(setting, watch)
+    return found
+
+
+def to_json(found: list[Row]) -> dict[str, Any]:
+    shown = [asdict(row) for row in found]
+    return {"passes": [{k: rounded(v) if isinstance(v, float) else v for k, v in row.items()} for row in shown]}
+
+
+def text(found: list[Row]) -> str:
+    """A table; a figure that a pass leaves as it was is a dot."""
+    table: list[tuple[str, ...]] = [("PASSES of a step", "took", "collectives", "bytes", "peak", "step", "exposed")]
+    before: tuple[str, ...] = ("",) * 5
+    for row in found:
+        settings = ", ".join(f"{k} {v}" for k, v in row.settings.items())
+        name = row.name + (f" ({settings})" if settings else "")
+        here = (
+            str(row.collectives), gib(row.collective_bytes), gib(row.peak_bytes), seconds(row.step_s),
+            seconds(row.exposed_s),
+        )  # fmt: skip
+        shown = ("." if now == then else now for now, then in zip(here, before))
+        table.append((name or "as partitioned", seconds(row.pass_s) if row.name else "", *shown))
+        before = here
+    wide = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    lines = (
+        "  ".join([row[0].ljust(wide[0]), *(cell.rjust(n) for cell, n in zip(row[1:], wide[1:]))]) for row in table
+    )
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a pass was told, in words or numbers."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (bool, int, float, str)):
+            return value
+        return len(value) if isinstance(value, (tuple, list)) else value.__qualname__.partition(".")[0]
+
+    return {key: plain(value) for key, value in settings.items()}
