@@ -26,7 +26,12 @@ def open_weights(source: str) -> Weights:
 
         return Weights(open_source(source, modules=True).blueprint.shapes, open_checkpoint(path).block)
     from tpshard.models.hf import HFFolder
+    from tpshard.models.hf_config import computes
 
+    if not computes(path):
+        blueprint = open_source(source, modules=True).blueprint
+        assert blueprint.weights is not None, "a folder that is opened has some"
+        return Weights(blueprint.shapes, blueprint.weights.block)
     folder = HFFolder(path)
 
     def block(name: str, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:

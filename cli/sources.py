@@ -41,17 +41,18 @@ class SourceModel:
 def open_source(
     source: str, overrides: Sequence[str] = (), *, modules: bool = False, theirs: bool = False
 ) -> SourceModel:
-    """The model that SOURCE names; with `modules` also one of the user's own, with `theirs` one of transformers'.
+    """The model that SOURCE names; with `modules` also one of the user's own or of transformers', with `theirs` the
+    latter alone.
 
     Raises `Mistakes`: exit 2 or 3 where it names nothing or a wrong recipe, 4 for a model that is not asked for, 7
     where nothing sound is to be read.
     """
     model = _open(source, overrides, modules)
-    if model.blueprint.architecture is not None and not theirs:
+    if model.blueprint.architecture is not None and not (theirs or modules):
         raise Mistakes.one(
             f"{model.name} is a {model.blueprint.architecture.model_type}, which transformers' own class computes",
             exit=Exit.FIT,
-            why="it can be trained and converted, not served or quantized",
+            why="it can be trained, served and converted, not quantized",
         )
     return model
 

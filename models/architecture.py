@@ -68,6 +68,17 @@ class Architecture:
         size = getattr(self.config.get_text_config(), "vocab_size", None)
         return None if size is None else int(size)
 
+    @property
+    def kind(self) -> str:
+        """That dtype as recipes write it."""
+        return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.dtype, "fp32")
+
+    @property
+    def max_seq(self) -> int | None:
+        """The longest sequence that it is made for, where config.json says."""
+        size = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return None if size is None else int(size)
+
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all parameters, by name."""
@@ -129,16 +140,15 @@ class Architecture:
             raise ValueError(f"{type(model).__name__} is not a causal language model")
         further = {"use_cache": False} if "use_cache" in takes else {}
 
-        def before(_: nn.Module, given: Any, __: Any) -> Any:
-            tokens, documents, positions = given
-            named: dict[str, Tensor] = {"input_ids": tokens}
+        def renamed(tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> dict[str, Any]:
+            named: dict[str, Any] = {"input_ids": tokens, **further}
             if "position_ids" in takes:
                 named["position_ids"] = positions
             if self.attends:
                 named["documents"] = documents
-            return (), {**named, **further}
+            return named
 
-        model.register_forward_pre_hook(before, with_kwargs=True)
+        model.register_forward_pre_hook(lambda _, args, kwargs: ((), renamed(*args, **kwargs)), with_kwargs=True)
         model.register_forward_hook(lambda _, __, output: output.logits)
 
 

@@ -15,8 +15,9 @@ from tpshard.kernels.packed import width_of
 from tpshard.kernels.quantized import group_index
 from tpshard.kernels.quantized_linear import multiplies
 from tpshard.models import Blueprint, build
+from tpshard.models.architecture import Architecture
 from tpshard.models.config import ModelConfig
-from tpshard.models.hf_config import folder_config
+from tpshard.models.hf_config import computes, folder_config
 from tpshard.models.hf_quantized import QuantizedParameters, quantizable
 from tpshard.programs.layouts import ActOrder, Arrangement, act_orders, planned_orders
 from tpshard.programs.padding import shared_rows
@@ -166,20 +167,18 @@ def served(recipe: Recipe, kind: str) -> Served:
     folder = Path(recipe.serve.checkpoint)
     if recipe.serve.checkpoint != LATEST and (folder / "config.json").is_file():
         try:
+            if not computes(folder):
+                theirs = Architecture.of(folder)
+                return stored_model(recipe, Blueprint(architecture=theirs), folder, theirs.kind, kind)
             config = folder_config(folder)
         except (ValueError, OSError) as error:
             where = recipe.where("serve.checkpoint")
             raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, where=where, why=str(error)) from error
         return stored_model(recipe, Blueprint(config), folder, config.dtype, kind)
     own = model_config(recipe)
-    theirs = architecture(recipe) if own is None else None
-    if theirs is not None:
-        raise Mistakes.one(
-            f"a {theirs.model_type} is computed by transformers' own class, which cannot be served",
-            exit=Exit.FIT, where=recipe.where("model"), why="it can be trained and converted",
-        )  # fmt: skip
     if own is None:
-        blueprint = Blueprint(module=recipe.model.module, args=dict(recipe.model.args))
+        own_class = architecture(recipe)
+        blueprint = Blueprint(module=recipe.model.module, args=dict(recipe.model.args), architecture=own_class)
         return Served(blueprint, serving_dtype(recipe, None, str(recipe.model.dtype), kind))
     said = any(recipe.where(key).line for key in ("quantize", "serve.layout"))
     if recipe.serve.checkpoint != LATEST and not folder.exists() and said:

@@ -29,6 +29,7 @@ from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.rules.table import rule_for
 from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.why import Told
+from tpshard.programs import naming
 from tpshard.programs.annotations import annotate
 from tpshard.programs.layouts import Arrangement, arrange
 from tpshard.programs.padding import notes, padded
@@ -111,6 +112,8 @@ class ServeSetting:
 
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:
+        if self.served.blueprint.architecture is not None:
+            return {name: named.dims for name, named in naming.of_architecture(self.recipe, self.model).items()}
         return param_dims(self.model)
 
     @property
@@ -140,7 +143,9 @@ class ServeSetting:
     @property
     def max_seq(self) -> int:
         """Longest sequence the model is made for."""
-        return self.recipe.model.seq_len if self.served.config is None else self.served.config.max_seq
+        described = self.served.config or self.served.blueprint.architecture
+        longest = None if described is None else described.max_seq
+        return self.recipe.model.seq_len if longest is None else longest
 
 
 def _up(rows: int) -> int:
@@ -222,7 +227,7 @@ def build_serving(setting: ServeSetting, rows: Sequence[int] = ()) -> ServingPro
 def _step(setting: ServeSetting, rows: int) -> tuple[Program, Arrangement]:
     graph, arrangement = _captured(setting, rows)
     mark_outputs(graph)
-    names = dict.fromkeys(STEP, "batch") | dict.fromkeys(setting.dims, "parameter")
+    names = dict.fromkeys(STEP, "batch") | {name: "parameter" for name, _ in setting.model.named_parameters()}
     names |= dict.fromkeys(arrangement.inputs, "order")
     for value in graph.inputs:
         value.marked = names.get(value.name, "cache")

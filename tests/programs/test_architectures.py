@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import architectures
@@ -115,3 +116,38 @@ def test_a_model_that_looks_at_values_is_refused_with_its_line(
     with pytest.raises(Mistakes) as error:
         training.build(setting_of(architectures.folder(tmp_path, "llama"), {}))
     assert "`return x if x.sum() > 0 else -x` in " in str(error.value) and __file__ in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "tp"), [("gpt_neox", 2), ("gemma3_text", 4), ("mixtral", 2), ("gpt2", 1)])
+def test_a_servers_step_is_transformers_own(name: str, tp: int, tmp_path: Path) -> None:
+    """Attention to the cache has taken the place of the class's own, sliding windows included."""
+    from servers import lockstep, prompts
+    from tpshard.programs.served import served
+    from tpshard.programs.serving import ServeSetting, build_serving
+    from tpshard.serve.weights import Weights
+
+    recipe = setting_of(architectures.folder(tmp_path, name), {}).recipe
+    recipe = loads(recipe.to_yaml(), [f"serve.mesh.tp={tp}"])
+    programs = build_serving(ServeSetting.of(recipe, served(recipe, "cpu"), "cpu"), rows=[8])
+    values = architectures.values(name)
+
+    def block(path: str, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        return values[path][tuple(slice(start, start + size) for start, size in zip(starts, sizes))]
+
+    made = lockstep(programs, Weights({path: tuple(v.shape) for path, v in values.items()}, block))
+    tokens = torch.from_numpy(prompts().tokens)[None]
+    own = architectures.own(name)
+    with torch.no_grad():
+        each = [torch.func.functional_call(own, values, (part,)).logits[0] for part in (tokens[:, :5], tokens[:, 5:])]
+    torch.testing.assert_close(made, torch.cat(each), rtol=1e-4, atol=1e-4)
+    assert tp == 1 or any(c.kind == "all_reduce" for c in programs.steps[8].collectives)
+
+
+def test_a_model_whose_tokens_meet_outside_of_attention_is_not_served(tmp_path: Path) -> None:
+    from tpshard.programs.served import served
+    from tpshard.programs.serving import ServeSetting, build_serving
+
+    recipe = setting_of(architectures.folder(tmp_path, "mamba"), {}).recipe
+    with pytest.raises(Mistakes) as error:
+        build_serving(ServeSetting.of(recipe, served(recipe, "cpu"), "cpu"), rows=[8])
+    assert error.value.exit == Exit.FIT and "`backbone.layers.0.mixer` lets tokens of a step see" in str(error.value)

@@ -1,0 +1,233 @@
+"""What holds of transformers' own models: planned, trained, served and quantized, each tried on a small random one.
+
+    python benchmarks/gallery.py [--record] [--docs] [NAME ...]
+
+plan: a training step is captured, propagated and partitioned on fsdp 2 x tp 2. train: its loss and its gradients are
+transformers' own in one process, in fp32, on {tp}, {fsdp, tp} and {dp, fsdp, tp}; the largest difference of a gradient,
+relative to the largest of its parameter. serve: a step over the paged cache on two devices gives transformers' logits.
+quantize: a family of tpshard reads its folders, and `tpshard quantize` takes those. Encoders (BERT, T5, ViT) have no
+language model's loss: a step with a loss of the user's is partitioned by `tpshard.parallelism.partition`.
+
+All devices are simulated in this process. `--docs` writes the table into docs/transformers.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tpshard.models import hf_config
+from tpshard.parallelism import Mesh, partition
+from tpshard.programs import training
+from tpshard.programs.served import served
+from tpshard.programs.serving import ServeSetting, build_serving
+from tpshard.programs.setting import Setting
+from tpshard.recipes.diagnostic import Mistakes
+from tpshard.recipes.load import loads
+from tpshard.serve.weights import Weights
+
+from record import ROOT, Record, add_options
+
+sys.path.insert(0, str(ROOT / "tests"))
+import architectures
+from servers import lockstep, prompts
+
+MESHES = ({"tp": 2}, {"fsdp": 2, "tp": 2}, {"dp": 2, "fsdp": 2, "tp": 2})
+BOUND = 1e-5
+PAGE = ROOT / "docs" / "transformers.md"
+BEGIN, END = "<!--gallery: python benchmarks/gallery.py --docs-->", "<!--/gallery-->"
+RECIPE = """
+name: gallery
+cluster: {device: cpu}
+model: {transformers: FOLDER, seq_len: 12, dtype: fp32}
+batch: {global_sequences: 8}
+serve: {mesh: {tp: 2}}
+compile: eager
+"""
+
+
+def recipe(folder: Path, mesh: Mapping[str, int]) -> Any:
+    sizes = ", ".join(f"{axis}: {size}" for axis, size in mesh.items())
+    each = 8 // (mesh.get("dp", 1) * mesh.get("fsdp", 1))
+    text = RECIPE.replace("FOLDER", f"'{folder}'") + f"mesh: {{{sizes}}}\n"
+    return loads(text, [f"batch.per_device={each}"])
+
+
+def apart(made: Tensor, expected: Tensor, scale: float = 0.0) -> float:
+    """The largest difference, relative to the largest element, or to a thousandth of `scale` where that is more: some
+    gradients are zero but for rounding, as of the bias of keys."""
+    return float((made - expected).abs().max() / expected.abs().max().clamp(min=max(1e-30, scale / 1000)))
+
+
+def furthest(made: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """That of several gradients."""
+    scale = max(float(one.abs().max()) for one in expected)
+    return max(apart(one, other, scale) for one, other in zip(made, expected, strict=True))
+
+
+def trained(name: str, folder: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
+    """A step on one mesh: what it sends, and how far its loss and gradients are from transformers'."""
+    program = training.micro_program(Setting.of(recipe(folder, mesh)))
+    several = architectures.takes_positions(name)
+    values, batch = architectures.values(name), architectures.batch(several)
+    loss, grads = architectures.reference(name, batch, several)
+    sums = [torch.zeros_like(value) for value in values.values()]
+    made, _, *summed = program.simulate(*values.values(), *sums, *batch.values())
+    worst = furthest(summed, list(grads.values()))
+    sent = sum(c.bytes for c in program.collectives)
+    gathered = sum("has no rule" in warning for warning in program.warnings)
+    return {"loss": apart(made, loss), "gradients": worst, "collective_bytes": sent, "ops_without_rule": gathered}
+
+
+def serves(name: str, folder: Path) -> float:
+    """How far a server's logits on two devices are from transformers'."""
+    told = recipe(folder, {})
+    programs = build_serving(ServeSetting.of(told, served(told, "cpu"), "cpu"), rows=[8])
+    values = architectures.values(name)
+
+    def block(path: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        return values[path][tuple(slice(start, start + size) for start, size in zip(starts, sizes))]
+
+    made = lockstep(programs, Weights({path: tuple(v.shape) for path, v in values.items()}, block))
+    tokens, own = torch.from_numpy(prompts().tokens)[None], architectures.own(name)
+    with torch.no_grad():
+        each = [torch.func.functional_call(own, values, (part,)).logits[0] for part in (tokens[:, :5], tokens[:, 5:])]
+    return apart(made, torch.cat(each))
+
+
+def causal(name: str, place: Path) -> dict[str, Any]:
+    """One row of the table: a causal language model."""
+    folder = architectures.folder(place / name, name)
+    row: dict[str, Any] = {"name": name, "class": architectures.CONFIGS[name]["architectures"][0]}
+    row["plan"] = attempt(lambda: len(training.build(Setting.of(recipe(folder, MESHES[1]))).micro.collectives))
+    row["train"] = {" x ".join(mesh): attempt(lambda mesh=mesh: trained(name, folder, mesh)) for mesh in MESHES}  # type: ignore[misc]
+    row["serve"] = attempt(lambda: serves(name, folder))
+    row["quantize"] = attempt(lambda: hf_config.read_config(json.loads((folder / "config.json").read_text())).family)
+    return row
+
+
+def attempt(what: Callable[[], Any]) -> Any:
+    """What it gives, or why it gives nothing."""
+    try:
+        return what()
+    except (Mistakes, ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
+        words = [d.why or d.message for d in error.diagnostics] if isinstance(error, Mistakes) else [str(error)]
+        return {"refused": words[0].strip().splitlines()[0]}
+
+
+# ---- encoders: a step with a user's loss ---------------------------------------------------------------------------
+ENCODERS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[Any, ...]]]] = {
+    "bert": (
+        "BertForMaskedLM",
+        {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "intermediate_size": 48, "max_position_embeddings": 32},
+        {"query.weight": ("tp",), "key.weight": ("tp",), "value.weight": ("tp",), "intermediate.dense.weight": ("tp",)},
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+        {".q.weight": ("tp",), ".k.weight": ("tp",), ".v.weight": ("tp",), ".wi.weight": ("tp",)},
+    ),
+    "vit": (
+        "ViTForImageClassification",
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 16,
+         "patch_size": 4, "num_channels": 3},
+        {"query.weight": ("tp",), "key.weight": ("tp",), "value.weight": ("tp",), "intermediate.dense.weight": ("tp",)},
+    ),
+}  # fmt: skip
+
+
+def encoder(name: str) -> dict[str, Any]:
+    """One row: loss and gradients of a step on dp 2 x tp 2, columns of some weights annotated, the rest inferred."""
+    import transformers
+
+    cls, numbers, columns = ENCODERS[name]
+    torch.manual_seed(0)
+    module = getattr(transformers, cls)
+    model = module(module.config_class(**numbers, attn_implementation="eager")).eval()
+    values = {path: parameter.detach() for path, parameter in model.named_parameters()}
+    inputs = encoder_inputs(name)
+
+    def step(values: dict[str, Tensor], inputs: dict[str, Tensor]) -> list[Tensor]:
+        leaves = {path: value.detach().requires_grad_() for path, value in values.items()}
+        given = {key: value for key, value in inputs.items() if key != "targets"}
+        logits = torch.func.functional_call(model, leaves, (), given).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), inputs["targets"].flatten(), reduction="sum")
+        return [loss.detach(), *torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)]
+
+    told = [next((dims for end, dims in columns.items() if path.endswith(end)), None) for path in values]
+    told += [("dp",)] * len(inputs)
+
+    def whole() -> dict[str, Any]:
+        program = partition(step, (values, inputs), Mesh({"dp": 2, "tp": 2}), in_shardings=told)
+        made, expected = program.simulate(values, inputs), step(values, inputs)
+        sent = sum(c.bytes for c in program.collectives)
+        worst = furthest(made[1:], expected[1:])
+        gone = apart(made[0], expected[0])
+        return {"loss": gone, "gradients": worst, "collective_bytes": sent, "planned": len(program.collectives)}
+
+    found = attempt(whole)
+    planned = found if "refused" in found else found["planned"]
+    return {"name": name, "class": cls, "plan": planned, "train": {"dp x tp": found}, "serve": None, "quantize": None}
+
+
+def encoder_inputs(name: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 64, (8, 12), generator=generator)
+    if name == "vit":
+        pixels = torch.randn(8, 3, 16, 16, generator=generator)
+        return {"pixel_values": pixels, "targets": torch.randint(0, 2, (8,), generator=generator)}
+    further = {"decoder_input_ids": tokens.roll(1, 1)} if name == "t5" else {}
+    return {"input_ids": tokens, **further, "targets": tokens.roll(-1, 1)}
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = ["| `model_type` | class | plan | train: gradients within | serve | quantize |", "|---" * 6 + "|"]
+    for row in rows:
+        refused = isinstance(row["plan"], dict)
+        cells = [f"`{row['name']}`", f"`{row['class']}`", "no" if refused else "yes", _trained(row["train"])]
+        cells.append("" if row["serve"] is None else "no" if isinstance(row["serve"], dict) else "yes")
+        cells.append("yes, by `hf`" if isinstance(row["quantize"], str) else "no")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _trained(meshes: Mapping[str, Any]) -> str:
+    if any("refused" in found for found in meshes.values()):
+        return "no"
+    worst = max(found["gradients"] for found in meshes.values())
+    return f"{worst:.0e}" + ("" if worst <= BOUND else " (not equal)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/transformers.md")
+    add_options(parser)
+    told = parser.parse_args()
+    record = Record("gallery", quiet=told.json)
+    with tempfile.TemporaryDirectory() as place:
+        for name in told.names or [*architectures.CONFIGS, *ENCODERS]:
+            begun = time.monotonic()
+            row = encoder(name) if name in ENCODERS else causal(name, Path(place))
+            record.rows.append(row)
+            record.say(f"{json.dumps(row)}  {time.monotonic() - begun:.0f} s")
+    record.say(table(record.rows))
+    if told.docs:
+        text = PAGE.read_text()
+        before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+        PAGE.write_text(f"{before}\n\n{table(record.rows)}\n\n{after}")
+    record.close(write=told.record, as_json=told.json)
+
+
+if __name__ == "__main__":
+    main()
