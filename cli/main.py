@@ -106,7 +106,10 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"tpshard {version()}")
+        import platform
+        from importlib import metadata
+
+        typer.echo(f"tpshard {version()}, torch {metadata.version('torch')}, Python {platform.python_version()}")
         raise typer.Exit()
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-ROOMS = sorted(mark.parent.name for mark in ROOT.glob("*/py.typed"))
+ROOMS = sorted({mark.parent.name for mark in ROOT.glob("*/py.typed")} - {"package"})
 
 
 def copied(tmp_path: Path) -> Path:
@@ -28,7 +30,7 @@ def copied(tmp_path: Path) -> Path:
 
 def test_every_room_is_seen_by_mypy() -> None:
     links = ROOT / "types" / "tpshard"
-    assert sorted(p.name for p in links.iterdir() if p.is_symlink()) == ROOMS
+    assert sorted(p.name for p in links.iterdir() if p.is_symlink() and p.is_dir()) == ROOMS
     assert all((links / room).resolve() == (ROOT / room).resolve() for room in ROOMS)
 
 
@@ -52,10 +54,16 @@ def test_a_planted_error_is_found_by_mypy(tmp_path: Path) -> None:
     assert "recipes/patterns.py" in found.stdout and "[assignment]" in found.stdout
 
 
-def test_a_wheel_holds_every_room_and_works_outside_the_checkout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["checkout", "sdist"])
+def test_a_wheel_holds_every_room_and_works_outside_the_checkout(tmp_path: Path, kind: str) -> None:
     argv = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     quiet = {"capture_output": True, "text": True, "timeout": PATIENCE}
-    build = [*argv, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(copied(tmp_path))]
+    source = copied(tmp_path)
+    if kind == "sdist":
+        call = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+        subprocess.run([sys.executable, "-c", call, str(tmp_path)], cwd=source, check=True, **quiet)  # type: ignore[call-overload]
+        (source,) = tmp_path.glob("*.tar.gz")
+    build = [*argv, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)]
     made = subprocess.run(build, **quiet)  # type: ignore[call-overload]
     assert made.returncode == 0, made.stderr
     (wheel,) = tmp_path.glob("*.whl")
@@ -64,6 +72,7 @@ def test_a_wheel_holds_every_room_and_works_outside_the_checkout(tmp_path: Path)
         for file in (ROOT / room).rglob("*"):
             if file.is_file() and "__pycache__" not in file.parts and not file.name.startswith("."):
                 assert f"tpshard/{file.relative_to(ROOT)}" in names
+    assert {"tpshard/__init__.py", "tpshard/py.typed"} <= names
     assert not [name for name in names if name.startswith(("tests/", "tpshard/tests/"))]
     assert [name for name in names if name.endswith("/LICENSE")]
     site = tmp_path / "site"
@@ -80,6 +89,10 @@ def test_a_wheel_holds_every_room_and_works_outside_the_checkout(tmp_path: Path)
         assert done.returncode == 0, done.stderr
         return str(done.stdout)
 
+    assert re.fullmatch(r"tpshard \d\S*, torch \d\S*, Python \d\S*\n", tpshard("--version"))
+    line = [sys.executable, "-c", "import tpshard; print(tpshard.__version__, tpshard.__file__)"]
+    named = subprocess.run(line, cwd=elsewhere, env=env, check=True, **quiet).stdout.split()  # type: ignore[call-overload]
+    assert named[0] == metadata.version("tpshard") and named[1].startswith(str(site))
     assert "quickstart" in tpshard("recipes", "ls")
     assert "extends" in json.loads(tpshard("recipes", "schema"))["properties"]  # read from the installed source
     plan = json.loads(tpshard("plan", "quickstart", "model.layers=1", "--dry-run", "--json"))
