@@ -17,8 +17,8 @@ FILES = {
     "text.py", "worker.py", "workers.py",
 }  # fmt: skip
 CLASSES = {
-    "Choice", "Event", "Job", "Linear", "Link", "Need", "Part", "Place", "Report", "RopeScaling", "Sharding", "Step",
-    "Task", "Weights",
+    "Choice", "Event", "Job", "Linear", "Link", "Need", "Order", "Part", "Place", "Report", "RopeScaling", "Sharding",
+    "Step", "Task", "Weights",
 }  # fmt: skip
 
 

@@ -118,7 +118,7 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Row:
+class TextRow:
     """A line of a file: its text, or what is wrong with it. Lines count from 0."""
 
     line: int
@@ -146,7 +146,7 @@ def open_text(source: str, *, where: Source | None = None, fallback: Path | None
     return _local(source, where)
 
 
-def rows(text: TextSource, file: TextFile, start: int = 0) -> Iterator[Row]:
+def rows(text: TextSource, file: TextFile, start: int = 0) -> Iterator[TextRow]:
     """The rows of one file from line `start` on; blank lines are none.
 
     Raises:
@@ -192,7 +192,7 @@ class BadRows:
         self.first = ""
         """The first one: file, line, fault."""
 
-    def see(self, file: TextFile, row: Row) -> None:
+    def see(self, file: TextFile, row: TextRow) -> None:
         self.seen += 1
         if row.text is not None:
             return
@@ -323,24 +323,24 @@ def _lines(stream: BinaryIO) -> Iterator[bytes | None]:
             yield raw
 
 
-def _row(line: int, raw: bytes | None) -> Row:
+def _row(line: int, raw: bytes | None) -> TextRow:
     if raw is None:
-        return Row(line, None, f"longer than {LONGEST_ROW} bytes")
+        return TextRow(line, None, f"longer than {LONGEST_ROW} bytes")
     try:
         value = json.loads(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
     except UnicodeDecodeError as error:
-        return Row(line, None, f"invalid UTF-8: {error.reason}")
+        return TextRow(line, None, f"invalid UTF-8: {error.reason}")
     except (ValueError, RecursionError) as error:
-        return Row(line, None, f"not JSON: {error}")
+        return TextRow(line, None, f"not JSON: {error}")
     if not isinstance(value, dict) or "text" not in value:
-        return Row(line, None, 'no "text"')
+        return TextRow(line, None, 'no "text"')
     text = value["text"]
     if not isinstance(text, str):
-        return Row(line, None, f'"text" is {type(text).__name__}, not a string')
+        return TextRow(line, None, f'"text" is {type(text).__name__}, not a string')
     if not text.strip():
-        return Row(line, None, '"text" is empty')
+        return TextRow(line, None, '"text" is empty')
     try:
         text.encode()
     except UnicodeEncodeError:
-        return Row(line, None, "a surrogate without its pair, which no UTF-8 can hold")
-    return Row(line, text)
+        return TextRow(line, None, "a surrogate without its pair, which no UTF-8 can hold")
+    return TextRow(line, text)

@@ -17,7 +17,7 @@ from tpshard.train.stream import Loader
 from tpshard.train.tokens import check_vocab, load_tokenizer
 
 
-def all_rows(corpus: Corpus) -> list[text_module.Row]:
+def all_rows(corpus: Corpus) -> list[text_module.TextRow]:
     return [row for file in corpus.train.files for row in rows(corpus.train, file)]
 
 
