@@ -36,11 +36,12 @@ def first_uses(program: Program) -> dict[str, int]:
     """Per parameter the index of the first operation that reads it gathered."""
     first: dict[str, int] = {}
     names: dict[fx.Node, tuple[str, ...]] = {}
+    stored = {port.name for port in program.inputs if port.kind == "parameter"}
     for i, node in enumerate(program.graph.nodes):
         if node.op != "call_function":
             continue
         comm = info(node).comm
-        if comm is not None and comm.of == "parameter":
+        if comm is not None and comm.of == "parameter" and stored.issuperset(comm.value):
             names[node] = comm.value
             continue
         for operand in node.all_input_nodes:

@@ -73,7 +73,9 @@ def test_dims_come_from_the_class_from_the_recipe_or_from_propagation(tmp_path: 
 
 
 def test_experts_are_named_and_go_to_their_axis(tmp_path: Path) -> None:
-    setting = setting_of(architectures.folder(tmp_path, "qwen3_moe"), {"fsdp": 1, "ep": 2}, "", "transformers")
+    folder = architectures.folder(tmp_path, "qwen3_moe")
+    training.build(setting_of(folder, {"fsdp": 2, "tp": 2}))  # gate and up lie in one parameter, cut across the two
+    setting = setting_of(folder, {"fsdp": 1, "ep": 2})
     assert setting.dims["model.layers.0.mlp.experts.gate_up_proj"] == ("expert", "mlp", "embed")
     assert setting.dims["model.layers.0.mlp.experts.down_proj"] == ("expert", "embed", "mlp")
 
