@@ -132,8 +132,8 @@ def _compared(folder: Path) -> str:
 
 def _peak(programs: TrainingPrograms) -> float | None:
     """FLOP/s of all devices together, where the recipe names a GPU; a CPU's are shared and measured on another one."""
-    from tpshard.plan import make
+    from tpshard.programs import cluster
 
-    device, nodes, per_host = make.device_of(programs.setting.recipe)
+    device, nodes, per_host = cluster.device_of(programs.setting.recipe)
     rate = device.rates.get(programs.setting.recipe.model.dtype)
     return rate * nodes * per_host if device.kind == "gpu" and rate else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from tpshard.plan import between, make, page, pictures, save, search, text
+from tpshard.plan import between, describe, make, page, pictures, save, search, text
 from tpshard.plan import diff as diffs
 from tpshard.plan import trace as traces
 from tpshard.plan.forecast import Conditions
@@ -115,7 +115,7 @@ def _searched(recipe: Recipe, asked: Asked, tell: Callable[[str], None], kept: S
 
 def _explained(report: Report, name: str) -> str:
     try:
-        return make.explain(report.pricing.parts[0].part.program, name)
+        return describe.explain(report.pricing.parts[0].part.program, name)
     except KeyError as error:
         raise Mistakes.one(str(error.args[0]), exit=Exit.USAGE, fix="names are those of `plan --verbose`") from error
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from tpshard.plan import make, serving
 from tpshard.plan.report import Edit, Report
 from tpshard.plan.units import gib, seconds
+from tpshard.programs import cluster
 from tpshard.programs.setting import Setting, devices_of, model_config
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
@@ -51,7 +52,7 @@ def quick(recipe: Recipe, what: str = "train") -> Quick:
         return _measured(recipe, what)
     times = (layers - FEW) / (MORE - FEW)
     needed = int(few.needed_bytes + (more.needed_bytes - few.needed_bytes) * times)
-    device, _, per_host = make.device_of(recipe)
+    device, _, per_host = cluster.device_of(recipe)
     return Quick(
         needed,
         few.step_s + (more.step_s - few.step_s) * times,

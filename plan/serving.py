@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from tpshard.parallelism.cost import Device
 from tpshard.parallelism.fusion import Cached
+from tpshard.plan import describe
 from tpshard.plan.pricing import Part, price_parts
 from tpshard.plan.report import Job, Report
 from tpshard.plan.units import gib
+from tpshard.programs import cluster
 from tpshard.programs.served import served
 from tpshard.programs.serving import BLOCK_SIZE, ServeSetting, ServingPrograms, build_serving
 from tpshard.recipes.schema import Recipe
@@ -23,9 +26,7 @@ def report(
     steps as the server needs for it. Not `whole`: without the programs of other sizes. Raises `Mistakes` (exit 4) where
     the mesh does not fit the heads.
     """
-    from tpshard.plan import make
-
-    device, _, per_host = make.device_of(recipe)
+    device, _, per_host = cluster.device_of(recipe)
     setting = ServeSetting.of(recipe, served(recipe, device.kind), device.kind)
     requests, length = recipe.serve.requests, recipe.model.seq_len
     sequences = 1 if what == "prefill" else min(requests, setting.most)
@@ -50,7 +51,7 @@ def report(
     model = recipe.model.preset or recipe.model.hf or recipe.model.module or "model"
     job = Job(
         name=recipe.name, recipe=source, what=what, model=model,
-        params=sum(map(_elements, programs.shapes.values())) if config is None else config.count, seq_len=length,
+        params=sum(map(math.prod, programs.shapes.values())) if config is None else config.count, seq_len=length,
         dtype=setting.served.dtype, mesh=dict(setting.mesh.axes), nodes=-(-ranks // per_host),
         devices_per_node=per_host, global_sequences=sequences, per_device=sequences, micro_batches=1,
         tokens=length if what == "prefill" else sequences, compiled=False, device_assumed=recipe.cluster is None,
@@ -59,8 +60,8 @@ def report(
     few = _too_few(blocks, requests, length, programs.bytes("cache"))
     steps = _said(sizes) if what == "prefill" and sum(sizes.values()) > 1 else ""
     notes = [text for text in (few, steps, *programs.notes) if text]
-    warnings = [*notes, *make.extra_warnings(job, device, program)]
-    made = make.assemble(job, pricing, program, list(programs.shapes), accuracy, warnings)
+    warnings = [*notes, *describe.extra_warnings(job, device, program)]
+    made = describe.report_of(job, pricing, program, list(programs.shapes), accuracy, warnings)
     return replace(made, programs=programs.listed)
 
 
@@ -81,9 +82,7 @@ def _said(sizes: dict[int, int]) -> str:
 
 def cache_blocks(recipe: Recipe, programs: ServingPrograms | None = None, device: Device | None = None) -> int:
     """Blocks of the cache that the server would make on each of the recipe's devices while nothing else is on them."""
-    from tpshard.plan import make
-
-    found, _, per_host = make.device_of(recipe)
+    found, _, per_host = cluster.device_of(recipe)
     device = device or found
     if programs is None:
         setting = ServeSetting.of(recipe, served(recipe, device.kind), device.kind)
@@ -104,12 +103,3 @@ def _too_few(blocks: int, requests: int, length: int, each: int) -> str:
         return ""
     tokens = blocks * BLOCK_SIZE
     return f"the cache, {gib(blocks * each)} or {tokens:,} tokens, holds {held} of {requests} requests of {length:,}"
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-

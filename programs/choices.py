@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tpshard.devices.read import device as read_device
 from tpshard.parallelism.cost import Device, Topology, collective
 from tpshard.parallelism.fusion import Compiled, Kernel, kernels, seconds
 from tpshard.parallelism.liveness import liveness
@@ -20,15 +19,14 @@ from tpshard.parallelism.passes.recompute import Keep, keep_all, keep_layer_inpu
 from tpshard.parallelism.passes.run import run
 from tpshard.parallelism.program import Program, Spec, info
 from tpshard.parallelism.simulation import price
+from tpshard.programs import cluster
 from tpshard.programs.patterns import covers, unit_of
-from tpshard.programs.setting import Setting, devices_of
+from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import BucketFile, BucketSize, RematEvery
 
 Groups = buckets.Groups
 
-ASSUMED = "cpu"
-"""Device of a recipe that names none."""
 CLEARLY = 0.98
 """Share of the time per unit below which greedy buckets are chosen."""
 RESERVE = 0.08
@@ -120,9 +118,7 @@ class Chooser:
 
     def __init__(self, setting: Setting):
         self.setting, recipe = setting, setting.recipe
-        cluster = recipe.cluster
-        whole = read_device(cluster.device if cluster else ASSUMED, recipe.where("cluster.device"))
-        self.per_host = cluster.devices_per_node if cluster else devices_of(recipe)
+        whole, _, self.per_host = cluster.device_of(recipe)
         self.device: Device = whole.shared_by(self.per_host)
         self.compiled: Compiled = "all" if recipe.compile == "inductor" else "none"
         self.topology = Topology(setting.mesh, self.per_host)

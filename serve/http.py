@@ -148,7 +148,8 @@ async def _run(app: App, service: Service, sock: socket.socket, announce: Callab
 
     def ask(number: int) -> None:
         if number == signal.SIGINT and signal.SIGINT in received:
-            os._exit(130)  # the second Ctrl-C is an order; a second SIGTERM may be a wrapper's copy of the first
+            # the second Ctrl-C is an order; a second SIGTERM may be a wrapper's copy of the first
+            os._exit(Exit.INTERRUPTED)
         received.append(number)
         service.draining = True
         asked.set()
@@ -172,7 +173,7 @@ async def _run(app: App, service: Service, sock: socket.socket, announce: Callab
         await asyncio.wait_for(asyncio.shield(serving), 5)
     server.force_exit = True
     await serving
-    return 130 if received[:1] == [signal.SIGINT] else 0
+    return Exit.INTERRUPTED if received[:1] == [signal.SIGINT] else Exit.DONE
 
 
 def _sent(server: uvicorn.Server) -> bool:

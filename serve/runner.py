@@ -79,5 +79,3 @@ class ProgramRunner:
                 tables = next(i for i, port in enumerate(ports) if port.name == "tables")
                 pool = pool or torch.cuda.graph_pool_handle()
                 self._run[size] = Captured(run, brought, tables, width, pool)
-
-

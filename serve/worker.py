@@ -50,7 +50,8 @@ def work(place: Place, prepare: Prepare) -> int:
             _answer(channel, runner, mmap.mmap(int(os.environ[LOGITS]), 0) if place.rank == 0 else None)
         return Exit.DONE
     except Closed:
-        os._exit(0)  # the parent is gone; the other ranks may be stuck, and leaving politely would wait for them
+        # the parent is gone; the other ranks may be stuck, and leaving politely would wait for them
+        os._exit(Exit.DONE)
 
 
 def describe(error: BaseException) -> tuple[str, int]:

@@ -12,7 +12,7 @@ from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
 from tpshard.cli.preflight import beyond
 from tpshard.parallelism.why import Told
-from tpshard.plan import command, diff, make, text
+from tpshard.plan import command, describe, diff, make, text
 from tpshard.plan.report import Tensor
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
@@ -97,21 +97,21 @@ def test_plan_twice_gives_the_same_bytes_and_touches_nothing(small, monkeypatch,
 
 
 def test_explain_ends_at_the_annotation(programs):
-    said = make.explain(programs.micro, "layers.0.attention.wq.weight")
+    said = describe.explain(programs.micro, "layers.0.attention.wq.weight")
     assert "heads: tp" in said
     assert "all_gather over fsdp" in said
     with pytest.raises(KeyError, match=r"layers\.0\.attention"):
-        make.explain(programs.micro, "attention.wq")
+        describe.explain(programs.micro, "attention.wq")
 
 
 @pytest.mark.parametrize("name", ["layers.0.attention.wk", "layers.*.attention.wk", "layers.*.attention.wk.weight"])
 def test_explain_takes_the_names_of_the_screen(programs, name):
-    assert make.explain(programs.micro, name).startswith("layers.0.attention.wk.weight")
+    assert describe.explain(programs.micro, name).startswith("layers.0.attention.wk.weight")
 
 
 def test_explain_of_a_misspelt_name_says_which_are_near(programs):
     with pytest.raises(KeyError, match=r"similar: layers\.0\.attention\.wk\.weight"):
-        make.explain(programs.micro, "layers.0.atention.wk.weight")
+        describe.explain(programs.micro, "layers.0.atention.wk.weight")
 
 
 def test_diff_says_what_changes_and_what_it_costs(report):

@@ -10,6 +10,7 @@ from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
 from tpshard.plan import command, make, search
 from tpshard.plan.report import Edit
+from tpshard.programs import cluster
 from tpshard.recipes.diagnostic import Exit
 from tpshard.recipes.load import loads
 
@@ -50,14 +51,14 @@ def test_a_server_that_does_not_fit_is_told_edits_that_fit_when_made(report, mon
     found = make.report(loads(RECIPE, ["serve.mesh.tp=1"]), "", "decode")
     limit = full - 1
     assert needed("serve.requests=8") < limit
-    whole = make.device_of
+    whole = cluster.device_of
 
     def tight(recipe):
         device, nodes, per_host = whole(recipe)
         processes = recipe.serve.mesh["tp"]  # a CPU's share the host's memory
         return replace(device, memory_bytes=limit * processes), nodes, per_host
 
-    monkeypatch.setattr(make, "device_of", tight)
+    monkeypatch.setattr(cluster, "device_of", tight)
     edits = search.edits(found, loads(RECIPE, ["serve.mesh.tp=1"]))
     assert len(edits) == 3 and all(edit.fits for edit in edits)
     for edit in edits:

@@ -25,6 +25,7 @@ from tpshard.parallelism.program import Program
 from tpshard.parallelism.runtime.context import Context
 from tpshard.plan import make, search, text
 from tpshard.plan.report import Report
+from tpshard.programs import cluster
 from tpshard.programs.layouts import LAYOUTS
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
@@ -258,13 +259,13 @@ def cached(*told: str) -> Recipe:
 
 def with_memory(each: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives each of two devices so many bytes."""
-    whole = make.device_of
+    whole = cluster.device_of
 
     def device_of(recipe: Recipe) -> Any:
         device, nodes, per_host = whole(recipe)
         return replace(device, memory_bytes=2 * each), nodes, per_host
 
-    monkeypatch.setattr(make, "device_of", device_of)
+    monkeypatch.setattr(cluster, "device_of", device_of)
 
 
 @pytest.mark.parametrize("what", ["prefill", "decode"])

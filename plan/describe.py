@@ -1,0 +1,92 @@
+"""What the reports of all verbs have in common: the device, the shardings, the warnings, and reasons asked for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tpshard.parallelism.cost import Device
+from tpshard.parallelism.program import Program
+from tpshard.plan.pricing import Pricing
+from tpshard.plan.report import Job, Report, Tensor
+from tpshard.plan.rows import buckets_of, losses_of, pattern, reshards_of, tensors_of
+
+
+def report_of(
+    job: Job, pricing: Pricing, program: Program, parameters: Sequence[str], accuracy: str, warnings: Sequence[str]
+) -> Report:
+    """A report from what was priced; `program` is the one whose shardings are shown."""
+    tensors, given, inferred = shardings(program, parameters)
+    ranks = program.mesh.ranks
+    return Report(
+        job=job,
+        pricing=pricing,
+        tensors=tensors,
+        lines=pricing.lines(),
+        given=given,
+        inferred=inferred,
+        buckets=buckets_of(pricing),
+        warnings=list(dict.fromkeys([*program.warnings, *warnings])),
+        reshards=reshards_of(pricing),
+        losses=losses_of(pricing, ranks),
+        accuracy=accuracy,
+        fingerprint=program.fingerprint,
+    )
+
+
+def extra_warnings(job: Job, device: Device, update: Program) -> list[str]:
+    found = list(update.warnings)
+    if job.device_assumed:
+        found.append("no `cluster` is named: priced on the shipped two-core CPU, not on this machine")
+    if device.provenance == "roofline":
+        found.append(f"{device.name} has no fitted constants; `tpshard doctor --measure` fits them on a machine")
+    if device.kind == "gpu" and job.devices_per_node > device.host_devices:
+        here = f"the recipe says {job.devices_per_node}"
+        found.append(f"a host of {device.name} has {device.host_devices} devices, {here}")
+    return found
+
+
+def shardings(program: Program, parameters: Sequence[str]) -> tuple[list[Tensor], int, int]:
+    """(parameters and named activations as the program has them, values annotated, values inferred)."""
+    stored = dict(zip((port.name for port in program.inputs), program.in_shardings))
+    used = {r.label: name for name, r in program.records.items() if r.role == "parameter" and name != r.label}
+    shown = {used.get(name, name): name for name in parameters}
+    named = [name for name, r in program.records.items() if name == r.label and name not in stored]
+    out = [
+        replace(tensor, name=shown[tensor.name], kind="parameter", stored=stored.get(shown[tensor.name]))
+        for tensor in tensors_of(program, list(shown))
+    ]
+    out += [replace(tensor, kind="activation") for tensor in tensors_of(program, named)]
+    given = sum(record.annotated for record in program.records.values())
+    return out, given, len(program.records) - given
+
+
+def explain(program: Program, name: str) -> str:
+    """`--explain NAME`: the chain of reasons of a value, of a parameter's used and stored form, or of a pattern.
+
+    `.weight` may be left out, as the screen does. Raises `KeyError` that names what is near.
+    """
+    known = program.records
+    names: list[str] = []
+    for asked in (name, f"{name}.weight"):
+        names = names or [n for n in (f"{asked}.used", asked, f"{asked}.grad") if n in known]
+    for asked in (name, f"{name}.weight"):
+        names = names or [n for n in known if pattern(n) == pattern(asked)][:1]
+    if not names:
+        raise KeyError(f"no value is named {name!r}{_similar(name, program)}")
+    parts = [program.explain(n) for n in names]
+    meant = {*names, *(known[n].label for n in names)}
+    moved = [
+        f"  {c.kind} over {'+'.join(map(str, c.axes))}, {c.bytes} bytes: {c.reason}"
+        for c in program.collectives
+        if meant & {*c.value}
+    ]
+    return "\n".join([*parts, *(["collectives that move it:"] if moved else []), *dict.fromkeys(moved)]) + "\n"
+
+
+def _similar(name: str, program: Program) -> str:
+    """Names that a misspelt one may have meant: those of parameters and activations, not of what was made of them."""
+    shown = dict.fromkeys(r.label for r in program.records.values() if r.label and r.role in ("", "parameter"))
+    near = [n for n in shown if name and name in n][:5] or difflib.get_close_matches(name, shown, 5)
+    return f"; similar: {', '.join(near)}" if near else ""
