@@ -53,6 +53,22 @@ def treatments(shapes: Mapping[str, Sequence[int]], balanced: Mapping[str, float
     return {n: Treatment(decay=len(shape) >= 2, balance=balanced.get(n, 0.0)) for n, shape in shapes.items()}
 
 
+def gradient_squares(grads: Sequence[Tensor], count: Tensor, treated: Sequence[Treatment]) -> Tensor:
+    """The square of the norm of gradients of a summed loss, averaged over `count` tokens: fp32 scalar. The biases of
+    experts are no part of it."""
+    share = _share(count)
+    learned = [grad for grad, how in zip(grads, treated, strict=True) if not how.balance]
+    squares = [(grad.to(torch.float32) * share).square().sum() for grad in learned]
+    total = squares[0]
+    for square in squares[1:]:
+        total = total + square
+    return total
+
+
+def _share(count: Tensor) -> Tensor:
+    return 1.0 / count.to(torch.float32).clamp(min=1.0)
+
+
 def adamw_update(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -65,6 +81,7 @@ def adamw_update(
     *,
     treated: Sequence[Treatment],
     config: AdamW,
+    squares: Tensor | None = None,
 ) -> Updated:
     """One update from gradients of a *summed* loss.
 
@@ -72,6 +89,7 @@ def adamw_update(
     in fp32. loss_sum: fp32 scalar, the loss summed over all tokens of the step; count: how many tokens that is,
     scalar; gradients are divided by it.
     lr: fp32 scalar; update: fp32 scalar, the number of this update, from 1, which corrects the moments' bias.
+    squares: fp32 scalar, what `gradient_squares` makes of all gradients; given where these are not all here.
 
     Where the loss or the norm is not finite every result is the old value: the decision is part of the arithmetic, so
     that it comes before any update and is the same wherever the scalars are.
@@ -79,13 +97,8 @@ def adamw_update(
     The biases of experts are no part of the norm; they have no moments.
     """
     beta1, beta2 = config.betas
-    share = 1.0 / count.to(torch.float32).clamp(min=1.0)
-    learned = [grad for grad, how in zip(grads, treated, strict=True) if not how.balance]
-    squares = [(grad.to(torch.float32) * share).square().sum() for grad in learned]
-    total = squares[0]
-    for square in squares[1:]:
-        total = total + square
-    norm = total.sqrt()
+    share = _share(count)
+    norm = (gradient_squares(grads, count, treated) if squares is None else squares).sqrt()
     finite = torch.isfinite(norm) & torch.isfinite(loss_sum)
     scale = share
     if config.clip_grad_norm is not None:

@@ -256,8 +256,10 @@ def wire_bytes(kind: str, buffer: int, members: int, backend: str = "nccl") -> i
     """
     if members <= 1:
         return 0
-    if kind == "permute":
+    if kind in ("permute", "send"):
         return buffer
+    if kind == "recv":  # counted where it is sent
+        return 0
     rounds = 2 if kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo") else 1
     return rounds * buffer * (members - 1) // members
 
@@ -286,6 +288,8 @@ def collective(device: Device, topology: Topology, kind: str, refs: Axes, buffer
     span = topology.span(refs)
     if span.members <= 1:
         return CommCost(0.0, 0, "none", "none")
+    if kind == "recv":  # takes as long as its send, which runs elsewhere
+        return CommCost(0.0, 0, span.wire, "point to point")
     as_kind, received = carried(kind, buffer, span.members) if device.kind == "cpu" else (kind, buffer)
     sent = wire_bytes(as_kind, received, span.members, device.backend)
     rate = bandwidth(device, span, topology.per_host)
@@ -294,8 +298,9 @@ def collective(device: Device, topology: Topology, kind: str, refs: Axes, buffer
     hop_in, hop_out = device.inside.latency_s, device.across.latency_s
     ring = rounds * ((span.hosts - 1) * hop_out + (span.members - span.hosts) * hop_in)
     tree = rounds * (math.ceil(math.log2(span.hosts)) * hop_out + math.ceil(math.log2(span.inside or 1)) * hop_in)
-    seconds = sent / rate + (tree if as_kind in ("all_to_all", "permute") else min(ring, 2 * tree))
-    name = {"permute": "point to point", "all_to_all": "pairwise"}.get(as_kind, "ring" if ring <= 2 * tree else "tree")
+    seconds = sent / rate + (tree if as_kind in ("all_to_all", "permute", "send") else min(ring, 2 * tree))
+    names = {"permute": "point to point", "send": "point to point", "all_to_all": "pairwise"}
+    name = names.get(as_kind, "ring" if ring <= 2 * tree else "tree")
     if kind == "reduce_scatter" and as_kind == kind and device.backend == "gloo":
         name = "all-reduce, own part kept"
     elif as_kind != kind:

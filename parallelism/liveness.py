@@ -19,7 +19,8 @@ CATEGORIES = (
     "parameters", "gradients", "optimizer", "activations", "gathered", "logits_and_loss", "communication", "cache",
     "temporary",
 )  # fmt: skip
-_INPUTS = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer", "cache": "cache"}
+_INPUTS = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer", "cache": "cache",
+           "saved": "activations", "received": "communication"}  # fmt: skip
 
 
 @dataclass

@@ -35,7 +35,7 @@ class Collective:
     """
 
     kind: str
-    """all_gather, reduce_scatter, all_reduce, all_to_all or permute."""
+    """all_gather, reduce_scatter, all_reduce, all_to_all or permute; between stages of a pipeline send or recv."""
     axes: tuple[Any, ...]
     """Names of the axes it runs over; a sub-axis is (name, pre, size)."""
     refs: Axes
@@ -145,7 +145,8 @@ class Port:
     dtype: torch.dtype
     layout: Layout
     kind: str = "tensor"
-    """parameter, gradient, optimizer, batch, cache, order, scalar or tensor."""
+    """parameter, gradient, optimizer, batch, cache, order, scalar or tensor; in a stage of a pipeline also received,
+    sent or saved."""
     free: tuple[int, ...] = ()
     """Dims whose size whoever runs the program chooses: blocks of a cache. `shape` says 1 there."""
     held: Held | None = None

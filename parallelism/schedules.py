@@ -84,8 +84,9 @@ class Table:
         """All tasks, each after what it needs and in its device's order. ValueError where there is no such order."""
         return tuple(slot.task for slot in self.timed(lambda task: 1.0))
 
-    def timed(self, seconds: Callable[[Task], float], transfer_s: float = 0.0) -> list[Slot]:
-        """When every task runs if it takes `seconds(task)` and a result `transfer_s` to another device; by start.
+    def timed(self, seconds: Callable[[Task], float], late: Callable[[Task], float] = lambda task: 0.0) -> list[Slot]:
+        """When every task runs if it takes `seconds(task)`, and its result `late(task)` more to reach another device;
+        by start.
 
         A device runs its row in order, each task once what it needs is there. ValueError for a deadlock, with who
         waits for what.
@@ -102,8 +103,8 @@ class Table:
                     needed = list(self.needs(task))
                     if any(n not in ended for n in needed):
                         break
-                    far = (n for n in needed if self.device_of(n.stage) != device)
-                    start = max([free[device], *(ended[n] + transfer_s for n in far), *(ended[n] for n in needed)])
+                    there = (ended[n] + (late(n) if self.device_of(n.stage) != device else 0.0) for n in needed)
+                    start = max([free[device], *there])
                     ended[task] = free[device] = start + seconds(task)
                     slots.append(Slot(task, start, free[device]))
                     at[device] += 1
@@ -118,9 +119,9 @@ class Table:
     def _missing(self, task: Task, ended: Mapping[Task, float]) -> str:
         return " and ".join(str(n) for n in self.needs(task) if n not in ended)
 
-    def bubble(self, seconds: Callable[[Task], float], transfer_s: float = 0.0) -> float:
+    def bubble(self, seconds: Callable[[Task], float]) -> float:
         """Share of the devices' time in which they wait, from the first task's start to the last one's end."""
-        slots = self.timed(seconds, transfer_s)
+        slots = self.timed(seconds)
         busy, last = sum(slot.end - slot.start for slot in slots), max(slot.end for slot in slots)
         return 1.0 - busy / (self.devices * last) if last else 0.0
 

@@ -338,7 +338,7 @@ class _Cutter:
         other = part.stage + (1 if ahead else -1)
         op = Through(known.origin, str(getattr(node.target, "__name__", node.target)), known.module)
         need = Need("sent" if target is send else "received", op, node.name, stage=other)
-        moved = graph.call_function(target, (value,))
+        moved = graph.call_function(target, (value, other - part.stage))
         comm = make_collective(
             self.program.mesh, "send" if target is send else "recv", (self.axis,), spec.bytes, spec.dtype, why=(need,),
             value=(node.name,), of="activation",

@@ -12,6 +12,7 @@ from tpshard.plan.report import rounded
 from tpshard.plan.text import gib, seconds
 from tpshard.programs import training
 from tpshard.programs.setting import Setting
+from tpshard.recipes.diagnostic import Exit, Mistakes
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,12 @@ class Row:
 
 def rows(setting: Setting) -> list[Row]:
     """One before the first pass and one after each. Raises Mistakes for what does not fit."""
+    if setting.recipe.pipeline is not None:
+        raise Mistakes.one(
+            "passes are shown of a step whose model is not in stages", exit=Exit.FIT,
+            where=setting.recipe.where("pipeline"), why="each stage's programs have passes of their own",
+            fix="pipeline=null mesh.pp=1",
+        )  # fmt: skip
     found: list[Row] = []
 
     def watch(programs: training.TrainingPrograms, passed: Passed) -> None:

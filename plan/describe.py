@@ -29,7 +29,7 @@ def report_of(
         buckets=buckets_of(pricing),
         warnings=list(dict.fromkeys([*program.warnings, *warnings])),
         reshards=reshards_of(pricing),
-        losses=losses_of(pricing, ranks),
+        losses=losses_of(pricing, ranks if pricing.pipeline is None else ranks // len(pricing.pipeline.devices)),
         accuracy=accuracy,
         fingerprint=program.fingerprint,
     )

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.program import Program
-from tpshard.plan import describe, serving
+from tpshard.plan import describe, pipeline, serving
 from tpshard.plan.forecast import Conditions, Forecast, forecast
-from tpshard.plan.pricing import Part, Pricing, price_parts
+from tpshard.plan.pricing import Part, Pricing, price_parts, priced_pipeline
 from tpshard.plan.report import Job, Report
 from tpshard.programs import cluster, training
 from tpshard.programs.setting import DTYPES, Setting, devices_of
@@ -22,7 +22,7 @@ from tpshard.recipes.schema import Recipe
 def training_parts(programs: training.TrainingPrograms, compiled: Compiled | None = None) -> list[Part]:
     """A training step as it runs: the micro-batches, then the update."""
     recipe, times = programs.setting.recipe, programs.setting.batch.micro_batches
-    chosen: Compiled = compiled or ("all" if recipe.compile == "inductor" else "none")
+    chosen = compiled or compiled_by(recipe)
     rest = {kind: _held(programs.update, kind) for kind in ("parameter", "gradient", "optimizer")}
     moments = {"optimizer": rest["optimizer"]}
     stored = {"parameters": rest["parameter"]} if programs.gather is not None else {}
@@ -36,6 +36,11 @@ def training_parts(programs: training.TrainingPrograms, compiled: Compiled | Non
     return [*parts, Part("update", programs.update, 1, {}, chosen)]
 
 
+def compiled_by(recipe: Recipe) -> Compiled:
+    """What a compiler sees of a recipe's programs."""
+    return "all" if recipe.compile == "inductor" else "none"
+
+
 def _held(program: Program, kind: str) -> int:
     """Bytes of a device's inputs of one kind."""
     return sum(port.local_bytes for port in program.inputs if port.kind == kind)
@@ -44,6 +49,10 @@ def _held(program: Program, kind: str) -> int:
 def price_training(programs: training.TrainingPrograms, compiled: Compiled | None = None) -> Pricing:
     """Prices a training step of programs that are built already. `compiled` overrides what the recipe says."""
     device, _, per_host = cluster.device_of(programs.setting.recipe)
+    if programs.pipeline is not None:
+        mine, chosen = device.shared_by(per_host), compiled or compiled_by(programs.setting.recipe)
+        piped = pipeline.price_pipeline(programs.pipeline, mine, per_host, chosen)
+        return priced_pipeline(piped, mine, programs.setting.mesh, per_host)
     return price_parts(training_parts(programs, compiled), device, per_host, processes=per_host, trains=True)
 
 

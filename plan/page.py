@@ -37,6 +37,7 @@ def page(report: Report) -> str:
         _section("mesh", "Mesh", pictures.mesh_map(report)),
         _section("shardings", "Sharding of each tensor", _shardings(report), "exact"),
         _section("timeline", "Timeline", _timelines(report), how["time"]),
+        *_stages(report),
         _section("memory", "Memory over time", _memories(report), how["memory.peak_bytes"]),
         _section("collectives", "Collectives of a step", _collectives(report), f"bytes exact; time {how['time']}"),
         _section("what-if", "What if", _what_if(report), how["time"]),
@@ -44,6 +45,17 @@ def page(report: Report) -> str:
         "</body></html>\n",
     ]
     return "\n".join(parts)
+
+
+def _stages(report: Report) -> list[str]:
+    if report.pricing.pipeline is None:
+        return []
+    height = pictures.stages_height(report)
+    drawn = (
+        f'<svg width="1000" height="{height}" viewBox="0 0 1000 {height}" font-family="sans-serif" font-size="11">'
+        f"{pictures.stages(report)}</svg>"
+    )
+    return [_section("pipeline", "Schedule of the pipeline", drawn, report.provenance["time"])]
 
 
 def _section(name: str, title: str, body: str, how: str = "") -> str:

@@ -29,18 +29,49 @@ _POINTS = 600
 
 
 def svg(report: Report) -> str:
-    """Timeline and memory of the part in which most of a step is spent, as one standalone file."""
+    """Timeline and memory of the part in which most of a step is spent, as one standalone file; before them the
+    schedule of a pipeline."""
     part = main_part(report)
-    time_h, memory_h = timeline_height(part), 240
+    stages_h, time_h, memory_h = stages_height(report), timeline_height(part), 240
+    whole_h = stages_h + time_h + memory_h + 40
+    staged = f'<g transform="translate(0,28)">{stages(report)}</g>\n' if stages_h else ""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_W}" height="{time_h + memory_h + 40}" '
-        f'viewBox="0 0 {_W} {time_h + memory_h + 40}" font-family="sans-serif" font-size="11">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_W}" height="{whole_h}" '
+        f'viewBox="0 0 {_W} {whole_h}" font-family="sans-serif" font-size="11">\n'
         f'<rect width="100%" height="100%" fill="#ffffff"/>\n'
         f'<text x="8" y="18" font-size="14">{escape(report.job.name)}: {escape(part.part.name)}, '
         f"{seconds(part.timeline.seconds)}</text>\n"
-        f'<g transform="translate(0,28)">{timeline(part)}</g>\n'
-        f'<g transform="translate(0,{28 + time_h})">{memory(report, part, memory_h)}</g>\n</svg>\n'
+        f"{staged}"
+        f'<g transform="translate(0,{28 + stages_h})">{timeline(part)}</g>\n'
+        f'<g transform="translate(0,{28 + stages_h + time_h})">{memory(report, part, memory_h)}</g>\n</svg>\n'
     )
+
+
+def stages_height(report: Report) -> int:
+    found = report.pricing.pipeline
+    return 0 if found is None else _ROW * found.table.devices + 36
+
+
+def stages(report: Report) -> str:
+    """The schedule of a pipeline over a step: a lane per device, a bar per task; white is waiting."""
+    found = report.pricing.pipeline
+    if found is None:
+        return ""
+    scale = (_W - _LEFT - 10) / (found.seconds or 1.0)
+    out = [f'<text x="8" y="{_ROW * d + 15}">device {d}</text>' for d in range(found.table.devices)]
+    for task, start, end in found.slots:
+        words = f"{task}, {seconds(end - start)}"
+        bar = (_LEFT + start * scale, _LEFT + end * scale - 0.5, COLORS[_TASKS[task.kind]], words)
+        out.append(_bar(bar, _ROW * found.table.device_of(task.stage)))
+        if (end - start) * scale > 16:
+            x, y = _LEFT + (start + end) / 2 * scale, _ROW * found.table.device_of(task.stage) + 15
+            out.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle" fill="#ffffff">{task.micro}</text>')
+    words = f"{found.table.schedule}: {100 * found.bubble:.1f}% bubble, {seconds(found.seconds)}"
+    out.append(f'<text x="{_LEFT}" y="{_ROW * found.table.devices + 15}" fill="#555555">{words}</text>')
+    return "\n".join(out)
+
+
+_TASKS = {"F": "forward", "B": "backward", "I": "backward", "W": "update"}
 
 
 def main_part(report: Report) -> PricedPart:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tpshard.parallelism.cost import CommCost, Device, Topology, collective
 from tpshard.parallelism.flow import known
@@ -12,6 +13,9 @@ from tpshard.parallelism.liveness import Memory, liveness
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.program import Collective, Program
 from tpshard.parallelism.simulation import Priced, Timeline, price
+
+if TYPE_CHECKING:
+    from tpshard.plan.pipeline import Piped
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,20 @@ class Pricing:
     parts: list[PricedPart]
     fixed_s: float
     """Seconds of a step that belong to no operation: the training loop, and getting memory."""
+    pipeline: Piped | None = None
+    """Where the model is in stages; `parts` then are those of the slowest device."""
 
     def _sum(self, name: str) -> float:
         return float(sum(getattr(p.timeline, name) * p.part.times for p in self.parts))
 
     @property
+    def idle_s(self) -> float:
+        """What the slowest device of a pipeline waits for others."""
+        return self.pipeline.idle_s if self.pipeline is not None else 0.0
+
+    @property
     def step_s(self) -> float:
-        return self._sum("seconds") + self.fixed_s
+        return (self.pipeline.step_s if self.pipeline is not None else self._sum("seconds")) + self.fixed_s
 
     @property
     def compute_s(self) -> float:
@@ -94,6 +105,8 @@ class Pricing:
     @property
     def worst(self) -> PricedPart:
         """The part in which memory peaks."""
+        if self.pipeline is not None:
+            return self.pipeline.worst
         return max(self.parts, key=lambda p: p.memory.peak_bytes)
 
     @property
@@ -119,6 +132,8 @@ class Pricing:
                     own, all_devices = work_of(kernel)
                     local += own * entry.part.times
                     whole += all_devices * entry.part.times
+        if self.pipeline is not None:
+            whole = self.pipeline.all_flops if recompute else self.pipeline.useful_flops
         return local, whole
 
     def lines(self) -> list[Line]:
@@ -170,6 +185,11 @@ def price_parts(
         done.append(PricedPart(part, priced, priced.run(), memory))
     loop = _looping(mine, parts[0].program.mesh, per_host) if trains else 0.0
     return Pricing(mine, done, loop + _growing(done, mine))
+
+
+def priced_pipeline(piped: Piped, device: Device, mesh: Mesh, per_host: int) -> Pricing:
+    """A training step in stages, whose tasks are priced. `device` is the one that a process has."""
+    return Pricing(device, piped.parts, _looping(device, mesh, per_host) + _growing(piped.parts, device), piped)
 
 
 def _looping(device: Device, mesh: Mesh, per_host: int) -> float:

@@ -148,6 +148,7 @@ class Report:
         work = self.work_seconds()
         shares = {
             "waiting for communication": times.exposed_s,
+            "waiting for other stages": times.idle_s,
             "matrix products and attention": work["matmul"] + work["attention"],
             "memory-bound operations": work["stream"],
             "the host's loop": times.fixed_s,
@@ -228,6 +229,7 @@ class Report:
                 "comm_s": rounded(times.comm_s),
                 "exposed_comm_s": rounded(times.exposed_s),
                 "slowed_s": rounded(times.slowed_s),
+                "idle_s": rounded(times.idle_s),
                 "by_part": [
                     {"part": p.part.name, "times": p.part.times, "seconds": rounded(p.timeline.seconds)}
                     for p in times.parts
@@ -272,6 +274,7 @@ class Report:
                 for t in self.tensors
             ],
             "buckets": self.buckets,
+            "pipeline": None if times.pipeline is None else times.pipeline.to_json(),
             "annotations": {"given": self.given, "inferred": self.inferred},
             "reshards": self.reshards,
             "edits": [asdict(e) for e in self.edits],

@@ -26,6 +26,8 @@ class SavedPlan:
 
 
 def fingerprints(report: Report) -> dict[str, str]:
+    if report.pricing.pipeline is not None:
+        return dict(report.pricing.pipeline.programs)
     return {entry.part.name: entry.part.program.fingerprint for entry in report.pricing.parts}
 
 

@@ -43,7 +43,7 @@ def quick(recipe: Recipe, what: str = "train") -> Quick:
     config = model_config(recipe)
     layers = config.layers if config is not None else 0
     files = what != "train" and recipe.serve.checkpoint != "latest"  # they say how many layers there are
-    if recipe.model.preset is None or layers <= MORE or files:
+    if recipe.model.preset is None or layers <= MORE or files or (recipe.pipeline is not None and what == "train"):
         return _measured(recipe, what)
     try:
         blocks = serving.cache_blocks(recipe) if what != "train" else None  # fewer layers would leave room for more

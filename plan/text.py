@@ -14,6 +14,8 @@ from tpshard.plan.rows import pattern
 from tpshard.plan.units import count, gib, plural, seconds
 
 WIDTH, HEIGHT = 100, 60
+STAGES = 4
+"""Of a pipeline, shown without --verbose."""
 LABELS = {
     "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state",
     "activations": "activations", "gathered": "gathered buckets", "logits_and_loss": "logits and loss",
@@ -96,7 +98,9 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
     ]
     whole = forecast.rows(report.forecast) if report.forecast is not None else []
     tail = _times(report) + whole + _advice(report)
-    middle = [_memory(report), _collectives(report, verbose), _reshards(report, verbose)]
+    middle = [
+        _memory(report), _collectives(report, verbose), _reshards(report, verbose), _pipeline(report, verbose)
+    ]  # fmt: skip
     rows = shardings(report, width)
     if not verbose:
         room = HEIGHT - len(head) - len(tail) - sum(map(len, middle)) - 2
@@ -105,7 +109,7 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
     title = f"SHARDING  {report.given} annotated (*), {report.inferred} inferred   [exact]" + (
         f"   line:column of {file} that decided" if file else ""
     )
-    lines = [*head, title, *rows, *middle[1], *middle[2], *middle[0], *tail]
+    lines = [*head, title, *rows, *middle[1], *middle[2], *middle[3], *middle[0], *tail]
     if not verbose and len(lines) > HEIGHT:
         lines = [*lines[: HEIGHT - 1], "... (--verbose shows all)"]
     return "\n".join(cut(line, width) for line in lines) + "\n"
@@ -181,6 +185,36 @@ def _reshards(report: Report, verbose: bool) -> list[str]:
     return [f"RESHARDS nothing in the recipe asks for{more} ({advice})", *rows]
 
 
+def _pipeline(report: Report, verbose: bool) -> list[str]:
+    """What each stage takes and holds; `verbose`: and the schedule, a column per unit of time."""
+    found = report.pricing.pipeline
+    if found is None:
+        return []
+    table, how = found.table, report.provenance["time"]
+    rounds = f" x {table.rounds} rounds" if table.rounds > 1 else ""
+    rows = [
+        f"PIPELINE  {table.schedule}, {table.devices} stages{rounds}, {table.micro_batches} micro-batches: "
+        f"{100 * found.bubble:.1f}% bubble [{how}], device {found.slowest} is the slowest",
+        "  stage  layers  " + "".join(f"{words:>21}" for words in found.kinds) + "       kept      sent",
+    ]
+    shown = found.stages if verbose else found.stages[:STAGES]
+    for stage in shown:
+        times = "".join(f"{seconds(stage.seconds[kind]):>21}" for kind in stage.seconds)
+        rows.append(
+            f"  {stage.stage:>5}  {stage.layers:>6}  {times}{gib(stage.saved_bytes):>11}{gib(stage.sent_bytes):>10}"
+        )
+    if len(shown) < len(found.stages):
+        rows.append(f"  ... {len(found.stages) - len(shown)} more stages (--verbose)")
+    rows.append("  device  busy in a step   waiting  once a step   peak memory  micro-batches held")
+    places = list(enumerate(found.devices))
+    for i, device in places if verbose else places[:STAGES]:
+        rows.append(
+            f"  {i:>6}{seconds(device.busy_s):>16}{seconds(found.seconds - device.busy_s):>10}"
+            f"{seconds(device.once_s):>13}{gib(device.peak_bytes):>14}{device.held:>20}"
+        )
+    return rows + (["  the schedule", *str(table).splitlines()] if verbose else [])
+
+
 def _memory(report: Report) -> list[str]:
     memory, how = report.pricing.worst.memory, report.provenance
     parts = sorted(memory.at_peak.items(), key=lambda item: (-item[1], item[0]))
@@ -208,6 +242,7 @@ def _times(report: Report) -> list[str]:
     rows = [
         f"TIME  step {seconds(t.step_s)} [{how}] = computing {seconds(t.compute_s)} + slowed by collectives "
         f"{seconds(t.slowed_s)} + exposed {seconds(t.exposed_s)}",
+        *([f"  + waiting for other stages {seconds(t.idle_s)}"] if t.pipeline is not None else []),
         f"  matmul {seconds(work['matmul'])}, attention {seconds(work['attention'])}, memory-bound "
         f"{seconds(work['stream'])}, host {seconds(t.fixed_s)}; collectives in all {seconds(t.comm_s)}",
         f"  {count(report.tokens_per_s_per_device)} tokens/s a device, "

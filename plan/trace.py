@@ -17,7 +17,8 @@ def lanes(part: PricedPart) -> list[str]:
 
 
 def trace(report: Report) -> str:
-    """JSON of the trace-event format; times in microseconds, each part of a step once, one after the other."""
+    """JSON of the trace-event format; times in microseconds, each part of a step once, one after the other; beside them
+    the schedule of a pipeline, as the whole step runs it."""
     events: list[dict[str, Any]] = []
     order: dict[str, int] = {}
     for part in report.pricing.parts:
@@ -55,7 +56,29 @@ def trace(report: Report) -> str:
                 )
                 last = held
         offset += part.timeline.seconds
+    events += _stages(report)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=None, separators=(",", ":")) + "\n"
+
+
+def _stages(report: Report) -> list[dict[str, Any]]:
+    """A lane per device of a pipeline, with the tasks of its schedule."""
+    found = report.pricing.pipeline
+    if found is None:
+        return []
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"pipeline, {found.table.schedule}"}}
+    ]
+    for device in range(found.table.devices):
+        named = {"name": f"device {device} along pp"}
+        events.append({"ph": "M", "pid": 1, "tid": device, "name": "thread_name", "args": named})
+    for task, start, end in found.slots:
+        events.append(
+            {
+                "ph": "X", "pid": 1, "tid": found.table.device_of(task.stage), "name": str(task), "cat": task.kind,
+                "ts": _us(start), "dur": _us(end - start), "args": {"stage": task.stage, "micro_batch": task.micro},
+            }
+        )  # fmt: skip
+    return events
 
 
 def _us(seconds: float) -> float:

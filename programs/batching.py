@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tpshard.parallelism.schedules import refusal
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 
 MOST_BY_DEFAULT = 8
+FILLING = 4
+"""Micro-batches for each device of a pipeline, by default: a fifth of the step is then bubble."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,11 @@ class BatchPlan:
         return f"{self.global_sequences} sequences a step = {ranks} x {times} of {self.per_device}"
 
 
-def derive(recipe: Recipe, data_ranks: int) -> BatchPlan:
-    """The plan for so many data ranks.
+def derive(recipe: Recipe, data_ranks: int, stages: int = 1) -> BatchPlan:
+    """The plan for so many data ranks, and devices of a pipeline.
 
-    Without `batch.per_device` a micro-batch is the largest divisor of a data rank's sequences that is at most 8.
+    Without `batch.per_device` a micro-batch is the largest divisor of a data rank's sequences that is at most 8; in a
+    pipeline, unless it says how many micro-batches there are, so large that there still are four for each device.
 
     Raises:
         Mistakes: exit 4; the sequences do not divide.
@@ -56,6 +60,8 @@ def derive(recipe: Recipe, data_ranks: int) -> BatchPlan:
             fix=f"{_near(total, data_ranks)}, or a mesh with another number of data ranks",
         )
     each = total // data_ranks
+    if recipe.pipeline is not None and (recipe.pipeline.micro_batches is not None or given is None):
+        return _in_pipeline(recipe, BatchPlan(total, data_ranks, each), stages)
     if given is None:
         return BatchPlan(total, data_ranks, max(n for n in range(1, MOST_BY_DEFAULT + 1) if each % n == 0))
     if each % given:
@@ -68,6 +74,30 @@ def derive(recipe: Recipe, data_ranks: int) -> BatchPlan:
             fix="per_device " + ", ".join(map(str, sorted(divisors, key=lambda n: (abs(n - given), n))[:3])),
         )
     return BatchPlan(total, data_ranks, given)
+
+
+def _in_pipeline(recipe: Recipe, whole: BatchPlan, devices: int) -> BatchPlan:
+    """`whole` in as many micro-batches as the pipeline says, or suit it."""
+    pipeline, each = recipe.pipeline, whole.sequences_each
+    assert pipeline is not None
+    micros, given = pipeline.micro_batches, recipe.batch.per_device
+    if micros is None:
+        fits = [n for n in range(1, MOST_BY_DEFAULT + 1)
+                if each % n == 0 and not refusal(pipeline.schedule, devices, each // n, pipeline.each)]  # fmt: skip
+        full = [n for n in fits if each // n >= FILLING * devices]
+        return replace(whole, per_device=max(full) if full else fits[0] if fits else 1)
+    if each % micros or (given is not None and given * micros != each):
+        counts = [n for n in range(1, each + 1) if each % n == 0]
+        near = ", ".join(map(str, sorted(counts, key=lambda n: (abs(n - micros), n))[:3]))
+        of = f" of {given}" if given is not None else ""
+        raise Mistakes.one(
+            f"`pipeline.micro_batches: {micros}`{of} are not the {each} sequences of a data rank",
+            exit=Exit.FIT,
+            where=recipe.where("pipeline.micro_batches"),
+            why=f"{whole.global_sequences} sequences over {whole.data_ranks} data ranks",
+            fix=f"micro_batches {near}" + (", and leave batch.per_device out" if given is not None else ""),
+        )
+    return replace(whole, per_device=each // micros)
 
 
 def _near(total: int, data_ranks: int) -> str:

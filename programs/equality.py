@@ -101,6 +101,12 @@ def _apart(one: Step, other: Step) -> dict[str, float]:
 
 
 def _check_same(one: Setting, other: Setting) -> None:
+    for setting in (one, other):
+        if setting.recipe.pipeline is not None:
+            raise Mistakes.one(
+                "a model in stages is not compared", exit=Exit.USAGE, where=setting.recipe.where("pipeline"),
+                fix="pipeline=null mesh.pp=1: stages are cut out of the program that is compared then",
+            )  # fmt: skip
     shapes = [{n: tuple(p.shape) for n, p in setting.model.named_parameters()} for setting in (one, other)]
     if shapes[0] != shapes[1]:
         (name, *_) = [n for n in {**shapes[0], **shapes[1]} if shapes[0].get(n) != shapes[1].get(n)]

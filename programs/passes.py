@@ -22,8 +22,16 @@ from tpshard.programs.setting import Setting
 
 def passes(setting: Setting, chosen: Choices) -> list[Pass]:
     """What the recipe says, with what was chosen where it leaves that open."""
+    return [remat(setting, chosen.reshard_after_forward), *scheduling(setting, chosen)]
+
+
+def remat(setting: Setting, reshard_after_forward: bool) -> Pass:
+    return partial(recompute, keep=keep_of(setting), reshard_after_forward=reshard_after_forward)
+
+
+def scheduling(setting: Setting, chosen: Choices) -> list[Pass]:
+    """What follows recomputation: for a step, or for each part of a step that is cut into stages."""
     return [
-        partial(recompute, keep=keep_of(setting), reshard_after_forward=chosen.reshard_after_forward),
         partial(bucket, groups=chosen.buckets),
         hoist_gradients,
         gather_late,

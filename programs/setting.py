@@ -158,6 +158,11 @@ class Setting:
         name = self.recipe.fsdp.axis
         return self.mesh.axis(name) if name in self.mesh.axes and self.mesh.axes[name] > 1 else None
 
+    @property
+    def pipeline_axis(self) -> Axis | None:
+        """The axis along which stages lie, where the recipe has a pipeline."""
+        return self.mesh.axis("pp") if self.recipe.pipeline is not None and "pp" in self.mesh.axes else None
+
     @cached_property
     def data_axes(self) -> Axes:
         """The axes over which the batch is spread, outer to inner."""
@@ -171,4 +176,5 @@ class Setting:
         ranks = 1
         for axis in self.data_axes:
             ranks *= axis.size
-        return derive(self.recipe, ranks)
+        stages = self.pipeline_axis
+        return derive(self.recipe, ranks, stages.size if stages is not None else 1)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from tpshard.programs.checks import check_reshards, traceable, uneven_notes
 from tpshard.programs.passes import apply
 from tpshard.programs.setting import DTYPES, Setting
 
+if TYPE_CHECKING:
+    from tpshard.programs.pipeline import Pipeline
+
 BATCH = ("tokens", "targets", "documents", "positions")
 """Inputs [rows, seq_len] int64 of a micro-batch, in order."""
 
@@ -45,17 +48,28 @@ class TrainingPrograms:
     setting: Setting
     micro: Program
     update: Program
+    """In a pipeline that of its first device."""
     storage: dict[str, Layout]
     """Per parameter how it, its summed gradient and its moments lie at rest."""
     gather: Program | None = None
     """`accumulate.gather: step`: stored parameters -> used ones, which then are what `micro` takes."""
     reduce: Program | None = None
     """`accumulate.reduce: last`: the sums, unsharded and unreduced, as `micro` leaves them -> stored sums."""
+    pipeline: Pipeline | None = None
+    """What runs in place of all these where the model is cut into stages; `micro` then is what they are cut out of."""
 
     @cached_property
     def evaluate(self) -> Program:
         """Made when it is first asked for: a plan of the training step does without."""
         return apply(self.setting, evaluate_program(self.setting, self.storage))
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of everything that a run executes: equal on all ranks, or they would wait for each other for ever."""
+        if self.pipeline is not None:
+            return self.pipeline.fingerprints
+        made = {"a micro-batch": self.micro, "an update": self.update, "an evaluation": self.evaluate}
+        return {f"program of {what}": program.fingerprint for what, program in made.items()}
 
     @cached_property
     def counted(self) -> dict[str, int]:
@@ -73,6 +87,10 @@ def build(setting: Setting, watch: Callable[[TrainingPrograms, Passed], None] | 
 
     `watch` sees the programs with the micro-batch's as each pass leaves it.
     """
+    if setting.recipe.pipeline is not None:
+        from tpshard.programs import pipeline  # cuts what this module makes
+
+        return pipeline.build(setting)
     with traceable(setting):
         micro = micro_program(setting)
     storage = {p.name: p.layout for p in micro.inputs if p.kind == "parameter"}
@@ -97,8 +115,9 @@ def build(setting: Setting, watch: Callable[[TrainingPrograms, Passed], None] | 
     return programs(apply(setting, micro, lambda passed: watch(programs(passed.program), passed)))
 
 
-def _parameters(setting: Setting) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in setting.model.named_parameters()}
+def _parameters(setting: Setting, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+    found = {name: p.detach() for name, p in setting.model.named_parameters()}
+    return found if names is None else {name: found[name] for name in names}
 
 
 def _batch(setting: Setting) -> dict[str, Tensor]:
@@ -181,24 +200,28 @@ def _lies(layout: Layout, how: str) -> Annotation:
     return Annotation(Sharding(layout.dims, (False,) * len(layout.dims), unreduced=layout.partial), (Told(how),))
 
 
-def gather_program(setting: Setting, base: Program, storage: Mapping[str, Layout]) -> Program:
-    """All parameters, cast and gathered once for all micro-batches of a step."""
+def gather_program(
+    setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str] | None = None
+) -> Program:
+    """All parameters (or those of `names`), cast and gathered once for all micro-batches of a step."""
 
     def step(params: dict[str, Tensor]) -> Any:
         return [boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()]
 
-    params = _parameters(setting)
+    params = _parameters(setting, names)
     used = {n: _lies(base.records[f"{n}.used"].layout, f"how `{n}` is used") for n in params}
     return _between(setting, step, params, {n: _lies(storage[n], f"how `{n}` is stored") for n in params}, used)
 
 
-def reduce_program(setting: Setting, base: Program, storage: Mapping[str, Layout]) -> Program:
-    """Gradient sums of all micro-batches, reduced and sharded once, after the last."""
+def reduce_program(
+    setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str] | None = None
+) -> Program:
+    """Gradient sums of all micro-batches, of all parameters or `names`, reduced and sharded once, after the last."""
 
     def step(sums: dict[str, Tensor]) -> Any:
         return [boundary(s.to(setting.reduced_dtype(n)), "gradient", n).to(s.dtype) for n, s in sums.items()]
 
-    sums = {n: p.to(DTYPES[setting.recipe.fsdp.accumulate.dtype]) for n, p in _parameters(setting).items()}
+    sums = {n: p.to(DTYPES[setting.recipe.fsdp.accumulate.dtype]) for n, p in _parameters(setting, names).items()}
     made = {n: _lies(base.records[f"{n}.grad"].layout, f"how the gradient of `{n}` is made") for n in sums}
     return _between(setting, step, sums, made, {n: _lies(storage[n], f"how `{n}` is stored") for n in sums})
 
@@ -262,11 +285,18 @@ def _partition(
     return program
 
 
-def update_program(setting: Setting, storage: Mapping[str, Layout]) -> Program:
-    """AdamW on the shards, with the true global norm of the gradients."""
+def update_program(
+    setting: Setting, storage: Mapping[str, Layout], names: Sequence[str] | None = None,
+    *, squares: Callable[[Value], Annotation] | None = None,
+) -> Program:  # fmt: skip
+    """AdamW on the shards, with the true global norm of the gradients.
+
+    `names`: a stage's parameters; then the last input is the square of the norm of all stages' gradients, and `squares`
+    annotates it.
+    """
     o = setting.recipe.optimizer
     config = AdamW((o.betas[0], o.betas[1]), o.eps, o.weight_decay, setting.recipe.train.clip_grad_norm)
-    params = _parameters(setting)
+    params = _parameters(setting, names)
     names = list(params)
     treated = treatments({n: tuple(p.shape) for n, p in params.items()}, setting.balanced)
     sums_dtype = DTYPES[setting.recipe.fsdp.accumulate.dtype]
@@ -274,18 +304,22 @@ def update_program(setting: Setting, storage: Mapping[str, Layout]) -> Program:
 
     def step(*flat: Tensor) -> Any:
         p, g, m, v = (list(flat[i * count : (i + 1) * count]) for i in range(4))
-        loss, tokens, lr, update = flat[4 * count :]
-        made = adamw_update(p, g, m, v, loss, tokens, lr, update, treated=[treated[n] for n in names], config=config)
+        loss, tokens, lr, update, *known = flat[4 * count :]
+        made = adamw_update(
+            p, g, m, v, loss, tokens, lr, update, treated=[treated[n] for n in names], config=config,
+            squares=known[0] if known else None,
+        )  # fmt: skip
         return [*made.params, *made.exp_avg, *made.exp_avg_sq, made.grad_norm, made.finite]
 
     def like(dtype: torch.dtype) -> list[Tensor]:
         return [torch.empty_like(p, dtype=dtype) for p in params.values()]
 
-    scalars = [torch.empty((), dtype=torch.int64 if i == 1 else torch.float32, device="meta") for i in range(4)]
+    dtypes = [torch.float32, torch.int64, *[torch.float32] * (3 if squares else 2)]
+    scalars = [torch.empty((), dtype=dtype, device="meta") for dtype in dtypes]
     moments = [*like(setting.master_dtype), *like(setting.master_dtype)]
     arguments = [*params.values(), *like(sums_dtype), *moments, *scalars]
     labels = [*names, *(f"{n}.{k}" for k in ("grad_sum", "exp_avg", "exp_avg_sq") for n in names),
-              "loss_sum", "count", "lr", "update"]  # fmt: skip
+              "loss_sum", "count", "lr", "update", *["squares"] * (squares is not None)]  # fmt: skip
     graph = capture(step, arguments, labels)
     for op in graph.ops:
         op.place = Place(phase="update")
@@ -295,6 +329,8 @@ def update_program(setting: Setting, storage: Mapping[str, Layout]) -> Program:
         name = names[i % count]
         annotations[value] = _lies(storage[name], f"how `{name}` is stored")
         mark([value], ("parameter", "gradient", "optimizer", "optimizer")[i // count])
+    if squares is not None:
+        annotations[graph.inputs[-1]] = squares(graph.inputs[-1])
     for i, value in enumerate(graph.outputs[: 3 * count]):
         name = names[i % count]
         annotations[value] = _lies(storage[name], f"how `{name}` is stored")

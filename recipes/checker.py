@@ -39,12 +39,6 @@ def _hints(cls: Any) -> dict[str, Any]:
     return {name: found[name] for name in field_names(cls)}
 
 
-def listed(cls: type[Section]) -> dict[str, Any]:
-    """`hints` without the keys that are reserved: what a reader may use."""
-    fields_of = cls.__dataclass_fields__  # type: ignore[attr-defined]
-    return {name: hint for name, hint in hints(cls).items() if "reserved" not in fields_of[name].metadata}
-
-
 def alternatives(hint: Any) -> list[tuple[Any, tuple[Constraint, ...]]]:
     """The types a value may have, each with its constraints."""
     origin = get_origin(hint)
@@ -102,7 +96,7 @@ def homes() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
 
     def visit(cls: type[Section], prefix: str) -> None:
-        for name, hint in listed(cls).items():
+        for name, hint in hints(cls).items():
             found.setdefault(name, []).append(prefix + name)
             inner = section_of(hint)
             if inner is not None:
@@ -147,7 +141,7 @@ class Checker:
         for key, value in node.entries:
             inside = f"{path}.{key.text}" if path else key.text
             if key.text not in known:
-                self.unknown(key, inside, path, list(listed(cls)))
+                self.unknown(key, inside, path, list(hints(cls)))
                 continue
             self.note(inside, key, value)
             item = cls.__dataclass_fields__[key.text]  # type: ignore[attr-defined]
@@ -424,7 +418,7 @@ def _words(base: Any, constraints: tuple[Constraint, ...]) -> str:
     if get_origin(base) is Literal:
         return join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in get_args(base))
     if isinstance(base, type) and issubclass(base, Section):
-        return "a map of " + ", ".join(listed(base))
+        return "a map of " + ", ".join(hints(base))
     if get_origin(base) is tuple:
         inner = get_args(base)
         return "a list of lists" if get_origin(inner[0]) is tuple else "a list"

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from tpshard.models.family import DIMS
 from tpshard.recipes import schema
-from tpshard.recipes.checker import alternatives, expected, join, listed, mapping_of, section_of, wholly_section
+from tpshard.recipes.checker import alternatives, expected, hints, join, mapping_of, section_of, wholly_section
 from tpshard.recipes.constraints import Alone, Bytes, Constraint, NameOrFile, Size
 from tpshard.recipes.section import Section, default_of
 from tpshard.recipes.write import as_data
@@ -55,7 +55,7 @@ def json_schema() -> dict[str, Any]:
 
 def _object(cls: type[Section], definitions: dict[str, Any]) -> dict[str, Any]:
     properties, required = {}, []
-    for key, hint in listed(cls).items():
+    for key, hint in hints(cls).items():
         item = cls.__dataclass_fields__[key]  # type: ignore[attr-defined]
         made = _schema(hint, definitions)
         words = texts().get(cls.__name__, {}).get(key, "")
@@ -136,7 +136,7 @@ def keys(prefix: str = "") -> list[DocumentedKey]:
     found: list[DocumentedKey] = []
 
     def visit(cls: type[Section], at: str) -> None:
-        for name, hint in listed(cls).items():
+        for name, hint in hints(cls).items():
             item = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
             inner = wholly_section(hint)
             value = default_of(item)
@@ -172,12 +172,12 @@ def completions(incomplete: str) -> list[tuple[str, str]]:
     parts = path.split(".")
     cls: type[Section] = schema.Recipe
     for depth, part in enumerate(parts[:-1]):
-        hint = listed(cls).get(part)
+        hint = hints(cls).get(part)
         inner = section_of(hint) if hint is not None else None
         if inner is None:
             return _free(hint, ".".join(parts[: depth + 1]), parts[depth + 1 :], incomplete) if hint is not None else []
         cls = inner
-    known = listed(cls)
+    known = hints(cls)
     prefix = ".".join(parts[:-1]) + ("." if len(parts) > 1 else "")
     if equals:
         hint = known.get(parts[-1])

@@ -163,16 +163,18 @@ def used_axes(recipe: Recipe) -> Iterator[Diagnostic]:
     """An axis that nothing uses would waste its devices."""
     used = {axis for axes in recipe.sharding.rules.values() for axis in axes} | {recipe.fsdp.axis}
     used |= {axis for dims in recipe.sharding.pin.values() for dim in dims for axis in dim}
+    used |= {"pp"} if recipe.pipeline is not None else set()
     if not used <= {*recipe.mesh, *AXES}:
         return  # an axis misspelt where it is used would be told twice
     for axis, size in recipe.mesh.items():
-        if axis not in used and not (axis in ("dp", "fsdp", "tp") and size == 1):
+        if axis not in used and not (axis in ("pp", "dp", "fsdp", "tp") and size == 1):
             yield Diagnostic(
                 f"nothing uses the mesh axis `{axis}`",
                 where=recipe.where(f"mesh.{axis}"),
                 why="its devices would all do the same",
-                fix=f"name it in sharding.rules, sharding.pin or fsdp.axis, as in rules: {{batch: [dp, fsdp, {axis}]}}",
-            )
+                fix="add pipeline: {schedule: 1f1b}" if axis == "pp" else
+                f"name it in sharding.rules, sharding.pin or fsdp.axis, as in rules: {{batch: [dp, fsdp, {axis}]}}",
+            )  # fmt: skip
 
 
 def known_logical_axes(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -259,9 +261,45 @@ def experts_hold_top_k(recipe: Recipe) -> Iterator[Diagnostic]:
         )
 
 
-def no_pipeline(recipe: Recipe) -> Iterator[Diagnostic]:
-    if recipe.pipeline is not None:
-        yield Diagnostic("`pipeline` is reserved", where=recipe.where("pipeline"), fix="leave it out, or null")
+def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:
+    """The stages of a pipeline lie along `pp`, which cuts nothing else."""
+    asked, size = recipe.pipeline, recipe.mesh.get("pp", 1)
+    if asked is None:
+        return
+    stages = asked.stages
+    if size == 1:
+        yield Diagnostic(
+            "`pipeline` needs a mesh axis `pp` for its stages",
+            where=recipe.where("pipeline"),
+            why="the mesh has " + ", ".join(f"{axis} {n}" for axis, n in recipe.mesh.items()),
+            fix=f"mesh: {{pp: {stages or 2}, ...}}",
+        )
+    elif stages is not None and size != -1 and stages != size:
+        yield Diagnostic(
+            f"`pipeline.stages: {stages}` is not the size of `mesh.pp`",
+            where=recipe.where("pipeline.stages"),
+            why=f"stages lie along the axis, which has {size} devices",
+            fix=f"pipeline.stages: {size}, or leave it out",
+            also=((recipe.where("mesh"), "the mesh"),),
+        )
+    if asked.rounds is not None and asked.rounds > 1 and asked.schedule not in ("circular", "interleaved_1f1b"):
+        yield Diagnostic(
+            f"`pipeline.rounds: {asked.rounds}` is not for {asked.schedule}, whose devices have one stage each",
+            where=recipe.where("pipeline.rounds"),
+            fix="schedule: interleaved_1f1b or circular",
+        )
+    uses = [(f"sharding.rules.{name}", axes) for name, axes in recipe.sharding.rules.items()]
+    pins = recipe.sharding.pin.items()
+    uses += [(f"sharding.pin.{name}", tuple(axis for dim in dims for axis in dim)) for name, dims in pins]
+    for path, axes in [*uses, ("fsdp.axis", (recipe.fsdp.axis,))]:
+        if "pp" in axes:
+            yield Diagnostic(
+                f"`{path}` cuts over `pp`, along which the pipeline's stages lie",
+                where=recipe.where(path),
+                why="a parameter lies on its stage alone; every stage reads the whole micro-batch",
+                fix="another axis",
+                also=((recipe.where("pipeline"), "the pipeline"),),
+            )
 
 
 LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
@@ -269,10 +307,10 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (one_rest, ("mesh", "serve.mesh")),
     (mesh_on_cluster, ("mesh", "cluster")),
     (known_axes, ("mesh", "sharding.rules", "sharding.pin", "fsdp.axis")),
-    (used_axes, ("mesh", "sharding.rules", "sharding.pin", "fsdp.axis")),
+    (used_axes, ("mesh", "sharding.rules", "sharding.pin", "fsdp.axis", "pipeline")),
     (known_logical_axes, ("sharding.rules", "sharding.annotate", "model.module")),
     (axis_once, ("sharding",)),
     (steps_hold_warmup, ("schedule.warmup_steps", "train.steps")),
     (experts_hold_top_k, ("model.top_k", "model.experts")),
-    (no_pipeline, ("pipeline",)),
+    (pipeline_has_stages, ("pipeline", "mesh", "sharding.rules", "sharding.pin", "fsdp.axis")),
 )

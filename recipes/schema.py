@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from tpshard.models.presets import PRESETS
 from tpshard.recipes.constraints import Alone, Bytes, Form, GroupSize, NameOrFile, Range, Size
 from tpshard.recipes.diagnostic import Diagnostic, Source
-from tpshard.recipes.section import Section, derived, reserved, section
+from tpshard.recipes.section import Section, derived, section
 
 SCHEMA_VERSION = 1
 
@@ -241,14 +241,24 @@ class RematEvery(Section):
 
 @section
 class Pipeline(Section):
-    """Reserved for pipelining."""
+    """Layers in stages, each on the devices with one index on the mesh axis `pp`."""
 
-    stages: Count
-    """Stages the layers are split into."""
-    microbatches: Count
-    """Micro-batches in flight a step."""
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
-    """Order of forward and backward passes."""
+    schedule: Literal["gpipe", "circular", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b"
+    """Order of forward and backward passes: all forward first, in one round or several (circular); one of each in turn,
+    with one stage a device or several (interleaved_1f1b); the same with the backward pass in two (zero_bubble)."""
+    stages: Annotated[int, Range(least=2, most=1024)] | None = None
+    """Devices in a row; by default, and always, the size of mesh.pp."""
+    rounds: Annotated[int, Range(least=1, most=64)] | None = None
+    """Stages of each device (i is on device i mod `stages`); by default 2 for circular and interleaved_1f1b, else 1."""
+    micro_batches: Count | None = None
+    """Micro-batches of a step; by default what batch.per_device makes, else four for each of the `stages`, or more."""
+    split: tuple[Count, ...] | None = None
+    """Layers of each of the `stages` x `rounds` stages; by default as many for each."""
+
+    @property
+    def each(self) -> int:
+        """Stages of each device."""
+        return self.rounds or (2 if self.schedule in ("circular", "interleaved_1f1b") else 1)
 
 
 @section
@@ -483,8 +493,8 @@ class Recipe(Section):
     layer, or all but a list of operations to keep."""
     compile: Literal["inductor", "eager"] = "inductor"
     """How the program of a device is run."""
-    pipeline: Pipeline | None = reserved(default=None)
-    """Reserved."""
+    pipeline: Pipeline | None = None
+    """Layers in stages; needs a mesh axis `pp`."""
     data: Data = field(default_factory=Data)
     """Where the text comes from."""
     batch: Batch = field(default_factory=Batch)

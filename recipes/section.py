@@ -16,11 +16,6 @@ def derived(*, default: str, saved: bool = True) -> Any:
     return field(default=None, metadata={"derived": default, "saved": saved})
 
 
-def reserved(*, default: None) -> Any:
-    """A key that is refused: its name is kept for what is to come, and nothing lists or suggests it."""
-    return field(default=default, metadata={"reserved": True})
-
-
 def default_of(item: Field[Any]) -> Any:
     """The default of a field of a section; `MISSING` where there is none."""
     return item.default if not callable(item.default_factory) else item.default_factory()
@@ -30,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass_transform(
-    frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(field, derived, reserved)
+    frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(field, derived)
 )
 def section(cls: type[T]) -> type[T]:
     """A frozen dataclass of keywords that leaves repr and equality to `Section`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,8 +16,9 @@ from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.setting import Setting
 from tpshard.programs.training import TrainingPrograms
 from tpshard.recipes.load import loads
+from tpshard.train.main import engine_of
 from tpshard.train.shards import Shard
-from tpshard.train.spmd import SpmdEngine
+from tpshard.train.state import State
 from tpshard.train.stream import TokenBatch
 
 RECIPE = """
@@ -48,7 +50,7 @@ def blueprint(setting: Setting) -> Blueprint:
     return Blueprint.of(preset="tiny", overrides=setting.recipe.model.overrides())
 
 
-def whole(engine: SpmdEngine, shards: dict[str, Shard]) -> dict[str, torch.Tensor]:
+def whole(engine: State, shards: dict[str, Shard]) -> dict[str, torch.Tensor]:
     """The global tensors of every rank's shards."""
     out: dict[str, torch.Tensor] = {}
     for part in engine.context.gather({n: (s.tensor, s.shape, s.starts) for n, s in shards.items()}):
@@ -61,8 +63,16 @@ def whole(engine: SpmdEngine, shards: dict[str, Shard]) -> dict[str, torch.Tenso
 def train(context: Context, programs: TrainingPrograms, count: int = 3) -> dict[str, Any]:
     """A few steps; the record, the gradients of the first and the whole state at the end."""
     setting = programs.setting
-    engine = SpmdEngine(programs, context, blueprint(setting).initial_block)
+    engine = engine_of(programs, context, blueprint(setting).initial_block)
     engine.initialize(SEED)
+    update, sums = engine.step, []
+
+    def watched(*given: torch.Tensor) -> list[torch.Tensor]:
+        count = len(engine.ports)
+        sums[:] = [total.clone() for total in given[count : 2 * count]]
+        return update(*given)
+
+    engine.step = watched
     plan = setting.batch
     losses, norms, grads = [], [], {}
     for step in range(count):
@@ -70,29 +80,29 @@ def train(context: Context, programs: TrainingPrograms, count: int = 3) -> dict[
         mine = global_batch(step).rows(rows.start, rows.stop)
         for i in range(plan.micro_batches):
             engine.accumulate(mine.rows(i * plan.per_device, (i + 1) * plan.per_device))
+        result = engine.update(0.01, step + 1)
         if step == 0:
-            pairs = zip(engine.tensors().items(), engine.sums)
+            pairs = zip(engine.tensors().items(), sums)
             grads = whole(engine, {n: Shard(g[tuple(map(slice, s.tensor.shape))], s.shape, s.starts)
                                    for (n, s), g in pairs})  # fmt: skip
-        result = engine.update(0.01, step + 1)
         losses.append(result.loss)
         norms.append(result.grad_norm)
         assert (result.finite, result.targets) == (True, 12 * 11), result
     loss, targets = engine.evaluate(global_batch(9).rows(plan.per_device * engine.data_rank,
                                                          plan.per_device * (engine.data_rank + 1)))  # fmt: skip
     return {"losses": losses, "norms": norms, "grads": grads, "state": whole(engine, engine.tensors()),
-            "eval": (loss, targets)}  # fmt: skip
+            "eval": (loss, targets), "expected": set(engine.expected())}  # fmt: skip
 
 
 @cache
-def reference(count: int = 3) -> dict[str, Any]:
+def reference(count: int = 3, *overrides: str) -> dict[str, Any]:
     """The same on one device, with torch's autograd and nothing else."""
     with float64():
-        return _reference(count)
+        return _reference(count, overrides)
 
 
-def _reference(count: int) -> dict[str, Any]:
-    setting = setting_of({})
+def _reference(count: int, overrides: Sequence[str]) -> dict[str, Any]:
+    setting = setting_of({}, *overrides)
     model = blueprint(setting).build(device="cpu", seed=SEED)
     params = {n: p.detach().clone() for n, p in model.named_parameters()}
     treated = list(treatments({n: p.shape for n, p in params.items()}, {}).values())

@@ -29,10 +29,12 @@ from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 from tpshard.train.corpus import Corpus, open_text
 from tpshard.train.loop import Outcome, Row, TrainingLoop, summary
+from tpshard.train.pipelined import PipelineEngine
 from tpshard.train.progress import Progress, duration, short, watched
 from tpshard.train.records import Records
 from tpshard.train.rundir import RunDir
 from tpshard.train.spmd import SpmdEngine
+from tpshard.train.state import InitialBlock, State
 from tpshard.train.stream import Loader, TokenBatch, held_out_batches
 from tpshard.train.tokens import TextTokenizer, check_vocab, load_tokenizer
 from tpshard.train.wandb_sink import WandbSink
@@ -111,7 +113,7 @@ def _train(
     )  # fmt: skip
     programs = programs or _built(setting, context)
     blueprint = _blueprint(recipe)
-    engine = SpmdEngine(programs, context, blueprint.initial_block)
+    engine = engine_of(programs, context, blueprint.initial_block)
     assert engine.data_rank == data_rank, "the program spreads its batch over the axes that the recipe names"
     held_out = list(_held_out(corpus, tokenizer, setting, data_rank)) if recipe.evaluate.every_steps else []
     attempt = context.from_main(run.attempt if run is not None else 0)
@@ -140,6 +142,12 @@ def _train(
             if sink is not None:
                 sink.close(summary(loop.outcome, recipe, folder), exit_code=code)
     return outcome
+
+
+def engine_of(programs: TrainingPrograms, context: Context, initial_block: InitialBlock) -> SpmdEngine | PipelineEngine:
+    """What computes on this rank."""
+    kind = SpmdEngine if programs.pipeline is None else PipelineEngine
+    return kind(programs, context, initial_block)
 
 
 # ---- the parts ------------------------------------------------------------------------------------------------
@@ -252,13 +260,7 @@ def _built(setting: Setting, context: Context) -> TrainingPrograms:
     if context.is_main:
         _say(f"building the programs for {context.world} device{'s' * (context.world != 1)}\n", sys.stderr)
     programs = training.build(setting)
-    context.agree(
-        {
-            "program of a micro-batch": programs.micro.fingerprint,
-            "program of an update": programs.update.fingerprint,
-            "program of an evaluation": programs.evaluate.fingerprint,
-        }
-    )
+    context.agree(programs.fingerprints)
     return programs
 
 
@@ -333,7 +335,7 @@ def _comparing(
     return both
 
 
-def _peak_memory(context: Context, engine: SpmdEngine) -> int | None:
+def _peak_memory(context: Context, engine: State) -> int | None:
     """Bytes of tensors at most: as the device's allocator says, on a CPU as one step was counted."""
     if context.device.type != "cuda":
         return engine.peak_bytes

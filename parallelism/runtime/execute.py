@@ -14,9 +14,11 @@ from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.runtime.compiled import compile_graph
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.gloo import all_gather
+from tpshard.parallelism.runtime.mail import Mail, positions
 from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.parallelism.sharding import show_axis
 from tpshard.parallelism.simulate import RANKED, evaluate
+from tpshard.parallelism.transfer import recv, send
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
@@ -31,27 +33,51 @@ class Executor:
     A gradient sum that the program donates is added to in place; other results are new tensors.
 
     On a CPU reduce-scatters and small all-reduces are sent as an all-to-all and summed here, in rank order (see
-    `parallelism.exchange`). `exchange=False` leaves them to the backend.
+    `parallelism.exchange`). `exchange=False` leaves them to the backend. `mail` carries what a stage of a pipeline
+    sends and receives: at its place in the graph, or for a compiled graph before and after it.
     """
 
-    def __init__(self, program: Program, context: Context, *, exchange: bool | None = None, compiled: bool = False):
-        self.program, self.context = program, context
+    def __init__(
+        self, program: Program, context: Context, *, exchange: bool | None = None, compiled: bool = False,
+        mail: Mail | None = None,
+    ):  # fmt: skip
+        self.program, self.context, self.mail = program, context, mail
         self.waited_s = 0.0
         """Seconds spent waiting for collectives; on CUDA waiting happens on the device and is not seen here."""
-        context.groups.ensure(comm.refs for comm in program.collectives)
+        context.groups.ensure(comm.refs for comm in program.collectives if comm.kind not in ("send", "recv"))
         context.watchdog.describe = describe
         if exchange is None:
             exchange = context.device.type == "cpu"
-        self.module = localize(program, context.rank, context.device, None if compiled else self.wait, exchange)
+        self.module = localize(program, context.rank, context.device, None if compiled else self.wait, exchange,
+                               self.transfer if mail is not None and not compiled else None)  # fmt: skip
+        self.received, self.sent = positions(program) if mail is not None and compiled else ((), ())
         self.compiled = compiled
         self.run: Callable[..., list[Tensor]] | None = None if compiled else self.module
         """None: to be compiled at the first call, for tensors like those."""
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         with torch.no_grad():
+            for i, node in self.received:
+                self.transfer(inputs[i], node)
             if self.run is None:
                 self.run = compile_graph(self.module, inputs)
-            return self.run(*inputs)
+            made = self.run(*inputs)
+            for i, node in self.sent:
+                self.transfer(made[i], node)
+            return made
+
+    def transfer(self, value: Tensor, node: fx.Node) -> Tensor:
+        """Starts to send a value, or waits for one; meanwhile the watchdog knows for which."""
+        assert self.mail is not None
+        if node.target is send:
+            return self.mail.start(value, node)
+        self.context.watchdog.doing = node
+        begun = time.perf_counter()
+        done = self.mail.wait(value)
+        self.waited_s += time.perf_counter() - begun
+        self.context.watchdog.progress += 1
+        self.context.watchdog.doing = COMPUTING
+        return done
 
     def wait(self, started: Tensor, node: fx.Node) -> Tensor:
         """Waits for a collective; meanwhile the watchdog knows for which."""
@@ -86,10 +112,13 @@ def localize(
     device: torch.device,
     wait: Callable[[Tensor, fx.Node], Tensor] | None,
     exchange: bool,
+    transfer: Callable[[Tensor, fx.Node], Tensor] | None = None,
 ) -> fx.GraphModule:
-    """The program's graph as one rank runs it: what depends on the rank is filled in, waits go through `wait`.
+    """The program's graph as one rank runs it: what depends on the rank is filled in, waits go through `wait`, sends
+    and receives through `transfer`.
 
-    Without `wait` the graph is for a compiler: waits stay as they are, and nothing is done in place.
+    Without `wait` the graph is for a compiler: waits stay as they are, and nothing is done in place. Without
+    `transfer` it neither sends nor receives.
     """
     graph = fx.Graph()
     made: dict[fx.Node, Any] = {}
@@ -101,6 +130,11 @@ def localize(
             continue
         if node.op == "output":
             graph.output([o for o in fx.map_arg(node.args[0], lambda n: made[n]) if o is not None])
+            continue
+        if node.op == "call_function" and node.target in (send, recv):
+            value = made[node.args[0]]  # type: ignore[index]
+            moved = None if transfer is None else graph.call_function(_transferring(node, transfer), (value,))
+            made[node] = value if moved is None else moved
             continue
         if node.op == "call_function" and node.target is funcol.wait_tensor.default:
             made[node] = _waited(graph, node, made, wait, exchange)
@@ -172,6 +206,13 @@ def _waiting_for(started: fx.Node, wait: Callable[[Tensor, fx.Node], Tensor]) ->
         return wait(tensor, started)
 
     return wait_for
+
+
+def _transferring(node: fx.Node, transfer: Callable[[Tensor, fx.Node], Tensor]) -> Callable[[Tensor], Tensor]:
+    def move(tensor: Tensor) -> Tensor:
+        return transfer(tensor, node)
+
+    return move
 
 
 def piece_sizes(tensor: Tensor, count: int) -> list[int]:

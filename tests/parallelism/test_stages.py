@@ -9,14 +9,14 @@ import pytest
 import torch
 from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.passes.recompute import recompute
+from tpshard.parallelism.passes.run import run
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.schedules import make
 from tpshard.parallelism.simulate import cut as part_of
 from tpshard.parallelism.simulate import join, run_lockstep
 from tpshard.parallelism.stages import blocks_of, cut
 from tpshard.parallelism.stepping import ranks_of, simulate_step
-from tpshard.programs import choices, training
+from tpshard.programs import passes, training
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
 
@@ -41,7 +41,7 @@ def whole(fsdp: int, tp: int, stages: int, sequence: bool = False, *overrides: s
     text = RECIPE.replace("FSDP", str(fsdp)).replace("TP", str(tp)) + SEQUENCE * sequence
     setting = Setting.of(loads(text, overrides))
     setting = replace(setting, mesh=Mesh({"pp": stages, "fsdp": fsdp, "tp": tp}))
-    return recompute(training.micro_program(setting), choices.keep_of(setting))
+    return run([passes.remat(setting, True)], training.micro_program(setting))
 
 
 def arguments(program: Program, seed: int) -> list[torch.Tensor]:

@@ -10,7 +10,6 @@ import pytest
 import yaml
 from tpshard.cli.preflight import beyond
 from tpshard.recipes.checker import hints, section_of
-from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.document import completions, json_schema, keys, texts
 from tpshard.recipes.extends import builtins
 from tpshard.recipes.load import load, loads
@@ -126,13 +125,3 @@ def test_keys_say_what_they_may_be_and_their_default() -> None:
     assert keys("optimiser") == []
     assert found["remat"].default == "selective" and "remat.every" not in found
     assert all(key.text for key in keys())
-
-
-def test_what_is_refused_is_not_listed() -> None:
-    refused = {"pipeline"}
-    assert not {key.path for key in keys()} & refused and not keys("pipeline")
-    properties = json_schema()["properties"] | json_schema()["$defs"]["Model"]["properties"]
-    assert "pipeline" not in properties and completions("pipe") == []
-    with pytest.raises(Mistakes) as caught:
-        loads("model: {preset: tiny}\npipelines: {}")
-    assert "pipeline`" not in caught.value.diagnostics[0].fix

@@ -1,0 +1,124 @@
+"""What the stages of a pipeline send each other, over real connections: receives are posted ahead of their use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from tpshard.parallelism.mesh import Axis
+from tpshard.parallelism.program import Program, group_name, info
+from tpshard.parallelism.runtime.context import Context
+from tpshard.parallelism.transfer import recv, send
+
+
+def transfers(program: Program) -> list[fx.Node]:
+    """The nodes of a program that send or receive."""
+    return [node for node in program.graph.nodes if node.target in (send, recv)]
+
+
+class Mail:
+    """This rank's sends and receives along one mesh axis.
+
+    A value is known by its name and by a number that its two ends agree on (the micro-batch). Values that go up the
+    axis and those that go down travel in groups of their own, so that neither waits for the other. Collective: all
+    ranks make it together, from the same programs.
+    """
+
+    def __init__(self, context: Context, axis: Axis, programs: Iterable[Program]):
+        self.context, self.axis = context, axis
+        mesh = context.mesh
+        self.stride, self.place = mesh.stride[axis.name], mesh.index(axis, context.rank)
+        names = sorted({_moved(node) for program in programs for node in transfers(program)})
+        self.numbers = {name: i for i, name in enumerate(names)}
+        """Tags: a library without any matches values by their order, which a schedule's check has found to agree."""
+        self.groups: dict[bool, Any] = {}
+        for up in (True, False):
+            for ranks in mesh.groups((axis,)):
+                group = dist.new_group(ranks, backend=context.groups.backend, group_desc=f"{group_name((axis,))} {up}")
+                if context.rank in ranks:
+                    self.groups[up] = group
+        self.number = 0
+        """Of what programs that run now send."""
+        self.sent_bytes = 0
+        """So far."""
+        self._coming: dict[tuple[str, int], tuple[Tensor, Any]] = {}
+        self._arriving: dict[int, Any] = {}
+        self._leaving: list[tuple[Any, Tensor]] = []
+
+    def _peer(self, offset: int) -> int:
+        other = (self.place + offset) % self.axis.size
+        return self.context.rank + (other - self.place) * self.stride
+
+    def _tag(self, name: str, number: int) -> int:
+        return number * len(self.numbers) + self.numbers[name]
+
+    # ---- receiving ---------------------------------------------------------------------------------------------------
+    def expect(self, program: Program, number: int) -> None:
+        """Starts to receive what a program will read, if that is not begun."""
+        ports = {port.name: port for port in program.inputs}
+        for node in transfers(program):
+            name = _moved(node)
+            if node.target is not recv or (name, number) in self._coming:
+                continue
+            port, offset = ports[name], _offset(node)
+            room = torch.empty(port.local, dtype=port.dtype, device=self.context.device)
+            # A value comes from the side it is sent from: what goes up comes from below.
+            work = dist.irecv(room, self._peer(offset), self.groups[offset < 0], self._tag(name, number))
+            self._coming[name, number] = (room, work)
+
+    def take(self, name: str, number: int) -> Tensor:
+        """Where an expected value lies, or will: its program waits for it."""
+        room, work = self._coming.pop((name, number))
+        self._arriving[room.data_ptr()] = work
+        return room
+
+    def wait(self, room: Tensor) -> Tensor:
+        """Returns once the value has come."""
+        self._arriving.pop(room.data_ptr()).wait()
+        return room
+
+    # ---- sending -----------------------------------------------------------------------------------------------------
+    def start(self, value: Tensor, node: fx.Node) -> Tensor:
+        """Starts to send what a node of a program sends."""
+        self._leaving = [(work, kept) for work, kept in self._leaving if not work.is_completed()]
+        offset, packed = _offset(node), value.contiguous()
+        self.sent_bytes += packed.numel() * packed.itemsize
+        work = dist.isend(packed, self._peer(offset), self.groups[offset > 0], self._tag(_moved(node), self.number))
+        self._leaving.append((work, packed))
+        return value
+
+    def finish(self) -> None:
+        """Returns once all that was sent has left."""
+        for work, _ in self._leaving:
+            work.wait()
+        self._leaving.clear()
+
+
+def _offset(node: fx.Node) -> int:
+    offset = node.args[1]
+    assert isinstance(offset, int)
+    return offset
+
+
+def _moved(node: fx.Node) -> str:
+    comm = info(node).comm
+    assert comm is not None
+    return comm.value[0]
+
+
+Places = Sequence[tuple[int, fx.Node]]
+
+
+def positions(program: Program) -> tuple[Places, Places]:
+    """Which inputs are received, and which outputs sent, by which nodes."""
+    feeds = [node for node in program.graph.nodes if node.op == "placeholder"]
+    (end,) = (node for node in program.graph.nodes if node.op == "output")
+    results = [o for o in end.args[0] if isinstance(o, fx.Node)]  # type: ignore[union-attr]
+    received = [(feeds.index(node.all_input_nodes[0]), node) for node in transfers(program) if node.target is recv]
+    return received, [(i, node) for i, node in enumerate(results) if node.target is send]
+
+
+__all__ = ["Mail", "positions", "transfers"]

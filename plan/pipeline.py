@@ -1,0 +1,280 @@
+"""A pipeline, priced: what each task of the schedule takes and holds, and how long the devices wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tpshard.parallelism.cost import Device
+from tpshard.parallelism.flow import known
+from tpshard.parallelism.fusion import Compiled
+from tpshard.parallelism.liveness import liveness
+from tpshard.parallelism.program import Program
+from tpshard.parallelism.schedules import Slot, Table, Task
+from tpshard.parallelism.simulation import Priced, Timeline, price
+from tpshard.parallelism.stepping import program_of
+from tpshard.plan.pricing import Part, PricedPart
+from tpshard.programs.pipeline import Pipeline
+
+NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
+HELD = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer", "saved": "activations"}
+
+
+@dataclass(frozen=True)
+class StagePrice:
+    """One stage of a pipeline."""
+
+    stage: int
+    device: int
+    """Its place on the pipeline's axis."""
+    layers: int
+    seconds: Mapping[str, float]
+    """Of each of its programs on one micro-batch, by kind of task."""
+    saved_bytes: int
+    """What one micro-batch leaves for the backward pass, on one device."""
+    sent_bytes: int
+    """What one micro-batch sends to other stages, from one device."""
+    late_s: float
+    """Until what it sends forward has come, after it is done."""
+
+
+@dataclass(frozen=True)
+class DevicePrice:
+    """One place on the pipeline's axis."""
+
+    busy_s: float
+    """Of the schedule, without waiting for other stages."""
+    once_s: float
+    """Of what runs once a step: the update and what it needs."""
+    peak_bytes: int
+    held: int
+    """Micro-batches, times stages, whose activations it holds at most."""
+
+
+@dataclass
+class Piped:
+    """A step of a pipeline."""
+
+    table: Table
+    slots: list[Slot]
+    """When every task runs, in seconds from the start of the step."""
+    stages: list[StagePrice]
+    devices: list[DevicePrice]
+    parts: list[PricedPart]
+    """Of the slowest device."""
+    worst: PricedPart
+    """In which memory peaks, of all devices."""
+    useful_flops: int
+    """Of all stages and micro-batches, recomputation left out."""
+    all_flops: int
+    programs: dict[str, str] = field(default_factory=dict)
+    """Fingerprints of all that runs."""
+
+    @property
+    def kinds(self) -> list[str]:
+        """What a stage runs on each micro-batch, in words."""
+        return [NAMES[kind] for kind in self.stages[0].seconds]
+
+    @property
+    def seconds(self) -> float:
+        """From the first task's start to the last one's end."""
+        return max(slot.end for slot in self.slots)
+
+    @property
+    def step_s(self) -> float:
+        """Then everything that runs once, which all devices do together."""
+        return self.seconds + max(device.once_s for device in self.devices)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the devices' time in the schedule in which they wait for other stages."""
+        busy = sum(device.busy_s for device in self.devices)
+        return 1.0 - busy / (len(self.devices) * self.seconds) if self.seconds else 0.0
+
+    @property
+    def slowest(self) -> int:
+        """The device that computes longest: the others wait for it."""
+        return max(range(len(self.devices)), key=lambda i: self.devices[i].busy_s)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds that the slowest device waits for others."""
+        mine = self.devices[self.slowest]
+        return self.step_s - mine.busy_s - mine.once_s
+
+    def to_json(self) -> dict[str, Any]:
+        table = self.table
+        return {
+            "schedule": table.schedule,
+            "devices": table.devices,
+            "rounds": table.rounds,
+            "micro_batches": table.micro_batches,
+            "bubble": _rounded(self.bubble),
+            "seconds": _rounded(self.seconds),
+            "slowest": self.slowest,
+            "stages": [
+                {
+                    "stage": s.stage, "device": s.device, "layers": s.layers, "saved_bytes": s.saved_bytes,
+                    "sent_bytes": s.sent_bytes, "late_s": _rounded(s.late_s),
+                    "seconds": {NAMES[kind]: _rounded(value) for kind, value in s.seconds.items()},
+                }
+                for s in self.stages
+            ],
+            "by_device": [
+                {"busy_s": _rounded(d.busy_s), "once_s": _rounded(d.once_s), "peak_bytes": d.peak_bytes, "held": d.held}
+                for d in self.devices
+            ],
+            "table": [" ".join(f"{t.kind}{t.micro}/{t.stage}" for t in row) for row in table.rows],
+        }  # fmt: skip
+
+
+def price_pipeline(pipeline: Pipeline, device: Device, per_host: int, compiled: Compiled) -> Piped:
+    """Prices every program once, then runs the schedule with what they take."""
+    table = pipeline.table
+    runs: dict[tuple[str, int], tuple[Priced, Timeline]] = {}
+    for stage in pipeline.stages:
+        for kind in dict.fromkeys(task.kind for task in table.rows[table.device_of(stage.index)]):
+            program = program_of(pipeline.stages, Task(kind, stage.index, 0))
+            priced = price(program, device, per_host, compiled=compiled)
+            runs[kind, stage.index] = (priced, priced.run())
+
+    def seconds(task: Task) -> float:
+        return _until_handed_over(runs[task.kind, task.stage][1])
+
+    def late(task: Task) -> float:
+        return _late(*runs[task.kind, task.stage])
+
+    slots = table.timed(seconds, late)
+    stages, devices, worst, parts_of = [], [], [], []
+    for stage in pipeline.stages:
+        here = {kind: run for (kind, index), run in runs.items() if index == stage.index}
+        sent = (known(n).comm for program in stage.programs for n in program.graph.nodes)
+        stages.append(
+            StagePrice(
+                stage.index, table.device_of(stage.index), pipeline.layers[stage.index],
+                {kind: _until_handed_over(timeline) for kind, (_, timeline) in here.items()},
+                _of_kind(stage.forward, "saved", outputs=True),
+                sum(c.bytes for c in sent if c is not None and c.kind == "send"), _late(*here["F"]),
+            )
+        )  # fmt: skip
+    for i in range(table.devices):
+        parts, peak = _device(pipeline, i, runs, device, per_host, compiled)
+        apart = sum(p.seconds for p in parts if p.part.name in ONCE)
+        busy = sum(slot.end - slot.start for slot in slots if table.device_of(slot.task.stage) == i)
+        devices.append(DevicePrice(busy, apart, peak.memory.peak_bytes, table.held(i)))
+        worst.append(peak)
+        parts_of.append(parts)
+    flops = [_flops(stage.programs) for stage in pipeline.stages]
+    once = [_flops(tuple(program for _, program in _once(pipeline, place))) for place in range(table.devices)]
+    made = Piped(
+        table, slots, stages, devices, [], max(worst, key=lambda p: p.memory.peak_bytes),
+        table.micro_batches * sum(useful for useful, _ in flops) + sum(useful for useful, _ in once),
+        table.micro_batches * sum(every for _, every in flops) + sum(every for _, every in once),
+        pipeline.fingerprints,
+    )  # fmt: skip
+    made.parts = parts_of[made.slowest]
+    return made
+
+
+ONCE = ("gather", "reduce", "exchange", "totals", "update")
+
+
+def _device(
+    pipeline: Pipeline, place: int, runs: Mapping[tuple[str, int], tuple[Priced, Timeline]], device: Device,
+    per_host: int, compiled: Compiled,
+) -> tuple[list[PricedPart], PricedPart]:  # fmt: skip
+    """What one device runs in a step, and of it the part in which its memory peaks."""
+    table, mine = pipeline.table, pipeline.devices[place]
+    rest = {HELD[kind]: _of_kind(mine.update, kind) for kind in ("parameter", "gradient", "optimizer")}
+    if mine.gather is not None:
+        rest["parameters"] += _of_kind(mine.gather, "parameter", outputs=True)
+    parts, tallest = [], None
+    held = dict.fromkeys(((s, m) for s in table.stages_of(place) for m in range(table.micro_batches)), 0)
+    own: dict[tuple[str, int], int] = {}
+    first: dict[tuple[str, int], PricedPart] = {}
+    for task in table.rows[place]:
+        key, program = (task.kind, task.stage), program_of(pipeline.stages, task)
+        others = sum(held.values()) - held[task.stage, task.micro]
+        inside = _of_kind(program, "saved")
+        if key not in first:
+            priced, timeline = runs[key]
+            name = f"{NAMES[task.kind]} of stage {task.stage}"
+            part = Part(name, program, table.micro_batches, _beside(rest, program, others), compiled)
+            memory = liveness(program, priced.kernels, always=part.always, reuse=compiled == "all")
+            own[key] = memory.peak_bytes - others
+            first[key] = PricedPart(part, priced, _trimmed(timeline), memory)
+            parts.append(first[key])
+        more = max(0, held[task.stage, task.micro] - inside)  # kept for W while I runs
+        peak = own[key] + others + more
+        if tallest is None or peak > tallest[0]:
+            tallest = (peak, key, others + more)
+        kept = _of_kind(program, "saved", outputs=True)
+        after = {"F": kept, "B": 0, "W": 0, "I": kept}[task.kind]
+        if task.kind == "I":
+            later = program_of(pipeline.stages, task._replace(kind="W"))
+            after = _of_kind(later, "saved")
+        held[task.stage, task.micro] = after
+    assert tallest is not None
+    _, key, others = tallest
+    chosen = first[key]
+    always = _beside(rest, chosen.part.program, others)
+    memory = liveness(chosen.part.program, chosen.priced.kernels, always=always, reuse=compiled == "all")
+    peak_part = PricedPart(replace(chosen.part, always=always), chosen.priced, chosen.timeline, memory)
+    for name, once in _once(pipeline, place):
+        priced = price(once, device, per_host, compiled=compiled)
+        part = Part(name, once, 1, _beside(rest, once, 0), compiled)
+        memory = liveness(once, priced.kernels, always=part.always, reuse=compiled == "all")
+        parts.append(PricedPart(part, priced, _trimmed(priced.run()), memory))
+    return parts, max([peak_part, *parts], key=lambda p: p.memory.peak_bytes)
+
+
+def _once(pipeline: Pipeline, place: int) -> Iterator[tuple[str, Program]]:
+    mine = pipeline.devices[place]
+    for name in ONCE:
+        program: Program | None = getattr(mine, name)
+        if program is not None:
+            yield name, program
+
+
+def _beside(rest: Mapping[str, int], program: Program, activations: int) -> dict[str, int]:
+    """Bytes by category that are there while a program runs and that it does not take in."""
+    found = {name: size - sum(_of_kind(program, kind) for kind, is_ in HELD.items() if is_ == name)
+             for name, size in rest.items()}  # fmt: skip
+    found["activations"] = activations
+    return {name: size for name, size in found.items() if size > 0}
+
+
+def _of_kind(program: Program, kind: str, *, outputs: bool = False) -> int:
+    return sum(port.local_bytes for port in (program.outputs if outputs else program.inputs) if port.kind == kind)
+
+
+def _flops(programs: tuple[Program, ...]) -> tuple[int, int]:
+    """(without recomputation, with it), of all devices together."""
+    nodes = [known(node) for program in programs for node in program.graph.nodes]
+    return sum(n.global_flops for n in nodes if n.phase != "recompute"), sum(n.global_flops for n in nodes)
+
+
+def _until_handed_over(timeline: Timeline) -> float:
+    """When a program is done but for what it sends: that travels while the next one runs."""
+    return timeline.at[-1] if timeline.at else 0.0
+
+
+def _late(priced: Priced, timeline: Timeline) -> float:
+    """How long after the program is done what it sends has come."""
+    sends = {i for i, kernel in enumerate(priced.kernels) if (c := known(kernel.node).comm) is not None and
+             c.kind == "send"}  # fmt: skip
+    ends = [event.end for event in timeline.events if event.task in sends]
+    return max(0.0, max(ends, default=0.0) - _until_handed_over(timeline))
+
+
+def _trimmed(timeline: Timeline) -> Timeline:
+    waits = sum(event.end - event.start for event in timeline.events if event.lane == "wait")
+    return replace(timeline, seconds=_until_handed_over(timeline), exposed_s=waits)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.9g}")
+
+
+__all__ = ["Piped", "price_pipeline"]

@@ -1,0 +1,293 @@
+"""A training step in stages: what each device of a pipeline runs, cut out of the one program of a micro-batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from tpshard.models.adamw import gradient_squares, treatments
+from tpshard.parallelism.capture import capture
+from tpshard.parallelism.graph import Place, Value, mark
+from tpshard.parallelism.mesh import Axis
+from tpshard.parallelism.partitioner import mark_outputs, partition_graph
+from tpshard.parallelism.passes.run import run
+from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, make_collective
+from tpshard.parallelism.propagate import propagate
+from tpshard.parallelism.propagated import Annotation
+from tpshard.parallelism.schedules import Table, make, refusal
+from tpshard.parallelism.sharding import Layout, Sharding
+from tpshard.parallelism.stages import Stage, blocks_of, cut
+from tpshard.parallelism.transfer import recv, send
+from tpshard.parallelism.why import Need, Through, Told
+from tpshard.programs import training
+from tpshard.programs.checks import check_reshards, traceable
+from tpshard.programs.choices import Choices, choose
+from tpshard.programs.passes import apply, remat, scheduling
+from tpshard.programs.setting import DTYPES, Setting
+from tpshard.programs.splitting import layers_of
+from tpshard.recipes.diagnostic import Exit, Mistakes
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one device of a pipeline runs once a step, beside its stages."""
+
+    names: tuple[str, ...]
+    """Parameters of its stages, in the order of the whole program."""
+    totals: Program
+    """Gradient sums, and of each micro-batch loss, number of tokens and counts, which the last stage has -> the square
+    of the norm of those gradients that no device before this one has, the others on all devices."""
+    update: Program
+    """As that of `TrainingPrograms`, with the squares of all devices to add up as the last input."""
+    gather: Program | None = None
+    reduce: Program | None = None
+    exchange: Program | None = None
+    """Sums of parameters that other devices have too (tied embeddings) -> these devices' sums added up."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A step in stages. Its programs run on the ranks with one index on `axis`."""
+
+    setting: Setting
+    axis: Axis
+    table: Table
+    layers: tuple[int, ...]
+    """Of each stage."""
+    stages: tuple[Stage, ...]
+    devices: tuple[Device, ...]
+    storage: Mapping[str, Layout]
+
+    @cached_property
+    def evaluation(self) -> tuple[Stage, ...]:
+        """Forward alone; made when it is first asked for."""
+        whole = training.evaluate_program(self.setting, self.storage)
+        return tuple(_finished(self.setting, stage) for stage in cut(whole, self.axis, self.layers))
+
+    @cached_property
+    def share(self) -> Program:
+        """Loss and number of tokens, which the last stage has -> the same on all devices."""
+
+        def step(loss: Tensor, count: Tensor) -> Any:
+            return [loss, count]
+
+        scalars = [torch.empty((), dtype=d, device="meta") for d in (torch.float32, torch.int64)]
+        graph = capture(step, scalars, ["loss", "count"])
+        mark_outputs(graph)
+        annotations = {value: summed(self.axis, value) for value in graph.inputs}
+        annotations |= {value: whole(value) for value in graph.outputs}
+        return partition_graph(propagate(graph, self.setting.mesh, annotations))
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        """All that run in a step or an evaluation, by what they are."""
+        found: dict[str, Program] = {}
+        for stage in self.stages:
+            kinds = ("forward", "backward", "gradients of weights")
+            found |= {f"{kind} of stage {stage.index}": made for kind, made in zip(kinds, stage.programs)}
+        found |= {f"evaluation of stage {stage.index}": stage.forward for stage in self.evaluation}
+        for i, device in enumerate(self.devices):
+            once = {"totals": device.totals, "update": device.update, "gather": device.gather, "reduce": device.reduce,
+                    "exchange": device.exchange}  # fmt: skip
+            found |= {f"{what} of device {i}": program for what, program in once.items() if program is not None}
+        return found | {"share": self.share}
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        table = hashlib.sha256(repr(self.table.rows).encode()).hexdigest()
+        made = {f"program of {what}": program.fingerprint for what, program in self.programs.items()}
+        return {"schedule": table} | made
+
+
+def build(setting: Setting) -> training.TrainingPrograms:
+    """The programs of a recipe with a pipeline. Raises Mistakes where stages, layers and micro-batches do not fit."""
+    axis, table = setting.pipeline_axis, table_of(setting)
+    assert axis is not None, "a law of recipes"
+    recipe = setting.recipe
+    with traceable(setting):
+        whole = training.micro_program(setting)
+    storage = {p.name: p.layout for p in whole.inputs if p.kind == "parameter"}
+    layers = layers_of(setting, blocks_of(whole), table.stages)
+    accumulate, base = recipe.fsdp.accumulate, whole
+    gathers, reduces = accumulate.gather == "step", accumulate.reduce == "last"
+    if gathers or reduces:
+        whole = training.micro_program(setting, base, gathered=gathers, unreduced=reduces)
+    check_reshards(setting, (whole,))
+    whole.warnings.extend(setting.notes)
+    again = run([remat(setting, recipe.fsdp.reshard_after_forward is not False)], whole)
+    try:
+        cuts = cut(again, axis, layers, split_backward=table.splits_backward)
+    except ValueError as error:
+        raise Mistakes.one(
+            f"the model cannot be cut into stages: {error}", exit=Exit.FIT, where=recipe.where("pipeline"),
+            fix="leave `pipeline` out, or another model",
+        ) from error  # fmt: skip
+    stages = tuple(_finished(setting, stage) for stage in cuts)
+    held = [_held(table, stages, device, list(storage)) for device in range(table.devices)]
+    noted = sum(p.shape[0] for p in whole.outputs[2 + len(storage) :])
+    devices = []
+    for i, names in enumerate(held):
+        first = [n for n in names if all(n not in before for before in held[:i])]
+        shared = [n for n in names if sum(n in other for other in held) > 1]
+        devices.append(
+            Device(
+                names,
+                totals_program(setting, storage, axis, names, first, noted),
+                _update(setting, storage, axis, names),
+                apply(setting, training.gather_program(setting, base, storage, names)) if gathers else None,
+                apply(setting, training.reduce_program(setting, base, storage, names)) if reduces else None,
+                exchange_program(setting, storage, axis, i, held, shared) if shared else None,
+            )
+        )
+    pipeline = Pipeline(setting, axis, table, tuple(layers), stages, tuple(devices), storage)
+    return training.TrainingPrograms(setting, again, devices[0].update, storage, pipeline=pipeline)
+
+
+def table_of(setting: Setting) -> Table:
+    """The schedule of a recipe. Raises Mistakes (exit 4) where it cannot have as many micro-batches."""
+    asked, axis = setting.recipe.pipeline, setting.pipeline_axis
+    assert asked is not None and axis is not None
+    micros, rounds = setting.batch.micro_batches, asked.each
+    if why := refusal(asked.schedule, axis.size, micros, rounds):
+        given = "pipeline.micro_batches" if asked.micro_batches is not None else "batch"
+        each = setting.batch.sequences_each
+        fits = [n for n in range(1, each + 1) if each % n == 0 and not refusal(asked.schedule, axis.size, n, rounds)]
+        some = ", ".join(map(str, fits[:4]))
+        raise Mistakes.one(
+            why, exit=Exit.FIT, where=setting.recipe.where(given),
+            why=f"{each} sequences of a data rank are {micros} micro-batches of {setting.batch.per_device}",
+            fix=f"pipeline.micro_batches: {some}" if fits else "more batch.global_sequences, or fewer stages",
+        )  # fmt: skip
+    return make(asked.schedule, axis.size, micros, rounds)
+
+
+def _finished(setting: Setting, stage: Stage) -> Stage:
+    """Bucketed and scheduled: backward programs by the buckets of the forward one, which reads all parameters."""
+
+
+    @cache
+    def made(chosen: Choices) -> Program:
+        return run(scheduling(setting, chosen), stage.forward)
+
+    chosen = choose(setting, stage.forward, made)
+    known = {name for group in chosen.buckets for name in group}
+    alone = tuple((name,) for name in stage.parameters if name not in known)
+    chosen = chosen._replace(buckets=(*chosen.buckets, *alone))
+    backward = tuple(run(scheduling(setting, chosen), program) for program in stage.backward)
+    return replace(stage, forward=made(chosen), backward=backward)
+
+
+def _held(table: Table, stages: Sequence[Stage], device: int, names: Sequence[str]) -> tuple[str, ...]:
+    mine = {name for stage in table.stages_of(device) for name in stages[stage].parameters}
+    return tuple(name for name in names if name in mine)
+
+
+# ---- what a device runs once a step ----------------------------------------------------------------------------------
+def summed(axis: Axis, value: Value) -> Annotation:
+    """An input that is to be added up over the devices of the pipeline."""
+    none: tuple[Any, ...] = ((),) * value.rank
+    return Annotation(Sharding(none, (False,) * value.rank, unreduced=(axis,)), (Told(f"the sum over {axis.name}"),))
+
+
+def whole(value: Value) -> Annotation:
+    return Annotation(Sharding(((),) * value.rank, (False,) * value.rank), (Told("the same on all devices"),))
+
+
+def stored(storage: Mapping[str, Layout], name: str) -> Annotation:
+    layout = storage[name]
+    return Annotation(Sharding(layout.dims, (False,) * len(layout.dims)), (Told(f"how `{name}` is stored"),))
+
+
+def totals_program(
+    setting: Setting, storage: Mapping[str, Layout], axis: Axis, names: Sequence[str], first: Sequence[str], noted: int
+) -> Program:
+    """See `Device.totals`. `first`: those of `names` whose gradients count here; `noted`: how many counts there are."""
+    shapes = {name: p.shape for name, p in setting.model.named_parameters()}
+    treated = treatments({name: tuple(shapes[name]) for name in first}, setting.balanced)
+    micros = setting.batch.micro_batches
+
+    def step(sums: list[Tensor], losses: Tensor, counts: Tensor, *others: Tensor) -> Any:
+        grads = dict(zip(names, sums))
+        squares = gradient_squares([grads[n] for n in first], counts.sum(), list(treated.values()))
+        return [squares, losses, counts, *others]
+
+    dtype = DTYPES[setting.recipe.fsdp.accumulate.dtype]
+    sums = [torch.empty(shapes[name], dtype=dtype, device="meta") for name in names]
+    known = [torch.empty(micros, dtype=d, device="meta") for d in (torch.float32, torch.int64)]
+    known += [torch.empty(noted, dtype=torch.float32, device="meta")] * (noted > 0)
+    labels = [*(f"{n}.grad_sum" for n in names), "losses", "counts", *["noted"] * (noted > 0)]
+    graph = capture(step, (sums, *known), labels)
+    for op in graph.ops:
+        op.place = Place(phase="update")
+    mark_outputs(graph)
+    annotations = {value: stored(storage, name) for value, name in zip(graph.inputs, names)}
+    annotations |= {value: summed(axis, value) for value in graph.inputs[len(names) :]}
+    annotations |= {value: whole(value) for value in graph.outputs}
+    mark(graph.inputs[: len(names)], "gradient")
+    mark([*graph.inputs[len(names) :], *graph.outputs], "scalar")
+    return partition_graph(propagate(graph, setting.mesh, annotations))
+
+
+def _update(setting: Setting, storage: Mapping[str, Layout], axis: Axis, names: Sequence[str]) -> Program:
+    return training.update_program(setting, storage, names, squares=lambda value: summed(axis, value))
+
+
+def exchange_program(
+    setting: Setting, storage: Mapping[str, Layout], axis: Axis, me: int, held: Sequence[Sequence[str]],
+    names: Sequence[str],
+) -> Program:  # fmt: skip
+    """Sends the sums of shared parameters to the devices that have them too, and adds up all of them, in the devices'
+    order: the same bits everywhere."""
+    mesh, dtype = setting.mesh, DTYPES[setting.recipe.fsdp.accumulate.dtype]
+    shapes = {name: tuple(p.shape) for name, p in setting.model.named_parameters()}
+    graph, inputs, outputs, place = fx.Graph(), [], [], Place(phase="update")
+    feeds: dict[tuple[str, int], fx.Node] = {}
+    for name in names:
+        for other, theirs in enumerate(held):
+            if name in theirs:
+                kind, label = ("gradient", "") if other == me else ("received", f"@{other}")
+                port = Port(f"{name}.grad_sum{label}", shapes[name], dtype, storage[name], kind)
+                feeds[name, other] = graph.placeholder(port.name.replace(".", "_").replace("@", "_of_"))
+                feeds[name, other].meta[INFO] = Info((Spec(port.local, dtype),), origin=port.name)
+                inputs.append(port)
+
+    def moved(target: Any, value: fx.Node, name: str, label: str, other: int) -> fx.Node:
+        node = graph.call_function(target, (value, other - me))
+        spec = value.meta[INFO].specs[0]
+        need = Need("sent" if target is send else "received", Through(name, "boundary"), label, stage=other)
+        comm = make_collective(
+            mesh, target.__name__, (axis,), spec.bytes, dtype, why=(need,), value=(label,), of="gradient"
+        )
+        node.meta[INFO] = Info((spec,), label, place, comm=comm)
+        return node
+
+    sent = {key: moved(send, feeds[key[0], me], key[0], f"{key[0]}.grad_sum@{me}", key[1])
+            for key in feeds if key[1] != me}  # fmt: skip
+    for name in names:
+        total: fx.Node | None = None
+        for other in (other for known, other in feeds if known == name):
+            label = f"{name}.grad_sum@{other}"
+            feed = feeds[name, other]
+            part = feed if other == me else moved(recv, feed, name, label, other)
+            if total is not None:
+                both = graph.call_function(aten.add.Tensor, (total, part))
+                both.meta[INFO] = Info(part.meta[INFO].specs, label, place)
+                part = both
+            total = part
+        assert total is not None
+        outputs.append((total, Port(f"{name}.grad_sum", shapes[name], dtype, storage[name], "gradient")))
+    outputs += [(node, Port(f"{name}.grad_sum@{me}", shapes[name], dtype, storage[name], "sent"))
+                for (name, _), node in sent.items()]  # fmt: skip
+    end = graph.output(tuple(node for node, _ in outputs))
+    end.meta[INFO] = Info(())
+    return Program(mesh, graph, tuple(inputs), tuple(port for _, port in outputs))
+
+
+__all__ = ["Device", "Pipeline", "build"]

@@ -1,0 +1,78 @@
+"""The plan of a pipeline: its time is the schedule's, its memory what the schedule holds, and it is all shown."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from tpshard.plan import make, page, pictures, save, text, trace
+from tpshard.plan.report import Report
+from tpshard.recipes.load import loads
+
+RECIPE = """
+name: staged
+cluster: {device: cpu}
+mesh: {pp: 2}
+model: {preset: tiny, layers: 4, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32, seq_len: 8}
+batch: {global_sequences: 8, per_device: 1}
+compile: eager
+"""
+
+
+@cache
+def planned(schedule: str) -> Report:
+    return make.report(loads(RECIPE, [f"pipeline.schedule={schedule}"]), "staged.yaml")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_a_step_is_the_schedule_and_what_runs_once(schedule: str) -> None:
+    report = planned(schedule)
+    found = report.pricing.pipeline
+    assert found is not None
+    slots = {d: [s for s in found.slots if found.table.device_of(s.task.stage) == d] for d in range(2)}
+    for device, (mine, priced) in enumerate(zip(slots.values(), found.devices)):
+        assert all(a.end <= b.start for a, b in pairwise(mine)), "a device does one thing at a time"
+        assert priced.busy_s == pytest.approx(sum(s.end - s.start for s in mine))
+        assert priced.held == found.table.held(device)
+    assert found.seconds == max(s.end for s in found.slots)
+    assert found.bubble == pytest.approx(1 - sum(d.busy_s for d in found.devices) / (2 * found.seconds))
+    assert report.pricing.step_s == pytest.approx(
+        found.seconds + max(d.once_s for d in found.devices) + report.pricing.fixed_s
+    )
+    busy = sum(p.seconds for p in report.pricing.parts)
+    assert report.pricing.step_s == pytest.approx(busy + found.idle_s + report.pricing.fixed_s)
+
+
+def test_memory_is_what_the_schedule_holds() -> None:
+    """GPipe keeps every micro-batch until all have gone forward; 1F1B as many as there are stages at most."""
+    gpipe, one = planned("gpipe").pricing.pipeline, planned("1f1b").pricing.pipeline
+    assert gpipe is not None and one is not None
+    assert [s.saved_bytes for s in gpipe.stages] == [s.saved_bytes for s in one.stages]
+    assert [d.held for d in gpipe.devices] == [8, 8] and [d.held for d in one.devices] == [2, 1]
+    for i, (more, less) in enumerate(zip(gpipe.devices, one.devices)):
+        kept = gpipe.stages[i].saved_bytes
+        assert more.peak_bytes - less.peak_bytes == (more.held - less.held) * kept
+
+
+def test_stages_share_the_parameters() -> None:
+    report = planned("1f1b")
+    one = make.report(loads(RECIPE, ["mesh.pp=1", "mesh.fsdp=1"]), "one.yaml")
+    assert report.job.params == one.job.params
+    assert report.useful_flops == pytest.approx(one.useful_flops, rel=1e-3)
+    assert report.static_bytes()["parameters"] < 0.7 * one.static_bytes()["parameters"]
+
+
+def test_a_pipeline_is_shown_everywhere() -> None:
+    report = planned("1f1b")
+    screen = text.screen(report)
+    assert "PIPELINE  1f1b, 2 stages, 8 micro-batches: " in screen and "waiting for other stages" in screen
+    assert "F0 F1" in text.screen(report, verbose=True)
+    found = json.loads(json.dumps(report.to_json()))["pipeline"]
+    assert found["bubble"] > 0 and len(found["stages"]) == 2 and found["micro_batches"] == 8
+    assert "1f1b:" in pictures.svg(report) and 'id="pipeline"' in page.page(report)
+    lanes = [e for e in json.loads(trace.trace(report))["traceEvents"] if e["pid"] == 1 and e["ph"] == "X"]
+    assert len(lanes) == 2 * 2 * 8
+    assert {"send", "recv"} <= {line.kind for line in report.lines}
+    assert save.fingerprints(report) == report.pricing.pipeline.programs  # type: ignore[union-attr]

@@ -1,0 +1,118 @@
+"""Recipes with a pipeline: what is derived, what is refused and with which way out, and what runs once a step."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from tpshard.programs import training
+from tpshard.programs.pipeline import table_of
+from tpshard.programs.setting import Setting
+from tpshard.programs.splitting import layers_of
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.load import loads
+
+RECIPE = """
+name: staged
+cluster: {device: cpu}
+mesh: {pp: 4}
+model: {preset: tiny, layers: 4, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32, seq_len: 8}
+batch: {global_sequences: 32}
+pipeline: {schedule: 1f1b}
+"""
+
+
+def setting(*overrides: str) -> Setting:
+    return Setting.of(loads(RECIPE, overrides))
+
+
+def refused(*overrides: str) -> str:
+    """What is said of a recipe that cannot be, with its exit code."""
+    with pytest.raises(Mistakes) as caught:
+        training.build(setting(*overrides))
+    (one, *_) = caught.value.diagnostics
+    return f"{int(one.exit)} {one.message}; {one.why}; {one.fix}"
+
+
+def test_stages_rounds_and_micro_batches_are_derived() -> None:
+    found = setting()
+    assert found.recipe.pipeline is not None
+    assert found.recipe.pipeline.each == 1 and table_of(found).stages == 4
+    assert (found.batch.micro_batches, found.batch.per_device) == (16, 2), "four for each stage, as large as can be"
+    assert setting("batch.per_device=1").batch.micro_batches == 32
+    assert setting("pipeline.micro_batches=8").batch.per_device == 4
+    assert setting("mesh={pp: 2, fsdp: 2}", "pipeline.micro_batches=8").batch.per_device == 2
+    interleaved = setting("mesh={pp: 2}", "pipeline={schedule: interleaved_1f1b}")
+    assert (table_of(interleaved).stages, table_of(interleaved).rounds) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["mesh.pp=1"], "3 `pipeline` needs a mesh axis `pp` for its stages; the mesh has pp 1, dp 1, fsdp 1, "),
+        (["pipeline=null"], "3 nothing uses the mesh axis `pp`; its devices would all do the same; add pipeline: "),
+        (["pipeline.stages=2"], "3 `pipeline.stages: 2` is not the size of `mesh.pp`"),
+        (["pipeline.rounds=2"], "3 `pipeline.rounds: 2` is not for 1f1b, whose devices have one stage each"),
+        (["sharding.rules.mlp=pp"], "3 `sharding.rules.mlp` cuts over `pp`, along which the pipeline's stages lie"),
+        (["fsdp.axis=pp"], "3 `fsdp.axis` cuts over `pp`"),
+        (["model.layers=6"], "4 4 stages do not divide the 6 layers of the model; 6 = 4 x 1 + 2; 2, 3, 6 stages"),
+        (["pipeline.split=[1, 2, 1, 1]"], "4 `pipeline.split` gives 4 stages 5 layers; the model has 4 layers"),
+        (["pipeline.split=[2, 2]"], "4 `pipeline.split` gives 2 stages 4 layers; the model has 4 layers for 4 stages"),
+        (["model.layers=1"], "4 a pipeline needs several layers, and this model has one"),
+        (["model.layers=2"], "4 4 stages do not divide the 2 layers of the model; 2 = 4 x 0 + 2; 2 stages (mesh.pp"),
+        (["pipeline.micro_batches=2"], "4 1f1b on 4 stages needs at least 4 micro-batches, not 2; 32 sequences"),
+        (["pipeline.micro_batches=5"], "4 `pipeline.micro_batches: 5` are not the 32 sequences of a data rank"),
+        (["pipeline.micro_batches=8", "batch.per_device=2"], "4 `pipeline.micro_batches: 8` of 2 are not the 32"),
+        (["pipeline={schedule: interleaved_1f1b, micro_batches: 3}", "batch.global_sequences=12", "mesh={pp: 2}"],
+         "4 interleaved_1f1b needs a multiple of its 2 stages as micro-batches, not 3"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(overrides: list[str], said: str) -> None:
+    assert refused(*overrides).startswith(said)
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    with pytest.raises(Mistakes) as caught:
+        layers_of(setting(), [], 4)
+    (one,) = caught.value.diagnostics
+    assert one.exit == Exit.FIT and "repeated layers" in one.message and "nn.ModuleList" in one.fix
+
+
+def test_an_uneven_split_is_given_by_hand() -> None:
+    made = build("pipeline.split=[1, 2, 2, 1]", "model.layers=6")
+    assert made.pipeline is not None
+    assert [stage.blocks for stage in made.pipeline.stages] == [
+        ("layers.0",), ("layers.1", "layers.2"), ("layers.3", "layers.4"), ("layers.5",)]  # fmt: skip
+
+
+@cache
+def build(*overrides: str) -> training.TrainingPrograms:
+    return training.build(setting(*overrides))
+
+
+def test_every_parameter_lies_on_one_device_but_for_tied_ones() -> None:
+    plain, tied = build().pipeline, build("model.tie_embeddings=true").pipeline
+    assert plain is not None and tied is not None
+    held = [name for device in plain.devices for name in device.names]
+    assert len(held) == len(set(held)) and set(held) == set(build().names)
+    assert [device.exchange is None for device in plain.devices] == [True] * 4
+    assert [device.exchange is None for device in tied.devices] == [False, True, True, False]
+    assert [c.kind for c in tied.devices[0].exchange.collectives] == ["send", "recv"]  # type: ignore[union-attr]
+
+
+def test_devices_agree_on_the_norm_by_one_sum() -> None:
+    """Loss, tokens and the square of the norm are summed over the stages: nothing else is, once a step."""
+    pipeline = build().pipeline
+    assert pipeline is not None
+    for device in pipeline.devices:
+        over = [(c.kind, c.bytes) for p in (device.totals, device.update) for c in p.collectives if c.axes == ("pp",)]
+        assert over == [("all_reduce", 16 * 8), ("all_reduce", 16 * 4), ("all_reduce", 4)]
+
+
+def test_all_ranks_compare_every_program_and_the_schedule() -> None:
+    made = build()
+    assert made.pipeline is not None
+    assert {"schedule", "program of forward of stage 3", "program of backward of stage 0", "program of share"} <= set(
+        made.fingerprints
+    )
+    assert made.fingerprints.keys() - {"schedule"} == {f"program of {what}" for what in made.pipeline.programs}

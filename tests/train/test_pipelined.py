@@ -1,0 +1,65 @@
+"""Stages on real processes against one plain model: losses, every gradient, updates, evaluation, on every schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tpshard.models.loss import cross_entropy_sum
+from tpshard.parallelism.float64 import BOUND, float64
+from tpshard.parallelism.runtime.context import Context
+from tpshard.programs import training
+from training_cases import SEED, assert_trained, blueprint, global_batch, reference, setting_of, train
+
+FOUR = "model.layers=4"
+TIED = "model.tie_embeddings=true"
+
+
+def steps(context: Context, overrides: list[str]) -> dict[str, Any]:
+    """Trains a few steps in float64; the record, and the whole state at the end."""
+    with float64():
+        return train(context, training.build(setting_of(dict(context.mesh.axes), *overrides)))
+
+
+def slowly(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+CASES = [
+    slowly({"pp": 2}, "{schedule: gpipe}", []),
+    slowly({"pp": 2}, "{schedule: circular}", [TIED]),
+    slowly({"pp": 2}, "{schedule: interleaved_1f1b}", [TIED]),
+    ({"pp": 4}, "{schedule: 1f1b}", [TIED]),
+    slowly({"pp": 4}, "{schedule: zero_bubble}", []),
+    slowly({"pp": 2, "fsdp": 2}, "{schedule: 1f1b, split: [1, 3]}", [TIED]),
+    slowly({"pp": 2, "fsdp": 2}, "{schedule: interleaved_1f1b}",
+           ["fsdp.accumulate={gather: step, reduce: last}", TIED, "batch.per_device=1"]),
+    ({"pp": 2, "tp": 2}, "{schedule: zero_bubble}", ["remat=full"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mesh", "pipeline", "overrides"), CASES)
+def test_three_steps_equal_the_plain_model(
+    pool: Any, mesh: dict[str, int], pipeline: str, overrides: list[str]
+) -> None:
+    shape = [o for o in overrides if o.startswith("model.")] + [FOUR]
+    axes = {"pp": 1, "dp": 1, "fsdp": 1, "tp": 1} | mesh
+    given = [FOUR, f"pipeline={pipeline}", *overrides]
+    plan = setting_of(axes, *given).batch
+    for made in pool.run(steps, given, world=math.prod(mesh.values()), mesh=axes):
+        assert_trained(made, reference(3, *shape))
+        assert made["expected"] == made["state"].keys(), "a checkpoint on any mesh has them all"
+        assert made["eval"] == evaluated(made["state"], shape, plan.per_device * plan.data_ranks)
+
+
+def evaluated(state: dict[str, torch.Tensor], shape: list[str], rows: int) -> Any:
+    """Loss and number of tokens of the first rows of a batch, by the plain model with these weights."""
+    with float64():
+        model = blueprint(setting_of({}, *shape)).build(device="cpu", seed=SEED)
+        params = {n: state[n] for n, _ in model.named_parameters()}
+        batch = global_batch(9).rows(0, rows)
+        logits = torch.func.functional_call(model, params, (batch.tokens, batch.documents, batch.positions))
+        loss, count = cross_entropy_sum(logits, batch.targets)
+    return pytest.approx((float(loss), int(count)), rel=BOUND)

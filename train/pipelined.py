@@ -1,0 +1,156 @@
+"""The engine of a run in stages: this rank walks its device's row of the schedule, over real connections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from tpshard.parallelism.program import Port, Program
+from tpshard.parallelism.runtime.context import Context
+from tpshard.parallelism.runtime.execute import Executor
+from tpshard.parallelism.runtime.mail import Mail
+from tpshard.parallelism.schedules import Task
+from tpshard.parallelism.stages import Stage
+from tpshard.parallelism.stepping import Walk, neighbour, program_of
+from tpshard.programs.training import TrainingPrograms
+from tpshard.train.state import COUNTED, MOMENTS, InitialBlock, State
+from tpshard.train.stream import TokenBatch
+from tpshard.train.training_engine import StepResult
+
+AHEAD = 2
+"""Tasks after the one at work whose values are being received already."""
+
+
+class PipelineEngine(State):
+    """See `TrainingEngine`: the ranks of a stage run that stage's programs. Micro-batches are collected and run
+    together, as the schedule says, when the step ends."""
+
+    def __init__(self, programs: TrainingPrograms, context: Context, initial_block: InitialBlock):
+        assert programs.pipeline is not None
+        self.pipeline = programs.pipeline
+        self.place = context.mesh.index(self.pipeline.axis, context.rank)
+        self.mine = self.pipeline.devices[self.place]
+        mine = self.pipeline.table.stages_of(self.place)
+        gradients = {p.name: p for s in mine for program in self.pipeline.stages[s].backward for p in program.inputs
+                     if p.kind == "gradient"}  # fmt: skip
+        self.sum_names = [f"{name}.grad_sum" for name in self.mine.names]
+        super().__init__(
+            programs, context, initial_block, self.mine.update, [gradients[name] for name in self.sum_names]
+        )
+        every = list(self.pipeline.programs.values())
+        context.groups.ensure(c.refs for program in every for c in program.collectives)  # alike on all ranks
+        self.mail = Mail(context, self.pipeline.axis, every)
+        self.runs: dict[int, Executor] = {}
+        """By the id of a stage's program, which the pipeline holds."""
+        for stages in (self.pipeline.stages, self.pipeline.evaluation):
+            for stage in mine:
+                for program in stages[stage].programs:
+                    self.runs[id(program)] = self._executor(program, compiled=self.compiled, mail=self.mail)
+        self.totals, self.share = self._executor(self.mine.totals), self._executor(self.pipeline.share)
+        self.step = self._executor(self.mine.update, compiled=self.compiled)
+        self.gather = None if self.mine.gather is None else self._executor(self.mine.gather)
+        self.reduce = None if self.mine.reduce is None else self._executor(self.mine.reduce)
+        self.exchange = None if self.mine.exchange is None else self._executor(self.mine.exchange, mail=self.mail)
+        self._batches: list[dict[str, Tensor]] = []
+        self._sent_between = 0
+        """Bytes sent to other stages in the counted step."""
+
+    @property
+    def sent_bytes(self) -> int | None:
+        found = super().sent_bytes
+        return None if found is None else found + self._sent_between
+
+    def expected(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
+        """Of all stages."""
+        dtype = self.params[0].dtype
+        ports = [port for port in self.programs.micro.inputs if port.kind == "parameter"]
+        return {prefix + port.name: (port.shape, dtype) for prefix in ("", *MOMENTS) for port in ports}
+
+    def accumulate(self, batch: TokenBatch) -> None:
+        self._batches.append(self._named_batch(batch))
+
+    def _named_batch(self, batch: TokenBatch) -> dict[str, Tensor]:
+        return {port.name: rows for port, rows in zip(self.batch_ports, self._local(batch))}
+
+    def update(self, lr: float, number: int) -> StepResult:
+        before = self.mail.sent_bytes
+        with self._counted():
+            row = self.pipeline.table.rows[self.place]
+            params = self.params if self.gather is None else self.gather(*self.params)
+            walk = self._walk(self.pipeline.stages, params, self._batches, row)
+            del params
+            self.sums = [walk.sums[name] for name in self.sum_names]
+            sums = self.sums if self.reduce is None else self.reduce(*self.sums)
+            sums = self._exchanged(sums)
+            losses, counts, noted = self._scalars(walk)
+            squares, losses, counts, *noted = self.totals(*sums, losses, counts, *noted)
+            scalars = (losses.sum(), counts.sum(), self._scalar(lr), self._scalar(number), squares)
+            made = self.step(*self.params, *sums, *self.moments[0], *self.moments[1], *scalars)
+        if self._steps == COUNTED - 1:
+            self._sent_between = self.mail.sent_bytes - before
+        norm, finite = self._updated(made)
+        self._batches.clear()
+        return self._result(losses, counts, norm, finite, noted[0] if noted else None)
+
+    def _walk(
+        self, stages: Sequence[Stage], params: Sequence[Tensor], batches: Sequence[dict[str, Tensor]],
+        row: Sequence[Task],
+    ) -> Walk[Tensor]:  # fmt: skip
+        sums = dict(zip(self.sum_names, self.sums))
+        named = {port.name: value for port, value in zip(self.ports, params)}
+        walk: Walk[Tensor] = Walk(self.pipeline.table, stages, self._call, self, named, sums, batches)
+        for i, task in enumerate(row):
+            for coming in row[i : i + 1 + AHEAD]:
+                self.mail.expect(program_of(stages, coming), self._number(coming, coming.stage))
+            walk.do(task)
+        self.mail.finish()
+        return walk
+
+    def _number(self, task: Task, stage: int) -> int:
+        """What tells apart values of one name: the micro-batch, and the stage that receives it."""
+        return task.micro * self.pipeline.table.stages + stage
+
+    def _call(self, program: Program, task: Task, inputs: list[Tensor]) -> list[Tensor]:
+        self.mail.number = self._number(task, neighbour(task))
+        return self.runs[id(program)](*inputs)
+
+    def receive(self, task: Task, port: Port) -> Tensor:
+        return self.mail.take(port.name, self._number(task, task.stage))
+
+    def sent(self, task: Task, port: Port, value: Tensor) -> None:
+        """Its program has started to send it."""
+
+    def _exchanged(self, sums: list[Tensor]) -> list[Tensor]:
+        """The sums, those of shared parameters added up over the devices that have them."""
+        if self.exchange is None:
+            return sums
+        program = self.exchange.program
+        known = dict(zip(self.sum_names, sums))
+        self.mail.number = 0
+        self.mail.expect(program, 0)
+        made = self.exchange(*(known[p.name] if p.kind == "gradient" else self.mail.take(p.name, 0)
+                               for p in program.inputs))  # fmt: skip
+        self.mail.finish()
+        known |= {p.name: value for p, value in zip(program.outputs, made) if p.kind == "gradient"}
+        return [known[name] for name in self.sum_names]
+
+    def _scalars(self, walk: Walk[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Loss and tokens of every micro-batch, and what the model counts: zeros but on the last stage."""
+        ports = self.mine.totals.inputs[len(self.sum_names) :]
+        zeros = [torch.zeros(port.local, dtype=port.dtype, device=self.context.device) for port in ports]
+        if not walk.scalars:
+            return zeros[0], zeros[1], zeros[2:]
+        found = [walk.scalars[micro] for micro in sorted(walk.scalars)]
+        losses, counts = torch.stack([one[0] for one in found]), torch.stack([one[1] for one in found])
+        return losses, counts, [torch.stack([one[2] for one in found]).sum(0)] if zeros[2:] else []
+
+    def evaluate(self, batch: TokenBatch) -> tuple[float, int]:
+        row = [Task("F", stage, 0) for stage in self.pipeline.table.stages_of(self.place)]
+        walk = self._walk(self.pipeline.evaluation, self.params, [self._named_batch(batch)], row)
+        zeros = [torch.zeros((), dtype=port.dtype, device=self.context.device) for port in self.pipeline.share.inputs]
+        loss, count = self.share(*walk.scalars.get(0, zeros))
+        return float(loss), int(count)
+
+
+__all__ = ["PipelineEngine"]

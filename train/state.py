@@ -1,0 +1,183 @@
+"""What every engine holds on a rank: its shards of parameters, gradient sums and moments, and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+from tpshard.parallelism.program import Port, Program, info
+from tpshard.parallelism.runtime.context import Context
+from tpshard.parallelism.runtime.execute import Executor
+from tpshard.parallelism.runtime.mail import Mail
+from tpshard.parallelism.runtime.tally import Tally
+from tpshard.parallelism.sharding import Layout
+from tpshard.parallelism.simulate import block, cut
+from tpshard.programs.training import BATCH, TrainingPrograms
+from tpshard.train.checkpoint import OPTIMIZER
+from tpshard.train.shards import Shard
+from tpshard.train.stream import TokenBatch
+from tpshard.train.training_engine import ReadBlock, StepResult
+
+MOMENTS = (f"{OPTIMIZER}exp_avg/", f"{OPTIMIZER}exp_avg_sq/")
+
+COUNTED = 2
+"""Which step of an attempt is counted: not the first, which makes what stays. Counting makes it slower."""
+
+InitialBlock = Callable[..., Tensor]
+"""(name, starts, sizes, seed=, dtype=) -> that block of a parameter's initial value."""
+
+
+class State:
+    """Every tensor is this rank's part as the program's ports lay it out, padded where uneven."""
+
+    def __init__(
+        self, programs: TrainingPrograms, context: Context, initial_block: InitialBlock, update: Program,
+        sums: Sequence[Port],
+    ):  # fmt: skip
+        """`update` takes this rank's parameters, their gradient sums and both moments, in this order; `sums` are the
+        gradient sums as micro-batches leave them."""
+        self.programs, self.context, self.initial_block = programs, context, initial_block
+        self.compiled = programs.setting.recipe.compile == "inductor"
+        self.executors: list[Executor] = []
+        """Whose waits are counted."""
+        count = len(sums)
+        self.ports = update.inputs[:count]
+        self.batch_ports = [port for port in programs.micro.inputs if port.kind == "batch"]
+        moments = update.inputs[2 * count : 4 * count]
+        self.params = self._zeros(self.ports)
+        self.sums = self._zeros(sums)
+        self.moments = (self._zeros(moments[:count]), self._zeros(moments[count:]))
+        self._steps = 0
+        self._tally: Tally | None = None
+        self.flops_per_sequence = flops(programs.micro) // self.batch_ports[0].shape[0]
+
+    def _executor(self, program: Program, *, compiled: bool = False, mail: Mail | None = None) -> Executor:
+        self.executors.append(Executor(program, self.context, compiled=compiled, mail=mail))
+        return self.executors[-1]
+
+    def _zeros(self, ports: Sequence[Port]) -> list[Tensor]:
+        return [torch.zeros(port.local, dtype=port.dtype, device=self.context.device) for port in ports]
+
+    # ---- which part of the data is this rank's ---------------------------------------------------------------
+    @property
+    def data_ranks(self) -> int:
+        return self.programs.setting.batch.data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        return self.context.mesh.linear_index(self.batch_ports[0].layout.dims[0], self.context.rank)
+
+    @property
+    def exposed_comm_s(self) -> float | None:
+        if self.context.device.type != "cpu" or self.compiled:  # waits are in the compiler's code
+            return None
+        waited = sum(e.waited_s for e in self.executors)
+        for executor in self.executors:
+            executor.waited_s = 0.0
+        return waited
+
+    @property
+    def sent_bytes(self) -> int | None:
+        return None if self._tally is None or self._steps < COUNTED else self._tally.sent_bytes
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of all tensors in the counted step; None before it, and where a compiler allocates unseen."""
+        unseen = self.compiled or self._steps < COUNTED
+        return None if self._tally is None or unseen else self._tally.peak_bytes
+
+    def _counted(self) -> AbstractContextManager[object]:
+        """Counts what the step sends and holds, if it is the one that is counted."""
+        if self._steps != COUNTED - 1:
+            return nullcontext()
+        if self._tally is None:
+            self._tally = Tally([*self.params, *self.sums, *self.moments[0], *self.moments[1]])
+        return self._tally
+
+    # ---- what a step comes to --------------------------------------------------------------------------------
+    def _updated(self, made: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Takes over what an update made; gradient norm and whether all was finite."""
+        self._steps += 1
+        count = len(self.params)
+        self.params = list(made[:count])
+        self.moments = (list(made[count : 2 * count]), list(made[2 * count : 3 * count]))
+        for total in self.sums:
+            total.zero_()
+        norm, finite = made[3 * count :]
+        return norm, finite
+
+    def _result(
+        self, losses: Tensor, counts: Tensor, norm: Tensor, finite: Tensor, counted: Tensor | None
+    ) -> StepResult:
+        """`losses` and `counts` are the micro-batches', `counted` the sum of what the model counts."""
+        each, targets = losses.double() / counts.clamp(min=1), int(counts.sum())
+        mean = float(losses.double().sum()) / max(1, targets)
+        named: dict[str, list[float]] = {}
+        if counted is not None:
+            sizes = self.programs.counted
+            named = {name: part.tolist() for name, part in zip(sizes, counted.split(list(sizes.values())))}
+        return StepResult(tuple(each.tolist()), mean, targets, float(norm), bool(finite), named)
+
+    def _scalar(self, value: float) -> Tensor:
+        return torch.tensor(float(value), device=self.context.device)
+
+    def _local(self, batch: TokenBatch) -> Iterator[Tensor]:
+        """The micro-batch's rows are this data rank's already; what other axes cut (the sequence) is cut here."""
+        for name, port in zip(BATCH, self.batch_ports):
+            rows = getattr(batch, name)
+            assert rows.shape[0] == port.local[0], f"{rows.shape[0]} rows for a program of {port.local[0]}"
+            rest = Layout(((), *port.layout.dims[1:]))
+            yield cut(rows, rest, self.context.mesh, self.context.rank).to(self.context.device)
+
+    # ---- state -----------------------------------------------------------------------------------------------
+    def _named(self) -> Iterator[tuple[str, Port, Tensor]]:
+        for prefix, tensors in (("", self.params), *zip(MOMENTS, self.moments)):
+            for port, tensor in zip(self.ports, tensors):
+                yield prefix + port.name, port, tensor
+
+    def _block(self, port: Port) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        pairs = block(port.shape, port.layout, self.context.mesh, self.context.rank)
+        return tuple(start for start, _ in pairs), tuple(size for _, size in pairs)
+
+    def tensors(self) -> dict[str, Shard]:
+        found = {}
+        for name, port, tensor in self._named():
+            starts, sizes = self._block(port)
+            if all(sizes):  # Of an uneven tensor the last ranks may hold padding alone.
+                found[name] = Shard(tensor[tuple(slice(0, n) for n in sizes)], port.shape, starts)
+        return found
+
+    def expected(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
+        return {name: (port.shape, tensor.dtype) for name, port, tensor in self._named()}
+
+    def load(self, read: ReadBlock) -> None:
+        for name, port, tensor in self._named():
+            self._fill(port, tensor, partial(read, name))
+
+    def initialize(self, seed: int) -> None:
+        for port, tensor in zip(self.ports, self.params):
+            starting = partial(self.initial_block, port.name, seed=seed, dtype=port.dtype)
+            self._fill(port, tensor, starting)
+        for moments in self.moments:
+            for tensor in moments:
+                tensor.zero_()
+
+    def _fill(
+        self, port: Port, tensor: Tensor, read: Callable[[tuple[int, ...], tuple[int, ...]], Tensor]
+    ) -> None:
+        starts, sizes = self._block(port)
+        tensor.zero_()
+        if all(sizes):
+            tensor[tuple(slice(0, n) for n in sizes)] = read(starts, sizes).to(tensor)
+
+
+def flops(program: Program) -> int:
+    """Floating-point operations of all devices together, recomputation left out."""
+    known = (info(node) for node in program.graph.nodes)
+    return sum(k.global_flops for k in known if k.phase != "recompute")
+
+
+__all__ = ["InitialBlock", "State", "flops"]
