@@ -13,11 +13,24 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-STEP_KEYS = (
-    "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "mfu", "peak_memory_bytes",
-    "exposed_comm_s", "sent_bytes", "time", "run", "restarts",
-)  # fmt: skip
-"""Of every row of a training step; null where unknown. Evaluation rows carry `eval_loss` and no `loss`."""
+STEP_KEYS = {
+    "step": "optimizer steps done",
+    "loss": "mean loss of a target token of the step, in nats",
+    "grad_norm": "global norm of the gradients, before clipping",
+    "lr": "learning rate of the step",
+    "tokens": "target tokens that updates were made of, since the run began",
+    "tokens_per_s": "target tokens a second of all devices, in this step",
+    "step_s": "seconds of this step",
+    "mfu": "model FLOPs / (peak FLOP/s of all devices x time); null on a CPU",
+    "peak_memory_bytes": "most memory that a rank has allocated; null where it is not seen",
+    "exposed_comm_s": "seconds of this step that a rank waited for collectives; null where they are not seen",
+    "sent_bytes": "bytes that a rank sends in a step, counted in the second one",
+    "time": "Unix time, in seconds",
+    "run": "number of times that the run was started or continued",
+    "restarts": "restarts after a worker crashed, since the command was given",
+}
+"""Keys of every row of a training step, and what they hold; null where unknown. Evaluation rows carry `eval_loss` and
+no `loss`."""
 
 
 class Records:

@@ -1,0 +1,127 @@
+"""Writes docs/reference/: what the command line, the schema, the device files, the records and the exit codes say.
+
+    python docs/write_reference.py            a test fails where the pages and the code differ
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from typing import Any
+
+from tpshard.cli.main import COMMANDS, command
+from tpshard.devices import read as devices
+from tpshard.recipes import document, exits
+from tpshard.train.records import STEP_KEYS
+
+FOLDER = Path(__file__).resolve().parent / "reference"
+HEAD = "<!-- Written by docs/write_reference.py; change the code instead. -->\n\n"
+
+
+def pages() -> dict[str, str]:
+    """File name -> text of every page."""
+    made = {
+        "commands.md": commands(), "recipe.md": recipe(), "devices.md": device_files(), "metrics.md": metrics(),
+        "exit-codes.md": exit_codes(),
+    }  # fmt: skip
+    return {name: HEAD + text for name, text in made.items()}
+
+
+def table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table; bars in cells are escaped."""
+    lines = [titles, tuple("---" for _ in titles), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+# ---- the command line ----------------------------------------------------------------------------------------------
+def commands() -> str:
+    """Every command with its arguments and options."""
+    parts = ["# Commands\n\n`tpshard COMMAND --help` says the same.\n"]
+    for name, about in COMMANDS.items():
+        parts.append(f"\n## tpshard {name}\n\n")
+        made = command(name)
+        inner = getattr(made, "commands", None)
+        if inner is None:
+            parts.append(_command(f"tpshard {name}", made))
+            continue
+        parts.append(f"{about}\n")
+        for word in inner:
+            parts.append(f"\n### tpshard {name} {word}\n\n" + _command(f"tpshard {name} {word}", inner[word]))
+    return "".join(parts)
+
+
+def _command(words: str, made: Any) -> str:
+    shown = [p for p in made.params if not p.hidden and p.name != "help"]
+    arguments = [p.metavar or p.name.upper() for p in shown if p.param_type_name == "argument"]
+    options = [p for p in shown if p.param_type_name == "option"]
+    usage = " ".join([words, *(["[OPTIONS]"] if options else []), *arguments])
+    text = f"    {usage}\n\n{inspect.cleandoc(made.help or made.short_help or '')}\n"
+    rows = []
+    for option in options:
+        value = "" if option.is_flag else f" {option.metavar or 'N'}"
+        names = ", ".join([*option.opts, *option.secondary_opts])
+        rows.append((f"`{names}{value}`", " ".join((option.help or "").split())))
+    return text + ("\n" + table(("option", "what it does"), rows) if rows else "")
+
+
+# ---- recipes and devices -------------------------------------------------------------------------------------------
+def recipe() -> str:
+    """Every key of a recipe."""
+    rows = [(f"`{key.path}`", key.text, key.legal, f"`{key.default}`") for key in document.keys("")]
+    about = "`tpshard recipes keys PREFIX` prints the same; [Recipes](../recipes.md) explains layers."
+    head = f"# Recipe keys\n\n{about}\n\n"
+    return head + table(("key", "what it does", "may be", "default"), rows)
+
+
+def device_files() -> str:
+    """The shipped devices, with the first comment of each file."""
+    rows = []
+    for path in sorted(Path(devices.__file__).parent.glob("*.yaml")):
+        about = [line.removeprefix("#").strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        comment = " ".join(about[: next(i for i, line in enumerate(about) if line.startswith("schema"))])
+        found = devices.device(path.stem)
+        memory = f"{found.memory_bytes / 2**30:.0f} GiB"
+        rows.append((f"`{path.stem}`", comment, memory, f"{found.memory_bandwidth / 1e12:.2g} TB/s"))
+    head = (
+        "# Devices\n\nWhat `cluster.device` may name; or the path of a file of your own, whose keys "
+        "[Planning](../planning.md#devices) explains.\n\n"
+    )
+    return head + table(("device", "what it is", "memory", "bandwidth"), rows)
+
+
+# ---- records and exit codes ----------------------------------------------------------------------------------------
+def metrics() -> str:
+    """What a row of metrics.jsonl holds."""
+    head = (
+        "# Metrics\n\n`runs/NAME/metrics.jsonl` has one JSON object a line, and wandb gets the same. A row of a "
+        "training step has these keys, null where a figure is not known:\n\n"
+    )
+    rows = [(f"`{name}`", text) for name, text in STEP_KEYS.items()]
+    tail = (
+        "\nA model with experts adds `experts`: `busiest` (most tokens of one expert over the mean of its layer), "
+        "`dropped` (share of choices that no expert computed), and `load` for each layer. A row of an evaluation has "
+        "`step` and `eval_loss`, and no `loss`.\n"
+    )
+    return head + table(("key", "what it is"), rows) + tail
+
+
+def exit_codes() -> str:
+    """The exit codes, with their docstrings."""
+    tree = ast.parse(inspect.getsource(exits.Exit))
+    body = tree.body[0].body  # type: ignore[attr-defined]
+    rows = []
+    for statement, after in zip(body, [*body[1:], None]):
+        if isinstance(statement, ast.Assign):
+            name = statement.targets[0].id  # type: ignore[attr-defined]
+            told = after.value.value if isinstance(after, ast.Expr) else ""  # type: ignore[attr-defined]
+            rows.append((str(int(exits.Exit[name])), f"`{name}`", " ".join(told.split())))
+    head = "# Exit codes\n\nThe same for every command. Of several mistakes the lowest of 2 to 5 is taken.\n\n"
+    return head + table(("code", "name", "when"), rows)
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for file, text in pages().items():
+        (FOLDER / file).write_text(text, encoding="utf-8")
+        print(FOLDER / file)

@@ -1,0 +1,95 @@
+"""The pages for users: the site builds, links lead somewhere, examples run, and the reference is what the code says."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from patience import PATIENCE
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+BLOCK = re.compile(r"(?ms)^```(\w+)\n(.*?)^```$")
+
+
+def blocks(language: str) -> Iterator[tuple[str, str]]:
+    """(page, code) of every fenced block of a language."""
+    for page in PAGES:
+        found = [code for kind, code in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
+        yield from ((f"{page.stem}-{i}", code) for i, code in enumerate(found))
+
+
+def titles(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    text = re.sub(BLOCK, "", page.read_text(encoding="utf-8"))
+    heads = re.findall(r"(?m)^#+ (.+)$", text)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(BLOCK, "", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.is_file(), f"{page.name} links to {target}"
+        assert not anchor or anchor in titles(there), f"{page.name} links to {target}"
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    """Strictly: a link or a page of the menu that leads nowhere is an error."""
+    pytest.importorskip("zensical")
+    shutil.copytree(DOCS, tmp_path / "docs")
+    shutil.copy(ROOT / "zensical.toml", tmp_path)
+    build = [sys.executable, "-m", "zensical", "build", "--strict"]
+    done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site" / "guides" / "make-it-fit" / "index.html").is_file()
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    spec = importlib.util.spec_from_file_location("write_reference", DOCS / "write_reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, text in module.pages().items():
+        written = (DOCS / "reference" / name).read_text(encoding="utf-8")
+        assert written == text, f"run `python docs/write_reference.py`: {name} differs"
+
+
+PARTS = re.compile("path/to|mymodel")
+"""What an example says that needs files of the reader's."""
+WHOLE = [(name, code) for name, code in blocks("python") if "import " in code and not PARTS.search(code)]
+"""Python examples that stand by themselves; others show a part of a file."""
+
+
+@pytest.mark.parametrize(("name", "code"), WHOLE, ids=[name for name, _ in WHOLE])
+def test_python_examples_run(name: str, code: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
+    )  # fmt: skip
+    assert done.returncode == 0, f"{name}:\n{done.stderr}"
+
+
+SHELL = list(blocks("sh"))
+
+
+@pytest.mark.parametrize(("name", "code"), SHELL, ids=[name for name, _ in SHELL])
+def test_shell_examples_run(name: str, code: str, tmp_path: Path) -> None:
+    """Line by line, in one folder."""
+    for line in code.splitlines():
+        program, *arguments = shlex.split(line)
+        assert program == "tpshard"
+        command = [sys.executable, "-m", "tpshard.cli.main", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
