@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -370,8 +369,3 @@ def _by_layout(axes: Sequence[Axis], order: Axes) -> Axes:
 
 def _identifier(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name)
-
-
-def retag(node: fx.Node, **changes: Any) -> None:
-    """Changes fields of a node's `Info`."""
-    node.meta[INFO] = replace(info(node), **changes)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tpshard.parallelism.mesh import Axes, Axis, atoms, common_prefix, merge, overlap, size_of, split
+from tpshard.parallelism.mesh import Axes, Axis, atoms, merge, overlap, size_of, split
 from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size, refines
 
 LATENCY_BYTES = 20_000
@@ -451,8 +451,3 @@ def _joinable_parts(kind: str, a: Parts, b: Parts) -> bool:
         taken = {source for _, source, _ in (*a, *b)}
         return not given & taken
     return True
-
-
-def common(a: Layout, b: Layout) -> Layout:
-    """The layout of the axes on which both agree."""
-    return Layout(tuple(common_prefix(x, y) for x, y in zip(a.dims, b.dims)))

@@ -263,9 +263,5 @@ def even(size: int, axes: Sequence[Axis]) -> bool:
     return size % size_of(axes) == 0
 
 
-def is_even(shape: Sequence[int], layout: Layout) -> bool:
-    return all(even(n, axes) for n, axes in zip(shape, layout.dims))
-
-
 def local_bytes(shape: Sequence[int], layout: Layout, itemsize: int) -> int:
     return math.prod(local_shape(shape, layout)) * itemsize

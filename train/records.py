@@ -92,11 +92,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Training rows by step; of a step logged twice (by a resumed run) the last counts."""
-    return {row["step"]: row for row in rows if "loss" in row}
-
-
 def last_attempt(path: Path) -> int:
     """How often the run was started before, as its rows tell; 0 where there are none."""
     try:

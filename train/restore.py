@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.train.checkpoint import FORMAT, MANIFEST, OPTIMIZER, VERSION, check_cover, manifest_sum, steps
+from tpshard.train.checkpoint import FORMAT, MANIFEST, VERSION, check_cover, manifest_sum, steps
 from tpshard.train.shards import sha256_of
 
 logger = logging.getLogger(__name__)
@@ -210,16 +210,6 @@ def open_checkpoint(folder: Path) -> SavedCheckpoint:
             fix="another step of the same run, or a copy of this one",
         ) from error
     return checkpoint
-
-
-def read_tensors(folder: Path, *, optimizer: bool = False) -> dict[str, torch.Tensor]:
-    """The whole model of a verified checkpoint, by parameter name, on the CPU; with `optimizer`, its state too.
-
-    Raises:
-        Mistakes: exit 7.
-    """
-    checkpoint = open_checkpoint(folder)
-    return {n: checkpoint.tensor(n) for n in checkpoint.tensors if optimizer or not n.startswith(OPTIMIZER)}
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

@@ -52,11 +52,6 @@ class Context:
         """Rank 0 writes what is written once."""
         return self.rank == 0
 
-    @property
-    def stop_requested(self) -> bool:
-        """Whether this rank was asked to stop; `stop` is what all ranks agree on."""
-        return self.stopping.signal is not None
-
     def largest(self, number: int) -> int:
         """The largest of all ranks' numbers. Collective."""
         if self.world == 1:

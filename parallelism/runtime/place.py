@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 RENDEZVOUS = "TPSHARD_RENDEZVOUS"
@@ -140,8 +140,3 @@ def first_host(nodelist: str) -> str:
     if found[2] is None:
         return found[1]
     return found[1] + re.split(r"[-,]", found[2])[0] + (found[3] or "")
-
-
-def local_place(place: Place, rank: int) -> Place:
-    """The place of another worker of this host; `rank` counts from 0 on the host."""
-    return replace(place, rank=place.rank + rank, local_rank=rank)
