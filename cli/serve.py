@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tpshard.cli.sources import SourceModel
     from tpshard.programs.served import Served
     from tpshard.recipes.schema import Recipe
-    from tpshard.serve.check import Need
+    from tpshard.serve.need import Need
     from tpshard.serve.service import Service
 
 Check = Annotated[bool, typer.Option("--check", help="Say what it would take, load nothing, and end.")]
@@ -94,7 +94,7 @@ def _need(loaded: Recipe, served: Served) -> Need:
     import psutil
     from tpshard.programs.serving import ServeSetting, build_serving
     from tpshard.recipes.diagnostic import Exit, Mistakes
-    from tpshard.serve.check import need
+    from tpshard.serve.need import need
 
     setting = ServeSetting.of(loaded, served, _kind(loaded))
     ranks = setting.mesh.ranks

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.program import Program
-from tpshard.plan import describe, pipeline, serving
+from tpshard.plan import describe, pipeline, server
 from tpshard.plan.forecast import Conditions, Forecast, forecast
 from tpshard.plan.pricing import Part, Pricing, price_parts, priced_pipeline
 from tpshard.plan.report import Job, Report
@@ -63,7 +63,7 @@ def report(recipe: Recipe, source: str, what: str = "train", accuracy: str = "")
     """
     with uncollected():
         if what != "train":
-            return serving.report(recipe, what, source, accuracy)
+            return server.report(recipe, what, source, accuracy)
         return of_training(built(Setting.of(recipe, devices_of(recipe))), source, accuracy)
 
 

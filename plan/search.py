@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tpshard.plan import make, serving
+from tpshard.plan import make, server
 from tpshard.plan.report import Edit, Report
 from tpshard.plan.units import gib, seconds
 from tpshard.programs import cluster
@@ -46,7 +46,7 @@ def quick(recipe: Recipe, what: str = "train") -> Quick:
     if recipe.model.preset is None or layers <= MORE or files or (recipe.pipeline is not None and what == "train"):
         return _measured(recipe, what)
     try:
-        blocks = serving.cache_blocks(recipe) if what != "train" else None  # fewer layers would leave room for more
+        blocks = server.cache_blocks(recipe) if what != "train" else None  # fewer layers would leave room for more
         few, more = (_measured(variant(recipe, [f"model.layers={n}"]), what, blocks) for n in (FEW, MORE))
     except Mistakes:  # something is wrong with the recipe, or it names a layer that a smaller model has not
         return _measured(recipe, what)
@@ -72,7 +72,7 @@ def _measured(recipe: Recipe, what: str, blocks: int | None = None) -> Quick:
         pricing = make.price_training(make.built(Setting.of(recipe, devices_of(recipe))))
     else:
         with make.uncollected():
-            pricing = serving.report(recipe, what, blocks=blocks, whole=False).pricing
+            pricing = server.report(recipe, what, blocks=blocks, whole=False).pricing
     needed = pricing.needed_bytes
     return Quick(needed, pricing.step_s, pricing.exposed_s, needed <= pricing.device.memory_bytes)
 
@@ -182,7 +182,7 @@ def _served_smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
     """Edits of a server that need less memory, the least intrusive first."""
     tp, requests, length = report.job.mesh.get("tp", 1), recipe.serve.requests, recipe.model.seq_len
     cache = report.static_bytes()["cache"]
-    block = cache // (serving.cache_blocks(recipe) + 1)  # one that no request takes comes on top of `cache_mb`
+    block = cache // (server.cache_blocks(recipe) + 1)  # one that no request takes comes on top of `cache_mb`
     left = cache - block - math.ceil(-report.spare_bytes / report.pricing.device.reserved)
     if left >= max(2**20, cache // 8):
         yield [f"serve.cache_mb={left // 2**20}"]

@@ -33,7 +33,7 @@ from tpshard.programs import naming
 from tpshard.programs.annotations import annotate
 from tpshard.programs.layouts import Arrangement, arrange
 from tpshard.programs.padding import notes, padded
-from tpshard.programs.paged import ROWS, page_attention, rows_of, take_wanted
+from tpshard.programs.paging import ROWS, page_attention, rows_of, take_wanted
 from tpshard.programs.served import Served
 from tpshard.programs.step_kernels import (
     Pass,

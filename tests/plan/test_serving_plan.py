@@ -29,8 +29,8 @@ from tpshard.programs import cluster
 from tpshard.programs.layouts import LAYOUTS
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
-from tpshard.serve.check import need
 from tpshard.serve.job import Job
+from tpshard.serve.need import need
 from tpshard.serve.quantize import Quantizer, Sequences, write
 from tpshard.serve.runner import ProgramRunner
 from tpshard.serve.step import StepInput

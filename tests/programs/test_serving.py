@@ -20,8 +20,8 @@ from tpshard.models.layers import Embedding, Linear
 from tpshard.programs.served import Served
 from tpshard.programs.serving import ServeSetting, build_serving
 from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.serve.check import need
 from tpshard.serve.engine import Engine
+from tpshard.serve.need import need
 from tpshard.serve.request import Sampling, Sequence
 
 LLAMA = ModelConfig(

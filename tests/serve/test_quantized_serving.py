@@ -14,8 +14,8 @@ from tpshard.kernels.int4 import Int4
 from tpshard.kernels.norm import NORM
 from tpshard.models import build, from_hf
 from tpshard.models.config import ModelConfig
-from tpshard.serve.check import kernels
 from tpshard.serve.engine import Engine
+from tpshard.serve.need import kernels
 from tpshard.serve.quantize import Quantizer, Sequences, write
 from tpshard.serve.request import Sampling, Sequence
 
