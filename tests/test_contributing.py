@@ -1,0 +1,75 @@
+"""The exercises of `docs/contributing` are done word for word, each in a copy of the checkout."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from patience import PATIENCE
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs" / "contributing").glob("*.md"))
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def test_the_pages_are_linked() -> None:
+    linked = re.findall(r"\(docs/contributing/(\w[\w-]*\.md)\)", (ROOT / "CONTRIBUTING.md").read_text())
+    assert sorted(linked) == [page.name for page in PAGES] and len(PAGES) == 5
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_an_exercise_does_what_it_says(page: Path, tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    skip = shutil.ignore_patterns(".git", ".venv*", "*.egg-info", "build", "dist", "runs", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, checkout, symlinks=True, ignore=skip)
+    printed = ""
+    for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if kind == "diff":
+            change(checkout, text)
+        elif kind == "sh":
+            printed = done(checkout, text)
+        elif kind == "text":
+            assert all(line in printed for line in text.splitlines()), printed
+        else:
+            write(checkout, text)
+
+
+def write(checkout: Path, text: str) -> None:
+    """A new file, named by the block's first line."""
+    name, _, rest = text.partition("\n")
+    path = checkout / name.removeprefix("# ")
+    assert not path.exists()
+    path.write_text(rest, encoding="utf-8")
+
+
+def change(checkout: Path, text: str) -> None:
+    """Lines with a minus, or none, are there once and become those with a plus, or none."""
+    for part in re.split(r"^--- ", text, flags=re.MULTILINE)[1:]:
+        name, *lines = part.splitlines(keepends=True)
+        path = checkout / name.strip()
+        before = "".join(line[1:] for line in lines if line[0] in " -")
+        after = "".join(line[1:] for line in lines if line[0] in " +")
+        old = path.read_text(encoding="utf-8")
+        assert old.count(before) == 1, f"{name}: {before}"
+        path.write_text(old.replace(before, after), encoding="utf-8")
+
+
+def done(checkout: Path, commands: str) -> str:
+    """What commands print to stdout; they must end with 0."""
+    bin_ = checkout.parent / "bin"
+    bin_.mkdir(exist_ok=True)
+    for name, line in (("python", '"$@"'), ("tpshard", '-m tpshard.cli.main "$@"')):
+        (bin_ / name).write_text(f"#!/bin/sh\nexec {sys.executable} {line}\n")
+        (bin_ / name).chmod(0o755)
+    paths = {"PATH": f"{bin_}:{os.environ['PATH']}", "PYTHONPATH": str(checkout / "types")}
+    ran = subprocess.run(
+        ["bash", "-e", "-c", commands], cwd=checkout, env=os.environ | paths, capture_output=True, text=True,
+        timeout=PATIENCE,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
