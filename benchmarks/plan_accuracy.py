@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tpshard.parallelism.fusion import Compiled
-from tpshard.plan import make, search
-from tpshard.programs.setting import Setting, model_config
+from tpshard.plan import make
+from tpshard.programs.alike import Variants
+from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
@@ -137,25 +138,18 @@ def compiled_of(row: dict[str, str]) -> Compiled:
     return "layers" if eager_loss else "all"
 
 
-def figures(row: dict[str, str], recipe: Recipe) -> tuple[float, float]:
+def figures(row: dict[str, str], recipe: Recipe, quick: bool) -> tuple[float, float]:
     """(GiB of the kind that the row gives, seconds of a step)."""
-    pricing = make.price_training(make.built(Setting.of(recipe)), compiled_of(row))
+    build = Variants().build if quick else make.built
+    pricing = make.price_training(build(Setting.of(recipe)), compiled_of(row))
     memory = pricing.reserved_bytes if row.get("mem_kind") == "reserved_peak" else pricing.peak_bytes
     return memory / 2**30, pricing.step_s
 
 
 def predict(row: dict[str, str], quick: bool) -> Outcome:
-    """`quick`: built with few layers and extended to the recipe's, as the search does."""
+    """`quick`: layers that are alike are made once, as for edits and the search; the same figures."""
     begun = time.perf_counter()
-    recipe = recipe_of(row)
-    if quick:
-        config = model_config(recipe)
-        assert config is not None
-        times = (config.layers - search.FEW) / (search.MORE - search.FEW)
-        few, more = (figures(row, search.variant(recipe, [f"model.layers={n}"])) for n in (search.FEW, search.MORE))
-        memory, step = (a + (b - a) * times for a, b in zip(few, more))
-    else:
-        memory, step = figures(row, recipe)
+    memory, step = figures(row, recipe_of(row), quick)
     return Outcome(row, memory, step, time.perf_counter() - begun)
 
 
@@ -199,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--write", action="store_true", help="write docs/plan_accuracy.md and the plan's accuracy line")
-    parser.add_argument("--quick", action="store_true", help="build few layers and extend to all")
+    parser.add_argument("--quick", action="store_true", help="make layers that are alike once")
     add_options(parser)
     asked = parser.parse_args()
     record = Record("plan_accuracy", quiet=asked.json)

@@ -1,7 +1,6 @@
-"""Variants of a recipe, priced quickly: edits that would fit, suggestions with their gain, the search over meshes.
+"""Variants of a recipe, priced: edits that would fit, suggestions with their gain, the search over meshes.
 
-A variant is built with two small numbers of layers and extended linearly to the recipe's: layers are alike, so bytes
-and seconds grow by the same amount with each. The figures of a plan itself never come from here.
+Every variant is built whole and priced as its own plan would be; `programs.alike` makes that fast.
 """
 
 from __future__ import annotations
@@ -13,14 +12,11 @@ from dataclasses import dataclass, field
 from tpshard.plan import make, server
 from tpshard.plan.report import Edit, Report
 from tpshard.plan.units import gib, seconds
-from tpshard.programs import cluster
-from tpshard.programs.setting import Setting, devices_of, model_config
+from tpshard.programs.alike import Variants
+from tpshard.programs.setting import Setting, devices_of
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
-
-FEW, MORE = 2, 4
-"""Layers that a variant is built with; their difference is even, for recomputation of every second one."""
 
 
 @dataclass(frozen=True)
@@ -38,41 +34,14 @@ def variant(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     return loads(recipe.to_yaml(), list(changes), file=recipe.name)
 
 
-def quick(recipe: Recipe, what: str = "train") -> Quick:
-    """Prices a variant. Raises `Mistakes` where it does not fit together."""
-    config = model_config(recipe)
-    layers = config.layers if config is not None else 0
-    files = what != "train" and recipe.serve.checkpoint != "latest"  # they say how many layers there are
-    if recipe.model.preset is None or layers <= MORE or files or (recipe.pipeline is not None and what == "train"):
-        return _measured(recipe, what)
-    try:
-        blocks = server.cache_blocks(recipe) if what != "train" else None  # fewer layers would leave room for more
-        few, more = (_measured(variant(recipe, [f"model.layers={n}"]), what, blocks) for n in (FEW, MORE))
-    except Mistakes:  # something is wrong with the recipe, or it names a layer that a smaller model has not
-        return _measured(recipe, what)
-    times = (layers - FEW) / (MORE - FEW)
-    needed = int(few.needed_bytes + (more.needed_bytes - few.needed_bytes) * times)
-    device, _, per_host = cluster.device_of(recipe)
-    return Quick(
-        needed,
-        few.step_s + (more.step_s - few.step_s) * times,
-        few.exposed_s + (more.exposed_s - few.exposed_s) * times,
-        needed <= device.shared_by(_processes(recipe, what, per_host)).memory_bytes,
-    )
-
-
-def _processes(recipe: Recipe, what: str, per_host: int) -> int:
-    """Devices of a host that are in use."""
-    serving = math.prod(max(1, size) for size in recipe.serve.mesh.values())
-    return per_host if what == "train" else min(serving, per_host) if recipe.cluster is not None else serving
-
-
-def _measured(recipe: Recipe, what: str, blocks: int | None = None) -> Quick:
-    if what == "train":
-        pricing = make.price_training(make.built(Setting.of(recipe, devices_of(recipe))))
-    else:
-        with make.uncollected():
-            pricing = server.report(recipe, what, blocks=blocks, whole=False).pricing
+def quick(recipe: Recipe, what: str = "train", variants: Variants | None = None) -> Quick:
+    """Prices a variant; `variants` knows those before it. Raises `Mistakes` where it does not fit together."""
+    with make.uncollected():
+        if what == "train":
+            setting = Setting.of(recipe, devices_of(recipe))
+            pricing = make.price_training((variants or Variants()).build(setting))
+        else:
+            pricing = server.report(recipe, what, whole=False).pricing
     needed = pricing.needed_bytes
     return Quick(needed, pricing.step_s, pricing.exposed_s, needed <= pricing.device.memory_bytes)
 
@@ -83,6 +52,7 @@ def edits(report: Report, recipe: Recipe, wanted: int = 3, tries: int = 9) -> li
 
     An edit that changes what a fitting one changes, and more or further, is tried only where others are too few.
     """
+    variants = Variants()
     done: list[Edit] = []
     fitting: list[frozenset[str]] = []
     further: list[list[str]] = []
@@ -102,7 +72,7 @@ def edits(report: Report, recipe: Recipe, wanted: int = 3, tries: int = 9) -> li
     for change in first():
         if tries == 0 or len(fitting) == wanted:
             break
-        found = _edit(recipe, change, report.job.what)
+        found = _edit(recipe, change, variants, report.job.what)
         if found is not None:
             tries -= 1
             done.append(found)
@@ -117,17 +87,18 @@ def _keys(changes: Sequence[str]) -> frozenset[str]:
 
 def suggestions(report: Report, recipe: Recipe, wanted: int = 3, tries: int = 4) -> list[Edit]:
     """Edits that fit and are at least 2% faster, the fastest first."""
+    variants = Variants()
     done = []
     for change in list(_faster(report, recipe))[:tries]:
-        found = _edit(recipe, change)
+        found = _edit(recipe, change, variants)
         if found is not None and found.fits and found.step_s < 0.98 * report.pricing.step_s:
             done.append(found)
     return sorted(done, key=lambda e: (e.step_s, e.change))[:wanted]
 
 
-def _edit(recipe: Recipe, changes: Sequence[str], what: str = "train") -> Edit | None:
+def _edit(recipe: Recipe, changes: Sequence[str], variants: Variants, what: str = "train") -> Edit | None:
     try:
-        found = quick(variant(recipe, changes), what)
+        found = quick(variant(recipe, changes), what, variants)
     except Mistakes:
         return None
     words = ", ".join(change.replace("=", ": ", 1) for change in changes)
@@ -255,7 +226,7 @@ def search(recipe: Recipe, say: Callable[[str], None] | None = None) -> SearchRe
     Recomputation is tried from none upwards and only until it fits, a larger micro-batch only while a smaller one fits.
     Raises `Mistakes` where no variant can be priced for something that is wrong with the recipe itself.
     """
-    tell = say or (lambda _: None)
+    tell, variants = say or (lambda _: None), Variants()
     result = SearchResult()
     for mesh in meshes(recipe):
         ranks = mesh.get("dp", 1) * mesh.get("fsdp", 1)
@@ -263,7 +234,7 @@ def search(recipe: Recipe, say: Callable[[str], None] | None = None) -> SearchRe
         for per_device in (n for n in (1, 2, 4, 8) if each and each % n == 0):
             placed = False
             for remat in ("none", "selective", "full"):
-                found = _tried(recipe, mesh, remat, per_device)
+                found = _tried(recipe, mesh, remat, per_device, variants)
                 if found is None or not found.found.fits:
                     result.refused += 1
                     result.closest = min(filter(None, (result.closest, found)), key=_needed, default=None)
@@ -296,11 +267,13 @@ def meshes(recipe: Recipe) -> Iterator[dict[str, int]]:
                 yield {**fixed, "dp": dp, "fsdp": left // (tp * dp), "tp": tp}
 
 
-def _tried(recipe: Recipe, mesh: dict[str, int], remat: str, per_device: int) -> Candidate | None:
+def _tried(
+    recipe: Recipe, mesh: dict[str, int], remat: str, per_device: int, variants: Variants
+) -> Candidate | None:
     made = Candidate(mesh, remat, per_device, Quick(0, 0.0, 0.0, False), 0.0)
     try:
         changed = variant(recipe, made.changes)
-        found = quick(changed)
+        found = quick(changed, variants=variants)
     except Mistakes:
         return None
     tokens = changed.batch.global_sequences * changed.model.seq_len

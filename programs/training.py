@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -82,19 +82,24 @@ class TrainingPrograms:
         return [p.name for p in self.micro.inputs if p.kind == "parameter"]
 
 
-def build(setting: Setting, watch: Callable[[TrainingPrograms, Passed], None] | None = None) -> TrainingPrograms:
+def build(
+    setting: Setting, watch: Callable[[TrainingPrograms, Passed], None] | None = None, micro: Program | None = None,
+    update: Callable[[Setting, Mapping[str, Layout]], Program] | None = None,
+) -> TrainingPrograms:  # fmt: skip
     """Captures, propagates and partitions all programs of a training recipe. Raises Mistakes for what does not fit.
 
-    `watch` sees the programs with the micro-batch's as each pass leaves it.
+    `watch` sees the programs with the micro-batch's as each pass leaves it. `micro` is that program before any pass,
+    where it is there already; `update` makes the optimizer's otherwise than `update_program`.
     """
     if setting.recipe.pipeline is not None:
         from tpshard.programs import pipeline  # cuts what this module makes
 
         return pipeline.build(setting)
-    with traceable(setting):
-        micro = micro_program(setting)
+    if micro is None:
+        with traceable(setting):
+            micro = micro_program(setting)
     storage = {p.name: p.layout for p in micro.inputs if p.kind == "parameter"}
-    update = update_program(setting, storage)
+    updating = (update or update_program)(setting, storage)
     accumulate = setting.recipe.fsdp.accumulate
     several = setting.batch.micro_batches > 1
     gather = reduce = None
@@ -105,10 +110,10 @@ def build(setting: Setting, watch: Callable[[TrainingPrograms, Passed], None] | 
     if gather is not None or reduce is not None:
         micro = micro_program(setting, micro, gathered=gather is not None, unreduced=reduce is not None)
     check_reshards(setting, (micro,))
-    micro.warnings.extend(setting.notes)
+    micro = replace(micro, warnings=[*micro.warnings, *setting.notes])
 
     def programs(micro: Program) -> TrainingPrograms:
-        return TrainingPrograms(setting, micro, update, storage, gather, reduce)
+        return TrainingPrograms(setting, micro, updating, storage, gather, reduce)
 
     if watch is None:
         return programs(apply(setting, micro))

@@ -68,7 +68,7 @@ def test_a_server_that_does_not_fit_is_told_edits_that_fit_when_made(report, mon
 def test_an_edit_that_fits_is_not_offered_again_with_more_beside_it(report, monkeypatch):
     tried = []
 
-    def quick(recipe, what):
+    def quick(recipe, what, variants):
         tried.append((recipe.batch.per_device, recipe.remat))
         return search.Quick(1, 1.0, 0.0, recipe.batch.per_device == 1 or recipe.remat == "full")
 
@@ -120,7 +120,8 @@ def test_the_fastest_is_saved_as_a_recipe_that_plans_as_it_was_found(small, caps
 def test_a_search_that_finds_nothing_says_why(small, capsys, monkeypatch):
     assert tpshard(["plan", "small.yaml", "--search", "cluster.device=nowhere.yaml"]) == Exit.RECIPE
     assert "nowhere.yaml" in capsys.readouterr().err
-    monkeypatch.setattr(search, "quick", lambda recipe: search.Quick(2**40 + recipe.batch.per_device, 1.0, 0.0, False))
+    too_much = lambda recipe, **_: search.Quick(2**40 + recipe.batch.per_device, 1.0, 0.0, False)  # noqa: E731
+    monkeypatch.setattr(search, "quick", too_much)
     assert tpshard(["plan", "small.yaml", "--search"]) == Exit.FIT
     assert "the smallest needs 1024 GiB a device: " in capsys.readouterr().out
     assert [path.name for path in small.parent.iterdir()] == ["small.yaml"]

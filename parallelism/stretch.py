@@ -1,0 +1,280 @@
+"""The program of a deep model from that of a shallow one: where layers are alike, one stands for all in between.
+
+Capturing, propagating and partitioning say of each such layer the same again. Whether they do is looked at, not
+assumed: a layer is repeated only where it and the one before it are the same program, node by node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+from tpshard.parallelism.program import INFO, Collective, Info, Port, Program, info
+
+FEW = 4
+"""Layers of a program that can be stretched: two ends, and two in between that are compared."""
+SAME, ALIKE, LAST = 1, 2, 3
+"""The layer that is compared, the one that is repeated, and the last one."""
+
+
+def stretched(program: Program, stack: str, layers: int) -> Program | None:
+    """A partitioned step of `FEW` layers `stack.N`, no pass done yet, as that of `layers`; None where the layers in
+    between are not alike.
+
+    `layers` is at least `FEW`. Values have the names that they have in the deep model's program; `records` and
+    explanations are those of the shallow one.
+    """
+    try:
+        return _Stretch(program, stack, layers).run()
+    except _Unlike:
+        return None
+
+
+class _Unlike(Exception):
+    """Layers differ in more than their number."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring nodes of the repeated layer."""
+
+    nodes: tuple[fx.Node, ...]
+    rising: bool
+    """Layers come in their order, as in the forward pass."""
+
+
+class _Stretch:
+    def __init__(self, program: Program, stack: str, layers: int):
+        self.program, self.stack = program, stack
+        self.copies = layers - FEW + 1
+        self.nodes = list(program.graph.nodes)
+        feeds = [node for node in self.nodes if node.op == "placeholder"]
+        self.port = dict(zip(feeds, program.inputs, strict=True))
+        self.layer = self._layers()
+        self.twin: dict[fx.Node, fx.Node] = {}
+        """A node of the compared layer -> the same of the repeated one."""
+        self.back: dict[fx.Node, fx.Node] = {}
+        """A node of the last layer that the repeated one reads -> the same of the repeated one."""
+        self.runs = self._runs()
+        for node, other in self.twin.items():
+            self._compare(node, other)
+        self._check_readers()
+
+    # ---- what belongs where ------------------------------------------------------------------------------------------
+    def _layers(self) -> dict[fx.Node, int | None]:
+        """By its place, by its parameter, or by all that it reads; None for what is outside of layers."""
+        found: dict[fx.Node, int | None] = {}
+        for node in self.nodes:
+            layer = info(node).place.layer if node.op == "call_function" else None
+            if layer is not None and layer.stack == self.stack:
+                found[node] = layer.number
+            elif node in self.port:
+                number = self.port[node].name.removeprefix(f"{self.stack}.").partition(".")[0]
+                own = self.port[node].name.startswith(f"{self.stack}.") and number.isdigit()
+                found[node] = int(number) if own else None
+            else:
+                read = {found[operand] for operand in node.all_input_nodes} - {None}
+                found[node] = read.pop() if len(read) == 1 and node.op == "call_function" else None
+        return found
+
+    def _runs(self) -> list[_Run]:
+        """Of the repeated layer; each lies between one of the compared layer and one of the last."""
+        cut: list[tuple[int | None, list[fx.Node]]] = []
+        for node in self.nodes:
+            if not cut or cut[-1][0] != self.layer[node]:
+                cut.append((self.layer[node], []))
+            cut[-1][1].append(node)
+        runs = []
+        for i, (layer, nodes) in enumerate(cut):
+            if layer != ALIKE:
+                continue
+            around = [cut[j][0] if 0 <= j < len(cut) else None for j in (i - 1, i + 1)]
+            if SAME not in around:
+                raise _Unlike
+            rising = around[0] == SAME
+            same = cut[i - 1 if rising else i + 1][1]
+            if len(same) != len(nodes) or any(node in self.twin for node in same):
+                raise _Unlike
+            self.twin.update(zip(same, nodes))
+            runs.append(_Run(tuple(nodes), rising))
+        if len(self.twin) != sum(layer == SAME for layer in self.layer.values()):
+            raise _Unlike
+        return runs
+
+    # ---- are they alike? ---------------------------------------------------------------------------------------------
+    def _compare(self, node: fx.Node, other: fx.Node) -> None:
+        if (node.op, node.target) != (other.op, other.target) and node.op != "placeholder":
+            raise _Unlike
+        if node in self.port:
+            if self._port(self.port[node], SAME, ALIKE) != self.port[other]:
+                raise _Unlike
+        elif self._bare(self._info(info(node), SAME, ALIKE)) != self._bare(info(other)):
+            raise _Unlike
+        self._compare_args((node.args, node.kwargs), (other.args, other.kwargs))
+
+    def _compare_args(self, mine: Any, theirs: Any) -> None:
+        if isinstance(mine, fx.Node) and isinstance(theirs, fx.Node):
+            self._compare_read(mine, theirs)
+        elif isinstance(mine, (list, tuple)) and isinstance(theirs, (list, tuple)):
+            if len(mine) != len(theirs):
+                raise _Unlike
+            for a, b in zip(mine, theirs):
+                self._compare_args(a, b)
+        elif isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+            if mine.keys() != theirs.keys():
+                raise _Unlike
+            for key in mine:
+                self._compare_args(mine[key], theirs[key])
+        elif mine != theirs:
+            raise _Unlike
+
+    def _compare_read(self, mine: fx.Node, theirs: fx.Node) -> None:
+        """What a node reads and what its twin reads: the same, or the same of the next layer."""
+        here, there = self.layer[mine], self.layer[theirs]
+        if mine is theirs and here not in (SAME, ALIKE, LAST):
+            return
+        if here is None or there != here + 1:
+            raise _Unlike
+        if here == SAME and self.twin.get(mine) is not theirs:
+            raise _Unlike
+        if here == ALIKE and self.back.setdefault(theirs, mine) is not mine:
+            raise _Unlike
+        if here != SAME and self._specs(mine) != self._specs(theirs):
+            raise _Unlike
+
+    def _check_readers(self) -> None:
+        """The repeated layer is read by itself, its neighbours and the results alone, and no layer skips it."""
+        for node in self.nodes:
+            layer = self.layer[node]
+            for operand in node.all_input_nodes if node.op != "output" else ():
+                away = self.layer[operand]
+                if away == ALIKE and layer not in (SAME, ALIKE, LAST):
+                    raise _Unlike
+                if {layer, away} == {SAME, LAST} or ((layer, away) == (ALIKE, LAST) and operand not in self.back):
+                    raise _Unlike
+
+    def _specs(self, node: fx.Node) -> Any:
+        return self.port[node].local if node in self.port else info(node).specs
+
+    @staticmethod
+    def _bare(known: Info) -> Info:
+        """Without what says only where it comes from."""
+        comm = known.comm
+        if comm is not None:
+            comm = replace(comm, why=(), value=tuple(map(_bare_name, comm.value)))
+        return replace(known, origin="", comm=comm)
+
+    # ---- the deep one ------------------------------------------------------------------------------------------------
+    def run(self) -> Program:
+        graph = fx.Graph()
+        made: dict[tuple[fx.Node, int], fx.Node] = {}
+        inputs: list[tuple[fx.Node, int]] = []
+        following = {run.nodes[0]: run for run in self.runs}
+        inside = {node for run in self.runs for node in run.nodes}
+
+        def copied(node: fx.Node, copy: int) -> None:
+            new = graph.node_copy(node, lambda operand: made[self._read(node, operand, copy)])
+            made[node, copy] = new
+            if node in self.port:
+                inputs.append((node, copy))
+            known = node.meta.get(INFO)
+            if known is not None:
+                new.meta[INFO] = self._info(known, *self._numbers(node, copy))
+
+        outputs: list[tuple[int, int]] = []
+        for node in self.nodes:
+            if node.op == "output":
+                outputs = self._outputs(node)
+                results = list(node.args[0])  # type: ignore[arg-type]
+                end = graph.output(tuple(made[results[i], copy] for i, copy in outputs))
+                end.meta[INFO] = Info(())
+            elif node in following:
+                run = following[node]
+                for copy in range(self.copies) if run.rising else reversed(range(self.copies)):
+                    for one in run.nodes:
+                        copied(one, copy)
+            elif node not in inside:
+                copied(node, 0)
+        at = {key: i for i, key in enumerate(inputs)}
+        feeds = list(self.port)
+        donated = {
+            i: at[feeds[self.program.donated[k]], copy]
+            for i, (k, copy) in enumerate(outputs) if k in self.program.donated
+        }  # fmt: skip
+        results = list(self.nodes[-1].args[0])  # type: ignore[arg-type]
+        return replace(
+            self.program, graph=graph, donated=donated,
+            inputs=tuple(self._port(self.port[node], *self._numbers(node, copy)) for node, copy in inputs),
+            outputs=tuple(
+                self._port(self.program.outputs[k], *self._numbers(results[k], copy)) for k, copy in outputs
+            ),
+        )  # fmt: skip
+
+    def _read(self, node: fx.Node, operand: fx.Node, copy: int) -> tuple[fx.Node, int]:
+        """The copy of an operand that a node's copy reads."""
+        layer, away = self.layer[node], self.layer[operand]
+        if layer == ALIKE:
+            if away == ALIKE:
+                return operand, copy
+            if away == SAME:
+                return (operand, 0) if copy == 0 else (self.twin[operand], copy - 1)
+            if away == LAST:
+                return (operand, 0) if copy == self.copies - 1 else (self.back[operand], copy + 1)
+        if away == ALIKE and layer == LAST:
+            return operand, self.copies - 1
+        return operand, 0
+
+    def _outputs(self, node: fx.Node) -> list[tuple[int, int]]:
+        """Results in the deep program's order, as (index in the shallow one's, copy)."""
+        layers = [self.layer[result] for result in node.args[0]]  # type: ignore[index,union-attr]
+        mine = [i for i, layer in enumerate(layers) if layer == ALIKE]
+        if not mine:
+            return [(i, 0) for i in range(len(layers))]
+        first, last = mine[0], mine[-1]
+        if mine != list(range(first, last + 1)):
+            raise _Unlike
+        return [
+            *((i, 0) for i in range(first)),
+            *((i, copy) for copy in range(self.copies) for i in mine),
+            *((i, 0) for i in range(last + 1, len(layers))),
+        ]
+
+    def _numbers(self, node: fx.Node, copy: int) -> tuple[int, int]:
+        """(a node's layer, its layer in the deep program)."""
+        layer = self.layer[node]
+        if layer == ALIKE:
+            return ALIKE, ALIKE + copy
+        return (LAST, LAST + self.copies - 1) if layer == LAST else (0, 0)
+
+    def _name(self, name: str, old: int, new: int) -> str:
+        before = f"{self.stack}.{old}"
+        if name != before and not name.startswith(f"{before}."):
+            return name
+        return f"{self.stack}.{new}{name[len(before):]}"
+
+    def _port(self, port: Port, old: int, new: int) -> Port:
+        return replace(port, name=self._name(port.name, old, new))
+
+    def _info(self, known: Info, old: int, new: int) -> Info:
+        if old == new:
+            return known
+        place, comm = known.place, known.comm
+        if place.layer is not None and place.layer == (self.stack, old):
+            place = place._replace(module=self._name(place.module, old, new), layer=place.layer._replace(number=new))
+        if comm is not None:
+            comm = self._renamed(comm, old, new)
+        return replace(known, place=place, comm=comm)
+
+    def _renamed(self, comm: Collective, old: int, new: int) -> Collective:
+        return replace(comm, value=tuple(self._name(name, old, new) for name in comm.value))
+
+
+def _bare_name(name: str) -> str:
+    """Of a parameter its name; a value that the model gave no name has one of its operation, with a number."""
+    return name if "." in name else ""
+
+
+
+__all__ = ["FEW", "stretched"]

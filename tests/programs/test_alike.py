@@ -1,0 +1,100 @@
+"""Programs of deep models made from shallow ones are those of the deep models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import fx
+from tpshard.parallelism.program import Program, info
+from tpshard.parallelism.stretch import FEW, stretched
+from tpshard.plan import make, search
+from tpshard.programs import alike, training
+from tpshard.programs.setting import Setting, devices_of
+from tpshard.recipes.load import loads
+
+SMALL = "seq_len: 16, width: 16, heads: 4, kv_heads: 2, mlp: 24, vocab: 32, layers: 7"
+LAYERED = "sharding: {annotate: {'layers.*.residual': [batch, seq_sp, embed]}, rules: {seq_sp: tp}}"
+
+
+def setting(mesh: str, preset: str = "tiny", *more: str, extra: str = "") -> Setting:
+    recipe = f"""
+name: small
+mesh: {mesh}
+model: {{preset: {preset}, {SMALL}{extra}}}
+batch: {{global_sequences: 8}}
+"""
+    return Setting.of(loads(recipe + "\n".join(more)))
+
+
+def shape_of(program: Program) -> list[Any]:
+    """Everything that is priced or passed on, by places instead of names."""
+    at = {node: i for i, node in enumerate(program.graph.nodes)}
+    rows = []
+    for node in program.graph.nodes:
+        row: list[Any] = [node.op, fx.map_arg((node.args, node.kwargs), lambda n: at[n])]
+        if node.op == "call_function":
+            here, comm = info(node), info(node).comm
+            row += [str(node.target), here.specs, here.place, here.flops, here.global_flops, here.saved]
+            if comm is not None:
+                named = comm.value if comm.of in ("parameter", "gradient") else ()
+                row += [comm.kind, comm.refs, comm.bytes, comm.dtype, comm.of, comm.asked, named]
+        rows.append(row)
+    return rows
+
+
+SETTINGS = {
+    "one device": setting("{fsdp: 1}"),
+    "fsdp": setting("{fsdp: 4}"),
+    "replicas": setting("{dp: 2, fsdp: 2}"),
+    "tensor parallel": setting("{fsdp: 2, tp: 2}"),
+    "sequence parallel": setting("{fsdp: 2, tp: 2}", "tiny", LAYERED),
+    "another family": setting("{fsdp: 2, tp: 2}", "granite-20b", extra=", max_seq: 64"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_stretched_program_is_the_deep_models_node_by_node(name: str) -> None:
+    deep = SETTINGS[name]
+    assert deep.config is not None
+    shallow = training.micro_program(replace(deep, config=replace(deep.config, layers=FEW)))
+    made = stretched(shallow, "layers", deep.config.layers)
+    assert made is not None
+    whole = training.micro_program(deep)
+    assert shape_of(made) == shape_of(whole)
+    assert made.donated == whole.donated and made.inputs == whole.inputs
+    assert [replace(p, name="") for p in made.outputs] == [replace(p, name="") for p in whole.outputs]
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_layers_that_are_not_alike_are_not_repeated(layer: int) -> None:
+    pinned = f"sharding: {{pin: {{layers.{layer}.mlp.up.weight: [tp, null]}}, rules: {{mlp: []}}}}"
+    deep = setting("{fsdp: 2, tp: 2}", "tiny", pinned)
+    assert deep.config is not None
+    shallow = training.micro_program(replace(deep, config=replace(deep.config, layers=FEW)))
+    assert stretched(shallow, "layers", deep.config.layers) is None
+    assert shape_of(alike.micro(deep)) == shape_of(training.micro_program(deep))
+
+
+NAMED = {
+    "fsdp 64 on A100": ["cluster={device: a100-80g, nodes: 8, devices_per_node: 8}", "mesh={fsdp: 64}"],
+    "fsdp 256 on H100": ["cluster={device: h100-sxm-80g, nodes: 32, devices_per_node: 8}", "mesh={fsdp: 256}"],
+    "tp 8": ["cluster={device: h100-sxm-80g, nodes: 8, devices_per_node: 8}", "mesh={fsdp: 8, tp: 8}", "remat=full"],
+}
+
+
+@pytest.mark.parametrize("layers", [7, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NAMED)
+def test_a_variant_costs_what_its_plan_says(name: str, layers: int) -> None:
+    recipe = loads(
+        "name: named\nmodel: {preset: llama3-70b, seq_len: 8192}\nbatch: {global_sequences: 256, per_device: 1}\n"
+        "remat: full\n",
+        [*NAMED[name], f"model.layers={layers}"],
+    )
+    variants = alike.Variants()
+    for changes in ([], ["remat=selective", "fsdp.prefetch=2"]):
+        changed = search.variant(recipe, changes)
+        found = search.quick(changed, variants=variants)
+        plan = make.price_training(make.built(Setting.of(changed, devices_of(changed))))
+        assert (found.needed_bytes, found.step_s, found.exposed_s) == (plan.needed_bytes, plan.step_s, plan.exposed_s)
