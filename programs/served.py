@@ -111,8 +111,12 @@ class Served:
 
     @property
     def config(self) -> ModelConfig | None:
-        """The model's numbers; None for a module of the user's."""
-        return self.blueprint.config
+        """The model's numbers, without a capacity of experts; None for a module of the user's.
+
+        What finds no slot is decided by a sequence's other tokens, later ones too: a server has not got them.
+        """
+        found = self.blueprint.config
+        return found if found is None or found.capacity is None else replace(found, capacity=None)
 
     @cached_property
     def orders(self) -> Mapping[str, ActOrder]:

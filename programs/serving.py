@@ -190,10 +190,14 @@ class ServingPrograms:
 
     @property
     def notes(self) -> list[str]:
-        """What is not spread as the devices would have it, in sentences."""
+        """What is not as the recipe or the devices would have it, in sentences."""
         config, served = self.setting.config, self.setting.served
         padding = [] if config is None or served.config is None else notes(served.config, config, self.setting.ways)
-        return [*([served.note] if served.note else []), *padding]
+        told = served.blueprint.config
+        dropping = [] if told is None or told.capacity is None else [
+            f"experts compute all tokens that choose them: `capacity: {told.capacity:g}` is for training"
+        ]  # fmt: skip
+        return [*([served.note] if served.note else []), *dropping, *padding]
 
     def cache_blocks(self, free_bytes: int) -> int:
         """Blocks of the cache on one device with `free_bytes`: those of `serve.cache_mb`, else what `serve.requests` of

@@ -65,6 +65,16 @@ def test_a_step_is_the_model(case: str) -> None:
     assert counted == Counter({"all_reduce": sums, "all_gather": int(split)})
 
 
+def test_a_server_drops_no_token_whatever_the_capacity() -> None:
+    told = replace(LLAMA, family="moe", experts=4, top_k=2, shared_experts=0, capacity=0.5)
+    whole, dropping = (build(replace(told, capacity=c), device="cpu", seed=2) for c in (None, 0.5))
+    programs = build_serving(setting(told, "serve.mesh.tp=2"), rows=[8])
+    found = lockstep(programs, weights_of(dropping))
+    torch.testing.assert_close(found, expected(whole), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found, expected(dropping), rtol=1e-2, atol=1e-2)
+    assert programs.notes == ["experts compute all tokens that choose them: `capacity: 0.5` is for training"]
+
+
 def test_only_the_wanted_rows_go_on_after_the_last_attention() -> None:
     program = build_serving(setting(LLAMA, "serve.requests=8"), rows=[32]).steps[32]
     rows = {n.args[1].name: n.meta["tpshard"].specs[0].shape[-2] for n in program.graph.nodes  # type: ignore[union-attr]
