@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 from tpshard.parallelism.lower import pick, transfers, valid
 from tpshard.parallelism.mesh import Axis, Mesh
-from tpshard.parallelism.program import Port, Program, offset, parse_group
+from tpshard.parallelism.nodes import Port, offset, parse_group
 from tpshard.parallelism.sharding import Layout, local_size
+
+if TYPE_CHECKING:
+    from tpshard.parallelism.program import Program
 
 funcol = torch.ops._c10d_functional
 ISSUING = {

@@ -1,0 +1,88 @@
+"""Which rooms of the house know which: drawn from every import, those inside functions too."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+HOUSE = Path(__file__).parents[1]
+FLOORS = [
+    ["kernels"], ["models"], ["recipes"], ["parallelism"], ["devices"], ["programs"], ["train", "serve", "plan"],
+    ["cli"],
+]  # fmt: skip
+"""From the ground up: a room imports its own files and those of lower floors, and no room of its own floor."""
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+CIRCLES = {
+    "recipes": {"checker", "interpolation", "laws", "schema", "section", "write"},  # types and what reads them
+    "programs": {"pipeline", "training"},  # a pipeline's programs are cut from a step's, which says when
+}
+"""Circles of files that are there; a test fails when one goes, so that it leaves this list."""
+
+
+def files() -> dict[str, Path]:
+    """tpshard.room.file -> its path."""
+    found = {}
+    for room in FLOOR:
+        for path in sorted((HOUSE / room).rglob("*.py")):
+            name = ".".join(["tpshard", *path.relative_to(HOUSE).with_suffix("").parts])
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Names that are imported when the code runs."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for one in node.names:
+                yield f"{node.module}.{one.name}"
+        elif isinstance(node, ast.Import):
+            for one in node.names:
+                yield one.name
+        yield from imports(node)
+
+
+def arrows() -> dict[str, set[str]]:
+    """File -> files of tpshard that it imports."""
+    known = files()
+
+    def file_of(name: str) -> str:
+        return name if name in known else name.rpartition(".")[0]
+
+    return {
+        name: {file_of(one) for one in imports(ast.parse(path.read_text()))} & (known.keys() - {name})
+        for name, path in known.items()
+    }
+
+
+def reached(start: str, graph: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    queue = [start]
+    while queue:
+        for name in graph[queue.pop()] - found:
+            found.add(name)
+            queue.append(name)
+    return found
+
+
+def test_every_folder_of_code_has_a_floor() -> None:
+    rooms = {path.parent.name for path in HOUSE.glob("*/__init__.py")}
+    assert rooms - {"package"} == FLOOR.keys()  # which is `tpshard` itself
+
+
+def test_no_room_imports_upward() -> None:
+    upward = [
+        f"{name} imports {other}" for name, others in arrows().items() for other in others
+        if (room := name.split(".")[1]) != (far := other.split(".")[1]) and FLOOR[far] >= FLOOR[room]
+    ]  # fmt: skip
+    assert upward == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = arrows()
+    behind = {name: reached(name, graph) for name in graph}
+    in_circles = {name for name in graph if name in behind[name]}
+    expected = {f"tpshard.{room}.{name}" for room, names in CIRCLES.items() for name in names}
+    assert in_circles == expected
