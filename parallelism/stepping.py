@@ -15,7 +15,7 @@ from tpshard.parallelism.stages import Stage
 T = TypeVar("T")
 
 
-class Mail(Protocol[T]):
+class Carrier(Protocol[T]):
     """How a device's stages send to, and receive from, their neighbours."""
 
     def receive(self, task: Task, port: Port) -> T:
@@ -34,8 +34,8 @@ class Walk(Generic[T]):
     """
 
     def __init__(
-        self, table: Table, stages: Sequence[Stage], call: Callable[[Program, Task, list[T]], list[T]], mail: Mail[T],
-        params: Mapping[str, T], sums: dict[str, T], batches: Sequence[Mapping[str, T]],
+        self, table: Table, stages: Sequence[Stage], call: Callable[[Program, Task, list[T]], list[T]],
+        mail: Carrier[T], params: Mapping[str, T], sums: dict[str, T], batches: Sequence[Mapping[str, T]],
     ):  # fmt: skip
         """`params` by name; `sums` by port (`NAME.grad_sum`), updated in place; `batches`: one a micro-batch."""
         self.table, self.stages, self.call, self.mail = table, stages, call, mail
@@ -146,4 +146,4 @@ def ranks_of(mesh: Mesh, axis: Axis, device: int) -> list[int]:
     return [rank for rank in range(mesh.ranks) if mesh.index(axis, rank) == device]
 
 
-__all__ = ["Mail", "Parts", "Walk", "neighbour", "program_of", "ranks_of", "simulate_step"]
+__all__ = ["Carrier", "Parts", "Walk", "neighbour", "program_of", "ranks_of", "simulate_step"]

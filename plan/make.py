@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.program import Program
-from tpshard.plan import describe, pipeline, server
+from tpshard.plan import describe, server, stage_times
 from tpshard.plan.forecast import Conditions, Forecast, forecast
 from tpshard.plan.pricing import Part, Pricing, price_parts, priced_pipeline
 from tpshard.plan.report import Job, Report
@@ -51,7 +51,7 @@ def price_training(programs: training.TrainingPrograms, compiled: Compiled | Non
     device, _, per_host = cluster.device_of(programs.setting.recipe)
     if programs.pipeline is not None:
         mine, chosen = device.shared_by(per_host), compiled or compiled_by(programs.setting.recipe)
-        piped = pipeline.price_pipeline(programs.pipeline, mine, per_host, chosen)
+        piped = stage_times.price_pipeline(programs.pipeline, mine, per_host, chosen)
         return priced_pipeline(piped, mine, programs.setting.mesh, per_host)
     return price_parts(training_parts(programs, compiled), device, per_host, processes=per_host, trains=True)
 

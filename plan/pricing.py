@@ -15,7 +15,7 @@ from tpshard.parallelism.program import Collective, Program
 from tpshard.parallelism.simulation import Priced, Timeline, price
 
 if TYPE_CHECKING:
-    from tpshard.plan.pipeline import Piped
+    from tpshard.plan.stage_times import Piped
 
 
 @dataclass(frozen=True)

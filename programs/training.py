@@ -29,7 +29,7 @@ from tpshard.programs.passes import apply
 from tpshard.programs.setting import DTYPES, Setting
 
 if TYPE_CHECKING:
-    from tpshard.programs.pipeline import Pipeline
+    from tpshard.programs.staged import StagedPrograms
 
 BATCH = ("tokens", "targets", "documents", "positions")
 """Inputs [rows, seq_len] int64 of a micro-batch, in order."""
@@ -55,7 +55,7 @@ class TrainingPrograms:
     """`accumulate.gather: step`: stored parameters -> used ones, which then are what `micro` takes."""
     reduce: Program | None = None
     """`accumulate.reduce: last`: the sums, unsharded and unreduced, as `micro` leaves them -> stored sums."""
-    pipeline: Pipeline | None = None
+    pipeline: StagedPrograms | None = None
     """What runs in place of all these where the model is cut into stages; `micro` then is what they are cut out of."""
 
     @cached_property
@@ -92,9 +92,9 @@ def build(
     where it is there already; `update` makes the optimizer's otherwise than `update_program`.
     """
     if setting.recipe.pipeline is not None:
-        from tpshard.programs import pipeline  # cuts what this module makes
+        from tpshard.programs import staged  # cuts what this module makes
 
-        return pipeline.build(setting)
+        return staged.build(setting)
     if micro is None:
         with traceable(setting):
             micro = micro_program(setting)

@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Device:
+class DevicePrograms:
     """What one device of a pipeline runs once a step, beside its stages."""
 
     names: tuple[str, ...]
@@ -53,7 +53,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class StagedPrograms:
     """A step in stages. Its programs run on the ranks with one index on `axis`."""
 
     setting: Setting
@@ -62,7 +62,7 @@ class Pipeline:
     layers: tuple[int, ...]
     """Of each stage."""
     stages: tuple[Stage, ...]
-    devices: tuple[Device, ...]
+    devices: tuple[DevicePrograms, ...]
     storage: Mapping[str, Layout]
 
     @cached_property
@@ -137,7 +137,7 @@ def build(setting: Setting) -> training.TrainingPrograms:
         first = [n for n in names if all(n not in before for before in held[:i])]
         shared = [n for n in names if sum(n in other for other in held) > 1]
         devices.append(
-            Device(
+            DevicePrograms(
                 names,
                 totals_program(setting, storage, axis, names, first, noted),
                 _update(setting, storage, axis, names),
@@ -146,7 +146,7 @@ def build(setting: Setting) -> training.TrainingPrograms:
                 exchange_program(setting, storage, axis, i, held, shared) if shared else None,
             )
         )
-    pipeline = Pipeline(setting, axis, table, tuple(layers), stages, tuple(devices), storage)
+    pipeline = StagedPrograms(setting, axis, table, tuple(layers), stages, tuple(devices), storage)
     return training.TrainingPrograms(setting, again, devices[0].update, storage, pipeline=pipeline)
 
 
@@ -208,7 +208,8 @@ def stored(storage: Mapping[str, Layout], name: str) -> Annotation:
 def totals_program(
     setting: Setting, storage: Mapping[str, Layout], axis: Axis, names: Sequence[str], first: Sequence[str], noted: int
 ) -> Program:
-    """See `Device.totals`. `first`: those of `names` whose gradients count here; `noted`: how many counts there are."""
+    """See `DevicePrograms.totals`. `first`: those of `names` whose gradients count here; `noted`: how many counts there
+    are."""
     shapes = {name: p.shape for name, p in setting.model.named_parameters()}
     treated = treatments({name: tuple(shapes[name]) for name in first}, setting.balanced)
     micros = setting.batch.micro_batches
@@ -290,4 +291,4 @@ def exchange_program(
     return Program(mesh, graph, tuple(inputs), tuple(port for _, port in outputs))
 
 
-__all__ = ["Device", "Pipeline", "build"]
+__all__ = ["DevicePrograms", "StagedPrograms", "build"]

@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 from tpshard.programs import training
-from tpshard.programs.pipeline import table_of
 from tpshard.programs.setting import Setting
 from tpshard.programs.splitting import layers_of
+from tpshard.programs.staged import table_of
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
 

@@ -15,7 +15,7 @@ from tpshard.parallelism.schedules import Slot, Table, Task
 from tpshard.parallelism.simulation import Priced, Timeline, price
 from tpshard.parallelism.stepping import program_of
 from tpshard.plan.pricing import Part, PricedPart
-from tpshard.programs.pipeline import Pipeline
+from tpshard.programs.staged import StagedPrograms
 
 NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 HELD = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer", "saved": "activations"}
@@ -129,7 +129,7 @@ class Piped:
         }  # fmt: skip
 
 
-def price_pipeline(pipeline: Pipeline, device: Device, per_host: int, compiled: Compiled) -> Piped:
+def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, compiled: Compiled) -> Piped:
     """Prices every program once, then runs the schedule with what they take."""
     table = pipeline.table
     runs: dict[tuple[str, int], tuple[Priced, Timeline]] = {}
@@ -181,7 +181,7 @@ ONCE = ("gather", "reduce", "exchange", "totals", "update")
 
 
 def _device(
-    pipeline: Pipeline, place: int, runs: Mapping[tuple[str, int], tuple[Priced, Timeline]], device: Device,
+    pipeline: StagedPrograms, place: int, runs: Mapping[tuple[str, int], tuple[Priced, Timeline]], device: Device,
     per_host: int, compiled: Compiled,
 ) -> tuple[list[PricedPart], PricedPart]:  # fmt: skip
     """What one device runs in a step, and of it the part in which its memory peaks."""
@@ -229,7 +229,7 @@ def _device(
     return parts, max([peak_part, *parts], key=lambda p: p.memory.peak_bytes)
 
 
-def _once(pipeline: Pipeline, place: int) -> Iterator[tuple[str, Program]]:
+def _once(pipeline: StagedPrograms, place: int) -> Iterator[tuple[str, Program]]:
     mine = pipeline.devices[place]
     for name in ONCE:
         program: Program | None = getattr(mine, name)
