@@ -21,7 +21,7 @@ from tpshard.parallelism.rules.table import entry_of, rule_for
 
 
 @dataclass(frozen=True)
-class Place:
+class Reordered:
     """A dim whose positions are permuted within `blocks` equal parts: of itself, or for each index of dim `outer`."""
 
     dim: int
@@ -29,7 +29,7 @@ class Place:
     outer: int | None = None
 
 
-def absorb(graph: Graph, op: Op, parameters: Collection[Value], alike: int = 1) -> dict[Value, Place] | None:
+def absorb(graph: Graph, op: Op, parameters: Collection[Value], alike: int = 1) -> dict[Value, Reordered] | None:
     """Removes `op`, a `tpshard::reorder`, where parameters that its operand is computed with can be permuted instead.
 
     Returns those to permute, and along which dim; their blocks may be fewer, where every `alike` neighbouring blocks
@@ -37,10 +37,10 @@ def absorb(graph: Graph, op: Op, parameters: Collection[Value], alike: int = 1) 
     """
     x = op.operands[0]
     blocks = op.args[2]
-    queue = [(x, Place(x.rank - 1, blocks), alike)]
-    places: dict[Value, Place] = {}
+    queue = [(x, Reordered(x.rank - 1, blocks), alike)]
+    places: dict[Value, Reordered] = {}
     passed = {op}
-    moved: dict[Value, Place] = {}
+    moved: dict[Value, Reordered] = {}
     while queue:
         value, place, alike = queue.pop()
         if places.setdefault(value, place) != place or value in graph.outputs:
@@ -64,7 +64,7 @@ def absorb(graph: Graph, op: Op, parameters: Collection[Value], alike: int = 1) 
     return moved
 
 
-def _behind(op: Op, place: Place, alike: int) -> list[tuple[Value, Place, int]] | None:
+def _behind(op: Op, place: Reordered, alike: int) -> list[tuple[Value, Reordered, int]] | None:
     """Where the operands of `op` must be permuted for its result to be; None where that is not the same."""
     entry = entry_of(op.target)
     if entry.carries is not None:
@@ -72,7 +72,7 @@ def _behind(op: Op, place: Place, alike: int) -> list[tuple[Value, Place, int]] 
         if (place.dim, place.outer) != (3, 2) or alike % (share := place.blocks // value.shape[2]):
             return None
         kept = value.shape[2]
-        return [(value, Place(3, kept, 2 if kept > 1 else None), alike // share)]
+        return [(value, Reordered(3, kept, 2 if kept > 1 else None), alike // share)]
     if not entry.commutes or not op.operands or len(op.results) != 1:
         return None
     rule = rule_for(op)
@@ -88,7 +88,7 @@ def _behind(op: Op, place: Place, alike: int) -> list[tuple[Value, Place, int]] 
     return found or None
 
 
-def _through(rule: Rule, dims: tuple[Dim, ...], place: Place) -> Place | None:
+def _through(rule: Rule, dims: tuple[Dim, ...], place: Reordered) -> Reordered | None:
     """The same positions in an operand of those dims."""
     where: Mapping[Dim, int] = {dim: i for i, dim in enumerate(dims) if dim}
     inner = rule.results[0][place.dim]
@@ -97,12 +97,12 @@ def _through(rule: Rule, dims: tuple[Dim, ...], place: Place) -> Place | None:
             return replace(place, dim=where[inner])
         for i, (first, second) in enumerate(itertools.pairwise(dims)):  # the blocks have a dim of their own there
             if first + second == inner and math.prod(rule.sizes[f] for f in first) == place.blocks:
-                return Place(i + 1, place.blocks, i)
+                return Reordered(i + 1, place.blocks, i)
         return None
     outer = rule.results[0][place.outer]
     if inner in where and outer in where:
-        return Place(where[inner], place.blocks, where[outer])
-    return Place(where[outer + inner], place.blocks) if outer + inner in where else None
+        return Reordered(where[inner], place.blocks, where[outer])
+    return Reordered(where[outer + inner], place.blocks) if outer + inner in where else None
 
 
-__all__ = ["Place", "absorb"]
+__all__ = ["Reordered", "absorb"]
