@@ -15,7 +15,7 @@ from tpshard.recipes import schema
 from tpshard.recipes.constraints import Alone, Bytes, Constraint
 from tpshard.recipes.diagnostic import Diagnostic, Source
 from tpshard.recipes.nodes import Node, Path, as_node, data, dotted, scalar, trap
-from tpshard.recipes.section import Pending, Section, default_of, field_names
+from tpshard.recipes.section import Pending, Section, default_of, field_names, waits
 
 if TYPE_CHECKING:
     from tpshard.recipes.merge import Merged
@@ -162,6 +162,7 @@ class Checker:
         made = cls(**given)
         if written:
             object.__setattr__(made, "_written", written)
+        if waits(given):
             object.__setattr__(made, "_config", self.merged.config)
         return made
 

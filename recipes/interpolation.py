@@ -23,6 +23,9 @@ from tpshard.recipes.nodes import Path, dotted
 ALLOWED = ("oc.env", "oc.decode", "oc.select", "oc.dict.keys", "oc.dict.values")
 """Resolvers that a recipe may use. Others of OmegaConf, such as `oc.coerce`, import modules."""
 
+MAX_COMPLETED = 2_000
+"""Interpolations that a recipe may stand for when all that they refer to is written out."""
+
 ERRORS = (OmegaConfBaseException, RecursionError, LookupError, AttributeError, TypeError, ValueError)
 """What OmegaConf raises for an interpolation that cannot be completed."""
 
@@ -91,7 +94,8 @@ def written_at(raw: Any, path: Path) -> Any:
     return raw
 
 
-def _or_none(raw: Any, path: Path) -> Any:
+def or_none(raw: Any, path: Path) -> Any:
+    """The value at a path of plain data, None where there is none."""
     try:
         return written_at(raw, path)
     except LookupError:
@@ -100,17 +104,28 @@ def _or_none(raw: Any, path: Path) -> Any:
 
 def keys_in(raw: Any, path: Path) -> list[Path]:
     """The keys that the text at a path refers to, relative ones made absolute."""
-    text = _or_none(raw, path)
+    text = or_none(raw, path)
     found: list[Path] = []
     for dots, key in _KEY.findall(text) if isinstance(text, str) else ():
         at: Path = path[: len(path) - len(dots)] if dots else ()
         for part in re.findall(r"[^.\[\]]+", key):
-            inside = _or_none(raw, at)
+            inside = or_none(raw, at)
             if isinstance(inside, str):
                 break  # an interpolation itself, which is followed in its turn
             at = (*at, int(part) if isinstance(inside, list) and part.isdigit() else part)
         found.append(at)
     return found
+
+
+def size(raw: Any, path: Path, known: dict[Path, int]) -> int:
+    """How many interpolations must be completed for the value at a path. `known` has those of paths asked before."""
+    if path not in known:
+        known[path] = 0  # for a circle, which is told by `cause`
+        value = or_none(raw, path)
+        inside = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+        keys = keys_in(raw, path)
+        known[path] = len(keys) + sum(size(raw, key, known) for key in keys + [(*path, key) for key in inside])
+    return known[path]
 
 
 def mentioned(raw: Any, path: Path) -> list[Path]:
@@ -119,7 +134,7 @@ def mentioned(raw: Any, path: Path) -> list[Path]:
     todo = [path]
     while todo:
         for key in keys_in(raw, todo.pop(0)):
-            if key not in (path, *found) and _or_none(raw, key) is not None:
+            if key not in (path, *found) and or_none(raw, key) is not None:
                 found.append(key)
                 todo.append(key)
     return found
@@ -140,9 +155,9 @@ def cause(
             break
         chain.append(broken)
     at = chain[-1]
-    text = _or_none(raw, at)
+    text = or_none(raw, at)
     also = tuple((place(p), "needed here") for p in chain[:-1])
-    missing = next((key for key in keys if _or_none(raw, key) in (None, "???")), None)
+    missing = next((key for key in keys if or_none(raw, key) in (None, "???")), None)
     if text == "???":
         return at, to_be_given(at, place(at), also)
     if missing is not None:
@@ -162,7 +177,7 @@ def to_be_given(path: Path, where: Source, also: tuple[tuple[Source, str], ...] 
 
 def _given(raw: Any, path: Path, place: Callable[[Path], Source]) -> bool:
     """Whether somebody wrote text at a path that may itself be what is wrong."""
-    text = _or_none(raw, path)
+    text = or_none(raw, path)
     return isinstance(text, str) and (text != "???" or place(path).line > 0)
 
 

@@ -11,13 +11,16 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from tpshard.recipes.checker import hints, mapping_of, section_of
-from tpshard.recipes.diagnostic import Diagnostic, Source
+from tpshard.recipes.diagnostic import Diagnostic, Mistakes, Source
 from tpshard.recipes.interpolation import (
     ERRORS,
+    MAX_COMPLETED,
     Environment,
     cause,
     mentioned,
     only_allowed,
+    or_none,
+    size,
     unreadable,
     unset,
     value_at,
@@ -97,6 +100,19 @@ class Merged:
         """The value at a path as it was written, `~` and `$NAME` in paths as interpolations."""
         return written_at(self.raw, path)
 
+    def bounded(self) -> None:
+        """Raises `Mistakes` for interpolations that grow without end when they are written out."""
+        known: dict[Path, int] = {}
+        if size(self.raw, (), known) > MAX_COMPLETED:
+            texts = [path for path in known if isinstance(or_none(self.raw, path), str)]
+            at = min(
+                (p for p in texts if known[p] > MAX_COMPLETED),
+                key=known.__getitem__,
+                default=max(texts, key=known.__getitem__),
+            )
+            why = f"more than {MAX_COMPLETED:,} interpolations once they are written out"
+            raise Mistakes.one(f"`{dotted(at)}` stands for too much", where=self.place(at), why=why)
+
     def origins(self, path: Path) -> tuple[tuple[Source, str], ...]:
         """The places of the values that take part in the one at `path`."""
         return tuple((self.place(p), f"the value of `{dotted(p)}`") for p in mentioned(self.raw, path))
@@ -113,6 +129,7 @@ class Merged:
         assert isinstance(merged, DictConfig)
         self.config = merged
         self.__dict__.pop("raw", None)
+        self.bounded()
 
     def _make_way(self, over: Node, hint: Any, path: Path, below: Any) -> None:
         """Take out what the layer replaces as a whole, and write out interpolated maps that it changes."""

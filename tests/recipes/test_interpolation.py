@@ -186,6 +186,15 @@ def test_other_users_of_omegaconf_keep_their_resolvers() -> None:
         OmegaConf.clear_resolver("own")
 
 
+def test_a_bomb_of_interpolations_is_refused_before_it_is_written_out() -> None:
+    args = ", ".join(["a0: x", *(f"a{n}: '${{.a{n - 1}}}${{.a{n - 1}}}'" for n in range(1, 60))])
+    with pytest.raises(Mistakes) as caught:
+        loads(f"model: {{module: 'a:B', args: {{{args}}}}}", file="r.yaml")
+    (found,) = caught.value.diagnostics
+    assert "more than 2,000 interpolations" in found.why and places(found)[0].startswith("r.yaml:1:")
+    assert loads(TINY, [f"model.args={{a: [{', '.join(['1'] * 3000)}]}}", "model.module=a:B"]).model.args
+
+
 def test_keys_are_not_interpolated() -> None:
     (found,) = wrong("mesh: {'${name}': 2}")
     assert places(found) == ["r.yaml:2:8"]
