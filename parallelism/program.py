@@ -17,7 +17,7 @@ from torch import fx
 from tpshard.parallelism import simulate, words
 from tpshard.parallelism.graph import Role
 from tpshard.parallelism.mesh import Axis, Mesh
-from tpshard.parallelism.nodes import (
+from tpshard.parallelism.node_info import (
     INFO,
     Collective,
     Held,

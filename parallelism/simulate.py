@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from tpshard.parallelism.lower import pick, transfers, valid
 from tpshard.parallelism.mesh import Axis, Mesh
-from tpshard.parallelism.nodes import Port, offset, parse_group
+from tpshard.parallelism.node_info import Port, offset, parse_group
 from tpshard.parallelism.sharding import Layout, local_size
 
 if TYPE_CHECKING:
