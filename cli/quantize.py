@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tpshard.cli.sources import SourceModel
     from tpshard.recipes.diagnostic import Exit
     from tpshard.recipes.schema import Quantize, Recipe
-    from tpshard.serve.quantize import Outcome, Quantizer, Sequences
+    from tpshard.serve.quantize import Quantizer, Quantizing, Sequences
 
 
 def quantize(
@@ -171,7 +171,7 @@ def _text(
     return calibration, joined(held_out)
 
 
-def _write(quantizer: Quantizer, model: SourceModel, out: Path, overwrite: bool) -> Outcome:
+def _write(quantizer: Quantizer, model: SourceModel, out: Path, overwrite: bool) -> Quantizing:
     from tpshard.recipes.diagnostic import Exit, Mistakes
     from tpshard.serve.quantize import write
 
@@ -214,7 +214,7 @@ def _progress_ends() -> None:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _table(report: Outcome) -> str:
+def _table(report: Quantizing) -> str:
     width = max((len(linear.name) for linear in report.linears), default=5)
     rows = [f"{'layer':<{width}}  error    to nearest"]
     rows += [f"{x.name:<{width}}  {x.error:.5f}  {x.nearest_error:.5f}" for x in report.linears]

@@ -21,7 +21,7 @@ from tpshard.parallelism.rules.rule import Rule, Window
 from tpshard.parallelism.rules.strides import dense_last
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import local_shape, local_size
-from tpshard.parallelism.why import Need, through
+from tpshard.parallelism.why import Demand, through
 
 aten = torch.ops.aten
 
@@ -121,7 +121,7 @@ class LocalPart:
         return self._why("neighbours", self._tensor(place))
 
     def _why(self, kind: Literal["neighbours", "others"], value: Value) -> dict[str, Any]:
-        need = Need(kind, through(self.op), value.name)
+        need = Demand(kind, through(self.op), value.name)
         return {"why": (need,), "value": (value.name,), "of": value.role or "activation"}
 
     def first(self, factor: int) -> Any:

@@ -13,7 +13,7 @@ from tpshard.parallelism import words
 from tpshard.parallelism.graph import ANYWHERE, Place, Role
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.parallelism.sharding import Layout, local_shape
-from tpshard.parallelism.why import Need
+from tpshard.parallelism.why import Demand
 
 INFO = "tpshard"
 """Key of `Info` in a node's meta."""
@@ -41,7 +41,7 @@ class Collective:
     """parameter, gradient, logits, loss, scalar or activation: what is moved."""
     asked: bool = True
     """False for a reshard that nothing in the annotations asks for."""
-    why: tuple[Need, ...] = ()
+    why: tuple[Demand, ...] = ()
     """Why it is there, for each value."""
 
     @property

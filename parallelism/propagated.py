@@ -8,7 +8,7 @@ from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.sharding import Sharding, show_axis
-from tpshard.parallelism.why import Explanation, Link, Through, Told
+from tpshard.parallelism.why import Explanation, Hop, Through, Told
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Shardings:
         ]  # fmt: skip
         return Explanation(annotated, given.told if given is not None else (), tuple(links))
 
-    def chain(self, value: Value, dim: int, axis: Axis) -> list[Link]:
-        links: list[Link] = []
+    def chain(self, value: Value, dim: int, axis: Axis) -> list[Hop]:
+        links: list[Hop] = []
         seen = set()
         while (value, dim) not in seen:
             seen.add((value, dim))
@@ -76,7 +76,7 @@ class Shardings:
                 break
             source = cause.source.name if cause.source is not None else ""
             links.append(
-                Link(show_axis(axis, self.mesh), value.name, dim, cause.op, source, cause.source_dim, cause.told)
+                Hop(show_axis(axis, self.mesh), value.name, dim, cause.op, source, cause.source_dim, cause.told)
             )
             if cause.source is None:
                 break

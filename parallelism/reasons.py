@@ -10,7 +10,7 @@ from tpshard.parallelism.mesh import Axis, overlap
 from tpshard.parallelism.propagated import Shardings
 from tpshard.parallelism.reshard import Step
 from tpshard.parallelism.rules.table import entry_of
-from tpshard.parallelism.why import Need, Told, through
+from tpshard.parallelism.why import Demand, Told, through
 
 FAR = 8
 """Producers to look behind for an axis that a partial sum no longer shows."""
@@ -45,7 +45,7 @@ class Reasons:
                 asked = asked or annotated
                 break
         before, after = step.before.show(self.mesh), step.after.show(self.mesh)
-        need = Need(kind, through(by), value.name, before, after, mixes, axis, told)
+        need = Demand(kind, through(by), value.name, before, after, mixes, axis, told)
         name = reader.args[2] if of in ("parameter", "gradient") else value.name
         return {"why": (need,), "value": (name,), "of": of, "asked": asked}
 

@@ -22,7 +22,7 @@ from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import local_shape, replicated
 from tpshard.parallelism.simulate import RANKED
 from tpshard.parallelism.transfer import recv, send
-from tpshard.parallelism.why import Need, Through
+from tpshard.parallelism.why import Demand, Through
 
 aten = torch.ops.aten
 Run = Literal["F", "B", "I", "W"]
@@ -337,7 +337,7 @@ class _Cutter:
         ahead = (part.run == "F") == (target is send)
         other = part.stage + (1 if ahead else -1)
         op = Through(known.origin, str(getattr(node.target, "__name__", node.target)), known.module)
-        need = Need("sent" if target is send else "received", op, node.name, stage=other)
+        need = Demand("sent" if target is send else "received", op, node.name, stage=other)
         moved = graph.call_function(target, (value, other - part.stage))
         comm = make_collective(
             self.program.mesh, "send" if target is send else "recv", (self.axis,), spec.bytes, spec.dtype, why=(need,),

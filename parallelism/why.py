@@ -40,7 +40,7 @@ TIE = Through("tie", "tie")
 """A parameter, its gradient and its optimizer state are sharded alike."""
 
 
-class Link(NamedTuple):
+class Hop(NamedTuple):
     """One step of the way of an axis: to a dim of a value, from a dim of another, or from what was told."""
 
     axis: str
@@ -58,7 +58,7 @@ class Explanation(NamedTuple):
     annotated: str = ""
     """The sharding that was told for it, in text form."""
     told: tuple[Told, ...] = ()
-    links: tuple[Link, ...] = ()
+    links: tuple[Hop, ...] = ()
     """A chain for each axis, each to what was told."""
 
     @property
@@ -68,7 +68,7 @@ class Explanation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Need:
+class Demand:
     """Why one value is brought from a layout to another."""
 
     kind: Literal["sum", "given", "storage", "operand", "neighbours", "others", "sent", "received"]

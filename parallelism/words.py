@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tpshard.parallelism.why import TIE, Explanation, Link, Need, Through, Told
+from tpshard.parallelism.why import TIE, Demand, Explanation, Hop, Through, Told
 
 Name = Callable[[str], str]
 """How a value is called: by its own name, or by a pattern for all like it."""
@@ -27,7 +27,7 @@ def op(through: Through) -> str:
     return f"{through.target} `{through.name}`" + (f" in {through.module}" if through.module else "")
 
 
-def link(step: Link) -> str:
+def link(step: Hop) -> str:
     here = f"{step.axis} on dim {step.dim} of {step.value}"
     if step.through is None:
         return f"{here}: annotated at {places(step.told)}"
@@ -40,7 +40,7 @@ def explanation(found: Explanation) -> list[str]:
     return [*lines, *map(link, found.links)] or ["replicated: no annotation reaches it"]
 
 
-def cause(need: Need, name: Name = str) -> str:
+def cause(need: Demand, name: Name = str) -> str:
     """What needs it, in a few words."""
     if need.kind == "sum":
         return f"`{name(need.op.name)}` sums over a sharded dim"
@@ -60,13 +60,13 @@ def cause(need: Need, name: Name = str) -> str:
     return f"`{name(need.op.name)}` needs it"
 
 
-def way(need: Need) -> str:
+def way(need: Demand) -> str:
     """From where to where, and what was told that it lies there."""
     moved = f"{need.value} {need.before} -> {need.after}" if need.before else ""
     return moved + (f"; {need.axis} from {places(need.told)}" if need.told else "")
 
 
-def reason(needs: Sequence[Need]) -> str:
+def reason(needs: Sequence[Demand]) -> str:
     """Why a collective is there; of a bucket's members the first's."""
     if not needs:
         return ""

@@ -23,7 +23,7 @@ from tpshard.parallelism.schedules import Table, make, refusal
 from tpshard.parallelism.sharding import Layout, Sharding
 from tpshard.parallelism.stages import Stage, blocks_of, cut
 from tpshard.parallelism.transfer import recv, send
-from tpshard.parallelism.why import Need, Through, Told
+from tpshard.parallelism.why import Demand, Through, Told
 from tpshard.programs import training
 from tpshard.programs.checks import check_reshards, traceable
 from tpshard.programs.choices import Choices, choose
@@ -262,7 +262,7 @@ def exchange_program(
     def moved(target: Any, value: fx.Node, name: str, label: str, other: int) -> fx.Node:
         node = graph.call_function(target, (value, other - me))
         spec = value.meta[INFO].specs[0]
-        need = Need("sent" if target is send else "received", Through(name, "boundary"), label, stage=other)
+        need = Demand("sent" if target is send else "received", Through(name, "boundary"), label, stage=other)
         comm = make_collective(
             mesh, target.__name__, (axis,), spec.bytes, dtype, why=(need,), value=(label,), of="gradient"
         )

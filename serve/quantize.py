@@ -79,7 +79,7 @@ class Linear:
 
 
 @dataclass
-class Outcome:
+class Quantizing:
     """What quantizing did; complete when the last layer is through. Losses are nats a token of held-out text."""
 
     bits: int
@@ -134,7 +134,7 @@ class Quantizer:
         self.model = build(config, device="meta", dtype=dtype)
         self.layers: nn.ModuleList = self.model.layers  # type: ignore[assignment]
         self.parameters = config.shapes
-        self.report = Outcome(settings.bits, settings.group_size, order, method)
+        self.report = Quantizing(settings.bits, settings.group_size, order, method)
         self.homes = hf_modules(config)
         self.plans: dict[str, Ordering] = {}
         self.linears = [name for name, module in self.model.named_modules() if _is_linear(name, module)]
@@ -370,7 +370,7 @@ def write(
     tokenizer: Path | None = None,
     token_ids: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-) -> Outcome:
+) -> Quantizing:
     """Quantize and write the folder; it appears whole, or not at all.
 
     Raises FileExistsError where `out` holds something, OSError where it cannot be written, ValueError as `Quantizer`.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 from tpshard.parallelism.mesh import Axes
-from tpshard.parallelism.passes.order import Order
+from tpshard.parallelism.passes.order import NodeOrder
 from tpshard.parallelism.program import INFO, Collective, Info, Program, Spec, info
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def bucket(program: Program, groups: Sequence[Sequence[str]]) -> Program:
             if len(nodes) > 1:
                 nodes.sort(key=lambda n: rank[info(n).comm.value[0]])  # type: ignore[union-attr]
                 _merge(program.graph, nodes, kind, names[key[0]])
-    Order(program.graph).apply()
+    NodeOrder(program.graph).apply()
     return program
 
 

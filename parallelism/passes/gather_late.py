@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tpshard.parallelism.passes.moves import moves
-from tpshard.parallelism.passes.order import Order
+from tpshard.parallelism.passes.order import NodeOrder
 from tpshard.parallelism.program import Program
 
 
@@ -13,7 +13,7 @@ def gather_late(program: Program) -> Program:
     So does what is made again for the backward pass. What computes stays in its order; gradients are packed, reduced
     and summed behind it all.
     """
-    found, order = moves(program), Order(program.graph)
+    found, order = moves(program), NodeOrder(program.graph)
     for node in order.old:
         if found.computes(node):
             order.add(node)

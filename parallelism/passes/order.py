@@ -14,7 +14,7 @@ def reorder(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
         output.prepend(node)
 
 
-class Order:
+class NodeOrder:
     """A new order of a graph's nodes: each comes after what it reads."""
 
     def __init__(self, graph: fx.Graph, ahead: Callable[[fx.Node], Iterable[fx.Node]] | None = None):
@@ -60,4 +60,4 @@ class Order:
             self.new.append(node)
 
 
-__all__ = ["Order", "reorder"]
+__all__ = ["NodeOrder", "reorder"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import fx
 from tpshard.parallelism.passes.moves import moves, wait
-from tpshard.parallelism.passes.order import Order
+from tpshard.parallelism.passes.order import NodeOrder
 from tpshard.parallelism.program import Program
 
 
@@ -28,5 +28,5 @@ def prefetch(program: Program, units: int = 1) -> Program:
         at = turn[node.all_input_nodes[0]]
         return used[at + 1 : at + 1 + units]
 
-    Order(program.graph, ahead).apply()
+    NodeOrder(program.graph, ahead).apply()
     return program

@@ -19,7 +19,7 @@ def recompute(program: Program, keep: Keep, reshard_after_forward: bool = True) 
 
     With `reshard_after_forward` gathered parameters are never kept: the whole chain (cast, all-gather, wait, views) is
     repeated, as SimpleFSDP does. What is made again is marked with phase `recompute`; where it is computed is the
-    schedule's business. Results do not change by a bit.
+    business of later passes. Results do not change by a bit.
     """
     graph = program.graph
     gathered = parameter_values(program)

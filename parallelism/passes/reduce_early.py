@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 from tpshard.parallelism.passes.moves import Moves, moves
-from tpshard.parallelism.passes.order import Order
+from tpshard.parallelism.passes.order import NodeOrder
 from tpshard.parallelism.program import Program
 
 
@@ -14,7 +14,7 @@ def reduce_early(program: Program) -> Program:
 
     The order of collectives is the same on every rank: it depends on the program alone.
     """
-    found, order = moves(program), Order(program.graph)
+    found, order = moves(program), NodeOrder(program.graph)
     missing: dict[fx.Node, int] = {}
     feeds: dict[fx.Node, list[fx.Node]] = {}
     for node in order.old:

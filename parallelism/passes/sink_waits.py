@@ -6,7 +6,7 @@ from collections import deque
 
 from torch import fx
 from tpshard.parallelism.passes.moves import Moves, moves
-from tpshard.parallelism.passes.order import Order
+from tpshard.parallelism.passes.order import NodeOrder
 from tpshard.parallelism.program import Program
 
 
@@ -15,7 +15,7 @@ def sink_waits(program: Program, in_flight: int = 1) -> Program:
 
     That bounds the gradients that wait unsharded. A reduction of shards among replicas is issued there too.
     """
-    found, order = moves(program), Order(program.graph)
+    found, order = moves(program), NodeOrder(program.graph)
     sinking = _Sinking(found, order, in_flight)
     for node in order.old:
         if node in found.reductions:
@@ -27,7 +27,7 @@ def sink_waits(program: Program, in_flight: int = 1) -> Program:
 
 
 class _Sinking:
-    def __init__(self, found: Moves, order: Order, in_flight: int):
+    def __init__(self, found: Moves, order: NodeOrder, in_flight: int):
         self.found, self.order, self.in_flight = found, order, in_flight
         self.running: deque[fx.Node] = deque()
 

@@ -10,7 +10,7 @@ from tpshard.kernels.gptq_format import GPTQFolder
 from tpshard.kernels.gptq_solver import Settings
 from tpshard.models import build
 from tpshard.models.presets import PRESETS
-from tpshard.serve.quantize import Outcome, Quantizer, Sequences, write
+from tpshard.serve.quantize import Quantizer, Quantizing, Sequences, write
 
 CONFIG = replace(PRESETS["tiny"], layers=2, width=64, heads=4, kv_heads=2, head_dim=32, mlp=96, vocab=128, max_seq=64,
                  seq_len=32)  # fmt: skip
@@ -21,7 +21,7 @@ def text(sequences: int, seed: int) -> Sequences:
     return Sequences(tokens, tokens.roll(-1, 1))
 
 
-def quantized(device: str, out: Path) -> Outcome:
+def quantized(device: str, out: Path) -> Quantizing:
     model = build(CONFIG, device="cpu", seed=3)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     settings = Settings(bits=4, group_size=16)
