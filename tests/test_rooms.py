@@ -17,7 +17,7 @@ CIRCLES = {
     "recipes": {"checker", "interpolation", "laws", "schema", "section", "write"},  # types and what reads them
     "programs": {"staged", "training"},  # a pipeline's programs are cut from a step's, which says when
 }
-"""Circles of files that are there; a test fails when one goes, so that it leaves this list."""
+"""Circles of files that are there. None may be added; one that is opened leaves this list."""
 
 
 def files() -> dict[str, Path]:
@@ -85,4 +85,4 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     behind = {name: reached(name, graph) for name in graph}
     in_circles = {name for name in graph if name in behind[name]}
     expected = {f"tpshard.{room}.{name}" for room, names in CIRCLES.items() for name in names}
-    assert in_circles == expected
+    assert in_circles <= expected, sorted(in_circles - expected)
