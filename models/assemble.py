@@ -38,21 +38,10 @@ def build_module(
     The package is looked for where Python looks, and in the working directory, as with `python -m`.
 
     ValueError if it cannot be found, is not an nn.Module, keeps buffers (a step would have to spread and save them),
-    does not name the dims of all its parameters (`param_dims`), or is not called with tokens, documents and positions.
+    does not name the dims of all its parameters (`param_dims`), or is not called with tokens, documents and positions,
+    or with what its attribute `inputs` names.
     """
-    package, colon, attribute = path.partition(":")
-    if not (colon and package and attribute):
-        raise ValueError(f"`module: {path}` is not of the form package:Class")
-    try:
-        if importlib.util.find_spec(package.partition(".")[0]) is None and os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())
-        cls: Any = importlib.import_module(package)
-        for part in attribute.split("."):
-            cls = getattr(cls, part)
-    except ImportError as error:
-        raise ValueError(f"`module: {path}`: {error}") from error
-    except AttributeError as error:
-        raise ValueError(f"`module: {path}`: {package} has no {attribute}") from error
+    cls = imported("module", path)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ValueError(f"`module: {path}` is not a class of torch modules")
     try:
@@ -63,11 +52,30 @@ def build_module(
     if buffers:
         raise ValueError(f"`module: {path}` keeps the buffers {', '.join(buffers)}; compute them in forward instead")
     param_dims(model)
+    inputs = getattr(model, "inputs", ("tokens", "documents=None", "positions=None"))
     try:
-        inspect.signature(model.forward).bind(None, None, None)
+        inspect.signature(model.forward).bind(*[None] * len(inputs))
     except TypeError as error:
-        raise ValueError(f"`module: {path}`: forward(tokens, documents=None, positions=None) expected") from error
+        raise ValueError(f"`module: {path}`: forward({', '.join(inputs)}) expected") from error
     return model
+
+
+def imported(key: str, path: str) -> Any:
+    """What `package.module:Class` names. ValueError, which names the recipe's key, where it cannot be found."""
+    package, colon, attribute = path.partition(":")
+    if not (colon and package and attribute):
+        raise ValueError(f"`{key}: {path}` is not of the form package:Class")
+    try:
+        if importlib.util.find_spec(package.partition(".")[0]) is None and os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        found: Any = importlib.import_module(package)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except ImportError as error:
+        raise ValueError(f"`{key}: {path}`: {error}") from error
+    except AttributeError as error:
+        raise ValueError(f"`{key}: {path}`: {package} has no {attribute}") from error
+    return found
 
 
 def _place(make: Any, device: torch.device | str, dtype: torch.dtype, seed: int) -> nn.Module:

@@ -35,14 +35,15 @@ class Annotated(Protocol):
 def annotate(
     setting: Annotated, graph: Graph, batch: Iterable[Value] = (), *,
     used: Mapping[str, Sequence[Value]] | None = None, serving: bool = False, by: Mapping[str, str] | None = None,
+    fields: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[Value, Annotation]:  # fmt: skip
     """Rules for parameters, the batch and what goes to experts, patterns for anything named, pins over all.
 
     A dim whose name has a rule is closed; the others are left to propagation. `used`: per parameter the values that
-    rules are for, by default those at its boundaries. `by`: who named a parameter's dims. Raises Mistakes (exit 4) for
-    a dim that its axes do not divide where the recipe does not pad, (exit 3) for a pin or pattern of another rank. In a
-    server's step, whose rows and vocabulary need not divide, such a dim stays whole, and patterns may mean what only
-    training has.
+    rules are for, by default those at its boundaries. `by`: who named a parameter's dims. `fields`: names of the
+    batch's dims. Raises Mistakes (exit 4) for a dim that its axes do not divide where the recipe does not pad, (exit 3)
+    for a pin or pattern of another rank. In a server's step, whose rows and vocabulary need not divide, such a dim
+    stays whole, and patterns may mean what only training has.
     """
     reader = _Reader(setting, serving)
     found: dict[Value, Annotation] = {}
@@ -51,7 +52,7 @@ def annotate(
         for value in values:
             reader.rules(found, value, name, setting.dims.get(name, ()), (by or {}).get(name, ""))
     for value in batch:
-        reader.rules(found, value, value.name, BATCH_DIMS[: value.rank])
+        reader.rules(found, value, value.name, (fields or {}).get(value.name, BATCH_DIMS[: value.rank]))
     for value in graph.values():
         if value.label and "expert" in value.dims:  # what goes to experts goes to where they are
             reader.rules(found, value, value.label, [d if d == "expert" else "" for d in value.dims])

@@ -107,6 +107,11 @@ def _check_same(one: Setting, other: Setting) -> None:
                 "a model in stages is not compared", exit=Exit.USAGE, where=setting.recipe.where("pipeline"),
                 fix="pipeline=null mesh.pp=1: stages are cut out of the program that is compared then",
             )  # fmt: skip
+    if one.recipe.task != other.recipe.task or not one.task.text:
+        raise Mistakes.one(
+            f"the two are trained for `{one.recipe.task}` and `{other.recipe.task}`", exit=Exit.USAGE,
+            why="both are given the same random tokens", fix="two recipes with `task: lm`, or two with `task: mlm`",
+        )  # fmt: skip
     shapes = [{n: tuple(p.shape) for n, p in setting.model.named_parameters()} for setting in (one, other)]
     if shapes[0] != shapes[1]:
         (name, *_) = [n for n in {**shapes[0], **shapes[1]} if shapes[0].get(n) != shapes[1].get(n)]

@@ -76,6 +76,11 @@ class ServeSetting:
     @staticmethod
     def of(recipe: Recipe, served: Served, kind: Kind) -> ServeSetting:
         """Mistakes (exit 4) where `serve.mesh` does not fit the model's heads."""
+        if recipe.task != "lm":
+            raise Mistakes.one(
+                f"a model that is trained for `{recipe.task}` is not served", exit=Exit.FIT, where=recipe.where("task"),
+                why="a server gives the next token",
+            )  # fmt: skip
         mesh = Mesh({axis: max(1, size) for axis, size in recipe.serve.mesh.items()})
         setting = ServeSetting(recipe, mesh, served, kind)
         ways, config = setting.ways("heads"), served.config

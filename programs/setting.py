@@ -16,6 +16,7 @@ from tpshard.models.hf_config import computes, folder_config
 from tpshard.models.plan_dims import Naming
 from tpshard.models.presets import override, preset
 from tpshard.models.routing import balanced
+from tpshard.models.tasks import Task, task_of
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.programs import naming
 from tpshard.programs.batching import BatchPlan, derive
@@ -96,6 +97,14 @@ class Setting:
         except ValueError as error:
             key = "module" if self.architecture is None else "transformers"
             raise Mistakes.one(str(error), exit=Exit.RECIPE, where=self.recipe.where(f"model.{key}")) from error
+
+    @cached_property
+    def task(self) -> Task:
+        """What the model is trained for."""
+        try:
+            return task_of(self.recipe.task, self.seq_len)
+        except ValueError as error:
+            raise Mistakes.one(str(error), exit=Exit.RECIPE, where=self.recipe.where("task")) from error
 
     @cached_property
     def architecture(self) -> Architecture | None:

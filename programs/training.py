@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from tpshard.models import counts
 from tpshard.models.adamw import AdamW, adamw_update, treatments
-from tpshard.models.loss import cross_entropy_sum
 from tpshard.parallelism.annotate import boundary, role
 from tpshard.parallelism.capture import Trail, capture
 from tpshard.parallelism.graph import Graph, Place, Value, mark
@@ -30,9 +29,6 @@ from tpshard.programs.setting import DTYPES, Setting
 
 if TYPE_CHECKING:
     from tpshard.programs.staged import StagedPrograms
-
-BATCH = ("tokens", "targets", "documents", "positions")
-"""Inputs [rows, seq_len] int64 of a micro-batch, in order."""
 
 
 @dataclass
@@ -127,17 +123,18 @@ def _parameters(setting: Setting, names: Sequence[str] | None = None) -> dict[st
 
 def _batch(setting: Setting) -> dict[str, Tensor]:
     rows = setting.batch.per_device * setting.batch.data_ranks
-    return {name: torch.empty(rows, setting.seq_len, dtype=torch.int64, device="meta") for name in BATCH}
+    fields = setting.task.fields.items()
+    return {name: torch.empty(rows, *field.shape, dtype=field.dtype, device="meta") for name, field in fields}
 
 
 def _forward(
     setting: Setting, trail: Trail, used: Mapping[str, Tensor], batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    inputs = (batch["tokens"], batch["documents"], batch["positions"])
+    inputs = setting.task.inputs(batch)
     with trail.watch(setting.model):
         logits = role(torch.func.functional_call(setting.model, dict(used), inputs), "logits")
     with trail.inside(Place("loss", role="loss")):
-        return cross_entropy_sum(logits, batch["targets"])
+        return setting.task.loss(logits, batch)
 
 
 def micro_program(
@@ -170,7 +167,7 @@ def micro_program(
     if gathered:
         params = {n: p.to(setting.used_dtype(n)) for n, p in params.items()}
     sums = {n: p.to(DTYPES[setting.recipe.fsdp.accumulate.dtype]) for n, p in _parameters(setting).items()}
-    labels = [*params, *(f"{n}.grad_sum" for n in sums), *BATCH]
+    labels = [*params, *(f"{n}.grad_sum" for n in sums), *setting.task.fields]
     graph = capture(step, (params, sums, _batch(setting)), labels, trail)
     shown = [v for op in graph.ops for v in op.results if watched and v.dtype.is_floating_point]
     own = len(graph.outputs)
@@ -258,7 +255,7 @@ def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program
 
     params = _parameters(setting)
     with torch.no_grad():
-        graph = capture(step, (params, _batch(setting)), [*params, *BATCH], trail)
+        graph = capture(step, (params, _batch(setting)), [*params, *setting.task.fields], trail)
     mark_outputs(graph)
     count = len(params)
     stored = {n: [graph.inputs[i]] for i, n in enumerate(params)}
@@ -273,7 +270,8 @@ def _partition(
     storage: Mapping[str, Layout] | None = None,
     given: Mapping[Value, Annotation] | None = None,
 ) -> Program:  # fmt: skip
-    annotations = annotate(setting, graph, batch, by=setting.named_by) | dict(given or {})
+    fields = {name: ("batch", *field.dims) for name, field in setting.task.fields.items()}
+    annotations = annotate(setting, graph, batch, by=setting.named_by, fields=fields) | dict(given or {})
     axis = (told(setting.recipe, "fsdp.axis", f"fsdp.axis: {setting.recipe.fsdp.axis}"),)
     if storage is not None:
         for name, values in stored.items():
@@ -345,4 +343,4 @@ def update_program(
     return program
 
 
-__all__ = ["BATCH", "TrainingPrograms", "build"]
+__all__ = ["TrainingPrograms", "build"]

@@ -21,9 +21,10 @@ from tpshard.train import nonfinite
 from tpshard.train.checkpoint import SaveFailed, save, step_name
 from tpshard.train.experts import balance
 from tpshard.train.learning_rate import learning_rate
+from tpshard.train.made import MadeRows, StepBatch
 from tpshard.train.progress import Progress
 from tpshard.train.restore import SavedCheckpoint, newest
-from tpshard.train.stream import Loader, TokenBatch, merged
+from tpshard.train.stream import Loader, merged
 from tpshard.train.training_engine import StepResult, TrainingEngine
 
 logger = logging.getLogger(__name__)
@@ -83,13 +84,13 @@ class TrainingLoop:
         recipe: Recipe,
         context: Context,
         engine: TrainingEngine,
-        loader: Loader,
+        loader: Loader | MadeRows,
         plan: BatchPlan,
         *,
         folder: Path,
         record: Callable[[Row], None],
         progress: Progress,
-        held_out: Sequence[TokenBatch] = (),
+        held_out: Sequence[StepBatch] = (),
         attempt: int = 1,
         restarts: int = 0,
         flops_per_s: float | None = None,
@@ -283,7 +284,7 @@ class TrainingLoop:
                 self.progress.note(f"warning: {error}; older checkpoints are kept, and the run goes on")
 
     # ---- not finite ---------------------------------------------------------------------------------------
-    def _not_finite(self, step: int, result: StepResult, batch: TokenBatch) -> None:
+    def _not_finite(self, step: int, result: StepResult, batch: StepBatch) -> None:
         back_to = self._saved_step or 0
         decision, why = self.guard.decide(back_to)
         account = self._account(step, result, batch, decision)
@@ -312,7 +313,7 @@ class TrainingLoop:
                 fix="a lower optimizer.lr or a longer warm-up; train.on_nonfinite: skip or rollback to go on",
             )
 
-    def _account(self, step: int, result: StepResult, batch: TokenBatch, decision: str) -> Path:
+    def _account(self, step: int, result: StepResult, batch: StepBatch, decision: str) -> Path:
         """Writes down which text was in the step; returns the file. Collective."""
         per = self.plan.per_device
         blamed = nonfinite.suspects(result.losses, self.plan.micro_batches)

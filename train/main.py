@@ -29,6 +29,7 @@ from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 from tpshard.train.corpus import Corpus, open_text
 from tpshard.train.loop import Outcome, Row, TrainingLoop, summary
+from tpshard.train.made import MadeRows, StepBatch, held_out_rows
 from tpshard.train.pipelined import PipelineEngine
 from tpshard.train.progress import Progress, duration, short, watched
 from tpshard.train.records import Records
@@ -102,20 +103,15 @@ def _train(
     recipe = setting.recipe
     context.watchdog.stacks_to = folder / "logs"
     # Data first: its mistakes are common, and show in a second; building the programs takes longer.
-    context.watchdog.doing = Doing("opening the text")
-    corpus = open_text(recipe.data.source, where=recipe.where("data.source"), fallback=folder)
-    tokenizer = _tokenizer(recipe, corpus, setting)
+    context.watchdog.doing = Doing("opening the data")
     data_rank = context.mesh.linear_index(setting.data_axes, context.rank)
+    loader, held_out = _data(setting, data_rank, folder)
     plan = setting.batch
-    loader = Loader(
-        corpus.train, tokenizer, seq_len=setting.seq_len, global_sequences=plan.global_sequences,
-        part=plan.rows(data_rank), seed=recipe.seed, bad_rows=recipe.data.bad_rows,
-    )  # fmt: skip
     programs = programs or _built(setting, context)
     blueprint = _blueprint(recipe)
     engine = engine_of(programs, context, blueprint.initial_block)
     assert engine.data_rank == data_rank, "the program spreads its batch over the axes that the recipe names"
-    held_out = list(_held_out(corpus, tokenizer, setting, data_rank)) if recipe.evaluate.every_steps else []
+    checked = list(held_out) if recipe.evaluate.every_steps else []
     attempt = context.from_main(run.attempt if run is not None else 0)
     if run is not None:
         for line in [around.announce(programs).rstrip("\n"), str(plan)]:
@@ -128,7 +124,7 @@ def _train(
     with _display(recipe, context) as progress:
         loop = TrainingLoop(
             recipe, context, engine, loader, plan, folder=folder, record=_comparing(sinks, around, folder, progress),
-            progress=progress, held_out=held_out, attempt=attempt, restarts=crash.restarts(),
+            progress=progress, held_out=checked, attempt=attempt, restarts=crash.restarts(),
             flops_per_s=around.flops_per_s(programs),
             peak_memory=partial(_peak_memory, context, engine), model=blueprint.to_json(),
         )  # fmt: skip
@@ -264,15 +260,36 @@ def _built(setting: Setting, context: Context) -> TrainingPrograms:
     return programs
 
 
+def _data(setting: Setting, data_rank: int, folder: Path) -> tuple[Loader | MadeRows, Iterator[StepBatch]]:
+    """A rank's rows of every step, and its micro-batches of held-out ones."""
+    recipe, plan = setting.recipe, setting.batch
+    if not setting.task.text:
+        numbers, each = _held_out_part(setting, data_rank)
+        rows = MadeRows(setting.task, recipe, plan.rows(data_rank))
+        return rows, held_out_rows(setting.task, recipe, numbers, each, plan.per_device)
+    corpus = open_text(recipe.data.source, where=recipe.where("data.source"), fallback=folder)
+    tokenizer = _tokenizer(recipe, corpus, setting)
+    loader = Loader(
+        corpus.train, tokenizer, seq_len=setting.seq_len, global_sequences=plan.global_sequences,
+        part=plan.rows(data_rank), seed=recipe.seed, bad_rows=recipe.data.bad_rows,
+    )  # fmt: skip
+    return loader, _held_out(corpus, tokenizer, setting, data_rank)
+
+
+def _held_out_part(setting: Setting, data_rank: int) -> tuple[range, int]:
+    """Which held-out rows are this rank's, and how many every rank has, empty ones included."""
+    total = setting.recipe.evaluate.sequences
+    each = -(-total // setting.batch.data_ranks)
+    return range(min(data_rank * each, total), min((data_rank + 1) * each, total)), each
+
+
 def _held_out(corpus: Corpus, tokenizer: TextTokenizer, setting: Setting, data_rank: int) -> Iterator[TokenBatch]:
     """This rank's micro-batches of the held-out sequences, which are the same on every mesh; as many on every rank."""
     recipe, plan = setting.recipe, setting.batch
-    total = recipe.evaluate.sequences
-    each = -(-total // plan.data_ranks)
-    rows = range(min(data_rank * each, total), min((data_rank + 1) * each, total))
+    rows, each = _held_out_part(setting, data_rank)
     (batch,) = held_out_batches(
-        corpus.held_out, tokenizer, seq_len=setting.seq_len, global_sequences=total, batches=1, part=rows,
-        bad_rows=recipe.data.bad_rows,
+        corpus.held_out, tokenizer, seq_len=setting.seq_len, global_sequences=recipe.evaluate.sequences, batches=1,
+        part=rows, bad_rows=recipe.data.bad_rows,
     )  # fmt: skip
     for start in range(0, each, plan.per_device):
         yield padded(batch.rows(start, start + plan.per_device), plan)

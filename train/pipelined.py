@@ -14,8 +14,8 @@ from tpshard.parallelism.schedules import Task
 from tpshard.parallelism.stages import Stage
 from tpshard.parallelism.stepping import Walk, neighbour, program_of
 from tpshard.programs.training import TrainingPrograms
+from tpshard.train.made import StepBatch
 from tpshard.train.state import COUNTED, MOMENTS, InitialBlock, State
-from tpshard.train.stream import TokenBatch
 from tpshard.train.training_engine import StepResult
 
 AHEAD = 2
@@ -67,10 +67,10 @@ class PipelineEngine(State):
         ports = [port for port in self.programs.micro.inputs if port.kind == "parameter"]
         return {prefix + port.name: (port.shape, dtype) for prefix in ("", *MOMENTS) for port in ports}
 
-    def accumulate(self, batch: TokenBatch) -> None:
+    def accumulate(self, batch: StepBatch) -> None:
         self._batches.append(self._named_batch(batch))
 
-    def _named_batch(self, batch: TokenBatch) -> dict[str, Tensor]:
+    def _named_batch(self, batch: StepBatch) -> dict[str, Tensor]:
         return {port.name: rows for port, rows in zip(self.batch_ports, self._local(batch))}
 
     def update(self, lr: float, number: int) -> StepResult:
@@ -145,7 +145,7 @@ class PipelineEngine(State):
         losses, counts = torch.stack([one[0] for one in found]), torch.stack([one[1] for one in found])
         return losses, counts, [torch.stack([one[2] for one in found]).sum(0)] if zeros[2:] else []
 
-    def evaluate(self, batch: TokenBatch) -> tuple[float, int]:
+    def evaluate(self, batch: StepBatch) -> tuple[float, int]:
         row = [Task("F", stage, 0) for stage in self.pipeline.table.stages_of(self.place)]
         walk = self._walk(self.pipeline.evaluation, self.params, [self._named_batch(batch)], row)
         zeros = [torch.zeros((), dtype=port.dtype, device=self.context.device) for port in self.pipeline.share.inputs]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.training import TrainingPrograms
+from tpshard.train.made import StepBatch
 from tpshard.train.state import InitialBlock, State, flops
-from tpshard.train.stream import TokenBatch
 from tpshard.train.training_engine import StepResult
 
 
@@ -31,7 +31,7 @@ class SpmdEngine(State):
         self._used: list[Tensor] | None = None
         """Parameters gathered for all micro-batches of this step."""
 
-    def accumulate(self, batch: TokenBatch) -> None:
+    def accumulate(self, batch: StepBatch) -> None:
         with self._counted():
             if self.gather is not None and self._used is None:
                 self._used = self.gather(*self.params)
@@ -55,7 +55,7 @@ class SpmdEngine(State):
         self._counts.clear()
         return self._result(losses, counts, norm, finite, counted)
 
-    def evaluate(self, batch: TokenBatch) -> tuple[float, int]:
+    def evaluate(self, batch: StepBatch) -> tuple[float, int]:
         loss, count = self.evaluation(*self.params, *self._local(batch))
         return float(loss), int(count)
 

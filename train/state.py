@@ -15,10 +15,10 @@ from tpshard.parallelism.runtime.mail import Mail
 from tpshard.parallelism.runtime.tally import Tally
 from tpshard.parallelism.sharding import Layout
 from tpshard.parallelism.simulate import block, cut
-from tpshard.programs.training import BATCH, TrainingPrograms
+from tpshard.programs.training import TrainingPrograms
 from tpshard.train.checkpoint import OPTIMIZER
+from tpshard.train.made import StepBatch
 from tpshard.train.shards import Shard
-from tpshard.train.stream import TokenBatch
 from tpshard.train.training_engine import ReadBlock, StepResult
 
 MOMENTS = (f"{OPTIMIZER}exp_avg/", f"{OPTIMIZER}exp_avg_sq/")
@@ -124,10 +124,10 @@ class State:
     def _scalar(self, value: float) -> Tensor:
         return torch.tensor(float(value), device=self.context.device)
 
-    def _local(self, batch: TokenBatch) -> Iterator[Tensor]:
+    def _local(self, batch: StepBatch) -> Iterator[Tensor]:
         """The micro-batch's rows are this data rank's already; what other axes cut (the sequence) is cut here."""
-        for name, port in zip(BATCH, self.batch_ports):
-            rows = getattr(batch, name)
+        for name, port in zip(self.programs.setting.task.fields, self.batch_ports):
+            rows = batch.tensor(name)
             assert rows.shape[0] == port.local[0], f"{rows.shape[0]} rows for a program of {port.local[0]}"
             rest = Layout(((), *port.layout.dims[1:]))
             yield cut(rows, rest, self.context.mesh, self.context.rank).to(self.context.device)

@@ -45,6 +45,11 @@ class TokenBatch:
     origin: tuple[str, ...]
     epoch: int
 
+    def tensor(self, field: str) -> torch.Tensor:
+        """One field by its name, [rows, seq_len]."""
+        found: torch.Tensor = getattr(self, field)
+        return found
+
     def rows(self, start: int, stop: int) -> TokenBatch:
         """Rows start..stop of this batch: a micro-batch."""
         part = slice(start, stop)

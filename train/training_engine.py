@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from tpshard.train.made import StepBatch
 from tpshard.train.shards import Shard
-from tpshard.train.stream import TokenBatch
 
 ReadBlock = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 """(name, starts, sizes) -> that block of the global tensor: a checkpoint's, or the initial value."""
@@ -61,7 +61,7 @@ class TrainingEngine(Protocol):
         """Bytes of the buffers of all collectives of one step, counted as this rank ran it; None: not counted yet."""
         ...
 
-    def accumulate(self, batch: TokenBatch) -> None:
+    def accumulate(self, batch: StepBatch) -> None:
         """Forward and backward of one micro-batch: adds to the gradients and to the sums of loss and tokens."""
         ...
 
@@ -69,7 +69,7 @@ class TrainingEngine(Protocol):
         """The `number`-th update (from 1) with what was accumulated, which is forgotten."""
         ...
 
-    def evaluate(self, batch: TokenBatch) -> tuple[float, int]:
+    def evaluate(self, batch: StepBatch) -> tuple[float, int]:
         """Summed loss in nats and number of targets of one micro-batch, over all data ranks."""
         ...
 

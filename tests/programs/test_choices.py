@@ -85,7 +85,7 @@ def test_uneven_dims_give_the_same_result_and_are_told() -> None:
             given.append(torch.zeros(port.shape, dtype=torch.int64))
     names = [port.name for port in program.inputs if port.kind == "parameter"]
     params = {n: t.clone().requires_grad_() for n, t in zip(names, given)}
-    batch = dict(zip(training.BATCH, given[-4:]))
+    batch = dict(zip(setting.task.fields, given[-4:]))
     with float64():
         inputs = (batch["tokens"], batch["documents"], batch["positions"])
         logits = torch.func.functional_call(setting.model, params, inputs)

@@ -16,7 +16,10 @@ from tpshard.recipes.load import load, loads
 from tpshard.recipes.schema import Recipe
 from tpshard.recipes.section import Section
 
-SHIPPED = ("quickstart", "tiny", "llama3-1b", "llama3-8b", "llama3-70b", "llama3-405b", "granite-20b", "moe")
+SHIPPED = (
+    "quickstart", "tiny", "llama3-1b", "llama3-8b", "llama3-70b", "llama3-405b", "granite-20b", "moe", "conformer",
+    "unet", "encoder", "dense-2d",
+)  # fmt: skip
 
 
 def sections(cls: type[Section] = Recipe) -> list[type[Section]]:

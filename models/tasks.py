@@ -1,0 +1,196 @@
+"""What a model is trained for: the tensors of a batch, what of them the model is given, and the loss of what it gives.
+
+A task of one's own is a class with the same four attributes, made with the recipe's `model.seq_len`; it needs no change
+here: `task: package:Class`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from tpshard.models.assemble import imported
+from tpshard.models.loss import cross_entropy_sum
+
+IGNORE = -100
+"""A target where nothing is to be predicted."""
+_HELD_OUT = 1 << 48
+"""Rows from here on are held out."""
+
+
+class Field(NamedTuple):
+    """One tensor of a batch, [rows, *shape]."""
+
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    """Names of its dims after the first, which is `batch`."""
+    dtype: torch.dtype = torch.int64
+
+
+class Task(Protocol):
+    """What a model is trained for."""
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """The tensors of a batch by name, in order; `targets`, int64, is IGNORE where nothing is to be predicted."""
+        ...
+
+    @property
+    def text(self) -> bool:
+        """Whether they are rows of text, which `data` names; then `fields` are those of `LanguageModel`."""
+        ...
+
+    def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """What the model is called with."""
+        ...
+
+    def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The summed loss (fp32) of what the model gave, and how many targets it sums (int64)."""
+        ...
+
+    def rows(self, numbers: Sequence[int], seed: int) -> dict[str, Tensor]:
+        """The fields of rows by their numbers in a run, the same for the same number and seed; not for text."""
+        ...
+
+
+class LanguageModel:
+    """`lm`: the next token of the same document."""
+
+    text = True
+
+    def __init__(self, seq_len: int) -> None:
+        self.fields = {name: Field((seq_len,), ("seq",)) for name in ("tokens", "targets", "documents", "positions")}
+
+    def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        return batch["tokens"], batch["documents"], batch["positions"]
+
+    def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return cross_entropy_sum(output, batch["targets"])
+
+    def rows(self, numbers: Sequence[int], seed: int) -> dict[str, Tensor]:
+        raise NotImplementedError("text is read, not made")
+
+
+class MaskedLanguageModel(LanguageModel):
+    """`mlm`: 15 of 100 tokens, given as token 0, from those on both sides (Devlin et al. 2018, with masks alone).
+
+    Which ones follows from token and position, so that a row is masked alike on any mesh and in every epoch.
+    """
+
+    def chosen(self, batch: Mapping[str, Tensor]) -> Tensor:
+        mixed = batch["tokens"] * 2654435761 + batch["positions"] * 805459861
+        return ((mixed >> 12) % 100 < 15) & (batch["targets"] != IGNORE)
+
+    def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        return torch.where(self.chosen(batch), 0, batch["tokens"]), batch["documents"], batch["positions"]
+
+    def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return cross_entropy_sum(output, torch.where(self.chosen(batch), batch["tokens"], IGNORE))
+
+
+class Frames:
+    """`frames`: the class of every frame of a sequence, as of sounds in speech, each some frames long, in noise.
+
+    frames: [rows, seq, FEATURES] fp32; targets: [rows, seq], of CLASSES. The model gives [rows, seq, CLASSES].
+    """
+
+    text = False
+    FEATURES, CLASSES, LASTS = 32, 16, 4
+
+    def __init__(self, seq_len: int) -> None:
+        self.seq_len = seq_len
+        self.fields = {
+            "frames": Field((seq_len, self.FEATURES), ("seq", "feature"), torch.float32),
+            "targets": Field((seq_len,), ("seq",)),
+        }
+
+    def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        return (batch["frames"],)
+
+    def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return cross_entropy_sum(output, batch["targets"])
+
+    def rows(self, numbers: Sequence[int], seed: int) -> dict[str, Tensor]:
+        book = torch.randn(self.CLASSES, self.FEATURES, generator=_generator(seed, -1))
+        frames, targets = [], []
+        for number in numbers:
+            generator = _generator(seed, number)
+            sounds = torch.randint(self.CLASSES, (-(-self.seq_len // self.LASTS),), generator=generator)
+            target = sounds.repeat_interleave(self.LASTS)[: self.seq_len]
+            frames.append(book[target] + torch.randn(self.seq_len, self.FEATURES, generator=generator))
+            targets.append(target)
+        return {"frames": torch.stack(frames), "targets": torch.stack(targets)}
+
+
+class Volumes:
+    """`volumes`: which voxels of a noisy cube of edge `seq_len` lie in one of its balls.
+
+    volume: [rows, 1, depth, height, width] fp32; targets: [rows, depth, height, width], 0 or 1. The model gives
+    [rows, 2, depth, height, width].
+    """
+
+    text = False
+    BALLS = 2
+
+    def __init__(self, seq_len: int) -> None:
+        self.edge = seq_len
+        space = ("depth", "height", "width")
+        self.fields = {
+            "volume": Field((1, seq_len, seq_len, seq_len), ("channel", *space), torch.float32),
+            "targets": Field((seq_len,) * 3, space),
+        }
+
+    def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        return (batch["volume"],)
+
+    def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return cross_entropy_sum(output.movedim(1, -1), batch["targets"])
+
+    def rows(self, numbers: Sequence[int], seed: int) -> dict[str, Tensor]:
+        place = torch.stack(torch.meshgrid(*[torch.arange(self.edge)] * 3, indexing="ij"), -1).float()
+        volumes, targets = [], []
+        for number in numbers:
+            generator = _generator(seed, number)
+            target = torch.zeros((self.edge,) * 3, dtype=torch.int64)
+            for _ in range(self.BALLS):
+                centre = torch.rand(3, generator=generator) * self.edge
+                radius = self.edge * (0.15 + 0.15 * float(torch.rand((), generator=generator)))
+                target |= ((place - centre).square().sum(-1) < radius**2).long()
+            volumes.append((target + 0.7 * torch.randn(target.shape, generator=generator)).unsqueeze(0))
+            targets.append(target)
+        return {"volume": torch.stack(volumes), "targets": torch.stack(targets)}
+
+
+TASKS: dict[str, Callable[[int], Task]] = {
+    "lm": LanguageModel, "mlm": MaskedLanguageModel, "frames": Frames, "volumes": Volumes
+}  # fmt: skip
+
+
+def task_of(name: str, seq_len: int) -> Task:
+    """A task by its name here, or as `package:Class`. ValueError where it is none."""
+    if name in TASKS:
+        return TASKS[name](seq_len)
+    cls = imported("task", name)
+    try:
+        task: Task = cls(seq_len)
+    except TypeError as error:
+        raise ValueError(f"`task: {name}` cannot be made with a length: {error}") from error
+    missing = [part for part in ("fields", "text", "inputs", "loss", "rows") if not hasattr(task, part)]
+    if missing:
+        raise ValueError(f"`task: {name}` has no {', '.join(missing)}: see tpshard.models.tasks.Task")
+    if "targets" not in task.fields or task.fields["targets"].dtype != torch.int64:
+        raise ValueError(f"`task: {name}` has no field `targets` of int64")
+    return task
+
+
+def held_out(number: int) -> int:
+    """The number of a row that no step of training takes."""
+    return _HELD_OUT + number
+
+
+def _generator(seed: int, number: int) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{number}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))

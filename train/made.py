@@ -1,0 +1,103 @@
+"""Batches of a task that makes its data: rows by their numbers in the run, the same on any mesh and after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tpshard.models.tasks import IGNORE, Task, held_out
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.schema import Recipe
+from tpshard.train.stream import TokenBatch
+
+
+@dataclass(frozen=True)
+class MadeBatch:
+    """Some rows of one step, by field; `origin` says which rows of the run they are."""
+
+    tensors: Mapping[str, Tensor]
+    origin: tuple[str, ...]
+
+    def tensor(self, field: str) -> Tensor:
+        """One field, [rows, ...]."""
+        return self.tensors[field]
+
+    def rows(self, start: int, stop: int) -> MadeBatch:
+        """Rows start..stop of this batch: a micro-batch."""
+        part = slice(start, stop)
+        return MadeBatch({key: tensor[part] for key, tensor in self.tensors.items()}, self.origin[part])
+
+
+StepBatch = TokenBatch | MadeBatch
+
+
+class MadeRows:
+    """The batches of one data rank, `part` of the rows of every step; see `train.stream.Loader` for text."""
+
+    def __init__(self, task: Task, recipe: Recipe, part: Sequence[int]):
+        self.task, self.recipe, self.part, self.step = task, recipe, tuple(part), 0
+
+    def next(self) -> MadeBatch:
+        """This rank's rows of the next step."""
+        first = self.step * self.recipe.batch.global_sequences
+        self.step += 1
+        return _made(self.task, [first + row for row in self.part], self.recipe.seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the rows stand: JSON."""
+        told = {"global_sequences": self.recipe.batch.global_sequences, "tokenizer": self.recipe.task, "lanes": {}}
+        return {"step": self.step, **told}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, force: bool = False) -> None:
+        """Continues where `state` stood. Mistakes (exit 6) for the state of another task or size of a step, which
+        `force` lets begin anew."""
+        mine = self.state_dict()
+        changed = [key for key in ("global_sequences", "tokenizer") if state.get(key) != mine[key]]
+        if changed and not force:
+            raise Mistakes.one(
+                "the rows cannot be continued where the saved run stood", exit=Exit.DATA,
+                where=self.recipe.where("task"),
+                why="; ".join(f"{state.get(key)!r} then, {mine[key]!r} now" for key in changed),
+                fix="restore what has changed, or start a new run (checkpoint.resume: never, and another run.dir)",
+            )  # fmt: skip
+        self.step = int(state.get("step", 0))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def held_out_rows(
+    task: Task, recipe: Recipe, numbers: Sequence[int], each: int, per_device: int
+) -> Iterator[MadeBatch]:
+    """Micro-batches of held-out rows by their numbers; `each` rows, those that are missing without targets."""
+    batch = _made(task, [held_out(number) for number in numbers], recipe.seed)
+    whole = -(-each // per_device) * per_device
+    blank = {name: torch.zeros(field.shape, dtype=field.dtype) for name, field in task.fields.items()}
+    blank["targets"] += IGNORE
+    missing = whole - len(numbers)
+    tensors = {
+        key: torch.cat([tensor, blank[key].expand(missing, *blank[key].shape)])
+        for key, tensor in batch.tensors.items()
+    }  # fmt: skip
+    filled = MadeBatch(tensors, (*batch.origin, *[""] * missing))
+    for start in range(0, each, per_device):
+        yield filled.rows(start, start + per_device)
+
+
+def _made(task: Task, numbers: Sequence[int], seed: int) -> MadeBatch:
+    if not numbers:
+        empty = {key: torch.zeros(0, *field.shape, dtype=field.dtype) for key, field in task.fields.items()}
+        return MadeBatch(empty, ())
+    made = task.rows(numbers, seed)
+    for name, field in task.fields.items():
+        tensor = made.get(name)
+        wanted = (len(numbers), *field.shape)
+        if tensor is None or tuple(tensor.shape) != wanted or tensor.dtype != field.dtype:
+            got = "nothing" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
+            raise Mistakes.one(
+                f"the task gives {got} for its field `{name}`", exit=Exit.DATA, why=f"{list(wanted)} of {field.dtype}"
+            )
+    return MadeBatch(made, tuple(f"row {number}" for number in numbers))
