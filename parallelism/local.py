@@ -176,8 +176,8 @@ class LocalPart:
         return self.emitter.ranked_number(pick, self.axes(factor), tuple(table))
 
     def shifted(self, node: Any, factor: int) -> Any:
-        why = {"reason": f"`{self.op.name}` sees all of a dim, a part at a time", "value": self.op.name,
-               "of": "activation"}  # fmt: skip
+        need = Demand("others", through(self.op), self.op.name)
+        why = {"why": (need,), "value": (self.op.name,), "of": "activation"}
         return halo.shift(self.emitter, node, self.axes(factor), 1, why)
 
     def dtype(self, result: int) -> Any:

@@ -334,6 +334,7 @@ CASES: dict[str, list[Case]] = {
     "output": [of(lambda x: x, f(4, 6))],
     "tpshard.named": [call(ours.named.default, f(4, 6), "h", ["batch", "embed"])],
     "tpshard.mesh_split": [call(ours.mesh_split.default, f(4, 6), ["x"], [-1, 0])],
+    "tpshard.role": [call(ours.role.default, f(4, 6), "logits")],
     "tpshard.boundary": [call(ours.boundary.default, f(4, 6), "parameter", "w")],
     # what splits
     "aten._softmax": [call(aten._softmax.default, f(4, 6), 1, False)],
