@@ -38,7 +38,8 @@ def test_a_planted_error_is_found_by_mypy(tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     (checkout / "types").mkdir(parents=True)
     shutil.copytree(ROOT / "types" / "tpshard", checkout / "types" / "tpshard", symlinks=True)
-    shutil.copytree(ROOT / "recipes", checkout / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("package", "recipes"):
+        shutil.copytree(ROOT / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", checkout)
 
     def mypy() -> subprocess.CompletedProcess[str]:
