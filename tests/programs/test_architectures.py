@@ -106,6 +106,14 @@ def test_what_cannot_be_taken_is_said_once(more: str, changes: dict[str, object]
     assert error.value.exit == Exit.RECIPE
 
 
+def test_a_folder_with_pickles_alone_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    folder = architectures.folder(tmp_path, "llama")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(Mistakes) as error:
+        _ = setting_of(folder, {}).architecture
+    assert error.value.exit == Exit.RECIPE and "pytorch_model.bin is a pickle" in str(error.value)
+
+
 def test_a_model_that_looks_at_values_is_refused_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
