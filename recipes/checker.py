@@ -162,6 +162,9 @@ class Checker:
         made = cls(**given)
         if written:
             object.__setattr__(made, "_written", written)
+        unsaved = {key.text for key, value in node.entries if not value.source.line and not _saved(cls, key.text)}
+        if unsaved:
+            object.__setattr__(made, "_unsaved", frozenset(unsaved))
         if waits(given):
             object.__setattr__(made, "_config", self.merged.config)
         return made
@@ -381,6 +384,11 @@ class Checker:
             limits = [c.legal() for c in constraints if not isinstance(c, Alone | Bytes)]
             words.append(", ".join([_words(base, constraints), *limits]))
         return join(dict.fromkeys(words))
+
+
+def _saved(cls: type[Section], key: str) -> bool:
+    item = cls.__dataclass_fields__.get(key)  # type: ignore[attr-defined]
+    return item is None or bool(item.metadata.get("saved", True))
 
 
 def _as(value: Any, base: Any, constraints: tuple[Constraint, ...]) -> Any:

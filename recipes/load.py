@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -123,7 +124,7 @@ def _examined(layers: list[Node], overrides: Sequence[str], name: str, found: li
         _version(merged.node())
     merged.fill()
     shell_paths(merged)
-    unsaved = _derive(merged, name)
+    _derive(merged, name)
     checker = Checker(merged)
     recipe = checker.section(merged.node(), Recipe, "")
     object.__setattr__(recipe, "_places", checker.places)
@@ -134,8 +135,6 @@ def _examined(layers: list[Node], overrides: Sequence[str], name: str, found: li
         rules["batch"] = (*rules["batch"], "ep")
         rules.setdefault("expert", ("ep",))
     object.__setattr__(recipe.sharding, "rules", rules)
-    if recipe.cluster is not None:
-        object.__setattr__(recipe.cluster, "_unsaved", unsaved)
     lawful = laws.check(recipe, checker.bad)
     object.__setattr__(recipe, "_warnings", tuple(d for d in lawful if d.severity == "warning"))
     return Examined(recipe, tuple(in_order([*found, *checker.mistakes, *lawful])), frozenset(checker.bad))
@@ -212,9 +211,8 @@ def _nested(parts: list[str], leaf: Node, hint: Any, where: Source) -> Node:
     return Node("map", where, entries=((Node("scalar", where, name), value),))
 
 
-def _derive(merged: Merged, name: str) -> frozenset[str]:
-    """Fill in the defaults that come from other keys; one that comes from a key which is wrong stays missing. Returns
-    the keys of `cluster` that a saved recipe leaves out."""
+def _derive(merged: Merged, name: str) -> None:
+    """Fill in the defaults that come from other keys; one that comes from a key which is wrong stays missing."""
     checker = Checker(merged)
 
     def read(key: str) -> Any:
@@ -227,16 +225,12 @@ def _derive(merged: Merged, name: str) -> frozenset[str]:
         known = PRESETS.get(read("model.preset") or "")
         return otherwise if known is None else getattr(known, key)
 
-    def default(path: str, value: Callable[[], Any]) -> bool:
+    def default(path: str, value: Callable[[], Any]) -> None:
         keys = tuple(path.split("."))
-        try:
-            if merged.written(keys) is not None:
-                return False
-            merged.put(keys, "???")  # OmegaConf's sign for a missing value, until there is one
-            merged.put(keys, value())
-        except LookupError:
-            return False
-        return True
+        with contextlib.suppress(LookupError):
+            if merged.written(keys) is None:
+                merged.put(keys, "???")  # OmegaConf's sign for a missing value, until there is one
+                merged.put(keys, value())
 
     default("name", lambda: name)
     default("model.seq_len", lambda: preset("seq_len", 2048))
@@ -246,11 +240,10 @@ def _derive(merged: Merged, name: str) -> frozenset[str]:
     default("data.tokenizer", lambda: None if read("data.source") == "sample" else "${oc.env:TOKENIZER_DIR}")
     if isinstance(mesh := merged.written(("mesh",)), dict):
         merged.put(("mesh",), _complete(mesh))
-    each = default(
+    default(
         "cluster.devices_per_node",
         lambda: max(1, math.prod(s for s in read("mesh").values() if s != -1) // read("cluster.nodes")),
     )
-    return frozenset({"devices_per_node"} if each else ())
 
 
 def _complete(mesh: Mapping[str, Any]) -> dict[str, Any]:
