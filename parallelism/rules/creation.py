@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from tpshard.parallelism.graph import Op, Ref
+from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Factors, LocalOp, Rule, whole
 
@@ -28,15 +29,15 @@ def filled(op: Op) -> Rule:
     return factors.rule([], [dims], local=local, priority=0)
 
 
-def new_filled(op: Op) -> Rule:
-    """x.new_zeros(size): only the dtype of x matters."""
-    factors = Factors()
-    dims = factors.dims(op.results[0].shape)
+def new(value: float | None, target: Any = aten.full.default) -> Callable[[Op], None]:
+    """x.new_zeros(size) is made by itself: of x only the dtype matters, which the result has."""
 
-    def local(at: LocalOp) -> Any:
-        return at.with_args(Ref(0), list(at.shape()), *op.args[2:], dtype=op.results[0].dtype)
+    def canonical(op: Op) -> None:
+        filling = () if target is not aten.full.default else (op.args[2] if value is None else value,)
+        op.target, op.args, op.operands = target, (op.args[1], *filling), []
+        op.kwargs = {"dtype": op.results[0].dtype, "device": op.kwargs.get("device")}
 
-    return factors.rule([tuple(() for _ in op.operands[0].shape)], [dims], local=local, priority=0)
+    return canonical
 
 
 def arange(op: Op) -> Rule:
@@ -76,10 +77,10 @@ OPS: Table = {
     aten.ones: Entry(filled, inlined=True),
     aten.empty.memory_format: Entry(filled),
     aten.empty_strided: Entry(filled, canonical=without_strides),
-    aten.new_zeros: Entry(new_filled, inlined=True),
-    aten.new_ones: Entry(new_filled, inlined=True),
-    aten.new_full: Entry(new_filled, inlined=True),
-    aten.new_empty: Entry(new_filled),
+    aten.new_zeros: Entry(canonical=new(0), inlined=True),
+    aten.new_ones: Entry(canonical=new(1), inlined=True),
+    aten.new_full: Entry(canonical=new(None), inlined=True),
+    aten.new_empty: Entry(canonical=new(None, aten.empty.memory_format)),
     aten.arange: Entry(arange, inlined=True),
     aten.scalar_tensor: Entry(whole, inlined=True),
 }
