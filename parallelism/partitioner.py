@@ -24,6 +24,7 @@ from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, ValueRe
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation, Shardings
 from tpshard.parallelism.reasons import Reasons
+from tpshard.parallelism.repeated import repeated
 from tpshard.parallelism.reshard import LATENCY_BYTES, cost, plan
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import entry_of
@@ -421,6 +422,7 @@ class _Partitioner:
         node = self.emitter.graph.output(tuple(outputs))
         node.meta[INFO] = Info(())
         _drop_dead(self.emitter.graph)
+        self.warnings += repeated(self.graph, self.mesh, self.rules, self.choices, self._done())
         records = {v.name: self._record(v) for v in self.graph.values()}
         by_name = {v.name: v for v in self.graph.values()}
         return Program(
@@ -429,6 +431,16 @@ class _Partitioner:
             warnings=list(dict.fromkeys(self.warnings)), in_tree=self.graph.in_tree, out_tree=self.graph.out_tree,
             explanation=lambda name: self.s.explain(by_name[name]),
         )  # fmt: skip
+
+    def _done(self) -> dict[str, Info]:
+        """What the nodes of each op compute, by its name."""
+        found: dict[str, Info] = {}
+        for known in (node.meta[INFO] for node in self.emitter.graph.nodes):
+            if known.flops:
+                had = found.get(known.origin, Info(()))
+                flops, whole = had.flops + known.flops, had.global_flops + known.global_flops
+                found[known.origin] = Info((), flops=flops, global_flops=whole)
+        return found
 
     def _record(self, value: Value) -> ValueRecord:
         op = value.producer

@@ -1,0 +1,94 @@
+"""What devices compute more than once: the ops that they do alike, what that costs, why, and what mends it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tpshard.parallelism.choose import Choice
+from tpshard.parallelism.graph import Graph, Op
+from tpshard.parallelism.mesh import Axes, Axis, Mesh, difference, size_of
+from tpshard.parallelism.program import Info
+from tpshard.parallelism.rules.rule import Kind, Rule
+from tpshard.parallelism.rules.table import name_of
+
+SHARE = 0.01
+"""Of a device's FLOPs: what is repeated for less is not told."""
+
+
+@dataclass
+class Repeated:
+    """Ops of one kind, in layers alike, that several devices compute alike."""
+
+    op: Op
+    idle: Axes
+    count: int = 0
+    flops: float = 0.0
+    """That a device does of them beyond its share."""
+
+
+def repeated(
+    graph: Graph, mesh: Mesh, rules: Mapping[Op, Rule], choices: Mapping[Op, Choice], done: Mapping[str, Info]
+) -> list[str]:
+    """A warning for every op (for those of layers alike, one) that devices do alike and that is more than 1% of what a
+    device computes; what happens to parameters after a step is not counted. `done`: by an op's name, the FLOPs of one
+    device and of all work."""
+    every = tuple(Axis(name, 1, size) for name, size in mesh.axes.items() if size > 1)
+    total = sum(info.flops for info in done.values())
+    found: dict[tuple[str, ...], Repeated] = {}
+    for op in graph.ops:
+        info = done.get(op.name)
+        if info is None or op not in choices or not info.global_flops or op.phase == "update":
+            continue
+        rule, choice = rules[op], choices[op]
+        idle = difference(every, [a for f in rule.work if f in choice for a in choice[f].axes])
+        if size_of(idle) == 1:
+            continue
+        key = (str(op.target), re.sub(r"\d+", "#", op.place.module), str(idle))
+        one = found.setdefault(key, Repeated(op, idle))
+        one.count += 1
+        one.flops += info.flops * (1 - 1 / size_of(idle))
+    worst = sorted(found.values(), key=lambda one: -one.flops)
+    return [_told(one, rules[one.op], choices[one.op], one.flops / total) for one in worst if one.flops > SHARE * total]
+
+
+def _told(one: Repeated, rule: Rule, choice: Choice, share: float) -> str:
+    op, axes = one.op, ", ".join(sorted({axis.name for axis in one.idle}))
+    alike = f" and {one.count - 1} like it" if one.count > 1 else ""
+    where = f" in `{op.place.module}`" if op.place.module else ""
+    cause, edit = _cause(one, rule, choice, axes)
+    return (
+        f"`{op.name}` ({name_of(op.target)}){where}{alike}: {size_of(one.idle)} devices along {axes} compute the same, "
+        f"{share:.1%} of a step's FLOPs: {cause}; {edit}"
+    )
+
+
+def _cause(one: Repeated, rule: Rule, choice: Choice, axes: str) -> tuple[str, str]:
+    """Why nothing is sharded over the axes, and what to write instead."""
+    op, members = one.op, size_of(one.idle)
+    values = [*op.results, *op.operands]
+    needy = small = ""
+    for value, dims in zip(values, (*rule.results, *rule.operands)):
+        for d, factors in enumerate(dims):
+            for f in factors:
+                if f in choice or (rule.kinds[f] is Kind.PERMUTE and f not in {g for g, _ in rule.windows}):
+                    continue
+                what = f"dim {d} of `{value.name}` {list(value.shape)}"
+                if rule.kinds[f] is Kind.WHOLE:
+                    needy = needy or what
+                elif rule.sizes[f] < members:
+                    small = small or what
+                elif value in op.results:
+                    edit = f"shard it over {axes} (`mesh_split`, or `sharding.rules` of a recipe)"
+                    return f"nothing shards {what}", edit
+                else:
+                    return f"nothing shards {what}", f"shard it over {axes}: the sum over it is one all-reduce"
+    if needy:
+        return f"the op needs {needy} whole", f"shard another dim of it, as the batch, over {axes}"
+    if small:
+        return f"{small} has fewer than {members} parts", f"make {axes} smaller, or that dim larger"
+    return "its dims are sharded over other axes already", f"give {axes}'s devices to an axis that shards it"
+
+
+__all__ = ["repeated"]

@@ -1,0 +1,41 @@
+"""A program says what its devices compute alike, for how much of the step, why, and what to write instead."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from tpshard.parallelism import Mesh, mesh_split, partition
+
+MESH = Mesh({"x": 2, "y": 2})
+
+
+def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return torch.relu(x @ up) @ down
+
+
+ARGS = [torch.rand(8, 16), torch.rand(16, 32), torch.rand(32, 16)]
+
+
+def test_an_axis_that_nothing_uses_is_told_with_what_would_use_it() -> None:
+    (told,) = partition(mlp, ARGS, MESH, [("x",), None, None]).warnings
+    assert "and 1 like it: 2 devices along y compute the same, 49" in told
+    assert "nothing shards dim 1 of `mm` [8, 32]" in told
+
+    def mended(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return torch.relu(mesh_split(x @ up, MESH, [0, 1])) @ down
+
+    program = partition(mended, ARGS, MESH, [("x",), None, None])
+    assert not program.warnings and program.flop_efficiency == 1
+
+
+def test_a_dim_with_too_few_parts_is_told() -> None:
+    (told,) = partition(lambda x, y: x @ y, [torch.rand(3, 3), torch.rand(3, 3)], Mesh({"x": 4}), [None, None]).warnings
+    assert "4 devices along x compute the same, 75.0%" in told and "has fewer than 4 parts; make x smaller" in told
+
+
+def test_what_costs_little_is_not_told() -> None:
+    def fn(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return mlp(x, up, down) + torch.ones(16).sin()
+
+    program = partition(fn, ARGS, Mesh({"x": 2}), [("x",), None, None])
+    assert program.flop_efficiency < 1 and not program.warnings
