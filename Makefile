@@ -22,6 +22,7 @@ train: setup
 
 lint: setup
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q .
 	MYPYPATH=types $(BIN)/mypy -p tpshard
 
 test: lint

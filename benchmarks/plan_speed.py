@@ -1,5 +1,7 @@
 """How long a plan takes: 8B on 64 devices, 70B on 256, 405B on 16,384; each should be under 60 s on two cores.
 
+Without names, all of them:
+
     python benchmarks/plan_speed.py [NAME ...] [--record] [--json]
 """
 

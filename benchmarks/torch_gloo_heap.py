@@ -32,9 +32,7 @@ def run(op: str, gathers: int) -> None:
         if op == "all_gather_into_tensor":
             flying = [funcol.all_gather_into_tensor(sent, 1, name) for _ in range(IN_FLIGHT)]
         else:
-            flying = [
-                funcol.all_gather_into_tensor_out(sent, 1, name, out=torch.empty(8)) for _ in range(IN_FLIGHT)
-            ]
+            flying = [funcol.all_gather_into_tensor_out(sent, 1, name, out=torch.empty(8)) for _ in range(IN_FLIGHT)]
         for tensor in flying:
             funcol.wait_tensor(tensor)
 

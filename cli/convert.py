@@ -75,9 +75,7 @@ def _write(model: SourceModel, out: Path, dtype: str | None, tokenizer: Path | N
     try:
         architecture = model.blueprint.architecture
         if architecture is not None:
-            write_folder(
-                architecture, model.read, out, dtype=number, tokenizer=tokenizer, overwrite=overwrite
-            )
+            write_folder(architecture, model.read, out, dtype=number, tokenizer=tokenizer, overwrite=overwrite)
             return
         write_hf(
             model.config,

@@ -182,9 +182,7 @@ def blueprint_of(recipe: Recipe | None) -> Blueprint:
     if recipe is None:
         raise ValueError("its manifest names no model, and there is no recipe.yaml two folders up")
     model = recipe.model
-    return Blueprint.of(
-        model.preset, model.hf, model.module, model.args, model.overrides(), model.transformers
-    )
+    return Blueprint.of(model.preset, model.hf, model.module, model.args, model.overrides(), model.transformers)
 
 
 def _recipe_of_run(checkpoint: Path) -> Recipe | None:

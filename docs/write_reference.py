@@ -1,6 +1,6 @@
 """Writes docs/reference/: what the command line, the schema, the device files, the records and the exit codes say.
 
-    python docs/write_reference.py            a test fails where the pages and the code differ
+python docs/write_reference.py            a test fails where the pages and the code differ
 """
 
 from __future__ import annotations

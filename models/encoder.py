@@ -1,7 +1,7 @@
 """An encoder like BERT's (Devlin et al. 2018): learned positions, attention both ways within documents, GELU.
 
-    model: {module: "tpshard.models.encoder:Encoder", args: {vocab: 2048, max_seq: 128}, seq_len: 128}
-    task: mlm
+model: {module: "tpshard.models.encoder:Encoder", args: {vocab: 2048, max_seq: 128}, seq_len: 128}
+task: mlm
 """
 
 from __future__ import annotations

@@ -57,9 +57,7 @@ class UNet3D(nn.Module):
         self.enter = Convolved(channels, width, groups)
         self.down = nn.ModuleList(nn.Conv3d(a, b, 2, stride=2, bias=False) for a, b in pairwise(widths))
         self.inner = nn.ModuleList(Convolved(b, b, groups) for b in widths[1:])
-        self.up = nn.ModuleList(
-            nn.ConvTranspose3d(b, a, 2, stride=2, bias=False) for a, b in pairwise(widths)
-        )
+        self.up = nn.ModuleList(nn.ConvTranspose3d(b, a, 2, stride=2, bias=False) for a, b in pairwise(widths))
         self.outer = nn.ModuleList(Convolved(2 * a, a, groups) for a in widths[:-1])
         self.output = nn.Conv3d(width, classes, 1, bias=False)
         self.dims = {"output.weight": ("outputs", "inputs", *_KERNEL)}

@@ -18,6 +18,8 @@ from tpshard.parallelism.rules.strides import reshaped
 from tpshard.parallelism.rules.table import entry_of
 
 aten = torch.ops.aten
+
+
 def canonicalize(graph: Graph) -> None:
     """Brings a captured graph into canonical form, in place; its meaning stays."""
     take_roles(graph)
@@ -165,9 +167,7 @@ def _add_before_view(graph: Graph, op: Op, ops: list[Op]) -> None:
             op.operands = [base, op.operands[1]]
             op.results = [Value(op.name, base.shape, old.dtype, op)]
             ops.append(op)
-            again = Op(
-                f"{op.name}_view", aten.view.default, (Ref(0), old.shape), {}, op.results, [old], op.place
-            )
+            again = Op(f"{op.name}_view", aten.view.default, (Ref(0), old.shape), {}, op.results, [old], op.place)
             old.producer, old.name = again, again.name
             ops.append(again)
             return

@@ -153,4 +153,3 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A stand-in without storage, on the CPU device."""
     like = Like(tuple(tensor.shape), contiguous(tuple(tensor.shape)), tensor.dtype, torch.device("cpu"))
     return fake(mode, like).requires_grad_(tensor.requires_grad)
-

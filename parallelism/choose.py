@@ -59,9 +59,7 @@ def choose(
     return min(candidates, key=lambda c: _cost(op, c[0], c[1], homes, wanted, fixed, there, latency))
 
 
-def _candidates(
-    op: Op, rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]
-) -> Iterator[Choice]:
+def _candidates(op: Op, rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]) -> Iterator[Choice]:
     order = sorted(range(len(projected)), key=lambda t: (-_bytes(op, t), t))
     bases = [_merge(rule, [projected[lead], *(projected[t] for t in order if t != lead)], busy) for lead in order]
     least = 1.0

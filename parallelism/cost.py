@@ -310,7 +310,6 @@ def collective(device: Device, topology: Topology, kind: str, refs: Axes, buffer
     return CommCost(seconds + device.cpu.skew_s, sent, span.wire, name)
 
 
-
 def operation(
     device: Device, work: Work, flops: int, moved: int, dtype: str, *, eager: bool, head_dim: int = 0,
     exponentials: int = 0,

@@ -67,9 +67,7 @@ def _flow(nodes: list[fx.Node]) -> Flow:
     return Flow(nodes, sources, infos, names, size, views, root)
 
 
-def _views(
-    nodes: Sequence[fx.Node], sources: dict[fx.Node, list[fx.Node]], infos: dict[fx.Node, Info]
-) -> set[fx.Node]:
+def _views(nodes: Sequence[fx.Node], sources: dict[fx.Node, list[fx.Node]], infos: dict[fx.Node, Info]) -> set[fx.Node]:
     """A reshape that cannot be a view copies, as in torch."""
     found: set[fx.Node] = set()
     strides: dict[fx.Node, tuple[int, ...]] = {}  # of what is not contiguous

@@ -189,5 +189,3 @@ def _cat(emitter: Emitter, nodes: Sequence[fx.Node], dim: int) -> fx.Node:
         return nodes[0]
     shape = _sized(nodes[0], dim, sum(_shape(node)[dim] for node in nodes))
     return emitter.number(aten.cat.default, shape, info(nodes[0]).specs[0].dtype, list(nodes), dim)
-
-

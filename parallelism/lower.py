@@ -121,9 +121,7 @@ class Emitter:
         """Node of a mask, True where this device's part of a dim is padding; it broadcasts along `dim` of `rank`."""
         local = local_size(size, axes, grain)
         places = self.call(aten.arange.default, (local,), [Spec((local,), torch.int64)])
-        beyond = self.call(
-            aten.ge.Scalar, (places, self.valid(axes, size, grain)), [Spec((local,), torch.bool)]
-        )
+        beyond = self.call(aten.ge.Scalar, (places, self.valid(axes, size, grain)), [Spec((local,), torch.bool)])
         return self.reshape(beyond, [local if d == dim else 1 for d in range(rank)])
 
     # ---- one resharding step ------------------------------------------------------------------------------

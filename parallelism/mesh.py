@@ -201,7 +201,7 @@ def remainder(longer: Sequence[Axis], prefix: Sequence[Axis]) -> Axes:
 @lru_cache(maxsize=1 << 14)
 def _remainder(longer: Axes, prefix: Axes) -> Axes:
     cuts = atoms((longer, prefix))
-    return merge(split(longer, cuts)[len(split(prefix, cuts)):])
+    return merge(split(longer, cuts)[len(split(prefix, cuts)) :])
 
 
 def without(axes: Sequence[Axis], taken: Iterable[Axis]) -> Axes:

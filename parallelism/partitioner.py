@@ -32,6 +32,8 @@ from tpshard.parallelism.sharding import Layout, Sharding, even, local_shape, re
 from tpshard.parallelism.why import Told
 
 aten = torch.ops.aten
+
+
 def partition(
     fn: Callable[..., Any],
     args: Sequence[Any],

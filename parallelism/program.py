@@ -34,6 +34,8 @@ from tpshard.parallelism.sharding import Layout
 from tpshard.parallelism.why import Explanation
 
 T = TypeVar("T")
+
+
 @dataclass(frozen=True)
 class ValueRecord:
     """What became of one named value of the global graph."""

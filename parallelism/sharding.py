@@ -17,8 +17,8 @@ def show_axis(axis: Axis, mesh: Mesh | None = None) -> str:
 
 
 LEGAL = (
-    "None (free), a tuple with per dim None, an axis, a sub-axis (name, pre, size), \"?\" (open) or a tuple of these, "
-    "a text such as \"[{x,?} {y}] replicated={z}\", or a Sharding"
+    'None (free), a tuple with per dim None, an axis, a sub-axis (name, pre, size), "?" (open) or a tuple of these, '
+    'a text such as "[{x,?} {y}] replicated={z}", or a Sharding'
 )
 """What a sharding may be given as."""
 
@@ -113,7 +113,7 @@ def parse(text: str, mesh: Mesh) -> Sharding:
     `x:(pre)size` a sub-axis, `@p1` (or `p1` behind the dim) a priority. ValueError names what is wrong."""
 
     def refuse(why: str) -> ValueError:
-        return ValueError(f"{why} in the sharding {text!r}: give, for example, \"[{{x,?}} {{y}}] replicated={{z}}\"")
+        return ValueError(f'{why} in the sharding {text!r}: give, for example, "[{{x,?}} {{y}}] replicated={{z}}"')
 
     whole = re.fullmatch(r"\s*\[([^\[\]]*)\]\s*(.*)", text, re.DOTALL)
     if whole is None:
@@ -238,9 +238,7 @@ def local_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
 
 def even_grains(shape: Sequence[int], dims: Sequence[Axes], grains: Sequence[int]) -> tuple[int, ...]:
     """`Layout.grains` in normal form: 1 wherever the grains are cut evenly, empty where all are 1."""
-    out = tuple(
-        1 if not axes or even(n // g, axes) else g for n, axes, g in zip(shape, dims, grains)
-    )
+    out = tuple(1 if not axes or even(n // g, axes) else g for n, axes, g in zip(shape, dims, grains))
     return out if any(g > 1 for g in out) else ()
 
 

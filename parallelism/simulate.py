@@ -151,8 +151,12 @@ def _combine(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
     """In rank order, as the executor's fixed-order reductions do."""
     total = tensors[0]
     for tensor in tensors[1:]:
-        total = total + tensor if how == "sum" else torch.maximum(total, tensor) if how == "max" else torch.minimum(
-            total, tensor
+        total = (
+            total + tensor
+            if how == "sum"
+            else torch.maximum(total, tensor)
+            if how == "max"
+            else torch.minimum(total, tensor)
         )
     return total
 

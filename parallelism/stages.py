@@ -165,8 +165,10 @@ class _Cutter:
             stored = user.target is aten.add.Tensor and any(
                 n in self.floating and n in self.port for n in user.all_input_nodes
             )
-            if not stored and len(user.all_input_nodes) != 1 and not (
-                user.target is aten.add.Tensor and layer_of(user) is None
+            if (
+                not stored
+                and len(user.all_input_nodes) != 1
+                and not (user.target is aten.add.Tensor and layer_of(user) is None)
             ):
                 return False
             here = user

@@ -20,11 +20,7 @@ from tpshard.parallelism.why import Told
 
 def boundaries(graph: Graph, kind: str) -> dict[str, tuple[Value, Value]]:
     """Per parameter name (before, after) of its boundary of this kind, `parameter` or `gradient`."""
-    return {
-        op.args[2]: (op.operands[0], op.results[0])
-        for op in graph.ops
-        if is_boundary(op) and op.args[1] == kind
-    }
+    return {op.args[2]: (op.operands[0], op.results[0]) for op in graph.ops if is_boundary(op) and op.args[1] == kind}
 
 
 def used_values(graph: Graph) -> dict[str, list[Value]]:

@@ -252,7 +252,7 @@ class _Stretch:
         before = f"{self.stack}.{old}"
         if name != before and not name.startswith(f"{before}."):
             return name
-        return f"{self.stack}.{new}{name[len(before):]}"
+        return f"{self.stack}.{new}{name[len(before) :]}"
 
     def _port(self, port: Port, old: int, new: int) -> Port:
         return replace(port, name=self._name(port.name, old, new))
@@ -274,7 +274,6 @@ class _Stretch:
 def _bare_name(name: str) -> str:
     """Of a parameter its name; a value that the model gave no name has one of its operation, with a number."""
     return name if "." in name else ""
-
 
 
 __all__ = ["FEW", "stretched"]

@@ -91,7 +91,7 @@ def _verdict(report: Report) -> str:
         ("parameters", count(job.params), "exact"),
     ]
     boxes = "".join(
-        f'<div class=card>{escape(name)}<b>{escape(value)}</b><span class=how>{label}</span></div>'
+        f"<div class=card>{escape(name)}<b>{escape(value)}</b><span class=how>{label}</span></div>"
         for name, value, label in cards
     )
     color = "good" if report.fits else "bad"

@@ -33,11 +33,14 @@ def fingerprints(report: Report) -> dict[str, str]:
 
 def dumps(report: Report, recipe_yaml: str) -> str:
     """The text of `plan.json`; same recipe and code, same bytes."""
-    return json.dumps(
-        {"schema": SCHEMA, "recipe": recipe_yaml, "programs": fingerprints(report), "plan": report.to_json()},
-        indent=1,
-        sort_keys=True,
-    ) + "\n"
+    return (
+        json.dumps(
+            {"schema": SCHEMA, "recipe": recipe_yaml, "programs": fingerprints(report), "plan": report.to_json()},
+            indent=1,
+            sort_keys=True,
+        )
+        + "\n"
+    )
 
 
 def write(path: Path, text: str) -> None:

@@ -267,9 +267,7 @@ def meshes(recipe: Recipe) -> Iterator[dict[str, int]]:
                 yield {**fixed, "dp": dp, "fsdp": left // (tp * dp), "tp": tp}
 
 
-def _tried(
-    recipe: Recipe, mesh: dict[str, int], remat: str, per_device: int, variants: Variants
-) -> Candidate | None:
+def _tried(recipe: Recipe, mesh: dict[str, int], remat: str, per_device: int, variants: Variants) -> Candidate | None:
     made = Candidate(mesh, remat, per_device, Quick(0, 0.0, 0.0, False), 0.0)
     try:
         changed = variant(recipe, made.changes)

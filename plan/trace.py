@@ -50,7 +50,10 @@ def trace(report: Report) -> str:
             if held != last:
                 events.append(
                     {
-                        "ph": "C", "pid": 0, "name": "memory (bytes)", "ts": _us(offset + at),
+                        "ph": "C",
+                        "pid": 0,
+                        "name": "memory (bytes)",
+                        "ts": _us(offset + at),
                         "args": dict(sorted(held.items())),
                     }
                 )

@@ -104,9 +104,7 @@ class _Reader:
     def axes(self, names: Sequence[str]) -> Axes:
         return merge(self.mesh.axis(name) for name in names if self.mesh.axes.get(name, 1) > 1)
 
-    def rules(
-        self, found: dict[Value, Annotation], value: Value, name: str, dims: Sequence[str], by: str = ""
-    ) -> None:
+    def rules(self, found: dict[Value, Annotation], value: Value, name: str, dims: Sequence[str], by: str = "") -> None:
         rules = self.recipe.sharding.rules
         ruled = [d for d in dims if d in rules]
         if not ruled:

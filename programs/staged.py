@@ -171,7 +171,6 @@ def table_of(setting: Setting) -> Table:
 def _finished(setting: Setting, stage: Stage) -> Stage:
     """Bucketed and scheduled: backward programs by the buckets of the forward one, which reads all parameters."""
 
-
     @cache
     def made(chosen: Choices) -> Program:
         return run(scheduling(setting, chosen), stage.forward)

@@ -484,9 +484,9 @@ class Recipe(Section):
     """axis: size, outer to inner; -1 is the rest. dp, fsdp and tp have size 1 where they are left out."""
     model: Model
     """What is computed."""
-    task: Annotated[
-        str, Form(r"lm|mlm|frames|volumes|[\w.]+:[\w.]+", "lm, mlm, frames, volumes or package:Class")
-    ] = "lm"
+    task: Annotated[str, Form(r"lm|mlm|frames|volumes|[\w.]+:[\w.]+", "lm, mlm, frames, volumes or package:Class")] = (
+        "lm"
+    )
     """What it is trained for: the next token, masked tokens, classes of frames, classes of voxels, or a task of your
     own, as package:Class; frames and volumes are made on the machine, seq_len long."""
     sharding: Sharding = field(default_factory=Sharding)

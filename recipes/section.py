@@ -24,9 +24,7 @@ def default_of(item: Field[Any]) -> Any:
 T = TypeVar("T")
 
 
-@dataclass_transform(
-    frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(field, derived)
-)
+@dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(field, derived))
 def section(cls: type[T]) -> type[T]:
     """A frozen dataclass of keywords that leaves repr and equality to `Section`."""
     return dataclass(frozen=True, kw_only=True, repr=False, eq=False)(cls)

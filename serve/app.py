@@ -50,9 +50,7 @@ class Server:
         body = fields.parse(await read_body(scope, receive, self.service.limits))
         order = parse(body)
         if order.model != self.model:
-            raise Refused(
-                f"there is no model `{order.model[:100]}`", param="model", code="model_not_found", status=404
-            )
+            raise Refused(f"there is no model `{order.model[:100]}`", param="model", code="model_not_found", status=404)
         self._room(order.n * max(1, len(order.prompts)))
         try:
             limit = self.service.limit
@@ -150,9 +148,7 @@ class Reply:
             leaving = asyncio.ensure_future(_left(receive))
             try:
                 longest = self.server.service.limits.request_s
-                done, _ = await asyncio.wait(
-                    {work, leaving}, timeout=longest, return_when=asyncio.FIRST_COMPLETED
-                )
+                done, _ = await asyncio.wait({work, leaving}, timeout=longest, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     raise Refused(f"the request took longer than {longest:g} s", status=408, code="timeout")
                 if work in done:

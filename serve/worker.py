@@ -35,9 +35,7 @@ def work(place: Place, prepare: Prepare) -> int:
         job = Job.decode(body)
         programs, weights = prepare(job)
         mesh = programs.setting.mesh
-        with connect(
-            place, mesh, device=job.device, start_s=job.start_s, step_s=job.step_s, watch=False
-        ) as context:
+        with connect(place, mesh, device=job.device, start_s=job.start_s, step_s=job.step_s, watch=False) as context:
             fingerprints = " ".join(str(one["fingerprint"]) for one in programs.listed)
             context.agree({"programs": fingerprints, "version of torch": torch.__version__})
             if programs.listed != list(job.programs):

@@ -43,7 +43,8 @@ def _pools(rank: int) -> dict[str, list[Case]]:
         f"reflection_pad{rank}d": [both(lambda x: F.pad(x, [1, 2] * rank, mode="reflect"), x)],
         f"replication_pad{rank}d": [both(lambda x: F.pad(x, [1, 2] * rank, mode="replicate"), x)],
         f"upsample_nearest{rank}d": [
-            both(lambda x: F.interpolate(x, scale_factor=2), x), both(lambda x: F.interpolate(x, size=[5] * rank), x)
+            both(lambda x: F.interpolate(x, scale_factor=2), x),
+            both(lambda x: F.interpolate(x, size=[5] * rank), x),
         ],
         f"_upsample_nearest_exact{rank}d": [both(lambda x: F.interpolate(x, size=[5] * rank, mode="nearest-exact"), x)],
         f"upsample_{linear}{rank}d": [both(lambda x: F.interpolate(x, size=[5] * rank, mode=linear), x)],

@@ -243,9 +243,7 @@ def _tokenizer(recipe: Recipe, corpus: Corpus, setting: Setting) -> TextTokenize
 def _blueprint(recipe: Recipe) -> Blueprint:
     model = recipe.model
     try:
-        return Blueprint.of(
-            model.preset, model.hf, model.module, model.args, model.overrides(), model.transformers
-        )
+        return Blueprint.of(model.preset, model.hf, model.module, model.args, model.overrides(), model.transformers)
     except (ValueError, OSError) as error:
         raise Mistakes.one(str(error), where=recipe.where("model")) from error
 

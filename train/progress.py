@@ -122,4 +122,3 @@ def duration(seconds: float) -> str:
     whole = int(seconds + 0.5)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
-

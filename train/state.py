@@ -165,9 +165,7 @@ class State:
             for tensor in moments:
                 tensor.zero_()
 
-    def _fill(
-        self, port: Port, tensor: Tensor, read: Callable[[tuple[int, ...], tuple[int, ...]], Tensor]
-    ) -> None:
+    def _fill(self, port: Port, tensor: Tensor, read: Callable[[tuple[int, ...], tuple[int, ...]], Tensor]) -> None:
         starts, sizes = self._block(port)
         tensor.zero_()
         if all(sizes):

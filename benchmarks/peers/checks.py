@@ -276,8 +276,8 @@ def _numerics(builder: Builder, program: Any, got: dict[str, Any]) -> Answer:
     parts = program.simulate(*args)
     far = [
         float((a.double() - b.double()).abs().max())
-        for a, b in zip(whole, parts) if a.numel() and a.dtype != torch.bool
+        for a, b in zip(whole, parts)
+        if a.numel() and a.dtype != torch.bool
     ]
     close = all(torch.allclose(a, b, rtol=1e-4, atol=1e-3) for a, b in zip(whole, parts))
     return close, got | {"largest difference": max(far, default=0.0)}, "" if close else "the numbers differ from eager"
-

@@ -335,6 +335,7 @@ def _window(text: str, rank: int) -> dict[str, list[list[int]]]:
 def _reduce_window(b: Builder, call: Call, x: Value, window: Any = "", op: str = "add", stride: Any = None,
                    pad: Any = None, **_: Any) -> Any:  # fmt: skip
     if "=" not in str(window):
+
         def part(name: str, value: Any) -> str:
             flat = re.sub(r"[()\s]", "", str(value)).replace(",", "_")
             return "" if value is None else f"{name}={flat}"
@@ -441,6 +442,7 @@ def _as_product(
             left[c] = ""  # only the right operand's
         else:
             return None
+
     def spelled(labels: str, names: dict[str, str], value_shape: Sequence[int] | None) -> str | None:
         text = ""
         for c in labels:
@@ -615,4 +617,3 @@ def _custom(b: Builder, call: Call, *args: Any, **_: Any) -> Any:
     if name == "Cholesky":
         return _cholesky(b, call, args[0])
     raise NoSuchOp(f"the custom call @{name}")
-

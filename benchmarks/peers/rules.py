@@ -129,4 +129,3 @@ def joined(builder: Builder, names: Sequence[str]) -> Joined:
         return [[numbers[root(key)] for key in dim if sizes[numbers[root(key)]] != 1] for dim in dims]
 
     return Joined([tensor(v) for v in builder.statement_operands], [tensor(v) for v in made], sizes, kinds, stuck)
-

@@ -50,9 +50,7 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], kind: str, unit: str) -> None:
     n = comms[0].size
     last = max(nodes)  # nodes of a graph compare by their place in it
 
-    def call(
-        target: Any, args: tuple[Any, ...], shape: tuple[int, ...], comm: Collective | None = None
-    ) -> fx.Node:
+    def call(target: Any, args: tuple[Any, ...], shape: tuple[int, ...], comm: Collective | None = None) -> fx.Node:
         node = graph.call_function(target, args)
         spec = Spec(shape, first.specs[0].dtype)
         node.meta[INFO] = Info((spec,), first.origin, first.place, comm=comm, unit=unit)

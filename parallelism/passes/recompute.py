@@ -125,10 +125,7 @@ def keep_selected(names: Collection[str] = ()) -> Keep:
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         sent = source is not None and source.op == "call_function" and info(source).comm is not None
         part_of_saved = (
-            source is not None
-            and source.op == "call_function"
-            and info(source).saved
-            and node.target is getitem
+            source is not None and source.op == "call_function" and info(source).saved and node.target is getitem
         )
         return sent or (info(node).saved and named(node)) or (part_of_saved and source is not None and named(source))
 

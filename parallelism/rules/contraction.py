@@ -45,8 +45,10 @@ def product_of(local: LocalOp, equation: str) -> Any:
     columns = [c for c in out if c in right and c not in left]
     summed = [c for c in left if c not in out]
     size = dict(zip(left + right, local.operand_shape(0) + local.operand_shape(1)))
-    groups = {name: product([size[c] for c in letters]) for name, letters in
-              (("B", batch), ("M", rows), ("N", columns), ("K", summed))}
+    groups = {
+        name: product([size[c] for c in letters])
+        for name, letters in (("B", batch), ("M", rows), ("N", columns), ("K", summed))
+    }
 
     def arrange(index: int, have: str, first: list[str], second: list[str]) -> Any:
         node = local.inputs[index]

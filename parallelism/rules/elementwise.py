@@ -17,9 +17,9 @@ Sums = Callable[[Op], tuple[int, ...]]
 """The operands in which a call is jointly linear, so that partial sums pass."""
 
 
-def broadcast_dims(factors: Factors, shapes: Sequence[tuple[int, ...]], out: tuple[int, ...]) -> tuple[
-    list[tuple[Dim, ...]], tuple[Dim, ...]
-]:
+def broadcast_dims(
+    factors: Factors, shapes: Sequence[tuple[int, ...]], out: tuple[int, ...]
+) -> tuple[list[tuple[Dim, ...]], tuple[Dim, ...]]:
     """Factors of operands that broadcast (aligned at the last dim) to `out`."""
     result = factors.dims(out, ones=True)
     operands = []

@@ -98,9 +98,7 @@ def index_select(op: Op) -> Rule:
 
     source = tuple((v,) if d == dim else rest[d] for d in range(x.rank))
     out = tuple(picked if d == dim else rest[d] for d in range(x.rank))
-    return factors.rule(
-        [source, (picked,) if index.rank else ()], [out], local=local, fills=((1, 0),), guarded=(v,)
-    )
+    return factors.rule([source, (picked,) if index.rank else ()], [out], local=local, fills=((1, 0),), guarded=(v,))
 
 
 def gather(op: Op) -> Rule:

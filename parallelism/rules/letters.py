@@ -26,9 +26,7 @@ def letters(
     return Entry(lambda op: rule_of(op, text, flops, local, linear, same), **facts)
 
 
-def rule_of(
-    op: Op, text: str, flops: Flops | None = None, local: Any = None, linear: str = "", same: str = ""
-) -> Rule:
+def rule_of(op: Op, text: str, flops: Flops | None = None, local: Any = None, linear: str = "", same: str = "") -> Rule:
     """The rule of one call; everything whole where its shapes do not fit the letters."""
     left, right = (side.split(",") for side in text.split("->"))
     given = tensors(op)

@@ -214,9 +214,12 @@ class Factors:
 
     def rule(self, operands: Sequence[tuple[Dim, ...]], results: Sequence[tuple[Dim, ...]], **rest: Any) -> Rule:
         if "work" not in rest:
-            rest["work"] = tuple(sorted({f for dims in results for dim in dims for f in dim} | {
-                f for dims in operands for dim in dims for f in dim if self.kinds[f] is Kind.REDUCE
-            }))
+            rest["work"] = tuple(
+                sorted(
+                    {f for dims in results for dim in dims for f in dim}
+                    | {f for dims in operands for dim in dims for f in dim if self.kinds[f] is Kind.REDUCE}
+                )
+            )
         if "flops" not in rest:
             rest["flops"] = 0
         return Rule(tuple(operands), tuple(results), tuple(self.sizes), tuple(self.kinds), **rest)

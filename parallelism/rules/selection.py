@@ -30,8 +30,10 @@ def _parted(op: Op, dim: int, kept: int, collectives: int, **rest: Any) -> Rule:
     x = op.operands[0]
     factors = Factors()
     dims: list[Dim] = [(factors.new(n),) if n != 1 else () for n in x.shape]
-    out = tuple(() if d == dim and op.results[0].shape[d : d + 1] != x.shape[d : d + 1] else members
-                for d, members in enumerate(dims))
+    out = tuple(
+        () if d == dim and op.results[0].shape[d : d + 1] != x.shape[d : d + 1] else members
+        for d, members in enumerate(dims)
+    )
     if op.results[0].rank < x.rank:
         out = (*out[:dim], *out[dim + 1 :])
     others = product([n for d, n in enumerate(x.shape) if d != dim])

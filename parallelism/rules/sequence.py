@@ -149,9 +149,7 @@ def _own(at: LocalOp, factor: int, rest: list[Any], ring: bool) -> Any:
         return documents
     shape = (at.shape_of(documents)[0], at.size(factor))
     dtype = at.dtype_of(documents)
-    return at.emit(
-        aten.narrow.default, documents, 1, at.offset(factor), at.size(factor), shape=shape, dtype=dtype
-    )
+    return at.emit(aten.narrow.default, documents, 1, at.offset(factor), at.size(factor), shape=shape, dtype=dtype)
 
 
 def _merged(at: LocalOp, out: Any, lse: Any, more: Any, more_lse: Any) -> tuple[Any, Any]:

@@ -17,9 +17,9 @@ from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
 aten = torch.ops.aten
 
 
-def reshape_factors(factors: Factors, source: Sequence[int], target: Sequence[int]) -> tuple[
-    tuple[Dim, ...], tuple[Dim, ...]
-]:
+def reshape_factors(
+    factors: Factors, source: Sequence[int], target: Sequence[int]
+) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
     """The factors of two shapes of one view, from a walk over both, major to minor.
 
     Where both have covered the same number of elements they share a factor, the gcd of what is left of their dims;

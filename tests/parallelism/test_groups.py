@@ -57,8 +57,12 @@ def decide(context: Context) -> tuple[bool, bool, int, list[int], str]:
     if context.rank == 1:
         context.stopping.signal = signal.SIGTERM
     first = context.stop()
-    return context.any(context.rank == 1), context.any(False), first, context.gather(context.rank), context.from_main(
-        f"from {context.rank}"
+    return (
+        context.any(context.rank == 1),
+        context.any(False),
+        first,
+        context.gather(context.rank),
+        context.from_main(f"from {context.rank}"),
     )
 
 

@@ -170,9 +170,7 @@ def test_a_run_whose_worker_crashes_is_started_again(name: str, rank: int, fatal
         ("7 107 207", 2, 2, "launch.restarts is 2"),
     ],
 )
-def test_a_run_is_not_started_again_for_ever(
-    steps: str, restarts: int, started: int, why: str, tmp_path: Path
-) -> None:
+def test_a_run_is_not_started_again_for_ever(steps: str, restarts: int, started: int, why: str, tmp_path: Path) -> None:
     with launched(f"crash SIGSEGV 1 {steps}", 2, tmp_path, restarts=restarts) as launcher:
         _, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 9

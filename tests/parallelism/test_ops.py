@@ -142,34 +142,49 @@ CASES: dict[str, list[Case]] = {
     ],
     # pointwise
     "aten.add": [
-        call(aten.add.Tensor, f(4, 6), f(4, 6), alpha=3), call(aten.add.Tensor, f(4, 1), f(6)),
-        call(aten.add.Tensor, f(4, 6), 2.0), call(aten.add.Scalar, f(4), 2.0),
+        call(aten.add.Tensor, f(4, 6), f(4, 6), alpha=3),
+        call(aten.add.Tensor, f(4, 1), f(6)),
+        call(aten.add.Tensor, f(4, 6), 2.0),
+        call(aten.add.Scalar, f(4), 2.0),
     ],
     "aten.sub": [
-        call(aten.sub.Tensor, f(4, 6), f(4, 6)), call(aten.sub.Tensor, f(4, 6), f(6)), call(aten.sub.Tensor, f(4), 1)
+        call(aten.sub.Tensor, f(4, 6), f(4, 6)),
+        call(aten.sub.Tensor, f(4, 6), f(6)),
+        call(aten.sub.Tensor, f(4), 1),
     ],
     "aten.mul": [
-        call(aten.mul.Tensor, f(4, 6), f(4, 6)), call(aten.mul.Tensor, f(4, 6), f()), call(aten.mul.Tensor, f(), f(4)),
+        call(aten.mul.Tensor, f(4, 6), f(4, 6)),
+        call(aten.mul.Tensor, f(4, 6), f()),
+        call(aten.mul.Tensor, f(), f(4)),
         call(aten.mul.Scalar, f(4, 6), 3),
     ],
     "aten.div": [
-        call(aten.div.Tensor, f(4, 6), f(4, 6)), call(aten.div.Tensor, f(4, 6), f()), call(aten.div.Tensor, f(4), 2),
+        call(aten.div.Tensor, f(4, 6), f(4, 6)),
+        call(aten.div.Tensor, f(4, 6), f()),
+        call(aten.div.Tensor, f(4), 2),
         call(aten.div.Tensor_mode, f(4, 6), f(), rounding_mode="floor"),
     ],
-    "aten.floor_divide": [call(aten.floor_divide.default, f(4, 6), f(4, 6)),
-                          call(aten.floor_divide.default, f(4, 6), f())],
-    "aten.remainder": [call(aten.remainder.Tensor, f(4, 6), f()), call(aten.remainder.Scalar, f(4, 6), 0.5),
-                       call(aten.remainder.Tensor, ints(9, 4, 6), ints(9, 4, 6, low=1)),
-                       call(aten.remainder.Scalar_Tensor, 7, ints(9, 4, 6, low=1))],
+    "aten.floor_divide": [
+        call(aten.floor_divide.default, f(4, 6), f(4, 6)),
+        call(aten.floor_divide.default, f(4, 6), f()),
+    ],
+    "aten.remainder": [
+        call(aten.remainder.Tensor, f(4, 6), f()),
+        call(aten.remainder.Scalar, f(4, 6), 0.5),
+        call(aten.remainder.Tensor, ints(9, 4, 6), ints(9, 4, 6, low=1)),
+        call(aten.remainder.Scalar_Tensor, 7, ints(9, 4, 6, low=1)),
+    ],
     "aten.fmod": [call(aten.fmod.Tensor, f(4, 6), f(6)), call(aten.fmod.Scalar, f(4, 6), 0.5)],
     "aten.neg": [call(aten.neg.default, f(4, 6))],
     "aten.clone": [call(aten.clone.default, f(4, 6))],
     "aten._to_copy": [
         call(aten._to_copy.default, f(4, 6), dtype=torch.float32),
-        call(aten._to_copy.default, f(4, 6), dtype=torch.int64), call(aten._to_copy.default, f(4), dtype=torch.bool),
+        call(aten._to_copy.default, f(4, 6), dtype=torch.int64),
+        call(aten._to_copy.default, f(4), dtype=torch.bool),
     ],
     "aten.masked_fill.Scalar": [
-        call(aten.masked_fill.Scalar, f(4, 6), truths(4, 6), 0), call(aten.masked_fill.Scalar, f(4, 6), truths(6), 2.5)
+        call(aten.masked_fill.Scalar, f(4, 6), truths(4, 6), 0),
+        call(aten.masked_fill.Scalar, f(4, 6), truths(6), 2.5),
     ],
     "aten.copy": [call(aten.copy.default, f(4, 6), f(6))],
     "aten.exp": [call(aten.exp.default, f(4, 6))],
@@ -189,23 +204,28 @@ CASES: dict[str, list[Case]] = {
     "aten.empty_like": [of(lambda x: torch.ones_like(aten.empty_like.default(x)), f(4, 6))],
     # views and pieces
     "aten.view": [
-        call(aten.view.default, f(4, 6), [24]), call(aten.view.default, f(8, 3), [2, 4, 3]),
-        call(aten.view.default, f(4, 6), [6, 4]), call(aten.view.default, f(4, 6), [2, 12]),
+        call(aten.view.default, f(4, 6), [24]),
+        call(aten.view.default, f(8, 3), [2, 4, 3]),
+        call(aten.view.default, f(4, 6), [6, 4]),
+        call(aten.view.default, f(4, 6), [2, 12]),
     ],
     "aten.reshape": [of(lambda x: aten.permute.default(x, [1, 0]).reshape(24), f(4, 6))],
     "aten._unsafe_view": [call(aten._unsafe_view.default, f(4, 6), [24])],
     "aten._reshape_alias": [call(aten._reshape_alias.default, f(4, 6), [2, 12], [12, 1])],
     "aten.unsqueeze": [call(aten.unsqueeze.default, f(4, 6), d) for d in (0, 1, -1)],
     "aten.squeeze": [
-        call(aten.squeeze.dim, f(4, 1, 6), 1), call(aten.squeeze.dim, f(4, 1, 6), 0),
-        call(aten.squeeze.dims, f(1, 4, 1), [0, 2]), call(aten.squeeze.default, f(1, 4, 1)),
+        call(aten.squeeze.dim, f(4, 1, 6), 1),
+        call(aten.squeeze.dim, f(4, 1, 6), 0),
+        call(aten.squeeze.dims, f(1, 4, 1), [0, 2]),
+        call(aten.squeeze.default, f(1, 4, 1)),
     ],
     "aten.permute": [call(aten.permute.default, f(4, 6, 2), [2, 0, 1])],
     "aten.transpose": [call(aten.transpose.int, f(4, 6, 2), 0, -1)],
     "aten.t": [call(aten.t.default, f(4, 6)), call(aten.t.default, f(4))],
     "aten.expand": [call(aten.expand.default, f(4, 1), [4, 6]), call(aten.expand.default, f(6), [4, 6])],
     "aten.slice": [
-        call(aten.slice.Tensor, f(4, 6), 0, 1, 3), call(aten.slice.Tensor, f(4, 6), 1, 0, 6, 2),
+        call(aten.slice.Tensor, f(4, 6), 0, 1, 3),
+        call(aten.slice.Tensor, f(4, 6), 1, 0, 6, 2),
         call(aten.slice.Tensor, f(4, 6)),
     ],
     "aten.narrow": [of(lambda x: x.cumsum(0), f(4, 6))],
@@ -221,7 +241,8 @@ CASES: dict[str, list[Case]] = {
     "getitem": [call(aten.split.Tensor, f(4, 6), 2)],
     "_c10d_functional.wait_tensor": [of(lambda x: x.sum(0), f(4, 6))],
     "aten.cat": [
-        call(aten.cat.default, [f(4, 6), f(2, 6)]), call(aten.cat.default, [f(4, 6), f(4, 2)], 1),
+        call(aten.cat.default, [f(4, 6), f(2, 6)]),
+        call(aten.cat.default, [f(4, 6), f(4, 2)], 1),
         call(aten.cat.default, [f(0), f(4, 6)]),
     ],
     "aten.slice_scatter": [call(aten.slice_scatter.default, f(4, 6), f(4, 2), 1, 2, 4)],
@@ -236,7 +257,8 @@ CASES: dict[str, list[Case]] = {
     "prim.device": [of(lambda x: x.to(x.device) * 2, f(4, 6))],
     # reductions
     "aten.sum": [
-        call(aten.sum.default, f(4, 6)), call(aten.sum.dim_IntList, f(4, 6, 2), [1], True),
+        call(aten.sum.default, f(4, 6)),
+        call(aten.sum.dim_IntList, f(4, 6, 2), [1], True),
         call(aten.sum.dim_IntList, f(4, 6, 2), [0, 2]),
     ],
     "aten.mean": [call(aten.mean.default, f(4, 6)), call(aten.mean.dim, f(4, 6), [1], True)],
@@ -265,10 +287,11 @@ CASES: dict[str, list[Case]] = {
     ],
     "aten.index_select": [
         call(aten.index_select.default, f(12, 6), 0, ints(12, 4)),
-        call(aten.index_select.default, f(4, 6), 1, ints(6, 8))
+        call(aten.index_select.default, f(4, 6), 1, ints(6, 8)),
     ],
     "aten.gather": [
-        call(aten.gather.default, f(4, 6), 1, ints(6, 4, 1)), call(aten.gather.default, f(4, 6), 0, ints(4, 2, 6))
+        call(aten.gather.default, f(4, 6), 1, ints(6, 4, 1)),
+        call(aten.gather.default, f(4, 6), 0, ints(4, 2, 6)),
     ],
     "aten.scatter.value": [call(aten.scatter.value, f(4, 6), 1, ints(6, 4, 2), 3.0)],
     "aten.scatter.src": [
@@ -276,7 +299,8 @@ CASES: dict[str, list[Case]] = {
     ],
     "aten.scatter_add": [call(aten.scatter_add.default, f(4, 6), 0, ints(4, 8, 6), f(8, 6))],
     "aten.index": [
-        call(aten.index.Tensor, f(12, 6), [ints(12, 4)]), call(aten.index.Tensor, f(4, 6), [None, ints(6, 2, 4)]),
+        call(aten.index.Tensor, f(12, 6), [ints(12, 4)]),
+        call(aten.index.Tensor, f(4, 6), [None, ints(6, 2, 4)]),
         call(aten.index.Tensor, f(4, 6), [ints(4, 8), ints(6, 8)]),
         call(aten.index.Tensor, f(4, 2, 6), [ints(4, 8), None, ints(6, 8)]),
     ],
@@ -294,7 +318,8 @@ CASES: dict[str, list[Case]] = {
     "aten.new_full": [_like(aten.new_full.default, size=[6, 4], fill_value=2)],
     "aten.new_empty": [of(lambda x: torch.ones_like(aten.new_empty.default(x, [4, 6])), f(4, 6))],
     "aten.arange": [
-        of(lambda x: aten.arange.default(6) * x, f(4, 6)), of(lambda x: aten.arange.start(2, 8) * x, f(4, 6)),
+        of(lambda x: aten.arange.default(6) * x, f(4, 6)),
+        of(lambda x: aten.arange.start(2, 8) * x, f(4, 6)),
         of(lambda x: aten.arange.start_step(9, -3, -2) * x, f(4, 6)),
     ],
     "aten.scalar_tensor": [of(lambda x: aten.scalar_tensor.default(2.0) * x, f(4, 6))],
@@ -327,9 +352,7 @@ CASES: dict[str, list[Case]] = {
     "tpshard.paged_attention": [
         of(_paged, f(1, 4, 6, 8), f(1, 4, 2, 8), f(1, 4, 2, 8), f(3, 8, 2, 8), f(3, 8, 2, 8), written=(3, 4)),
     ],
-    "tpshard.reorder": [
-        of(lambda x: ours.reorder.default(x, torch.tensor([2, 0, 1, 0, 2, 1]), 2), f(4, 6))
-    ],
+    "tpshard.reorder": [of(lambda x: ours.reorder.default(x, torch.tensor([2, 0, 1, 0, 2, 1]), 2), f(4, 6))],
     # identities
     "output": [of(lambda x: x, f(4, 6))],
     "tpshard.named": [call(ours.named.default, f(4, 6), "h", ["batch", "embed"])],
@@ -346,9 +369,7 @@ CASES: dict[str, list[Case]] = {
     "aten.logsumexp": [call(aten.logsumexp.default, f(4, 6), [1])],
     "aten.native_layer_norm": [call(aten.native_layer_norm.default, f(4, 6), [6], f(6), f(6), 1e-5)],
     "aten.native_layer_norm_backward": [of(_layer_norm_gradients, f(4, 6), f(6), f(6), f(4, 6))],
-    "aten._fused_rms_norm_backward": [
-        of(_rms_norm_gradients, f(4, 6), f(6), f(4, 6), eager=_rms_norm_by_autograd)
-    ],
+    "aten._fused_rms_norm_backward": [of(_rms_norm_gradients, f(4, 6), f(6), f(4, 6), eager=_rms_norm_by_autograd)],
     "aten.norm": [call(aten.norm.ScalarOpt_dim, f(4, 6), 2, [1])],
     "aten.linalg_vector_norm": [call(aten.linalg_vector_norm.default, f(4, 6), 3.0, [0])],
     "aten.std": [call(aten.std.correction, f(4, 6), [1])],

@@ -74,7 +74,7 @@ def test_stages_sum_the_gradients_of_the_whole_program(
     mesh, axis, micros = program.mesh, program.mesh.axis("pp"), devices
     table = make(schedule, devices, micros, rounds)
     stages = cut(program, axis, [4 // table.stages] * table.stages, split_backward=table.splits_backward)
-    given = [arguments(program, 0)[: -4] + arguments(program, m)[-4:] for m in range(micros)]
+    given = [arguments(program, 0)[:-4] + arguments(program, m)[-4:] for m in range(micros)]
     ports = {port.name: (port, i) for i, port in enumerate(program.inputs)}
 
     def parts(name: str, device: int, micro: int = 0) -> list[torch.Tensor]:

@@ -114,9 +114,7 @@ def test_a_folder_with_pickles_alone_is_refused_before_anything_is_built(tmp_pat
     assert error.value.exit == Exit.RECIPE and "pytorch_model.bin is a pickle" in str(error.value)
 
 
-def test_a_model_that_looks_at_values_is_refused_with_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_looks_at_values_is_refused_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
 
     def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

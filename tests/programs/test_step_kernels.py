@@ -244,5 +244,3 @@ def test_weights_in_other_groups_are_not_put_side_by_side() -> None:
     for one in [*passes(weights, True), join_gates(weights)]:
         program = one(program)
     assert names(program)["quantized_linear"] == 2 and not names(program)["quantized_gate"]
-
-

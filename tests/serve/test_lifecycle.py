@@ -168,8 +168,10 @@ def test_what_is_planned_is_what_is_checked_and_what_answers(
     told = [f"serve.checkpoint={folder}", "serve.mesh.tp=2"]
     found = [web.get(process.url + "/health").json()["programs"]]
     # neither the cache's size nor the port is the program's
-    asked = [["serve", str(recipe), "--check", "--json", "serve.cache_mb=7", *told],
-             *(["plan", str(recipe), "--for", what, "--dry-run", "--json", *told] for what in ("decode", "prefill"))]
+    asked = [
+        ["serve", str(recipe), "--check", "--json", "serve.cache_mb=7", *told],
+        *(["plan", str(recipe), "--for", what, "--dry-run", "--json", *told] for what in ("decode", "prefill")),
+    ]
     for arguments in asked:
         assert run_command(arguments) == 0
         found.append(json.loads(capsys.readouterr().out)["programs"])
