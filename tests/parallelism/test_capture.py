@@ -38,8 +38,27 @@ def _recorded(fn: Callable[..., Any], args: list[Tensor]) -> Seen:
     return [(op.name, op.target, [v.shape for v in op.results]) for op in kept]
 
 
+def _once() -> dict[Any, Callable[..., Any]]:
+    """The decompositions; one that ends in the op itself is not split again."""
+    splitting: list[Any] = []
+
+    def guarded(func: Any, split: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if func in splitting:
+                return NotImplemented
+            splitting.append(func)
+            try:
+                return split(*args, **kwargs)
+            finally:
+                splitting.pop()
+
+        return run
+
+    return {func: guarded(func, split) for func, split in decompositions().items()}
+
+
 def _traced(fn: Callable[..., Any], args: list[Tensor]) -> Seen:
-    tracer = make_fx(fn, decomposition_table=decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)
+    tracer = make_fx(fn, decomposition_table=_once(), tracing_mode="fake", _allow_non_fake_inputs=True)
     made = tracer(*_fakes(args))
     seen = []
     for node in made.graph.nodes:
