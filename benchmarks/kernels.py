@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tpshard.kernels import triton_launch as launch
 from tpshard.kernels.packed import Packed, unpacked
-from tpshard.kernels.triton_launch import Choice, Tile
+from tpshard.kernels.triton_launch import Tile, TileChoice
 
 from record import Record, add_options
 
@@ -129,7 +129,7 @@ def dense_call(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
     return F.silu(gate) * up
 
 
-def measure(p: Product, rows: list[int], choice: Choice, bandwidth: float, check: bool) -> list[dict[str, Any]]:
+def measure(p: Product, rows: list[int], choice: TileChoice, bandwidth: float, check: bool) -> list[dict[str, Any]]:
     first = random_packed(p)
     packed = [first, *(replace(first, words=first.words.clone()) for _ in range(copies(first.nbytes) - 1))]
     dense = [torch.randn(p.columns, p.inputs, dtype=torch.bfloat16, device="cuda") / math.sqrt(p.inputs)
@@ -180,7 +180,7 @@ def main() -> None:
     record.figure("copy", bandwidth / 1e12, "TB/s")
     record.say(f"{'':<30} {'M':>4} {'fused':>8} {'cuBLAS':>8} {'dequant+':>8} {'limit':>7} us  speedup  of limit  "
                "of better")  # fmt: skip
-    choice = Choice()
+    choice = TileChoice()
     for p in products(a.models):
         for r in measure(p, a.rows, choice, bandwidth, a.check):
             rows.append(r)

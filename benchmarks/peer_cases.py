@@ -24,13 +24,13 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(__file__))
 
-from peers import checks
+from peers import case_checks
 from peers.operations import NoSuchOp
 from peers.shardings import NotExpressible
 
 CHECKS = {
-    "propagation": checks.propagation, "op_rule": checks.op_rule, "explicit_reshards": checks.explicit_reshards,
-    "reshard_plan": checks.reshard_plan, "partition": checks.partition,
+    "propagation": case_checks.propagation, "op_rule": case_checks.op_rule, "reshard_plan": case_checks.reshard_plan,
+    "explicit_reshards": case_checks.explicit_reshards, "partition": case_checks.partition,
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from tpshard.plan import make, text
+from tpshard.plan import make, screen
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
 
@@ -57,7 +57,7 @@ remat: full
             programs = make.built(Setting.of(recipe))
             built = time.perf_counter()
             report = make.of_training(programs, name)
-        text.screen(report)
+        screen.screen(report)
         end = time.perf_counter()
         used = time.process_time() - cpu
         record.rows.append({"case": name, "devices": devices, "nodes": len(programs.micro.nodes),

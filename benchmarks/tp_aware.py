@@ -31,7 +31,7 @@ from tpshard.models import Blueprint, build
 from tpshard.models.config import ModelConfig
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.runtime.context import Context, connect
-from tpshard.parallelism.runtime.place import Place
+from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.programs.layouts import LAYOUTS, act_orders
 from tpshard.programs.padding import shared_rows
 from tpshard.programs.served import Quantization, Served
@@ -129,7 +129,7 @@ def measure(context: Context, ranks: int, rows: list[int], rounds: int) -> list[
 
 def worker(rank: int, ranks: int, rows: list[int], rounds: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    place = Place(rank, ranks, rank, ranks, f"file:{folder / 'store'}", "tpshard")
+    place = WorkerPlace(rank, ranks, rank, ranks, f"file:{folder / 'store'}", "tpshard")
     with connect(place, Mesh({"tp": ranks}), watch=False) as context:
         measured = measure(context, ranks, rows, rounds)
         if rank == 0:

@@ -33,7 +33,7 @@ def launch(command: Command, nodes: NodeCount = 1, node_rank: NodeRank = 0, rend
     tpshard launch --nodes 2 --node-rank 0 --rendezvous 10.0.0.1:29400 -- train recipe.yaml
     """
     from tpshard.cli.main import run
-    from tpshard.parallelism.runtime.launch import Nodes
+    from tpshard.parallelism.runtime.launcher import Nodes
     from tpshard.parallelism.runtime.place import find
 
     if command[0] != "train":

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tpshard.cli.sources import SourceModel
     from tpshard.recipes.diagnostic import Exit
     from tpshard.recipes.schema import Quantize, Recipe
-    from tpshard.serve.quantize import Quantizer, Quantizing, Sequences
+    from tpshard.serve.quantize_layers import Quantizer, Quantizing, Sequences
 
 
 def quantize(
@@ -114,7 +114,7 @@ def _quantizer(
     import torch
     from tpshard.kernels.gptq_solver import Settings
     from tpshard.recipes.diagnostic import Exit, Mistakes
-    from tpshard.serve.quantize import Quantizer
+    from tpshard.serve.quantize_layers import Quantizer
 
     wanted: Quantize = recipe.quantize
     length = min(seq_len or model.config.seq_len, model.config.max_seq)
@@ -143,7 +143,7 @@ def _text(
     """(calibration, held-out text) in the model's tokens."""
     import torch
     from tpshard.recipes.diagnostic import Exit, Mistakes
-    from tpshard.serve.quantize import Sequences
+    from tpshard.serve.quantize_layers import Sequences
     from tpshard.train.corpus import open_text
     from tpshard.train.stream import Loader, TokenBatch, held_out_batches
     from tpshard.train.tokens import check_vocab, load_tokenizer
@@ -173,7 +173,7 @@ def _text(
 
 def _write(quantizer: Quantizer, model: SourceModel, out: Path, overwrite: bool) -> Quantizing:
     from tpshard.recipes.diagnostic import Exit, Mistakes
-    from tpshard.serve.quantize import write
+    from tpshard.serve.quantize_layers import write
 
     try:
         return write(quantizer, out, tokenizer=model.tokenizer, token_ids=model.token_ids, overwrite=overwrite)

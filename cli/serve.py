@@ -113,7 +113,7 @@ def _need(loaded: Recipe, served: Served) -> Need:
 
 def _kind(loaded: Recipe) -> Any:
     """cpu or gpu"""
-    from tpshard.cli.workers import device_kind, visible_gpus
+    from tpshard.cli.worker_errors import device_kind, visible_gpus
 
     return "gpu" if device_kind(loaded, visible_gpus() if loaded.cluster is None else 0) == "cuda" else "cpu"
 

@@ -64,7 +64,7 @@ def main() -> None:
     follow()
     from tpshard.parallelism.runtime.place import find
     from tpshard.parallelism.runtime.worker import run_worker
-    from tpshard.serve.worker import describe, work
+    from tpshard.serve.server_worker import describe, work
 
     place = find(os.environ)
     if place is None:

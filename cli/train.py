@@ -12,7 +12,7 @@ import typer
 from tpshard.cli.arguments import Device, Overrides, RecipeArgument, load, on_device
 
 if TYPE_CHECKING:
-    from tpshard.parallelism.runtime.place import Place
+    from tpshard.parallelism.runtime.place import WorkerPlace
     from tpshard.plan.report import Report
     from tpshard.programs.training import TrainingPrograms
 
@@ -36,8 +36,8 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanFile = 
 
 def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     from tpshard.cli import machine
-    from tpshard.cli.workers import visible_gpus, workers_of
-    from tpshard.parallelism.runtime.launch import Nodes, launch
+    from tpshard.cli.worker_errors import visible_gpus, workers_of
+    from tpshard.parallelism.runtime.launcher import Nodes, launch
 
     loaded = load(recipe, overrides)
     if plan is not None:
@@ -58,15 +58,15 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     return launch(["train", recipe, *overrides, *chosen], world=world, nodes=nodes, restarts=loaded.launch.restarts)
 
 
-def _work(recipe: str, overrides: Sequence[str], place: Place, plan_file: str | None) -> NoReturn:
-    from tpshard.cli.workers import describe
+def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: str | None) -> NoReturn:
+    from tpshard.cli.worker_errors import describe
     from tpshard.parallelism.runtime.worker import run_worker
 
     def body() -> int:
         from tpshard.cli.main import version
         from tpshard.cli.preflight import checked
-        from tpshard.cli.workers import device_kind, visible_gpus
-        from tpshard.train.main import Surroundings, work
+        from tpshard.cli.worker_errors import device_kind, visible_gpus
+        from tpshard.train.training_worker import Surroundings, work
 
         # Our own launcher has shown the warnings already; under another one rank 0 does.
         quiet = place.launcher == "tpshard" or place.rank != 0
@@ -106,11 +106,11 @@ class _Plan:
 
     def screen(self, programs: TrainingPrograms) -> str:
         """What was annotated and what was inferred."""
-        from tpshard.plan import text
+        from tpshard.plan import screen
 
         report = self._of(programs)
         head = f"{report.given} values annotated (*), {report.inferred} inferred"
-        return "\n".join([head, *text.shardings(report)])
+        return "\n".join([head, *screen.shardings(report)])
 
     def saved(self, programs: TrainingPrograms) -> str:
         """The run's plan.json."""

@@ -67,6 +67,6 @@ def _product(x: Tensor, weight: Packed, gated: bool, invariant: bool) -> Tensor:
 
 @cache
 def _choice() -> Any:
-    from tpshard.kernels.triton_launch import Choice
+    from tpshard.kernels.triton_launch import TileChoice
 
-    return Choice()
+    return TileChoice()

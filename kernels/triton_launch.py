@@ -166,7 +166,7 @@ def _zeros(device: torch.device) -> Tensor:
     return torch.zeros(1 << 20, dtype=torch.int32, device=device)
 
 
-class Choice:
+class TileChoice:
     """Which path and tile to take, measured once per device, shape and number of rows (rounded up to a power of two).
 
     `tile(...)` is a Tile, or None for dequantize-and-multiply. While a CUDA graph is being captured nothing can be

@@ -22,7 +22,7 @@ _WHOLE = 1 << 16
 """Elements of the largest parameter whose initial values are asked of the class."""
 
 
-class Weights:
+class FolderWeights:
     """The values of a folder's model, by the names of the module's parameters; only headers are read until a block is
     asked for.
 

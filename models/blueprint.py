@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from tpshard.models import presets
 from tpshard.models.architecture import Architecture
-from tpshard.models.architecture_folder import Weights, initial
+from tpshard.models.architecture_folder import FolderWeights, initial
 from tpshard.models.assemble import build, build_module
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf import HFFolder
@@ -33,7 +33,7 @@ class Blueprint:
     module: str | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
     architecture: Architecture | None = None
-    weights: Weights | None = field(default=None, compare=False)
+    weights: FolderWeights | None = field(default=None, compare=False)
     """Of an architecture whose folder has some."""
 
     @staticmethod
@@ -64,7 +64,7 @@ class Blueprint:
             if overrides:
                 raise ValueError(f"a model of transformers is what its config.json says; no {', '.join(overrides)}")
             read = Architecture.of(folder)
-            weights = Weights(folder, read, read.build()) if Weights.there(folder) else None
+            weights = FolderWeights(folder, read, read.build()) if FolderWeights.there(folder) else None
             return Blueprint(architecture=read, weights=weights)
         source = HFFolder(hf)
         config = presets.override(source.config, overrides or {})

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from tpshard.parallelism.canonical import canonicalize
 from tpshard.parallelism.functional import functionalize
 from tpshard.parallelism.graph import Graph, Layer, Place
-from tpshard.parallelism.record import Recorder
+from tpshard.parallelism.recorder import Recorder
 from tpshard.parallelism.remember import Like, fake
 from tpshard.parallelism.rules.strides import contiguous
 

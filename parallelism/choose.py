@@ -8,7 +8,7 @@ from tpshard.parallelism import factors, halo
 from tpshard.parallelism.factors import WHOLE, Cut
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.mesh import Axes, Axis, merge, overlap, size_of, starts_with
-from tpshard.parallelism.reshard import LATENCY_BYTES, cost, plan
+from tpshard.parallelism.reshard import LATENCY_BYTES, cost, redistribution
 from tpshard.parallelism.rules.rule import Kind, Rule, Window
 from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size
 
@@ -215,7 +215,7 @@ def _may_cut(op: Op, rule: Rule, f: int, axes: Axes, grain: int) -> bool:
 
 def _halo(op: Op, axes: Axes, window: Window) -> halo.Halo | None:
     shapes = [value.shape for value in (*op.operands, *op.results)]
-    return halo.plan(shapes[window.read][window.dim], shapes[window.reader][window.reader_dim], axes, window)
+    return halo.halo_of(shapes[window.read][window.dim], shapes[window.reader][window.reader_dim], axes, window)
 
 
 def layout_of(rule: Rule, dims: Sequence[tuple[int, ...]], choice: Choice, result: bool) -> Layout:
@@ -251,7 +251,7 @@ def _cost(
 
     def moving(value: Value, source: Layout, target: Layout) -> float:
         size = value.dtype.itemsize
-        return cost(plan(value.shape, source, target, size, latency), value.shape, size, latency)
+        return cost(redistribution(value.shape, source, target, size, latency), value.shape, size, latency)
 
     for i, (value, home, dims) in enumerate(zip(op.operands, homes, rule.operands)):
         need = layout_of(rule, dims, choice, False)

@@ -26,7 +26,7 @@ def divisor(axis: Axis, room: int) -> Axis | None:
     return Axis(axis.name, axis.pre, size) if size > 1 else None
 
 
-class Part(NamedTuple):
+class FactorAxes(NamedTuple):
     """What a tensor's sharding says of one factor."""
 
     axes: Axes
@@ -39,17 +39,17 @@ class Part(NamedTuple):
 
 def parts(
     dims: Sequence[Axes], opens: Sequence[bool], rule_dims: Sequence[tuple[int, ...]], sizes: Sequence[int]
-) -> dict[int, Part]:
+) -> dict[int, FactorAxes]:
     """A tensor's sharding per factor: each dim's axes fill its factors, major to minor."""
-    out: dict[int, Part] = {}
+    out: dict[int, FactorAxes] = {}
     for axes, is_open, members in zip(dims, opens, rule_dims):
         if len(members) == 1:
-            out[members[0]] = Part(axes, is_open, (), True)
+            out[members[0]] = FactorAxes(axes, is_open, (), True)
             continue
         rest = list(axes)
         for position, f in enumerate(members):
             if position == len(members) - 1:
-                out[f] = Part(merge(rest), is_open, (), True)
+                out[f] = FactorAxes(merge(rest), is_open, (), True)
                 break
             room, taken = sizes[f], []
             while rest and (part := divisor(rest[0], room)) is not None:
@@ -59,11 +59,11 @@ def parts(
                 if part != axis:
                     rest.insert(0, Axis(axis.name, part.end, axis.size // part.size))
             if room > 1 and rest:
-                out[f] = Part(merge(taken), is_open, merge(rest), False)
+                out[f] = FactorAxes(merge(taken), is_open, merge(rest), False)
                 for g in members[position + 1 :]:
-                    out[g] = Part((), False, (), g == members[-1])
+                    out[g] = FactorAxes((), False, (), g == members[-1])
                 break
-            out[f] = Part(merge(taken), is_open, (), False)
+            out[f] = FactorAxes(merge(taken), is_open, (), False)
     return out
 
 
@@ -72,7 +72,7 @@ def project(dims: Sequence[Axes], rule_dims: Sequence[tuple[int, ...]], sizes: S
     return {f: part.axes for f, part in parts(dims, (True,) * len(dims), rule_dims, sizes).items()}
 
 
-def extension(part: Part, axes: Axes, size: int, barred: Iterable[Axis]) -> Axes:
+def extension(part: FactorAxes, axes: Axes, size: int, barred: Iterable[Axis]) -> Axes:
     """`axes` as far as a factor of `size` can take them beyond what it has: it must be open and not overflow, and all
     but the last factor of a dim are divided evenly (by a sub-axis where the whole axis does not)."""
     mine = part.axes

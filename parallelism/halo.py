@@ -46,7 +46,7 @@ class Halo(NamedTuple):
                 yield sign * hop, min(self.part, total - (hop - 1) * self.part)
 
 
-def plan(operand: int, result: int, axes: Axes, window: Window) -> Halo | None:
+def halo_of(operand: int, result: int, axes: Axes, window: Window) -> Halo | None:
     """The halo of a window, both dims (of sizes `operand` and `result`) cut over `axes`; None where parts do not lie
     side by side, or a window goes around the end of a padded dim."""
     # Only the outermost axis may leave padding, or there would be some between parts.

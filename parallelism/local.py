@@ -113,7 +113,7 @@ class LocalPart:
         for f, window in self.rule.windows:
             if f in self.choice and (window.read, window.reader) == (read, reader):
                 size, made = self._tensor(read).shape[window.dim], self._tensor(reader).shape[window.reader_dim]
-                plan = halo.plan(size, made, self.axes(f), window)
+                plan = halo.halo_of(size, made, self.axes(f), window)
                 assert plan is not None, "a choice cuts a window that has no halo"
                 yield f, self.axes(f), plan, window
 

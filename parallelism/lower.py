@@ -11,7 +11,7 @@ from torch import fx
 from tpshard.parallelism.graph import Place
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, atoms, merge, size_of, split
 from tpshard.parallelism.node_info import INFO, Info, Spec, group_name, info, make_collective, offset
-from tpshard.parallelism.reshard import Step, moved_places
+from tpshard.parallelism.reshard import ReshardStep, moved_places
 from tpshard.parallelism.sharding import Layout, even, local_shape, local_size
 
 aten = torch.ops.aten
@@ -125,7 +125,7 @@ class Emitter:
         return self.reshape(beyond, [local if d == dim else 1 for d in range(rank)])
 
     # ---- one resharding step ------------------------------------------------------------------------------
-    def step(self, node: fx.Node, step: Step, shape: Sequence[int], **why: Any) -> fx.Node:
+    def step(self, node: fx.Node, step: ReshardStep, shape: Sequence[int], **why: Any) -> fx.Node:
         """Emits one step; `shape` is global. `why` goes into the collective's record."""
         run = {
             "gather": self._gather, "scatter": self._scatter, "reduce": self._reduce, "exchange": self._exchange,
@@ -139,7 +139,7 @@ class Emitter:
         started = self.call(op, (node, *args, group_name(axes)), [spec], comm=comm)
         return self.call(funcol.wait_tensor.default, (started,), [spec])
 
-    def _gather(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
+    def _gather(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         axes = self.mesh.sorted(a for a, _, _ in step.parts)
         local = info(node).specs[0]
         n = size_of(axes)
@@ -147,7 +147,7 @@ class Emitter:
         got = self._issue(funcol.all_gather_into_tensor.default, node, (n,), axes, out, "gather", out.bytes, why)
         return self._joined(got, local.shape, step, shape)
 
-    def _joined(self, node: fx.Node, part: Sequence[int], step: Step, shape: tuple[int, ...]) -> fx.Node:
+    def _joined(self, node: fx.Node, part: Sequence[int], step: ReshardStep, shape: tuple[int, ...]) -> fx.Node:
         """The pieces [members of the group, *part] that a step brought, put together along the dims that gave them.
 
         Inner axes are merged before outer ones, and the padding of each is cut off at once.
@@ -193,7 +193,7 @@ class Emitter:
         widths = [0, 0] * (len(have) - 1 - d) + [0, size - have[d]]
         return self.move(aten.constant_pad_nd.default, node, (*have[:d], size, *have[d + 1 :]), widths, 0)
 
-    def _cut(self, node: fx.Node, step: Step) -> tuple[fx.Node, tuple[int, ...]]:
+    def _cut(self, node: fx.Node, step: ReshardStep) -> tuple[fx.Node, tuple[int, ...]]:
         """Cuts dims that receive axes into [axes..., part] and brings the axes to the front, in group order, as one
         dim; with the shape of a part."""
         single: list[Axis] = []
@@ -217,7 +217,7 @@ class Emitter:
         spread = self.permute(self.reshape(node, have), [*(where[a] for a in single), *rest])
         return self.reshape(spread, (size_of(single) * result[0], *result[1:])), result
 
-    def _scatter(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
+    def _scatter(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         axes = self.mesh.sorted(a for a, _, _ in step.parts)
         whole, part = self._cut(node, step)
         held = info(whole).specs[0]
@@ -226,12 +226,12 @@ class Emitter:
             "scatter", held.bytes, why,
         )  # fmt: skip
 
-    def _reduce(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
+    def _reduce(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         axes = self.mesh.sorted(a for a, _, _ in step.parts)
         spec = info(node).specs[0]
         return self._issue(funcol.all_reduce.default, node, (step.before.kind,), axes, spec, "reduce", spec.bytes, why)
 
-    def _exchange(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
+    def _exchange(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         axes = self.mesh.sorted(a for a, _, _ in step.parts)
         n = size_of(axes)
         whole, part = self._cut(node, step)
@@ -242,7 +242,7 @@ class Emitter:
         )
         return self._joined(got, part, step, shape)
 
-    def _slice(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
+    def _slice(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         for d in range(len(shape)):
             added = _by_layout([a for a, _, to in step.parts if to == d], step.after.dims[d])
             size, grain = info(node).specs[0].shape[d], step.grain(d)
@@ -259,12 +259,12 @@ class Emitter:
         start = self.offset(axes, have[d], grain)
         return self.move(aten.narrow.default, node, (*have[:d], size, *have[d + 1 :]), d, start, size)
 
-    def _mask(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
+    def _mask(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         axes = self.mesh.sorted(a for a, _, _ in step.parts)
         keep = self.call(is_first, (self.position(axes),), [])
         return self.move(aten.mul.Scalar, node, info(node).specs[0].shape, keep)
 
-    def _permute(self, node: fx.Node, step: Step, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
+    def _permute(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         axes = self.mesh.sorted(a for a, _, _ in step.parts)
         table = permutation_table(step.before, step.after, axes)
         return self._send(node, axes, table, why)

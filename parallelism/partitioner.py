@@ -25,7 +25,7 @@ from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation, Shardings
 from tpshard.parallelism.reasons import Reasons
 from tpshard.parallelism.repeated import repeated
-from tpshard.parallelism.reshard import LATENCY_BYTES, cost, plan
+from tpshard.parallelism.reshard import LATENCY_BYTES, cost, redistribution
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import Layout, Sharding, even, local_shape, replicated
@@ -373,7 +373,7 @@ class _Partitioner:
         latency = 0 if is_boundary(reader) else self.latency
         source, steps = min(
             (
-                (have, plan(value.shape, have, layout, size, latency))
+                (have, redistribution(value.shape, have, layout, size, latency))
                 for have in copies
                 if not (have.partial and len(copies) > 1)
             ),

@@ -14,7 +14,7 @@ from enum import IntFlag
 from typing import NamedTuple
 
 from tpshard.parallelism.anchors import output
-from tpshard.parallelism.factors import Part, extension, parts, unproject
+from tpshard.parallelism.factors import FactorAxes, extension, parts, unproject
 from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.mesh import (
     Axes,
@@ -385,7 +385,7 @@ class _Step:
         )
 
 
-def size_of_factors(sizes: Sequence[int], tensor: Mapping[int, Part]) -> int:
+def size_of_factors(sizes: Sequence[int], tensor: Mapping[int, FactorAxes]) -> int:
     """Elements of a tensor, counted by its factors."""
     return math.prod(sizes[f] for f in tensor)
 

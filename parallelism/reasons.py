@@ -8,7 +8,7 @@ from tpshard.parallelism.anchors import is_anchor, is_boundary, is_named, is_spl
 from tpshard.parallelism.graph import Op, Role, Value
 from tpshard.parallelism.mesh import Axis, overlap
 from tpshard.parallelism.propagated import Shardings
-from tpshard.parallelism.reshard import Step
+from tpshard.parallelism.reshard import ReshardStep
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.why import Demand, Told, through
 
@@ -23,7 +23,7 @@ class Reasons:
         self.s, self.mesh = shardings, shardings.mesh
         self.roots: dict[tuple[Value, int, str], tuple[tuple[Told, ...], bool]] = {}
 
-    def why(self, value: Value, step: Step, reader: Op) -> dict[str, Any]:
+    def why(self, value: Value, step: ReshardStep, reader: Op) -> dict[str, Any]:
         """What a `Collective` records of a resharding step that brings `value` to `reader`."""
         of, asked, mixes, by = what_moves(value, reader), True, "", reader
         kind: Literal["sum", "given", "storage", "operand"]

@@ -21,7 +21,7 @@ LATENCY_BYTES = 20_000
 
 
 @dataclass(frozen=True)
-class Step:
+class ReshardStep:
     """One move. `parts`: (axis, from dim, to dim); -1 where there is no such dim."""
 
     kind: str
@@ -36,7 +36,7 @@ class Step:
         return self.grains[dim] if self.grains else 1
 
 
-def cost(steps: Sequence[Step], shape: Sequence[int], itemsize: int, latency: int = LATENCY_BYTES) -> float:
+def cost(steps: Sequence[ReshardStep], shape: Sequence[int], itemsize: int, latency: int = LATENCY_BYTES) -> float:
     """Bytes that one device's ring sends, latencies included."""
     return sum(
         _price(s.kind, s.parts, local_bytes(shape, s.before, itemsize), local_bytes(shape, s.after, itemsize), latency)
@@ -58,9 +58,9 @@ def _price(kind: str, parts: Parts, held: int, made: int, latency: int = LATENCY
 
 
 @lru_cache(maxsize=100_000)
-def plan(
+def redistribution(
     shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int = LATENCY_BYTES
-) -> tuple[Step, ...]:
+) -> tuple[ReshardStep, ...]:
     """The cheapest steps from `source` to `target`.
 
     The target's partial axes must be among the source's, or be unused by it (a replicated value becomes partial by a
@@ -74,7 +74,10 @@ def plan(
     if apart:  # dims that both cut, but between other elements, are made whole first
         dims = tuple(() if d in apart else axes for d, axes in enumerate(source.dims))
         between = _normal(shape, Layout(dims, source.partial, source.kind, source.grains))
-        return (*plan(shape, source, between, itemsize, latency), *plan(shape, between, target, itemsize, latency))
+        return (
+            *redistribution(shape, source, between, itemsize, latency),
+            *redistribution(shape, between, target, itemsize, latency),
+        )
     # A dim with a grain is a dim of fewer and larger elements.
     blocks = tuple(n // g for n, g in zip(shape, grains))
     steps = _join(_search(blocks, source, target, itemsize * math.prod(grains), latency))
@@ -84,7 +87,7 @@ def plan(
     def grained(layout: Layout) -> Layout:
         return layout._replace(grains=even_grains(shape, layout.dims, grains))
 
-    return tuple(Step(s.kind, s.parts, grained(s.before), grained(s.after), grains) for s in steps)
+    return tuple(ReshardStep(s.kind, s.parts, grained(s.before), grained(s.after), grains) for s in steps)
 
 
 def _normal(shape: Sequence[int], layout: Layout) -> Layout:
@@ -114,7 +117,7 @@ Parts = tuple[tuple[Axis, int, int], ...]
 Move = tuple[str, Parts, State]
 
 
-def _search(shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int) -> list[Step]:
+def _search(shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int) -> list[ReshardStep]:
     """The cheapest way; where that replicates what need not be, also among ways that exchange axes' places."""
     cuts = atoms((*source.dims, source.partial, *target.dims, target.partial))
     bound = max(_held(shape, source.dims, itemsize), _held(shape, target.dims, itemsize))
@@ -139,14 +142,14 @@ def _search(shape: tuple[int, ...], source: Layout, target: Layout, itemsize: in
     return best[1]
 
 
-def _first(pair: tuple[float, list[Step]]) -> float:
+def _first(pair: tuple[float, list[ReshardStep]]) -> float:
     return pair[0]
 
 
 def _relaid(
     shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int,
     cuts: Mapping[str, Sequence[int]], bound: int,
-) -> tuple[float, list[Step]] | None:  # fmt: skip
+) -> tuple[float, list[ReshardStep]] | None:  # fmt: skip
     """Slices over what the target has and the source does not, one permute, and what is then left to do."""
     goal = tuple(split(d, cuts) for d in target.dims)
     dims = tuple(split(d, cuts) for d in source.dims)
@@ -164,10 +167,10 @@ def _relaid(
         if laid is None or not _cut_alike(shape, sliced, laid):
             continue
         first, second = (_layout((d, partial), source.kind) for d in (sliced, laid))
-        steps = [Step("slice", tuple((a, -1, d) for d, (one, two) in enumerate(zip(dims, sliced))
+        steps = [ReshardStep("slice", tuple((a, -1, d) for d, (one, two) in enumerate(zip(dims, sliced))
                                      for a in two[len(one):]), source, first)] if sliced != dims else []  # fmt: skip
         if laid != sliced:
-            steps.append(Step("permute", _relabelled(sliced, laid), first, second))
+            steps.append(ReshardStep("permute", _relabelled(sliced, laid), first, second))
         spent = 0.0
         for step in steps:
             held, made = (_held(shape, layout.dims, itemsize) for layout in (step.before, step.after))
@@ -203,7 +206,7 @@ TRIES = 200
 def _cheapest(
     shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int,
     cuts: Mapping[str, Sequence[int]], bound: int, swaps: bool, limit: float = math.inf,
-) -> tuple[float, list[Step]] | None:  # fmt: skip
+) -> tuple[float, list[ReshardStep]] | None:  # fmt: skip
     """Dijkstra over (layout, last kind of move); with its price, in which memory beyond `bound` counts.
 
     None where every way costs `limit` or more, or none is found in time.
@@ -257,11 +260,11 @@ def _cheapest(
                 came[there] = (here, move)
                 heapq.heappush(heap, (spent + price, next(counter), there))
     assert end is not None
-    path: list[Step] = []
+    path: list[ReshardStep] = []
     at = end
     while at != first:
         previous, (what, parts, _) = came[at]
-        path.append(Step(what, parts, _layout(previous[0], kind), _layout(at[0], kind)))
+        path.append(ReshardStep(what, parts, _layout(previous[0], kind), _layout(at[0], kind)))
         at = previous
     return best[end], path[::-1]
 
@@ -426,15 +429,15 @@ def _cut_alike(shape: tuple[int, ...], source: tuple[Axes, ...], target: tuple[A
     )
 
 
-def _join(steps: list[Step]) -> Iterator[Step]:
+def _join(steps: list[ReshardStep]) -> Iterator[ReshardStep]:
     """Neighbouring moves of one kind, over different axes, as one."""
-    held: Step | None = None
+    held: ReshardStep | None = None
     for step in steps:
         if held is not None and held.kind == step.kind == "permute":
-            held = Step("permute", _relabelled(held.before.dims, step.after.dims), held.before, step.after)
+            held = ReshardStep("permute", _relabelled(held.before.dims, step.after.dims), held.before, step.after)
             continue
         if held is not None and held.kind == step.kind and _joinable_parts(held.kind, held.parts, step.parts):
-            held = Step(held.kind, (*held.parts, *step.parts), held.before, step.after)
+            held = ReshardStep(held.kind, (*held.parts, *step.parts), held.before, step.after)
             continue
         if held is not None:
             yield held

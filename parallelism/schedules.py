@@ -19,7 +19,7 @@ ROUNDS = ("circular", "interleaved_1f1b")
 """Schedules whose devices hold several stages."""
 
 
-class Task(NamedTuple):
+class StageTask(NamedTuple):
     """One stage's work on one micro-batch."""
 
     kind: Kind
@@ -33,7 +33,7 @@ class Task(NamedTuple):
 class Slot(NamedTuple):
     """When a task ran, in seconds from the start of the step."""
 
-    task: Task
+    task: StageTask
     start: float
     end: float
 
@@ -47,7 +47,7 @@ class Table:
     stages: int
     """Of all devices together."""
     micro_batches: int
-    rows: tuple[tuple[Task, ...], ...]
+    rows: tuple[tuple[StageTask, ...], ...]
     """Per device."""
 
     @property
@@ -66,32 +66,34 @@ class Table:
     def stages_of(self, device: int) -> range:
         return range(device, self.stages, self.devices)
 
-    def needs(self, task: Task) -> Iterator[Task]:
+    def needs(self, task: StageTask) -> Iterator[StageTask]:
         """The tasks whose results this one reads."""
         kind, stage, micro = task
         back: Kind = "I" if self.splits_backward else "B"
         if kind == "F" and stage:
-            yield Task("F", stage - 1, micro)
+            yield StageTask("F", stage - 1, micro)
         if kind in ("B", "I"):
-            yield Task("F", stage, micro)
+            yield StageTask("F", stage, micro)
             if stage < self.stages - 1:
-                yield Task(back, stage + 1, micro)
+                yield StageTask(back, stage + 1, micro)
         if kind == "W":
-            yield Task("I", stage, micro)
+            yield StageTask("I", stage, micro)
 
     @cached_property
-    def in_order(self) -> tuple[Task, ...]:
+    def in_order(self) -> tuple[StageTask, ...]:
         """All tasks, each after what it needs and in its device's order. ValueError where there is no such order."""
         return tuple(slot.task for slot in self.timed(lambda task: 1.0))
 
-    def timed(self, seconds: Callable[[Task], float], late: Callable[[Task], float] = lambda task: 0.0) -> list[Slot]:
+    def timed(
+        self, seconds: Callable[[StageTask], float], late: Callable[[StageTask], float] = lambda task: 0.0
+    ) -> list[Slot]:
         """When every task runs if it takes `seconds(task)`, and its result `late(task)` more to reach another device;
         by start.
 
         A device runs its row in order, each task once what it needs is there. ValueError for a deadlock, with who
         waits for what.
         """
-        ended: dict[Task, float] = {}
+        ended: dict[StageTask, float] = {}
         slots: list[Slot] = []
         at, free = [0] * self.devices, [0.0] * self.devices
         moved = True
@@ -116,10 +118,10 @@ class Table:
         place = {task: (d, i) for d, row in enumerate(self.rows) for i, task in enumerate(row)}
         return sorted(slots, key=lambda slot: (slot.start, slot.end, *place[slot.task]))
 
-    def _missing(self, task: Task, ended: Mapping[Task, float]) -> str:
+    def _missing(self, task: StageTask, ended: Mapping[StageTask, float]) -> str:
         return " and ".join(str(n) for n in self.needs(task) if n not in ended)
 
-    def bubble(self, seconds: Callable[[Task], float]) -> float:
+    def bubble(self, seconds: Callable[[StageTask], float]) -> float:
         """Share of the devices' time in which they wait, from the first task's start to the last one's end."""
         slots = self.timed(seconds)
         busy, last = sum(slot.end - slot.start for slot in slots), max(slot.end for slot in slots)
@@ -180,7 +182,7 @@ def check(table: Table) -> None:
     """
     for device, row in enumerate(table.rows):
         backward: tuple[Kind, ...] = ("I", "W") if table.splits_backward else ("B",)
-        whole = {Task(kind, stage, micro) for kind in ("F", *backward) for stage in table.stages_of(device)
+        whole = {StageTask(kind, stage, micro) for kind in ("F", *backward) for stage in table.stages_of(device)
                  for micro in range(table.micro_batches)}  # fmt: skip
         if wrong := sorted(whole ^ set(row)):
             raise ValueError(f"device {device} lacks, or should not run, {wrong[0]}")
@@ -188,8 +190,8 @@ def check(table: Table) -> None:
             raise ValueError(f"device {device} runs {next(t for t in row if row.count(t) > 1)} twice")
     table.timed(lambda task: 1.0)
     for forward in (True, False):
-        sent: dict[tuple[int, int], list[Task]] = {}
-        read: dict[tuple[int, int], list[Task]] = {}
+        sent: dict[tuple[int, int], list[StageTask]] = {}
+        read: dict[tuple[int, int], list[StageTask]] = {}
         for device, row in enumerate(table.rows):
             for task in row:
                 if (task.kind == "F") != forward or task.kind == "W":
@@ -207,30 +209,30 @@ def check(table: Table) -> None:
 
 
 # ---- the schedules ---------------------------------------------------------------------------------------------------
-def _all_forward_first(devices: int, micro_batches: int, rounds: int) -> list[list[Task]]:
+def _all_forward_first(devices: int, micro_batches: int, rounds: int) -> list[list[StageTask]]:
     """GPipe (Huang et al. 2019), and with several rounds GSPMD's circular pipeline (section 3.3): a micro-batch goes
     around the devices once a round."""
     micros = range(micro_batches)
     rows = []
     for device in range(devices):
         stages = [device + r * devices for r in range(rounds)]
-        forward = [Task("F", stage, m) for stage in stages for m in micros]
-        rows.append(forward + [Task("B", stage, m) for stage in reversed(stages) for m in micros])
+        forward = [StageTask("F", stage, m) for stage in stages for m in micros]
+        rows.append(forward + [StageTask("B", stage, m) for stage in reversed(stages) for m in micros])
     return rows
 
 
-def _one_forward_one_backward(devices: int, micro_batches: int, rounds: int) -> list[list[Task]]:
+def _one_forward_one_backward(devices: int, micro_batches: int, rounds: int) -> list[list[StageTask]]:
     """1F1B (Narayanan et al. 2021): as few forward passes ahead as fill the pipeline, then one of each in turn. With
     several rounds the devices' stages take turns, a group of `devices` micro-batches each."""
 
-    def forward(k: int, device: int) -> Task:
+    def forward(k: int, device: int) -> StageTask:
         group, rest = divmod(k, devices * rounds)
-        return Task("F", rest // devices * devices + device, group * devices + rest % devices)
+        return StageTask("F", rest // devices * devices + device, group * devices + rest % devices)
 
-    def backward(k: int, device: int) -> Task:
+    def backward(k: int, device: int) -> StageTask:
         group, rest = divmod(k, devices * rounds)
         turn = rounds - 1 - rest // devices
-        return Task("B", turn * devices + device, group * devices + rest % devices)
+        return StageTask("B", turn * devices + device, group * devices + rest % devices)
 
     total = micro_batches * rounds
     rows = []
@@ -246,7 +248,7 @@ def _one_forward_one_backward(devices: int, micro_batches: int, rounds: int) -> 
     return rows
 
 
-def _zero_bubble(devices: int, micro_batches: int, rounds: int) -> list[list[Task]]:
+def _zero_bubble(devices: int, micro_batches: int, rounds: int) -> list[list[StageTask]]:
     """ZB-H1 (Qi et al. 2023): 1F1B with gradients of weights put where a device would wait.
 
     Device d takes the gradients of weights d micro-batches after those of inputs: what it does not wait for lies where
@@ -256,15 +258,15 @@ def _zero_bubble(devices: int, micro_batches: int, rounds: int) -> list[list[Tas
     rows = []
     for device in range(devices):
         ahead = devices - device - 1
-        row = [Task("F", device, m) for m in range(ahead)]
+        row = [StageTask("F", device, m) for m in range(ahead)]
         for m in range(micro_batches):
-            row += [Task("F", device, ahead + m)] * (ahead + m < micro_batches) + [Task("I", device, m)]
-            row += [Task("W", device, m - device)] * (m >= device)
-        rows.append(row + [Task("W", device, m) for m in range(max(0, micro_batches - device), micro_batches)])
+            row += [StageTask("F", device, ahead + m)] * (ahead + m < micro_batches) + [StageTask("I", device, m)]
+            row += [StageTask("W", device, m - device)] * (m >= device)
+        rows.append(row + [StageTask("W", device, m) for m in range(max(0, micro_batches - device), micro_batches)])
     return rows
 
 
-_MAKERS: Mapping[str, Callable[[int, int, int], list[list[Task]]]] = {
+_MAKERS: Mapping[str, Callable[[int, int, int], list[list[StageTask]]]] = {
     "gpipe": _all_forward_first, "circular": _all_forward_first, "1f1b": _one_forward_one_backward,
     "interleaved_1f1b": _one_forward_one_backward, "zero_bubble": _zero_bubble,
 }  # fmt: skip

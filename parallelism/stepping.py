@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 from torch import Tensor
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.program import Port, Program
-from tpshard.parallelism.schedules import Table, Task
+from tpshard.parallelism.schedules import StageTask, Table
 from tpshard.parallelism.simulate import run_lockstep
 from tpshard.parallelism.stages import Stage
 
@@ -18,11 +18,11 @@ T = TypeVar("T")
 class Carrier(Protocol[T]):
     """How a device's stages send to, and receive from, their neighbours."""
 
-    def receive(self, task: Task, port: Port) -> T:
+    def receive(self, task: StageTask, port: Port) -> T:
         """What a program is given for a `received` input."""
         ...
 
-    def sent(self, task: Task, port: Port, value: T) -> None:
+    def sent(self, task: StageTask, port: Port, value: T) -> None:
         """Takes a `sent` output."""
         ...
 
@@ -34,7 +34,7 @@ class Walk(Generic[T]):
     """
 
     def __init__(
-        self, table: Table, stages: Sequence[Stage], call: Callable[[Program, Task, list[T]], list[T]],
+        self, table: Table, stages: Sequence[Stage], call: Callable[[Program, StageTask, list[T]], list[T]],
         mail: Carrier[T], params: Mapping[str, T], sums: dict[str, T], batches: Sequence[Mapping[str, T]],
     ):  # fmt: skip
         """`params` by name; `sums` by port (`NAME.grad_sum`), updated in place; `batches`: one a micro-batch."""
@@ -45,7 +45,7 @@ class Walk(Generic[T]):
         self.scalars: dict[int, list[T]] = {}
         """By micro-batch the scalar results of the last stage: loss and number of tokens."""
 
-    def do(self, task: Task) -> None:
+    def do(self, task: StageTask) -> None:
         program = program_of(self.stages, task)
         made = self.call(program, task, [self._given(port, task) for port in program.inputs])
         key = (task.stage, task.micro)
@@ -63,7 +63,7 @@ class Walk(Generic[T]):
         if saved:
             self.saved[key] = saved
 
-    def _given(self, port: Port, task: Task) -> T:
+    def _given(self, port: Port, task: StageTask) -> T:
         match port.kind:
             case "parameter":
                 return self.params[port.name]
@@ -75,19 +75,19 @@ class Walk(Generic[T]):
                 return self.mail.receive(task, port)
         return self.saved[task.stage, task.micro][port.name]
 
-    def _read_later(self, task: Task) -> set[str]:
+    def _read_later(self, task: StageTask) -> set[str]:
         """Of what is kept already, what programs after this one read."""
         later = self.stages[task.stage].backward[1:] if task.kind == "I" else ()
         return {port.name for program in later for port in program.inputs if port.kind == "saved"}
 
 
-def program_of(stages: Sequence[Stage], task: Task) -> Program:
+def program_of(stages: Sequence[Stage], task: StageTask) -> Program:
     """What a task runs."""
     stage = stages[task.stage]
     return stage.forward if task.kind == "F" else stage.backward[1 if task.kind == "W" else 0]
 
 
-def neighbour(task: Task) -> int:
+def neighbour(task: StageTask) -> int:
     """The stage that reads what a task sends."""
     return task.stage + (1 if task.kind == "F" else -1)
 
@@ -103,14 +103,14 @@ class _Box:
     def __init__(self) -> None:
         self.waiting: dict[tuple[str, str, int, int], Parts] = {}
 
-    def receive(self, task: Task, port: Port) -> Parts:
+    def receive(self, task: StageTask, port: Port) -> Parts:
         return self.waiting.pop((_way(task), port.name, task.stage, task.micro))
 
-    def sent(self, task: Task, port: Port, value: Parts) -> None:
+    def sent(self, task: StageTask, port: Port, value: Parts) -> None:
         self.waiting[_way(task), port.name, neighbour(task), task.micro] = value
 
 
-def _way(task: Task) -> str:
+def _way(task: StageTask) -> str:
     return "ahead" if task.kind == "F" else "back"
 
 
@@ -128,7 +128,7 @@ def simulate_step(
     for device in range(table.devices):
         ranks = ranks_of(mesh, axis, device)
 
-        def call(program: Program, task: Task, inputs: list[Parts], ranks: list[int] = ranks) -> list[Parts]:
+        def call(program: Program, task: StageTask, inputs: list[Parts], ranks: list[int] = ranks) -> list[Parts]:
             by_rank = run_lockstep(program, [[value[i] for value in inputs] for i in range(len(ranks))], ranks=ranks)
             return [list(parts) for parts in zip(*by_rank)]
 

@@ -9,7 +9,7 @@ from typing import Any
 from tpshard.parallelism.passes.run import Passed
 from tpshard.plan.make import price_training, uncollected
 from tpshard.plan.report import rounded
-from tpshard.plan.text import gib, seconds
+from tpshard.plan.screen import gib, seconds
 from tpshard.programs import training
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from tpshard.plan import between, describe, make, page, pictures, save, search, text
+from tpshard.plan import between, describe, make, page, pictures, save, screen, search
 from tpshard.plan import diff as diffs
 from tpshard.plan import trace as traces
 from tpshard.plan.forecast import Conditions
@@ -98,7 +98,7 @@ def run(recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callabl
     for path, make_text in files:
         if path is not None:
             save.write(path, make_text(report))
-    shown = text.screen(report, verbose=asked.verbose)
+    shown = screen.screen(report, verbose=asked.verbose)
     if asked.as_json:
         shown = json.dumps(report.to_json(), indent=1) + "\n"
     return Done(shown, Exit.DONE if report.fits else Exit.FIT)

@@ -9,12 +9,17 @@ from dataclasses import replace
 from tpshard.parallelism.cost import Device
 from tpshard.parallelism.program import Program
 from tpshard.plan.pricing import Pricing
-from tpshard.plan.report import Job, Report, Tensor
+from tpshard.plan.report import PlannedJob, Report, Tensor
 from tpshard.plan.rows import buckets_of, losses_of, pattern, reshards_of, tensors_of
 
 
 def report_of(
-    job: Job, pricing: Pricing, program: Program, parameters: Sequence[str], accuracy: str, warnings: Sequence[str]
+    job: PlannedJob,
+    pricing: Pricing,
+    program: Program,
+    parameters: Sequence[str],
+    accuracy: str,
+    warnings: Sequence[str],
 ) -> Report:
     """A report from what was priced; `program` is the one whose shardings are shown."""
     tensors, given, inferred = shardings(program, parameters)
@@ -35,7 +40,7 @@ def report_of(
     )
 
 
-def extra_warnings(job: Job, device: Device, update: Program) -> list[str]:
+def extra_warnings(job: PlannedJob, device: Device, update: Program) -> list[str]:
     found = list(update.warnings)
     if job.device_assumed:
         found.append("no `cluster` is named: priced on the shipped two-core CPU, not on this machine")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tpshard.plan.report import Report
-from tpshard.plan.text import axes_text, cut, spread
+from tpshard.plan.screen import axes_text, cut, spread
 from tpshard.plan.units import gib, seconds
 
 

@@ -12,28 +12,28 @@ from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.program import Program
 from tpshard.plan import describe, server, stage_times
 from tpshard.plan.forecast import Conditions, Forecast, forecast
-from tpshard.plan.pricing import Part, Pricing, price_parts, priced_pipeline
-from tpshard.plan.report import Job, Report
+from tpshard.plan.pricing import Pricing, StepPart, price_parts, priced_pipeline
+from tpshard.plan.report import PlannedJob, Report
 from tpshard.programs import cluster, training
 from tpshard.programs.setting import DTYPES, Setting, devices_of
 from tpshard.recipes.schema import Recipe
 
 
-def training_parts(programs: training.TrainingPrograms, compiled: Compiled | None = None) -> list[Part]:
+def training_parts(programs: training.TrainingPrograms, compiled: Compiled | None = None) -> list[StepPart]:
     """A training step as it runs: the micro-batches, then the update."""
     recipe, times = programs.setting.recipe, programs.setting.batch.micro_batches
     chosen = compiled or compiled_by(recipe)
     rest = {kind: _held(programs.update, kind) for kind in ("parameter", "gradient", "optimizer")}
     moments = {"optimizer": rest["optimizer"]}
     stored = {"parameters": rest["parameter"]} if programs.gather is not None else {}
-    parts = [Part("micro-batch", programs.micro, times, moments | stored, chosen)]
+    parts = [StepPart("micro-batch", programs.micro, times, moments | stored, chosen)]
     if programs.gather is not None:
         before = moments | {"gradients": rest["gradient"]}
-        parts.insert(0, Part("gather", programs.gather, 1, before, chosen))
+        parts.insert(0, StepPart("gather", programs.gather, 1, before, chosen))
     if programs.reduce is not None:
         sums = replace(programs.reduce, inputs=tuple(replace(p, kind="gradient") for p in programs.reduce.inputs))
-        parts.append(Part("reduce", sums, 1, moments | {"parameters": rest["parameter"]}, chosen))
-    return [*parts, Part("update", programs.update, 1, {}, chosen)]
+        parts.append(StepPart("reduce", sums, 1, moments | {"parameters": rest["parameter"]}, chosen))
+    return [*parts, StepPart("update", programs.update, 1, {}, chosen)]
 
 
 def compiled_by(recipe: Recipe) -> Compiled:
@@ -104,7 +104,7 @@ def of_training(programs: training.TrainingPrograms, source: str = "", accuracy:
     pricing = price_training(programs)
     batch = setting.batch
     parameters = {port.name: port for port in programs.micro.inputs if port.kind == "parameter"}
-    job = Job(
+    job = PlannedJob(
         name=recipe.name,
         recipe=source,
         what="train",

@@ -8,7 +8,7 @@ from html import escape
 
 from tpshard.plan import pictures
 from tpshard.plan.report import Edit, Report
-from tpshard.plan.text import LABELS, axes_text, spread, verdict
+from tpshard.plan.screen import LABELS, axes_text, spread, verdict
 from tpshard.plan.units import count, gib, plural, seconds
 
 SECTIONS = ("verdict", "mesh", "shardings", "timeline", "memory", "collectives", "what-if")

@@ -9,7 +9,7 @@ from tpshard.parallelism.flow import known
 from tpshard.parallelism.liveness import CATEGORIES
 from tpshard.plan.pricing import PricedPart
 from tpshard.plan.report import Report
-from tpshard.plan.text import LABELS
+from tpshard.plan.screen import LABELS
 from tpshard.plan.trace import lanes
 from tpshard.plan.units import bytes_axis, gib, seconds, seconds_axis
 

@@ -12,14 +12,14 @@ from tpshard.parallelism.fusion import NONE, Cached, Compiled, Kernel
 from tpshard.parallelism.liveness import Memory, liveness
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.program import Collective, Program
-from tpshard.parallelism.simulation import Priced, Timeline, price
+from tpshard.parallelism.timeline import Priced, Timeline, price
 
 if TYPE_CHECKING:
     from tpshard.plan.stage_times import Piped
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """A program as a step runs it: `times` in a row, beside `always` bytes (by category) that it does not hold."""
 
     name: str
@@ -32,7 +32,7 @@ class Part:
 
 @dataclass
 class PricedPart:
-    part: Part
+    part: StepPart
     priced: Priced
     timeline: Timeline
     memory: Memory
@@ -173,7 +173,7 @@ def _add(
 
 
 def price_parts(
-    parts: Sequence[Part], device: Device, per_host: int, *, processes: int, trains: bool = False
+    parts: Sequence[StepPart], device: Device, per_host: int, *, processes: int, trains: bool = False
 ) -> Pricing:
     """Prices a step. `per_host`: devices of a host that the mesh uses; `processes`: of them on the busiest host;
     `trains`: it is one of the training loop, which has work of its own."""

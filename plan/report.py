@@ -17,7 +17,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """What is planned, in words and numbers that need no program."""
 
     name: str
@@ -81,7 +81,7 @@ class Edit:
 class Report:
     """A plan. Figures are `exact` (counted on the program), `calibrated` or `roofline` (`provenance` says which)."""
 
-    job: Job
+    job: PlannedJob
     pricing: Pricing
     tensors: list[Tensor]
     lines: list[Line]

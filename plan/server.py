@@ -8,8 +8,8 @@ from dataclasses import replace
 from tpshard.parallelism.cost import Device
 from tpshard.parallelism.fusion import Cached
 from tpshard.plan import describe
-from tpshard.plan.pricing import Part, price_parts
-from tpshard.plan.report import Job, Report
+from tpshard.plan.pricing import StepPart, price_parts
+from tpshard.plan.report import PlannedJob, Report
 from tpshard.plan.units import gib
 from tpshard.programs import cluster
 from tpshard.programs.served import served
@@ -42,14 +42,14 @@ def report(
     held = {"cache": blocks * programs.bytes("cache")}
     found = Cached(used, attended)
     parts = [
-        Part(what if len(sizes) == 1 else f"{what} of {rows}", programs.steps[rows], times, held, "none", found)
+        StepPart(what if len(sizes) == 1 else f"{what} of {rows}", programs.steps[rows], times, held, "none", found)
         for rows, times in sizes.items()
     ]
     pricing = price_parts(parts, device, per_host, processes=per_host)
     program = parts[0].program
     config, quantized = setting.served.config, setting.served.quantized
     model = recipe.model.preset or recipe.model.hf or recipe.model.module or "model"
-    job = Job(
+    job = PlannedJob(
         name=recipe.name, recipe=source, what=what, model=model,
         params=sum(map(math.prod, programs.shapes.values())) if config is None else config.count, seq_len=length,
         dtype=setting.served.dtype, mesh=dict(setting.mesh.axes), nodes=-(-ranks // per_host),

@@ -11,10 +11,10 @@ from tpshard.parallelism.flow import known
 from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.liveness import liveness
 from tpshard.parallelism.program import Program
-from tpshard.parallelism.schedules import Slot, Table, Task
-from tpshard.parallelism.simulation import Priced, Timeline, price
+from tpshard.parallelism.schedules import Slot, StageTask, Table
 from tpshard.parallelism.stepping import program_of
-from tpshard.plan.pricing import Part, PricedPart
+from tpshard.parallelism.timeline import Priced, Timeline, price
+from tpshard.plan.pricing import PricedPart, StepPart
 from tpshard.programs.staged import StagedPrograms
 
 NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
@@ -135,14 +135,14 @@ def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, comp
     runs: dict[tuple[str, int], tuple[Priced, Timeline]] = {}
     for stage in pipeline.stages:
         for kind in dict.fromkeys(task.kind for task in table.rows[table.device_of(stage.index)]):
-            program = program_of(pipeline.stages, Task(kind, stage.index, 0))
+            program = program_of(pipeline.stages, StageTask(kind, stage.index, 0))
             priced = price(program, device, per_host, compiled=compiled)
             runs[kind, stage.index] = (priced, priced.run())
 
-    def seconds(task: Task) -> float:
+    def seconds(task: StageTask) -> float:
         return _until_handed_over(runs[task.kind, task.stage][1])
 
-    def late(task: Task) -> float:
+    def late(task: StageTask) -> float:
         return _late(*runs[task.kind, task.stage])
 
     slots = table.timed(seconds, late)
@@ -200,7 +200,7 @@ def _device(
         if key not in first:
             priced, timeline = runs[key]
             name = f"{NAMES[task.kind]} of stage {task.stage}"
-            part = Part(name, program, table.micro_batches, _beside(rest, program, others), compiled)
+            part = StepPart(name, program, table.micro_batches, _beside(rest, program, others), compiled)
             memory = liveness(program, priced.kernels, always=part.always, reuse=compiled == "all")
             own[key] = memory.peak_bytes - others
             first[key] = PricedPart(part, priced, _trimmed(timeline), memory)
@@ -223,7 +223,7 @@ def _device(
     peak_part = PricedPart(replace(chosen.part, always=always), chosen.priced, chosen.timeline, memory)
     for name, once in _once(pipeline, place):
         priced = price(once, device, per_host, compiled=compiled)
-        part = Part(name, once, 1, _beside(rest, once, 0), compiled)
+        part = StepPart(name, once, 1, _beside(rest, once, 0), compiled)
         memory = liveness(once, priced.kernels, always=part.always, reuse=compiled == "all")
         parts.append(PricedPart(part, priced, _trimmed(priced.run()), memory))
     return parts, max([peak_part, *parts], key=lambda p: p.memory.peak_bytes)

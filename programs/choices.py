@@ -18,11 +18,12 @@ from tpshard.parallelism.passes import buckets
 from tpshard.parallelism.passes.recompute import Keep, keep_all, keep_layer_inputs, keep_selected, recompute
 from tpshard.parallelism.passes.run import run
 from tpshard.parallelism.program import Program, Spec, info
-from tpshard.parallelism.simulation import price
+from tpshard.parallelism.timeline import price
 from tpshard.programs import cluster
-from tpshard.programs.patterns import covers, unit_of
+from tpshard.programs.fsdp_units import unit_of
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.patterns import covers
 from tpshard.recipes.schema import BucketFile, BucketSize, RematEvery
 
 Groups = buckets.Groups

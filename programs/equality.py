@@ -13,7 +13,7 @@ from torch import Tensor
 from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.program import Program, info
 from tpshard.parallelism.simulate import simulate
-from tpshard.programs.lockstep import Lockstep, Step
+from tpshard.programs.lockstep import Lockstep, StepValues
 from tpshard.programs.setting import Setting
 from tpshard.programs.training import build, micro_program
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -91,8 +91,8 @@ def compare(one: Setting, other: Setting, steps: int = 1) -> Compared:
     return Compared(losses, distances)
 
 
-def _apart(one: Step, other: Step) -> dict[str, float]:
-    def scalars(step: Step) -> dict[str, Tensor]:
+def _apart(one: StepValues, other: StepValues) -> dict[str, float]:
+    def scalars(step: StepValues) -> dict[str, Tensor]:
         known = {"loss": step.loss, "gradient norm": step.grad_norm}
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()}
 

@@ -17,7 +17,7 @@ Parts = list[list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Step:
+class StepValues:
     """What one optimizer step came to, whole, in float64."""
 
     loss: float
@@ -82,7 +82,7 @@ class Lockstep:
             loss, targets = loss + float(outs[0][0]), targets + int(outs[0][1])
         return (sums if made.reduce is None else run(made.reduce, sums)), loss, targets
 
-    def step(self, lr: float = 1e-2) -> Step:
+    def step(self, lr: float = 1e-2) -> StepValues:
         """Runs one whole optimizer step."""
         self.number += 1
         count = len(self.names)
@@ -93,7 +93,7 @@ class Lockstep:
         outs = run(self.programs.update, given)
         self.params = [out[:count] for out in outs]
         self.moments = [out[count : 3 * count] for out in outs]
-        return Step(loss / targets, float(outs[0][3 * count]), gradients)
+        return StepValues(loss / targets, float(outs[0][3 * count]), gradients)
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters as they are, whole."""

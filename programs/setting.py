@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from tpshard.models import build
 from tpshard.models.architecture import Architecture
-from tpshard.models.architecture_folder import Weights
+from tpshard.models.architecture_folder import FolderWeights
 from tpshard.models.assemble import build_module
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
@@ -68,7 +68,7 @@ def architecture(recipe: Recipe) -> Architecture | None:
             kind = Architecture.of(folder).model_type
             raise ValueError(f"no family of tpshard is a {kind}; `{changed[0]}` can be changed in config.json alone")
         found = Architecture.of(folder)
-        Weights.there(folder)  # refuses pickles
+        FolderWeights.there(folder)  # refuses pickles
         return found
     except (ValueError, OSError) as error:
         raise Mistakes.one(str(error), exit=Exit.RECIPE, where=recipe.where(f"model.{key}")) from error

@@ -50,7 +50,7 @@ class Cluster(Section):
 
 
 @section
-class RopeScaling(Section):
+class RopeScalingSection(Section):
     """Rotary wavelengths stretched as in Llama 3: long ones by `factor`, short ones not."""
 
     factor: Annotated[float, Range(least=1, most=1e6)]
@@ -127,7 +127,7 @@ class Model(Section):
     """Whether the output projection is the embedding."""
     rope_theta: Annotated[float, Range(above=0, most=1e15)] | None = None
     """Base of the rotary frequencies."""
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScalingSection | None = None
     """Llama 3's stretching of long rotary wavelengths."""
     max_seq: Annotated[int, Range(least=1, most=2**30)] | None = None
     """Longest sequence that positions are made for."""
@@ -152,7 +152,7 @@ class Model(Section):
 
 
 @section
-class Sharding(Section):
+class ShardingSection(Section):
     """Annotate a little; the rest is propagated."""
 
     rules: Mapping[str, Axes] = field(
@@ -489,7 +489,7 @@ class Recipe(Section):
     )
     """What it is trained for: the next token, masked tokens, classes of frames, classes of voxels, or a task of your
     own, as package:Class; frames and volumes are made on the machine, seq_len long."""
-    sharding: Sharding = field(default_factory=Sharding)
+    sharding: ShardingSection = field(default_factory=ShardingSection)
     """How it is spread."""
     fsdp: Fsdp = field(default_factory=Fsdp)
     """Sharded parameters."""

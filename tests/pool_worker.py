@@ -29,12 +29,12 @@ def load(name: str, path: str) -> ModuleType:
 def run(job: dict[str, Any], rank: int) -> Any:
     from tpshard.parallelism.mesh import Mesh
     from tpshard.parallelism.runtime.context import connect
-    from tpshard.parallelism.runtime.place import Place
+    from tpshard.parallelism.runtime.place import WorkerPlace
 
     function: Any = load(job["module"], job["path"])
     for part in job["function"].split("."):
         function = getattr(function, part)
-    place = Place(rank, job["world"], rank, job["world"], f"file:{job['store']}", "tpshard")
+    place = WorkerPlace(rank, job["world"], rank, job["world"], f"file:{job['store']}", "tpshard")
     limits = {"start_s": job["timeout"], "step_s": job["timeout"], "watch": False}
     with connect(place, Mesh(job["mesh"]), device=job["device"], **limits) as context:
         return function(context, *pickle.loads(job["args"]))
@@ -55,7 +55,7 @@ def main(rank: int, fd: int) -> None:
         try:
             answer = ("done", pickle.dumps(run(job, rank)))
         except BaseException as error:
-            from tpshard.parallelism.runtime.report import is_lost_peer
+            from tpshard.parallelism.runtime.messages import is_lost_peer
 
             answer = ("lost" if is_lost_peer(error) else "failed", traceback.format_exc())
             pipe.send(answer)

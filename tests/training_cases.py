@@ -16,10 +16,10 @@ from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.setting import Setting
 from tpshard.programs.training import TrainingPrograms
 from tpshard.recipes.load import loads
-from tpshard.train.main import engine_of
 from tpshard.train.shards import Shard
 from tpshard.train.state import State
 from tpshard.train.stream import TokenBatch
+from tpshard.train.training_worker import engine_of
 
 RECIPE = """
 name: small

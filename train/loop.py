@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tpshard.parallelism.runtime import report
+from tpshard.parallelism.runtime import messages
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.programs.batching import BatchPlan
@@ -19,7 +19,7 @@ from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 from tpshard.train import nonfinite
 from tpshard.train.checkpoint import SaveFailed, save, step_name
-from tpshard.train.experts import balance
+from tpshard.train.expert_balance import balance
 from tpshard.train.learning_rate import learning_rate
 from tpshard.train.made import MadeRows, StepBatch
 from tpshard.train.progress import Progress
@@ -197,7 +197,7 @@ class TrainingLoop:
         agreed = self.context.largest(self.context.stopping.urgency + (0 if result.finite else _NOT_FINITE))
         watchdog.beat(step)
         if self.context.is_main:
-            report.send("step", progress=step, droppable=True)
+            messages.send("step", progress=step, droppable=True)
         watchdog.limit_s = float(self.recipe.timeout_s.step)
         finite = agreed < _NOT_FINITE
         self._log(step, result, lr, finite)

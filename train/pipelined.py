@@ -10,7 +10,7 @@ from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.runtime.mail import Mail
-from tpshard.parallelism.schedules import Task
+from tpshard.parallelism.schedules import StageTask
 from tpshard.parallelism.stages import Stage
 from tpshard.parallelism.stepping import Walk, neighbour, program_of
 from tpshard.programs.training import TrainingPrograms
@@ -95,7 +95,7 @@ class PipelineEngine(State):
 
     def _walk(
         self, stages: Sequence[Stage], params: Sequence[Tensor], batches: Sequence[dict[str, Tensor]],
-        row: Sequence[Task],
+        row: Sequence[StageTask],
     ) -> Walk[Tensor]:  # fmt: skip
         sums = dict(zip(self.sum_names, self.sums))
         named = {port.name: value for port, value in zip(self.ports, params)}
@@ -107,18 +107,18 @@ class PipelineEngine(State):
         self.mail.finish()
         return walk
 
-    def _number(self, task: Task, stage: int) -> int:
+    def _number(self, task: StageTask, stage: int) -> int:
         """What tells apart values of one name: the micro-batch, and the stage that receives it."""
         return task.micro * self.pipeline.table.stages + stage
 
-    def _call(self, program: Program, task: Task, inputs: list[Tensor]) -> list[Tensor]:
+    def _call(self, program: Program, task: StageTask, inputs: list[Tensor]) -> list[Tensor]:
         self.mail.number = self._number(task, neighbour(task))
         return self.runs[id(program)](*inputs)
 
-    def receive(self, task: Task, port: Port) -> Tensor:
+    def receive(self, task: StageTask, port: Port) -> Tensor:
         return self.mail.take(port.name, self._number(task, task.stage))
 
-    def sent(self, task: Task, port: Port, value: Tensor) -> None:
+    def sent(self, task: StageTask, port: Port, value: Tensor) -> None:
         """Its program has started to send it."""
 
     def _exchanged(self, sums: list[Tensor]) -> list[Tensor]:
@@ -146,7 +146,7 @@ class PipelineEngine(State):
         return losses, counts, [torch.stack([one[2] for one in found]).sum(0)] if zeros[2:] else []
 
     def evaluate(self, batch: StepBatch) -> tuple[float, int]:
-        row = [Task("F", stage, 0) for stage in self.pipeline.table.stages_of(self.place)]
+        row = [StageTask("F", stage, 0) for stage in self.pipeline.table.stages_of(self.place)]
         walk = self._walk(self.pipeline.evaluation, self.params, [self._named_batch(batch)], row)
         zeros = [torch.zeros((), dtype=port.dtype, device=self.context.device) for port in self.pipeline.share.inputs]
         loss, count = self.share(*walk.scalars.get(0, zeros))

@@ -8,7 +8,7 @@ import random
 import torch
 from tpshard.parallelism import Mesh
 
-from fuzzed import arithmetic, indexed, layers, layouts
+from fuzzed import arithmetic, data_movement, indexed, layer_ops
 from fuzzed.steps import STEPS
 from fuzzed.writer import MESHES, Case, Writer
 
@@ -20,7 +20,7 @@ def chain(w: Writer, rng: random.Random) -> None:
     _steps(w, rng, rng.randint(3, 8))
 
 
-FAMILIES = layouts.FAMILIES | indexed.FAMILIES | arithmetic.FAMILIES | layers.FAMILIES | {"chain": chain}
+FAMILIES = data_movement.FAMILIES | indexed.FAMILIES | arithmetic.FAMILIES | layer_ops.FAMILIES | {"chain": chain}
 
 
 def case(family: str, seed: int) -> Case:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fuzzed.layouts import at
+from fuzzed.data_movement import at
 from fuzzed.writer import Writer
 
 Family = Callable[[Writer, random.Random], None]

@@ -10,7 +10,7 @@ import torch
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
 from tpshard.parallelism.rules.contraction import contract
 
-from peers.text import Call, Name, Shape, Text, numbers
+from peers.program_text import Call, Name, Shape, Text, numbers
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -8,23 +8,23 @@ from typing import Any
 import torch
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules import (
-    attention,
+    attention_rule,
     by_index,
     contraction,
     creation,
     decomposed,
     elementwise,
-    experts,
+    experts_rule,
     identities,
     indexing,
-    kernels,
+    kernel_costs,
     lookups,
     matrices,
     paged,
     pieces,
     pooling,
     reduction,
-    reorder,
+    reorder_rule,
     selection,
     shape,
     windows,
@@ -33,8 +33,8 @@ from tpshard.parallelism.rules.entry import Entry, random
 from tpshard.parallelism.rules.rule import Rule, whole
 
 THEMES = (
-    contraction, elementwise, shape, pieces, reduction, selection, indexing, by_index, creation, attention, paged,
-    experts, reorder, identities, windows, pooling, matrices, lookups, decomposed, kernels,
+    contraction, elementwise, shape, pieces, reduction, selection, indexing, by_index, creation, attention_rule, paged,
+    experts_rule, reorder_rule, identities, windows, pooling, matrices, lookups, decomposed, kernel_costs,
 )  # fmt: skip
 OTHER = Entry(dense="all")
 """What is known of an op that is not in the table."""

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.runtime import report
+from tpshard.parallelism.runtime import messages
 from tpshard.parallelism.runtime.groups import Groups
-from tpshard.parallelism.runtime.place import Place
-from tpshard.parallelism.runtime.report import WorkerFault
+from tpshard.parallelism.runtime.messages import WorkerFault
+from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.parallelism.runtime.stop import StopRequest, exit_code
 from tpshard.parallelism.runtime.watchdog import Doing, Watchdog
 from tpshard.recipes.exits import Exit
@@ -133,7 +133,7 @@ def disagreement(values: list[Mapping[str, str]], hosts: list[str]) -> str:
 
 @contextlib.contextmanager
 def connect(
-    place: Place,
+    place: WorkerPlace,
     mesh: Mesh,
     *,
     device: str = "cpu",
@@ -178,7 +178,7 @@ def connect(
     context = Context(
         place.rank, place.world, place.local_rank, chosen, backend, store, groups, watchdog, stopping
     )  # fmt: skip
-    report.send("ready")
+    messages.send("ready")
     if watch:
         watchdog.start()
     yield context
@@ -187,7 +187,7 @@ def connect(
     context.close()
 
 
-def _device(kind: str, place: Place) -> torch.device:
+def _device(kind: str, place: WorkerPlace) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -203,7 +203,7 @@ def _device(kind: str, place: Place) -> torch.device:
     return device
 
 
-def _store(place: Place, start_s: float) -> dist.Store:
+def _store(place: WorkerPlace, start_s: float) -> dist.Store:
     kind, _, where = place.rendezvous.partition(":")
     patience = timedelta(seconds=start_s)
     if kind == "file":
@@ -216,7 +216,7 @@ def _store(place: Place, start_s: float) -> dist.Store:
     return _tcp_store(host.strip("[]"), int(port), place, start_s)
 
 
-def _tcp_store(host: str, port: int, place: Place, start_s: float) -> dist.Store:
+def _tcp_store(host: str, port: int, place: WorkerPlace, start_s: float) -> dist.Store:
     """Rank 0 listens on the rendezvous address alone (a TCPStore would listen on all); the others retry until then."""
     patience = timedelta(seconds=start_s)
     if place.rank == 0:
@@ -252,7 +252,7 @@ def _tcp_store(host: str, port: int, place: Place, start_s: float) -> dist.Store
             time.sleep(0.2)
 
 
-def _choose_interface(place: Place) -> None:
+def _choose_interface(place: WorkerPlace) -> None:
     """Binds gloo and NCCL to loopback when all ranks are local, else to the interface that reaches the rendezvous.
 
     Left to themselves both go by the host's name, which need not resolve, and listen where it leads.

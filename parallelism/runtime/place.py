@@ -14,7 +14,7 @@ RENDEZVOUS = "TPSHARD_RENDEZVOUS"
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """One worker's place among `world` workers.
 
     `rendezvous` is where they find each other: `file:PATH` (nothing listens), `tcp:HOST:PORT` (rank 0 listens on that
@@ -51,7 +51,7 @@ def nameless_file() -> tuple[int, str]:
     return descriptor, f"file:/proc/self/fd/{descriptor}"
 
 
-def find(env: Mapping[str, str]) -> Place | None:
+def find(env: Mapping[str, str]) -> WorkerPlace | None:
     """The place that a launcher gave this process, or None when nobody launched it.
 
     Own workers carry `TPSHARD_RENDEZVOUS`; torchrun sets RANK, WORLD_SIZE and MASTER_ADDR; SLURM's srun sets
@@ -76,7 +76,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
         raise ValueError(f"the environment variable {name} is {text!r}, where a launcher sets a whole number") from None
 
 
-def _checked(place: Place) -> Place:
+def _checked(place: WorkerPlace) -> WorkerPlace:
     if not 0 <= place.rank < place.world or not 0 <= place.local_rank < place.local_world <= place.world:
         raise ValueError(
             f"the environment says rank {place.rank} of {place.world}, local rank {place.local_rank} of "
@@ -85,12 +85,12 @@ def _checked(place: Place) -> Place:
     return place
 
 
-def _ranked(env: Mapping[str, str], rendezvous: str, launcher: str) -> Place:
+def _ranked(env: Mapping[str, str], rendezvous: str, launcher: str) -> WorkerPlace:
     rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     local_rank = _number(env, "LOCAL_RANK", 0 if world == 1 else None)
     # Started by hand with RANK and MASTER_ADDR alone, nothing says how many share this host: assume the least.
     local_world = _number(env, "LOCAL_WORLD_SIZE", local_rank + 1)
-    return _checked(Place(rank, world, local_rank, local_world, rendezvous, launcher))
+    return _checked(WorkerPlace(rank, world, local_rank, local_world, rendezvous, launcher))
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
@@ -104,13 +104,13 @@ def _tasks(env: Mapping[str, str]) -> int:
     return _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
 
 
-def _slurm(env: Mapping[str, str]) -> Place:
+def _slurm(env: Mapping[str, str]) -> WorkerPlace:
     rank, world, local_rank = _number(env, "SLURM_PROCID"), _tasks(env), _number(env, "SLURM_LOCALID", 0)
     nodes = _number(env, "SLURM_STEP_NUM_NODES", _number(env, "SLURM_NNODES", 1))
     step = "-".join(env.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
     if nodes == 1:
         path = Path(tempfile.gettempdir()) / f"tpshard-{step}.store"
-        return _checked(Place(rank, world, local_rank, world, f"file:{path}", "slurm"))
+        return _checked(WorkerPlace(rank, world, local_rank, world, f"file:{path}", "slurm"))
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", ""))
     here = _number(env, "SLURM_NODEID", 0)
     local_world = tasks_per_node(per_node)[here] if per_node else local_rank + 1
@@ -119,7 +119,7 @@ def _slurm(env: Mapping[str, str]) -> Place:
         raise ValueError("SLURM gives no SLURM_STEP_NODELIST: set MASTER_ADDR to the address of the first node")
     # Two steps on one node must not meet: the port follows from job and step.
     port = _number(env, "MASTER_PORT", 20000 + sum(ord(c) * 31**i for i, c in enumerate(step)) % 20000)
-    return _checked(Place(rank, world, local_rank, local_world, f"tcp:{host}:{port}", "slurm"))
+    return _checked(WorkerPlace(rank, world, local_rank, local_world, f"tcp:{host}:{port}", "slurm"))
 
 
 def tasks_per_node(text: str) -> list[int]:

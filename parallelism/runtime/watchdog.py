@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tpshard.parallelism.runtime import report
+from tpshard.parallelism.runtime import messages
 from tpshard.recipes.exits import Exit
 
 
@@ -50,7 +50,7 @@ class Watchdog:
         self._deadline = time.monotonic() + limit_s
         self._on_stall = on_stall or self._end
         self._stop = threading.Event()
-        self._launcher = os.getppid() if report.REPORT_FD in os.environ else None
+        self._launcher = os.getppid() if messages.REPORT_FD in os.environ else None
         self._thread = threading.Thread(target=self._watch, name="tpshard-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -114,7 +114,7 @@ class Watchdog:
         doing = self.describe(self.doing)
         message = f"error: {text}{where}"
         waits = doing.waiting
-        if not report.send("stalled", text=message, exit=Exit.WORKER_LOST, progress=self.progress, waiting=waits):
+        if not messages.send("stalled", text=message, exit=Exit.WORKER_LOST, progress=self.progress, waiting=waits):
             sys.stderr.write(message + "\n")
             sys.stderr.flush()
             os._exit(Exit.WORKER_LOST)

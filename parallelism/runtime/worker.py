@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from tpshard.parallelism.runtime import report
-from tpshard.parallelism.runtime.place import Place
+from tpshard.parallelism.runtime import messages
+from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.parallelism.runtime.workers import follow
 from tpshard.recipes.exits import Exit
 
@@ -20,7 +20,7 @@ Describe = Callable[[BaseException], tuple[str, int]]
 """An error as the user should read it, and its exit code."""
 
 
-def run_worker(body: Callable[[], int], place: Place, describe: Describe) -> NoReturn:
+def run_worker(body: Callable[[], int], place: WorkerPlace, describe: Describe) -> NoReturn:
     """Runs a worker's work and ends the process with its exit code.
 
     At once, whatever the code: the usual way out waits for threads and process groups that other ranks no longer serve,
@@ -35,14 +35,14 @@ def run_worker(body: Callable[[], int], place: Place, describe: Describe) -> NoR
     except SystemExit as ending:
         _leave(ending.code if isinstance(ending.code, int) else 1 if ending.code else 0)
     except BaseException as error:
-        if report.is_lost_peer(error):
+        if messages.is_lost_peer(error):
             first = str(error).strip().splitlines()[0]
             text = f"error: rank {place.rank} lost the connection to another worker\n  why: {first}"
-            if not report.send("secondary", text=text, exit=Exit.WORKER_LOST):
+            if not messages.send("secondary", text=text, exit=Exit.WORKER_LOST):
                 _hold_back(text)
             _leave(Exit.WORKER_LOST)
         text, code = describe(error)
-        if not report.send("failed", text=text, exit=code):
+        if not messages.send("failed", text=text, exit=code):
             head = f"rank {place.rank} of {place.world} failed:\n" if place.world > 1 else ""
             print(head + text, file=sys.stderr, flush=True)
         _leave(code)

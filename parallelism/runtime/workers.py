@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from tpshard.parallelism.runtime import crash, report
+from tpshard.parallelism.runtime import crash, messages
 from tpshard.parallelism.runtime.crash import CRASHES
-from tpshard.parallelism.runtime.place import Place, nameless_file
-from tpshard.parallelism.runtime.report import Report
+from tpshard.parallelism.runtime.messages import WorkerMessage
+from tpshard.parallelism.runtime.place import WorkerPlace, nameless_file
 from tpshard.parallelism.runtime.stop import POLITE
 from tpshard.recipes.exits import Exit
 
@@ -57,7 +57,7 @@ class Worker:
     output: IO[bytes] | None
     """What it printed; None for one that prints to the terminal."""
     unread: bytes = b""
-    reports: list[Report] = field(default_factory=list)
+    reports: list[WorkerMessage] = field(default_factory=list)
     step: int = 0
     """The last that it said is done; rank 0 says so."""
     died: float = 0.0
@@ -68,7 +68,7 @@ class Worker:
         return any(r.kind in ("failed", "secondary", "stalled") for r in self.reports)
 
     @property
-    def log(self) -> Report | None:
+    def log(self) -> WorkerMessage | None:
         """Which file holds what it printed, once it said so."""
         return next((known for known in reversed(self.reports) if known.kind == "log"), None)
 
@@ -136,7 +136,7 @@ class Workers:
             store, rendezvous = nameless_file()
         try:
             for local_rank in range(self.local):
-                place = Place(self.first + local_rank, self.world, local_rank, self.local, rendezvous, "tpshard")
+                place = WorkerPlace(self.first + local_rank, self.world, local_rank, self.local, rendezvous, "tpshard")
                 inherited = dict((given or {}).get(place.rank, {}))
                 if store is not None:
                     inherited["TPSHARD_STORE"] = store
@@ -146,13 +146,13 @@ class Workers:
                 os.close(store)
 
     def _spawn(
-        self, argv: Sequence[str], place: Place, kept: bool, more: Mapping[str, str], inherited: Mapping[str, int]
+        self, argv: Sequence[str], place: WorkerPlace, kept: bool, more: Mapping[str, str], inherited: Mapping[str, int]
     ) -> None:
         reader, writer = os.pipe()
         output = tempfile.TemporaryFile() if kept else None  # noqa: SIM115 (lives as long as the run)
         threads = max(1, len(os.sched_getaffinity(0)) // self.local)
         env = {
-            "OMP_NUM_THREADS": str(threads), **os.environ, **place.environment(), report.REPORT_FD: str(writer),
+            "OMP_NUM_THREADS": str(threads), **os.environ, **place.environment(), messages.REPORT_FD: str(writer),
             FOLLOWS: str(os.getpid()), **more, **{name: str(number) for name, number in inherited.items()},
         }  # fmt: skip
         # polite signals are held until a worker listens; a mask is inherited
@@ -224,7 +224,7 @@ class Workers:
                 self.forget(worker.pipe)
                 return
             *lines, worker.unread = (worker.unread + data).split(b"\n")
-            for known in filter(None, map(report.parse, lines)):
+            for known in filter(None, map(messages.parse, lines)):
                 if known.kind == "step":
                     worker.step = known.progress
                     continue
@@ -262,7 +262,7 @@ class Workers:
             return Verdict(first.rank, _line(first.text), first.text, Exit.WORKER_LOST)
         return None
 
-    def _own(self, failed: Report) -> Verdict:
+    def _own(self, failed: WorkerMessage) -> Verdict:
         """A worker's own error; with its rank, unless all say the same (a mistake in what all were given)."""
         alike = sum(any(r.text == failed.text for r in worker.reports) for worker in self.all)
         head = f"rank {failed.rank} of {self.world} failed:\n" if alike < len(self.all) else ""
@@ -285,7 +285,7 @@ class Workers:
         text = "\n".join(filter(None, [printed, f"{lost}; the other workers were stopped"]))
         return Verdict(worker.rank, f"killed by {name}", text, Exit.WORKER_LOST, tuple(notes), -code)
 
-    def _hang(self, stalled: list[Report]) -> Verdict:
+    def _hang(self, stalled: list[WorkerMessage]) -> Verdict:
         """Of ranks that wait for each other: the silent one, or one outside of a collective, or the one behind."""
         spoke = {r.rank for r in stalled}
         silent = [worker.rank for worker in self.living if worker.rank not in spoke]

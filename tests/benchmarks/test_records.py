@@ -31,17 +31,17 @@ def test_a_record_says_where_when_and_how(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(record, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmarks" / "serving.py"), "--new", "8", "/far/away.csv"])
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmarks" / "serving_speed.py"), "--new", "8", "/far/away.csv"])
     made = record.Record("serving", "nosuchpeer")
     made.rows.append({"engine": "tpshard", "s": 1.5})
     times = [3.0, 1.0, 2.0, 9.0, 4.0]
     assert made.figure("first.token", times, "s").median == statistics.median(times)
     made.close(write=True)
     said = capsys.readouterr().out
-    assert "python benchmarks/serving.py --new 8 away.csv\n" in said and "first.token" in said
+    assert "python benchmarks/serving_speed.py --new 8 away.csv\n" in said and "first.token" in said
     held = json.loads((tmp_path / "records" / "serving.json").read_text())
     assert held == record.load("serving")
-    assert held["command"] == "python benchmarks/serving.py --new 8 away.csv" and held["rows"] == made.rows
+    assert held["command"] == "python benchmarks/serving_speed.py --new 8 away.csv" and held["rows"] == made.rows
     assert held["machine"]["cores"] >= 1 and held["versions"]["torch"] != held["versions"]["nosuchpeer"] == "none"
     figure = held["figures"]["first.token"]
     assert figure["low"] < figure["median"] < figure["high"] and (figure["count"], figure["unit"]) == (5, "s")

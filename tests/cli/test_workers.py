@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tpshard.cli import workers
-from tpshard.parallelism.runtime.launch import Nodes
-from tpshard.parallelism.runtime.report import WorkerFault
+from tpshard.cli import worker_errors
+from tpshard.parallelism.runtime.launcher import Nodes
+from tpshard.parallelism.runtime.messages import WorkerFault
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
 
 
 def test_every_kind_of_error_has_its_words_and_its_exit_code() -> None:
-    text, code = workers.describe(Mistakes.one("no text", exit=Exit.DATA, fix="some text"))
+    text, code = worker_errors.describe(Mistakes.one("no text", exit=Exit.DATA, fix="some text"))
     assert code == 6 and "no text" in text and "some text" in text
-    text, code = workers.describe(WorkerFault("the ranks do not agree", exit=5, fix="the same everywhere"))
+    text, code = worker_errors.describe(WorkerFault("the ranks do not agree", exit=5, fix="the same everywhere"))
     assert code == 5 and "error: the ranks do not agree" in text and "the same everywhere" in text
-    text, code = workers.describe(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"))
+    text, code = worker_errors.describe(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"))
     assert code == 4 and "Tried to allocate 2 GiB" in text and "remat: full" in text
-    assert workers.describe(KeyboardInterrupt()) == ("interrupted", 130)
+    assert worker_errors.describe(KeyboardInterrupt()) == ("interrupted", 130)
 
 
 def test_a_bug_is_shown_whole_and_called_a_bug() -> None:
     try:
         raise KeyError("planted")
     except KeyError as error:
-        text, code = workers.describe(error)
+        text, code = worker_errors.describe(error)
     assert code == 1 and "test_workers.py" in text and "planted" in text and "This is a bug" in text
 
 
@@ -44,12 +44,12 @@ def test_the_mesh_and_the_machine_say_how_many_workers(
     mesh: str, cluster: str | None, nodes: int, gpus: int, world: int
 ) -> None:
     text = f"model: {{preset: tiny}}\nmesh: {mesh}\n" + (f"cluster: {cluster}\n" if cluster else "")
-    assert workers.workers_of(loads(text), Nodes(nodes, 0, "h:1"), gpus) == world
+    assert worker_errors.workers_of(loads(text), Nodes(nodes, 0, "h:1"), gpus) == world
 
 
 def test_a_mesh_that_does_not_fit_the_gpus_is_refused() -> None:
     with pytest.raises(Mistakes) as wrong:
-        workers.workers_of(loads("model: {preset: tiny}\nmesh: {fsdp: 3}"), Nodes(), 4)
+        worker_errors.workers_of(loads("model: {preset: tiny}\nmesh: {fsdp: 3}"), Nodes(), 4)
     assert wrong.value.exit == Exit.MACHINE and "fsdp: 4" in wrong.value.diagnostics[0].fix
 
 
@@ -58,7 +58,7 @@ def test_hidden_gpus_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     eight = machine.Driver("550", tuple(machine.Gpu(i, "H100", 0, 0, "9.0", False, ()) for i in range(8)))
     monkeypatch.setattr(machine, "probe_driver", lambda: eight)
-    assert workers.visible_gpus({}) == 8
-    assert workers.visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
-    assert workers.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
-    assert workers.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+    assert worker_errors.visible_gpus({}) == 8
+    assert worker_errors.visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
+    assert worker_errors.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert worker_errors.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0

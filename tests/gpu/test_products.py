@@ -106,13 +106,13 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     from tpshard.kernels import triton_launch
 
     seen: list[object] = []
-    measure = triton_launch.Choice._measure
+    measure = triton_launch.TileChoice._measure
 
-    def noted(self: triton_launch.Choice, x: Tensor, packed: object, gated: bool, guesses: list[object]) -> object:
+    def noted(self: triton_launch.TileChoice, x: Tensor, packed: object, gated: bool, guesses: list[object]) -> object:
         seen.append((x.shape[0], gated))
         return measure(self, x, packed, gated, guesses)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(triton_launch.Choice, "_measure", noted)
+    monkeypatch.setattr(triton_launch.TileChoice, "_measure", noted)
     ops._choice.cache_clear()
     yield seen
     ops._choice.cache_clear()

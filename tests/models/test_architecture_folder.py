@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tpshard.models import Blueprint
 from tpshard.models.architecture import Architecture
-from tpshard.models.architecture_folder import Weights, initial, write_folder
+from tpshard.models.architecture_folder import FolderWeights, initial, write_folder
 
 
-def opened(folder: Path) -> tuple[Architecture, Weights]:
+def opened(folder: Path) -> tuple[Architecture, FolderWeights]:
     architecture = Architecture.of(folder)
-    return architecture, Weights(folder, architecture, architecture.build())
+    return architecture, FolderWeights(folder, architecture, architecture.build())
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "mamba"])

@@ -13,9 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from patience import PATIENCE
-from tpshard.parallelism.runtime import crash, report
+from tpshard.parallelism.runtime import crash, messages
 from tpshard.parallelism.runtime import place as places
-from tpshard.parallelism.runtime.place import Place
+from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.parallelism.runtime.stop import StopRequest, exit_code
 from tpshard.parallelism.runtime.worker import run_worker
 
@@ -24,7 +24,7 @@ def describe(error: BaseException) -> tuple[str, int]:
     return f"error: {error}", getattr(error, "exit", 1)
 
 
-def work(mode: str, place: Place, folder: Path) -> int:
+def work(mode: str, place: WorkerPlace, folder: Path) -> int:
     if mode == "environment":
         print(os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"])
         return 0
@@ -45,12 +45,12 @@ def work(mode: str, place: Place, folder: Path) -> int:
     return connected(mode, place, folder)
 
 
-def crashing(mode: str, place: Place, folder: Path) -> int:
+def crashing(mode: str, place: WorkerPlace, folder: Path) -> int:
     name, rank, *steps = mode.split()[1:]
     starts = crash.restarts()
     if starts < len(steps) and place.rank == int(rank):
         for step in range(1, int(steps[starts]) + 1):
-            report.send("step", progress=step)
+            messages.send("step", progress=step)
         print("a library says why", file=sys.stderr, flush=True)
         os.kill(os.getpid(), getattr(signal, name))
     (folder / f"ready-{place.rank}").write_text(str(os.getpid()))
@@ -60,7 +60,7 @@ def crashing(mode: str, place: Place, folder: Path) -> int:
     return 0
 
 
-def connected(mode: str, place: Place, folder: Path) -> int:
+def connected(mode: str, place: WorkerPlace, folder: Path) -> int:
     import torch
     import torch.distributed as dist
     from tpshard.parallelism.mesh import Axis, Mesh

@@ -19,7 +19,7 @@ from tpshard.parallelism.cost import (
 )
 from tpshard.parallelism.fusion import kernels
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.simulation import Task, price, simulate
+from tpshard.parallelism.timeline import LaneTask, price, simulate
 
 
 def make(**changes):
@@ -97,23 +97,31 @@ def test_processes_share_a_cpu():
 
 
 def test_a_collective_behind_computing_is_not_exposed():
-    tasks = [Task("g", "issue", 1.0, "fsdp", "across"), Task("mm", "compute", 2.0), Task("w", "wait", 0, of=0)]
+    tasks = [
+        LaneTask("g", "issue", 1.0, "fsdp", "across"),
+        LaneTask("mm", "compute", 2.0),
+        LaneTask("w", "wait", 0, of=0),
+    ]
     found = simulate(tasks, {})
     assert (found.seconds, found.exposed_s, found.comm_s) == (2.0, 0.0, 1.0)
 
 
 def test_a_wait_at_once_is_exposed_wholly():
-    tasks = [Task("g", "issue", 1.0, "tp", "inside"), Task("w", "wait", 0, of=0), Task("mm", "compute", 2.0)]
+    tasks = [
+        LaneTask("g", "issue", 1.0, "tp", "inside"),
+        LaneTask("w", "wait", 0, of=0),
+        LaneTask("mm", "compute", 2.0),
+    ]
     found = simulate(tasks, {})
     assert (found.seconds, found.exposed_s) == (3.0, 1.0)
     assert found.exposed == {0: 1.0}
 
 
 def test_one_lane_runs_in_order_and_two_share_their_link():
-    one = [Task("a", "issue", 1.0, "fsdp", "across"), Task("b", "issue", 1.0, "fsdp", "across")]
-    two = [Task("a", "issue", 1.0, "fsdp", "across"), Task("b", "issue", 1.0, "dp", "across")]
-    apart = [Task("a", "issue", 1.0, "fsdp", "across"), Task("b", "issue", 1.0, "tp", "inside")]
-    waits = [Task("wb", "wait", 0, of=1), Task("wa", "wait", 0, of=0)]
+    one = [LaneTask("a", "issue", 1.0, "fsdp", "across"), LaneTask("b", "issue", 1.0, "fsdp", "across")]
+    two = [LaneTask("a", "issue", 1.0, "fsdp", "across"), LaneTask("b", "issue", 1.0, "dp", "across")]
+    apart = [LaneTask("a", "issue", 1.0, "fsdp", "across"), LaneTask("b", "issue", 1.0, "tp", "inside")]
+    waits = [LaneTask("wb", "wait", 0, of=1), LaneTask("wa", "wait", 0, of=0)]
     assert simulate(one + waits, {}).seconds == 2.0
     assert simulate(two + waits, {}).seconds == 2.0
     assert simulate(apart + waits, {}).seconds == 1.0
@@ -122,7 +130,11 @@ def test_one_lane_runs_in_order_and_two_share_their_link():
 
 
 def test_a_running_collective_slows_computing():
-    tasks = [Task("g", "issue", 1.0, "fsdp", "across"), Task("mm", "compute", 2.0), Task("w", "wait", 0, of=0)]
+    tasks = [
+        LaneTask("g", "issue", 1.0, "fsdp", "across"),
+        LaneTask("mm", "compute", 2.0),
+        LaneTask("w", "wait", 0, of=0),
+    ]
     found = simulate(tasks, {"across": 0.5})
     # half a second of work is done in the first second, the other 1.5 s undisturbed
     assert found.seconds == pytest.approx(2.5)
@@ -130,17 +142,17 @@ def test_a_running_collective_slows_computing():
 
 
 def test_what_is_never_waited_for_still_ends_before_the_step():
-    assert simulate([Task("g", "issue", 1.0, "fsdp", "across")], {}).exposed_s == 1.0
+    assert simulate([LaneTask("g", "issue", 1.0, "fsdp", "across")], {}).exposed_s == 1.0
 
 
 def test_skew_is_paid_once_a_collective_and_hidden_behind_computing():
     four = make(kind="cpu", cpu=Cpu(cores=2, crowds={4: Crowd(skew_s=2.0)})).shared_by(4)
     plain, skewed = (cost(d, {"a": 4}, ["a"], "all_gather", 4_000) for d in (replace(four, cpu=Cpu()), four))
     assert skewed.seconds - plain.seconds == pytest.approx(2.0) and skewed.wire_bytes == plain.wire_bytes
-    issue = Task("gather", "issue", skewed.seconds, "a", "inside")
-    tasks = [issue, Task("work", "compute", 10.0), Task("wait", "wait", 0.0, of=0)]
+    issue = LaneTask("gather", "issue", skewed.seconds, "a", "inside")
+    tasks = [issue, LaneTask("work", "compute", 10.0), LaneTask("wait", "wait", 0.0, of=0)]
     assert simulate(tasks, {"inside": 0.0}).exposed_s == 0.0
-    late = simulate([issue, tasks[2], issue, Task("wait", "wait", 0.0, of=2)], {"inside": 0.0})
+    late = simulate([issue, tasks[2], issue, LaneTask("wait", "wait", 0.0, of=2)], {"inside": 0.0})
     assert late.exposed_s == pytest.approx(2 * skewed.seconds)
 
 

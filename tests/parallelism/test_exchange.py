@@ -16,7 +16,7 @@ from tpshard.parallelism.exchange import LEAST_BYTES, MOST_BYTES, MOST_SENT, exc
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.runtime.tally import Tally
-from tpshard.parallelism.simulation import comm_cost
+from tpshard.parallelism.timeline import comm_cost
 
 ROWS, INNER = 3, 24
 SMALL, LARGE = 1000, MOST_BYTES // 4 // ROWS + 1

@@ -16,7 +16,7 @@ from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.program import group_name
 from tpshard.parallelism.runtime.context import Context, disagreement
 from tpshard.parallelism.runtime.gloo import all_gather
-from tpshard.parallelism.runtime.report import WorkerFault
+from tpshard.parallelism.runtime.messages import WorkerFault
 
 FSDP, TP = Axis("fsdp", 1, 2), Axis("tp", 1, 2)
 

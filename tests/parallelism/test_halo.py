@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tpshard.parallelism import Mesh, Program, partition
-from tpshard.parallelism.halo import Halo, plan
+from tpshard.parallelism.halo import Halo, halo_of
 from tpshard.parallelism.mesh import Axis
 from tpshard.parallelism.rules.rule import Window
 from tpshard.parallelism.sharding import local_size
@@ -47,7 +47,7 @@ def test_every_window_lies_in_what_a_device_has_and_fetches(members: int) -> Non
     for _ in range(400):
         operand, result = rng.randint(1, 20), rng.randint(1, 20)
         window = Window(0, 0, 1, 0, rng.randint(-9, 9), rng.randint(1, 3), rng.randint(1, 4))
-        halo = plan(operand, result, axes, window)
+        halo = halo_of(operand, result, axes, window)
         assert isinstance(halo, Halo)
         part, made = local_size(operand, axes), local_size(result, axes)
         for r in range(members):

@@ -15,14 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 from patience import PATIENCE, until
-from tpshard.parallelism.runtime import crash, report
+from tpshard.parallelism.runtime import crash, messages
 from tpshard.parallelism.runtime import place as places
-from tpshard.parallelism.runtime.launch import Nodes
-from tpshard.parallelism.runtime.report import WorkerFault, is_lost_peer
+from tpshard.parallelism.runtime.launcher import Nodes
+from tpshard.parallelism.runtime.messages import WorkerFault, is_lost_peer
 
 WORKER = Path(__file__).with_name("launched_worker.py")
 LAUNCH = (
-    "import sys; from tpshard.parallelism.runtime.launch import launch;"
+    "import sys; from tpshard.parallelism.runtime.launcher import launch;"
     "assert 'torch' not in sys.modules, 'the launcher must start at once';"
     "sys.exit(launch([], world=int(sys.argv[1]), command=[sys.executable, *sys.argv[3:]], restarts=int(sys.argv[2])))"
 )
@@ -213,14 +213,14 @@ def test_the_stack_of_a_crash_is_found_in_what_was_printed() -> None:
 
 def test_a_report_that_may_be_dropped_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
-    monkeypatch.setenv(report.REPORT_FD, str(writer))
+    monkeypatch.setenv(messages.REPORT_FD, str(writer))
     sent = 0
-    while report.send("step", progress=sent, droppable=True):
+    while messages.send("step", progress=sent, droppable=True):
         sent += 1
     received = os.read(reader, 1 << 20).splitlines()
     os.close(reader)
     os.close(writer)
-    assert [known.progress for known in map(report.parse, received) if known] == list(range(sent)) and sent > 100
+    assert [known.progress for known in map(messages.parse, received) if known] == list(range(sent)) and sent > 100
 
 
 def test_a_hanging_worker_is_named_with_what_the_others_wait_for(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_launchers_are_told_apart() -> None:
     assert found is not None and found.rendezvous.startswith("tcp:gpu03:") and found.local_world == 2
     with pytest.raises(ValueError, match="WORLD_SIZE"):
         places.find({**torchrun, "WORLD_SIZE": "four"})
-    own = places.Place(2, 4, 2, 4, "file:/x", "tpshard")
+    own = places.WorkerPlace(2, 4, 2, 4, "file:/x", "tpshard")
     assert places.find(own.environment()) == own
 
 

@@ -25,8 +25,8 @@ from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.graph import Op, map_refs
 from tpshard.parallelism.partitioner import mark_outputs
-from tpshard.parallelism.record import Recorder
-from tpshard.parallelism.rules import kernels, table
+from tpshard.parallelism.recorder import Recorder
+from tpshard.parallelism.rules import kernel_costs, table
 from tpshard.parallelism.rules.elementwise import pointwise
 from tpshard.parallelism.rules.rule import Kind, whole
 from tpshard.parallelism.rules.table import TABLE, entry_of, name_of, rule_for
@@ -467,10 +467,10 @@ def check(case: Case) -> set[str]:
     return targets
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE if name not in map(name_of, kernels.OPS)])
+@pytest.mark.parametrize("name", [name for name in TABLE if name not in map(name_of, kernel_costs.OPS)])
 def test_devices_compute_what_one_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry without a case fails here. Kernels that passes put into a program have no rule."""
-    assert all(entry.rule is whole for entry in kernels.OPS.values())
+    assert all(entry.rule is whole for entry in kernel_costs.OPS.values())
     if name in SAME:
         assert TABLE[name] is TABLE[SAME[name]]
         return

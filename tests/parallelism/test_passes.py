@@ -21,7 +21,7 @@ from tpshard.parallelism.passes.run import Pass, Passed, run
 from tpshard.parallelism.passes.sink_waits import sink_waits
 from tpshard.parallelism.program import Program, info
 from tpshard.programs import training
-from tpshard.programs.patterns import unit_of
+from tpshard.programs.fsdp_units import unit_of
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
 

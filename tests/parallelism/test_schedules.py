@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tpshard.parallelism.schedules import SCHEDULES, Table, Task, check, make, refusal
+from tpshard.parallelism.schedules import SCHEDULES, StageTask, Table, check, make, refusal
 
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (3, 3), (3, 7), (4, 4), (4, 8), (5, 20), (8, 24)]
 
 
-def unit(task: Task) -> float:
+def unit(task: StageTask) -> float:
     """A backward pass takes two units: gradients of inputs, and of weights."""
     return 2.0 if task.kind == "B" else 1.0
 
@@ -34,7 +34,7 @@ def test_every_stage_runs_once_forward_and_back_on_every_micro_batch() -> None:
         tasks = [task for row in table.rows for task in row]
         kinds = ("F", "I", "W") if table.schedule == "zero_bubble" else ("F", "B")
         assert sorted(tasks) == sorted(
-            Task(kind, stage, m)
+            StageTask(kind, stage, m)
             for kind in kinds for stage in range(table.stages) for m in range(table.micro_batches)
         )  # fmt: skip
         assert list(table.in_order) != [] and set(table.in_order) == set(tasks)

@@ -26,7 +26,7 @@ from tpshard.parallelism.mesh import (
     union,
     without,
 )
-from tpshard.parallelism.reshard import LATENCY_BYTES, Step, cost, plan
+from tpshard.parallelism.reshard import LATENCY_BYTES, ReshardStep, cost, redistribution
 from tpshard.parallelism.rules.rule import Factors, Kind
 from tpshard.parallelism.rules.shape import reshape_factors
 from tpshard.parallelism.rules.table import rule_for
@@ -214,13 +214,13 @@ def test_any_layout_reaches_any_other(mesh: Mesh, shape: tuple[int, int]) -> Non
 def test_plans_send_no_more_than_through_replication_and_hold_no_more_than_they_must() -> None:
     mesh, shape = MESHES[0], (16, 16)
 
-    def sent(steps: tuple[Step, ...]) -> float:
+    def sent(steps: tuple[ReshardStep, ...]) -> float:
         return cost(steps, shape, 4) - LATENCY_BYTES * sum(s.kind not in ("slice", "mask") for s in steps)
 
     for source, target in random.Random(4).sample(list(itertools.product(layouts(mesh, 2), repeat=2)), 300):
         whole = Layout(((), ()))
-        direct = plan(shape, Layout(source), Layout(target), 4)
-        through = (*plan(shape, Layout(source), whole, 4), *plan(shape, whole, Layout(target), 4))
+        direct = redistribution(shape, Layout(source), Layout(target), 4)
+        through = (*redistribution(shape, Layout(source), whole, 4), *redistribution(shape, whole, Layout(target), 4))
         assert sent(direct) <= sent(through) + 1, (source, target, direct)
         bound = max(math.prod(local_shape(shape, Layout(d))) for d in (source, target))
         assert all(math.prod(local_shape(shape, s.after)) <= bound for s in direct), (source, target, direct)

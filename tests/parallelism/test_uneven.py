@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tpshard.parallelism import Mesh, Program, mesh_split, partition
 from tpshard.parallelism.mesh import Axis
-from tpshard.parallelism.reshard import plan
+from tpshard.parallelism.reshard import redistribution
 from tpshard.parallelism.sharding import Layout, refines
 
 torch.set_num_threads(1)
@@ -131,5 +131,5 @@ def test_parts_of_an_axis_cut_an_uneven_dim_elsewhere_than_the_axis() -> None:
     whole, half = (Axis("x", 1, 4),), (Axis("x", 1, 2),)
     assert refines(12, whole, half) and not refines(10, whole, half) and refines(10, whole, ())
     assert refines(10, (*half, Axis("y", 1, 2)), half)
-    steps = plan((10,), Layout((whole,)), Layout((half,)), 4)
+    steps = redistribution((10,), Layout((whole,)), Layout((half,)), 4)
     assert [s.kind for s in steps] == ["gather", "slice"] and steps[0].after.dims == ((),)

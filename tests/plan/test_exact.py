@@ -19,7 +19,7 @@ from tpshard.parallelism.liveness import liveness
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.plan import make, pricing
-from tpshard.plan.pricing import Part, price_parts
+from tpshard.plan.pricing import StepPart, price_parts
 from tpshard.programs import passes, training
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
@@ -136,7 +136,7 @@ def test_recomputation_trades_memory_for_time():
     for remat in ("none", "selective", "full"):
         setting = Setting.of(loads(RECIPE, [f"remat={remat}", "model.seq_len=64", "mesh.tp=1", "mesh.fsdp=4"]))
         micro = passes.apply(setting, training.micro_program(setting))
-        pricing = price_parts([Part("micro-batch", micro, compiled="none")], device("cpu"), 4, processes=4)
+        pricing = price_parts([StepPart("micro-batch", micro, compiled="none")], device("cpu"), 4, processes=4)
         found[remat] = (pricing.peak_bytes, pricing.compute_s)
     assert found["full"][0] < found["selective"][0] < found["none"][0]
     assert found["full"][1] > found["selective"][1] > found["none"][1]
@@ -172,7 +172,8 @@ def test_memory_is_handed_out_anew_above_what_stays_on_the_heap(monkeypatch, lar
     monkeypatch.setattr(pricing, "LARGEST", largest)
     boxes = {n: replace(device("cpu"), cpu=Cpu(cores=2, growth=growth)) for n, growth in ((1, 1e3), (2, 1e3), (0, 0.0))}
     times = {
-        n: price_parts([Part("", program, n, compiled="none")], box, 1, processes=1).fixed_s for n, box in boxes.items()
+        n: price_parts([StepPart("", program, n, compiled="none")], box, 1, processes=1).fixed_s
+        for n, box in boxes.items()
     }
     heap = 0 if mapped else 3 * 4096 - 2 * 4096
     assert times == {1: pytest.approx((heap + mapped * 4096) / 1e3), 2: pytest.approx(2 * times[1]), 0: 0.0}

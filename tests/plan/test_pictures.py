@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 
 import pytest
 from patience import PATIENCE
-from tpshard.plan import page, pictures, text, trace, units
+from tpshard.plan import page, pictures, screen, trace, units
 
 
 class Outside(HTMLParser):
@@ -47,7 +47,7 @@ def test_the_page_is_whole_and_loads_nothing(report):
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", made)
     assert parser.sections == list(page.SECTIONS)
     assert json.loads(parser.data.replace("<\\/", "</")) == json.loads(json.dumps(report.to_json()))
-    assert text.verdict(report) in made
+    assert screen.verdict(report) in made
     assert escape(report.tensors[0].reason, quote=True) in made
 
 

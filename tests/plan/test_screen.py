@@ -12,14 +12,14 @@ from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
 from tpshard.cli.preflight import beyond
 from tpshard.parallelism.why import Told
-from tpshard.plan import command, describe, diff, make, text
+from tpshard.plan import command, describe, diff, make, screen
 from tpshard.plan.report import Tensor
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
 
 
 def test_one_screen(report):
-    lines = text.screen(report).splitlines()
+    lines = screen.screen(report).splitlines()
     assert len(lines) <= 60
     assert max(map(len, lines)) <= 100
     shown = "\n".join(lines)
@@ -34,22 +34,22 @@ def test_a_narrow_screen_keeps_the_line_that_decided():
 
     file, batch, heads = "/far/away/llama3-8b.yaml", "batch: [dp, fsdp]", "heads: tp"
     written = asked(Told(file, 8, 18, batch), Told(file, 8, 48, heads))
-    assert text.short(written) == "llama3-8b.yaml:8:18 (batch: [dp, fsdp]); llama3-8b.yaml:8:48 (heads: tp)"
-    assert text.short(written, "llama3-8b.yaml", 50) == "8:18 (batch: [dp, fsdp]); 8:48 (heads: tp)"
-    assert text.short(written, "llama3-8b.yaml", 20) == "8:18, 8:48"
+    assert screen.short(written) == "llama3-8b.yaml:8:18 (batch: [dp, fsdp]); llama3-8b.yaml:8:48 (heads: tp)"
+    assert screen.short(written, "llama3-8b.yaml", 50) == "8:18 (batch: [dp, fsdp]); 8:48 (heads: tp)"
+    assert screen.short(written, "llama3-8b.yaml", 20) == "8:18, 8:48"
     defaults = asked(*(Told("<default>", says=says, default=True) for says in (batch, heads)))
-    assert text.short(defaults) == "batch: [dp, fsdp] (default); heads: tp (default)"
-    assert text.short(defaults, "", 25) == "batch, heads (default)"
-    assert text.short(asked()) == "whole: no annotation cuts it" and text.short(asked(), "", 10) == "whole"
+    assert screen.short(defaults) == "batch: [dp, fsdp] (default); heads: tp (default)"
+    assert screen.short(defaults, "", 25) == "batch, heads (default)"
+    assert screen.short(asked()) == "whole: no annotation cuts it" and screen.short(asked(), "", 10) == "whole"
 
 
 def test_no_row_of_the_shardings_is_cut(report):
-    rows = [line for line in text.screen(report).splitlines() if re.match(r" [* ]\S+ +[\dx]+ +\[", line)]
+    rows = [line for line in screen.screen(report).splitlines() if re.match(r" [* ]\S+ +[\dx]+ +\[", line)]
     assert rows and not any(row.endswith("...") for row in rows)
 
 
 def test_the_names_of_the_screen_are_what_patterns_match(report):
-    rows = [line for line in text.shardings(report) if re.match(r" [* ]\S+ ", line)]
+    rows = [line for line in screen.shardings(report) if re.match(r" [* ]\S+ ", line)]
     names = [(row[2:].split()[0], len(re.search(r"\d+(x\d+)*(?= +\[)", row)[0].split("x"))) for row in rows]
     assert ("output.weight", 2) in names and ("layers.*.residual", 3) in names
     for name, rank in names:

@@ -23,7 +23,7 @@ from tpshard.parallelism.exchange import carried
 from tpshard.parallelism.flow import known, op_name
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.runtime.context import Context
-from tpshard.plan import make, search, text
+from tpshard.plan import make, screen, search
 from tpshard.plan.report import Report
 from tpshard.programs import cluster
 from tpshard.programs.layouts import LAYOUTS
@@ -31,7 +31,7 @@ from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
 from tpshard.serve.job import Job
 from tpshard.serve.need import need
-from tpshard.serve.quantize import Quantizer, Sequences, write
+from tpshard.serve.quantize_layers import Quantizer, Sequences, write
 from tpshard.serve.runner import ProgramRunner
 from tpshard.serve.step import StepInput
 
@@ -168,7 +168,7 @@ def test_an_mlp_that_tp_does_not_divide_is_served_as_planned(pool: Any, tmp_path
             assert (torch.tensor(logits) - expected).norm() <= 1e-5 * expected.norm()
         said = f"MLP padded from {wider} columns, equal parts for tp 2"
         assert report.job.params == config.count
-        assert f"warning: {said}" in text.screen(report)
+        assert f"warning: {said}" in screen.screen(report)
         capsys.readouterr()
         told = [f"serve.checkpoint={folder}", "serve.mesh.tp=2", f"serve.layout={layout}", "cluster.device=cpu"]
         assert tpshard(["serve", "tiny", "--check", *told]) == 0
@@ -210,10 +210,10 @@ def test_a_plan_says_what_gathers_and_why(folders: dict[str, Path]) -> None:
         "the act-order of layers.*.attention.wo mixes shards": ("all_gather", 2, 2 * ROWS * 4 * 64 * 4),
         "the act-order of layers.*.mlp.down mixes shards": ("all_gather", 2, 2 * ROWS * 128 * 4),
     }
-    screen = text.screen(naive)
-    assert "2 x all_gather over tp, 16.00 KiB: the act-order of layers.*.attention.wo mixes shards" in screen
-    assert "weights 4 bits in groups of 32, 14 of 14 linears act-ordered, layout naive" in screen
-    assert "RESHARDS" not in text.screen(aware)
+    shown = screen.screen(naive)
+    assert "2 x all_gather over tp, 16.00 KiB: the act-order of layers.*.attention.wo mixes shards" in shown
+    assert "weights 4 bits in groups of 32, 14 of 14 linears act-ordered, layout naive" in shown
+    assert "RESHARDS" not in screen.screen(aware)
     assert naive.pricing.step_s > aware.pricing.step_s
 
 
@@ -279,7 +279,7 @@ def test_a_plan_holds_the_cache_that_the_server_makes(what: str, told: list[str]
     # 16 KiB hold 16 positions of 2 KV heads in 4 layers; a request has 256
     said = [warning for warning in found.warnings if "the cache" in warning]
     assert said == ([f"the cache, 1.00 MiB or 1,024 tokens, holds {few} requests of 256"] if few else [])
-    assert not few or f"warning: {said[0]}" in text.screen(found)
+    assert not few or f"warning: {said[0]}" in screen.screen(found)
 
 
 def test_a_plan_limits_the_cache_as_the_server_does(monkeypatch: pytest.MonkeyPatch) -> None:

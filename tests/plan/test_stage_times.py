@@ -7,7 +7,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from tpshard.plan import make, page, pictures, save, text, trace
+from tpshard.plan import make, page, pictures, save, screen, trace
 from tpshard.plan.report import Report
 from tpshard.recipes.load import loads
 
@@ -66,9 +66,9 @@ def test_stages_share_the_parameters() -> None:
 
 def test_a_pipeline_is_shown_everywhere() -> None:
     report = planned("1f1b")
-    screen = text.screen(report)
-    assert "PIPELINE  1f1b, 2 stages, 8 micro-batches: " in screen and "waiting for other stages" in screen
-    assert "F0 F1" in text.screen(report, verbose=True)
+    shown = screen.screen(report)
+    assert "PIPELINE  1f1b, 2 stages, 8 micro-batches: " in shown and "waiting for other stages" in shown
+    assert "F0 F1" in screen.screen(report, verbose=True)
     found = json.loads(json.dumps(report.to_json()))["pipeline"]
     assert found["bubble"] > 0 and len(found["stages"]) == 2 and found["micro_batches"] == 8
     assert "1f1b:" in pictures.svg(report) and 'id="pipeline"' in page.page(report)

@@ -14,7 +14,7 @@ from tpshard.kernels.gptq_solver import Settings, round_to_nearest
 from tpshard.kernels.reorder import head_local_order
 from tpshard.models import build, from_hf, to_hf
 from tpshard.models.presets import PRESETS
-from tpshard.serve.quantize import Quantizer, Sequences, write
+from tpshard.serve.quantize_layers import Quantizer, Sequences, write
 
 LLAMA = replace(PRESETS["tiny"], layers=2, width=64, heads=4, kv_heads=2, head_dim=32, mlp=96, vocab=128, max_seq=64,
                 seq_len=32)  # fmt: skip

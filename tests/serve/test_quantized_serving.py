@@ -16,7 +16,7 @@ from tpshard.models import build, from_hf
 from tpshard.models.config import ModelConfig
 from tpshard.serve.engine import Engine
 from tpshard.serve.need import kernels
-from tpshard.serve.quantize import Quantizer, Sequences, write
+from tpshard.serve.quantize_layers import Quantizer, Sequences, write
 from tpshard.serve.request import Sampling, Sequence
 
 LLAMA = ModelConfig(

@@ -18,9 +18,9 @@ from tpshard.recipes.diagnostic import Exit
 from tpshard.recipes.load import loads
 from tpshard.train.corpus import open_text
 from tpshard.train.loop import Course, Outcome
-from tpshard.train.main import _held_out, ending
 from tpshard.train.progress import Lines, duration, short
 from tpshard.train.tokens import load_tokenizer
+from tpshard.train.training_worker import _held_out, ending
 
 RECIPE = """
 name: around

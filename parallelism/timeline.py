@@ -20,7 +20,7 @@ from tpshard.parallelism.fusion import NONE, Cached, Compiled, Kernel, kernels, 
 from tpshard.parallelism.program import Collective, Program
 
 
-class Task(NamedTuple):
+class LaneTask(NamedTuple):
     """One step of the computing lane: compute for `seconds`, hand over a collective, or wait for one."""
 
     name: str
@@ -32,7 +32,7 @@ class Task(NamedTuple):
     """For a wait: index of the task that issued what it waits for."""
 
 
-class Event(NamedTuple):
+class TimelineEvent(NamedTuple):
     """Something that ran; `task` is the index of its task."""
 
     name: str
@@ -55,20 +55,20 @@ class Timeline:
     """Time in which the computing lane waited for one."""
     slowed_s: float
     """What collectives added to the computing lane by running beside it."""
-    events: list[Event] = field(default_factory=list)
+    events: list[TimelineEvent] = field(default_factory=list)
     at: list[float] = field(default_factory=list)
     """When each task was done on the computing lane."""
     exposed: dict[int, float] = field(default_factory=dict)
     """Index of the issuing task -> seconds the computing lane waited for it."""
 
 
-def simulate(tasks: Sequence[Task], slowdown: dict[str, float]) -> Timeline:
+def simulate(tasks: Sequence[LaneTask], slowdown: dict[str, float]) -> Timeline:
     """Runs tasks in issue order. `slowdown`: wire -> share of the computing rate that a collective on it takes."""
     return _Lanes(tasks, slowdown).run()
 
 
 class _Lanes:
-    def __init__(self, tasks: Sequence[Task], slowdown: dict[str, float]):
+    def __init__(self, tasks: Sequence[LaneTask], slowdown: dict[str, float]):
         self.tasks = tasks
         self.slowdown = slowdown
         self.now = 0.0
@@ -78,7 +78,7 @@ class _Lanes:
         self.done: set[int] = set()
         self.running: list[int] = []
         self.comm_s = self.slowed_s = 0.0
-        self.events: list[Event] = []
+        self.events: list[TimelineEvent] = []
 
     def run(self) -> Timeline:
         compute_s = exposed_s = 0.0
@@ -90,7 +90,7 @@ class _Lanes:
                     compute_s += task.seconds
                     start = self.now
                     self._compute(task.seconds)
-                    self.events.append(Event(task.name, "compute", start, self.now, i))
+                    self.events.append(TimelineEvent(task.name, "compute", start, self.now, i))
             elif task.kind == "issue":
                 self._hand_over(i)
             else:
@@ -101,7 +101,7 @@ class _Lanes:
                     waited = self.now - start
                     exposed_s += waited
                     exposed[task.of] = exposed.get(task.of, 0.0) + waited
-                    self.events.append(Event(f"wait {self.tasks[task.of].name}", "wait", start, self.now, i))
+                    self.events.append(TimelineEvent(f"wait {self.tasks[task.of].name}", "wait", start, self.now, i))
             at.append(self.now)
         while self.running:
             step = self._next()
@@ -146,7 +146,7 @@ class _Lanes:
             self.done.add(i)
             lane = self.lanes[self.tasks[i].lane]
             lane.popleft()
-            self.events.append(Event(self.tasks[i].name, self.tasks[i].lane, self.began[i], self.now, i))
+            self.events.append(TimelineEvent(self.tasks[i].name, self.tasks[i].lane, self.began[i], self.now, i))
         for i in finished:
             lane = self.lanes[self.tasks[i].lane]
             if lane and lane[0] not in self.began:
@@ -172,7 +172,7 @@ class Priced:
 
     program: Program
     kernels: list[Kernel]
-    tasks: list[Task]
+    tasks: list[LaneTask]
     costs: dict[int, CommCost]
     """Index of an issuing node -> cost of its collective."""
     slowdown: dict[str, float]
@@ -191,7 +191,7 @@ def price(
     topology = Topology(program.mesh, devices_per_host)
     parts, flow = kernels(program, compiled=compiled, cached=cached), Flow.of(program)
     index = {kernel.node: i for i, kernel in enumerate(parts)}
-    tasks: list[Task] = []
+    tasks: list[LaneTask] = []
     costs: dict[int, CommCost] = {}
     apart = 0.0  # what ranks have drifted apart since they last met
     for i, kernel in enumerate(parts):
@@ -199,11 +199,11 @@ def price(
         if comm is not None and node.op == "call_function":
             cost = costs[i] = comm_cost(device, topology, node, comm, apart)
             apart = 0.0 if cost.wire != "none" else apart
-            tasks.append(Task(node.name, "issue", cost.seconds, lane_of(comm), cost.wire))
+            tasks.append(LaneTask(node.name, "issue", cost.seconds, lane_of(comm), cost.wire))
         elif flow.name[node] == "wait_tensor":
-            tasks.append(Task(node.name, "wait", 0.0, of=_issued(node, index)))
+            tasks.append(LaneTask(node.name, "wait", 0.0, of=_issued(node, index)))
         else:
-            tasks.append(Task(node.name, "compute", seconds(kernel, device)))
+            tasks.append(LaneTask(node.name, "compute", seconds(kernel, device)))
             apart += device.cpu.spread * tasks[-1].seconds
     slowdown = {"inside": device.inside.slowdown, "across": device.across.slowdown}
     return Priced(program, parts, tasks, costs, slowdown)

@@ -26,7 +26,7 @@ class WorkerFault(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Report:
+class WorkerMessage:
     """One line on the pipe."""
 
     rank: int
@@ -45,10 +45,10 @@ class Report:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
-def parse(line: bytes) -> Report | None:
+def parse(line: bytes) -> WorkerMessage | None:
     """A report, or None where a dying worker left half a line."""
     try:
-        return Report(**json.loads(line))
+        return WorkerMessage(**json.loads(line))
     except (ValueError, TypeError):
         return None
 
@@ -64,7 +64,7 @@ def send(
     if fd is None or (droppable and not select.select([], [int(fd)], [], 0)[1]):
         return False
     rank = int(os.environ.get("RANK", "0"))
-    data = Report(rank, kind, text, exit, time.monotonic(), progress, waiting).line()
+    data = WorkerMessage(rank, kind, text, exit, time.monotonic(), progress, waiting).line()
     try:
         while data:
             data = data[os.write(int(fd), data) :]

@@ -67,7 +67,7 @@ class Sequences:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearResult:
     """What became of one linear. Errors are ||(W - Q) X|| / ||W X|| over the calibration text."""
 
     name: str
@@ -86,7 +86,7 @@ class Quantizing:
     group_size: int
     order: str
     method: str
-    linears: list[Linear] = field(default_factory=list)
+    linears: list[LinearResult] = field(default_factory=list)
     left_dense: list[str] = field(default_factory=list)
     loss_before: float | None = None
     loss_after: float | None = None
@@ -243,7 +243,7 @@ class Quantizer:
         error, nearest_error = (relative_error(weight, q, hessian) for q in (found, nearest))
         outputs, inputs = weight.shape
         seconds = time.monotonic() - began
-        self.report.linears.append(Linear(name, (outputs, inputs), error, nearest_error, seconds))
+        self.report.linears.append(LinearResult(name, (outputs, inputs), error, nearest_error, seconds))
         bias = getattr(linear, "bias", None)
         return found if bias is None else replace(found, bias=bias.detach().to(torch.float16))
 

@@ -15,15 +15,15 @@ from tpshard.parallelism.mesh import Mesh, overlap, size_of, starts_with
 from tpshard.parallelism.partitioner import mark_outputs, partition_graph
 from tpshard.parallelism.propagate import LOOPS, Loop, propagate
 from tpshard.parallelism.propagated import Annotation
-from tpshard.parallelism.reshard import Step, plan
+from tpshard.parallelism.reshard import ReshardStep, redistribution
 from tpshard.parallelism.rules.table import rule_for
 from tpshard.parallelism.sharding import Layout, Sharding, local_bytes
 from tpshard.parallelism.why import Told
 
 from peers.operations import Builder
+from peers.program_text import numbers, read
 from peers.rules import joined
 from peers.shardings import NotExpressible, axes_in, layout_of, mesh_of, sharding_of
-from peers.text import numbers, read
 
 Answer = tuple[bool, Any, str]
 MODES = {"basic": (Loop(4, False),), "aggressive": (Loop(4, True),)}
@@ -106,7 +106,7 @@ def _rule_of(expected: dict[str, str]) -> tuple[Dims, Dims, dict[str, int], dict
 
 
 # ---- reshards -------------------------------------------------------------------------------------------------------
-def _sent(steps: tuple[Step, ...], shape: tuple[int, ...], itemsize: int) -> int:
+def _sent(steps: tuple[ReshardStep, ...], shape: tuple[int, ...], itemsize: int) -> int:
     """Bytes that a device sends, as `cost.wire_bytes` counts them."""
     total = 0
     for step in steps:
@@ -127,7 +127,7 @@ def reshard_plan(case: dict[str, Any]) -> Answer:
     shape = tuple(numbers(head[1]))
     target = case["annotations"].get("target", case["annotations"].get("result"))
     source, goal = (layout_of(t, len(shape), mesh) for t in (case["annotations"]["a0"], target))
-    mine = plan(shape, source, goal, 4, latency=0)  # as for large tensors: bytes decide
+    mine = redistribution(shape, source, goal, 4, latency=0)  # as for large tensors: bytes decide
     theirs, at = 0, source
     for step in case["expected"]["collectives"]:
         if step["op"] in ("all_slice", "replicated_to_unreduced", "sharded_to_unreduced"):
@@ -196,9 +196,11 @@ def _peer_bytes(case: dict[str, Any], named: dict[str, Value], mesh: Mesh, layou
             members = size_of(axes_in(step["axes"].removeprefix("max"), mesh))
             total += wire_bytes("all_reduce", local_bytes(value.shape, Layout(there.dims), itemsize), members)
         elif step["op"] == "reshard":
-            total += _sent(plan(value.shape, Layout(here.dims), Layout(there.dims), itemsize), value.shape, itemsize)
+            total += _sent(
+                redistribution(value.shape, Layout(here.dims), Layout(there.dims), itemsize), value.shape, itemsize
+            )
         elif step["op"] not in ("sharded_to_unreduced", "replicated_to_unreduced", "all_slice"):
-            total += _sent(plan(value.shape, here, there, itemsize), value.shape, itemsize)
+            total += _sent(redistribution(value.shape, here, there, itemsize), value.shape, itemsize)
         at[step["name"]] = (value, there)
     return total
 
@@ -243,7 +245,7 @@ def _partitioned_reshard(case: dict[str, Any], mesh: Mesh) -> Answer:
     source, goal = (layout_of(t, len(shape), mesh) for t in case["annotations"].values())
     kinds = {"gather": "all_gather", "scatter": "reduce_scatter", "reduce": "all_reduce", "exchange": "all_to_all",
              "permute": "permute"}  # fmt: skip
-    steps = plan(shape, source, goal, 4)
+    steps = redistribution(shape, source, goal, 4)
     mine = [kinds[s.kind] for s in steps if s.kind in kinds]
     got = {"collectives": mine}
     missing = _unmatched(mine, case["expected"]["collectives"])

@@ -1,6 +1,7 @@
 """Serving: tokens per second, time to first token and between tokens, beside transformers on the same requests.
 
-    python benchmarks/serving.py [--json] [--layers 8] [--width 1024] [--requests 1,8,64] [--new 32] [--no-compile]
+    python benchmarks/serving_speed.py [--json] [--layers 8] [--width 1024] [--requests 1,8,64] [--new 32]
+        [--no-compile]
 
 A random Llama is written as a Hugging Face folder, and once more with 4-bit weights (group 128, rounded to nearest,
 rows of `down` in act-order), which are served in bf16, by torch's int4 product. tpshard's engine runs it as the server

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tpshard.parallelism.runtime.launch import Nodes
+    from tpshard.parallelism.runtime.launcher import Nodes
     from tpshard.recipes.schema import Recipe
 
 
 def describe(error: BaseException) -> tuple[str, int]:
     """An error as the user should read it, and its exit code."""
     from tpshard.cli.main import colorful, columns, version
-    from tpshard.parallelism.runtime.report import WorkerFault
+    from tpshard.parallelism.runtime.messages import WorkerFault
     from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text
 
     def text(*told: Diagnostic) -> str:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from tpshard.parallelism.runtime.context import connect
-from tpshard.parallelism.runtime.place import Place
-from tpshard.parallelism.runtime.report import WorkerFault
+from tpshard.parallelism.runtime.messages import WorkerFault
+from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.programs.serving import ServingPrograms
 from tpshard.recipes.exits import Exit
 from tpshard.serve.job import CHANNEL, DONE, JOB, LOGITS, QUIT, READY, STEP, Closed, Job, receive, send
@@ -25,7 +25,7 @@ Prepare = Callable[[Job], tuple[ServingPrograms, Weights]]
 """The programs of a job and the weights they take."""
 
 
-def work(place: Place, prepare: Prepare) -> int:
+def work(place: WorkerPlace, prepare: Prepare) -> int:
     """The worker's life. Returns the exit code."""
     channel = socket.socket(fileno=int(os.environ[CHANNEL]))
     try:

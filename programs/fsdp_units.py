@@ -1,10 +1,10 @@
-"""Patterns for names: dot-separated, `*` stands for one or more letters of one segment."""
+"""Which FSDP unit a parameter belongs to, by the patterns of `wrap`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tpshard.recipes.patterns import covers, matches
+from tpshard.recipes.patterns import covers
 
 
 def unit_of(name: str, wrap: Iterable[str | tuple[str, ...]]) -> str:
@@ -16,6 +16,3 @@ def unit_of(name: str, wrap: Iterable[str | tuple[str, ...]]) -> str:
         elif any(covers(pattern, name) for pattern in entry):
             return "+".join(entry)
     return ""
-
-
-__all__ = ["covers", "matches", "unit_of"]

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from tpshard.models import Blueprint
-from tpshard.parallelism.runtime import crash, report
+from tpshard.parallelism.runtime import crash, messages
 from tpshard.parallelism.runtime.context import Context, connect
-from tpshard.parallelism.runtime.place import Place
+from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.programs import training
 from tpshard.programs.batching import BatchPlan
@@ -66,7 +66,7 @@ class Surroundings:
     """Of all devices together at their peak."""
 
 
-def work(recipe: Recipe, place: Place, around: Surroundings) -> int:
+def work(recipe: Recipe, place: WorkerPlace, around: Surroundings) -> int:
     """One worker's run; the exit code, the same on every rank.
 
     Raises:
@@ -177,7 +177,7 @@ def _keep_output(folder: Path, context: Context) -> None:
     path = (folder / "logs" / f"rank-{context.rank}.log").resolve()
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        report.send("log", text=str(path), progress=os.fstat(descriptor).st_size)
+        messages.send("log", text=str(path), progress=os.fstat(descriptor).st_size)
         if context.is_main:
             faulthandler.enable(descriptor)  # which stays open for it
         else:
