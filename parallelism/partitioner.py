@@ -110,14 +110,15 @@ def split_annotations(graph: Graph, mesh: Mesh) -> Mapping[Value, Annotation]:
     return found
 
 
-def partition_graph(shardings: Shardings, latency: int = LATENCY_BYTES) -> Program:
-    """The program of a propagated graph; `latency` is what starting a collective costs, in bytes."""
-    return _Partitioner(shardings, latency).run()
+def partition_graph(shardings: Shardings, latency: int = LATENCY_BYTES, apart: Sequence[str] = ()) -> Program:
+    """The program of a propagated graph; `latency` is what starting a collective costs, in bytes, and `apart` are the
+    mesh axes along which devices will run different parts of the program."""
+    return _Partitioner(shardings, latency, apart).run()
 
 
 class _Partitioner:
-    def __init__(self, shardings: Shardings, latency: int):
-        self.latency = latency
+    def __init__(self, shardings: Shardings, latency: int, apart: Sequence[str]):
+        self.latency, self.apart = latency, apart
         self.s, self.graph, self.mesh = shardings, shardings.graph, shardings.mesh
         self.emitter = Emitter(self.mesh)
         self.copies: dict[Value, dict[Layout, fx.Node]] = {}
@@ -424,7 +425,7 @@ class _Partitioner:
         node = self.emitter.graph.output(tuple(outputs))
         node.meta[INFO] = Info(())
         _drop_dead(self.emitter.graph)
-        self.warnings += repeated(self.graph, self.mesh, self.rules, self.choices, self._done())
+        self.warnings += repeated(self.graph, self.mesh, self.rules, self.choices, self._done(), self.apart)
         records = {v.name: self._record(v) for v in self.graph.values()}
         by_name = {v.name: v for v in self.graph.values()}
         return Program(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tpshard.parallelism.choose import Choice
@@ -29,12 +29,17 @@ class Repeated:
 
 
 def repeated(
-    graph: Graph, mesh: Mesh, rules: Mapping[Op, Rule], choices: Mapping[Op, Choice], done: Mapping[str, Info]
+    graph: Graph,
+    mesh: Mesh,
+    rules: Mapping[Op, Rule],
+    choices: Mapping[Op, Choice],
+    done: Mapping[str, Info],
+    apart: Sequence[str] = (),
 ) -> list[str]:
     """A warning for every op (for those of layers alike, one) that devices do alike and that is more than 1% of what a
     device computes; what happens to parameters after a step is not counted. `done`: by an op's name, the FLOPs of one
-    device and of all work."""
-    every = tuple(Axis(name, 1, size) for name, size in mesh.axes.items() if size > 1)
+    device and of all work. `apart`: axes along which devices run different parts of the program."""
+    every = tuple(Axis(name, 1, size) for name, size in mesh.axes.items() if size > 1 and name not in apart)
     total = sum(info.flops for info in done.values())
     found: dict[tuple[str, ...], Repeated] = {}
     for op in graph.ops:

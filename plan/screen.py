@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from tpshard.parallelism import words
 from tpshard.plan import forecast
 from tpshard.plan.report import Edit, Report, Tensor
 from tpshard.plan.rows import pattern
+from tpshard.plan.stage_times import Piped
 from tpshard.plan.units import count, gib, plural, seconds
 
 WIDTH, HEIGHT = 100, 60
@@ -194,7 +196,10 @@ def _pipeline(report: Report, verbose: bool) -> list[str]:
     rounds = f" x {table.rounds} rounds" if table.rounds > 1 else ""
     rows = [
         f"PIPELINE  {table.schedule}, {table.devices} stages{rounds}, {table.micro_batches} micro-batches: "
-        f"{100 * found.bubble:.1f}% bubble [{how}], device {found.slowest} is the slowest",
+        f"{100 * found.bubble:.1f}% bubble [{how}]",
+        f"  split {_runs([stage.layers for stage in found.stages])} "
+        + ("balances the stages; " if found.balanced else "as pipeline.split says; ")
+        + _slowest(found),
         "  stage  layers  " + "".join(f"{words:>21}" for words in found.kinds) + "       kept      sent",
     ]
     shown = found.stages if verbose else found.stages[:STAGES]
@@ -213,6 +218,19 @@ def _pipeline(report: Report, verbose: bool) -> list[str]:
             f"{seconds(device.once_s):>13}{gib(device.peak_bytes):>14}{device.held:>20}"
         )
     return rows + (["  the schedule", *str(table).splitlines()] if verbose else [])
+
+
+def _slowest(found: Piped) -> str:
+    above = 100 * found.above_mean
+    if above < 1:
+        return "all devices take the same time"
+    return f"device {found.slowest} is the slowest, {above:.0f}% above the mean"
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """`2 x 8, 7`: equal numbers in a row once, from four on."""
+    runs = [(number, len(list(same))) for number, same in groupby(numbers)]
+    return ", ".join(f"{n} x {number}" if n > 3 else ", ".join([str(number)] * n) for number, n in runs)
 
 
 def _memory(report: Report) -> list[str]:

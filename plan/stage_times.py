@@ -70,6 +70,8 @@ class Piped:
     all_flops: int
     programs: dict[str, str] = field(default_factory=dict)
     """Fingerprints of all that runs."""
+    balanced: bool = True
+    """Whether the layers are dealt out by what they take; else the recipe says how many each stage has."""
 
     @property
     def kinds(self) -> list[str]:
@@ -98,6 +100,12 @@ class Piped:
         return max(range(len(self.devices)), key=lambda i: self.devices[i].busy_s)
 
     @property
+    def above_mean(self) -> float:
+        """How much longer the slowest device computes than they do on average, as a share of that."""
+        mean = sum(device.busy_s for device in self.devices) / len(self.devices)
+        return self.devices[self.slowest].busy_s / mean - 1.0 if mean else 0.0
+
+    @property
     def idle_s(self) -> float:
         """Seconds that the slowest device waits for others."""
         mine = self.devices[self.slowest]
@@ -113,6 +121,9 @@ class Piped:
             "bubble": _rounded(self.bubble),
             "seconds": _rounded(self.seconds),
             "slowest": self.slowest,
+            "split": [stage.layers for stage in self.stages],
+            "balanced": self.balanced,
+            "above_mean": _rounded(self.above_mean),
             "stages": [
                 {
                     "stage": s.stage, "device": s.device, "layers": s.layers, "saved_bytes": s.saved_bytes,
@@ -171,7 +182,7 @@ def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, comp
         table, slots, stages, devices, [], max(worst, key=lambda p: p.memory.peak_bytes),
         table.micro_batches * sum(useful for useful, _ in flops) + sum(useful for useful, _ in once),
         table.micro_batches * sum(every for _, every in flops) + sum(every for _, every in once),
-        pipeline.fingerprints,
+        pipeline.fingerprints, pipeline.balanced,
     )  # fmt: skip
     made.parts = parts_of[made.slowest]
     return made

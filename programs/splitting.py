@@ -1,15 +1,27 @@
-"""How many layers each stage of a pipeline gets."""
+"""How many layers each stage of a pipeline gets: as the recipe says, or as balances the stages' time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
+from tpshard.parallelism.balance import balance
+from tpshard.parallelism.passes.recompute import layer_of
+from tpshard.parallelism.simulation import price
+from tpshard.parallelism.stages import Stage
+from tpshard.programs.choices import Chooser
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
+ALIKE = 0.02
+"""Layers whose computing differs by no more than this share are one kind: they count as their mean."""
+TRIES = 4
+"""Splits that are built at most."""
+
 
 def layers_of(setting: Setting, blocks: Sequence[str], stages: int) -> list[int]:
-    """Layers of each stage: alike, or as `pipeline.split` says. Raises Mistakes (exit 4) with what would fit."""
+    """Layers of each stage: as `pipeline.split` says, else as even as can be. Raises Mistakes (exit 4) with what would
+    fit."""
     recipe, count = setting.recipe, len(blocks)
     asked = recipe.pipeline
     assert asked is not None
@@ -21,26 +33,96 @@ def layers_of(setting: Setting, blocks: Sequence[str], stages: int) -> list[int]
             why="stages are cut between modules of a list, as `layers.0`, `layers.1`, ...",
             fix="leave `pipeline` out, or put the model's layers into an nn.ModuleList",
         )  # fmt: skip
-    fair = ", ".join(map(str, _fair(count, stages)))
     if asked.split is not None:
         if len(asked.split) == stages and sum(asked.split) == count:
             return list(asked.split)
+        fair = ", ".join(map(str, _fair(count, stages)))
         raise Mistakes.one(
             f"`pipeline.split` gives {len(asked.split)} stages {sum(asked.split)} layers",
             exit=Exit.FIT, where=recipe.where("pipeline.split"),
             why=f"the model has {count} layers for {stages} stages",
-            fix=f"pipeline.split: [{fair}]" if count >= stages else f"at most {count} stages",
+            fix=f"pipeline.split: [{fair}], or leave it out" if count >= stages else f"at most {count} stages",
         )  # fmt: skip
-    if count % stages:
-        fits = [str(n) for n in range(2, count + 1) if count % n == 0]
-        split = f"; or pipeline.split: [{fair}]" if count > stages else ""
+    if count < stages:
         raise Mistakes.one(
-            f"{stages} stages do not divide the {count} layers of the model",
-            exit=Exit.FIT, where=recipe.where("pipeline"),
-            why=f"{count} = {stages} x {count // stages} + {count % stages}",
-            fix=f"{', '.join(fits)} stages (mesh.pp x pipeline.rounds){split}",
+            f"{stages} stages are more than the {count} layers of the model",
+            exit=Exit.FIT, where=recipe.where("pipeline"), why="every stage has at least one layer",
+            fix=f"at most {count} stages (mesh.pp x pipeline.rounds)",
         )  # fmt: skip
-    return [count // stages] * stages
+    return _fair(count, stages)
+
+
+def balanced(
+    setting: Setting, even: Sequence[int], devices: int, cut: Callable[[Sequence[int]], tuple[Stage, ...]]
+) -> tuple[list[int], tuple[Stage, ...]]:
+    """The split whose slowest device takes least, and its stages; `cut` makes the stages of a split, ready to run.
+
+    What the layers take is read off stages that are cut evenly, then off those of the split that is best by it, until
+    the split is one that was built before.
+    """
+    chooser, rounds = Chooser(setting), len(even) // devices
+    known: dict[tuple[int, ...], tuple[float, tuple[Stage, ...]]] = {}
+    split = tuple(even)
+    while split not in known and len(known) < TRIES:
+        stages = cut(split)
+        taken = [_seconds(stage, chooser) for stage in stages]
+        known[split] = max(sum(t.all for t in taken[device::devices]) for device in range(devices)), stages
+        layers, before, after = _whole(taken)
+        split = tuple(balance(layers, before, after, devices, rounds))
+    best = min(known, key=lambda split: known[split][0])
+    return list(best), known[best][1]
+
+
+@dataclass
+class _Taken:
+    """Seconds of a stage on one micro-batch."""
+
+    layers: dict[str, float]
+    computing: dict[str, float]
+    """Of those in layers, without waiting for collectives."""
+    outside: float
+
+    @property
+    def all(self) -> float:
+        return sum(self.layers.values()) + self.outside
+
+
+def _seconds(stage: Stage, chooser: Chooser) -> _Taken:
+    found = _Taken(dict.fromkeys(stage.blocks, 0.0), dict.fromkeys(stage.blocks, 0.0), 0.0)
+    for program in stage.programs:
+        priced = price(program, chooser.device, chooser.per_host, compiled=chooser.compiled)
+        counted = 0.0  # until the next node that computes: it is what is waited for
+        for kernel, task, at in zip(priced.kernels, priced.tasks, (timeline := priced.run()).at):
+            if task.kind != "compute" or task.seconds == 0.0:
+                continue
+            layer = layer_of(kernel.node)
+            block = "" if layer is None else str(layer)
+            if block in found.layers:
+                found.layers[block] += at - counted
+                found.computing[block] += task.seconds
+            else:
+                found.outside += at - counted
+            counted = at
+        found.outside += timeline.at[-1] - counted if timeline.at else 0.0
+    return found
+
+
+def _whole(taken: Sequence[_Taken]) -> tuple[list[float], float, float]:
+    """(seconds of every layer, before the first, after the last)"""
+    kinds: list[tuple[float, list[str]]] = []
+    seconds: Mapping[str, float] = {name: value for t in taken for name, value in t.layers.items()}
+    for t in taken:
+        for name, computing in t.computing.items():
+            for like, names in kinds:
+                if abs(like - computing) <= ALIKE * like:
+                    names.append(name)
+                    break
+            else:
+                kinds.append((computing, [name]))
+    mean: dict[str, float] = {}
+    for _, names in kinds:
+        mean |= dict.fromkeys(names, sum(seconds[name] for name in names) / len(names))
+    return [mean[name] for name in seconds], taken[0].outside, taken[-1].outside
 
 
 def _fair(layers: int, stages: int) -> list[int]:

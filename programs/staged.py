@@ -29,7 +29,7 @@ from tpshard.programs.checks import check_reshards, traceable
 from tpshard.programs.choices import Choices, choose
 from tpshard.programs.passes import apply, remat, scheduling
 from tpshard.programs.setting import DTYPES, Setting
-from tpshard.programs.splitting import layers_of
+from tpshard.programs.splitting import balanced, layers_of
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 aten = torch.ops.aten
@@ -64,6 +64,12 @@ class StagedPrograms:
     stages: tuple[Stage, ...]
     devices: tuple[DevicePrograms, ...]
     storage: Mapping[str, Layout]
+
+    @property
+    def balanced(self) -> bool:
+        """Whether layers are dealt out by what they take; else as the recipe says."""
+        asked = self.setting.recipe.pipeline
+        return asked is not None and asked.split is None
 
     @cached_property
     def evaluation(self) -> tuple[Stage, ...]:
@@ -122,14 +128,21 @@ def build(setting: Setting) -> training.TrainingPrograms:
     check_reshards(setting, (whole,))
     whole.warnings.extend(setting.notes)
     again = run([remat(setting, recipe.fsdp.reshard_after_forward is not False)], whole)
-    try:
-        cuts = cut(again, axis, layers, split_backward=table.splits_backward)
-    except ValueError as error:
-        raise Mistakes.one(
-            f"the model cannot be cut into stages: {error}", exit=Exit.FIT, where=recipe.where("pipeline"),
-            fix="leave `pipeline` out, or another model",
-        ) from error  # fmt: skip
-    stages = tuple(_finished(setting, stage) for stage in cuts)
+
+    def made(layers: Sequence[int]) -> tuple[Stage, ...]:
+        try:
+            cuts = cut(again, axis, layers, split_backward=table.splits_backward)
+        except ValueError as error:
+            raise Mistakes.one(
+                f"the model cannot be cut into stages: {error}", exit=Exit.FIT, where=recipe.where("pipeline"),
+                fix="leave `pipeline` out, or another model",
+            ) from error  # fmt: skip
+        return tuple(_finished(setting, stage) for stage in cuts)
+
+    if recipe.pipeline is not None and recipe.pipeline.split is not None:
+        stages = made(layers)
+    else:
+        layers, stages = balanced(setting, layers, table.devices, made)
     held = [_held(table, stages, device, list(storage)) for device in range(table.devices)]
     noted = sum(p.shape[0] for p in whole.outputs[2 + len(storage) :])
     devices = []

@@ -282,7 +282,8 @@ def _partition(
         shardings = propagate_stored(
             graph, setting.mesh, annotations, stored, setting.data_axes, setting.fsdp_axis, axis
         )
-    program = partition_graph(shardings)
+    stages = setting.pipeline_axis
+    program = partition_graph(shardings, apart=() if stages is None else (stages.name,))
     if setting.recipe.sharding.on_uneven == "pad":
         program.warnings.extend(uneven_notes(annotate(setting, graph, batch)))
     return program

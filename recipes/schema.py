@@ -253,7 +253,8 @@ class Pipeline(Section):
     micro_batches: Count | None = None
     """Micro-batches of a step; by default what batch.per_device makes, else four for each of the `stages`, or more."""
     split: tuple[Count, ...] | None = None
-    """Layers of each of the `stages` x `rounds` stages; by default as many for each."""
+    """Layers of each of the `stages` x `rounds` stages; by default those whose slowest device is the fastest, by the
+    plan's own prices of layers, embedding, head and loss."""
 
     @property
     def each(self) -> int:

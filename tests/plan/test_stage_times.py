@@ -61,6 +61,7 @@ def test_stages_share_the_parameters() -> None:
     one = make.report(loads(RECIPE, ["mesh.pp=1", "mesh.fsdp=1"]), "one.yaml")
     assert report.job.params == one.job.params
     assert report.useful_flops == pytest.approx(one.useful_flops, rel=1e-3)
+    assert not [w for w in report.warnings if "compute the same" in w], "stages compute different layers"
     assert report.static_bytes()["parameters"] < 0.7 * one.static_bytes()["parameters"]
 
 

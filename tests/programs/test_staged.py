@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from tpshard.plan import make
 from tpshard.programs import training
 from tpshard.programs.setting import Setting
 from tpshard.programs.splitting import layers_of
@@ -55,11 +56,10 @@ def test_stages_rounds_and_micro_batches_are_derived() -> None:
         (["pipeline.rounds=2"], "3 `pipeline.rounds: 2` is not for 1f1b, whose devices have one stage each"),
         (["sharding.rules.mlp=pp"], "3 `sharding.rules.mlp` cuts over `pp`, along which the pipeline's stages lie"),
         (["fsdp.axis=pp"], "3 `fsdp.axis` cuts over `pp`"),
-        (["model.layers=6"], "4 4 stages do not divide the 6 layers of the model; 6 = 4 x 1 + 2; 2, 3, 6 stages"),
         (["pipeline.split=[1, 2, 1, 1]"], "4 `pipeline.split` gives 4 stages 5 layers; the model has 4 layers"),
         (["pipeline.split=[2, 2]"], "4 `pipeline.split` gives 2 stages 4 layers; the model has 4 layers for 4 stages"),
         (["model.layers=1"], "4 a pipeline needs several layers, and this model has one"),
-        (["model.layers=2"], "4 4 stages do not divide the 2 layers of the model; 2 = 4 x 0 + 2; 2 stages (mesh.pp"),
+        (["model.layers=3"], "4 4 stages are more than the 3 layers of the model; every stage has at least one layer"),
         (["pipeline.micro_batches=2"], "4 1f1b on 4 stages needs at least 4 micro-batches, not 2; 32 sequences"),
         (["pipeline.micro_batches=5"], "4 `pipeline.micro_batches: 5` are not the 32 sequences of a data rank"),
         (["pipeline.micro_batches=8", "batch.per_device=2"], "4 `pipeline.micro_batches: 8` of 2 are not the 32"),
@@ -85,6 +85,20 @@ def test_an_uneven_split_is_given_by_hand() -> None:
     assert made.pipeline is not None
     assert [stage.blocks for stage in made.pipeline.stages] == [
         ("layers.0",), ("layers.1", "layers.2"), ("layers.3", "layers.4"), ("layers.5",)]  # fmt: skip
+
+
+def test_by_default_no_split_has_a_faster_slowest_device() -> None:
+    """The head and the loss of a large vocabulary count, by the plan's own prices."""
+    large = ("mesh.pp=2", "model.layers=5", "model.vocab=256", "pipeline.micro_batches=4")
+
+    def busy(*overrides: str) -> tuple[list[int], float]:
+        found = make.price_training(build(*large, *overrides)).pipeline
+        assert found is not None
+        return [stage.layers for stage in found.stages], max(device.busy_s for device in found.devices)
+
+    split, seconds = busy()
+    assert split[0] > split[1]
+    assert all(seconds <= busy(f"pipeline.split=[{n}, {5 - n}]")[1] for n in range(1, 5))
 
 
 @cache
