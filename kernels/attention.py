@@ -1,11 +1,12 @@
 """Causal attention as one operation, forward and backward, so that it can be spread over heads and batch as a whole.
 
-    tpshard::attention(q [b,s,h,d], k [b,t,kv,d], v [b,t,kv,d], documents [b,t] | None, scale, window | None)
-        -> (out [b,s,h,d], lse [b,h,s] fp32; fp64 for fp64)
-    tpshard::attention_backward(dout, q, k, v, out, lse, documents, scale, window) -> (dq, dk, dv)
+    tpshard::attention(q [b,s,h,d], k [b,t,kv,d], v [b,t,kv,d], documents [b,t] | None, scale, window | None,
+                       softcap | None) -> (out [b,s,h,d], lse [b,h,s] fp32; fp64 for fp64)
+    tpshard::attention_backward(dout, q, k, v, out, lse, documents, scale, window, softcap) -> (dq, dk, dv)
 
 Head i reads KV head i // (h / kv). The queries are the last s of t positions; position i attends to j <= i, with a
 `window` to the last so many of them, itself included, and with `documents` only where documents[i] == documents[j].
+With a `softcap` c, scores x become c * tanh(x / c) (Gemma 2).
 `lse` is the log of each row's summed exponentials. All paths are deterministic: the same inputs give the same bits, and
 a head's result does not depend on the other heads.
 """
@@ -19,15 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from tpshard.kernels import attention_parts, flash
-from tpshard.kernels.attention_mask import visible, wide
+from tpshard.kernels.attention_mask import capped, slopes, visible, wide
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? documents, float scale, int? window=None) -> (Tensor, Tensor)"
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? documents, float scale, int? window=None, "
+    "float? softcap=None) -> (Tensor, Tensor)"
 )
 _library.define(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? documents, "
-    "float scale, int? window=None) -> (Tensor, Tensor, Tensor)"
+    "float scale, int? window=None, float? softcap=None) -> (Tensor, Tensor, Tensor)"
 )
 
 PARTS = attention_parts.__name__
@@ -40,11 +42,11 @@ _BLOCK = 512
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, scale: float | None = None,
-    window: int | None = None,
+    window: int | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """The operation's output alone; scale defaults to 1 / sqrt(head_dim)."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    out, _ = torch.ops.tpshard.attention(q, k, v, documents, scale, window)
+    out, _ = torch.ops.tpshard.attention(q, k, v, documents, scale, window, softcap)
     return out
 
 
@@ -81,15 +83,16 @@ def _grouped(x: Tensor, kv: int) -> Tensor:
 
 
 def blockwise(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The forward operation in plain products, on any device and dtype."""
     (b, s, h, _), t, kv = q.shape, k.shape[1], k.shape[2]
     queries, keys, values = _grouped(q, kv) * scale, _grouped(k, kv), _grouped(v, kv)
     out, lse = torch.empty_like(q), torch.empty(b, h, s, dtype=wide(q), device=q.device)
     for rows, positions, seen in _blocks(s, t, window):
         part = slice(seen.start, seen.stop)
-        scores = queries[..., rows, :] @ keys[..., part, :].transpose(-1, -2)
+        scores = capped(queries[..., rows, :] @ keys[..., part, :].transpose(-1, -2), softcap)
         mask = _allowed(documents, positions, seen, window, q.device).unsqueeze(1)
         scores.masked_fill_(~mask, -torch.inf)
         row_lse = scores.logsumexp(-1)
@@ -101,7 +104,7 @@ def blockwise(
 
 def blockwise_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
-    window: int | None = None,
+    window: int | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient of `blockwise`, from its output and log-sums (Dao et al. 2022, algorithm 4)."""
     s, t, kv = q.shape[1], k.shape[1], k.shape[2]
@@ -113,12 +116,13 @@ def blockwise_backward(
     for rows, positions, seen in _blocks(s, t, window):
         part = slice(seen.start, seen.stop)
         block, dblock = queries[..., rows, :], grad[..., rows, :]
-        scores = (block * scale) @ keys[..., part, :].transpose(-1, -2)
+        scores = capped((block * scale) @ keys[..., part, :].transpose(-1, -2), softcap)
+        slope = slopes(scores, softcap)
         mask = _allowed(documents, positions, seen, window, q.device).unsqueeze(1)
         scores.masked_fill_(~mask, -torch.inf)
         probabilities = scores.sub_(logs[..., rows, :]).exp_()
         dscores = dblock @ values[..., part, :].transpose(-1, -2)
-        dscores.sub_(mean[..., rows, :]).mul_(probabilities).mul_(scale)
+        dscores.sub_(mean[..., rows, :]).mul_(probabilities).mul_(slope * scale)
         dq[:, rows] = (dscores @ keys[..., part, :]).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
         dk[..., part, :] += (dscores.transpose(-1, -2) @ block).sum(2, keepdim=True)
         dv[..., part, :] += (probabilities.transpose(-1, -2) @ dblock).sum(2, keepdim=True)
@@ -142,12 +146,18 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
+def _plain(q: Tensor, softcap: float | None) -> bool:
+    """Whether torch's kernel does not take this."""
+    return not q.is_floating_point() or q.numel() == 0 or q.dtype == torch.float64 or softcap is not None
+
+
 def _cpu(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(q, k, v, documents, window)
-    if not q.is_floating_point() or q.numel() == 0 or q.dtype == torch.float64:
-        return blockwise(q, k, v, documents, scale, window)
+    if _plain(q, softcap):
+        return blockwise(q, k, v, documents, scale, window, softcap)
     h = q.shape[2]
     mask = _cpu_mask(q, k, documents, window)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -158,10 +168,10 @@ def _cpu(
 
 def _cpu_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
-    window: int | None = None,
+    window: int | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if not q.is_floating_point() or q.numel() == 0 or q.dtype == torch.float64:
-        return blockwise_backward(dout, q, k, v, out, lse, documents, scale, window)
+    if _plain(q, softcap):
+        return blockwise_backward(dout, q, k, v, out, lse, documents, scale, window, softcap)
     h, kv = q.shape[2], k.shape[2]
     mask = _cpu_mask(q, k, documents, window)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -177,21 +187,22 @@ def _cpu_backward(
 
 
 def _cuda(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(q, k, v, documents, window)
-    if flash.applies(q, k, documents):
+    if softcap is None and flash.applies(q, k, documents):
         return flash.forward(q, k, v, documents, scale, window)
-    return blockwise(q, k, v, documents, scale, window)
+    return blockwise(q, k, v, documents, scale, window, softcap)
 
 
 def _cuda_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
-    window: int | None = None,
+    window: int | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if flash.applies(q, k, documents):
+    if softcap is None and flash.applies(q, k, documents):
         return flash.backward(dout, q, k, v, out, lse, documents, scale, window)
-    return blockwise_backward(dout, q, k, v, out, lse, documents, scale, window)
+    return blockwise_backward(dout, q, k, v, out, lse, documents, scale, window, softcap)
 
 
 _library.impl("attention", _cpu, "CPU")
@@ -202,8 +213,9 @@ _library.impl("attention_backward", _cuda_backward, "CUDA")
 
 @torch.library.register_fake("tpshard::attention", lib=_library)
 def _shape(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     b, s, h, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=wide(q))
 
@@ -211,13 +223,13 @@ def _shape(
 @torch.library.register_fake("tpshard::attention_backward", lib=_library)
 def _backward_shape(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
-    window: int | None = None,
+    window: int | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, documents, ctx.scale, ctx.window = inputs
+    q, k, v, documents, ctx.scale, ctx.window, ctx.softcap = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, documents, *output)
 
@@ -225,10 +237,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     assert dlse is None, "the log-sums of attention are an aid to its backward pass, not a value to differentiate"
     if dout is None:
-        return None, None, None, None, None, None
+        return None, None, None, None, None, None, None
     q, k, v, documents, out, lse = ctx.saved_tensors
-    back = torch.ops.tpshard.attention_backward(dout, q, k, v, out, lse, documents, ctx.scale, ctx.window)
-    return *back, None, None, None
+    how = (documents, ctx.scale, ctx.window, ctx.softcap)
+    back = torch.ops.tpshard.attention_backward(dout, q, k, v, out, lse, *how)
+    return *back, None, None, None, None
 
 
 torch.library.register_autograd("tpshard::attention", _gradient, setup_context=_keep, lib=_library)

@@ -1,4 +1,4 @@
-"""Who sees whom in causal attention, and in which dtype it is computed."""
+"""Who sees whom in causal attention, how scores are capped, and in which dtype it is computed."""
 
 from __future__ import annotations
 
@@ -27,3 +27,13 @@ def visible(
 def wide(x: Tensor) -> torch.dtype:
     """The dtype in which attention to `x` is computed: fp64 for fp64, fp32 for all others."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scores that stay within [-softcap, softcap], in place; as they are without one."""
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+
+
+def slopes(scores: Tensor, softcap: float | None) -> Tensor | float:
+    """The derivative of `capped`, by its results."""
+    return 1.0 if softcap is None else 1.0 - (scores / softcap).square()

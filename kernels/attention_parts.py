@@ -1,9 +1,10 @@
 """Attention of some of a sequence's queries to some of its keys: what a device computes of a sequence that is cut.
 
     tpshard::attention_part(q [b,s,h,d], k [b,t,kv,d], v [b,t,kv,d], query_documents [b,s] | None,
-        key_documents [b,t] | None, scale, window | None, first_query, first_key) -> (out [b,s,h,d], lse [b,h,s])
+        key_documents [b,t] | None, scale, window | None, first_query, first_key,
+        softcap | None) -> (out [b,s,h,d], lse [b,h,s])
     tpshard::attention_part_backward(dout, q, k, v, out, lse, query_documents, key_documents, scale, window,
-        first_query, first_key) -> (dq, dk, dv), dk and dv in fp32 (fp64 for fp64)
+        first_query, first_key, softcap | None) -> (dq, dk, dv), dk and dv in fp32 (fp64 for fp64)
 
 Queries are the positions from `first_query` on, keys those from `first_key` on; who sees whom is as in
 `tpshard.kernels.attention`. A query that sees none of these keys has output 0 and log-sum -inf. The backward op takes
@@ -15,17 +16,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from tpshard.kernels.attention_mask import visible, wide
+from tpshard.kernels.attention_mask import capped, slopes, visible, wide
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define(
     "attention_part(Tensor q, Tensor k, Tensor v, Tensor? query_documents, Tensor? key_documents, float scale, "
-    "int? window, int first_query, int first_key) -> (Tensor, Tensor)"
+    "int? window, int first_query, int first_key, float? softcap=None) -> (Tensor, Tensor)"
 )
 _library.define(
     "attention_part_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor? query_documents, Tensor? key_documents, float scale, int? window, int first_query, int first_key)"
-    " -> (Tensor, Tensor, Tensor)"
+    "Tensor? query_documents, Tensor? key_documents, float scale, int? window, int first_query, int first_key, "
+    "float? softcap=None) -> (Tensor, Tensor, Tensor)"
 )
 
 _BLOCK = 512
@@ -45,14 +46,14 @@ def _aligned(s: int, t: int, first_query: int, first_key: int, documents: Docume
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, query_documents: Tensor | None, key_documents: Tensor | None, scale: float,
-    window: int | None, first_query: int, first_key: int,
+    window: int | None, first_query: int, first_key: int, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     (b, s, h, _), kv = q.shape, k.shape[2]
     t = _seen(s, k.shape[1], first_query, first_key)
     k, v = k[:, :t], v[:, :t]
     documents = (query_documents, None if key_documents is None else key_documents[:, :t])
     if _aligned(s, t, first_query, first_key, documents):
-        return torch.ops.tpshard.attention(q, k.contiguous(), v.contiguous(), documents[1], scale, window)
+        return torch.ops.tpshard.attention(q, k.contiguous(), v.contiguous(), documents[1], scale, window, softcap)
     out, lse = torch.zeros_like(q), q.new_full((b, h, s), -torch.inf, dtype=wide(q))
     if t == 0:
         return out, lse
@@ -60,7 +61,7 @@ def forward(
     for start in range(0, s, _BLOCK):
         rows = slice(start, min(start + _BLOCK, s))
         mask = _mask(documents, rows, t, window, first_query, first_key, q.device)
-        scores = (queries[..., rows, :] @ keys.transpose(-1, -2)).masked_fill_(~mask, -torch.inf)
+        scores = capped(queries[..., rows, :] @ keys.transpose(-1, -2), softcap).masked_fill_(~mask, -torch.inf)
         row_lse = scores.logsumexp(-1)
         probabilities = scores.sub_(row_lse.unsqueeze(-1)).exp_().masked_fill_(~mask, 0)
         out[:, rows] = (probabilities @ values).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
@@ -71,6 +72,7 @@ def forward(
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, query_documents: Tensor | None,
     key_documents: Tensor | None, scale: float, window: int | None, first_query: int, first_key: int,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     s, kv, whole = q.shape[1], k.shape[2], k.shape[1]
     t = _seen(s, whole, first_query, first_key)
@@ -87,9 +89,10 @@ def backward(
         rows = slice(start, min(start + _BLOCK, s))
         mask = _mask(documents, rows, t, window, first_query, first_key, q.device)
         block, dblock = queries[..., rows, :], grad[..., rows, :]
-        scores = (block * scale) @ keys.transpose(-1, -2)
+        scores = capped((block * scale) @ keys.transpose(-1, -2), softcap)
+        slope = slopes(scores, softcap)
         probabilities = scores.sub_(logs[..., rows, :]).exp_().masked_fill_(~mask, 0)
-        dscores = (dblock @ values.transpose(-1, -2)).sub_(mean[..., rows, :]).mul_(probabilities).mul_(scale)
+        dscores = (dblock @ values.transpose(-1, -2)).sub_(mean[..., rows, :]).mul_(probabilities).mul_(slope * scale)
         dq[:, rows] = (dscores @ keys).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
         dk += (dscores.transpose(-1, -2) @ block).sum(2, keepdim=True)
         dv += (probabilities.transpose(-1, -2) @ dblock).sum(2, keepdim=True)
@@ -126,7 +129,7 @@ for _device in ("CPU", "CUDA"):
 @torch.library.register_fake("tpshard::attention_part", lib=_library)
 def _shape(
     q: Tensor, k: Tensor, v: Tensor, query_documents: Tensor | None, key_documents: Tensor | None, scale: float,
-    window: int | None, first_query: int, first_key: int,
+    window: int | None, first_query: int, first_key: int, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q))
 
@@ -135,5 +138,6 @@ def _shape(
 def _backward_shape(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, query_documents: Tensor | None,
     key_documents: Tensor | None, scale: float, window: int | None, first_query: int, first_key: int,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape, dtype=wide(k)), v.new_empty(v.shape, dtype=wide(v))

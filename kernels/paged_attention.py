@@ -1,12 +1,14 @@
 """Attention over a paged cache as one operation: it stores the new keys and values, then attends to all of the past.
 
     tpshard::paged_attention(q [b,t,h,d], k [b,t,kv,d], v [b,t,kv,d], k_pool [n,s,kv,d], v_pool [n,s,kv,d],
-                             positions [b,t], slots [b,t], sequences [b,t], tables [m,w], scale, window | None)
+                             positions [b,t], slots [b,t], sequences [b,t], tables [m,w], scale, window | None,
+                             softcap | None)
         -> out [b,t,h,d]
 
 A pool is n blocks of s positions each. Every row (a token) says its position, the slot (block * s + offset) where its
 key and value go, and the sequence it belongs to; `tables[sequence]` lists that sequence's blocks in order. The row
-attends to positions 0 .. its own, with a `window` to the last so many of them. Rows of many sequences share one call,
+attends to positions 0 .. its own, with a `window` to the last so many of them, and with a `softcap`
+c by scores c * tanh(x / c). Rows of many sequences share one call,
 so that a chunk of a prompt and the next tokens of others are one program. Block 0 is nobody's: padding rows write
 there.
 
@@ -23,11 +25,12 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor
+from tpshard.kernels.attention_mask import capped
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define(
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor positions, "
-    "Tensor slots, Tensor sequences, Tensor tables, float scale, int? window=None) -> Tensor"
+    "Tensor slots, Tensor sequences, Tensor tables, float scale, int? window=None, float? softcap=None) -> Tensor"
 )
 
 PAGED = torch.ops.tpshard.paged_attention.default
@@ -108,18 +111,18 @@ def _parts(
     return tuple(parts)
 
 
-def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, part: _Part) -> Tensor:
+def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, part: _Part, softcap: float | None) -> Tensor:
     """q: [r, kv, g, d], scaled; keys, values: [m * kv, span, d] -> [r, kv, g, d], all fp32"""
     r, kv, g, d = q.shape
     turned, unseen = keys.transpose(1, 2), part.unseen.to(q.device)
     if not part.shared:
-        scores = torch.bmm(q.reshape(r * kv, g, d), turned).view(r, kv, g, part.span)
+        scores = capped(torch.bmm(q.reshape(r * kv, g, d), turned), softcap).view(r, kv, g, part.span)
         probabilities = torch.softmax(scores.masked_fill_(unseen, float("-inf")), -1)
         return torch.bmm(probabilities.view(r * kv, g, part.span), values).view(r, kv, g, d)
     scores = q.new_empty(kv, r, g, part.span)
     for head in range(kv):
         torch.bmm(q[:, head], turned[head].expand(r, -1, -1), out=scores[head])
-    probabilities = torch.softmax(scores.masked_fill_(unseen.transpose(0, 1), float("-inf")), -1)
+    probabilities = torch.softmax(capped(scores, softcap).masked_fill_(unseen.transpose(0, 1), float("-inf")), -1)
     if not values.sum().isfinite():  # rows share these values, and may not all see the one that is not finite
         seen = (values.masked_fill(hidden.view(-1, 1), 0) for hidden in unseen)
         return torch.stack([torch.bmm(probabilities[:, i], own) for i, own in enumerate(seen)])
@@ -135,6 +138,7 @@ def _store(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) 
 def paged_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
     sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """The operation in plain torch."""
     _check(q, k, k_pool, v_pool, positions, window)
@@ -148,13 +152,14 @@ def paged_attention_reference(
         keys, values = (
             pool.view(-1, d).index_select(0, entries).float().view(-1, part.span, d) for pool in (k_pool, v_pool)
         )
-        out[members] = _attend_rows(rows[members], keys, values, part)
+        out[members] = _attend_rows(rows[members], keys, values, part, softcap)
     return out.reshape(b, t, h, d).to(q.dtype)
 
 
 def _paged_attention_cuda(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
     sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     from tpshard.kernels import triton_paged  # needs Triton, which a CPU's torch comes without
 
@@ -162,7 +167,7 @@ def _paged_attention_cuda(
     _store(k, v, k_pool, v_pool, slots)
     flat = q.reshape(-1, *q.shape[2:])
     out = triton_paged.paged_attention(
-        flat, k_pool, v_pool, positions.reshape(-1), sequences.reshape(-1), tables, scale, window
+        flat, k_pool, v_pool, positions.reshape(-1), sequences.reshape(-1), tables, scale, window, softcap
     )
     return out.view(q.shape)
 
@@ -175,6 +180,7 @@ _library.impl("paged_attention", _paged_attention_cuda, "CUDA")
 def _(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
     sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     _check(q, k, k_pool, v_pool, positions, window)
     return torch.empty_like(q)
@@ -183,9 +189,10 @@ def _(
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
     sequences: Tensor, tables: Tensor, scale: float | None = None, window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """The operation; scale defaults to 1 / sqrt(head_dim). No gradient."""
     scale = scale or float(q.shape[-1]) ** -0.5
     return torch.ops.tpshard.paged_attention(
-        q, k, v, k_pool, v_pool, positions, slots, sequences, tables, scale, window
+        q, k, v, k_pool, v_pool, positions, slots, sequences, tables, scale, window, softcap
     )  # fmt: skip

@@ -17,8 +17,9 @@ _ALL = 2**30
 
 @triton.jit
 def paged_attention_kernel(
-    q, k_pool, v_pool, positions, sequences, tables, out, scale, width, kv_heads, window,
+    q, k_pool, v_pool, positions, sequences, tables, out, scale, width, kv_heads, window, softcap,
     GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     """q, out: [rows, kv_heads * GROUP, HEAD]; pools: [blocks, BLOCK, kv_heads, HEAD]; tables: [sequences, width].
 
@@ -45,6 +46,8 @@ def paged_attention_kernel(
         keys = tl.load(k_pool + slot[:, None] * HEAD + d[None, :], mask=cut, other=0.0)
         values = tl.load(v_pool + slot[:, None] * HEAD + d[None, :], mask=cut, other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        if CAPPED:
+            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
         scores = tl.where(seen[None, :], scores, -float("inf"))
         now = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp(scores - now[:, None])
@@ -58,7 +61,7 @@ def paged_attention_kernel(
 
 def paged_attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor, scale: float,
-    window: int | None = None,
+    window: int | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """q: [rows, heads, head_dim] -> the same; what is new is in the pools already. No synchronisation with the host."""
     rows, heads, head_dim = q.shape
@@ -67,7 +70,8 @@ def paged_attention(
     group = heads // kv_heads
     paged_attention_kernel[rows, kv_heads](
         q, k_pool, v_pool, positions.contiguous(), sequences.contiguous(), tables.contiguous(), out, scale,
-        tables.shape[1], kv_heads, _ALL if window is None else window, GROUP=group, HEAD=head_dim, BLOCK=block,
-        KEYS=_KEYS, M=max(16, triton.next_power_of_2(group)), D=max(16, triton.next_power_of_2(head_dim)),
+        tables.shape[1], kv_heads, _ALL if window is None else window, softcap or 1.0, GROUP=group,
+        HEAD=head_dim, BLOCK=block, KEYS=_KEYS, M=max(16, triton.next_power_of_2(group)),
+        D=max(16, triton.next_power_of_2(head_dim)), CAPPED=softcap is not None,
     )  # fmt: skip
     return out

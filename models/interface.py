@@ -62,10 +62,10 @@ def attend(
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     documents = others.get("documents")
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
-    own = causal and softcap is None and attention_mask is None and query.shape[-1] == value.shape[-1]
+    own = causal and attention_mask is None and query.shape[-1] == value.shape[-1]
     if own:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return attention(q, k, v, documents, scale, sliding_window), None
+        return attention(q, k, v, documents, scale, sliding_window, softcap), None
     return _written_out(query, key, value, attention_mask, documents, scale, sliding_window, softcap, causal), None
 
 

@@ -14,7 +14,7 @@ import torch
 from tpshard.parallelism.anchors import is_boundary, is_named, is_role
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
 from tpshard.parallelism.rules.contraction import contract
-from tpshard.parallelism.rules.strides import reshaped
+from tpshard.parallelism.rules.strides import reshaped, sliced
 from tpshard.parallelism.rules.table import entry_of
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ def spread_roles(graph: Graph) -> None:
 def remove_identities(graph: Graph) -> None:
     for op in graph.ops:
         entry = entry_of(op.target)
-        same_view = entry.view is reshaped and op.operands[0].shape == op.results[0].shape
+        same_view = entry.view in (reshaped, sliced) and op.operands[0].shape == op.results[0].shape
         if entry.recorded == "operand" or same_view:
             graph.replace(op.results[0], op.operands[0])
     graph.drop_dead()

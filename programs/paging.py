@@ -43,7 +43,7 @@ def page_attention(graph: Graph, positions: Value, block_size: int) -> list[Valu
             Value(f"layers.{layer}.cache.{name}", (1, block_size, *x.shape[2:]), x.dtype)
             for name, x in (("k", k), ("v", v))
         ]
-        how = op.args[4:]  # scale and window
+        how = op.args[4:]  # scale, window and softcap
         op.target, op.operands = PAGED, [*op.operands, *own, positions, *shared]
         op.args = (*(Ref(i) for i in range(len(op.operands))), *how)
         op.results = op.results[:1]

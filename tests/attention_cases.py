@@ -12,11 +12,14 @@ def documents_of(b: int, t: int, seed: int) -> Tensor:
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     group, s, t = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     row = torch.arange(t - s, t)
     seen = torch.arange(t) <= row[:, None]
     if window is not None:
@@ -36,8 +39,9 @@ def inputs(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> tuple[Tenso
 
 
 def expected(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, documents: Tensor | None, scale: float, window: int | None = None
-) -> list[Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, documents: Tensor | None, scale: float,
+    window: int | None = None, softcap: float | None = None,
+) -> list[Tensor]:  # fmt: skip
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse = plain(*leaves, documents, scale, window)
+    out, lse = plain(*leaves, documents, scale, window, softcap)
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.double())]

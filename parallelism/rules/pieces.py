@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tpshard.parallelism.graph import Op
+from tpshard.parallelism.graph import Op, Ref
 from tpshard.parallelism.rules import strides
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.indexing import owned
@@ -206,6 +206,17 @@ def cat(op: Op) -> Rule:
     return windowed(rule, [Window(i, dim, len(starts) - 1, dim, first=-starts[i]) for i in range(len(op.operands))])
 
 
+def without_empty(op: Op) -> None:
+    """Operands with nothing along the dim that they are joined along are left out."""
+    dim = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % op.results[0].rank
+    kept = [value for value in op.operands if value.rank > dim and value.shape[dim]]
+    alike = all(value.dtype == op.results[0].dtype for value in op.operands)
+    if alike and kept and len(kept) < len(op.operands):
+        op.args, op.kwargs, op.operands = ([Ref(i) for i in range(len(kept))], dim), {}, kept
+        if len(kept) == 1:
+            op.target, op.args = aten.view.default, (Ref(0), list(op.results[0].shape))
+
+
 def from_on(at: LocalOp, factor: int, dim: int, start: int) -> Any:
     """Mask of the positions of this device's part of the result, along a dim, that are `start` or behind it."""
     shape = at.shape()
@@ -265,7 +276,7 @@ OPS: Table = {
     aten.select: looks(select, strides.selected),
     aten.unbind: looks(unbind, strides.selected),
     aten.slice_scatter: Entry(slice_scatter),
-    aten.cat: Entry(cat),
+    aten.cat: Entry(cat, canonical=without_empty),
     aten.constant_pad_nd: Entry(pad),
     aten.flip: Entry(flip),
     aten.roll: Entry(roll, inlined=True),

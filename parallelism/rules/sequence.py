@@ -39,12 +39,12 @@ class _Factors:
 
 
 def forward(op: Op, flops: int) -> tuple[Rule, ...]:
-    """attention(q, k, v, documents, scale, window) -> out, lse"""
+    """attention(q, k, v, documents, scale, window, softcap) -> out, lse"""
     return _forward(op, flops, ring=False), _forward(op, flops, ring=True)
 
 
 def backward(op: Op, flops: int) -> tuple[Rule, ...]:
-    """attention_backward(dout, q, k, v, out, lse, documents, scale, window) -> dq, dk, dv"""
+    """attention_backward(dout, q, k, v, out, lse, documents, scale, window, softcap) -> dq, dk, dv"""
     return _backward(op, flops, ring=False), _backward(op, flops, ring=True)
 
 
@@ -52,7 +52,7 @@ def _forward(op: Op, flops: int, ring: bool) -> Rule:
     q, k = op.operands[:2]
     at_ = _Factors(q, k)
     t = at_.s if ring else at_.all.new(k.shape[1], Kind.WHOLE)
-    scale, window = op.args[4], op.args[5] if len(op.args) > 5 else None
+    scale, window, softcap = _how(op, 4)
 
     def local(at: LocalOp) -> Any:
         if not at.axes(at_.s):
@@ -67,7 +67,7 @@ def _forward(op: Op, flops: int, ring: bool) -> Rule:
             theirs = moving[2] if rest else None
             return at.several(
                 torch.ops.tpshard.attention_part.default, at.inputs[0], *moving[:2], own, theirs, scale, window, first,
-                first_key if ring else 0, like=like, work=1 / members if ring else 1.0,
+                first_key if ring else 0, softcap, like=like, work=1 / members if ring else 1.0,
             )  # fmt: skip
 
         if not ring:
@@ -93,7 +93,7 @@ def _backward(op: Op, flops: int, ring: bool) -> Rule:
     at_.all.kinds[at_.g] = Kind.REDUCE
     if not ring:
         at_.all.kinds[at_.s] = Kind.REDUCE  # every device has its queries' share of the gradients of all keys
-    scale, window = op.args[7], op.args[8] if len(op.args) > 8 else None
+    scale, window, softcap = _how(op, 7)
 
     def local(at: LocalOp) -> Any:
         if not at.axes(at_.s):
@@ -109,7 +109,7 @@ def _backward(op: Op, flops: int, ring: bool) -> Rule:
             theirs = moving[2] if rest else None
             return at.several(
                 torch.ops.tpshard.attention_part_backward.default, grad, q, *moving[:2], out, lse, own, theirs, scale,
-                window, first, first_key if ring else 0, like=like, work=1 / members if ring else 1.0,
+                window, first, first_key if ring else 0, softcap, like=like, work=1 / members if ring else 1.0,
             )  # fmt: skip
 
         moving = [keys, values, *rest]
@@ -133,6 +133,12 @@ def _backward(op: Op, flops: int, ring: bool) -> Rule:
         operands, [queries, keys, keys], flops=flops, work=at_.work, local=local, even=True,
         exchanged=_rotated(sent, at_.s) if ring else (),
     )  # fmt: skip
+
+
+def _how(op: Op, first: int) -> tuple[float, int | None, float | None]:
+    """Scale, window and softcap, of which the first is argument `first`."""
+    scale, window, softcap = (*op.args[first:], None, None)[:3]
+    return scale, window, softcap
 
 
 def _rotated(values: list[Value], factor: int) -> tuple[Exchange, ...]:

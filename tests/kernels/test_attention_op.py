@@ -49,6 +49,17 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
         torch.testing.assert_close(value.double(), wanted, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
+@pytest.mark.parametrize("window", [None, 6])
+def test_scores_are_capped(shape: tuple[int, ...], window: int | None) -> None:
+    q, k, v, dout = inputs(shape, 2, torch.float64)
+    documents = documents_of(shape[0], shape[2], 1)
+    out, lse = OP(q, k, v, documents, 1.5, window, 2.0)
+    got = [out, lse, *BACKWARD(dout, q, k, v, out, lse, documents, 1.5, window, 2.0)]
+    for value, wanted in zip(got, expected(q, k, v, dout, documents, 1.5, window, 2.0)):
+        torch.testing.assert_close(value, wanted, atol=1e-10, rtol=1e-10)
+
+
 def test_later_tokens_and_other_documents_do_not_matter() -> None:
     q, k, v, _ = inputs((1, 12, 12, 2, 1, 8), 5, torch.float32)
     documents = torch.tensor([[0] * 5 + [1] * 7])

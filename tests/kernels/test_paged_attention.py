@@ -29,8 +29,8 @@ def fill(lengths: list[int], kv: int, d: int, block: int = 16) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("h,kv,d", [(4, 2, 16), (3, 1, 64), (8, 8, 8)])
-@pytest.mark.parametrize("window", [None, 1, 40, 120])
-def test_equals_attention_over_the_whole(h: int, kv: int, d: int, window: int | None) -> None:
+@pytest.mark.parametrize("window,softcap", [(None, None), (1, None), (40, 1.5), (120, None)])
+def test_equals_attention_over_the_whole(h: int, kv: int, d: int, window: int | None, softcap: float | None) -> None:
     lengths = [1, 17, 64, 65, 130, 200]
     tables, pools, past = fill(lengths, kv, d)
     rows = [(i, n - 1) for i, n in enumerate(lengths)] + [(5, p) for p in (3, 63, 64, 150)]
@@ -40,11 +40,13 @@ def test_equals_attention_over_the_whole(h: int, kv: int, d: int, window: int | 
     new = past[:, sequences[0], positions[0]].unsqueeze(1)
     k_pool, v_pool = pools.clone()
     k_pool.view(-1, kv, d)[slots[0]] = 0  # the operation stores what is new
-    out = paged_attention(q, new[0], new[1], k_pool, v_pool, positions, slots, sequences, tables, window=window)
+    told = (positions, slots, sequences, tables)
+    out = paged_attention(q, new[0], new[1], k_pool, v_pool, *told, window=window, softcap=softcap)
     assert torch.equal(k_pool, pools[0]) and torch.equal(v_pool, pools[1])
     for row, (i, p) in enumerate(rows):
         keys, values = past[:, i, max(0, p + 1 - (window or p + 1)) : p + 1].repeat_interleave(h // kv, dim=2)
-        weights = torch.softmax(torch.einsum("hd,phd->hp", q[0, row], keys) / math.sqrt(d), -1)
+        scores = torch.einsum("hd,phd->hp", q[0, row], keys) / math.sqrt(d)
+        weights = torch.softmax(scores if softcap is None else torch.tanh(scores / softcap) * softcap, -1)
         torch.testing.assert_close(out[0, row], torch.einsum("hp,phd->hd", weights, values), rtol=0, atol=2e-6)
 
 
@@ -147,12 +149,13 @@ for h, kv, d, dtype, close in ((4, 2, 16, torch.float32, 2e-6), (3, 1, 24, torch
     slots = tables[sequences, positions // 16] * 16 + positions % 16
     q, new = torch.randn(1, len(rows), h, d).to(dtype), past[:, sequences[0], positions[0]].unsqueeze(1).to(dtype)
     pools = pools.to(dtype)
-    window = 33 if h == 3 else None
-    expected = paged_attention(q, *new, *pools.clone(), positions, slots, sequences, tables, window=window)
+    window, softcap = (33, 1.5) if h == 3 else (None, None)
+    told = (positions, slots, sequences, tables)
+    expected = paged_attention(q, *new, *pools.clone(), *told, window=window, softcap=softcap)
 
     def run(which):
         arrays = (q[0, which], *pools, positions[0, which], sequences[0, which], tables)
-        return triton_paged.paged_attention(*(a.to(device) for a in arrays), d**-0.5, window).cpu()
+        return triton_paged.paged_attention(*(a.to(device) for a in arrays), d**-0.5, window, softcap).cpu()
 
     whole = run(list(range(len(rows))))
     kept = pools.clone()
@@ -186,7 +189,7 @@ def test_the_triton_kernel_compiles(capability: int) -> None:
 
     pointers = dict.fromkeys(("q", "k_pool", "v_pool", "out"), "*bf16")
     signature = pointers | dict.fromkeys(("positions", "sequences", "tables"), "*i64")
-    signature |= {"scale": "fp32", "width": "i32", "kv_heads": "i32", "window": "i32"}
-    constants = {"GROUP": 4, "HEAD": 128, "BLOCK": 16, "KEYS": 64, "M": 16, "D": 128}
+    signature |= {"scale": "fp32", "width": "i32", "kv_heads": "i32", "window": "i32", "softcap": "fp32"}
+    constants = {"GROUP": 4, "HEAD": 128, "BLOCK": 16, "KEYS": 64, "M": 16, "D": 128, "CAPPED": True}
     source = ASTSource(paged_attention_kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]

@@ -31,7 +31,8 @@ def test_equal_to_the_whole_with_gradients(mesh: Mesh, way: str, monkeypatch: py
 
         def step(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *rest: Tensor, window: int | None = window) -> object:
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-            out = attention(q, k, v, rest[0] if rest else None, None, window)
+            softcap = None if window is None else 0.7
+            out = attention(q, k, v, rest[0] if rest else None, None, window, softcap)
             return out, *torch.autograd.grad((out * grad).sum(), (q, k, v))
 
         over = (None, tuple(mesh.axes))

@@ -126,7 +126,9 @@ def test_a_model_that_looks_at_values_is_refused_with_its_line(tmp_path: Path, m
     assert "`return x if x.sum() > 0 else -x` in " in str(error.value) and __file__ in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "tp"), [("gpt_neox", 2), ("gemma3_text", 4), ("mixtral", 2), ("gpt2", 1)])
+@pytest.mark.parametrize(
+    ("name", "tp"), [("gpt_neox", 2), ("gemma2", 2), ("gemma3_text", 4), ("phi3", 2), ("mixtral", 2), ("gpt2", 1)]
+)
 def test_a_servers_step_is_transformers_own(name: str, tp: int, tmp_path: Path) -> None:
     """Attention to the cache has taken the place of the class's own, sliding windows included."""
     from servers import lockstep, prompts
