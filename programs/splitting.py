@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from tpshard.parallelism.balance import balance
 from tpshard.parallelism.passes.recompute import layer_of
-from tpshard.parallelism.simulation import price
 from tpshard.parallelism.stages import Stage
+from tpshard.parallelism.timeline import price
 from tpshard.programs.choices import Chooser
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
