@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from tpshard.models import hf_config
 from tpshard.parallelism import Mesh, partition
-from tpshard.programs import training
+from tpshard.programs import step_programs, training
 from tpshard.programs.served import served
 from tpshard.programs.serving import ServeSetting, build_serving
 from tpshard.programs.setting import Setting
@@ -75,7 +75,7 @@ def furthest(made: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 def trained(name: str, folder: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
     """A step on one mesh: what it sends, and how far its loss and gradients are from transformers'."""
-    program = training.micro_program(Setting.of(recipe(folder, mesh)))
+    program = step_programs.micro_program(Setting.of(recipe(folder, mesh)))
     several = architectures.takes_positions(name)
     values, batch = architectures.values(name), architectures.batch(several)
     loss, grads = architectures.reference(name, batch, several)

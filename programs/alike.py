@@ -11,7 +11,7 @@ from dataclasses import replace
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.sharding import Layout
 from tpshard.parallelism.stretch import FEW, stretched
-from tpshard.programs import training
+from tpshard.programs import step_programs, training
 from tpshard.programs.setting import Setting
 
 STACK = "layers"
@@ -35,7 +35,7 @@ class Variants:
 
         def update(of: Setting, storage: Mapping[str, Layout]) -> Program:
             key = repr((*same, recipe.optimizer, recipe.train.clip_grad_norm, passed, storage))
-            return self._made("update", key, lambda: training.update_program(of, storage))
+            return self._made("update", key, lambda: step_programs.update_program(of, storage))
 
         return training.build(setting, micro=self._made("micro", whole, lambda: micro(setting)), update=update)
 
@@ -53,10 +53,10 @@ def micro(setting: Setting) -> Program:
     with training.traceable(setting):
         if config is not None and config.layers > FEW + 1 and not config.full_layers and not _names_layers(setting):
             shallow = replace(setting, config=replace(config, layers=FEW))
-            deep = stretched(training.micro_program(shallow), STACK, config.layers)
+            deep = stretched(step_programs.micro_program(shallow), STACK, config.layers)
             if deep is not None:
                 return deep
-        return training.micro_program(setting)
+        return step_programs.micro_program(setting)
 
 
 def _names_layers(setting: Setting) -> bool:

@@ -15,7 +15,8 @@ from tpshard.parallelism.program import Program, info
 from tpshard.parallelism.simulate import simulate
 from tpshard.programs.lockstep import Lockstep, StepValues
 from tpshard.programs.setting import Setting
-from tpshard.programs.training import build, micro_program
+from tpshard.programs.step_programs import micro_program
+from tpshard.programs.training import build
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 

@@ -24,7 +24,7 @@ from tpshard.parallelism.sharding import Layout, Sharding
 from tpshard.parallelism.stages import Stage, blocks_of, cut
 from tpshard.parallelism.transfer import recv, send
 from tpshard.parallelism.why import Demand, Through, Told
-from tpshard.programs import training
+from tpshard.programs import step_programs
 from tpshard.programs.checks import check_reshards, traceable
 from tpshard.programs.choices import Choices, choose
 from tpshard.programs.passes import apply, remat, scheduling
@@ -74,7 +74,7 @@ class StagedPrograms:
     @cached_property
     def evaluation(self) -> tuple[Stage, ...]:
         """Forward alone; made when it is first asked for."""
-        whole = training.evaluate_program(self.setting, self.storage)
+        whole = step_programs.evaluate_program(self.setting, self.storage)
         return tuple(_finished(self.setting, stage) for stage in cut(whole, self.axis, self.layers))
 
     @cached_property
@@ -112,19 +112,20 @@ class StagedPrograms:
         return {"schedule": table} | made
 
 
-def build(setting: Setting) -> training.TrainingPrograms:
-    """The programs of a recipe with a pipeline. Raises Mistakes where stages, layers and micro-batches do not fit."""
+def build(setting: Setting) -> tuple[Program, StagedPrograms]:
+    """The micro-batch's program of a recipe with a pipeline, and what it is cut into. Raises Mistakes
+    where stages, layers and micro-batches do not fit."""
     axis, table = setting.pipeline_axis, table_of(setting)
     assert axis is not None, "a law of recipes"
     recipe = setting.recipe
     with traceable(setting):
-        whole = training.micro_program(setting)
+        whole = step_programs.micro_program(setting)
     storage = {p.name: p.layout for p in whole.inputs if p.kind == "parameter"}
     layers = layers_of(setting, blocks_of(whole), table.stages)
     accumulate, base = recipe.fsdp.accumulate, whole
     gathers, reduces = accumulate.gather == "step", accumulate.reduce == "last"
     if gathers or reduces:
-        whole = training.micro_program(setting, base, gathered=gathers, unreduced=reduces)
+        whole = step_programs.micro_program(setting, base, gathered=gathers, unreduced=reduces)
     check_reshards(setting, (whole,))
     whole.warnings.extend(setting.notes)
     again = run([remat(setting, recipe.fsdp.reshard_after_forward is not False)], whole)
@@ -154,13 +155,12 @@ def build(setting: Setting) -> training.TrainingPrograms:
                 names,
                 totals_program(setting, storage, axis, names, first, noted),
                 _update(setting, storage, axis, names),
-                apply(setting, training.gather_program(setting, base, storage, names)) if gathers else None,
-                apply(setting, training.reduce_program(setting, base, storage, names)) if reduces else None,
+                apply(setting, step_programs.gather_program(setting, base, storage, names)) if gathers else None,
+                apply(setting, step_programs.reduce_program(setting, base, storage, names)) if reduces else None,
                 exchange_program(setting, storage, axis, i, held, shared) if shared else None,
             )
         )
-    pipeline = StagedPrograms(setting, axis, table, tuple(layers), stages, tuple(devices), storage)
-    return training.TrainingPrograms(setting, again, devices[0].update, storage, pipeline=pipeline)
+    return again, StagedPrograms(setting, axis, table, tuple(layers), stages, tuple(devices), storage)
 
 
 def table_of(setting: Setting) -> Table:
@@ -249,7 +249,7 @@ def totals_program(
 
 
 def _update(setting: Setting, storage: Mapping[str, Layout], axis: Axis, names: Sequence[str]) -> Program:
-    return training.update_program(setting, storage, names, squares=lambda value: summed(axis, value))
+    return step_programs.update_program(setting, storage, names, squares=lambda value: summed(axis, value))
 
 
 def exchange_program(

@@ -15,7 +15,6 @@ FLOORS = [
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 CIRCLES = {
     "recipes": {"checker", "interpolation", "laws", "schema", "section", "write"},  # types and what reads them
-    "programs": {"staged", "training"},  # a pipeline's programs are cut from a step's, which says when
 }
 """Circles of files that are there. None may be added; one that is opened leaves this list."""
 

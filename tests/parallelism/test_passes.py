@@ -20,7 +20,7 @@ from tpshard.parallelism.passes.reduce_early import reduce_early
 from tpshard.parallelism.passes.run import Pass, Passed, run
 from tpshard.parallelism.passes.sink_waits import sink_waits
 from tpshard.parallelism.program import Program, info
-from tpshard.programs import training
+from tpshard.programs import step_programs
 from tpshard.programs.fsdp_units import unit_of
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
@@ -39,7 +39,7 @@ model:
   {{preset: tiny, layers: {LAYERS}, seq_len: 16, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32}}
 batch: {{global_sequences: 8}}
 """
-    return training.micro_program(Setting.of(loads(recipe)))
+    return step_programs.micro_program(Setting.of(loads(recipe)))
 
 
 def arguments(program: Program) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from tpshard.parallelism.simulate import cut as part_of
 from tpshard.parallelism.simulate import join, run_lockstep
 from tpshard.parallelism.stages import blocks_of, cut
 from tpshard.parallelism.stepping import ranks_of, simulate_step
-from tpshard.programs import passes, training
+from tpshard.programs import passes, step_programs
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
 
@@ -41,7 +41,7 @@ def whole(fsdp: int, tp: int, stages: int, sequence: bool = False, *overrides: s
     text = RECIPE.replace("FSDP", str(fsdp)).replace("TP", str(tp)) + SEQUENCE * sequence
     setting = Setting.of(loads(text, overrides))
     setting = replace(setting, mesh=Mesh({"pp": stages, "fsdp": fsdp, "tp": tp}))
-    return run([passes.remat(setting, True)], training.micro_program(setting))
+    return run([passes.remat(setting, True)], step_programs.micro_program(setting))
 
 
 def arguments(program: Program, seed: int) -> list[torch.Tensor]:

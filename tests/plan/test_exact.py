@@ -20,7 +20,7 @@ from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.plan import make, pricing
 from tpshard.plan.pricing import StepPart, price_parts
-from tpshard.programs import passes, training
+from tpshard.programs import passes, step_programs
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
 
@@ -135,7 +135,7 @@ def test_recomputation_trades_memory_for_time():
     found = {}
     for remat in ("none", "selective", "full"):
         setting = Setting.of(loads(RECIPE, [f"remat={remat}", "model.seq_len=64", "mesh.tp=1", "mesh.fsdp=4"]))
-        micro = passes.apply(setting, training.micro_program(setting))
+        micro = passes.apply(setting, step_programs.micro_program(setting))
         pricing = price_parts([StepPart("micro-batch", micro, compiled="none")], device("cpu"), 4, processes=4)
         found[remat] = (pricing.peak_bytes, pricing.compute_s)
     assert found["full"][0] < found["selective"][0] < found["none"][0]

@@ -10,7 +10,7 @@ from torch import fx
 from tpshard.parallelism.program import Program, info
 from tpshard.parallelism.stretch import FEW, stretched
 from tpshard.plan import make, search
-from tpshard.programs import alike, training
+from tpshard.programs import alike, step_programs
 from tpshard.programs.setting import Setting, devices_of
 from tpshard.recipes.load import loads
 
@@ -58,10 +58,10 @@ SETTINGS = {
 def test_a_stretched_program_is_the_deep_models_node_by_node(name: str) -> None:
     deep = SETTINGS[name]
     assert deep.config is not None
-    shallow = training.micro_program(replace(deep, config=replace(deep.config, layers=FEW)))
+    shallow = step_programs.micro_program(replace(deep, config=replace(deep.config, layers=FEW)))
     made = stretched(shallow, "layers", deep.config.layers)
     assert made is not None
-    whole = training.micro_program(deep)
+    whole = step_programs.micro_program(deep)
     assert shape_of(made) == shape_of(whole)
     assert made.donated == whole.donated and made.inputs == whole.inputs
     assert [replace(p, name="") for p in made.outputs] == [replace(p, name="") for p in whole.outputs]
@@ -72,9 +72,9 @@ def test_layers_that_are_not_alike_are_not_repeated(layer: int) -> None:
     pinned = f"sharding: {{pin: {{layers.{layer}.mlp.up.weight: [tp, null]}}, rules: {{mlp: []}}}}"
     deep = setting("{fsdp: 2, tp: 2}", "tiny", pinned)
     assert deep.config is not None
-    shallow = training.micro_program(replace(deep, config=replace(deep.config, layers=FEW)))
+    shallow = step_programs.micro_program(replace(deep, config=replace(deep.config, layers=FEW)))
     assert stretched(shallow, "layers", deep.config.layers) is None
-    assert shape_of(alike.micro(deep)) == shape_of(training.micro_program(deep))
+    assert shape_of(alike.micro(deep)) == shape_of(step_programs.micro_program(deep))
 
 
 NAMED = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import architectures
 import pytest
 import torch
-from tpshard.programs import training
+from tpshard.programs import step_programs, training
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
@@ -41,7 +41,7 @@ def setting_of(folder: Path, mesh: dict[str, int], more: str = "", key: str = "t
 )
 def test_a_step_is_transformers_own(name: str, mesh: dict[str, int], several: bool, tmp_path: Path) -> None:
     setting = setting_of(architectures.folder(tmp_path / name, name), mesh)
-    program = training.micro_program(setting)
+    program = step_programs.micro_program(setting)
     values, batch = architectures.values(name), architectures.batch(several)
     loss, grads = architectures.reference(name, batch, several)
     sums = [torch.zeros_like(value) for value in values.values()]

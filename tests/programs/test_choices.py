@@ -9,7 +9,7 @@ import torch
 from tpshard.models.loss import cross_entropy_sum
 from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.program import Program
-from tpshard.programs import training
+from tpshard.programs import step_programs, training
 from tpshard.programs.passes import apply
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -26,7 +26,7 @@ batch: {global_sequences: 4}
 
 def made(*overrides: str) -> Program:
     setting = Setting.of(loads(RECIPE, overrides))
-    return apply(setting, training.micro_program(setting))
+    return apply(setting, step_programs.micro_program(setting))
 
 
 def buckets(program: Program) -> list[int]:
@@ -53,7 +53,7 @@ def test_a_reshard_nobody_asked_for_stops_only_where_the_recipe_says_so() -> Non
     pins = ["mesh.fsdp=1", "mesh.tp=2", "sharding.pin={layers.*.mlp.gate.weight: [tp, null], "
             "layers.*.mlp.up.weight: [null, tp], layers.*.mlp.down.weight: [tp, null]}"]  # fmt: skip
     setting = Setting.of(loads(RECIPE, [*pins, "sharding.on_reshard=error"]))
-    unasked = [c for c in training.micro_program(setting).collectives if not c.asked]
+    unasked = [c for c in step_programs.micro_program(setting).collectives if not c.asked]
     if not unasked:
         pytest.fail("this recipe is meant to have a reshard that nothing asks for")
     with pytest.raises(Mistakes) as stopped:
@@ -70,7 +70,7 @@ def test_a_reshard_nobody_asked_for_stops_only_where_the_recipe_says_so() -> Non
 def test_uneven_dims_give_the_same_result_and_are_told() -> None:
     overrides = ["mesh.fsdp=2", "mesh.tp=3", "sharding.on_uneven=pad"]
     setting = Setting.of(loads(RECIPE, overrides))
-    program = training.micro_program(setting)
+    program = step_programs.micro_program(setting)
     assert any("does not divide" in text for text in program.warnings)
     random = torch.Generator().manual_seed(0)
     given = []
@@ -115,9 +115,11 @@ def test_a_pattern_that_a_module_does_not_know_is_told(tmp_path: Path, monkeypat
     (tmp_path / "own_table.py").write_text(TABLE)
     monkeypatch.syspath_prepend(tmp_path)
     recipe = "mesh: {fsdp: 2}\nmodel: {module: 'own_table:Table', seq_len: 8}\nbatch: {global_sequences: 4}\n"
-    assert training.micro_program(Setting.of(loads(recipe + "sharding: {pin: {weight: [null, null]}}"))).collectives
+    assert step_programs.micro_program(
+        Setting.of(loads(recipe + "sharding: {pin: {weight: [null, null]}}"))
+    ).collectives
     with pytest.raises(Mistakes) as stopped:
-        training.micro_program(Setting.of(loads(recipe + "sharding: {pin: {wieght: [null, null]}}")))
+        step_programs.micro_program(Setting.of(loads(recipe + "sharding: {pin: {wieght: [null, null]}}")))
     (mistake,) = stopped.value.diagnostics
     assert stopped.value.exit == Exit.RECIPE and "`wieght` matches nothing" in mistake.message
     assert mistake.where is not None and mistake.where.line == 4

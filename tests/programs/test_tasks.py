@@ -8,7 +8,7 @@ import pytest
 import torch
 from tpshard.models import Blueprint
 from tpshard.models.tasks import IGNORE, MaskedLanguageModel, held_out, task_of
-from tpshard.programs import training
+from tpshard.programs import step_programs
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import load, loads
@@ -34,7 +34,7 @@ def text_rows(rows: int, length: int, vocab: int) -> dict[str, torch.Tensor]:
 def test_a_step_is_that_of_one_device(name: str, told: list[str], moves: set[str]) -> None:
     """Batch norm over a sharded batch, group norm over a cut depth, both ways of attention, weights in 2-D."""
     setting = Setting.of(load(name, [*told, "batch.global_sequences=4", "batch.per_device=2"]))
-    program = training.micro_program(setting)
+    program = step_programs.micro_program(setting)
     assert moves <= {c.kind for c in program.collectives}
     model, task = setting.recipe.model, setting.task
     blueprint = Blueprint.of(model.preset, model.hf, model.module, model.args, model.overrides())
@@ -137,7 +137,7 @@ def test_a_task_and_a_module_of_ones_own_need_no_change_here(tmp_path: Path, mon
     text = "model: {module: 'own_sign:Net', seq_len: 8}\ntask: 'own_sign:TASK'\nmesh: {dp: 2}\n"
     text += "batch: {global_sequences: 4}\n"
     setting = Setting.of(loads(text.replace("TASK", "Sign")))
-    program = training.micro_program(setting)
+    program = step_programs.micro_program(setting)
     batch, weight = setting.task.rows(range(4), 0), torch.full((8,), 0.5)
     loss, count, grad = program.simulate(weight, torch.zeros(8), *batch.values())
     expected, _ = setting.task.loss(batch["x"] * weight, batch)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import tpshard.programs.training as training
 from planted_faults import FAULTS, plant
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -21,6 +20,7 @@ from tpshard.parallelism import Program
 from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.runtime.execute import localize
 from tpshard.parallelism.runtime.groups import Groups
+from tpshard.programs import step_programs
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import load
 
@@ -74,14 +74,14 @@ MESHES = ["{}", "{fsdp: 2}", "{fsdp: 3}", "{tp: 2}", "{fsdp: 2, tp: 2}", "{dp: 2
 ])  # fmt: skip
 def test_loss_and_gradients_equal_one_device(mesh: str, overrides: list[str]) -> None:
     made = setting(mesh, *PLAIN, *overrides)
-    assert_trains_as_one_device(made, training.micro_program(made))
+    assert_trains_as_one_device(made, step_programs.micro_program(made))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str) -> None:
     made = setting("{fsdp: 2, tp: 2}", *PLAIN)
     with pytest.raises(AssertionError):
-        assert_trains_as_one_device(made, plant(training.micro_program(made), FAULTS[fault]))
+        assert_trains_as_one_device(made, plant(step_programs.micro_program(made), FAULTS[fault]))
 
 
 def assert_trains_as_one_device(made: Setting, program: Program) -> None:
@@ -175,7 +175,7 @@ def short(group: str) -> str:
 def test_collectives_are_those_of_theory(mesh: str, alone: Any) -> None:
     layers = 3
     made = setting(mesh, "model.layers=3", *TINY)
-    program = training.micro_program(made)
+    program = step_programs.micro_program(made)
     alone(program.mesh.ranks)
     seen = issued(program)
     tokens, width = made.batch.per_device * made.seq_len, made.config.width
@@ -209,7 +209,7 @@ def test_collectives_are_those_of_theory(mesh: str, alone: Any) -> None:
 def test_sequence_parallelism_exchanges_all_reduces_for_pairs(alone: Any) -> None:
     layers = 3
     made = setting("{fsdp: 2, tp: 2}", "model.layers=3", *TINY, *SEQUENCE)
-    program = training.micro_program(made)
+    program = step_programs.micro_program(made)
     alone(4)
     tokens = made.batch.per_device * made.seq_len
     counted = Counter(
@@ -225,7 +225,7 @@ def test_sequence_parallelism_exchanges_all_reduces_for_pairs(alone: Any) -> Non
 
 def test_no_matmul_is_repeated() -> None:
     for mesh, more in (("{fsdp: 2, tp: 2}", []), ("{fsdp: 2, tp: 2}", SEQUENCE), ("{dp: 3}", [])):
-        program = training.micro_program(setting(mesh, *more))
+        program = step_programs.micro_program(setting(mesh, *more))
         for node in program.nodes:
             known = node.meta["tpshard"]
             if known.saved:
@@ -249,8 +249,8 @@ sharding:
 @pytest.mark.parametrize("layers", [2, 126])
 def test_five_pins_say_what_all_rules_say(layers: int) -> None:
     given = f"model.layers={layers}"
-    ruled = training.micro_program(setting("{fsdp: 2, tp: 2}", given))
-    pinned = training.micro_program(setting("{fsdp: 2, tp: 2}", given, text=SCRATCH + PINS))
+    ruled = step_programs.micro_program(setting("{fsdp: 2, tp: 2}", given))
+    pinned = step_programs.micro_program(setting("{fsdp: 2, tp: 2}", given, text=SCRATCH + PINS))
     assert kept(ruled) == kept(pinned)
     assert [(c.kind, c.axes, c.bytes) for c in ruled.collectives] == [
         (c.kind, c.axes, c.bytes) for c in pinned.collectives
@@ -259,7 +259,7 @@ def test_five_pins_say_what_all_rules_say(layers: int) -> None:
 
 def test_reason_moves_with_its_line() -> None:
     def reason(text: str) -> str:
-        program = training.micro_program(setting("{fsdp: 2, tp: 2}", text=text))
+        program = step_programs.micro_program(setting("{fsdp: 2, tp: 2}", text=text))
         return program.explain("layers.1.attention.wo.weight.used")
 
     for shift in (0, 3):
@@ -269,7 +269,7 @@ def test_reason_moves_with_its_line() -> None:
 
 
 def test_every_collective_says_why() -> None:
-    program = training.micro_program(setting("{dp: 2, fsdp: 2, tp: 2}", *SEQUENCE))
+    program = step_programs.micro_program(setting("{dp: 2, fsdp: 2, tp: 2}", *SEQUENCE))
     for comm in program.collectives:
         assert comm.asked, comm
         assert any(place in comm.reason for place in ("recipe.yaml:", "<default ", "<override ")), comm

@@ -12,7 +12,7 @@ from planted_faults import FAULTS, plant
 from tpshard.parallelism.float64 import float64
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
-from tpshard.programs import training
+from tpshard.programs import step_programs, training
 from training_cases import assert_trained, global_batch, reference, setting_of, train
 
 
@@ -44,7 +44,7 @@ def against_simulation(context: Context) -> list[bool]:
     from tpshard.parallelism.simulate import local_arguments, run_lockstep
 
     setting = setting_of(dict(context.mesh.axes))
-    program = training.micro_program(setting)
+    program = step_programs.micro_program(setting)
     generator = torch.Generator().manual_seed(0)
     batch = global_batch(0)
     arguments = []

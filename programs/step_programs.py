@@ -1,0 +1,253 @@
+"""What one device computes in a training step: a micro-batch, an optimizer update, an evaluation batch, and what goes
+between stored and gathered parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tpshard.models import counts
+from tpshard.models.adamw import AdamW, adamw_update, treatments
+from tpshard.parallelism.annotate import boundary, role
+from tpshard.parallelism.capture import Trail, capture
+from tpshard.parallelism.graph import Graph, Place, Value, mark
+from tpshard.parallelism.partitioner import mark_outputs, partition_graph
+from tpshard.parallelism.program import Program
+from tpshard.parallelism.propagate import propagate
+from tpshard.parallelism.propagated import Annotation
+from tpshard.parallelism.sharding import Layout, Sharding
+from tpshard.parallelism.storage import boundaries, propagate_stored
+from tpshard.parallelism.why import Told
+from tpshard.programs.annotations import annotate, told
+from tpshard.programs.checks import uneven_notes
+from tpshard.programs.setting import DTYPES, Setting
+
+
+def _parameters(setting: Setting, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+    found = {name: p.detach() for name, p in setting.model.named_parameters()}
+    return found if names is None else {name: found[name] for name in names}
+
+
+def _batch(setting: Setting) -> dict[str, Tensor]:
+    rows = setting.batch.per_device * setting.batch.data_ranks
+    fields = setting.task.fields.items()
+    return {name: torch.empty(rows, *field.shape, dtype=field.dtype, device="meta") for name, field in fields}
+
+
+def _forward(
+    setting: Setting, trail: Trail, used: Mapping[str, Tensor], batch: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    inputs = setting.task.inputs(batch)
+    with trail.watch(setting.model):
+        logits = role(torch.func.functional_call(setting.model, dict(used), inputs), "logits")
+    with trail.inside(Place("loss", role="loss")):
+        return setting.task.loss(logits, batch)
+
+
+def micro_program(
+    setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False,
+    watched: bool = False,
+) -> Program:  # fmt: skip
+    """Forward and backward of one micro-batch; gradients of the summed loss are added to the sums.
+
+    `gathered`: parameters come in used and cast, as `base` (the plain program) uses them. `unreduced`: the sums lie as
+    the gradients are made, whole on the data axes and not yet summed over them. `watched`: whatever an op makes of
+    floating-point numbers is an output too, in execution order, named `watched NAME`.
+    """
+    trail = Trail()
+    names = list(_parameters(setting))
+
+    def step(params: dict[str, Tensor], sums: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
+        used = {n: boundary(p.to(setting.used_dtype(n)), "parameter", n).requires_grad_() for n, p in params.items()}
+        loss, count = _forward(setting, trail, used, batch)
+        with trail.backward(loss):
+            grads = torch.autograd.grad(loss, [used[n] for n in names])
+        added = []
+        for name, grad in zip(names, grads):
+            if not unreduced:
+                grad = boundary(grad.to(setting.reduced_dtype(name)), "gradient", name)
+            added.append(sums[name] + grad.to(sums[name].dtype))
+        counted = counts.take(setting.model)
+        return loss.detach(), count, added, [torch.cat(counted)] if counted else []
+
+    params = _parameters(setting)
+    if gathered:
+        params = {n: p.to(setting.used_dtype(n)) for n, p in params.items()}
+    sums = {n: p.to(DTYPES[setting.recipe.fsdp.accumulate.dtype]) for n, p in _parameters(setting).items()}
+    labels = [*params, *(f"{n}.grad_sum" for n in sums), *setting.task.fields]
+    graph = capture(step, (params, sums, _batch(setting)), labels, trail)
+    shown = [v for op in graph.ops for v in op.results if watched and v.dtype.is_floating_point]
+    own = len(graph.outputs)
+    graph.outputs = [*graph.outputs, *shown]
+    mark_outputs(graph)
+    for value, output in zip(shown, graph.outputs[own:]):
+        output.name = f"watched {value.name}"
+    count = len(names)
+    inputs, outputs = graph.inputs, graph.outputs
+    mark(inputs[:count], "parameter")
+    mark([*inputs[count : 2 * count], *outputs[2 : 2 + count]], "gradient")
+    mark(inputs[2 * count :], "batch")
+    mark([*outputs[:2], *outputs[2 + count : own]], "scalar")
+    stored: dict[str, list[Value]] = {n: [] for n in names}
+    given: dict[Value, Annotation] = {}
+    for i, name in enumerate(names):
+        if gathered and base is not None:
+            given[inputs[i]] = _lies(base.records[f"{name}.used"].layout, f"how `{name}` is used")
+        else:
+            stored[name].append(inputs[i])
+        if unreduced and base is not None:
+            made = _lies(base.records[f"{name}.grad"].layout, f"how the gradient of `{name}` is made")
+            given[inputs[count + i]] = given[outputs[2 + i]] = made
+        else:
+            stored[name].append(inputs[count + i])
+    program = _partition(setting, graph, stored, inputs[2 * count :], given=given)
+    program.donated = {2 + i: count + i for i in range(count)}
+    return program
+
+
+def _lies(layout: Layout, how: str) -> Annotation:
+    return Annotation(Sharding(layout.dims, (False,) * len(layout.dims), unreduced=layout.partial), (Told(how),))
+
+
+def gather_program(
+    setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str] | None = None
+) -> Program:
+    """All parameters (or those of `names`), cast and gathered once for all micro-batches of a step."""
+
+    def step(params: dict[str, Tensor]) -> Any:
+        return [boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()]
+
+    params = _parameters(setting, names)
+    used = {n: _lies(base.records[f"{n}.used"].layout, f"how `{n}` is used") for n in params}
+    return _between(setting, step, params, {n: _lies(storage[n], f"how `{n}` is stored") for n in params}, used)
+
+
+def reduce_program(
+    setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str] | None = None
+) -> Program:
+    """Gradient sums of all micro-batches, of all parameters or `names`, reduced and sharded once, after the last."""
+
+    def step(sums: dict[str, Tensor]) -> Any:
+        return [boundary(s.to(setting.reduced_dtype(n)), "gradient", n).to(s.dtype) for n, s in sums.items()]
+
+    sums = {n: p.to(DTYPES[setting.recipe.fsdp.accumulate.dtype]) for n, p in _parameters(setting, names).items()}
+    made = {n: _lies(base.records[f"{n}.grad"].layout, f"how the gradient of `{n}` is made") for n in sums}
+    return _between(setting, step, sums, made, {n: _lies(storage[n], f"how `{n}` is stored") for n in sums})
+
+
+def _between(
+    setting: Setting, step: Any, tensors: Mapping[str, Tensor], before: Mapping[str, Annotation],
+    after: Mapping[str, Annotation],
+) -> Program:  # fmt: skip
+    """A program that only brings each tensor from one layout to another."""
+    graph = capture(step, (dict(tensors),), list(tensors))
+    mark_outputs(graph)
+    annotations: dict[Value, Annotation] = {}
+    for name, start, end in zip(tensors, graph.inputs, graph.outputs):
+        annotations[start], annotations[end] = before[name], after[name]
+    for kind in ("parameter", "gradient"):
+        for name, (_, value) in boundaries(graph, kind).items():
+            annotations[value] = after[name]
+    mark([*graph.inputs, *graph.outputs], "parameter")
+    return partition_graph(propagate(graph, setting.mesh, annotations))
+
+
+def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program:
+    """The loss of one micro-batch of held-out text."""
+    trail = Trail()
+
+    def step(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
+        used = {n: boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()}
+        return _forward(setting, trail, used, batch)
+
+    params = _parameters(setting)
+    with torch.no_grad():
+        graph = capture(step, (params, _batch(setting)), [*params, *setting.task.fields], trail)
+    mark_outputs(graph)
+    count = len(params)
+    stored = {n: [graph.inputs[i]] for i, n in enumerate(params)}
+    mark(graph.inputs[:count], "parameter")
+    mark(graph.inputs[count:], "batch")
+    mark(graph.outputs, "scalar")
+    return _partition(setting, graph, stored, graph.inputs[count:], storage)
+
+
+def _partition(
+    setting: Setting, graph: Graph, stored: Mapping[str, list[Value]], batch: list[Value],
+    storage: Mapping[str, Layout] | None = None,
+    given: Mapping[Value, Annotation] | None = None,
+) -> Program:  # fmt: skip
+    fields = {name: ("batch", *field.dims) for name, field in setting.task.fields.items()}
+    annotations = annotate(setting, graph, batch, by=setting.named_by, fields=fields) | dict(given or {})
+    axis = (told(setting.recipe, "fsdp.axis", f"fsdp.axis: {setting.recipe.fsdp.axis}"),)
+    if storage is not None:
+        for name, values in stored.items():
+            for value in values:
+                annotations[value] = Annotation(Sharding(storage[name].dims, (False,) * value.rank), axis)
+        shardings = propagate_stored(graph, setting.mesh, annotations, {}, setting.data_axes, setting.fsdp_axis, axis)
+    else:
+        shardings = propagate_stored(
+            graph, setting.mesh, annotations, stored, setting.data_axes, setting.fsdp_axis, axis
+        )
+    stages = setting.pipeline_axis
+    program = partition_graph(shardings, apart=() if stages is None else (stages.name,))
+    if setting.recipe.sharding.on_uneven == "pad":
+        program.warnings.extend(uneven_notes(annotate(setting, graph, batch)))
+    return program
+
+
+def update_program(
+    setting: Setting, storage: Mapping[str, Layout], names: Sequence[str] | None = None,
+    *, squares: Callable[[Value], Annotation] | None = None,
+) -> Program:  # fmt: skip
+    """AdamW on the shards, with the true global norm of the gradients.
+
+    `names`: a stage's parameters; then the last input is the square of the norm of all stages' gradients, and `squares`
+    annotates it.
+    """
+    o = setting.recipe.optimizer
+    config = AdamW((o.betas[0], o.betas[1]), o.eps, o.weight_decay, setting.recipe.train.clip_grad_norm)
+    params = _parameters(setting, names)
+    names = list(params)
+    treated = treatments({n: tuple(p.shape) for n, p in params.items()}, setting.balanced)
+    sums_dtype = DTYPES[setting.recipe.fsdp.accumulate.dtype]
+    count = len(names)
+
+    def step(*flat: Tensor) -> Any:
+        p, g, m, v = (list(flat[i * count : (i + 1) * count]) for i in range(4))
+        loss, tokens, lr, update, *known = flat[4 * count :]
+        made = adamw_update(
+            p, g, m, v, loss, tokens, lr, update, treated=[treated[n] for n in names], config=config,
+            squares=known[0] if known else None,
+        )  # fmt: skip
+        return [*made.params, *made.exp_avg, *made.exp_avg_sq, made.grad_norm, made.finite]
+
+    def like(dtype: torch.dtype) -> list[Tensor]:
+        return [torch.empty_like(p, dtype=dtype) for p in params.values()]
+
+    dtypes = [torch.float32, torch.int64, *[torch.float32] * (3 if squares else 2)]
+    scalars = [torch.empty((), dtype=dtype, device="meta") for dtype in dtypes]
+    moments = [*like(setting.master_dtype), *like(setting.master_dtype)]
+    arguments = [*params.values(), *like(sums_dtype), *moments, *scalars]
+    labels = [*names, *(f"{n}.{k}" for k in ("grad_sum", "exp_avg", "exp_avg_sq") for n in names),
+              "loss_sum", "count", "lr", "update", *["squares"] * (squares is not None)]  # fmt: skip
+    graph = capture(step, arguments, labels)
+    for op in graph.ops:
+        op.place = Place(phase="update")
+    mark_outputs(graph)
+    annotations = {}
+    for i, value in enumerate(graph.inputs[: 4 * count]):
+        name = names[i % count]
+        annotations[value] = _lies(storage[name], f"how `{name}` is stored")
+        mark([value], ("parameter", "gradient", "optimizer", "optimizer")[i // count])
+    if squares is not None:
+        annotations[graph.inputs[-1]] = squares(graph.inputs[-1])
+    for i, value in enumerate(graph.outputs[: 3 * count]):
+        name = names[i % count]
+        annotations[value] = _lies(storage[name], f"how `{name}` is stored")
+        mark([value], ("parameter", "optimizer", "optimizer")[i // count])
+    program = partition_graph(propagate(graph, setting.mesh, annotations))
+    program.donated = {i: i if i < count else i + count for i in range(3 * count)}
+    return program
