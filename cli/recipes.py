@@ -93,7 +93,7 @@ def cp(name: Name, to: To = None, overwrite: Overwrite = False) -> None:
     from tpshard.recipes.extends import builtins
 
     if name not in builtins():
-        from tpshard.recipes.checker import suggestion
+        from tpshard.recipes.diagnostic import suggestion
 
         close = suggestion(name, builtins())
         fix = f"did you mean {close}?" if close else f"shipped: {', '.join(builtins())}"

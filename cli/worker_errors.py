@@ -66,7 +66,6 @@ def workers_of(recipe: Recipe, nodes: Nodes, gpus: int) -> int:
     Raises `Mistakes` (exit 5) where it does not, and where the recipe is for more hosts than were launched.
     """
     from tpshard.recipes.diagnostic import Exit, Mistakes
-    from tpshard.recipes.laws import mesh_on
 
     cluster = recipe.cluster
     if cluster is not None and cluster.nodes != nodes.count:
@@ -83,5 +82,5 @@ def workers_of(recipe: Recipe, nodes: Nodes, gpus: int) -> int:
         world = gpus * nodes.count
     else:
         world = math.prod(size for size in recipe.mesh.values() if size != -1)
-    mesh_on(recipe, world)
+    recipe.mesh_on(world)
     return world

@@ -22,7 +22,6 @@ from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.programs import naming
 from tpshard.programs.batching import BatchPlan, derive
 from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.laws import mesh_on
 from tpshard.recipes.schema import Recipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -85,7 +84,7 @@ class Setting:
     @staticmethod
     def of(recipe: Recipe, devices: int | None = None) -> Setting:
         """Raises Mistakes where the mesh does not fit the devices or the model does not exist."""
-        sizes = mesh_on(recipe, devices if devices is not None else devices_of(recipe))
+        sizes = recipe.mesh_on(devices if devices is not None else devices_of(recipe))
         return Setting(recipe, Mesh(sizes), model_config(recipe))
 
     @cached_property

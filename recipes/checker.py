@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-import types
-import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from tpshard.recipes import schema
 from tpshard.recipes.constraints import Alone, Bytes, Constraint
-from tpshard.recipes.diagnostic import Diagnostic, Source
+from tpshard.recipes.diagnostic import Diagnostic, Source, join, suggestion
+from tpshard.recipes.hints import alternatives, hints, mapping_of, section_of
 from tpshard.recipes.nodes import Node, Path, as_node, data, dotted, scalar, trap
-from tpshard.recipes.section import Pending, Section, default_of, field_names, waits
+from tpshard.recipes.section import Pending, Section, default_of, waits
 
 if TYPE_CHECKING:
     from tpshard.recipes.merge import Merged
@@ -28,66 +26,10 @@ class _Bad:
 BAD = _Bad()
 
 
-def hints(cls: type[Section]) -> dict[str, Any]:
-    """Field to type, with its constraints."""
-    return _hints(typing.cast(Any, cls))
-
-
-@cache
-def _hints(cls: Any) -> dict[str, Any]:
-    found = typing.get_type_hints(cls, include_extras=True)
-    return {name: found[name] for name in field_names(cls)}
-
-
-def alternatives(hint: Any) -> list[tuple[Any, tuple[Constraint, ...]]]:
-    """The types a value may have, each with its constraints."""
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        return [found for part in get_args(hint) for found in alternatives(part)]
-    if origin is Annotated:
-        base, *constraints = get_args(hint)
-        return [(inner, (*more, *constraints)) for inner, more in alternatives(base)]
-    return [(hint, ())]
-
-
-def section_of(hint: Any) -> type[Section] | None:
-    """The section that a map at this place is, if there is only one."""
-    found = [base for base, _ in alternatives(hint) if isinstance(base, type) and issubclass(base, Section)]
-    return found[0] if len(found) == 1 else None
-
-
-def wholly_section(hint: Any) -> type[Section] | None:
-    """The section that stands at this place and nothing else does, but for null."""
-    bases = [base for base, _ in alternatives(hint) if base is not type(None)]
-    return section_of(hint) if len(bases) == 1 else None
-
-
-def mapping_of(hint: Any) -> tuple[Any, Any] | None:
-    """Key and value type where free keys may stand."""
-    for base, _ in alternatives(hint):
-        if get_origin(base) in (Mapping, dict):
-            return get_args(base)
-    return None
-
-
 def expected(hint: Any) -> str:
     """What may stand here, in words."""
     words = [_words(base, constraints) for base, constraints in alternatives(hint)]
     return join(dict.fromkeys(words))
-
-
-def join(words: Iterable[str]) -> str:
-    """a, b or c"""
-    *most, last = list(words)
-    return f"{', '.join(most)} or {last}" if most else last
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """The one of `known` that `word` was probably meant to be, or nothing."""
-    names = list(known)
-    begun = [name for name in names if len(word) > 2 and name.startswith(word.lower())]
-    close = begun or difflib.get_close_matches(word.lower(), names, 1, 0.6)
-    return close[0] if close else ""
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -180,3 +181,17 @@ def _window(source: Source, width: int) -> tuple[str, int]:
         return source.text, 0
     start = max(0, min(source.col - 1 - limit // 3, len(source.text) - limit))
     return source.text[start : start + limit], start
+
+
+def join(words: Iterable[str]) -> str:
+    """a, b or c"""
+    *most, last = list(words)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """The one of `known` that `word` was probably meant to be, or nothing."""
+    names = list(known)
+    begun = [name for name in names if len(word) > 2 and name.startswith(word.lower())]
+    close = begun or difflib.get_close_matches(word.lower(), names, 1, 0.6)
+    return close[0] if close else ""

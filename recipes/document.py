@@ -12,8 +12,10 @@ from typing import Any, Literal, get_args, get_origin
 
 from tpshard.models.family import DIMS
 from tpshard.recipes import schema
-from tpshard.recipes.checker import alternatives, expected, hints, join, mapping_of, section_of, wholly_section
+from tpshard.recipes.checker import expected
 from tpshard.recipes.constraints import Alone, Bytes, Constraint, NameOrFile, Size
+from tpshard.recipes.diagnostic import join
+from tpshard.recipes.hints import alternatives, hints, mapping_of, section_of, wholly_section
 from tpshard.recipes.section import Section, default_of
 from tpshard.recipes.write import as_data
 

@@ -6,8 +6,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-from tpshard.recipes.checker import suggestion
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source, suggestion
 from tpshard.recipes.nodes import MAX_BYTES, Node, compose, read
 
 MAX_CHAIN = 16

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from tpshard.models.config import ModelConfig
 from tpshard.models.family import DIMS, INPUTS
-from tpshard.recipes.checker import join
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Source
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Source, join
 from tpshard.recipes.patterns import covers, matches, nearest
 from tpshard.recipes.schema import AXES, Recipe
 

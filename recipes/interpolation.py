@@ -16,8 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
-from tpshard.recipes.checker import suggestion
-from tpshard.recipes.diagnostic import Diagnostic, Source
+from tpshard.recipes.diagnostic import Diagnostic, Source, suggestion
 from tpshard.recipes.nodes import Path, dotted
 
 ALLOWED = ("oc.env", "oc.decode", "oc.select", "oc.dict.keys", "oc.dict.values")

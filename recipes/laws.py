@@ -3,12 +3,11 @@ keys are sound, so that one mistake is told once."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 
 from tpshard.models.family import DIMS
-from tpshard.recipes.checker import suggestion
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
+from tpshard.recipes.diagnostic import Diagnostic, Mistakes, suggestion
+from tpshard.recipes.mesh_sizes import misfit
 from tpshard.recipes.schema import AXES, Recipe
 
 Law = Callable[[Recipe], Iterator[Diagnostic]]
@@ -82,61 +81,9 @@ def mesh_on_cluster(recipe: Recipe) -> Iterator[Diagnostic]:
     if recipe.cluster is not None and sum(size == -1 for size in recipe.mesh.values()) <= 1:
         nodes, each = recipe.cluster.nodes, recipe.cluster.devices_per_node
         also = ((recipe.where("cluster"), f"{nodes} x {each} devices"),)
-        wrong = _misfit(recipe, nodes * each, also)
+        wrong = misfit(recipe.mesh, nodes * each, recipe.where("mesh"), also)
         if wrong is not None:
             yield wrong
-
-
-def mesh_on(recipe: Recipe, devices: int) -> dict[str, int]:
-    """The mesh with -1 replaced by what is left of `devices`. Raises `Mistakes` (exit 5) when they do not fit."""
-    wrong = _misfit(recipe, devices, ())
-    if wrong is not None:
-        raise Mistakes([wrong])
-    rest = devices // math.prod(size for size in recipe.mesh.values() if size != -1)
-    return {axis: rest if size == -1 else size for axis, size in recipe.mesh.items()}
-
-
-def _misfit(recipe: Recipe, world: int, also: tuple[tuple[Source, str], ...]) -> Diagnostic | None:
-    product = math.prod(size for size in recipe.mesh.values() if size != -1)
-    rest = -1 in recipe.mesh.values()
-    if world % product == 0 if rest else product == world:
-        return None
-    sizes = " x ".join(f"{axis} {size}" for axis, size in recipe.mesh.items() if size != 1)
-    near = [
-        "{" + ", ".join(f"{axis}: {size}" for axis, size in mesh.items() if size != 1) + "}"
-        for mesh in nearest_meshes(recipe.mesh, world)[:3]
-    ]
-    return Diagnostic(
-        f"the mesh {sizes or '1'} does not fit {world} devices",
-        exit=Exit.MACHINE,
-        where=recipe.where("mesh"),
-        why=f"{product} does not divide {world}" if rest else f"the product is {product}",
-        fix="mesh: " + " or ".join(near) if near else f"sizes whose product is {world}",
-        also=also,
-    )
-
-
-def nearest_meshes(mesh: Mapping[str, int], world: int) -> list[dict[str, int]]:
-    """Meshes on `world` devices that differ from `mesh` in one axis, closest first."""
-    fixed = {axis: size for axis, size in mesh.items() if size != -1}
-    found = []
-    for axis in mesh:
-        others = math.prod(size for other, size in fixed.items() if other != axis)
-        if world % others == 0:
-            size = world // others
-            found.append((abs(math.log(size / max(fixed.get(axis, size), 1))), {**mesh, axis: size}))
-    if -1 in mesh.values():
-        for axis, size in fixed.items():
-            others = math.prod(s for a, s in fixed.items() if a != axis)
-            legal = [d for d in range(1, world + 1) if world % (d * others) == 0]
-            if legal:
-                best = min(legal, key=lambda d: abs(math.log(d / size)))
-                found.append((abs(math.log(best / size)), {**mesh, axis: best}))
-    meshes: list[dict[str, int]] = []
-    for _, candidate in sorted(found, key=lambda pair: pair[0]):
-        if candidate not in meshes and candidate != mesh:
-            meshes.append(candidate)
-    return meshes
 
 
 def known_axes(recipe: Recipe) -> Iterator[Diagnostic]:

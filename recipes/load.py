@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from tpshard.models.presets import PRESETS
 from tpshard.recipes import extends, laws
-from tpshard.recipes.checker import BAD, Checker, hints, mapping_of, section_of, suggestion
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
+from tpshard.recipes.checker import BAD, Checker
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source, suggestion
+from tpshard.recipes.hints import hints, mapping_of, section_of
 from tpshard.recipes.nodes import Node, compose, scalar
 from tpshard.recipes.schema import SCHEMA_VERSION, Recipe
 

@@ -10,8 +10,8 @@ from functools import cached_property, reduce
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from tpshard.recipes.checker import hints, mapping_of, section_of
 from tpshard.recipes.diagnostic import Diagnostic, Mistakes, Source
+from tpshard.recipes.hints import hints, mapping_of, section_of
 from tpshard.recipes.interpolation import (
     ERRORS,
     MAX_COMPLETED,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from tpshard.recipes.checker import suggestion
+from tpshard.recipes.diagnostic import suggestion
 
 
 def matches(pattern: str, name: str) -> bool:

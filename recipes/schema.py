@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from tpshard.models.presets import PRESETS
 from tpshard.recipes.constraints import Alone, Bytes, Form, GroupSize, NameOrFile, Range, Size
 from tpshard.recipes.diagnostic import Diagnostic, Source
+from tpshard.recipes.mesh_sizes import mesh_on
 from tpshard.recipes.section import Section, derived, section
 
 SCHEMA_VERSION = 1
@@ -559,6 +560,4 @@ class Recipe(Section):
 
     def mesh_on(self, devices: int) -> dict[str, int]:
         """The mesh with -1 replaced by what is left of `devices`. Raises `Mistakes` (exit 5) when they do not fit."""
-        from tpshard.recipes.laws import mesh_on
-
-        return mesh_on(self, devices)
+        return mesh_on(self.mesh, devices, self.where("mesh"))

@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 import yaml
 from tpshard.cli.preflight import beyond
-from tpshard.recipes.checker import hints, section_of
 from tpshard.recipes.document import completions, json_schema, keys, texts
 from tpshard.recipes.extends import builtins
+from tpshard.recipes.hints import hints, section_of
 from tpshard.recipes.load import load, loads
 from tpshard.recipes.schema import Recipe
 from tpshard.recipes.section import Section

@@ -7,8 +7,8 @@ from tpshard.models.config import DTYPES, ModelConfig
 from tpshard.models.presets import PRESETS, preset
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.recipes.fit import misfits
-from tpshard.recipes.laws import mesh_on, nearest_meshes
 from tpshard.recipes.load import loads
+from tpshard.recipes.mesh_sizes import nearest_meshes
 
 
 def errors(text: str, name: str = "tiny", **overrides: object) -> list[Diagnostic]:
@@ -174,9 +174,9 @@ def test_nearest_meshes_have_the_product() -> None:
 
 def test_the_rest_is_what_is_left() -> None:
     recipe = loads("model: {preset: tiny}\nmesh: {dp: 2, fsdp: -1, tp: 2}")
-    assert mesh_on(recipe, 12) == {"dp": 2, "fsdp": 3, "tp": 2}
+    assert recipe.mesh_on(12) == {"dp": 2, "fsdp": 3, "tp": 2}
     with pytest.raises(Mistakes) as caught:
-        mesh_on(recipe, 6)
+        recipe.mesh_on(6)
     assert caught.value.exit == Exit.MACHINE
     assert "one can be the rest" in law("mesh: {dp: -1, fsdp: -1}")[0].why
 
@@ -201,7 +201,7 @@ def test_keys_of_the_model_are_those_of_its_configuration() -> None:
     from dataclasses import fields
 
     from tpshard.recipes import schema
-    from tpshard.recipes.checker import hints
+    from tpshard.recipes.hints import hints
 
     known = set(hints(schema.Model)) - {*schema.Model.exclusive, "dims", "args"}
     assert known == {f.name for f in fields(ModelConfig)} - {"family"}

@@ -1,0 +1,54 @@
+"""What the annotations of the schema say: the types that a value may have, and which sections and maps lie below."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from tpshard.recipes.constraints import Constraint
+from tpshard.recipes.section import Section, field_names
+
+
+def hints(cls: type[Section]) -> dict[str, Any]:
+    """Field to type, with its constraints."""
+    return _hints(typing.cast(Any, cls))
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    found = typing.get_type_hints(cls, include_extras=True)
+    return {name: found[name] for name in field_names(cls)}
+
+
+def alternatives(hint: Any) -> list[tuple[Any, tuple[Constraint, ...]]]:
+    """The types a value may have, each with its constraints."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return [found for part in get_args(hint) for found in alternatives(part)]
+    if origin is Annotated:
+        base, *constraints = get_args(hint)
+        return [(inner, (*more, *constraints)) for inner, more in alternatives(base)]
+    return [(hint, ())]
+
+
+def section_of(hint: Any) -> type[Section] | None:
+    """The section that a map at this place is, if there is only one."""
+    found = [base for base, _ in alternatives(hint) if isinstance(base, type) and issubclass(base, Section)]
+    return found[0] if len(found) == 1 else None
+
+
+def wholly_section(hint: Any) -> type[Section] | None:
+    """The section that stands at this place and nothing else does, but for null."""
+    bases = [base for base, _ in alternatives(hint) if base is not type(None)]
+    return section_of(hint) if len(bases) == 1 else None
+
+
+def mapping_of(hint: Any) -> tuple[Any, Any] | None:
+    """Key and value type where free keys may stand."""
+    for base, _ in alternatives(hint):
+        if get_origin(base) in (Mapping, dict):
+            return get_args(base)
+    return None
