@@ -22,7 +22,10 @@ Diff = Annotated[
         help="Compare with another recipe as it is written, or with this one after one more KEY.PATH=VALUE.",
     ),
 ]  # fmt: skip
-Search = Annotated[bool, typer.Option("--search", help="Try meshes, recomputation and micro-batches.")]
+Search = Annotated[
+    bool,
+    typer.Option("--search", help="Try meshes, recomputation and micro-batches; of a server meshes and requests."),
+]
 Passes = Annotated[bool, typer.Option("--passes", help="What each pass does to collectives, memory and time.")]
 RUN = "The whole run"
 Tokens = Annotated[
@@ -39,7 +42,25 @@ Restart = Annotated[
     float | None, typer.Option("--restart", min=0, help="Seconds from a failure to the next step.", rich_help_panel=RUN)
 ]
 Save = Annotated[float | None, typer.Option("--save", min=0, help="Seconds of a checkpoint.", rich_help_panel=RUN)]
-What = Annotated[str, typer.Option("--for", metavar="WHAT", help="train, prefill or decode.")]
+What = Annotated[str, typer.Option("--for", metavar="WHAT", help="train, prefill, decode, or serve: a load.")]
+LOAD = "A server's load, with --for serve"
+Rate = Annotated[
+    float | None, typer.Option("--rate", min=0, help="Requests a second, at random times.", rich_help_panel=LOAD)
+]
+Prompt = Annotated[int | None, typer.Option("--prompt", min=1, help="Tokens of a request.", rich_help_panel=LOAD)]
+Answer = Annotated[int | None, typer.Option("--answer", min=1, help="Tokens of an answer.", rich_help_panel=LOAD)]
+FirstToken = Annotated[
+    float | None,
+    typer.Option("--ttft", min=0, help="Seconds to the first token, for 99 of 100.", rich_help_panel=LOAD),
+]
+EachToken = Annotated[
+    float | None,
+    typer.Option("--tpot", min=0, help="Seconds of each further token, for 99 of 100.", rich_help_panel=LOAD),
+]
+Count = Annotated[
+    int | None, typer.Option("--count", min=10, help="Requests to simulate; default 1000.", rich_help_panel=LOAD)
+]
+Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Of their times; default 0.", rich_help_panel=LOAD)]
 
 
 def plan(
@@ -62,6 +83,13 @@ def plan(
     failures: Failures = None,
     restart: Restart = None,
     save: Save = None,
+    rate: Rate = None,
+    prompt: Prompt = None,
+    answer: Answer = None,
+    ttft: FirstToken = None,
+    tpot: EachToken = None,
+    count: Count = None,
+    seed: Seed = None,
     overwrite: Overwrite = False,
     device: Device = None,
 ) -> int:
@@ -82,17 +110,33 @@ def plan(
     unwritten = [name for name, file in files.items() if file is not None]
     if len(asked_for) > 1 or (asked_for and unwritten):
         raise typer.BadParameter("these do not go together", param_hint=", ".join([*asked_for, *unwritten]))
-    if what not in ("train", "prefill", "decode"):
-        raise typer.BadParameter(f"{what!r} is not train, prefill or decode", param_hint="--for")
+    if what not in ("train", "prefill", "decode", "serve"):
+        raise typer.BadParameter(f"{what!r} is not train, prefill, decode or serve", param_hint="--for")
+    load_told = {"--rate": rate, "--prompt": prompt, "--answer": answer, "--ttft": ttft, "--tpot": tpot,
+                 "--count": count, "--seed": seed}  # fmt: skip
+    given = [name for name, value in load_told.items() if value is not None]
+    if given and what != "serve":
+        raise typer.BadParameter("a load is of a server: --for serve", param_hint=", ".join(given))
     if passes and what != "train":
         raise typer.BadParameter("the passes shown are those of a training step", param_hint="--passes, --for")
-    if search and what != "train":
-        raise typer.BadParameter("the search is over training runs", param_hint="--search, --for")
+    if search and what not in ("train", "serve"):
+        raise typer.BadParameter("the search is over training runs and servers", param_hint="--search, --for")
     about = (tokens, price, watts, failures, restart, save)
     whole = any(option is not None for option in about)
     if whole and (what != "train" or asked_for):
         raise typer.BadParameter("a whole run is of a training plan", param_hint="--tokens, --price, --watts, ...")
     changes = on_device(overrides, device)
+    if what == "serve":
+        from tpshard.cli.rehearsed import Load, rehearsed
+
+        if (unwritten and unwritten != ["--svg"]) or [name for name in asked_for if name != "--search"]:
+            raise typer.BadParameter("a server's load has a table, --json and --svg", param_hint="--for")
+        if prompt is None or answer is None:
+            raise typer.BadParameter("how many tokens have a request and its answer?", param_hint="--prompt, --answer")
+        if not all(value is None or value > 0 for value in (rate, ttft, tpot)):
+            raise typer.BadParameter("nothing is answered in no time", param_hint="--rate, --ttft, --tpot")
+        asked_load = Load(prompt, answer, rate, ttft, tpot, count or 1000, seed or 0)
+        return rehearsed(load(recipe, changes), asked_load, search=search, as_json=as_json, svg=svg)
     loaded = load(recipe, changes)
     other = None
     if diff is not None:

@@ -33,7 +33,7 @@ def report(
     sizes = _steps(setting, length if what == "prefill" else sequences)
     programs = build_serving(setting, () if whole else tuple(sizes))
     ranks = setting.mesh.ranks
-    per_host = _processes(recipe, ranks, per_host)
+    per_host = processes(recipe, ranks, per_host)
     blocks = cache_blocks(recipe, programs, device) if blocks is None else blocks
     each = -(-length // BLOCK_SIZE)
     used = min(each * sequences, blocks)
@@ -87,11 +87,11 @@ def cache_blocks(recipe: Recipe, programs: ServingPrograms | None = None, device
     if programs is None:
         setting = ServeSetting.of(recipe, served(recipe, device.kind), device.kind)
         programs = build_serving(setting, setting.rows[:1])
-    mine = device.shared_by(_processes(recipe, programs.setting.mesh.ranks, per_host))
+    mine = device.shared_by(processes(recipe, programs.setting.mesh.ranks, per_host))
     return programs.cache_blocks(mine.memory_bytes - mine.context_bytes)
 
 
-def _processes(recipe: Recipe, ranks: int, per_host: int) -> int:
+def processes(recipe: Recipe, ranks: int, per_host: int) -> int:
     """Ranks of a server on one host."""
     return min(ranks, per_host) if recipe.cluster is not None else ranks
 

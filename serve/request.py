@@ -39,9 +39,10 @@ class Logprob:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
-    """One answer in the making: the prompt, what was added to it, and where its keys and values lie."""
+    """One answer in the making: the prompt, what was added to it, and where its keys and values lie. Two are never
+    equal, though they ask for the same."""
 
     prompt: tuple[int, ...]
     sampling: Sampling

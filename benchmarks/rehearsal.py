@@ -1,0 +1,219 @@
+"""Planned answers beside served ones: `plan --for serve` against `tpshard serve` under the same requests.
+
+    python benchmarks/rehearsal.py [--json] [--record] [--rates 1,2] [--requests 60] [--prompt 96] [--answer 24]
+                                   [--tp 1] [--repeat 3] [--device FILE]
+
+A random Llama is served by `tpshard serve`, in a process of its own with its workers; clients in another stream answers
+over HTTP, at the same random times that the rehearsal draws. Shown are served times over planned ones, for the time to
+the first token and that of each further one, at the median and the 99th percentile:
+
+measured   the scheduler rehearsed with step times of the same run: of the steps that the server timed with as many
+           rows, one of those nearest in what they read of the cache, drawn anew for each step
+priced     the scheduler rehearsed with the steps as `plan` prices them on `--device` (the shipped `cpu` unless told:
+           `tpshard doctor --measure` writes this machine's)
+
+Nothing of HTTP and tokens' text is in either. Runs of the rates are interleaved; ratios are of one run each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from tpshard.models import build, to_hf
+from tpshard.models.config import ModelConfig
+from tpshard.parallelism.fusion import Cached
+from tpshard.plan.step_prices import ServerBuilder
+from tpshard.programs.serving import BLOCK_SIZE
+from tpshard.programs.traffic import Answered, Rehearsal, StepTime, Traffic
+from tpshard.recipes.load import loads
+from tpshard.serve.rehearse import rehearse
+from tpshard.train.sample import ensure_sample
+
+from record import Record, add_options
+
+NEAREST = 12
+SHARES = {"median": 0.5, "99th": 0.99}
+
+
+def model_folder(out: Path) -> Path:
+    """A random Llama with the sample's tokenizer."""
+    config = ModelConfig(
+        family="llama", layers=6, width=512, heads=8, kv_heads=4, head_dim=64, mlp=1536, vocab=2048, max_seq=1024,
+        seq_len=512, dtype="fp32",
+    )  # fmt: skip
+    to_hf(build(config, device="cpu", seed=0), out)
+    for file in ensure_sample().tokenizer.glob("tokenizer*"):
+        shutil.copy(file, out)
+    return out
+
+
+# ---- the server's process -------------------------------------------------------------------------------------------
+def serve_and_time(out: Path, arguments: list[str]) -> int:
+    """`tpshard serve`, writing (rows, blocks read, blocks a row attends to, seconds) of each of its steps."""
+    from tpshard.cli.main import run
+    from tpshard.serve.engine import Engine
+    from tpshard.serve.metrics import Metrics
+    from tpshard.serve.step import StepInput
+
+    steps: list[tuple[float, ...]] = []
+    observe = Metrics.observe
+
+    def observed(metrics: Metrics, engine: Engine) -> None:
+        step, take = engine.step, engine._input
+        seen: list[StepInput] = []
+
+        def taken(slices: Any) -> StepInput:
+            seen[:] = [take(slices)]
+            return seen[0]
+
+        def timed() -> Any:
+            begun = time.perf_counter()
+            events = step()
+            if seen:
+                reach = seen[0].positions // BLOCK_SIZE + 1
+                blocks = sum(int(reach[seen[0].sequences == s].max()) for s in set(seen[0].sequences.tolist()))
+                steps.append((len(reach), blocks, float(reach.mean()), time.perf_counter() - begun))
+                seen.clear()
+            return events
+
+        engine.step, engine._input = timed, taken  # type: ignore[method-assign]
+        observe(metrics, engine)
+
+    Metrics.observe = observed  # type: ignore[method-assign]
+    try:
+        return run(["serve", *arguments])
+    finally:
+        out.write_text(json.dumps(steps))
+
+
+class Server:
+    """`tpshard serve` of a folder in a process; `steps` are its steps once it has ended."""
+
+    def __init__(self, changes: list[str], out: Path):
+        self._out = out
+        told = [sys.executable, str(Path(__file__).resolve()), "--serve", str(out), "tiny", *changes, "serve.port=0"]
+        self._process = subprocess.Popen(told, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self._process.stdout is not None
+        found = re.search(r"on (http://\S+)/v1", self._process.stdout.readline())
+        if found is None:
+            raise SystemExit("the server did not start")
+        self.url = found[1]
+
+    def end(self) -> list[tuple[float, ...]]:
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait()
+        return json.loads(self._out.read_text())
+
+
+async def ask(client: httpx.AsyncClient, url: str, model: str, traffic: Traffic, number: int) -> Answered:
+    draw = random.Random(number)
+    prompt = [draw.randrange(300, 2000) for _ in range(traffic.prompt)]
+    body = {"model": model, "prompt": prompt, "max_tokens": traffic.answer, "ignore_eos": True, "stream": True}
+    came, times = time.monotonic(), []
+    async with client.stream("POST", url + "/v1/completions", json=body) as response:
+        assert response.status_code == 200, response.status_code
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                times.append(time.monotonic())
+    return Answered(came, times[0], times[-1], traffic.answer)
+
+
+async def served(url: str, traffic: Traffic) -> Rehearsal:
+    """The traffic, sent to a server: the same figures as a rehearsal's."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=600, limits=limits) as client:
+        model = (await client.get(url + "/v1/models")).json()["data"][0]["id"]
+        await ask(client, url, model, traffic, -1)
+        begun = time.monotonic()
+
+        async def one(number: int, at: float) -> Answered:
+            await asyncio.sleep(max(0.0, begun + at - time.monotonic()))
+            return await ask(client, url, model, traffic, number)
+
+        answers = await asyncio.gather(*(one(i, at) for i, at in enumerate(traffic.arrivals())))
+    return Rehearsal(tuple(answers), 0, 0, 0, time.monotonic() - begun, 0.0)
+
+
+def drawn(steps: list[tuple[float, ...]], fitting: Callable[[int], int], seed: int) -> StepTime:
+    """Step times of a server's run: of the steps of a size one of the nearest in what they read."""
+    by_size: dict[int, list[tuple[float, ...]]] = defaultdict(list)
+    for step in steps:
+        by_size[fitting(int(step[0]))].append(step)
+    tables = {size: np.array(some) for size, some in by_size.items()}
+    draw = random.Random(seed)
+
+    def step_s(rows: int, found: Cached) -> float:
+        size = fitting(rows)
+        table = tables[size if size in tables else min(tables, key=lambda known: abs(known - size))]
+        far = np.abs(table[:, 0] - rows) + np.abs(table[:, 1] - found.blocks)
+        near = np.argsort(far, kind="stable")[:NEAREST]
+        return float(table[near[draw.randrange(len(near))], 3])
+
+    return step_s
+
+
+def main() -> int:
+    if "--serve" in sys.argv[1:2]:
+        return serve_and_time(Path(sys.argv[2]), sys.argv[3:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=lambda text: [float(x) for x in text.split(",")], default=[1.0, 2.0])
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--prompt", type=int, default=96)
+    parser.add_argument("--answer", type=int, default=24)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    add_options(parser)
+    options = parser.parse_args()
+    record = Record("rehearsal", quiet=options.json)
+    ratios: dict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = model_folder(Path(scratch) / "model")
+        changes = [f"serve.checkpoint={folder}", f"serve.mesh={{tp: {options.tp}}}", "serve.requests=16",
+                   "cluster.device=cpu"]  # fmt: skip
+        recipe = loads("name: tiny\nmodel: {preset: tiny}\n", [*changes[:3], f"cluster.device={options.device}",
+                       f"cluster.devices_per_node={options.tp}"])  # fmt: skip
+        priced = ServerBuilder().build(recipe)
+        for turn in range(options.repeat):
+            for rate in options.rates:
+                traffic = Traffic(options.prompt, options.answer, rate, count=options.requests, seed=turn)
+                server = Server(changes, Path(scratch) / "steps.json")
+                try:
+                    found = asyncio.run(served(server.url, traffic))
+                finally:
+                    steps = server.end()
+                ways = {"measured": drawn(steps, priced.programs.fitting, turn), "priced": priced.prices}
+                for way, step_s in ways.items():
+                    planned = rehearse(priced.room, traffic, step_s)
+                    row: dict[str, Any] = {"turn": turn, "rate": rate, "steps": way}
+                    for name, share in SHARES.items():
+                        for figure in ("ttft", "tpot"):
+                            here, there = getattr(found, figure)(share), getattr(planned, figure)(share)
+                            row[f"{figure}.{name}"] = [round(1e3 * here, 2), round(1e3 * there, 2)]
+                            ratios[f"{way}.{rate:g}.{figure}.{name}"].append(here / there)
+                    record.rows.append(row)
+                    record.say(json.dumps(row))
+    for name, values in ratios.items():
+        record.say(f"{name}: {record.figure(name, values, 'times')}")
+    record.close(write=options.record, as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""`tpshard plan --for serve`: hands the server's own scheduler to the plan."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tpshard.recipes.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the command line says of a server's load; times in seconds."""
+
+    prompt: int
+    answer: int
+    rate: float | None
+    ttft: float | None
+    tpot: float | None
+    count: int
+    seed: int
+
+
+def rehearsed(recipe: Recipe, load: Load, *, search: bool, as_json: bool, svg: Path | None) -> int:
+    """Prints how the recipe's server would answer, and draws it into `svg`."""
+    from tpshard.plan import save, serving_answers
+    from tpshard.plan.serving_picture import drawn
+    from tpshard.programs.traffic import Traffic
+    from tpshard.serve.rehearse import rehearse
+
+    if svg is not None:
+        save.check_writable(svg)
+    traffic = Traffic(load.prompt, load.answer, load.rate, count=load.count, seed=load.seed)
+    limits = serving_answers.TimeLimits(load.ttft, load.tpot)
+    made = serving_answers.answers(
+        recipe, traffic, limits, rehearse, curve=0 if svg is None else 10, front=search,
+        note=lambda text: print(text, file=sys.stderr),
+    )  # fmt: skip
+    if svg is not None:
+        save.write(svg, drawn(made))
+    shown = json.dumps(made.to_json(), indent=1) + "\n" if as_json else serving_answers.screen(made)
+    sys.stdout.write(shown)
+    return 0

@@ -1,0 +1,304 @@
+"""How a server would answer: times of its tokens under a load, the most it can do, and what other servers would.
+
+The server's scheduler belongs to the server: whoever asks hands in what rehearses it (`Rehearse`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tpshard.plan.step_prices import PricedServer, ServerBuilder
+from tpshard.plan.units import gib, plural, seconds
+from tpshard.programs.serving import BLOCK_SIZE
+from tpshard.programs.traffic import Rehearsal, Room, StepTime, Traffic
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.load import loads
+from tpshard.recipes.schema import Recipe
+
+Rehearse = Callable[[Room, Traffic, StepTime], Rehearsal]
+SHARE = 0.99
+"""Of the requests, that limits hold for."""
+FRONT_REQUESTS = (8, 32, 128, 512)
+"""`serve.requests` that a front tries."""
+HALVINGS = 7
+"""Of the interval in which the highest rate is looked for: it is found to 1%."""
+
+
+@dataclass(frozen=True)
+class TimeLimits:
+    """What 99 of 100 requests may take, in seconds; None: no limit."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+
+    def kept(self, found: Rehearsal) -> bool:
+        """Whether no request was refused and the limits hold."""
+        first = self.ttft is None or found.ttft(SHARE) <= self.ttft
+        return first and (self.tpot is None or found.tpot(SHARE) <= self.tpot) and not found.refused
+
+    def __bool__(self) -> bool:
+        return self.ttft is not None or self.tpot is not None
+
+    def __str__(self) -> str:
+        told = (("TTFT", self.ttft), ("TPOT", self.tpot))
+        return " and ".join(f"{name} {seconds(limit)}" for name, limit in told if limit is not None)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One load, answered."""
+
+    rate: float
+    """Requests that came a second; as many as were answered where each client waited for its last."""
+    requests_a_second: float
+    tokens_a_second: float
+    """Of answers."""
+    ttft_s: tuple[float, float]
+    """To the first token: median and 99th percentile."""
+    tpot_s: tuple[float, float]
+    """Of each further token: median and 99th percentile."""
+    mean_running: float
+    refused: int
+    preempted: int
+    kept: bool
+    """Whether the limits hold, where there are any."""
+
+    @staticmethod
+    def of(found: Rehearsal, traffic: Traffic, limits: TimeLimits) -> Figures:
+        done = found.requests_a_second
+        return Figures(
+            rate=done if traffic.rate is None else traffic.rate, requests_a_second=done,
+            tokens_a_second=done * traffic.answer, ttft_s=(found.ttft(0.5), found.ttft(SHARE)),
+            tpot_s=(found.tpot(0.5), found.tpot(SHARE)), mean_running=found.mean_running, refused=found.refused,
+            preempted=found.preempted, kept=limits.kept(found),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    """A server that no other tried one beats both in tokens a second of a device and in the time of a token."""
+
+    mesh: str
+    requests: int
+    tokens_a_second_a_device: float
+    tpot_s: float
+    ttft_s: float
+    rate: float
+    """Requests a second: the most it can do, or the most that keeps the limits."""
+
+
+@dataclass(frozen=True)
+class ServeAnswers:
+    """What a plan for a load says."""
+
+    server: PricedServer
+    traffic: Traffic
+    limits: TimeLimits
+    at_rate: Figures | None
+    """Under the rate that was asked for."""
+    saturated: Figures
+    """With a client for each of `serve.requests`, which asks again as soon as it is answered."""
+    highest: Figures | None
+    """At the highest rate that keeps the limits; None without limits, or where no rate does."""
+    curve: tuple[Figures, ...] = ()
+    """Of rates up to the most that the server can do."""
+    front: tuple[FrontPoint, ...] = ()
+    refused: tuple[str, ...] = ()
+    """Meshes of the front that could not be built, and why."""
+
+    @property
+    def fitting(self) -> int:
+        return self.server.fitting(self.traffic.prompt + self.traffic.answer)
+
+    @property
+    def provenance(self) -> str:
+        """Of its times: a GPU's constants were fitted on training runs, which say nothing of a server's."""
+        device = self.server.prices.device
+        return device.provenance if device.kind == "cpu" else "roofline"
+
+    def to_json(self) -> dict[str, Any]:
+        server, device = self.server, self.server.prices.device
+        return {
+            "schema": 1, "for": "serve", "device": device.name, "mesh": dict(server.programs.setting.mesh.axes),
+            "traffic": asdict(self.traffic), "limits": asdict(self.limits), "share": SHARE,
+            "cache": {"blocks": server.room.blocks, "tokens": server.room.blocks * BLOCK_SIZE,
+                      "bytes": server.cache_bytes, "requests": self.fitting},
+            "at_rate": _json(self.at_rate), "saturated": _json(self.saturated), "highest": _json(self.highest),
+            "curve": [_json(f) for f in self.curve], "front": [asdict(point) for point in self.front],
+            "refused": list(self.refused), "provenance": self.provenance, "programs": server.listed,
+        }  # fmt: skip
+
+
+def _json(found: Figures | None) -> dict[str, Any] | None:
+    return None if found is None else asdict(found)
+
+
+def answers(
+    recipe: Recipe, traffic: Traffic, limits: TimeLimits, rehearse: Rehearse, *, curve: int = 0, front: bool = False,
+    note: Callable[[str], None] = lambda _: None,
+) -> ServeAnswers:  # fmt: skip
+    """Rehearses the recipe's server under the traffic. `curve`: so many rates up to the most; `front`: other servers.
+
+    Raises `Mistakes` (exit 4) where the server or one request does not fit.
+    """
+    builder = ServerBuilder()
+    server = builder.build(recipe)
+    each = traffic.prompt + traffic.answer
+    if each > server.longest:
+        by_model = server.longest == server.programs.setting.max_seq
+        raise Mistakes.one(
+            f"a request of {each:,} tokens is longer than the {server.longest:,} that "
+            f"{'the model is made for' if by_model else 'the cache holds'}",
+            exit=Exit.FIT, where=recipe.where("model" if by_model else "serve.cache_mb"),
+            fix="fewer tokens: --prompt, --answer" + ("" if by_model else "; or a larger `serve.cache_mb`"),
+        )  # fmt: skip
+
+    def figures(one: PricedServer, asked: Traffic) -> Figures:
+        return Figures.of(rehearse(one.room, asked, one.prices), asked, limits)
+
+    full = figures(server, _full(traffic, server))
+    at_rate = figures(server, traffic) if traffic.rate is not None else None
+    highest = _highest(lambda rate: figures(server, replace(traffic, rate=rate)), full) if limits else None
+    rates = [full.requests_a_second * (i + 1) / curve for i in range(curve)]
+    drawn = tuple(figures(server, replace(traffic, rate=rate)) for rate in rates)
+    points, refused = _front(recipe, traffic, limits, builder, figures, note) if front else ((), ())
+    return ServeAnswers(server, traffic, limits, at_rate, full, highest, drawn, points, refused)
+
+
+def _full(traffic: Traffic, server: PricedServer) -> Traffic:
+    clients = min(server.room.running, server.room.wanted)
+    return replace(traffic, rate=None, clients=clients, count=max(traffic.count, 4 * clients))
+
+
+def _highest(at: Callable[[float], Figures], full: Figures) -> Figures | None:
+    """The figures at the highest rate that keeps the limits; None where none does."""
+    low, high, best = 0.0, full.requests_a_second, None
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        found = at(middle)
+        if found.kept:
+            low, best = middle, found
+        else:
+            high = middle
+    return best
+
+
+def _front(
+    recipe: Recipe, traffic: Traffic, limits: TimeLimits, builder: ServerBuilder,
+    figures: Callable[[PricedServer, Traffic], Figures], note: Callable[[str], None],
+) -> tuple[tuple[FrontPoint, ...], tuple[str, ...]]:  # fmt: skip
+    """The servers that no other beats, over sizes of the mesh's axis and `serve.requests`; and what does not fit."""
+    found: list[FrontPoint] = []
+    refused: dict[str, str] = {}
+    for axis, ways in _meshes(recipe):
+        mesh = f"{axis} {ways}"
+        before = 0
+        for requests in FRONT_REQUESTS:
+            try:
+                told = loads(
+                    recipe.to_yaml(), [f"serve.mesh={{{axis}: {ways}}}", f"serve.requests={requests}"],
+                    file=recipe.name,
+                )  # fmt: skip
+                server = builder.build(told)
+            except Mistakes as error:
+                refused[mesh] = error.diagnostics[0].message
+                break
+            room = min(requests, server.fitting(traffic.prompt + traffic.answer))
+            if room <= before or server.longest < traffic.prompt + traffic.answer:
+                break  # the cache holds no more than what was tried
+            before = room
+            note(f"tried {mesh}, {plural(requests, 'request')} at once")
+            full = best = figures(server, _full(traffic, server))
+            if limits:
+                kept = _highest(lambda rate: figures(server, replace(traffic, rate=rate)), full)  # noqa: B023
+                if kept is None:
+                    continue
+                best = kept
+            made = best.tokens_a_second / ways
+            found.append(FrontPoint(mesh, requests, made, best.tpot_s[0], best.ttft_s[0], best.rate))
+    return tuple(sorted(unbeaten(found), key=lambda p: -p.tokens_a_second_a_device)), tuple(
+        f"{mesh}: {why}" for mesh, why in refused.items()
+    )
+
+
+def unbeaten(points: Sequence[FrontPoint]) -> Iterator[FrontPoint]:
+    """Those that no other point beats in tokens of a device without a slower token, or the other way round."""
+    for one in points:
+        mine = (one.tokens_a_second_a_device, -one.tpot_s)
+        if not any(
+            (other.tokens_a_second_a_device, -other.tpot_s) != mine
+            and other.tokens_a_second_a_device >= mine[0] and -other.tpot_s >= mine[1]
+            for other in points
+        ):  # fmt: skip
+            yield one
+
+
+def _meshes(recipe: Recipe) -> Iterator[tuple[str, int]]:
+    """(axis, size): powers of two up to the recipe's devices, along the largest axis of its server."""
+    axis = max(recipe.serve.mesh, key=lambda name: recipe.serve.mesh[name])
+    most = max(recipe.serve.mesh[axis], 1)
+    if recipe.cluster is not None:
+        most = recipe.cluster.nodes * recipe.cluster.devices_per_node
+    ways = 1
+    while ways <= most:
+        yield axis, ways
+        ways *= 2
+
+
+# ---- the screen -----------------------------------------------------------------------------------------------------
+def screen(made: ServeAnswers) -> str:
+    """The answers as text of 100 columns."""
+    server, traffic = made.server, made.traffic
+    setting, told = server.programs.setting, server.recipe.serve
+    mesh = ", ".join(f"{axis} {size}" for axis, size in setting.mesh.axes.items() if size > 1) or "one device"
+    tokens = server.room.blocks * BLOCK_SIZE
+    head = f"ANSWERS [the server's scheduler, steps {made.provenance}]"
+    lines = [
+        f"plan: {server.recipe.name}, a server for prompts of {traffic.prompt:,} tokens and answers of "
+        f"{traffic.answer:,}",
+        f"  {server.prices.device.name}, {mesh}, {setting.served.dtype}; steps of up to {setting.most:,} tokens, "
+        f"{plural(told.requests, 'request')} at once",
+        f"CACHE [exact]  {gib(server.cache_bytes)} on each device, {tokens:,} tokens: "
+        f"{plural(made.fitting, 'request')} at once",
+        f"{head:<53}TTFT median     99th   TPOT median     99th   tokens/s",
+    ]
+    if made.at_rate is not None:
+        seen = f"{traffic.rate:g} requests/s at random times, seed {traffic.seed}"
+        lines += _row(seen, made.at_rate)
+        if made.at_rate.requests_a_second < 0.9 * made.at_rate.rate:
+            lines.append("  ! more requests come than it can answer: the times grow for as long as that lasts")
+        if made.limits:
+            lines.append(
+                f"  limits {made.limits}: {'kept' if made.at_rate.kept else 'not kept'} for 99 of 100 requests"
+            )
+    lines += _row(f"as fast as it can: {made.saturated.requests_a_second:.3g} requests/s", made.saturated)
+    if made.highest is not None:
+        lines += _row(f"highest within limits: {made.highest.rate:.3g} requests/s", made.highest)
+    elif made.limits:
+        lines.append(f"  no rate keeps {made.limits} for 99 of 100 requests")
+    if made.fitting < told.requests:
+        lines.append(f"  ! the cache holds {made.fitting} of {told.requests} such requests: others wait for it")
+    if made.front or made.refused:
+        kept = f", at the highest rate within {made.limits}" if made.limits else ", each as fast as it can"
+        lines.append(f"FRONT  no other server tried is better in both{kept}")
+        lines.append("  mesh     requests   tokens/s a device   TPOT median   TTFT median   requests/s")
+        for p in made.front:
+            lines.append(
+                f"  {p.mesh:<9}{p.requests:8d}{p.tokens_a_second_a_device:20,.1f}{seconds(p.tpot_s):>14}"
+                f"{seconds(p.ttft_s):>14}{p.rate:13.3g}"
+            )
+        lines += [f"  left out: {one}" for one in made.refused]
+    lines.append("Network, tokenizing and choosing tokens are not in these times.")
+    return "\n".join(lines) + "\n"
+
+
+def _row(what: str, f: Figures) -> list[str]:
+    times = (f.ttft_s[0], f.ttft_s[1], f.tpot_s[0], f.tpot_s[1])
+    widths = (11, 9, 14, 9)
+    shown = "".join(f"{seconds(t):>{w}}" for t, w in zip(times, widths))
+    lines = [f"  {what:<51}{shown}{f.tokens_a_second:11,.0f}"]
+    if f.refused or f.preempted:
+        lines.append(f"    {plural(f.refused, 'request')} refused, {plural(f.preempted, 'preemption')}")
+    return lines

@@ -1,0 +1,121 @@
+"""What a server's steps take: its programs priced for any number of rows and any state of the cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tpshard.parallelism.cost import Device
+from tpshard.parallelism.fusion import Cached
+from tpshard.parallelism.program import Program
+from tpshard.parallelism.timeline import price
+from tpshard.plan.server import processes
+from tpshard.programs import cluster
+from tpshard.programs.served import served
+from tpshard.programs.serving import BLOCK_SIZE, ServeSetting, ServingPrograms, build_serving
+from tpshard.programs.traffic import Room
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.schema import Recipe
+
+APART = math.sqrt(2)
+"""Between two states of the cache that are priced; those between them are interpolated."""
+
+
+@dataclass
+class StepPrices:
+    """Seconds of a server's steps. Called with a step's rows and what they find in the cache."""
+
+    steps: Mapping[int, Program]
+    """Rows -> program, smallest first."""
+    device: Device
+    per_host: int
+    _known: dict[tuple[int, int, int], float] = field(default_factory=dict)
+
+    def __call__(self, rows: int, found: Cached) -> float:
+        """A step of so many rows, padded to the next size; padding attends to a block of its own."""
+        size = next(n for n in self.steps if n >= rows)
+        by_row = (found.by_row * rows + size - rows) / size
+        (b0, b1, b), (r0, r1, r) = _between(found.blocks), _between(by_row)
+        low = (1 - r) * self._at(size, b0, r0) + r * self._at(size, b0, r1)
+        high = (1 - r) * self._at(size, b1, r0) + r * self._at(size, b1, r1)
+        return (1 - b) * low + b * high
+
+    def _at(self, size: int, blocks: int, by_row: int) -> float:
+        key = (size, blocks, by_row)
+        if key not in self._known:
+            found = Cached(APART**blocks, APART**by_row)
+            priced = price(self.steps[size], self.device, self.per_host, compiled="none", cached=found)
+            self._known[key] = priced.run().seconds
+        return self._known[key]
+
+
+def _between(value: float) -> tuple[int, int, float]:
+    """(lower, upper, how far from the lower one to the upper) of the powers of `APART` around a value."""
+    power = math.floor(math.log(max(1.0, value), APART) + 1e-9)
+    low, high = APART**power, APART ** (power + 1)
+    return power, power + 1, min(1.0, max(0.0, (value - low) / (high - low)))
+
+
+@dataclass(frozen=True)
+class PricedServer:
+    """A recipe's server before anything is loaded: its programs, its cache, and what its steps take."""
+
+    recipe: Recipe
+    programs: ServingPrograms
+    prices: StepPrices
+    room: Room
+    cache_bytes: int
+
+    @property
+    def ranks(self) -> int:
+        return self.programs.setting.mesh.ranks
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of one request, prompt and answer."""
+        return min(self.programs.setting.max_seq, self.room.blocks * BLOCK_SIZE)
+
+    @property
+    def listed(self) -> list[dict[str, Any]]:
+        return self.programs.listed
+
+    def fitting(self, tokens: int) -> int:
+        """Requests of so many tokens that the cache holds at once."""
+        return self.room.blocks // -(-tokens // BLOCK_SIZE)
+
+
+class ServerBuilder:
+    """Builds servers of variants of a recipe; programs that two variants share are built once."""
+
+    def __init__(self) -> None:
+        self._built: dict[tuple[object, ...], ServingPrograms] = {}
+
+    def build(self, recipe: Recipe) -> PricedServer:
+        """`Mistakes` (exit 4) where the mesh does not fit the heads, or the weights not the device."""
+        device, _, per_host = cluster.device_of(recipe)
+        setting = ServeSetting.of(recipe, served(recipe, device.kind), device.kind)
+        made = {rows: self._program(setting, rows) for rows in setting.rows}
+        first = next(iter(made.values()))
+        programs = replace(first, setting=setting, steps={rows: one.steps[rows] for rows, one in made.items()})
+        ranks = setting.mesh.ranks
+        per_host = processes(recipe, ranks, per_host)
+        mine = device.shared_by(per_host)
+        free = mine.memory_bytes - mine.context_bytes
+        blocks, each = programs.cache_blocks(free), programs.bytes("cache")
+        if programs.bytes("parameter") + (blocks + 1) * each > free:
+            raise Mistakes.one(
+                f"weights of {programs.bytes('parameter') / 2**30:.2f} GiB and a cache of "
+                f"{(blocks + 1) * each / 2**30:.2f} GiB do not fit {free / 2**30:.2f} GiB on each {device.name}",
+                exit=Exit.FIT, where=recipe.where("serve.mesh"), fix="a larger `serve.mesh`, or `serve.cache_mb`",
+            )  # fmt: skip
+        told = recipe.serve
+        room = Room(blocks, setting.most, setting.wanted(setting.most), told.requests, told.queue)
+        return PricedServer(recipe, programs, StepPrices(programs.steps, mine, per_host), room, (blocks + 1) * each)
+
+    def _program(self, setting: ServeSetting, rows: int) -> ServingPrograms:
+        key = (tuple(setting.mesh.axes.items()), rows, setting.wanted(rows))
+        if key not in self._built:
+            self._built[key] = build_serving(setting, (rows,))
+        return self._built[key]

@@ -1,0 +1,62 @@
+"""`plan --for serve`: what steps take between priced states, the rate that keeps limits, the front, the command."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from tpshard.cli.main import run as tpshard
+from tpshard.parallelism.fusion import Cached
+from tpshard.parallelism.timeline import price
+from tpshard.plan.serving_answers import FrontPoint, TimeLimits, answers, unbeaten
+from tpshard.plan.step_prices import ServerBuilder
+from tpshard.programs.traffic import Traffic
+from tpshard.recipes.load import loads
+from tpshard.serve.rehearse import rehearse
+
+RECIPE = "name: tiny\nmodel: {preset: tiny}\ncluster: {device: cpu, devices_per_node: 2}\nserve: {mesh: {tp: 2}}\n"
+
+
+def test_a_step_between_priced_states_takes_what_its_program_does() -> None:
+    server = ServerBuilder().build(loads(RECIPE, ["cluster.device=h100-sxm-80g"]))
+    prices, draw = server.prices, random.Random(0)
+    for _ in range(8):
+        rows = draw.randrange(1, 500)
+        found = Cached(draw.uniform(1, 300), draw.uniform(1, 100))
+        size = server.programs.fitting(rows)
+        padded = Cached(found.blocks, (found.by_row * rows + size - rows) / size)
+        exact = price(server.programs.steps[size], prices.device, prices.per_host, compiled="none", cached=padded)
+        assert prices(rows, found) == pytest.approx(exact.run().seconds, rel=0.01)
+
+
+def test_the_highest_rate_keeps_the_limits_and_a_higher_one_does_not() -> None:
+    recipe, limits = loads(RECIPE), TimeLimits(ttft=0.05, tpot=0.01)
+    made = answers(recipe, Traffic(40, 16, count=200), limits, rehearse)
+    assert made.highest is not None and made.highest.kept and 0 < made.highest.rate < made.saturated.rate
+    assert made.highest.ttft_s[1] <= 0.05 and made.highest.tpot_s[1] <= 0.01
+    more = rehearse(made.server.room, Traffic(40, 16, 1.1 * made.highest.rate, count=200), made.server.prices)
+    assert not limits.kept(more)
+
+
+def test_no_point_of_a_front_beats_another() -> None:
+    points = [
+        FrontPoint("tp 1", i, tokens, tpot, 0.0, 0.0) for i, (tokens, tpot) in enumerate([(9, 3), (5, 1), (4, 2)])
+    ]
+    assert {point.requests for point in unbeaten(points)} == {0, 1}
+
+
+def test_the_command_answers_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tiny.yaml"
+    file.write_text(RECIPE)
+    load = ["plan", str(file), "--for", "serve", "--prompt", "40", "--answer", "8", "--count", "50"]
+    assert tpshard([*load, "--rate", "20", "--ttft", "0.1", "--json", "--svg", str(tmp_path / "load.svg")]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["at_rate"]["kept"] and made["at_rate"]["ttft_s"][0] <= made["at_rate"]["ttft_s"][1] <= 0.1
+    assert made["cache"]["requests"] == made["cache"]["tokens"] // 48 and len(made["curve"]) == 10
+    assert (tmp_path / "load.svg").read_text().count("<polyline") == 4
+    assert tpshard([*load[:-2], "--answer", "800"]) == 4
+    assert "longer than the 256 that the model is made for" in capsys.readouterr().err
+    for wrong in (load[:4], ["plan", str(file), "--rate", "2"], [*load, "--html", "x.html"], [*load, "--rate", "0"]):
+        assert tpshard(wrong) == 2

@@ -1,0 +1,64 @@
+"""A rehearsal is the server without its model: it takes the same steps, and its times follow from theirs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tpshard.parallelism.fusion import Cached
+from tpshard.programs.traffic import Room, Traffic
+from tpshard.serve.engine import Engine
+from tpshard.serve.rehearse import rehearse
+from tpshard.serve.request import Sampling, Sequence
+from tpshard.serve.step import StepInput
+
+ROOM = Room(blocks=40, rows=16, wanted=8, running=8, queue=4)
+
+
+class Blank:
+    """A runner whose tokens are all alike; it notes what the rows of each step read."""
+
+    blocks, block_size, max_rows, max_wanted, vocab, max_seq = 40, 16, 16, 8, 4, 1000
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def step(self, batch: StepInput) -> torch.Tensor:
+        ends = {s: int(batch.positions[batch.sequences == s].max()) // 16 + 1 for s in set(batch.sequences.tolist())}
+        self.seen.append((len(batch.tokens), sum(ends.values())))
+        return torch.zeros(len(batch.wanted), self.vocab)
+
+    def close(self) -> None: ...
+
+
+def test_a_rehearsal_takes_the_steps_of_the_engine() -> None:
+    prompt, answer, count = 50, 60, 12  # more than the cache holds: some are preempted
+    runner = Blank()
+    engine = Engine(runner, max_running=8)
+    for number in range(count):
+        engine.add(Sequence((number, *([0] * (prompt - 1))), Sampling(temperature=0), answer))
+    while engine.busy:
+        engine.step()
+    seen = []
+
+    def step_s(rows: int, found: Cached) -> float:
+        seen.append((rows, found.blocks))
+        return 1.0
+
+    done = rehearse(ROOM, Traffic(prompt, answer, clients=count, count=count), step_s)
+    assert seen == runner.seen
+    assert done.preempted == engine.scheduler.preemptions > 0
+    assert done.seconds == done.steps == engine.steps
+
+
+def test_times_of_a_request_alone_are_those_of_its_steps() -> None:
+    done = rehearse(ROOM, Traffic(40, 5, rate=1e-6, count=10), lambda rows, _: 0.5 if rows > 1 else 0.1)
+    for one in done.answers:
+        assert one.ttft == pytest.approx(3 * 0.5, rel=1e-3)  # 40 tokens in steps of 16
+        assert one.tpot == pytest.approx(0.1, rel=1e-3)
+
+
+def test_a_queue_that_is_full_refuses() -> None:
+    done = rehearse(ROOM, Traffic(16, 100, rate=1e3, count=60), lambda rows, _: 0.1)
+    assert done.refused == 60 - len(done.answers) > 0
+    with pytest.raises(ValueError, match="do not fit a cache"):
+        rehearse(ROOM, Traffic(600, 100, rate=1.0), lambda rows, _: 0.1)
