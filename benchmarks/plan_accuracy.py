@@ -123,19 +123,20 @@ fsdp:
   reduce_dtype: {row["reduce_dtype"]}
   accumulate: {{reduce: {reduce}}}
 remat: {REMAT[row["ac"]]}
-compile: {"eager" if row["compile"] == "0" else "inductor"}
+compile: {"eager" if row["compile"] == "0" else "blocks" if eager_loss(row) else "inductor"}
 batch: {{global_sequences: {number(row, "local_bs") * ranks * times}, per_device: {number(row, "local_bs")}}}
 """,
         file=row["src"],
     )
 
 
-def compiled_of(row: dict[str, str]) -> Compiled:
-    """What was compiled: the blocks where the row says so, and the loss unless its source ran it eagerly."""
-    eager_loss = row["src"].startswith("tt_2024")
-    if row["compile"] == "0":
-        return "none" if eager_loss else "rest"
-    return "layers" if eager_loss else "all"
+def eager_loss(row: dict[str, str]) -> bool:
+    return row["src"].startswith("tt_2024")
+
+
+def compiled_of(row: dict[str, str]) -> Compiled | None:
+    """What was compiled where no recipe can say it: the loss beside eager blocks."""
+    return "rest" if row["compile"] == "0" and not eager_loss(row) else None
 
 
 def figures(row: dict[str, str], recipe: Recipe, quick: bool) -> tuple[float, float]:

@@ -40,13 +40,11 @@ class Memory:
     """Bytes of every value that takes memory and is no input, in the order in which they are made."""
 
 
-def liveness(
-    program: Program, kernels: Sequence[Kernel], *, always: Mapping[str, int] | None = None, reuse: bool = False
-) -> Memory:
+def liveness(program: Program, kernels: Sequence[Kernel], *, always: Mapping[str, int] | None = None) -> Memory:
     """Memory over the program's nodes, in their order.
 
     `always`: bytes by category that live throughout and are no inputs of the program (optimizer state, accumulated
-    gradients). `reuse`: a pointwise kernel may write over an operand that it is the last to read.
+    gradients). A compiled pointwise kernel may write over an operand that it is the last to read.
     """
     flow = Flow.of(program)
     nodes = flow.nodes
@@ -58,7 +56,8 @@ def liveness(
         end = death[base]
         change[kind][start] += size[base]
         if end < len(nodes):
-            early = reuse and kernels[end].work == "stream" and end > start and kernels[end].written == size[base]
+            over = kernels[end].compiled and kernels[end].work == "stream" and kernels[end].written == size[base]
+            early = over and end > start
             change[kind][end if early else end + 1] -= size[base]
     for name, extra in (always or {}).items():
         change[name][0] += extra

@@ -11,6 +11,8 @@ from tpshard.plan.units import gib, seconds
 
 SHIPPED_CPU = "cpu"
 """Name of the device file that stands for any CPU."""
+BETWEEN_STAGES = ("send", "recv")
+"""Transfers of a pipeline, which a run does not count among its collectives."""
 SKIPPED = 2
 """Logged steps that a run warms up in: they are not compared where there are enough others."""
 
@@ -42,6 +44,7 @@ def compare(folder: Path) -> dict[str, Any] | None:
         "step_s": plan["time"]["step_s"],
         "exposed_comm_s": plan["time"]["exposed_comm_s"],
         "peak_memory_bytes": plan["memory"]["peak_bytes"],
+        "collectives": sum(line["count"] for line in plan["collectives"] if line["kind"] not in BETWEEN_STAGES),
         "sent_bytes": sum(line["wire_bytes"] for line in plan["collectives"]),
         "tokens_per_s": plan["tokens_per_s_per_device"] * _devices(plan),
     }

@@ -15,6 +15,7 @@ from tpshard.plan.forecast import Conditions, Forecast, forecast
 from tpshard.plan.pricing import Pricing, StepPart, price_parts, priced_pipeline
 from tpshard.plan.report import PlannedJob, Report
 from tpshard.programs import cluster, training
+from tpshard.programs.choices import compiled_by
 from tpshard.programs.setting import DTYPES, Setting, devices_of
 from tpshard.recipes.schema import Recipe
 
@@ -34,11 +35,6 @@ def training_parts(programs: training.TrainingPrograms, compiled: Compiled | Non
         sums = replace(programs.reduce, inputs=tuple(replace(p, kind="gradient") for p in programs.reduce.inputs))
         parts.append(StepPart("reduce", sums, 1, moments | {"parameters": rest["parameter"]}, chosen))
     return [*parts, StepPart("update", programs.update, 1, {}, chosen)]
-
-
-def compiled_by(recipe: Recipe) -> Compiled:
-    """What a compiler sees of a recipe's programs."""
-    return "all" if recipe.compile == "inductor" else "none"
 
 
 def _held(program: Program, kind: str) -> int:
@@ -119,7 +115,7 @@ def of_training(programs: training.TrainingPrograms, source: str = "", accuracy:
         per_device=batch.per_device,
         micro_batches=batch.micro_batches,
         tokens=batch.global_sequences * setting.seq_len,
-        compiled=recipe.compile == "inductor",
+        compiled=recipe.compile,
         remat=_remat(recipe),
         device_assumed=recipe.cluster is None,
     )

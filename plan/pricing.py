@@ -181,7 +181,7 @@ def price_parts(
     done = []
     for part in parts:
         priced = price(part.program, mine, per_host, compiled=part.compiled, cached=part.cached)
-        memory = liveness(part.program, priced.kernels, always=part.always, reuse=part.compiled == "all")
+        memory = liveness(part.program, priced.kernels, always=part.always)
         done.append(PricedPart(part, priced, priced.run(), memory))
     loop = _looping(mine, parts[0].program.mesh, per_host) if trains else 0.0
     return Pricing(mine, done, loop + _growing(done, mine))

@@ -37,7 +37,8 @@ class PlannedJob:
     micro_batches: int
     tokens: int
     """Tokens of a step, all devices."""
-    compiled: bool
+    compiled: str
+    """As the recipe's `compile`."""
     remat: str = ""
     device_assumed: bool = False
     """No device was named: the shipped CPU is priced."""
@@ -175,7 +176,7 @@ class Report:
             "memory.parameters": "exact",
             "memory.gradients": "exact",
             "memory.optimizer": "exact",
-            "memory.peak_bytes": "calibrated" if self.job.compiled else "exact",
+            "memory.peak_bytes": "exact" if self.job.compiled == "eager" else "calibrated",
             "memory.reserved_bytes": "calibrated" if "reserved" in self.pricing.device.fitted else "roofline",
             "collectives.count": "exact",
             "collectives.bytes": "exact",

@@ -18,6 +18,7 @@ from tpshard.plan.units import count, gib, plural, seconds
 WIDTH, HEIGHT = 100, 60
 STAGES = 4
 """Of a pipeline, shown without --verbose."""
+COMPILED = {"blocks": "blocks compiled"}
 LABELS = {
     "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state",
     "activations": "activations", "gathered": "gathered buckets", "logits_and_loss": "logits and loss",
@@ -90,7 +91,7 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
     assumed = " (none named: the shipped CPU)" if job.device_assumed else ""
     head += [
         f"  model   {job.model}, {count(job.params)} parameters, seq {job.seq_len}, {job.dtype}, "
-        f"{'inductor' if job.compiled else 'eager'}{', remat ' + job.remat if job.remat else ''}",
+        f"{COMPILED.get(job.compiled, job.compiled)}{', remat ' + job.remat if job.remat else ''}",
         *([f"  weights {job.quantized}"] if job.quantized else []),
         f"  mesh    {' x '.join(f'{k} {v}' for k, v in job.mesh.items())} = {report.devices} x "
         f"{times.device.name}{assumed}, {plural(job.nodes, 'host')} of {job.devices_per_node}",

@@ -54,7 +54,7 @@ def report(
         params=sum(map(math.prod, programs.shapes.values())) if config is None else config.count, seq_len=length,
         dtype=setting.served.dtype, mesh=dict(setting.mesh.axes), nodes=-(-ranks // per_host),
         devices_per_node=per_host, global_sequences=sequences, per_device=sequences, micro_batches=1,
-        tokens=length if what == "prefill" else sequences, compiled=False, device_assumed=recipe.cluster is None,
+        tokens=length if what == "prefill" else sequences, compiled="eager", device_assumed=recipe.cluster is None,
         quantized="" if quantized is None else f"{quantized}, layout {recipe.serve.layout}",
     )  # fmt: skip
     few = _too_few(blocks, requests, length, programs.bytes("cache"))

@@ -212,7 +212,7 @@ def _device(
             priced, timeline = runs[key]
             name = f"{NAMES[task.kind]} of stage {task.stage}"
             part = StepPart(name, program, table.micro_batches, _beside(rest, program, others), compiled)
-            memory = liveness(program, priced.kernels, always=part.always, reuse=compiled == "all")
+            memory = liveness(program, priced.kernels, always=part.always)
             own[key] = memory.peak_bytes - others
             first[key] = PricedPart(part, priced, _trimmed(timeline), memory)
             parts.append(first[key])
@@ -230,12 +230,12 @@ def _device(
     _, key, others = tallest
     chosen = first[key]
     always = _beside(rest, chosen.part.program, others)
-    memory = liveness(chosen.part.program, chosen.priced.kernels, always=always, reuse=compiled == "all")
+    memory = liveness(chosen.part.program, chosen.priced.kernels, always=always)
     peak_part = PricedPart(replace(chosen.part, always=always), chosen.priced, chosen.timeline, memory)
     for name, once in _once(pipeline, place):
         priced = price(once, device, per_host, compiled=compiled)
         part = StepPart(name, once, 1, _beside(rest, once, 0), compiled)
-        memory = liveness(once, priced.kernels, always=part.always, reuse=compiled == "all")
+        memory = liveness(once, priced.kernels, always=part.always)
         parts.append(PricedPart(part, priced, _trimmed(priced.run()), memory))
     return parts, max([peak_part, *parts], key=lambda p: p.memory.peak_bytes)
 

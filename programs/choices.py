@@ -24,7 +24,7 @@ from tpshard.programs.fsdp_units import unit_of
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.patterns import covers
-from tpshard.recipes.schema import BucketFile, BucketSize, RematEvery
+from tpshard.recipes.schema import BucketFile, BucketSize, Recipe, RematEvery
 
 Groups = buckets.Groups
 
@@ -58,6 +58,12 @@ def choose(setting: Setting, program: Program, made: Callable[[Choices], Program
         return Choices(again, tuple(map(tuple, groups)))
 
     return with_buckets(_buckets(setting, chooser, recomputed(again), lambda groups: made(with_buckets(groups))))
+
+
+def compiled_by(recipe: Recipe) -> Compiled:
+    """What a compiler sees of a recipe's programs."""
+    seen: dict[str, Compiled] = {"inductor": "all", "blocks": "layers", "eager": "none"}
+    return seen[recipe.compile]
 
 
 def keep_of(setting: Setting) -> Keep:
@@ -121,7 +127,7 @@ class Chooser:
         self.setting, recipe = setting, setting.recipe
         whole, _, self.per_host = cluster.device_of(recipe)
         self.device: Device = whole.shared_by(self.per_host)
-        self.compiled: Compiled = "all" if recipe.compile == "inductor" else "none"
+        self.compiled = compiled_by(recipe)
         self.topology = Topology(setting.mesh, self.per_host)
         limit = recipe.fsdp.memory_limit
         self.memory = limit if limit is not None else int(self.device.memory_bytes * (1 - RESERVE))

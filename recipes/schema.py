@@ -498,8 +498,9 @@ class Recipe(Section):
     remat: Literal["none", "full", "selective"] | RematEvery | tuple[str, ...] = "selective"
     """What is recomputed in the backward pass: nothing, everything, all but matmul and attention outputs, every n-th
     layer, or all but a list of operations to keep."""
-    compile: Literal["inductor", "eager"] = "inductor"
-    """How the program of a device is run."""
+    compile: Literal["inductor", "blocks", "eager"] = "inductor"
+    """What torch's compiler sees of a device's program: all of it; its layers, while the rest (the loss, the optimizer)
+    runs operation by operation; or nothing."""
     pipeline: Pipeline | None = None
     """Layers in stages; needs a mesh axis `pp`."""
     data: Data = field(default_factory=Data)

@@ -222,7 +222,7 @@ class TrainingLoop:
             "mfu": flops / step_s / self.flops_per_s if flops and self.flops_per_s else None,
             "peak_memory_bytes": self.peak_memory() if logged else None,
             "exposed_comm_s": self.engine.exposed_comm_s, "sent_bytes": self.engine.sent_bytes,
-            "time": time.time(), "run": self.attempt, "restarts": self.restarts,
+            "collectives": self.engine.collectives, "time": time.time(), "run": self.attempt, "restarts": self.restarts,
         }  # fmt: skip
         experts = balance(result.counted)
         if experts is not None:

@@ -25,6 +25,7 @@ STEP_KEYS = {
     "peak_memory_bytes": "most memory that a rank has allocated; null where it is not seen",
     "exposed_comm_s": "seconds of this step that a rank waited for collectives; null where they are not seen",
     "sent_bytes": "bytes that a rank sends in a step, counted in the second one",
+    "collectives": "collectives that a rank issues in a step, counted in the second one",
     "time": "Unix time, in seconds",
     "run": "number of times that the run was started or continued",
     "restarts": "restarts after a worker crashed, since the command was given",

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.program import Port, Program, info
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
@@ -15,6 +16,7 @@ from tpshard.parallelism.runtime.mail import Mail
 from tpshard.parallelism.runtime.tally import Tally
 from tpshard.parallelism.sharding import Layout
 from tpshard.parallelism.simulate import block, cut
+from tpshard.programs.choices import compiled_by
 from tpshard.programs.training import TrainingPrograms
 from tpshard.train.checkpoint import OPTIMIZER
 from tpshard.train.made import StepBatch
@@ -40,7 +42,7 @@ class State:
         """`update` takes this rank's parameters, their gradient sums and both moments, in this order; `sums` are the
         gradient sums as micro-batches leave them."""
         self.programs, self.context, self.initial_block = programs, context, initial_block
-        self.compiled = programs.setting.recipe.compile == "inductor"
+        self.compiled = compiled_by(programs.setting.recipe)
         self.executors: list[Executor] = []
         """Whose waits are counted."""
         count = len(sums)
@@ -54,7 +56,7 @@ class State:
         self._tally: Tally | None = None
         self.flops_per_sequence = flops(programs.micro) // self.batch_ports[0].shape[0]
 
-    def _executor(self, program: Program, *, compiled: bool = False, mail: Mail | None = None) -> Executor:
+    def _executor(self, program: Program, *, compiled: Compiled = "none", mail: Mail | None = None) -> Executor:
         self.executors.append(Executor(program, self.context, compiled=compiled, mail=mail))
         return self.executors[-1]
 
@@ -72,7 +74,7 @@ class State:
 
     @property
     def exposed_comm_s(self) -> float | None:
-        if self.context.device.type != "cpu" or self.compiled:  # waits are in the compiler's code
+        if self.context.device.type != "cpu" or self.compiled == "all":  # waits are in the compiler's code
             return None
         waited = sum(e.waited_s for e in self.executors)
         for executor in self.executors:
@@ -84,9 +86,13 @@ class State:
         return None if self._tally is None or self._steps < COUNTED else self._tally.sent_bytes
 
     @property
+    def collectives(self) -> int | None:
+        return None if self._tally is None or self._steps < COUNTED else self._tally.collectives
+
+    @property
     def peak_bytes(self) -> int | None:
         """Of all tensors in the counted step; None before it, and where a compiler allocates unseen."""
-        unseen = self.compiled or self._steps < COUNTED
+        unseen = self.compiled != "none" or self._steps < COUNTED
         return None if self._tally is None or unseen else self._tally.peak_bytes
 
     def _counted(self) -> AbstractContextManager[object]:

@@ -61,6 +61,11 @@ class TrainingEngine(Protocol):
         """Bytes of the buffers of all collectives of one step, counted as this rank ran it; None: not counted yet."""
         ...
 
+    @property
+    def collectives(self) -> int | None:
+        """Collectives of one step, counted as this rank issued them; None: not counted yet."""
+        ...
+
     def accumulate(self, batch: StepBatch) -> None:
         """Forward and backward of one micro-batch: adds to the gradients and to the sums of loss and tokens."""
         ...

@@ -10,7 +10,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-Run = Callable[..., list[Tensor]]
+Boxed = Callable[[list[Tensor]], list[Tensor]]
+"""Takes a list of tensors, which it empties, and returns a list."""
 
 KEEP_ORDER: dict[str, Any] = {
     "reorder_for_peak_memory": False,
@@ -20,11 +21,11 @@ KEEP_ORDER: dict[str, Any] = {
 """What would undo prefetching: inductor moves a gather to its use, and lets buffers of running collectives go."""
 
 
-def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Run:
-    """Compiles a localized graph for tensors like `inputs`; the result takes and returns flat lists.
+def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Boxed:
+    """Compiles a localized graph, or a part of one, for tensors like `inputs`.
 
-    The graph is traced again, into the decompositions that inductor's lowerings expect. Raises RuntimeError with
-    inductor's own words where it cannot compile (no C++ compiler, for one).
+    The graph is traced again, into the decompositions that inductor's lowerings expect; results lie in memory as those
+    of the graph do. Raises RuntimeError with inductor's own words where it cannot compile (no C++ compiler, for one).
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -42,11 +43,13 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor], constants: S
                          _allow_non_fake_inputs=True)(*fakes)  # fmt: skip
     output = next(node for node in reversed(traced.graph.nodes) if node.op == "output")
     output.args = (tuple(output.args[0]),)
+    output.meta["user_visible_output_idxs"] = range(len(output.args[0]))
+    output.meta["original_output_strides"] = [node.meta["val"].stride() for node in output.args[0]]
     traced.recompile()
     with config.patch(KEEP_ORDER), torch._guards.tracing(torch._guards.TracingContext(mode)):
         run = compile_fx_inner(traced, fakes)
 
-    def call(*tensors: Tensor) -> list[Tensor]:
-        return list(run(list(tensors)))
+    def call(tensors: list[Tensor]) -> list[Tensor]:
+        return list(run(tensors))
 
     return call

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from tpshard.parallelism.exchange import exchanged
+from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.program import Collective, Program, info
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.runtime.compiled import compile_graph
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.gloo import all_gather
 from tpshard.parallelism.runtime.mail import Mail, positions
+from tpshard.parallelism.runtime.regions import boxed, with_blocks
 from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.parallelism.sharding import show_axis
 from tpshard.parallelism.simulate import RANKED, evaluate
@@ -33,12 +35,13 @@ class Executor:
     A gradient sum that the program donates is added to in place; other results are new tensors.
 
     On a CPU reduce-scatters and small all-reduces are sent as an all-to-all and summed here, in rank order (see
-    `parallelism.exchange`). `exchange=False` leaves them to the backend. `mail` carries what a stage of a pipeline
-    sends and receives: at its place in the graph, or for a compiled graph before and after it.
+    `parallelism.exchange`). `exchange=False` leaves them to the backend. Torch's compiler sees the whole graph
+    (`compiled="all"`), its layers (see `regions`) or nothing. `mail` carries what a stage of a pipeline sends and
+    receives: at its place in the graph, or for a whole compiled graph before and after it.
     """
 
     def __init__(
-        self, program: Program, context: Context, *, exchange: bool | None = None, compiled: bool = False,
+        self, program: Program, context: Context, *, exchange: bool | None = None, compiled: Compiled = "none",
         mail: Mail | None = None,
     ):  # fmt: skip
         self.program, self.context, self.mail = program, context, mail
@@ -48,11 +51,13 @@ class Executor:
         context.watchdog.describe = describe
         if exchange is None:
             exchange = context.device.type == "cpu"
-        self.module = localize(program, context.rank, context.device, None if compiled else self.wait, exchange,
-                               self.transfer if mail is not None and not compiled else None)  # fmt: skip
-        self.received, self.sent = positions(program) if mail is not None and compiled else ((), ())
-        self.compiled = compiled
-        self.run: Callable[..., list[Tensor]] | None = None if compiled else self.module
+        whole = compiled == "all"
+        self.module = localize(program, context.rank, context.device, None if whole else self.wait, exchange,
+                               self.transfer if mail is not None and not whole else None)  # fmt: skip
+        if compiled == "layers":
+            self.module = with_blocks(self.module)
+        self.received, self.sent = positions(program) if mail is not None and whole else ((), ())
+        self.run: Callable[..., list[Tensor]] | None = None if whole else self.module
         """None: to be compiled at the first call, for tensors like those."""
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
@@ -60,7 +65,8 @@ class Executor:
             for i, node in self.received:
                 self.transfer(inputs[i], node)
             if self.run is None:
-                self.run = compile_graph(self.module, inputs)
+                run = compile_graph(self.module, inputs)
+                self.run = lambda *given: run(boxed(*given))
             made = self.run(*inputs)
             for i, node in self.sent:
                 self.transfer(made[i], node)

@@ -27,6 +27,8 @@ class Tally(TorchDispatchMode):
         super().__init__()
         self.sent_bytes = 0
         """To other ranks, by all collectives, as `cost.wire_bytes` counts them."""
+        self.collectives = 0
+        """Issued, not those that the host's loop uses."""
         self.held_bytes = self.peak_bytes = 0
         """Of the storages of all tensors seen, now and at most."""
         self._live: dict[int, int] = {}
@@ -35,6 +37,7 @@ class Tally(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional":
+            self.collectives += func.overloadpacket.__name__ != "wait_tensor"
             self.sent_bytes += _sent(func.overloadpacket.__name__, args, made)
         self._take(pytree.tree_leaves(made))
         return made

@@ -75,6 +75,7 @@ def test_a_run_that_is_killed_and_stopped_ends_as_one_that_was_not(tmp_path: Pat
     assert 0 < err.index("planned against measured") < err.index("step 20/40"), err
     measured = json.loads((tmp_path / "runs" / "whole" / "plan_measured.json").read_text())
     assert measured["sent_bytes"]["measured"] == measured["sent_bytes"]["predicted"] > 0
+    assert measured["collectives"]["measured"] == measured["collectives"]["predicted"] > 0
     assert abs(measured["peak_memory_bytes"]["error"]) < 0.02, measured
 
     killed = start(tmp_path, "run.dir=runs/other")

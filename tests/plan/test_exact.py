@@ -131,6 +131,17 @@ def test_predicted_peak_is_that_of_the_storages_alive_while_running():
     assert predicted.peak_bytes == pytest.approx(mode.peak, rel=0.02)
 
 
+def test_of_compiled_blocks_the_loss_is_priced_as_eager():
+    """A vocabulary so large that the peak is at the loss, where eager mode keeps more copies of the logits."""
+    overrides = ["model.vocab=65536", "mesh.tp=1", "mesh.fsdp=4", "remat=full"]
+    programs = make.built(Setting.of(loads(RECIPE, [*overrides, "compile=blocks", "fsdp.bucket=wrap"])))
+    eager, blocks, whole = (make.price_training(programs, seen) for seen in ("none", None, "all"))
+    at_peak = [p.worst.memory.at_peak["logits_and_loss"] for p in (eager, blocks, whole)]
+    assert at_peak[0] == at_peak[1] > at_peak[2]
+    assert {k.compiled for k in blocks.parts[0].priced.kernels if k.work != "free"} == {True, False}
+    assert eager.compute_s > blocks.compute_s > whole.compute_s
+
+
 def test_recomputation_trades_memory_for_time():
     found = {}
     for remat in ("none", "selective", "full"):

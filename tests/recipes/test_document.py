@@ -108,7 +108,7 @@ def test_overrides_complete_key_by_key_and_then_to_values() -> None:
     assert words("tr") == ["train."]
     assert words("rem") == ["remat="]
     assert words("train.st") == ["train.steps="]
-    assert words("compile=") == ["compile=inductor", "compile=eager"]
+    assert words("compile=") == ["compile=inductor", "compile=blocks", "compile=eager"]
     assert words("fsdp.accumulate.g") == ["fsdp.accumulate.gather="]
     assert words("fsdp.accumulate.gather=s") == ["fsdp.accumulate.gather=step"]
     assert words("mesh.") == ["mesh.dp=", "mesh.fsdp=", "mesh.tp="]
@@ -122,7 +122,7 @@ def test_keys_say_what_they_may_be_and_their_default() -> None:
     assert (found["train.steps"].legal, found["train.steps"].default) == (
         "a whole number, at least 1 and at most 1e12", "200000")  # fmt: skip
     assert found["fsdp.param_dtype"].default == "model.dtype"
-    assert found["compile"].legal == "inductor or eager"
+    assert found["compile"].legal == "inductor, blocks or eager"
     assert [key.path for key in keys("optimizer")][:3] == ["optimizer.name", "optimizer.lr", "optimizer.betas"]
     assert [key.path for key in keys("seed")] == ["seed"]
     assert keys("optimiser") == []

@@ -1,11 +1,15 @@
-"""`compile: inductor` against `compile: eager`, on two real processes."""
+"""`compile: inductor` and `blocks` against `compile: eager`, on two real processes."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tpshard.models import Blueprint
+from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
+from tpshard.parallelism.runtime.regions import CompiledRegion
+from tpshard.parallelism.simulate import cut
 from tpshard.programs import training
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
@@ -14,14 +18,15 @@ RECIPE = """
 name: small
 cluster: {device: cpu}
 mesh: {fsdp: 2}
-model: {preset: tiny, layers: 1, width: 16, heads: 2, kv_heads: 1, head_dim: 8, mlp: 24, vocab: 32, seq_len: 8}
+model: {preset: tiny, layers: 3, width: 16, heads: 2, kv_heads: 1, head_dim: 8, mlp: 24, vocab: 32, seq_len: 8}
 batch: {global_sequences: 4}
 """
 
 
-def both(context: Context) -> list[float]:
-    """How far compiled results are from interpreted ones, relative, per output."""
-    setting = Setting.of(loads(RECIPE))
+def both(context: Context, compiled: Compiled, *overrides: str) -> tuple[list[float], int, int]:
+    """How far compiled results are from interpreted ones, relative, per output; how many regions there are, and how
+    many were compiled."""
+    setting = Setting.of(loads(RECIPE, overrides))
     program = training.build(setting).micro
     recipe = setting.recipe.model
     blueprint = Blueprint.of(preset="tiny", overrides=recipe.overrides())
@@ -30,7 +35,7 @@ def both(context: Context) -> list[float]:
     for port in program.inputs:
         if port.kind == "parameter":
             whole = blueprint.initial_block(port.name, (0,) * len(port.shape), port.shape, seed=0, dtype=port.dtype)
-            inputs.append(whole.chunk(2)[context.rank].contiguous())
+            inputs.append(cut(whole, port.layout, program.mesh, context.rank).contiguous())
         elif port.kind == "gradient":
             inputs.append(torch.zeros(port.local))
         elif port.name == "positions":
@@ -39,11 +44,26 @@ def both(context: Context) -> list[float]:
             inputs.append(torch.zeros(port.local, dtype=torch.int64))
         else:
             inputs.append(torch.randint(0, 32, port.local, generator=generator))
-    compiled = Executor(program, context, compiled=True)(*inputs)
+    executor = Executor(program, context, compiled=compiled)
+    found = executor(*[tensor.clone() for tensor in inputs])
+    regions = [n.target for n in executor.module.graph.nodes if isinstance(n.target, CompiledRegion)]
+    made = {id(code) for region in regions for code in region.shared.values()}
     eager = Executor(program, context)(*inputs)
-    return [float((a - b).float().norm() / b.float().norm().clamp(min=1e-9)) for a, b in zip(compiled, eager)]
+    return distances(found, eager), len(regions), len(made)
+
+
+def distances(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
+    return [float((a - b).float().norm() / b.float().norm().clamp(min=1e-9)) for a, b in zip(found, expected)]
 
 
 def test_inductor_runs_the_same_program(pool) -> None:
-    for distances in pool.run(both, world=2, mesh={"fsdp": 2}):
-        assert max(distances) < 1e-5
+    for found, *_ in pool.run(both, "all", world=2, mesh={"fsdp": 2}):
+        assert max(found) < 1e-5
+
+
+@pytest.mark.parametrize("overrides", [(), ("mesh.fsdp=1", "mesh.tp=2", "remat=full")], ids=["fsdp", "tp"])
+def test_blocks_run_the_same_program_and_alike_ones_are_compiled_once(pool, overrides: tuple[str, ...]) -> None:
+    mesh = {"dp": 1, "fsdp": 1, "tp": 2} if overrides else {"dp": 1, "fsdp": 2, "tp": 1}
+    for found, regions, made in pool.run(both, "layers", *overrides, world=2, mesh=mesh):
+        assert max(found) < 1e-5
+        assert made < regions / 2, "three layers"

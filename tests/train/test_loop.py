@@ -46,6 +46,7 @@ class PlainEngine:
 
     exposed_comm_s = None
     sent_bytes = None
+    collectives = None
     flops_per_sequence = 0
 
     def __init__(self, context: Context, poison: Callable[[int, int], bool] = lambda rank, number: False):

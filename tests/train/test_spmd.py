@@ -16,19 +16,21 @@ from tpshard.programs import step_programs, training
 from training_cases import assert_trained, global_batch, reference, setting_of, train
 
 
-def steps(context: Context, fault: str | None = None) -> dict[str, Any]:
+def steps(context: Context, fault: str | None = None, *overrides: str) -> dict[str, Any]:
     """Trains a few steps in float64; the record, and the whole state at the end."""
     with float64():
-        programs = training.build(setting_of(dict(context.mesh.axes)))
+        programs = training.build(setting_of(dict(context.mesh.axes), *overrides))
         if fault is not None:
             programs = replace(programs, micro=plant(programs.micro, FAULTS[fault]))
         return train(context, programs)
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 2, "tp": 2}, {"fsdp": 3}])
-def test_three_steps_equal_the_plain_model(pool: Any, mesh: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "overrides"), [({"fsdp": 2, "tp": 2}, ()), ({"fsdp": 3}, ()), ({"fsdp": 2}, ("compile=blocks",))], ids=str
+)
+def test_three_steps_equal_the_plain_model(pool: Any, mesh: dict[str, int], overrides: tuple[str, ...]) -> None:
     world = math.prod(mesh.values())
-    for made in pool.run(steps, world=world, mesh={"dp": 1, "fsdp": 1, "tp": 1} | mesh):
+    for made in pool.run(steps, None, *overrides, world=world, mesh={"dp": 1, "fsdp": 1, "tp": 1} | mesh):
         assert_trained(made, reference())
 
 

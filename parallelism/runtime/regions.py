@@ -1,0 +1,169 @@
+"""`compile: blocks`: the operations of every layer through torch's compiler, all others as they stand.
+
+Collectives and their waits keep their order and stay asynchronous: they are never part of what is compiled. Layers that
+compute the same are compiled once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from tpshard.parallelism.graph import Layer
+from tpshard.parallelism.program import INFO
+from tpshard.parallelism.rules.table import entry_of
+from tpshard.parallelism.runtime.compiled import Boxed, compile_graph
+
+aten = torch.ops.aten
+
+Key = tuple[Layer, bool]
+"""A layer, and whether it is the forward pass: what is compiled together is of one."""
+WRITES = (aten.add_.Tensor, aten.copy_.default)
+"""What the executor does in place."""
+
+
+def with_blocks(module: fx.GraphModule) -> fx.GraphModule:
+    """The same function, with the operations of each layer replaced by regions, each compiled when it is first run.
+
+    `module` is one rank's graph as the interpreter runs it (`execute.localize`).
+    """
+    return _Cut(module).run()
+
+
+class CompiledRegion:
+    """Operations of a layer that run as one, called with a list of tensors that it empties.
+
+    `shared` holds what was compiled, by code and by what it was compiled for: regions of alike layers find it there.
+    """
+
+    __name__ = "compiled_region"
+
+    def __init__(self, body: fx.GraphModule, shared: dict[Any, Boxed]):
+        self.body, self.shared = body, shared
+        self.compiled: Boxed | None = None
+
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+        if self.compiled is None:
+            alike = (self.body.code, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
+            if alike not in self.shared:
+                self.shared[alike] = compile_graph(self.body, tensors)
+            self.compiled = self.shared[alike]
+        return self.compiled(tensors)
+
+
+def boxed(*tensors: Tensor) -> list[Tensor]:
+    """A list that alone holds them, so that whoever empties it frees them."""
+    return list(tensors)
+
+
+@dataclass
+class _Open:
+    """A region whose operations are being collected."""
+
+    key: Key
+    nodes: list[fx.Node] = field(default_factory=list)
+    after: list[fx.Node] = field(default_factory=list)
+    """Other operations that read it, and so come after it."""
+
+
+class _Cut:
+    def __init__(self, module: fx.GraphModule):
+        self.module, self.graph = module, fx.Graph()
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.shared: dict[Any, Boxed] = {}
+        self.open: _Open | None = None
+        self.inside: set[fx.Node] = set()
+        """Of the open region."""
+        self.parts: set[fx.Node] = set()
+        """Results of what has several: they are taken with it."""
+        self.held: set[fx.Node] = set()
+        """Those that wait for its end."""
+
+    def run(self) -> fx.GraphModule:
+        for node in self.module.graph.nodes:
+            if node in self.parts:
+                continue
+            key = self._key(node)
+            if key is None:
+                self._beside(node)
+                continue
+            if self.open is not None and (key != self.open.key or self._reads(node, self.held)):
+                self._close()
+            if self.open is None:
+                self.open = _Open(key)
+            parts = [user for user in node.users if user.target is operator.getitem]  # which read nothing else
+            self.parts.update(parts)
+            self.open.nodes += [node, *parts]
+            self.inside.update((node, *parts))
+        self.graph.lint()
+        return fx.GraphModule(self.module, self.graph)
+
+    def _key(self, node: fx.Node) -> Key | None:
+        """The region of an operation; None for what is not compiled."""
+        here = node.meta.get(INFO)
+        if node.op != "call_function" or here is None or here.comm is not None or here.place.layer is None:
+            return None
+        if node.target in WRITES or not isinstance(node.target, torch._ops.OpOverload):
+            return None
+        if len(here.specs) > 1 and any(user.target is not operator.getitem for user in node.users):
+            return None
+        return here.place.layer, here.phase == "forward"
+
+    def _reads(self, node: fx.Node, which: set[fx.Node]) -> bool:
+        return any(source in which for source in node.all_input_nodes)
+
+    def _beside(self, node: fx.Node) -> None:
+        """An operation that is not compiled: before the open region where it does not need it. Collectives that do
+        need it, and whatever waits for one, end it: they come when the schedule says."""
+        if self.open is not None:
+            needs = self._reads(node, self.inside) or self._reads(node, self.held)
+            issues = node.meta[INFO].comm is not None if INFO in node.meta else False
+            torch_op = isinstance(node.target, torch._ops.OpOverload)
+            if needs and torch_op and not issues:
+                self.open.after.append(node)
+                self.held.add(node)
+                return
+            if needs or node.op == "output" or (node.op == "call_function" and not (torch_op or issues)):
+                self._close()
+        self._copy(node)
+
+    def _copy(self, node: fx.Node) -> None:
+        self.made[node] = self.graph.node_copy(node, self.made.__getitem__)
+
+    def _close(self) -> None:
+        """Puts the open region where the graph has come to, and behind it what waits for it."""
+        if self.open is None:
+            return
+        region, inside = self.open, self.inside
+        self.open, self.inside, self.held = None, set(), set()
+        if all(entry_of(node.target).view is not None for node in region.nodes):
+            for node in region.nodes:
+                self._copy(node)
+        else:
+            self._place(region.nodes, inside)
+        for node in region.after:
+            self._copy(node)
+
+    def _place(self, nodes: Sequence[fx.Node], inside: set[fx.Node]) -> None:
+        reads = list(dict.fromkeys(s for node in nodes for s in node.all_input_nodes if s not in inside))
+        gives = [node for node in nodes if any(user not in inside for user in node.users)]
+        body, local = fx.Graph(), {}
+        for i, source in enumerate(reads):
+            local[source] = body.placeholder(f"read_{i}")
+        for node in nodes:  # named by what they do: alike layers have the same code
+            args, kwargs = fx.map_arg((node.args, node.kwargs), local.__getitem__)
+            local[node] = body.create_node(node.op, node.target, args, kwargs)
+        body.output([local[node] for node in gives])
+        call = CompiledRegion(fx.GraphModule({}, body), self.shared)
+        box = self.graph.call_function(boxed, tuple(self.made[source] for source in reads))
+        results = self.graph.call_function(call, (box,))
+        for i, node in enumerate(gives):
+            self.made[node] = self.graph.call_function(operator.getitem, (results, i))
+            self.made[node].meta = dict(node.meta)
+
+
+__all__ = ["CompiledRegion", "with_blocks"]
