@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from diagnostic_entries import ROOMS, Entry, entries, samples
 from tpshard.cli.main import COMMANDS, command
 from tpshard.devices import read as devices
 from tpshard.recipes import document, exits
@@ -23,7 +28,7 @@ def pages() -> dict[str, str]:
     """File name -> text of every page."""
     made = {
         "commands.md": commands(), "recipe.md": recipe(), "devices.md": device_files(), "metrics.md": metrics(),
-        "exit-codes.md": exit_codes(),
+        "exit-codes.md": exit_codes(), "diagnostics.md": diagnostics(),
     }  # fmt: skip
     return {name: HEAD + text for name, text in made.items()}
 
@@ -118,6 +123,42 @@ def exit_codes() -> str:
             rows.append((str(int(exits.Exit[name])), f"`{name}`", " ".join(told.split())))
     head = "# Exit codes\n\nThe same for every command. Of several mistakes the lowest of 2 to 5 is taken.\n\n"
     return head + table(("code", "name", "when"), rows)
+
+
+# ---- diagnostics ---------------------------------------------------------------------------------------------------
+def diagnostics() -> str:
+    """Every diagnostic: what, exit code, why and fix; with a recipe that shows it where one can."""
+    parts = [
+        "# Diagnostics\n\nEvery mistake that tpshard tells, by the part that tells it. `…` stands for a name or a "
+        "number. The exit code is 3 where an entry says nothing else. A diagnostic "
+        "names its place as `file:line:col`; `--json` prints the same as data. "
+        "[Exit codes](exit-codes.md) says what the codes mean.\n"
+    ]
+    shown, listed = samples(), entries()
+    for room, title in ROOMS.items():
+        told = [entry for entry in listed if entry.room == room]
+        parts.append(f"\n## {title}\n" if told else "")
+        parts += [_diagnostic(entry, shown.get(entry.message)) for entry in told]
+    return "".join(parts)
+
+
+def _diagnostic(entry: Entry, sample: tuple[str, str] | None) -> str:
+    codes = " or ".join(f"{int(exits.Exit[name])} ({name})" for name in entry.exit.split(" or "))
+    head = f"\n### {_heading(entry.message)}\n\n"
+    if entry.severity == "warning":
+        head += "A warning. "
+    elif entry.exit != "RECIPE":
+        head += f"Exit code {codes}. "
+    if sample is None:
+        why = f"Why: {entry.why}. " if entry.why else ""
+        return head + why + (f"Fix: {entry.fix}." if entry.fix else "") + "\n"
+    recipe, printed = sample
+    return f"{head.rstrip()}\n\n```yaml\n{recipe}\n```\n\n```text\n{printed.rstrip()}\n```\n"
+
+
+def _heading(message: str) -> str:
+    """Code marks cannot be nested in headings, and `<`, `*`, `_`, `[` are Markdown's."""
+    return re.sub(r"([*_<\[\]])", r"\\\1", message.replace("`", ""))
 
 
 if __name__ == "__main__":

@@ -198,16 +198,6 @@ def steps_hold_warmup(recipe: Recipe) -> Iterator[Diagnostic]:
         )
 
 
-def experts_hold_top_k(recipe: Recipe) -> Iterator[Diagnostic]:
-    model = recipe.model
-    if model.top_k is not None and model.experts is not None and model.top_k > model.experts:
-        yield Diagnostic(
-            f"`model.top_k: {model.top_k}` of {model.experts} experts",
-            where=recipe.where("model.top_k"),
-            why=f"must be at most {model.experts}",
-        )
-
-
 def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:
     """The stages of a pipeline lie along `pp`, which cuts nothing else."""
     asked, size = recipe.pipeline, recipe.mesh.get("pp", 1)
@@ -258,6 +248,5 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (known_logical_axes, ("sharding.rules", "sharding.annotate", "model.module")),
     (axis_once, ("sharding",)),
     (steps_hold_warmup, ("schedule.warmup_steps", "train.steps")),
-    (experts_hold_top_k, ("model.top_k", "model.experts")),
     (pipeline_has_stages, ("pipeline", "mesh", "sharding.rules", "sharding.pin", "fsdp.axis")),
 )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from patience import PATIENCE
@@ -58,13 +59,31 @@ def test_the_site_builds(tmp_path: Path) -> None:
 
 
 def test_the_reference_is_what_the_code_says() -> None:
-    spec = importlib.util.spec_from_file_location("write_reference", DOCS / "write_reference.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for name, text in module.pages().items():
+    for name, text in script("write_reference").pages().items():
         written = (DOCS / "reference" / name).read_text(encoding="utf-8")
         assert written == text, f"run `python docs/write_reference.py`: {name} differs"
+
+
+def test_a_law_between_keys_is_shown_by_a_recipe() -> None:
+    """And each of the sample recipes shows something."""
+    listing = script("diagnostic_entries")
+    entries = listing.entries()
+    shown = listing.samples()
+    laws = [entry for entry in entries if entry.file == "recipes/laws.py"]
+    assert laws and [entry.message for entry in laws if entry.message not in shown] == []
+    for text in listing.SAMPLES:
+        told = listing.printed(text)
+        assert told and all(any(e.printed(d) for e in entries) for d in told), text
+
+
+def script(name: str) -> Any:
+    """A script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 PARTS = re.compile("path/to|mymodel")
