@@ -27,11 +27,15 @@ def open_weights(source: str) -> Weights:
         return Weights(open_source(source, modules=True).blueprint.shapes, open_checkpoint(path).block)
     from tpshard.models.hf import HFFolder
     from tpshard.models.hf_config import computes
+    from tpshard.models.hf_quantized import QuantizedModules, QuantizedParameters
 
     if not computes(path):
         blueprint = open_source(source, modules=True).blueprint
         assert blueprint.weights is not None, "a folder that is opened has some"
-        return Weights(blueprint.shapes, blueprint.weights.block)
+        if not blueprint.weights.quantized:
+            return Weights(blueprint.shapes, blueprint.weights.block)
+        coded = QuantizedModules(path, blueprint.weights.module_of)
+        return Weights(blueprint.shapes, blueprint.weights.block, coded.linear, coded.group)
     folder = HFFolder(path)
 
     def block(name: str, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -39,8 +43,6 @@ def open_weights(source: str) -> Weights:
 
     if not folder.quantized:
         return Weights(folder.config.shapes, block)
-    from tpshard.models.hf_quantized import QuantizedParameters
-
     stored = QuantizedParameters(path, folder.config)
     return Weights(folder.config.shapes, block, stored.linear, stored.group)
 

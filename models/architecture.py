@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tpshard.models import hf_config, interface
+from tpshard.kernels import gptq_config
+from tpshard.models import hf_config, interface, own_attention
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,15 @@ class Architecture:
     """A causal language model of transformers, by its config.json."""
 
     raw: Mapping[str, Any]
-    """config.json, as it stands."""
+    """config.json, as it stands, but for how weights are quantized: a module computes with the dense ones."""
 
     @staticmethod
     def of(folder: str | os.PathLike[str]) -> Architecture:
-        """Of a folder. ValueError where it asks for code, is quantized, or transformers has no such model."""
+        """Of a folder. ValueError where it asks for code, is quantized by another method than GPTQ, or transformers has
+        no such model."""
         raw = hf_config.read_raw(folder)
-        if raw.get("quantization_config") or (Path(folder) / "quantize_config.json").exists():
-            raise ValueError(f"{folder} is quantized; such folders are read by `hf`, of the families that it knows")
-        made = Architecture(raw)
+        gptq_config.read_config(Path(folder))  # raises
+        made = Architecture({key: value for key, value in raw.items() if key != "quantization_config"})
         made.config  # noqa: B018 (raises)
         return made
 
@@ -69,6 +70,16 @@ class Architecture:
         return None if size is None else int(size)
 
     @property
+    def heads(self) -> tuple[int, int, int] | None:
+        """Query heads, KV heads, numbers of a head; None where config.json does not say."""
+        config = self.config.get_text_config()
+        heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+        if heads is None or width is None:
+            return None
+        few = getattr(config, "num_key_value_heads", None) or heads
+        return int(heads), int(few), int(getattr(config, "head_dim", None) or width // heads)
+
+    @property
     def kind(self) -> str:
         """That dtype as recipes write it."""
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.dtype, "fp32")
@@ -96,7 +107,7 @@ class Architecture:
         """Whether its attention goes through transformers' attention interface, so that ours can take its place."""
         return bool(getattr(self.cls, "_supports_attention_backend", False))
 
-    def notes(self) -> list[str]:
+    def notes(self, model: nn.Module) -> list[str]:
         """What of its authors' training is not done: dropout, losses beside the cross-entropy, documents kept apart."""
         found = []
         config = self.config.get_text_config()
@@ -105,8 +116,8 @@ class Architecture:
             found.append(f"there is no dropout: {', '.join(f'{k}: {v}' for k, v in dropped.items())} of config.json")
         if getattr(config, "output_router_logits", False):
             found.append("the auxiliary loss of its router (output_router_logits) is not added to the loss")
-        if not self.attends and "position_ids" not in inspect.signature(self.cls.forward).parameters:
-            found.append(f"{self.cls.__name__} takes no positions: documents that share a row see each other")
+        if not self.attends and not own_attention.placed(model):
+            found.append(f"{self.cls.__name__} mixes tokens by itself: documents that share a row may see each other")
         return found
 
     def build(self, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -139,6 +150,7 @@ class Architecture:
         if "input_ids" not in takes or "labels" not in takes or model.get_output_embeddings() is None:  # type: ignore[operator]
             raise ValueError(f"{type(model).__name__} is not a causal language model")
         further = {"use_cache": False} if "use_cache" in takes else {}
+        step = None if self.attends else own_attention.take_place(model)
 
         def renamed(tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> dict[str, Any]:
             named: dict[str, Any] = {"input_ids": tokens, **further}
@@ -146,6 +158,8 @@ class Architecture:
                 named["position_ids"] = positions
             if self.attends:
                 named["documents"] = documents
+            elif step is not None:
+                step.documents, step.positions = documents, positions
             return named
 
         model.register_forward_pre_hook(lambda _, args, kwargs: ((), renamed(*args, **kwargs)), with_kwargs=True)

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tpshard.kernels.gptq_config import read_config
 from tpshard.models import hf, hf_files
 from tpshard.models.architecture import Architecture
 from tpshard.models.aside import written_aside
+from tpshard.models.hf_quantized import DequantizedTensors
 from tpshard.models.init import Initial
 
 _CONSTANTS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)")
@@ -28,13 +30,19 @@ class FolderWeights:
 
     ValueError for pickles and for tensors that are missing, superfluous or of another shape. Where a folder's tensors
     have other names than the parameters (experts one by one), transformers loads them all at once.
+    The weights of a GPTQ folder are read as the dense ones that they stand for.
     """
 
     def __init__(self, folder: str | os.PathLike[str], architecture: Architecture, model: nn.Module) -> None:
         self.folder, self.architecture = Path(folder), architecture
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        self.tensors = hf_files.Tensors(folder)
+        self.quantized = read_config(self.folder) is not None
+        self.tensors = DequantizedTensors(folder) if self.quantized else hf_files.Tensors(folder)
+        self._turned = _turned(model)
         self._home = self._homes(model)
+        if self._home is None and self.quantized:
+            kept = f"its tensors are not named as {type(model).__name__} names them"
+            raise ValueError(f"{folder} is quantized, and {kept} (experts one by one): not supported")
         if self._home is None:
             self._loaded = self._load()
         else:
@@ -57,8 +65,25 @@ class FolderWeights:
             cut = tuple(slice(start, start + size) for start, size in zip(starts, sizes))
             value = self._loaded[name][cut].clone()
         else:
-            value = self.tensors.block(self._home[name], starts, sizes)
+            value = self._read(name, self._home[name], starts, sizes)
         return value if dtype is None else value.to(dtype)
+
+    def _read(self, name: str, tensor: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        if not self._is_turned(name, tensor):
+            return self.tensors.block(tensor, starts, sizes)
+        return self.tensors.block(tensor, starts[::-1], sizes[::-1]).T.contiguous()
+
+    def _is_turned(self, name: str, tensor: str) -> bool:
+        """Whether a quantized tensor [outputs, inputs] is a parameter [inputs, outputs]."""
+        coded = isinstance(self.tensors, DequantizedTensors) and tensor in self.tensors.coded
+        return coded and name in self._turned
+
+    def module_of(self, name: str) -> str | None:
+        """The quantized linear [outputs, inputs] in the folder that is a parameter; None for one that is dense, or
+        that the model holds [inputs, outputs]."""
+        if not isinstance(self.tensors, DequantizedTensors) or self._home is None or name in self._turned:
+            return None
+        return self.tensors.coded.get(self._home[name])
 
     def _homes(self, model: nn.Module) -> dict[str, str] | None:
         """Per parameter the tensor that holds it; None where the names differ by more than the base model's prefix."""
@@ -76,9 +101,11 @@ class FolderWeights:
     def _check(self, model: nn.Module, homes: Mapping[str, str]) -> None:
         wrong = []
         for name, tensor in homes.items():
-            if self.tensors.shape(tensor) != self.shapes[name]:
+            turned = self._is_turned(name, tensor)
+            stored = self.tensors.shape(tensor)
+            if (stored[::-1] if turned else stored) != self.shapes[name]:
                 made = list(self.shapes[name])
-                wrong.append(f"`{tensor}` is {list(self.tensors.shape(tensor))}, config.json makes it {made}")
+                wrong.append(f"`{tensor}` is {list(stored)}, config.json makes it {made}")
             elif self.tensors.dtype(tensor) not in hf.FLOATS:
                 wrong.append(f"`{tensor}` is of dtype {self.tensors.dtype(tensor)}, which is not supported")
         ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
@@ -106,6 +133,13 @@ class FolderWeights:
             if names:
                 raise ValueError(f"{self.folder}: {what.replace('_', ' ')} for {cls.__name__}: {', '.join(names[:5])}")
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _turned(model: nn.Module) -> frozenset[str]:
+    """Weights that a module holds as [inputs, outputs]."""
+    from transformers.pytorch_utils import Conv1D
+
+    return frozenset(f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Conv1D))
 
 
 def _tied(model: nn.Module) -> list[tuple[str, ...]]:

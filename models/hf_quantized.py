@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -28,10 +28,11 @@ class DequantizedTensors(Tensors):
         self._quantized = GPTQFolder(self.folder)
         if not self._quantized.modules:
             raise ValueError(f"{self.folder} says that it is quantized, but holds no `qweight`")
-        self._weights = {f"{module}.weight": module for module in self._quantized.modules}
+        self.coded = {f"{module}.weight": module for module in self._quantized.modules}
+        """Weight -> the quantized linear that it is computed from."""
         self._hidden = {f"{module}.{suffix}" for module in self._quantized.modules for suffix in SUFFIXES[:-1]}
         self._dense = lru_cache(maxsize=1)(self._dequantize)  # blocks of one parameter are asked for in a row
-        for weight in self._weights:
+        for weight in self.coded:
             if super().__contains__(weight):
                 raise ValueError(f"{self.folder} holds `{weight}` both dense and quantized")
 
@@ -39,17 +40,17 @@ class DequantizedTensors(Tensors):
         return self._quantized.linear(module).dequantize().T.contiguous()
 
     def __contains__(self, name: object) -> bool:
-        return name in self._weights or (name not in self._hidden and super().__contains__(name))
+        return name in self.coded or (name not in self._hidden and super().__contains__(name))
 
     def names(self) -> list[str]:
-        return sorted([*self._weights, *(name for name in super().names() if name not in self._hidden)])
+        return sorted([*self.coded, *(name for name in super().names() if name not in self._hidden)])
 
     def file(self, name: str) -> str:
-        module = self._weights.get(name)
+        module = self.coded.get(name)
         return super().file(name if module is None else f"{module}.qweight")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        module = self._weights.get(name)
+        module = self.coded.get(name)
         if module is None:
             return super().shape(name)
         config = self._quantized.config.of(module)
@@ -58,10 +59,10 @@ class DequantizedTensors(Tensors):
         return outputs, words * 32 // config.bits
 
     def dtype(self, name: str) -> str:
-        return "F16" if name in self._weights else super().dtype(name)
+        return "F16" if name in self.coded else super().dtype(name)
 
     def block(self, name: str, starts: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
-        module = self._weights.get(name)
+        module = self.coded.get(name)
         if module is None:
             return super().block(name, starts, sizes)
         cut = tuple(slice(start, start + size) for start, size in zip(starts, sizes))
@@ -89,6 +90,29 @@ def quantizable(config: ModelConfig) -> frozenset[str]:
         for name in names
         if shapes[name][1] % 32 == 0 and sum(shapes[other][0] for other in names) % 32 == 0
     )
+
+
+class QuantizedModules:
+    """The quantized linears of a GPTQ folder by the names of parameters, which `module_of` maps to the folder's."""
+
+    def __init__(self, folder: str | os.PathLike[str], module_of: Callable[[str], str | None]) -> None:
+        self._folder, self._module_of = GPTQFolder(Path(folder)), module_of
+        self.settings = self._folder.config
+
+    def settings_of(self, name: str) -> GPTQConfig | None:
+        """How a parameter is quantized; None where it is not."""
+        module = self._module_of(name)
+        return None if module is None else self._folder.config.of(module)
+
+    def linear(self, name: str) -> Quantized | None:
+        """A weight's quantized form, whole; None for a parameter that is dense."""
+        module = self._module_of(name)
+        return None if module is None else self._folder.linear(module)
+
+    def group(self, name: str) -> Tensor | None:
+        """Which group each input of a weight belongs to, int32 [inputs]; None for a parameter that is dense."""
+        module = self._module_of(name)
+        return None if module is None else self._folder.group(module)
 
 
 class QuantizedParameters:

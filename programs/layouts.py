@@ -172,15 +172,21 @@ def _insert(graph: Graph, x: Value, products: Sequence[tuple[str, Op]], blocks: 
 # ---- which weights are act-ordered ------------------------------------------------------------------------------
 def act_orders(model: nn.Module, config: ModelConfig, group: Groups) -> dict[str, ActOrder]:
     """The act-ordered weights of a model, as their tensors say."""
+    return orders_of(param_dims(model), (config.heads, config.kv_heads, config.head_dim), group)
+
+
+def orders_of(
+    dims: Mapping[str, tuple[str, ...]], heads: tuple[int, int, int] | None, group: Groups
+) -> dict[str, ActOrder]:
+    """Those of weights with these dims; `heads` are query heads, KV heads, numbers of a head."""
     found = {}
-    for name, dims in param_dims(model).items():
-        own = group(name) if len(dims) == 2 else None
+    for name, named in dims.items():
+        own = group(name) if len(named) == 2 else None
         if own is None or bool((own[1:] >= own[:-1]).all()):
             continue
         key = hashlib.sha256(own.contiguous().numpy().tobytes()).hexdigest()
-        heads = (config.heads, config.kv_heads, config.head_dim)
-        local = dims[1] == "heads" and reorder.head_local_order(own, *heads) is not None
-        found[name] = _within_heads(key, config) if local else ActOrder(key)
+        local = heads and named[1] == "heads" and reorder.head_local_order(own, *heads) is not None
+        found[name] = ActOrder(key, heads[0], heads[0] // heads[1]) if heads and local else ActOrder(key)
     return found
 
 

@@ -63,7 +63,7 @@ def notes(recipe: Recipe, architecture: Architecture, model: nn.Module, named: M
     free = _patterns([n for n, _ in model.named_parameters() if not any(named.get(n, Naming((), "")).dims)])
     if free:
         told.append(f"nothing names the dims of {_some(free)} of {name}: their shardings are inferred (model.dims)")
-    return told + architecture.notes()
+    return told + architecture.notes(model)
 
 
 def _patterns(names: Sequence[str] | Mapping[str, object]) -> list[str]:

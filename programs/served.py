@@ -14,12 +14,13 @@ from tpshard.kernels.gptq_config import GPTQConfig, read_config
 from tpshard.kernels.packed import width_of
 from tpshard.kernels.quantized import group_index
 from tpshard.kernels.quantized_linear import multiplies
-from tpshard.models import Blueprint, build
+from tpshard.models import Blueprint, build, plan_dims
 from tpshard.models.architecture import Architecture
+from tpshard.models.architecture_folder import FolderWeights
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf_config import computes, folder_config
-from tpshard.models.hf_quantized import QuantizedParameters, quantizable
-from tpshard.programs.layouts import ActOrder, Arrangement, act_orders, planned_orders
+from tpshard.models.hf_quantized import QuantizedModules, QuantizedParameters, quantizable
+from tpshard.programs.layouts import ActOrder, Arrangement, act_orders, orders_of, planned_orders
 from tpshard.programs.padding import shared_rows
 from tpshard.programs.setting import DTYPES, architecture, model_config
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -80,6 +81,18 @@ class Quantization:
         weights = {name: own for name in config.parameters if (own := stored.settings_of(name)) is not None}
         orders = act_orders(model, config, stored.group)
         return Quantization(settings, weights, orders, shared_rows(config, stored.group))
+
+    @staticmethod
+    def of_theirs(folder: Path, architecture: Architecture) -> Quantization | None:
+        """What a folder of transformers holds, as `of_folder`."""
+        settings = read_config(folder)
+        if settings is None:
+            return None
+        model = architecture.build()
+        stored = QuantizedModules(folder, FolderWeights(folder, architecture, model).module_of)
+        weights = {name: own for name, _ in model.named_parameters() if (own := stored.settings_of(name)) is not None}
+        dims = dict.fromkeys(weights, ("", "")) | {name: named.dims for name, named in plan_dims.planned(model).items()}
+        return Quantization(settings, weights, orders_of(dims, architecture.heads, stored.group))
 
     @staticmethod
     def planned(told: Quantize, config: ModelConfig) -> Quantization:
@@ -154,6 +167,8 @@ def stored_model(recipe: Recipe, blueprint: Blueprint, folder: Path, stored: str
     """What serving the model in a folder, stored in a dtype, means. Mistakes, exit 7, where it cannot be read."""
     try:
         found = None if blueprint.config is None else Quantization.of_folder(folder, blueprint.config)
+        if blueprint.architecture is not None and (folder / "config.json").is_file():
+            found = Quantization.of_theirs(folder, blueprint.architecture)
     except (ValueError, OSError) as error:
         why = str(error)
         where = recipe.where("serve.checkpoint")

@@ -293,7 +293,8 @@ def _captured(setting: ServeSetting, rows: int) -> tuple[Graph, Arrangement]:
             "the model cannot be served", exit=Exit.FIT, where=setting.recipe.where("model"), why=str(error)
         ) from error
     orders = setting.served.orders
-    inner = {name: setting.dims[name][1] for name in orders if setting.dims[name][1] in ("heads", "mlp")}
+    named = {name: setting.dims.get(name, ("", ""))[1] for name in orders}
+    inner = {name: dim for name, dim in named.items() if dim in ("heads", "mlp")}
     spread = {name: setting.ways(dim) for name, dim in inner.items()}
     return graph, arrange(graph, orders, setting.recipe.serve.layout, spread, parameters)
 

@@ -36,7 +36,8 @@ def setting_of(folder: Path, mesh: dict[str, int], more: str = "", key: str = "t
         ("gemma2", {"tp": 2}, True),
         ("gpt2", {"fsdp": 2, "tp": 2}, True),
         ("qwen3_moe", {"fsdp": 2, "tp": 2}, False),
-        ("falcon", {"fsdp": 2, "tp": 2}, True),
+        ("falcon", {"fsdp": 2, "tp": 2}, False),
+        ("bloom", {"tp": 2}, False),
     ],
 )
 def test_a_step_is_transformers_own(name: str, mesh: dict[str, int], several: bool, tmp_path: Path) -> None:
@@ -127,7 +128,17 @@ def test_a_model_that_looks_at_values_is_refused_with_its_line(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("name", "tp"), [("gpt_neox", 2), ("gemma2", 2), ("gemma3_text", 4), ("phi3", 2), ("mixtral", 2), ("gpt2", 1)]
+    ("name", "tp"),
+    [
+        ("gpt_neox", 2),
+        ("gemma2", 2),
+        ("gemma3_text", 4),
+        ("phi3", 2),
+        ("falcon", 4),
+        ("bloom", 2),
+        ("mixtral", 2),
+        ("gpt2", 1),
+    ],
 )
 def test_a_servers_step_is_transformers_own(name: str, tp: int, tmp_path: Path) -> None:
     """Attention to the cache has taken the place of the class's own, sliding windows included."""

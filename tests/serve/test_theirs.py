@@ -1,0 +1,148 @@
+"""Models of transformers behind the server: over HTTP, in batches and from the cache, the tokens of `generate`."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import architectures
+import pytest
+import torch
+from servers import folder_runner, programs_of, ranks_of
+from tokenizers import Tokenizer as Rust
+from torch import Tensor, nn
+from tpshard.kernels.gptq_config import GPTQConfig
+from tpshard.kernels.gptq_format import write_folder
+from tpshard.kernels.quantized import Quantized
+from tpshard.serve.service import Limits
+from web import web
+
+HEAD = [7, 3, 11, 40, 9, 22, 5, 5, 61, 30, 12, 2, 45, 17, 8, 33]
+"""A block of the cache, which prompts share."""
+PROMPTS = ([*HEAD, 4, 19], [13, 6, 50], [*HEAD, 4, 20, 21, 6], [*HEAD, 4, 19])
+LENGTH = 10
+ALL = [name for name in architectures.CONFIGS if name != "mamba"]
+
+
+@pytest.fixture
+def ids(tokenizer_folder: Path) -> Callable[[Sequence[str]], list[int]]:
+    tokenizer = Rust.from_file(str(tokenizer_folder / "tokenizer.json"))
+    return lambda spelled: [tokenizer.token_to_id(token) for token in spelled]
+
+
+def expected(name: str, values: dict[str, Tensor]) -> list[list[int]]:
+    """By transformers, each prompt by itself."""
+    model = architectures.own(name)
+    model.load_state_dict(values, strict=False)
+    model.generation_config.eos_token_id = None
+    told: Any = {"max_new_tokens": LENGTH, "do_sample": False, "pad_token_id": 0}
+    return [model.generate(torch.tensor([p]), **told)[0, len(p) :].tolist() for p in PROMPTS]
+
+
+def answers(url: str, ids: Callable[[Sequence[str]], list[int]]) -> list[list[int]]:
+    """By the server, all at once; the last prompt afterwards, from the cache."""
+
+    def ask(prompt: list[int]) -> list[int]:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
+        response = web.post(f"{url}/v1/completions", json=body | {"logprobs": 0})
+        assert response.status_code == 200, response.text
+        return ids(response.json()["choices"][0]["logprobs"]["tokens"])
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return [*pool.map(ask, PROMPTS[:-1]), ask(PROMPTS[-1])]
+
+
+@contextlib.contextmanager
+def running(folder: Path, tp: int, served: Any, *told: str) -> Iterator[str]:
+    how = (f"serve.mesh.tp={tp}", "serve.requests=8", "serve.step_tokens=16", *told)
+    make = (lambda: folder_runner(folder, *how, blocks=64)) if tp == 1 else (lambda: ranks_of(folder, *how, blocks=64))
+    with served(make, Limits(running=8, queue=8, body_bytes=1 << 16)) as server:
+        yield server.url
+
+
+def hits(url: str) -> float:
+    lines = web.get(f"{url}/metrics").text.splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith("tpshard_prefix_hit_tokens_total"))
+
+
+QUICK = [("gemma2", 1), ("phi3", 2), ("falcon", 1)]
+WHOLE = [(name, tp) for name in ALL for tp in (1, 2, 4) if (name, tp) not in QUICK]
+
+
+@pytest.mark.parametrize(("name", "tp"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in WHOLE)])
+def test_tokens_over_http_are_those_of_generate(name: str, tp: int, tmp_path: Path, served: Any, ids: Any) -> None:
+    wanted = expected(name, architectures.values(name))
+    assert len({token for tokens in wanted for token in tokens}) > 4, "a model that repeats one token shows nothing"
+    with running(architectures.folder(tmp_path, name, weights=True), tp, served) as url:
+        assert answers(url, ids) == wanted
+        assert hits(url) >= 16
+
+
+# ---- quantized folders ----------------------------------------------------------------------------------------------
+WIDER = {"num_key_value_heads": 4, "intermediate_size": 64}
+"""GPTQ holds matrices whose sides are multiples of 32."""
+
+
+def quantized(name: str, place: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A GPTQ folder of a small random model, in act-order, and the dense parameters that it stands for.
+
+    Linears of one input share their order, as those of one Hessian do.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    model, values, orders = architectures.own(name), architectures.values(name), dict[str, Tensor]()
+    coded: dict[str, Quantized] = {}
+    generator = torch.Generator().manual_seed(5)
+    for path, module in model.named_modules():
+        if not re.search(r"\b(layers|h)\.\d", path) or not isinstance(module, (nn.Linear, Conv1D)):
+            continue
+        turned = isinstance(module, Conv1D)
+        weight = values[f"{path}.weight"] if turned else values[f"{path}.weight"].T  # [inputs, outputs]
+        inputs = len(weight)
+        shared = f"{path.rpartition('.')[0]} {any(end in path for end in ('o_proj', 'down', 'c_proj'))}"
+        group = torch.arange(inputs, dtype=torch.int32) // 16
+        order = orders.setdefault(shared, torch.randperm(inputs, generator=generator))
+        group = group[order]
+        largest = torch.stack([weight[group == g].abs().amax(0) for g in range(inputs // 16)])
+        scales = (largest / 7).half()
+        codes = (weight / scales.float()[group.long()] + 8).round().clamp(0, 15).to(torch.uint8)
+        bias = values.get(f"{path}.bias")
+        coded[path] = Quantized(codes, scales, torch.full_like(scales, 8, dtype=torch.uint8), group, 4, bias)
+        dense = coded[path].dequantize(torch.float32)
+        values[f"{path}.weight"] = dense if turned else dense.T.contiguous()
+    taken = {f"{path}.{leaf}" for path in coded for leaf in ("weight", "bias")}
+    settings = GPTQConfig(bits=4, group_size=16, desc_act=True)
+    dense_values = [(path, value) for path, value in values.items() if path not in taken]
+    write_folder(place, architectures.config_of(name), coded.items(), dense_values, settings)
+    return place, values
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "layout"),
+    [
+        ("phi3", 1, "tp_aware"),
+        ("gemma2", 2, "tp_aware"),
+        ("gpt2", 1, "tp_aware"),
+        *(
+            pytest.param(name, tp, layout, marks=pytest.mark.slow)
+            for name in ("qwen2", "qwen3", "mistral", "phi3", "gpt2", "gemma2", "gemma3_text", "olmo2", "granite")
+            for tp, layout in ((1, "tp_aware"), (2, "tp_aware"), (2, "naive"), (2, "local_sort"))
+        ),
+    ],
+)
+def test_a_gptq_folder_gives_the_tokens_of_its_dense_weights(
+    name: str, tp: int, layout: str, tmp_path: Path, served: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wider = {key: value for key, value in WIDER.items() if key in architectures.CONFIGS[name]}
+    monkeypatch.setitem(architectures.CONFIGS, name, {**architectures.CONFIGS[name], **wider})
+    folder, values = quantized(name, tmp_path / name)
+    if tp > 1 and layout == "tp_aware" and name not in ("gpt2", "phi3"):  # whose gates and values lie in one matrix
+        told = (f"serve.mesh.tp={tp}", "serve.step_tokens=8", "serve.requests=8")
+        turned = programs_of(folder, *told).arrangement.columns
+        assert len(turned) == 4 and all("gate" in one or "up" in one for one in turned), "no order is left of the MLP"
+    with running(folder, tp, served, f"serve.layout={layout}") as url:
+        assert answers(url, ids) == expected(name, values)
