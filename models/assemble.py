@@ -7,7 +7,8 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +59,18 @@ def build_module(
     except TypeError as error:
         raise ValueError(f"`module: {path}`: forward({', '.join(inputs)}) expected") from error
     return model
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it the modules of a model compute as after training: nothing is dropped."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def imported(key: str, path: str) -> Any:

@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 from torch.utils import _pytree as pytree
 from tpshard.parallelism.canonical import canonicalize
+from tpshard.parallelism.draws import SEED
 from tpshard.parallelism.functional import functionalize
-from tpshard.parallelism.graph import Graph, Layer, Place
+from tpshard.parallelism.graph import Graph, Layer, Place, mark
 from tpshard.parallelism.recorder import Recorder
 from tpshard.parallelism.remember import Like, fake
 from tpshard.parallelism.rules.strides import contiguous
@@ -120,11 +121,13 @@ def capture(
     args: Sequence[Any],
     names: Sequence[str] | None = None,
     trail: Trail | None = None,
+    rows: int = 0,
 ) -> Graph:
     """Traces `fn(*args)`, tensors real or meta, into a canonical global graph.
 
-    `names` names the flattened tensor arguments (default `arg0`, `arg1`, ...). Raises ValueError where the function
-    does what a static graph cannot hold: data-dependent control flow, random ops.
+    `names` names the flattened tensor arguments (default `arg0`, `arg1`, ...). Where the function draws random numbers
+    the graph has one input more, `seed`; for the `rows` of a batch they go by the row's place in a step (see `draws`).
+    Raises ValueError where the function does what a static graph cannot hold: control flow that depends on data.
     """
     leaves, in_tree = pytree.tree_flatten(tuple(args))
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -133,6 +136,7 @@ def capture(
         raise ValueError(f"{len(names)} names were given for {len(where)} tensor arguments")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(None if trail is None else lambda: trail.here)
+    recorder.rows = rows
     full = list(leaves)
     for i, name in zip(where, names):
         full[i] = _fake(leaves[i], mode)
@@ -145,6 +149,8 @@ def capture(
     graph = recorder.graph(results)
     graph.in_tree, graph.out_tree = in_tree, out_tree
     graph = functionalize(graph)
+    if graph.seed is not None:
+        mark([graph.seed], SEED)
     canonicalize(graph)
     return graph
 

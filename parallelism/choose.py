@@ -182,7 +182,7 @@ def computable(op: Op, rule: Rule, choice: Choice) -> Choice:
             continue
         fitting: list[Axis] = []
         for axis in axes:
-            if rule.even and rule.sizes[f] % (size_of(fitting) * axis.size):
+            if rule.even and not even(rule.sizes[f] // grain, (*fitting, axis)):
                 break
             fitting.append(axis)
         if fitting:

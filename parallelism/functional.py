@@ -95,6 +95,7 @@ class _Replay:
         if left is not None:
             raise ValueError(f"`{left.target}` writes into a tensor in a way that is not known")
         made.in_tree, made.out_tree = self.graph.in_tree, self.graph.out_tree
+        made.seed = None if self.graph.seed is None else made.inputs[-1]
         return made
 
     def _stand_in(self, value: Value) -> Tensor:

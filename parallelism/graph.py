@@ -16,7 +16,7 @@ class Ref(NamedTuple):
 
 
 Role = str
-"""What a tensor is in a step: parameter, gradient, optimizer, batch, cache, order, scalar, logits, loss; or ""."""
+"""What a tensor is in a step: parameter, gradient, optimizer, batch, seed, cache, order, scalar, logits or loss; ""."""
 
 
 class Layer(NamedTuple):
@@ -121,6 +121,8 @@ class Graph:
     constants: dict[str, tuple[Value, torch.Tensor]] = field(default_factory=dict)
     out_tree: Any = None
     in_tree: Any = None
+    seed: Value | None = None
+    """The last input, where random numbers are drawn."""
 
     def values(self) -> Iterator[Value]:
         yield from self.inputs

@@ -49,7 +49,8 @@ def partition(
     None (free), or a tuple, closed, with per dim None, an axis or a tuple of axes; dims left out at the end are
     replicated. No result is left partial. `latency`: what starting a collective costs, in the bytes that could be
     sent meanwhile; 0 counts bytes alone, and more gathers what is small rather than sending it in several steps.
-    Raises ValueError where a sharding does not fit its tensor or the mesh.
+    Where the function draws random numbers, the program's last input is a `seed` (see `Program.local`), and every mesh
+    draws the same. Raises ValueError where a sharding does not fit its tensor or the mesh.
     """
     return partition_captured(capture(fn, args, names), mesh, in_shardings, out_shardings, latency=latency)
 
@@ -64,8 +65,9 @@ def partition_captured(
     """
     mark_outputs(graph)
     annotations: dict[Value, Annotation] = dict(split_annotations(graph, mesh))
+    arguments = [v for v in graph.inputs if v is not graph.seed]
     results = [o for o in graph.outputs if isinstance(o, Value)]
-    for what, values, given in (("in", graph.inputs, in_shardings), ("out", results, out_shardings)):
+    for what, values, given in (("in", arguments, in_shardings), ("out", results, out_shardings)):
         if given is None:
             continue
         if len(given) != len(values):

@@ -129,13 +129,21 @@ class Program:
             raise KeyError(f"no value is named {name!r}" + (f"; similar: {', '.join(near)}" if near else ""))
         return self.records[name]
 
-    def local(self, rank: int, *global_args: Any) -> list[torch.Tensor]:
-        """Device `rank`'s arguments, flattened, of the given global ones."""
-        return simulate.local_arguments(self, rank, global_args)
+    def local(self, rank: int, *global_args: Any, seed: int | torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Device `rank`'s arguments, flattened, of the given global ones.
 
-    def simulate(self, *global_args: Any) -> list[torch.Tensor]:
-        """Runs the graph of every device in this process, in lock-step, and returns the global results."""
-        return simulate.simulate(self, global_args)
+        `seed`: of the random numbers that the program draws, if it does; the same on every rank. Another seed for each
+        step draws other numbers. Default: what `torch.manual_seed` was given last, in this process; ValueError where
+        there are others, which may have been given another.
+        """
+        return simulate.local_arguments(self, rank, global_args, seed)
+
+    def simulate(self, *global_args: Any, seed: int | torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Runs the graph of every device in this process, in lock-step, and returns the global results.
+
+        `seed` as for `local`. Like any function of its arguments, it draws the same again for the same seed.
+        """
+        return simulate.simulate(self, global_args, seed)
 
     @property
     def flop_efficiency(self) -> float:

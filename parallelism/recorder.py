@@ -16,6 +16,7 @@ from torch._decomp import decomposition_table, get_decompositions
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import _Namespace
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
+from tpshard.parallelism.draws import DRAW, RANDOM, SEED, strides_of
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
 from tpshard.parallelism.remember import Shapes
 from tpshard.parallelism.rules.table import OTHER, TABLE, entry_of
@@ -73,6 +74,11 @@ class Recorder(TorchDispatchMode):
         self.splitting: list[Any] = []
         """Ops whose decompositions run."""
         self.shapes = Shapes()
+        self.seed: Tensor | None = None
+        """Of what the function draws: an input of its own, behind all others, where it draws anything."""
+        self.drawn = 0
+        self.rows = 0
+        """Of the batch, where draws for them go by their place in a step (see `draws`)."""
 
     def input(self, name: str, fake: Tensor) -> None:
         """Takes the next argument of the function."""
@@ -90,6 +96,7 @@ class Recorder(TorchDispatchMode):
         """What has run, with these results of the function."""
         results = [self.value(o) if isinstance(o, Tensor) else o for o in outputs]
         graph = Graph(self.inputs, self.ops, results, self.constants)
+        graph.seed = None if self.seed is None else self.known[id(self.seed)][0]
         graph.refresh_users()
         return graph
 
@@ -104,6 +111,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is DRAW:
+            return self._draw(*args)
         if not isinstance(func, torch._ops.OpOverload):
             raise ValueError(f"`{func}` is not an ATen op: it cannot be partitioned")
         if entry_of(func).recorded == "answered":
@@ -138,6 +147,15 @@ class Recorder(TorchDispatchMode):
         self._record(func, refs, keywords, values, made)
         return made
 
+    def _draw(self, size: Any, dtype: torch.dtype) -> Tensor:
+        if self.seed is None:
+            self.seed = torch.empty((5,) if self.rows else (), dtype=torch.int64)
+            self.input(SEED, self.seed)
+        self.drawn += 1
+        row = size[0] // self.rows if self.rows and size and size[0] % self.rows == 0 else 0
+        with self:
+            return RANDOM(self.seed, self.drawn, list(size), [0] * len(size), strides_of(size), dtype, row)
+
     def _is_composite(self, func: Any, operands: list[Tensor]) -> bool:
         """Whether eager mode would run other ops instead, had autograd seen the op."""
         known = self.composite.get(func)
@@ -151,7 +169,7 @@ class Recorder(TorchDispatchMode):
         packet = func.overloadpacket.__name__
         if entry_of(func).random:
             raise ValueError(
-                f"`{func}` is a random op, whose result would depend on the mesh: pass random numbers in as an input"
+                f"`{func}` is a random op whose numbers cannot be told by their position: pass them in as an input"
             )
         name = self.names.create_name(packet, None)
         op = Op(name, func, args, kwargs, operands, [], self.place() if self.place is not None else Place())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+from tpshard.parallelism.draws import SEED, mixed, step_seed
 from tpshard.parallelism.lower import pick, transfers, valid
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.node_info import Port, offset, parse_group
@@ -43,10 +44,13 @@ def evaluate(target: Any, args: tuple[Any, ...], mesh: Mesh, rank: int) -> Any:
     return [length if other == table[me] else 0 for other in range(len(table))]
 
 
-def simulate(program: Program, global_args: Sequence[Any]) -> list[torch.Tensor]:
+def simulate(
+    program: Program, global_args: Sequence[Any], seed: int | torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """Runs every device's graph on its part of the arguments and joins the results."""
     mesh = program.mesh
-    arguments = [local_arguments(program, rank, global_args) for rank in range(mesh.ranks)]
+    seed = torch.initial_seed() if seed is None else seed
+    arguments = [local_arguments(program, rank, global_args, seed) for rank in range(mesh.ranks)]
     results = run_lockstep(program, arguments)
     joined = []
     for i, port in enumerate(program.outputs):
@@ -162,12 +166,39 @@ def _combine(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
 
 
 # ---- global <-> local -----------------------------------------------------------------------------------------
-def local_arguments(program: Program, rank: int, global_args: Sequence[Any]) -> list[torch.Tensor]:
-    """Device `rank`'s parts of the tensors among `global_args`, flattened, padded where storage is uneven."""
+def local_arguments(
+    program: Program, rank: int, global_args: Sequence[Any], seed: int | torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """Device `rank`'s parts of the tensors among `global_args`, flattened, padded where storage is uneven; and the
+    seed, where the program has one."""
     leaves = [leaf for leaf in pytree.tree_leaves(tuple(global_args)) if isinstance(leaf, torch.Tensor)]
-    if len(leaves) != len(program.inputs):
-        raise ValueError(f"{len(leaves)} tensors were given to a program of {len(program.inputs)} inputs")
-    return [cut(leaf, port.layout, program.mesh, rank) for leaf, port in zip(leaves, program.inputs)]
+    own = [port for port in program.inputs if port.kind != SEED]
+    if len(leaves) != len(own):
+        raise ValueError(f"{len(leaves)} tensors were given to a program of {len(own)} inputs")
+    parts = [cut(leaf, port.layout, program.mesh, rank) for leaf, port in zip(leaves, own)]
+    if not draws(program):
+        return parts
+    if isinstance(seed, torch.Tensor):
+        return [*parts, seed]
+    seed = _seed() if seed is None else seed
+    plain = program.inputs[-1].shape == ()
+    return [*parts, torch.tensor(mixed(seed)) if plain else step_seed(seed, 0, 1 << 31, 0)]
+
+
+def draws(program: Program) -> bool:
+    """Whether a program draws random numbers: then its last input is their seed."""
+    return bool(program.inputs) and program.inputs[-1].kind == SEED
+
+
+def _seed() -> int:
+    """What `torch.manual_seed` was given last."""
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        raise ValueError("the program draws random numbers: give `seed`, the same on every rank")
+    return torch.initial_seed()
 
 
 def cut(tensor: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:

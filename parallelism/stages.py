@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
+from tpshard.parallelism.draws import SEED
 from tpshard.parallelism.flow import known
 from tpshard.parallelism.mesh import Axis
 from tpshard.parallelism.passes.recompute import layer_of
@@ -271,7 +272,7 @@ class _Cutter:
     def _program(self, part: _Part) -> Program:
         graph = fx.Graph()
         made: dict[fx.Node, fx.Node] = {}
-        order = {kind: i for i, kind in enumerate(("parameter", "gradient", "batch"))}
+        order = {kind: i for i, kind in enumerate(("parameter", "gradient", "batch", SEED))}
         inputs: list[Port] = []
 
         def feed(node: fx.Node, port: Port) -> None:

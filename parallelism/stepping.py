@@ -37,7 +37,8 @@ class Walk(Generic[T]):
         self, table: Table, stages: Sequence[Stage], call: Callable[[Program, StageTask, list[T]], list[T]],
         mail: Carrier[T], params: Mapping[str, T], sums: dict[str, T], batches: Sequence[Mapping[str, T]],
     ):  # fmt: skip
-        """`params` by name; `sums` by port (`NAME.grad_sum`), updated in place; `batches`: one a micro-batch."""
+        """`params` by name; `sums` by port (`NAME.grad_sum`), updated in place; `batches`: one a micro-batch, with
+        its seed where a program has one."""
         self.table, self.stages, self.call, self.mail = table, stages, call, mail
         self.params, self.sums, self.batches = params, sums, batches
         self.saved: dict[tuple[int, int], dict[str, T]] = {}
@@ -69,7 +70,7 @@ class Walk(Generic[T]):
                 return self.params[port.name]
             case "gradient":
                 return self.sums[port.name]
-            case "batch":
+            case "batch" | "seed":
                 return self.batches[task.micro][port.name]
             case "received":
                 return self.mail.receive(task, port)

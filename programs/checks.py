@@ -36,7 +36,7 @@ def traceable(setting: Setting) -> Iterator[None]:
             exit=Exit.RECIPE,
             where=setting.recipe.where(f"model.{key}"),
             why=f"{line}: {(str(error).strip() or type(error).__name__).splitlines()[0]}",
-            fix="a subclass that computes this without looking at values or at random numbers, as `model.module`",
+            fix="a subclass that computes this without looking at values, as `model.module`",
         ) from error
 
 

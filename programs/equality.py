@@ -15,7 +15,7 @@ from tpshard.parallelism.program import Program, info
 from tpshard.parallelism.simulate import simulate
 from tpshard.programs.lockstep import Lockstep, StepValues
 from tpshard.programs.setting import Setting
-from tpshard.programs.step_programs import micro_program
+from tpshard.programs.step_programs import micro_program, seeds
 from tpshard.programs.training import build
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
@@ -161,7 +161,8 @@ def _watched(setting: Setting, program: Program, vocab: int) -> dict[str, Tensor
     params = made.join(made.ports[:count], made.params)
     sums = [torch.zeros(p.shape, dtype=torch.float64) for p in program.inputs[count : 2 * count]]
     with float64():
-        results = simulate(program, [*params.values(), *sums, tokens, goals, documents, positions])
+        given = [*params.values(), *sums, tokens, goals, documents, positions]
+        results = simulate(program, given, next(iter(seeds(setting, program, 1, 0)), None))
     names = [port.name.removeprefix("watched ") for port in program.outputs]
     return {n: r for n, r, port in zip(names, results, program.outputs) if port.name.startswith("watched ")}
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from tpshard.parallelism.float64 import float64
 from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.simulate import cut, join, run_lockstep
+from tpshard.programs.step_programs import seeds
 from tpshard.programs.training import TrainingPrograms
 
 Parts = list[list[Tensor]]
@@ -71,12 +72,13 @@ class Lockstep:
         shapes = [p.local for p in made.micro.inputs[count : 2 * count]]
         sums = [[torch.zeros(shape, dtype=torch.float64) for shape in shapes] for _ in range(self.mesh.ranks)]
         loss, targets, self.counted = 0.0, 0, []
-        for tokens, goals in self.batches().transpose(0, 1):
+        for micro, (tokens, goals) in enumerate(self.batches().transpose(0, 1)):
             rows, length = tokens.shape
             positions = torch.arange(length).expand(rows, length)
             documents = torch.zeros(rows, length, dtype=torch.int64)
-            batch = self.local([tokens, goals, documents, positions], made.micro.inputs[2 * count :])
-            outs = run(made.micro, [[*u, *s, *b] for u, s, b in zip(used, sums, batch)])
+            batch = self.local([tokens, goals, documents, positions], made.micro.inputs[2 * count : 2 * count + 4])
+            seed = seeds(self.setting, made.micro, self.number, micro)
+            outs = run(made.micro, [[*u, *s, *b, *seed] for u, s, b in zip(used, sums, batch)])
             sums = [out[2 : 2 + count] for out in outs]
             self.counted.append([torch.cat(out[2 + count :]) for out in outs if len(out) > 2 + count])
             loss, targets = loss + float(outs[0][0]), targets + int(outs[0][1])

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from tpshard.kernels.linear import TILE
+from tpshard.models.assemble import evaluating
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
 from tpshard.parallelism.annotate import role
@@ -283,7 +284,7 @@ def _captured(setting: ServeSetting, rows: int) -> tuple[Graph, Arrangement]:
     row = [torch.empty(1, rows, dtype=torch.int64, device="meta") for _ in range(2)]
     trail = Trail()
     try:
-        with torch.no_grad(), trail.watch(model):
+        with torch.no_grad(), evaluating(model), trail.watch(model):
             graph = capture(forward, [*row, parameters], [*STEP[:2], *parameters], trail)
         tokens, positions = graph.inputs[:2]
         page_attention(graph, positions, BLOCK_SIZE)

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 from tpshard.models import counts
 from tpshard.models.adamw import AdamW, adamw_update, treatments
+from tpshard.models.assemble import evaluating
 from tpshard.parallelism.annotate import boundary, role
 from tpshard.parallelism.capture import Trail, capture
+from tpshard.parallelism.draws import step_seed
 from tpshard.parallelism.graph import Graph, Place, Value, mark
 from tpshard.parallelism.partitioner import mark_outputs, partition_graph
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Layout, Sharding
+from tpshard.parallelism.simulate import draws
 from tpshard.parallelism.storage import boundaries, propagate_stored
 from tpshard.parallelism.why import Told
 from tpshard.programs.annotations import annotate, told
@@ -34,6 +37,17 @@ def _batch(setting: Setting) -> dict[str, Tensor]:
     rows = setting.batch.per_device * setting.batch.data_ranks
     fields = setting.task.fields.items()
     return {name: torch.empty(rows, *field.shape, dtype=field.dtype, device="meta") for name, field in fields}
+
+
+def rows_of(batch: Mapping[str, Tensor]) -> int:
+    """Of a micro-batch, on all data ranks together."""
+    return next(iter(batch.values())).shape[0]
+
+
+def seeds(setting: Setting, program: Program, seed: int, micro: int) -> list[Tensor]:
+    """The last argument of a program that draws random numbers, for a step's micro-batch; none of others."""
+    plan = setting.batch
+    return [step_seed(seed, micro, plan.per_device, plan.sequences_each)] if draws(program) else []
 
 
 def _forward(
@@ -77,7 +91,8 @@ def micro_program(
         params = {n: p.to(setting.used_dtype(n)) for n, p in params.items()}
     sums = {n: p.to(DTYPES[setting.recipe.fsdp.accumulate.dtype]) for n, p in _parameters(setting).items()}
     labels = [*params, *(f"{n}.grad_sum" for n in sums), *setting.task.fields]
-    graph = capture(step, (params, sums, _batch(setting)), labels, trail)
+    batch = _batch(setting)
+    graph = capture(step, (params, sums, batch), labels, trail, rows=rows_of(batch))
     shown = [v for op in graph.ops for v in op.results if watched and v.dtype.is_floating_point]
     own = len(graph.outputs)
     graph.outputs = [*graph.outputs, *shown]
@@ -88,7 +103,8 @@ def micro_program(
     inputs, outputs = graph.inputs, graph.outputs
     mark(inputs[:count], "parameter")
     mark([*inputs[count : 2 * count], *outputs[2 : 2 + count]], "gradient")
-    mark(inputs[2 * count :], "batch")
+    fields = [value for value in inputs[2 * count :] if value is not graph.seed]
+    mark(fields, "batch")
     mark([*outputs[:2], *outputs[2 + count : own]], "scalar")
     stored: dict[str, list[Value]] = {n: [] for n in names}
     given: dict[Value, Annotation] = {}
@@ -102,7 +118,7 @@ def micro_program(
             given[inputs[count + i]] = given[outputs[2 + i]] = made
         else:
             stored[name].append(inputs[count + i])
-    program = _partition(setting, graph, stored, inputs[2 * count :], given=given)
+    program = _partition(setting, graph, stored, fields, given=given)
     program.donated = {2 + i: count + i for i in range(count)}
     return program
 
@@ -163,15 +179,17 @@ def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program
         return _forward(setting, trail, used, batch)
 
     params = _parameters(setting)
-    with torch.no_grad():
-        graph = capture(step, (params, _batch(setting)), [*params, *setting.task.fields], trail)
+    with torch.no_grad(), evaluating(setting.model):
+        batch = _batch(setting)
+        graph = capture(step, (params, batch), [*params, *batch], trail, rows=rows_of(batch))
     mark_outputs(graph)
     count = len(params)
     stored = {n: [graph.inputs[i]] for i, n in enumerate(params)}
     mark(graph.inputs[:count], "parameter")
-    mark(graph.inputs[count:], "batch")
+    fields = [value for value in graph.inputs[count:] if value is not graph.seed]
+    mark(fields, "batch")
     mark(graph.outputs, "scalar")
-    return _partition(setting, graph, stored, graph.inputs[count:], storage)
+    return _partition(setting, graph, stored, fields, storage)
 
 
 def _partition(

@@ -28,8 +28,8 @@ from tpshard.programs.step_programs import (
 class TrainingPrograms:
     """What a run executes, step after step.
 
-    `micro`: parameters, gradient sums, batch -> loss sum, token count, new gradient sums (donated), and what the model
-    counted, where it counts something.
+    `micro`: parameters, gradient sums, batch, and a seed where the model draws random numbers -> loss sum, token count,
+    new gradient sums (donated), and what the model counted, where it counts something.
     `update`: parameters, gradient sums, both moments, loss sum, count, lr, number of the update -> new parameters and
     moments (donated), gradient norm, whether all was finite. `evaluate`: parameters, batch -> loss sum, token count.
     """

@@ -79,7 +79,7 @@ def train(context: Context, programs: TrainingPrograms, count: int = 3) -> dict[
         rows = plan.rows(engine.data_rank)
         mine = global_batch(step).rows(rows.start, rows.stop)
         for i in range(plan.micro_batches):
-            engine.accumulate(mine.rows(i * plan.per_device, (i + 1) * plan.per_device))
+            engine.accumulate(mine.rows(i * plan.per_device, (i + 1) * plan.per_device), seed=step)
         result = engine.update(0.01, step + 1)
         if step == 0:
             pairs = zip(engine.tensors().items(), sums)

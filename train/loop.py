@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tpshard.parallelism.draws import mixed
 from tpshard.parallelism.runtime import messages
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.watchdog import Doing
@@ -190,8 +191,10 @@ class TrainingLoop:
         watchdog.doing = Doing("reading data")
         batch = self.loader.next()
         lr = learning_rate(step, self.recipe.schedule, peak=self.recipe.optimizer.lr, steps=self.recipe.train.steps)
+        seed = mixed(self.recipe.seed, step)
         for i in range(self.plan.micro_batches):
-            self.engine.accumulate(batch.rows(i * self.plan.per_device, (i + 1) * self.plan.per_device))
+            rows = batch.rows(i * self.plan.per_device, (i + 1) * self.plan.per_device)
+            self.engine.accumulate(rows, seed)
         result = self.engine.update(lr, self.course.updates + 1)
         # One small collective a step: was any rank asked to stop, and did any see something that is not finite?
         agreed = self.context.largest(self.context.stopping.urgency + (0 if result.finite else _NOT_FINITE))

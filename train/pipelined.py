@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from tpshard.parallelism.draws import SEED
 from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
@@ -67,11 +68,12 @@ class PipelineEngine(State):
         ports = [port for port in self.programs.micro.inputs if port.kind == "parameter"]
         return {prefix + port.name: (port.shape, dtype) for prefix in ("", *MOMENTS) for port in ports}
 
-    def accumulate(self, batch: StepBatch) -> None:
-        self._batches.append(self._named_batch(batch))
+    def accumulate(self, batch: StepBatch, seed: int) -> None:
+        self._batches.append(self._named_batch(batch, seed))
 
-    def _named_batch(self, batch: StepBatch) -> dict[str, Tensor]:
-        return {port.name: rows for port, rows in zip(self.batch_ports, self._local(batch))}
+    def _named_batch(self, batch: StepBatch, seed: int) -> dict[str, Tensor]:
+        names = [*(port.name for port in self.batch_ports), SEED]
+        return dict(zip(names, self._local(batch, self.programs.micro, seed, len(self._batches))))
 
     def update(self, lr: float, number: int) -> StepResult:
         before = self.mail.sent_bytes
@@ -147,7 +149,7 @@ class PipelineEngine(State):
 
     def evaluate(self, batch: StepBatch) -> tuple[float, int]:
         row = [StageTask("F", stage, 0) for stage in self.pipeline.table.stages_of(self.place)]
-        walk = self._walk(self.pipeline.evaluation, self.params, [self._named_batch(batch)], row)
+        walk = self._walk(self.pipeline.evaluation, self.params, [self._named_batch(batch, 0)], row)
         zeros = [torch.zeros((), dtype=port.dtype, device=self.context.device) for port in self.pipeline.share.inputs]
         loss, count = self.share(*walk.scalars.get(0, zeros))
         return float(loss), int(count)

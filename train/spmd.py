@@ -31,12 +31,14 @@ class SpmdEngine(State):
         self._used: list[Tensor] | None = None
         """Parameters gathered for all micro-batches of this step."""
 
-    def accumulate(self, batch: StepBatch) -> None:
+    def accumulate(self, batch: StepBatch, seed: int) -> None:
         with self._counted():
             if self.gather is not None and self._used is None:
                 self._used = self.gather(*self.params)
             params = self.params if self._used is None else self._used
-            loss, count, *rest = self.micro(*params, *self.sums, *self._local(batch))
+            loss, count, *rest = self.micro(
+                *params, *self.sums, *self._local(batch, self.micro.program, seed, len(self._sums))
+            )
         self.sums, counted = rest[: len(self.sums)], rest[len(self.sums) :]
         self._sums.append((loss, count))
         self._counts += counted
@@ -56,7 +58,7 @@ class SpmdEngine(State):
         return self._result(losses, counts, norm, finite, counted)
 
     def evaluate(self, batch: StepBatch) -> tuple[float, int]:
-        loss, count = self.evaluation(*self.params, *self._local(batch))
+        loss, count = self.evaluation(*self.params, *self._local(batch, self.evaluation.program, 0, 0))
         return float(loss), int(count)
 
 

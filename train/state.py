@@ -17,6 +17,7 @@ from tpshard.parallelism.runtime.tally import Tally
 from tpshard.parallelism.sharding import Layout
 from tpshard.parallelism.simulate import block, cut
 from tpshard.programs.choices import compiled_by
+from tpshard.programs.step_programs import seeds
 from tpshard.programs.training import TrainingPrograms
 from tpshard.train.checkpoint import OPTIMIZER
 from tpshard.train.made import StepBatch
@@ -130,13 +131,16 @@ class State:
     def _scalar(self, value: float) -> Tensor:
         return torch.tensor(float(value), device=self.context.device)
 
-    def _local(self, batch: StepBatch) -> Iterator[Tensor]:
-        """The micro-batch's rows are this data rank's already; what other axes cut (the sequence) is cut here."""
+    def _local(self, batch: StepBatch, program: Program, seed: int, micro: int) -> Iterator[Tensor]:
+        """The micro-batch's rows are this data rank's already; what other axes cut (the sequence) is cut here. A seed
+        follows for a program that draws random numbers."""
         for name, port in zip(self.programs.setting.task.fields, self.batch_ports):
             rows = batch.tensor(name)
             assert rows.shape[0] == port.local[0], f"{rows.shape[0]} rows for a program of {port.local[0]}"
             rest = Layout(((), *port.layout.dims[1:]))
             yield cut(rows, rest, self.context.mesh, self.context.rank).to(self.context.device)
+        for tensor in seeds(self.programs.setting, program, seed, micro):
+            yield tensor.to(self.context.device)
 
     # ---- state -----------------------------------------------------------------------------------------------
     def _named(self) -> Iterator[tuple[str, Port, Tensor]]:

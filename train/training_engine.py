@@ -66,8 +66,9 @@ class TrainingEngine(Protocol):
         """Collectives of one step, counted as this rank issued them; None: not counted yet."""
         ...
 
-    def accumulate(self, batch: StepBatch) -> None:
-        """Forward and backward of one micro-batch: adds to the gradients and to the sums of loss and tokens."""
+    def accumulate(self, batch: StepBatch, seed: int) -> None:
+        """Forward and backward of one micro-batch: adds to the gradients and to the sums of loss and tokens. `seed`: of
+        the random numbers that the model draws in this step."""
         ...
 
     def update(self, lr: float, number: int) -> StepResult:

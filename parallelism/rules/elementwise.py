@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op, Ref
+from tpshard.parallelism.rules.decompositions import overwritten
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Dim, Factors, Rule
 from tpshard.parallelism.rules.shape import as_view
@@ -127,7 +128,7 @@ OPS: Table = {
     aten.clone: pointwise(first, canonical=copied),
     aten._to_copy: pointwise(cast),
     aten.masked_fill.Scalar: pointwise(zeroed),
-    aten.copy: pointwise(),
+    aten.copy: pointwise(recorded=overwritten),
     aten.exp: pointwise(exponentials=1),
     aten.log: pointwise(exponentials=1),
     aten.tanh: pointwise(exponentials=1),

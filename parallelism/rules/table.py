@@ -13,6 +13,7 @@ from tpshard.parallelism.rules import (
     contraction,
     creation,
     decomposed,
+    drawn,
     elementwise,
     experts_rule,
     identities,
@@ -33,8 +34,8 @@ from tpshard.parallelism.rules.entry import Entry, random
 from tpshard.parallelism.rules.rule import Rule, whole
 
 THEMES = (
-    contraction, elementwise, shape, pieces, reduction, selection, indexing, by_index, creation, attention_rule, paged,
-    experts_rule, reorder_rule, identities, windows, pooling, matrices, lookups, decomposed, kernel_costs,
+    contraction, elementwise, shape, pieces, reduction, selection, indexing, by_index, creation, drawn, attention_rule,
+    paged, experts_rule, reorder_rule, identities, windows, pooling, matrices, lookups, decomposed, kernel_costs,
 )  # fmt: skip
 OTHER = Entry(dense="all")
 """What is known of an op that is not in the table."""

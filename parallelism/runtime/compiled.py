@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from tpshard.parallelism.draws import RANDOM, random
 
 Boxed = Callable[[list[Tensor]], list[Tensor]]
 """Takes a list of tensors, which it empties, and returns a list."""
@@ -39,7 +40,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Boxed:
         return list(module(*tensors))
 
     with torch.no_grad():
-        traced = make_fx(flat, decomposition_table=select_decomp_table(), tracing_mode="fake",
+        traced = make_fx(flat, decomposition_table=select_decomp_table() | {RANDOM: random}, tracing_mode="fake",
                          _allow_non_fake_inputs=True)(*fakes)  # fmt: skip
     output = next(node for node in reversed(traced.graph.nodes) if node.op == "output")
     output.args = (tuple(output.args[0]),)

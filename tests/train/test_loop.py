@@ -69,7 +69,7 @@ class PlainEngine:
         dist.all_reduce(both)
         return both
 
-    def accumulate(self, batch: TokenBatch) -> None:
+    def accumulate(self, batch: TokenBatch, seed: int) -> None:
         loss, count, params = self.loss(batch)
         if self.poison(self.context.rank, self.numbers):
             loss = loss * float("nan")

@@ -1,0 +1,129 @@
+"""Random numbers that are the same on every mesh: an element's number depends on the seed, on which draw of the
+function it belongs to, and on its global position, not on the device that makes it.
+
+    tpshard::random(seed [] int64, number, size, begins, strides, dtype, row) -> [size]
+
+Draw `number` is the stream of SplitMix64 (Steele, Lea and Flood, 2014) whose state is a hash of the seed and the
+number; the element at global position p is the stream's p-th number. `begins` is where the part begins in each dim of
+the whole, `strides` how far apart neighbours of a dim lie in the row-major order of the whole. Floating types give
+numbers in [0, 1) with all the bits of their mantissa, int64 gives 63 bits.
+
+A step of training runs in micro-batches, and another mesh deals its rows to other ones. What is drawn for the rows of a
+batch therefore goes by the row's place in the step: `row` is how many positions of dim 0 belong to one row (0: dim 0 is
+not of rows), and the seed has five numbers, see `step_seed`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_library = torch.library.Library("tpshard", "FRAGMENT")
+_library.define("draw(int[] size, ScalarType dtype) -> Tensor")
+_library.define(
+    "random(Tensor seed, int number, int[] size, int[] begins, int[] strides, ScalarType dtype, int row=0) -> Tensor"
+)
+DRAW = torch.ops.tpshard.draw.default
+"""What decompositions call; while a function is captured, the next draw from its seed."""
+RANDOM = torch.ops.tpshard.random.default
+SEED = "seed"
+"""Name of the input of a program that draws."""
+
+_CHUNK = 1 << 16
+"""Elements whose steps stay in a core's cache."""
+_MASK = (1 << 64) - 1
+_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.int64: 63}
+
+
+def mixed(*numbers: int) -> int:
+    """One int64 for several, each of which changes all of its bits: the seed of a step's micro-batch."""
+    state = 0
+    for number in numbers:
+        state = (state + number + _GAMMA) & _MASK
+        state = ((state ^ (state >> 30)) * _FIRST) & _MASK
+        state = ((state ^ (state >> 27)) * _SECOND) & _MASK
+        state ^= state >> 31
+    return _signed(state)
+
+
+def step_seed(seed: int, micro: int, rows: int, apart: int) -> Tensor:
+    """Of a step's micro-batch: keys of the step and of the micro-batch; how many rows of it a data rank has; how
+    far apart the rows of two data ranks lie in the step; which of a data rank's is its first here."""
+    return torch.tensor([mixed(seed), mixed(seed, micro), rows, apart, micro * rows])
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """x >> bits of 64 bits without a sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
+    x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
+    return x ^ _shifted(x, 31)
+
+
+def random(
+    seed: Tensor, number: int, size: Sequence[int], begins: Sequence[int], strides: Sequence[int], dtype: torch.dtype,
+    row: int = 0,
+) -> Tensor:  # fmt: skip
+    """`tpshard::random` in torch's own operations, which a compiler fuses."""
+    state = seed if not seed.dim() else seed[0 if row else 1]
+    key = _mix(_mix(state + _signed(_GAMMA)) + _signed(number * _GAMMA & _MASK))
+    place = torch.ones((), dtype=torch.int64, device=seed.device)
+    for d, (n, begin, stride) in enumerate(zip(size, begins, strides)):
+        along = torch.arange(n, dtype=torch.int64, device=seed.device) + begin
+        if d == 0 and row:
+            rows, apart, first = (seed[i] * row for i in (2, 3, 4))
+            along = along // rows * apart + first + along % rows
+        place = place.unsqueeze(-1) + along * stride
+    # the key first: inductor takes products of positions for addresses, and its kernels fail where they overflow
+    bits = _shifted(_mix((place + key) * _signed(_GAMMA)), 64 - _BITS[dtype])
+    if dtype is torch.int64:
+        return bits
+    wide = torch.promote_types(dtype, torch.float32)
+    return (bits.to(wide) * 2.0 ** -_BITS[dtype]).to(dtype)
+
+
+def _in_pieces(
+    seed: Tensor, number: int, size: Sequence[int], begins: Sequence[int], strides: Sequence[int], dtype: torch.dtype,
+    row: int = 0,
+) -> Tensor:  # fmt: skip
+    """`random`, in pieces that stay in the cache."""
+    d = next((d for d, n in enumerate(size) if n > 1), None)
+    if seed.device.type != "cpu" or d is None or math.prod(size) <= _CHUNK:
+        return random(seed, number, size, begins, strides, dtype, row)
+    rows = max(1, _CHUNK // math.prod(size[d + 1 :]))
+    out = torch.empty(tuple(size), dtype=dtype)
+    for start in range(0, size[d], rows):
+        part, begin = list(size), list(begins)
+        part[d], begin[d] = min(rows, size[d] - start), begins[d] + start
+        out.narrow(d, start, part[d]).copy_(_in_pieces(seed, number, part, begin, strides, dtype, row))
+    return out
+
+
+def _unseeded(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    raise RuntimeError("a draw has a seed only while a function is captured")
+
+
+_library.impl("draw", _unseeded, "CompositeExplicitAutograd")
+_library.impl("random", _in_pieces, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tpshard::random", lib=_library)
+def _(seed: Tensor, number: int, size: Any, begins: Any, strides: Any, dtype: torch.dtype, row: int = 0) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=seed.device)
+
+
+def strides_of(shape: Sequence[int]) -> list[int]:
+    """How far apart neighbours of each dim lie in row-major order."""
+    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]

@@ -1,0 +1,211 @@
+"""Random ops, all made of uniform draws by global position (see `draws`), so that every mesh draws the same numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from tpshard.parallelism.draws import DRAW
+from tpshard.parallelism.graph import Op
+from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.rule import Factors, LocalOp, Rule
+
+aten = torch.ops.aten
+Distribution = Callable[..., Tensor]
+"""(a tensor like the result, parameters) -> draws."""
+
+
+def random(op: Op) -> Rule:
+    """random(seed, number, size, begins, strides, dtype, row): a device draws its own part."""
+    factors = Factors()
+    dims = factors.dims(op.results[0].shape)
+
+    def local(at: LocalOp) -> Any:
+        seed, number, _, _, *rest = op.args
+        begins = [at.offset(dim[0]) if dim else 0 for dim in dims]
+        return at.with_args(seed, number, list(at.shape()), begins, *rest)
+
+    return factors.rule([((),) * op.operands[0].rank], [dims], local=local, priority=0)
+
+
+# ---- distributions ---------------------------------------------
+def _uniform(x: Tensor, low: Any = 0.0, high: Any = 1.0) -> Tensor:
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"random numbers of {x.dtype} are not drawn: only real floating-point numbers and int64 are")
+    drawn = DRAW(x.shape, x.dtype)
+    return _moved(drawn, low, high - low)
+
+
+def _moved(x: Tensor, by: Any, scale: Any) -> Tensor:
+    plain = not isinstance(by, Tensor) and not isinstance(scale, Tensor) and (by, scale) == (0, 1)
+    return x if plain else x * scale + by
+
+
+def _positive(x: Tensor) -> Tensor:
+    """In (0, 1], whose logarithm is finite."""
+    return 1 - _uniform(x)
+
+
+def _normal(x: Tensor, mean: Any = 0.0, std: Any = 1.0) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    drawn = (torch.erfinv(_uniform(wide) * 2 - 1 + torch.finfo(wide.dtype).eps / 2) * math.sqrt(2)).to(x.dtype)
+    return _moved(drawn, mean, std)
+
+
+def _bernoulli(x: Tensor, p: Any = 0.5) -> Tensor:
+    kind = torch.float64 if x.dtype is torch.float64 else torch.float32
+    return (DRAW(x.shape, kind) < p).to(x.dtype)
+
+
+def _integers(x: Tensor, *bounds: int | None, low: int = 0, high: int | None = None) -> Tensor:
+    """Of [low, high), or [0, high); without bounds all that the type has room for, of floating types its mantissa."""
+    if bounds:
+        low, high = bounds if len(bounds) == 2 else (0, bounds[0])  # type: ignore[assignment]
+    if high is None:
+        real = x.dtype.is_floating_point
+        high = 2 ** round(1 - math.log2(torch.finfo(x.dtype).eps)) + 1 if real else torch.iinfo(x.dtype).max
+    if high <= low:
+        raise ValueError(f"there is no integer in [{low}, {high})")
+    return (DRAW(x.shape, torch.int64) % (high - low) + low).to(x.dtype)
+
+
+def _exponential(x: Tensor, rate: float = 1.0) -> Tensor:
+    return _positive(x).log() / -rate
+
+
+def _cauchy(x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
+    return torch.tan((_uniform(x) - 0.5) * math.pi) * sigma + median
+
+
+def _log_normal(x: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
+    return _normal(x, mean, std).exp()
+
+
+def _geometric(x: Tensor, p: float) -> Tensor:
+    wide = x if x.dtype.is_floating_point else x.to(torch.float32)
+    return ((_positive(wide).log() / math.log1p(-p)).floor() + 1).to(x.dtype)
+
+
+# ---- how ops call them -----------------------------------------------------------------------------------------------
+def _parameters(given: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of a distribution, out of those of an op. ValueError for a generator."""
+    if given.pop("generator", None) is not None:
+        raise ValueError(
+            "a `torch.Generator` draws on one device, from its own state: leave it out, and seed the program instead"
+        )
+    names = {"lambd": "rate", "from": "low", "to": "high"}
+    elsewhere = ("dtype", "layout", "device", "pin_memory", "memory_format")
+    return {names.get(key, key): value for key, value in given.items() if key not in elsewhere}
+
+
+def _made(draw: Distribution, kind: torch.dtype | None = None) -> Callable[..., Tensor]:
+    """Of an op that makes a tensor: the distribution's parameters, then the size."""
+
+    def split(*args: Any, **given: Any) -> Tensor:
+        *parameters, size = args
+        dtype = given.get("dtype") or kind or torch.get_default_dtype()
+        return draw(aten.empty.memory_format(list(size), dtype=dtype), *parameters, **_parameters(given))
+
+    return split
+
+
+def _like(draw: Distribution) -> Callable[..., Tensor]:
+    """Of an op that makes a tensor like its first argument."""
+
+    def split(x: Tensor, *parameters: Any, **given: Any) -> Tensor:
+        dtype = given.get("dtype")
+        like = x if dtype is None else aten.empty.memory_format(list(x.shape), dtype=dtype)
+        return draw(like, *parameters, **_parameters(given))
+
+    return split
+
+
+def _written(draw: Distribution) -> Callable[..., Tensor]:
+    """Of an op that fills its first argument."""
+    return lambda x, *parameters, **given: x.copy_(draw(x, *parameters, **_parameters(given)))
+
+
+def _of_tensors(mean: Any, std: Any = 1.0, *rest: Any, **given: Any) -> Tensor:
+    """normal, where mean or deviation is a tensor; otherwise a size follows."""
+    tensors = [x for x in (mean, std) if isinstance(x, Tensor)]
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors)) if tensors else rest[0]
+    dtype = given.get("dtype") or (tensors[0].dtype if tensors else torch.get_default_dtype())
+    return _normal(aten.empty.memory_format(list(shape), dtype=dtype), mean, std, **_parameters(given))
+
+
+def _probabilities(x: Tensor, p: Any = None, **given: Any) -> Tensor:
+    """bernoulli: of x the probabilities, unless they are given."""
+    return _bernoulli(x, x if p is None else p, **_parameters(given))
+
+
+def _permutation(n: int, **given: Any) -> Tensor:
+    """randperm: the order of as many draws."""
+    dtype = given.get("dtype") or torch.int64
+    _parameters(given)
+    return torch.argsort(DRAW([n], torch.int64), stable=True).to(dtype)
+
+
+def _multinomial(x: Tensor, samples: int, replacement: bool = False, **given: Any) -> Tensor:
+    """The largest of weights divided by exponential draws (Efraimidis and Spirakis, 2006)."""
+    _parameters(given)
+    if replacement and samples > 1:
+        spread = x.unsqueeze(-2).expand(*x.shape[:-1], samples, x.shape[-1])
+        return (spread / _exponential(spread)).argmax(-1)
+    return torch.topk(x / _exponential(x), samples, -1).indices
+
+
+def _dropout(x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
+    """native_dropout."""
+    if not train or p == 0:
+        return x.clone(), torch.ones(x.shape, dtype=torch.bool)
+    kept = DRAW(x.shape, torch.float32) >= p
+    return torch.where(kept, x * (0.0 if p == 1 else 1 / (1 - p)), 0.0), kept
+
+
+def _rrelu(
+    x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **given: Any
+) -> Tensor:
+    """rrelu_with_noise, which also writes the slopes into `noise`."""
+    slopes = _uniform(x, lower, upper, **_parameters(given)) if training else (lower + upper) / 2
+    slopes = torch.where(x <= 0, slopes, 1.0).to(x.dtype)
+    if training:
+        noise.copy_(slopes)
+    return x * slopes
+
+
+def split(by: Callable[..., Any]) -> Entry:
+    return Entry(recorded=by)
+
+
+OPS: Table = {
+    "tpshard.random": Entry(random, exponentials=1),
+    aten.rand: split(_made(_uniform)),
+    aten.randn: split(_made(_normal)),
+    aten.randint: split(_made(_integers, torch.int64)),
+    aten.rand_like: split(_like(_uniform)),
+    aten.randn_like: split(_like(_normal)),
+    aten.randint_like: split(_like(_integers)),
+    aten.uniform: split(_like(_uniform)),
+    aten.exponential: split(_like(_exponential)),
+    aten.cauchy: split(_like(_cauchy)),
+    aten.log_normal: split(_like(_log_normal)),
+    aten.geometric: split(_like(_geometric)),
+    aten.bernoulli: split(_probabilities),
+    aten.normal: split(_of_tensors),
+    aten.uniform_: split(_written(_uniform)),
+    aten.normal_: split(_written(_normal)),
+    aten.bernoulli_: split(_written(_bernoulli)),
+    aten.random_: split(_written(_integers)),
+    aten.exponential_: split(_written(_exponential)),
+    aten.cauchy_: split(_written(_cauchy)),
+    aten.log_normal_: split(_written(_log_normal)),
+    aten.geometric_: split(_written(_geometric)),
+    aten.randperm: split(_permutation),
+    aten.multinomial: split(_multinomial),
+    aten.native_dropout: split(_dropout),
+    aten.rrelu_with_noise: split(_rrelu),
+    aten.rrelu_with_noise_: split(lambda x, *given, **rest: x.copy_(_rrelu(x, *given, **rest))),
+}
