@@ -138,7 +138,9 @@ def test_a_compiler_draws_the_same() -> None:
     x = torch.zeros(1)
     program = partition(several, [x], ONE)
     given = program.local(0, x, seed=3)
-    for one, other in zip(compile_graph(fx.GraphModule({}, program.graph), given)(*given), program.simulate(x, seed=3)):
+    for one, other in zip(
+        compile_graph(fx.GraphModule({}, program.graph), given)(list(given)), program.simulate(x, seed=3)
+    ):
         assert torch.equal(one, other)
 
 
