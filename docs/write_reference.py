@@ -15,6 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from diagnostic_entries import ROOMS, Entry, entries, samples
+from json_outputs import OUTPUTS
 from tpshard.cli.main import COMMANDS, command
 from tpshard.devices import read as devices
 from tpshard.recipes import document, exits
@@ -28,7 +29,7 @@ def pages() -> dict[str, str]:
     """File name -> text of every page."""
     made = {
         "commands.md": commands(), "recipe.md": recipe(), "devices.md": device_files(), "metrics.md": metrics(),
-        "exit-codes.md": exit_codes(), "diagnostics.md": diagnostics(),
+        "exit-codes.md": exit_codes(), "diagnostics.md": diagnostics(), "json.md": json_outputs(),
     }  # fmt: skip
     return {name: HEAD + text for name, text in made.items()}
 
@@ -154,6 +155,20 @@ def _diagnostic(entry: Entry, sample: tuple[str, str] | None) -> str:
         return head + why + (f"Fix: {entry.fix}." if entry.fix else "") + "\n"
     recipe, printed = sample
     return f"{head.rstrip()}\n\n```yaml\n{recipe}\n```\n\n```text\n{printed.rstrip()}\n```\n"
+
+
+def json_outputs() -> str:
+    """Every key of what commands print with `--json`."""
+    parts = [
+        "# JSON outputs\n\nWith `--json` a command prints one JSON document on stdout, and words for people on stderr. "
+        "Bytes are bytes and times are seconds, of one device where nothing else is said. `[]` stands for each entry "
+        "of a list, `*` for any name. A mistake is told in words on stderr and by "
+        "the exit code; `validate --json` has it as data.\n"
+    ]
+    for output in OUTPUTS:
+        rows = [(f"`{key}`", text) for key, text in {**output.keys, **output.sometimes}.items()]
+        parts.append(f"\n## tpshard {output.title} --json\n\n" + table(("key", "what it is"), rows))
+    return "".join(parts)
 
 
 def _heading(message: str) -> str:

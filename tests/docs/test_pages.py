@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import tpshard
 from patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +76,16 @@ def test_a_law_between_keys_is_shown_by_a_recipe() -> None:
     for text in listing.SAMPLES:
         told = listing.printed(text)
         assert told and all(any(e.printed(d) for e in entries) for d in told), text
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_json_outputs_have_the_keys_that_the_reference_tells(number: int, tmp_path: Path) -> None:
+    reference = script("json_outputs")
+    output = [output for output in reference.OUTPUTS if output.command][number]
+    done = tpshard(tmp_path, *output.command)
+    printed = json.loads(done.stdout)
+    assert reference.unknown(printed, output) == [], done.stderr
+    assert reference.missing(printed, output) == []
 
 
 def script(name: str) -> Any:

@@ -1,0 +1,250 @@
+"""What each command prints with `--json`, key by key: `write_reference.py` makes docs/reference/json.md of it.
+
+`[]` stands for each entry of a list, `*` for any name or for all that lies below. A test runs the commands and holds
+these keys against what they print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Output:
+    """One command's output."""
+
+    title: str
+    command: tuple[str, ...]
+    """The arguments of the command that the test runs; none for what a test does not run."""
+    keys: dict[str, str]
+    sometimes: dict[str, str] = field(default_factory=dict)
+    """Keys that only some recipes or options bring."""
+
+
+PLAN = {
+    "schema": "Version of this format. A new version may rename keys; the same version only adds some.",
+    "name": "The recipe's name.",
+    "what": "`train`, `prefill` or `decode`.",
+    "fits": "Whether `memory.needed_bytes` is at most the device's memory.",
+    "spare_bytes": "Memory of one device that is left; negative where it does not fit.",
+    "params": "Parameters of the model, all of them.",
+    "quantized": "The weights' format, such as `4 bits, groups of 128`; empty for dense weights.",
+    "mesh.*": "Size of each mesh axis.",
+    "device.name": "The device file.",
+    "device.memory_bytes": "Memory of one device.",
+    "device.context_bytes": "The part of it that the driver and the libraries take.",
+    "device.nodes": "Hosts.",
+    "device.devices_per_node": "Devices of a host.",
+    "device.peak_flops": "FLOP/s of one device for the dtype of the matrix products.",
+    "batch.global_sequences": "Sequences of a step on all devices.",
+    "batch.per_device": "Sequences of a micro-batch on one data rank.",
+    "batch.micro_batches": "Micro-batches of a step.",
+    "batch.seq_len": "Tokens of a sequence.",
+    "batch.tokens": "Tokens of a step on all devices.",
+    "memory.peak_bytes": "The most that tensors take at once on the fullest device.",
+    "memory.reserved_bytes": "The same with what the allocator keeps beside them.",
+    "memory.needed_bytes": "`reserved_bytes` and the device's context.",
+    "memory.by_category.*": "Bytes at the peak, by what they hold.",
+    "memory.static_bytes.*": "Bytes of parameters, gradients, optimizer state and cache at rest.",
+    "memory.peak_at": "The operation at which memory peaks.",
+    "memory.largest[].value": "The largest tensors at the peak: name,",
+    "memory.largest[].category": "what it holds,",
+    "memory.largest[].bytes": "and bytes.",
+    "time.step_s": "Seconds of a step.",
+    "time.compute_s": "Seconds of computing.",
+    "time.comm_s": "Seconds of collectives.",
+    "time.exposed_comm_s": "Seconds of collectives during which nothing is computed.",
+    "time.slowed_s": "Seconds by which computing is slower because collectives run beside it.",
+    "time.idle_s": "Seconds that the slowest device waits for other stages of a pipeline.",
+    "time.by_part[].part": "Part of the step (a micro-batch, the optimizer),",
+    "time.by_part[].times": "how often it runs,",
+    "time.by_part[].seconds": "and seconds of one run.",
+    "time.by_work.*": "Seconds by kind of work.",
+    "tokens_per_s_per_device": "Tokens a second, divided by the number of devices.",
+    "mfu": "Model FLOP utilization: FLOPs of the model over what the devices can do in `step_s`.",
+    "flop_efficiency": "FLOPs on one device alone over those of all devices: 1 where nothing is computed twice.",
+    "flops_lost[].op": "Operations that are computed more than once: the op,",
+    "flops_lost[].where": "its place in the model,",
+    "flops_lost[].efficiency": "its FLOP efficiency,",
+    "flops_lost[].wasted": "and the FLOPs that are computed twice.",
+    "bottleneck": "What a step waits for most, in words.",
+    "collectives[].kind": "One line for equal collectives: `all_gather`, "
+    "`reduce_scatter`, `all_reduce`, `all_to_all`, `permute`, `send`, `recv`.",
+    "collectives[].axes": "Mesh axes; an axis that is used in part is `[axis, first, size]`.",
+    "collectives[].count": "How often in a step.",
+    "collectives[].bytes": "Bytes of the larger of input and output on one device, of one collective.",
+    "collectives[].wire_bytes": "Bytes that one device sends, of one collective.",
+    "collectives[].time_s": "Seconds of all of them.",
+    "collectives[].exposed_s": "The part of it during which nothing is computed.",
+    "collectives[].of": "`parameter`, `gradient`, `activation`, `logits` or `loss`.",
+    "collectives[].phase": "`forward`, `backward` or `optimizer`.",
+    "collectives[].dtype": "What is sent.",
+    "collectives[].link": "The link that the group spans, `inside` a host or `across` hosts.",
+    "collectives[].algorithm": "How it is priced, such as `ring`.",
+    "collectives[].members": "Tensors that a bucket joins.",
+    "collectives[].asked": "Whether the recipe asks for it (fsdp, an annotation).",
+    "collectives[].reason": "Why it is there, in words.",
+    "shardings[].name": "Parameters, inputs and named activations: name,",
+    "shardings[].shape": "global shape,",
+    "shardings[].sharding": "mesh axes of each dim while it is used,",
+    "shardings[].stored": "mesh axes of each dim at rest; null for an activation,",
+    "shardings[].kind": "what it is,",
+    "shardings[].annotated": "whether the recipe says so,",
+    "shardings[].reason": "and why, in words.",
+    "annotations.given": "Tensors that the recipe annotates.",
+    "annotations.inferred": "Tensors whose sharding was propagated.",
+    "reshards[]": "Collectives that no annotation asks for, each with `kind`, `axes`, `value`, `count`, "
+    "`bytes`, `time_s`, `reason`.",
+    "warnings[]": "What to look at.",
+    "provenance.*": "Where each figure comes from: exact, calibrated, roofline.",
+    "accuracy": "How far off plans of this kind were on runs that nothing was fitted on.",
+    "fingerprint": "Of the program: `train` of the same recipe prints the same.",
+}  # fmt: skip
+PLAN_SOMETIMES = {
+    "buckets[].*": "With fsdp: collectives that buckets join, with their unit, phase, members and bytes.",
+    "pipeline.*": "With `pipeline`: schedule, bubble, layers of each stage, seconds and bytes of each, and the table.",
+    "edits[].*": "Edits that make a plan fit which does not, with what each would need and take.",
+    "suggestions[].*": "Edits that make a step faster, with memory and seconds of each.",
+    "programs[].*": "Of a server: rows and fingerprint of each program.",
+    "forecast.*": "With `--tokens`: days, device-hours, cost, energy and goodput of the whole run.",
+}
+
+ANSWERS = {
+    "schema": "Version of this format.",
+    "for": "`serve`.",
+    "device": "The device file.",
+    "mesh.*": "Size of each axis of the server's mesh.",
+    "traffic.*": "The load: tokens of a prompt and of an answer, requests a second, requests in all, seed.",
+    "limits.ttft": "The limit of `--ttft` in seconds, or null.",
+    "limits.tpot": "The limit of `--tpot` in seconds, or null.",
+    "share": "The share of requests for which limits hold.",
+    "cache.*": "Blocks, tokens and bytes of the cache, and the requests of this size that fit it.",
+    "at_rate.rate": "At `--rate` (null without it), and likewise below `saturated` (every client sends its next "
+    "request when the last is answered) and `highest` (the highest rate within the limits): requests "
+    "that come a second,",
+    "at_rate.requests_a_second": "requests that are answered a second,",
+    "at_rate.tokens_a_second": "tokens of answers a second,",
+    "at_rate.ttft_s[]": "seconds to the first token: median and 99th percentile,",
+    "at_rate.tpot_s[]": "seconds of each further token: median and 99th percentile,",
+    "at_rate.mean_running": "requests that run at a time,",
+    "at_rate.refused": "requests refused,",
+    "at_rate.preempted": "and requests preempted for want of cache;",
+    "at_rate.kept": "whether the limits hold.",
+    "saturated.*": "As `at_rate`.",
+    "highest": "As `at_rate`; null without limits, or where no rate keeps them.",
+    "curve[]": "With `--svg`: the same for rates up to the most.",
+    "front[]": "With `--search`: servers that no other tried beats both in tokens a second and in the time of a token.",
+    "refused[]": "With `--search`: meshes that cannot be served, and why.",
+    "provenance": "Where the times of steps come from.",
+    "programs[].*": "Rows and fingerprint of each program.",
+}  # fmt: skip
+
+NEED = {
+    "tp": "Devices of the server.",
+    "mesh.*": "Size of each mesh axis.",
+    "dtype": "Of the activations.",
+    "memory.parameters": "Bytes of parameters on one device.",
+    "memory.cache": "Bytes of keys and values on one device.",
+    "cache.blocks": "Blocks of the cache,",
+    "cache.block_size": "tokens of a block,",
+    "cache.tokens": "and tokens in all.",
+    "programs[].rows": "Tokens of a step for which there is a program,",
+    "programs[].fingerprint": "and its fingerprint, the one of `plan --for decode` and of `/health`.",
+    "kernels.*": "What computes the products, and how quantized weights lie.",
+    "collectives_per_token[].*": "Kind, axes, bytes and count of the collectives of a step of one token.",
+    "padding": "What is padded to fit the mesh, in words.",
+}  # fmt: skip
+
+DIAGNOSTICS = {
+    "schema": "Version of this format.",
+    "ok": "Whether there is no error; warnings do not count.",
+    "exit": "The exit code of the command.",
+    "diagnostics[].severity": "`error` or `warning`.",
+    "diagnostics[].exit": "The exit code that this one alone would give.",
+    "diagnostics[].message": "What is wrong.",
+    "diagnostics[].file": "Where: file,",
+    "diagnostics[].line": "line from 1,",
+    "diagnostics[].col": "first column from 1,",
+    "diagnostics[].end_col": "and the column after the last; null where there is no place.",
+    "diagnostics[].text": "The whole line.",
+    "diagnostics[].why": "A few words beside the place.",
+    "diagnostics[].fix": "What would be legal.",
+    "diagnostics[].also[]": "Further places that take part, each with `file`, `line`, `col`, `end_col`, `text`, `why`.",
+}  # fmt: skip
+
+FINDINGS = {
+    "schema": "Version of this format.",
+    "ok": "Whether nothing is to be mended.",
+    "findings[].room": "What is looked at: versions, devices, links, disk, limits, ports.",
+    "findings[].name": "The figure,",
+    "findings[].value": "and its value in words.",
+    "findings[].state": "`ok`, `note` or `bad`.",
+    "findings[].fix": "What mends it.",
+}  # fmt: skip
+
+COMPARED = {
+    "equal": "Whether all differences are rounding.",
+    "losses[]": "The two losses of each step.",
+    "largest.name": "The parameter whose gradients differ most,",
+    "largest.step": "the step,",
+    "largest.apart": "and the norm of the difference over the norm.",
+    "distances[].*": "The same for every parameter and step.",
+    "first_difference": "Null where they are equal; else name, op, module, phase and difference of the first value "
+    "that differs by more than rounding.",
+}  # fmt: skip
+
+QUANTIZING = {
+    "bits": "Bits of a weight.",
+    "group_size": "Inputs that share a scale.",
+    "order": "The order of solving: act-order or that of the inputs.",
+    "method": "`gptq` or `nearest`.",
+    "linears[].*": "Name and shape of each linear, its error and that of round-to-nearest (norm of the outputs' "
+    "difference over the norm of the outputs), and seconds.",
+    "left_dense[]": "Linears that stay dense.",
+    "loss_before": "Nats a token of held-out text, dense; null where not asked for,",
+    "loss_after": "and quantized.",
+    "held_out_tokens": "Tokens of that text.",
+}  # fmt: skip
+
+SERVE_PLAN = ("plan", "quickstart", "--for", "serve", "--prompt", "32", "--answer", "8", "--count", "20", "--json")
+OUTPUTS = (
+    Output("plan RECIPE", ("plan", "quickstart", "--json"), PLAN, PLAN_SOMETIMES),
+    Output("plan RECIPE --for serve", (*SERVE_PLAN, "--rate", "1"), ANSWERS),
+    Output("serve RECIPE --check", ("serve", "quickstart", "--check", "--json"), NEED),
+    Output("validate RECIPE", ("validate", "quickstart", "fsdp.gather=1", "--json"), DIAGNOSTICS),
+    Output("doctor", ("doctor", "--no-collective", "--json"), FINDINGS),
+    Output("check RECIPE --against KEY=VALUE", (), COMPARED),
+    Output("quantize SOURCE OUT", (), QUANTIZING),
+)
+
+
+def unknown(printed: Any, output: Output) -> list[str]:
+    """Paths of what was printed that no key of the output describes."""
+    keys = [*output.keys, *output.sometimes]
+    return [path for path in dict.fromkeys(_paths(printed)) if not any(_covers(key, path) for key in keys)]
+
+
+def missing(printed: Any, output: Output) -> list[str]:
+    """Keys that always stand there and were not printed."""
+    paths = list(_paths(printed))
+    return [key for key in output.keys if not any(_covers(key, path) for path in paths)]
+
+
+def _paths(value: Any, at: str = "") -> Iterator[str]:
+    """The path of each value that holds no other. Of an empty list or map, its own."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _paths(inner, f"{at}.{key}" if at else key)
+    elif isinstance(value, list) and value:
+        for inner in value:
+            yield from _paths(inner, f"{at}[]")
+    else:
+        yield at + "[]" * (value == [])
+
+
+def _covers(key: str, path: str) -> bool:
+    """`a[]` describes what lies below it too, and an empty list describes the keys of its entries."""
+    stem = key.removesuffix(".*")
+    return path == stem or path.startswith((stem + ".", stem + "[")) or (path.endswith("[]") and key.startswith(path))
