@@ -1,1 +1,1 @@
-"""How it is fast: Triton kernels, each with a plain-torch reference, and quantized layouts."""
+"""Kernels: Triton and torch operations, each with a plain-torch reference, and the layouts of quantized weights."""

@@ -1,14 +1,14 @@
-"""Causal attention as one operation, forward and backward, so that it can be spread over heads and batch as a whole.
+"""Causal attention as one custom operation, with its backward pass, so that it can be sharded over batch and heads.
 
     tpshard::attention(q [b,s,h,d], k [b,t,kv,d], v [b,t,kv,d], documents [b,t] | None, scale, window | None,
                        softcap | None) -> (out [b,s,h,d], lse [b,h,s] fp32; fp64 for fp64)
     tpshard::attention_backward(dout, q, k, v, out, lse, documents, scale, window, softcap) -> (dq, dk, dv)
 
-Head i reads KV head i // (h / kv). The queries are the last s of t positions; position i attends to j <= i, with a
-`window` to the last so many of them, itself included, and with `documents` only where documents[i] == documents[j].
-With a `softcap` c, scores x become c * tanh(x / c) (Gemma 2).
-`lse` is the log of each row's summed exponentials. All paths are deterministic: the same inputs give the same bits, and
-a head's result does not depend on the other heads.
+Head i reads KV head i // (h / kv). The queries are the last s of t positions. Position i attends to positions j <= i;
+with a `window`, only to the last `window` of them, itself included; with `documents`, only where documents[i] ==
+documents[j]. With a `softcap` c, scores x become c * tanh(x / c) (Gemma 2). `lse` is the logsumexp of each row's
+scores. Every path is deterministic: the same inputs give the same bits, and a head's result does not depend on the
+other heads.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _library.define(
 )
 
 PARTS = attention_parts.__name__
-"""The operations of what a device has of a sequence come with those of the whole."""
+"""The module of the partial-sequence operations; importing it here registers them together with these."""
 ATTENTION = torch.ops.tpshard.attention.default
 
 _BLOCK = 512
-"""Rows of queries that the blockwise path scores at once: its memory is b * h * _BLOCK * t floats."""
+"""Query rows scored at once by the blockwise path, which needs b * h * _BLOCK * t floats of memory."""
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, scale: float | None = None,
     window: int | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """The operation's output alone; scale defaults to 1 / sqrt(head_dim)."""
+    """Causal attention: q [b,s,h,d], k and v [b,t,kv,d] -> [b,s,h,d]. `scale` defaults to 1 / sqrt(head_dim)."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     out, _ = torch.ops.tpshard.attention(q, k, v, documents, scale, window, softcap)
     return out
@@ -53,24 +53,26 @@ def attention(
 def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None) -> None:
     b, s, h, d = q.shape
     if k.shape != v.shape or k.shape[0] != b or k.shape[3] != d or h % k.shape[2] or k.shape[1] < s:
-        raise ValueError(f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit each other")
+        raise ValueError(
+            f"attention: the shapes of q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not match"
+        )
     if documents is not None and documents.shape != (b, k.shape[1]):
-        raise ValueError(f"attention: documents {list(documents.shape)} are not [batch, keys] of k {list(k.shape)}")
+        raise ValueError(f"attention: documents {list(documents.shape)} must be [batch, keys] of k {list(k.shape)}")
     if window is not None and window < 1:
-        raise ValueError(f"attention: a window of {window} positions holds not even the row's own")
+        raise ValueError(f"attention: window is {window}; it must be at least 1, the row's own position")
 
 
 def _allowed(documents: Tensor | None, rows: range, keys: range, window: int | None, device: torch.device) -> Tensor:
-    """Which of the positions `keys` the positions `rows` may see: [b or 1, 1, rows, keys] bool."""
+    """The causal mask, true where a row may attend to a key: [b or 1, 1, rows, keys] bool."""
     pair = None if documents is None else (documents[:, rows.start : rows.stop], documents[:, keys.start : keys.stop])
     return visible(pair, rows, keys, window, device)
 
 
-# The reference, and the path for what no library kernel takes: plain products over blocks of queries, in fp32 or fp64.
+# The reference: matrix products over blocks of queries, in fp32 or fp64. Also used where no library kernel applies.
 
 
 def _blocks(s: int, t: int, window: int | None) -> Iterator[tuple[slice, range, range]]:
-    """Blocks of queries: their places among the queries, their positions, and those that one of them may see."""
+    """Blocks of queries, each as (slice of the queries, their positions, the positions that any of them attends to)."""
     for start in range(0, s, _BLOCK):
         stop = min(start + _BLOCK, s)
         rows = range(t - s + start, t - s + stop)
@@ -86,7 +88,7 @@ def blockwise(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The forward operation in plain products, on any device and dtype."""
+    """Causal attention by matrix products over blocks of queries; the reference, for any device and dtype."""
     (b, s, h, _), t, kv = q.shape, k.shape[1], k.shape[2]
     queries, keys, values = _grouped(q, kv) * scale, _grouped(k, kv), _grouped(v, kv)
     out, lse = torch.empty_like(q), torch.empty(b, h, s, dtype=wide(q), device=q.device)
@@ -106,7 +108,7 @@ def blockwise_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
     window: int | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradient of `blockwise`, from its output and log-sums (Dao et al. 2022, algorithm 4)."""
+    """The gradient of `blockwise` from its output and logsumexps (Dao et al. 2022, algorithm 4)."""
     s, t, kv = q.shape[1], k.shape[1], k.shape[2]
     queries, keys, values = _grouped(q, kv), _grouped(k, kv), _grouped(v, kv)
     grad, logs = _grouped(dout, kv), lse.unflatten(1, (kv, -1)).unsqueeze(-1)
@@ -129,7 +131,7 @@ def blockwise_backward(
     return dq, dk.squeeze(2).transpose(1, 2).to(k.dtype), dv.squeeze(2).transpose(1, 2).to(v.dtype)
 
 
-# CPU: torch's own flash kernel, which is four times faster than products for a small model.
+# CPU: torch's flash kernel, four times faster than matrix products for a small model.
 
 
 def _cpu_mask(q: Tensor, k: Tensor, documents: Tensor | None, window: int | None) -> Tensor | None:
@@ -183,7 +185,7 @@ def _cpu_backward(
     return dq.transpose(1, 2).contiguous(), dk.transpose(1, 2).contiguous(), dv.transpose(1, 2).contiguous()
 
 
-# CUDA: torch's FlashAttention where it applies, plain blocks where it does not (fp32, odd head sizes, scattered ids).
+# CUDA: torch's FlashAttention where it applies, else `blockwise` (fp32, odd head sizes, document ids out of order).
 
 
 def _cuda(
@@ -235,7 +237,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    assert dlse is None, "the log-sums of attention are an aid to its backward pass, not a value to differentiate"
+    assert dlse is None, "the logsumexps of attention serve its backward pass and cannot be differentiated"
     if dout is None:
         return None, None, None, None, None, None, None
     q, k, v, documents, out, lse = ctx.saved_tensors

@@ -1,4 +1,4 @@
-"""Who sees whom in causal attention, how scores are capped, and in which dtype it is computed."""
+"""The mask of causal attention, the capping of its scores, and the dtype in which it is computed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 def visible(
     documents: tuple[Tensor, Tensor] | None, rows: range, keys: range, window: int | None, device: torch.device
 ) -> Tensor:
-    """Which of the positions `keys` the positions `rows` may see: [b or 1, 1, rows, keys] bool.
+    """The attention mask, true where a row may attend to a key: [b or 1, 1, rows, keys] bool.
 
-    A row sees itself and what is before it, with a `window` the last so many of these, itself included, and with
-    `documents` (of the rows [b, rows] and of the keys [b, keys]) only its own.
+    A row attends to itself and to earlier positions. A `window` limits that to the last `window` positions, itself
+    included. `documents`, the ids of the rows [b, rows] and of the keys [b, keys], limit it to the row's own document.
     """
     row = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
     key = torch.arange(keys.start, keys.stop, device=device)
@@ -25,15 +25,15 @@ def visible(
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """The dtype in which attention to `x` is computed: fp64 for fp64, fp32 for all others."""
+    """The dtype in which attention to `x` is computed: fp64 for fp64, else fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores that stay within [-softcap, softcap], in place; as they are without one."""
+    """softcap * tanh(scores / softcap), in place; unchanged scores without a softcap."""
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
 
 def slopes(scores: Tensor, softcap: float | None) -> Tensor | float:
-    """The derivative of `capped`, by its results."""
+    """The derivative of `capped`, computed from its results `scores`."""
     return 1.0 if softcap is None else 1.0 - (scores / softcap).square()

@@ -1,4 +1,4 @@
-"""Attention of some of a sequence's queries to some of its keys: what a device computes of a sequence that is cut.
+"""Attention between a part of a sequence's queries and a part of its keys, for a sequence sharded over devices.
 
     tpshard::attention_part(q [b,s,h,d], k [b,t,kv,d], v [b,t,kv,d], query_documents [b,s] | None,
         key_documents [b,t] | None, scale, window | None, first_query, first_key,
@@ -6,10 +6,10 @@
     tpshard::attention_part_backward(dout, q, k, v, out, lse, query_documents, key_documents, scale, window,
         first_query, first_key, softcap | None) -> (dq, dk, dv), dk and dv in fp32 (fp64 for fp64)
 
-Queries are the positions from `first_query` on, keys those from `first_key` on; who sees whom is as in
-`tpshard.kernels.attention`. A query that sees none of these keys has output 0 and log-sum -inf. The backward op takes
-the output and log-sums of all keys and gives the share of these, so that shares of several parts add up (Dao et al.
-2022; ring attention, Liu et al. 2023).
+The queries are the positions from `first_query` on, the keys those from `first_key` on; the mask is that of
+`tpshard.kernels.attention`. A query that attends to none of these keys has output 0 and logsumexp -inf. The backward
+operation takes the output and logsumexps over all keys, and returns the gradients through these keys alone, so that the
+gradients of several parts add up (Dao et al. 2022; ring attention, Liu et al. 2023).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _library.define(
 )
 
 _BLOCK = 512
-"""Queries that are scored at once."""
+"""Query rows scored at once."""
 Documents = tuple[Tensor | None, Tensor | None]
 
 
 def _seen(s: int, t: int, first_query: int, first_key: int) -> int:
-    """How many of the keys a query may see: none behind the last query."""
+    """The number of leading keys that any of the queries may attend to."""
     return max(0, min(t, first_query + s - first_key))
 
 
 def _aligned(s: int, t: int, first_query: int, first_key: int, documents: Documents) -> bool:
-    """Whether the queries are the last of these positions, which is what the whole operation computes."""
+    """Whether the queries are the last positions of the keys, so that `tpshard::attention` computes the same."""
     return s <= t and first_query + s == first_key + t and (documents[0] is None or s == t)
 
 
@@ -105,7 +105,7 @@ def _grouped(x: Tensor, kv: int) -> Tensor:
 
 
 def _of_all(grad: Tensor, keys: int) -> Tensor:
-    """[b,kv,1,t,d] -> [b,keys,kv,d]; 0 for keys that no query sees."""
+    """[b,kv,1,t,d] -> [b,keys,kv,d], with zeros for the keys that no query attends to."""
     grad = grad.squeeze(2).transpose(1, 2)
     return torch.cat([grad, grad.new_zeros((grad.shape[0], keys - grad.shape[1], *grad.shape[2:]))], 1)
 

@@ -1,13 +1,13 @@
-"""SwiGLU experts, each over the tokens that were sent to it, as one operation: no token is dropped, none is padded.
+"""SwiGLU experts as one operation: each token is computed by its k experts, with no dropping and no padding.
 
     tpshard::experts(x [..., m], ids [..., k], weights [..., k], gate [e, h, m], up [e, h, m], down [e, m, h])
         -> out [..., m]
     tpshard::experts_backward(dout, x, ids, weights, gate, up, down) -> (dx, dweights, dgate, dup, ddown)
 
-A token's result is the sum over its k choices of weight * down[id](silu(gate[id](x)) * up[id](x)). An id outside 0 .. e
-is an expert of another device: it adds nothing, so that devices that hold some of the experts, or some columns of each,
-hold parts of the sum. Tokens are sorted by expert, and each expert is three products over its own; sums over a token's
-choices are taken in fp32 in the order of the experts, so that the same inputs give the same bits.
+A token's result is the sum over its k choices of weight * down[id](silu(gate[id](x)) * up[id](x)). An id outside
+0 .. e - 1 belongs to another device and adds nothing, so devices that hold some experts, or some columns of each,
+return partial sums. Tokens are sorted by expert, and each expert is three matrix products. A token's choices are summed
+in fp32 in the order of the experts, so that the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ _library.define(
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """The operation."""
+    """The sum over each token's experts: x [..., m], ids and weights [..., k] -> [..., m]. Shapes as in the module."""
     return torch.ops.tpshard.experts(x, ids, weights, gate, up, down)
 
 
 def _shares(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(expert, its tokens, which of their choices it is) for every expert that has any. Waits for the device."""
+    """Yields (expert, its tokens, which of their k choices it is) for every expert with tokens.
+
+    Synchronizes the device.
+    """
     flat = ids.reshape(-1)
-    known = torch.where((flat >= 0) & (flat < count), flat, count)
-    order = torch.argsort(known, stable=True)
-    sizes = torch.bincount(known, minlength=count + 1).tolist()
+    owner = torch.where((flat >= 0) & (flat < count), flat, count)
+    order = torch.argsort(owner, stable=True)
+    sizes = torch.bincount(owner, minlength=count + 1).tolist()
     for expert, places in enumerate(order.split(sizes)[:count]):
         if len(places):
             yield expert, places // ids.shape[-1], places
@@ -52,7 +55,7 @@ def _check(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, do
     fit = up.shape == gate.shape and down.shape == (e, m, h) and x.shape[-1] == m and ids.shape == weights.shape
     if not fit or ids.shape[:-1] != x.shape[:-1]:
         shapes = ", ".join(str(list(t.shape)) for t in (x, ids, weights, gate, up, down))
-        raise ValueError(f"experts: x, ids, weights, gate, up and down do not fit each other: {shapes}")
+        raise ValueError(f"experts: the shapes of x, ids, weights, gate, up and down do not match: {shapes}")
 
 
 def _forward(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

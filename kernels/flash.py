@@ -1,4 +1,4 @@
-"""torch's FlashAttention kernels behind the attention operation (CUDA, half precision), documents as ragged batches."""
+"""The attention operation by torch's FlashAttention kernels (CUDA, half precision); documents become ragged batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 
 def applies(q: Tensor, k: Tensor, documents: Tensor | None) -> bool:
-    """Whether the kernels take these: fp16 or bf16, compute capability 8.0 on, documents in runs of rising ids."""
+    """Whether the kernels apply: fp16 or bf16, compute capability 8.0 or later, and document ids that never
+    decrease."""
     d = q.shape[3]
     if q.dtype not in (torch.float16, torch.bfloat16) or d % 8 or d > 256 or q.numel() == 0:
         return False
@@ -24,13 +25,13 @@ def applies(q: Tensor, k: Tensor, documents: Tensor | None) -> bool:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """The backward kernel adds up dq in a fixed order only when torch is told to be deterministic."""
+    """A context with torch's deterministic mode on, in which the backward kernel sums dq in a fixed order."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    memory: Any = torch.utils.deterministic  # a module whose attributes are made at import
+    memory: Any = torch.utils.deterministic  # a module whose attributes are created at import
     fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # the kernel writes all of what it allocates
+    memory.fill_uninitialized_memory = False  # the kernel writes everything it allocates
     try:
         yield
     finally:
@@ -39,7 +40,10 @@ def _deterministic() -> Iterator[None]:
 
 
 def _starts(documents: Tensor) -> Tensor:
-    """Where each run of equal ids begins in the flattened rows, and the end: [runs + 1] int32. Waits for the device."""
+    """Where each run of equal ids begins in the flattened rows, and the end: [runs + 1] int32.
+
+    Synchronizes the device.
+    """
     b, s = documents.shape
     first = torch.ones((b, s), dtype=torch.bool, device=documents.device)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -52,19 +56,19 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """With the last dim in adjacent memory, as the kernels ask."""
+    """The tensor with its last dim contiguous, as the kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _sides(window: int | None) -> dict[str, int]:
-    """The window as the kernels take it: positions before a row's own, and after it."""
+    """The window as the kernels' arguments: positions before a row's own, and after it."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """As tpshard::attention."""
+    """`tpshard::attention` for q [b,s,h,d], k and v [b,t,kv,d] -> (out [b,s,h,d], lse [b,h,s])."""
     b, s = q.shape[:2]
     if documents is None:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -82,9 +86,9 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As tpshard::attention_backward."""
+    """`tpshard::attention_backward`: the gradients of q, k and v, in their shapes."""
     b, s, t = q.shape[0], q.shape[1], k.shape[1]
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the dropout's random state; nothing is dropped
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of dropout, which is off
     with _deterministic():
         if documents is None:
             dq, dk, dv = torch.ops.aten._flash_attention_backward(

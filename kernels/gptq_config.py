@@ -1,4 +1,4 @@
-"""What a GPTQ folder says about itself: `quantization_config` in its old and new spellings."""
+"""The settings of a GPTQ folder, read from `quantization_config` in its old and new spellings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from tpshard.kernels.packing import BITS
 
-# Spellings seen in published folders, newest first.
+# Spellings of each key in published folders, newest first.
 _SPELLINGS = {
     "bits": ("bits", "wbits", "w_bit"),
     "group_size": ("group_size", "q_group_size", "groupsize"),
@@ -26,9 +26,9 @@ _SPELLINGS = {
 class GPTQConfig:
     """The settings of a GPTQ folder.
 
-    bits 2, 3, 4 or 8; group_size -1 is one group for all inputs; desc_act: act-order, as the folder claims (the tensors
-    decide); checkpoint_format "gptq" stores zero - 1, "gptq_v2" the zero; dynamic: overrides of single modules by
-    regular expression, `-:pattern` for modules left dense.
+    bits: 2, 3, 4 or 8. group_size: inputs per group; -1 is one group for all inputs. desc_act: act-order as the folder
+    claims it (the stored g_idx decides). checkpoint_format: "gptq" stores zero - 1, "gptq_v2" the zero. dynamic:
+    overrides by regular expression on the module's name; `-:pattern` leaves modules dense.
     """
 
     bits: int = 4
@@ -43,7 +43,7 @@ class GPTQConfig:
     dynamic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def of(self, module: str) -> GPTQConfig | None:
-        """The settings of one module, or None where `dynamic` leaves it dense. The first pattern that matches wins."""
+        """The settings of one module, or None where `dynamic` leaves it dense. The first matching pattern wins."""
         for pattern, overrides in self.dynamic.items():
             negative = pattern.startswith("-:")
             expression = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
@@ -52,7 +52,7 @@ class GPTQConfig:
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """The `quantization_config` that transformers, GPTQModel and vLLM read."""
+        """The settings as the `quantization_config` that transformers, GPTQModel and vLLM read."""
         values = {"quant_method": "gptq", "bits": self.bits, "group_size": self.group_size, "desc_act": self.desc_act,
                   "sym": self.sym, "checkpoint_format": self.checkpoint_format, "lm_head": self.lm_head,
                   "true_sequential": self.true_sequential, "static_groups": self.static_groups,
@@ -66,8 +66,8 @@ def _canonical(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rest(config: GPTQConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    given = _canonical(overrides)
-    return {key: value for key, value in config.to_json().items() if key not in given and key != "dynamic"}
+    settings = _canonical(overrides)
+    return {key: value for key, value in config.to_json().items() if key not in settings and key != "dynamic"}
 
 
 def _settings(raw: Mapping[str, Any], where: str) -> GPTQConfig:
@@ -78,7 +78,7 @@ def _settings(raw: Mapping[str, Any], where: str) -> GPTQConfig:
     if method != "gptq":
         raise ValueError(f"{where}: quant_method {method!r} is not GPTQ.")
     if raw.get("is_marlin_format"):
-        raise ValueError(f"{where}: Marlin's private layout is not the GPTQ format; convert it back first.")
+        raise ValueError(f"{where}: Marlin's layout is not the GPTQ format; convert the folder to GPTQ first.")
     form = str(get("checkpoint_format", "gptq")).lower()
     if form not in ("gptq", "gptq_v2"):
         raise ValueError(f"{where}: checkpoint_format {form!r} is not supported; gptq and gptq_v2 are.")
@@ -104,21 +104,23 @@ def _check_dynamic(pattern: Any, overrides: Any, where: str) -> None:
     try:
         re.compile(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern)
     except (re.error, TypeError) as error:
-        raise ValueError(f"{where}: dynamic pattern {pattern!r} is no regular expression: {error}.") from None
+        raise ValueError(f"{where}: dynamic pattern {pattern!r} is not a regular expression: {error}.") from None
     if pattern.startswith("-:"):
         return
     if not isinstance(overrides, Mapping):
         raise ValueError(f"{where}: dynamic {pattern!r} must hold settings, not {overrides!r}.")
-    # How the tensors lie depends on these; everything else only tells how they were found.
+    # The tensors' layout depends on these. The other keys only describe how the codes were computed.
     unknown = {"checkpoint_format", "format", "quant_method", "method", "pack_dtype"} & set(overrides)
     if unknown:
-        raise ValueError(f"{where}: dynamic {pattern!r} changes {sorted(unknown)}, which is not supported by module.")
+        raise ValueError(
+            f"{where}: dynamic {pattern!r} changes {sorted(unknown)}, which cannot differ between modules."
+        )
 
 
 def read_config(folder: str | Path) -> GPTQConfig | None:
     """The GPTQ settings of an HF folder, or None where it is not quantized.
 
-    From `config.json: quantization_config`, else `quantize_config.json`. Raises ValueError naming what it cannot read.
+    Reads `config.json: quantization_config`, else `quantize_config.json`. Raises ValueError naming the unreadable key.
     """
     folder = Path(folder)
     for path, key in ((folder / "config.json", "quantization_config"), (folder / "quantize_config.json", None)):

@@ -1,4 +1,4 @@
-"""GPTQ folders as Hugging Face's tools write them: read and write, bit for bit.
+"""Reading and writing GPTQ folders, bit for bit as Hugging Face's tools write them.
 
 Per quantized linear P: `P.qweight`, `P.qzeros`, `P.scales`, `P.g_idx`, optionally `P.bias`. Inputs run along the first
 dim. Only safetensors is read; nothing in a folder is executed or unpickled.
@@ -28,10 +28,10 @@ INDEX = "model.safetensors.index.json"
 
 
 def encode(weight: Quantized, checkpoint_format: str = "gptq") -> dict[str, Tensor]:
-    """The file's tensors of one linear, without the module's name in front.
+    """The stored tensors of one linear, by name without the module's prefix.
 
-    Raises ValueError where the format cannot hold it: sizes that are no multiples of 32, or a zero of 0 in v1, which
-    readers disagree about.
+    Raises ValueError where the format cannot hold it: sizes that are no multiples of 32, or in version 1 a zero of 0,
+    which readers interpret differently.
     """
     weight.check()
     if weight.inputs % 32 or weight.outputs % 32:
@@ -51,7 +51,7 @@ def encode(weight: Quantized, checkpoint_format: str = "gptq") -> dict[str, Tens
 
 
 def decode(tensors: Mapping[str, Tensor], config: GPTQConfig, name: str = "quantized linear") -> Quantized:
-    """The linear in a file's tensors (without the module's name in front). Raises ValueError naming `name`."""
+    """The linear stored in `tensors`, named without the module's prefix. Raises ValueError naming `name`."""
     missing = {"qweight", "qzeros", "scales"} - tensors.keys()
     if missing:
         raise ValueError(f"{name}: {', '.join(sorted(missing))} is missing.")
@@ -68,7 +68,7 @@ def decode(tensors: Mapping[str, Tensor], config: GPTQConfig, name: str = "quant
         )
     expected = group_count(inputs, config.group_size)
     if groups != expected:
-        raise ValueError(f"{name}: {groups} groups; {inputs} inputs in groups of {config.group_size} make {expected}.")
+        raise ValueError(f"{name}: {groups} groups; {inputs} inputs in groups of {config.group_size} need {expected}.")
     group = _groups(tensors.get("g_idx"), inputs, groups, config, name)
     zeros = _zeros(qzeros, bits, config.checkpoint_format, name)
     return Quantized(
@@ -79,11 +79,11 @@ def decode(tensors: Mapping[str, Tensor], config: GPTQConfig, name: str = "quant
 def _groups(g_idx: Tensor | None, inputs: int, groups: int, config: GPTQConfig, name: str) -> Tensor:
     if g_idx is None:
         if config.desc_act:
-            raise ValueError(f"{name}: act-order (desc_act) without g_idx: the order of its inputs is lost.")
+            raise ValueError(f"{name}: act-order (desc_act) without g_idx: the order of the inputs is lost.")
         return group_index(inputs, config.group_size)
     if tuple(g_idx.shape) != (inputs,) or g_idx.is_floating_point():
         raise ValueError(f"{name}: g_idx {list(g_idx.shape)} for {inputs} inputs.")
-    if groups > 1 and not bool(g_idx.any()):  # written by tools that leave it unset
+    if groups > 1 and not bool(g_idx.any()):  # some tools leave it at zero
         return group_index(inputs, config.group_size)
     return torch.where(g_idx < 0, g_idx + groups, g_idx).to(torch.int32)
 
@@ -92,24 +92,24 @@ def _zeros(qzeros: Tensor, bits: int, checkpoint_format: str, name: str) -> Tens
     stored = unpack_stream(qzeros.T.contiguous(), bits).T.contiguous()
     if checkpoint_format == "gptq_v2":
         return stored
-    # v1 stores zero - 1. Some tools subtract it from whole words, so that a zero of 0 borrows from the next lane, and
-    # some lane by lane. Where a lane overflows into another the two readings differ.
+    # Version 1 stores zero - 1. Some tools subtract 1 from the packed words, so that a zero of 0 borrows from the next
+    # field; others subtract it field by field. The two readings differ where a field overflows into another.
     full = (1 << bits) - 1
     overflow = stored == full
     ends_word = (torch.arange(stored.shape[1], device=stored.device) + 1) * bits % 32 == 0
     if bool((overflow & ~ends_word).any()):
         raise ValueError(
-            f"{name}: a zero of 0 in checkpoint_format gptq, which tools read differently; write the folder again as "
+            f"{name}: a zero of 0 in checkpoint_format gptq, which tools read differently; rewrite the folder as "
             "gptq_v2."
         )
     return (stored + 1) & full
 
 
 class GPTQFolder:
-    """A quantized HF folder, opened for reading one tensor at a time.
+    """A quantized HF folder, read one tensor at a time.
 
-    `config`: the folder's GPTQConfig. `modules`: names of the quantized linears, sorted. `dense`: names of all other
-    tensors, sorted. Raises ValueError naming the file or module where the folder is not what it says.
+    `config`: its GPTQConfig. `modules`: names of the quantized linears, sorted. `dense`: names of all other tensors,
+    sorted. Raises ValueError naming the file or module where config and files contradict each other.
     """
 
     def __init__(self, folder: str | Path):
@@ -124,10 +124,10 @@ class GPTQFolder:
         self.dense = sorted(set(self._file_of) - owned)
         for module in self.modules:
             if config.of(module) is None:
-                raise ValueError(f"{module} is quantized although `dynamic` says that it is not.")
+                raise ValueError(f"{module} is quantized although `dynamic` leaves it dense.")
 
     def linear(self, module: str) -> Quantized:
-        """One quantized linear, by its name in the file (`model.layers.0.mlp.down_proj`)."""
+        """One quantized linear by its name in the file, such as `model.layers.0.mlp.down_proj`."""
         config = self.config.of(module)
         if config is None or f"{module}.qweight" not in self._file_of:
             raise ValueError(f"{module} is not quantized in {self.folder}.")
@@ -135,7 +135,7 @@ class GPTQFolder:
         return decode({suffix: self.tensor(name) for suffix, name in names.items()}, config, module)
 
     def group(self, module: str) -> Tensor:
-        """The `group` of `linear(module)`, without reading its codes."""
+        """The `group` [in] of `linear(module)`, without reading its codes."""
         config = self.config.of(module)
         if config is None or f"{module}.qweight" not in self._file_of:
             raise ValueError(f"{module} is not quantized in {self.folder}.")
@@ -149,7 +149,7 @@ class GPTQFolder:
             return list(file.get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor as it is stored."""
+        """One tensor, as it is stored."""
         if name not in self._file_of:
             raise ValueError(f"{self.folder} has no tensor {name}.")
         with _opened(self.folder / self._file_of[name]) as file:
@@ -166,7 +166,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name. Files named by an index must lie in the folder itself."""
+    """The file name of every tensor. Files that an index names must lie in the folder itself."""
     index = folder / INDEX
     if index.is_file():
         try:
@@ -176,7 +176,7 @@ def _tensor_files(folder: Path) -> dict[str, str]:
             raise ValueError(f"{INDEX} holds no weight_map: {error}.") from None
         for file in files:
             if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-                raise ValueError(f"{INDEX} names {file!r}, which is no safetensors file of this folder.")
+                raise ValueError(f"{INDEX} names {file!r}, which is not a safetensors file of this folder.")
     else:
         files = {path.name for path in folder.glob("*.safetensors")}
         if not files:
@@ -194,9 +194,9 @@ def _tensor_files(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def written_aside(out: str | Path) -> Iterator[Path]:
-    """A new folder to write into, beside `out`, which becomes `out` when the block ends without an error.
+    """Yields a temporary folder beside `out`, and renames it to `out` when the block ends without an error.
 
-    Raises FileExistsError where `out` exists. On an error nothing is left behind.
+    Raises FileExistsError where `out` exists. An error removes the temporary folder.
     """
     out = Path(os.path.abspath(out))
     if out.exists() or out.is_symlink():
@@ -233,9 +233,10 @@ def write_folder(
     shard_bytes: int = 5_000_000_000,
     files: Iterable[Path] = (),
 ) -> None:
-    """Writes an HF folder: config.json, safetensors (an index where more than one is needed), `files` beside them.
+    """Writes an HF folder: config.json, safetensors (with an index where there are several), and copies of `files`.
 
-    `quantized` and `dense` may be generators: at most `shard_bytes` are held. `out` must not exist and appears whole.
+    `quantized` and `dense` may be generators: at most `shard_bytes` are in memory. `out` must not exist; it appears
+    complete or not at all.
     """
     with written_aside(out) as folder:
         write_into(folder, model_config, quantized, dense, config, shard_bytes)
@@ -251,7 +252,7 @@ def write_into(
     config: GPTQConfig,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """`write_folder` into an existing folder, without the rename."""
+    """Writes the files of `write_folder` into an existing folder, without a temporary one."""
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for module, weight in quantized:

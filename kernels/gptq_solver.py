@@ -1,7 +1,7 @@
-"""GPTQ: quantize a linear one input at a time, and let the inputs not yet quantized make up for each error.
+"""GPTQ: quantizes a linear one input at a time, and adjusts the remaining inputs to compensate each rounding error.
 
-Frantar et al. 2022 ("GPTQ"), with act-order, static groups and damping as in its later implementations. With an
-identity Hessian nothing is to be made up for, and the result is round-to-nearest.
+Source: Frantar et al. 2022 ("GPTQ"), with act-order, static groups and damping as in its later implementations. With
+an identity Hessian nothing is compensated, and the result is round-to-nearest.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from tpshard.kernels.quantized import Quantized, group_count, group_index
 Order = Literal["global", "head_local", "none"]
 ORDERS: tuple[Order, ...] = ("global", "head_local", "none")
 _BLOCK = 128
-"""Inputs between updates of all the rest: within a block only the block is updated."""
+"""Inputs solved before the inputs after them are updated; within a block only the block is updated."""
 _TINIEST = 2.0**-24  # the smallest fp16
 
 
 @dataclass(frozen=True)
 class Settings:
-    """bits 2, 3, 4 or 8; group_size -1 is one group; damp: the share of the Hessian's mean diagonal added to it.
+    """The settings of quantization. bits: 2, 3, 4 or 8. group_size: inputs per scale; -1 is one group.
 
-    static_groups: scales from the weights as they were, and groups of neighbours whatever the order of solving.
+    damp: the share of the Hessian's mean diagonal added to its diagonal. static_groups: scales from the original
+    weights, and groups of neighbouring inputs whatever the order of solving.
     """
 
     bits: int = 4
@@ -36,7 +37,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Ordering:
-    """In which order inputs are solved, int64 [inputs], and to which group each belongs, int32 [inputs]."""
+    """The order in which inputs are solved, int64 [inputs], and the group of each input, int32 [inputs]."""
 
     sequence: Tensor
     group: Tensor
@@ -44,7 +45,7 @@ class Ordering:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads whose outputs are the inputs of o_proj: `heads` of `head_dim`, in groups that share a KV head."""
+    """The attention heads that feed o_proj: `heads` of `head_dim`, of which `heads / kv_heads` share a KV head."""
 
     heads: int
     kv_heads: int
@@ -52,12 +53,11 @@ class Heads:
 
 
 def ordering(importance: Tensor, settings: Settings, order: Order, heads: Heads | None = None) -> Ordering:
-    """The act-order for inputs of that `importance` [inputs] (the Hessian's diagonal), most important first.
+    """The act-order of inputs with this `importance` [inputs] (the Hessian's diagonal): most important first.
 
-    `head_local` concerns the inputs that come from heads (`heads` given): groups then never cross heads, and the query
-    heads of a KV head share one order within the head, so that it can be absorbed into V. Groups of whole heads are in
-    sequence by construction. Elsewhere `head_local` is `global`. Raises ValueError where group_size and head_dim do not
-    divide one another.
+    `head_local` applies to inputs that come from attention heads (`heads`), elsewhere it equals `global`: groups never
+    cross heads, and the query heads of a KV head share one order within the head, so that the order can be absorbed
+    into V. Raises ValueError where neither of group_size and head_dim divides the other.
     """
     inputs, device = len(importance), importance.device
     neighbours = group_index(inputs, settings.group_size, device)
@@ -94,7 +94,7 @@ def _within_heads(importance: Tensor, size: int, heads: Heads) -> Ordering:
     sequence = rows.flatten()
     group = torch.empty(len(importance), dtype=torch.int32, device=inner.device)
     group[sequence] = group_index(len(importance), size, inner.device)
-    # Whole groups, the most important first: the rest can make up for their errors.
+    # Whole groups in order of importance: later groups can compensate the errors of earlier ones.
     weight = importance[sequence].view(-1, size).sum(1)
     by_group = torch.argsort(weight, descending=True, stable=True)
     return Ordering(sequence.view(-1, size)[by_group].flatten(), group)
@@ -103,7 +103,7 @@ def _within_heads(importance: Tensor, size: int, heads: Heads) -> Ordering:
 def grid(weights: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     """(scales fp16 [outputs], zeros uint8 [outputs]) for one group's weights [outputs, inputs in the group].
 
-    Zeros are at least 1, which every reader of version 1 understands. A group of zeros gets scale 1.
+    Zeros are at least 1, which every reader of format version 1 understands. A group of zero weights gets scale 1.
     """
     most = (1 << settings.bits) - 1
     low, high = weights.amin(1).clamp(max=0.0), weights.amax(1).clamp(min=0.0)
@@ -113,7 +113,7 @@ def grid(weights: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     spread = high - low
     scales = torch.where(spread > 0, spread / most, 1.0).to(torch.float16)
     if not bool(torch.isfinite(scales).all()):
-        raise ValueError(f"weights up to {float(weights.abs().max()):.3g} need scales that fp16 cannot hold")
+        raise ValueError(f"weights of up to {float(weights.abs().max()):.3g} need scales beyond the range of fp16")
     scales = scales.clamp(min=_TINIEST)
     if settings.sym:
         zeros = torch.full_like(scales, 1 << (settings.bits - 1))
@@ -123,20 +123,20 @@ def grid(weights: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
 
 
 def _round(weights: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
-    """Codes of the nearest values, as `weights`' floats."""
+    """The code of each weight's nearest grid value, as floats in the dtype of `weights`."""
     return (torch.round(weights / scales) + zeros).clamp(0, (1 << bits) - 1)
 
 
 def round_to_nearest(weight: Tensor, settings: Settings, plan: Ordering | None = None) -> Quantized:
-    """weight [outputs, inputs] quantized value by value: the control that GPTQ must beat."""
+    """weight [outputs, inputs] quantized value by value, without compensation: the baseline that GPTQ must beat."""
     plan = plan or ordering(weight.new_ones(weight.shape[1]), settings, "none")
     return solve(weight, torch.eye(weight.shape[1], device=weight.device), settings, plan)
 
 
 def solve(weight: Tensor, hessian: Tensor, settings: Settings, plan: Ordering) -> Quantized:
-    """weight [outputs, inputs], hessian [inputs, inputs] (any multiple of the sum of x x^T) -> [inputs, outputs].
+    """weight [outputs, inputs] quantized by GPTQ, as a linear [inputs, outputs].
 
-    Raises ValueError where weights or Hessian are not finite.
+    hessian [inputs, inputs]: any positive multiple of the sum of x x^T. Raises ValueError where either is not finite.
     """
     if not bool(torch.isfinite(weight).all()):
         raise ValueError("weights are not finite")
@@ -150,26 +150,26 @@ def solve(weight: Tensor, hessian: Tensor, settings: Settings, plan: Ordering) -
     groups = group_count(inputs, settings.group_size)
     scales = torch.empty(groups, outputs, dtype=torch.float16, device=weight.device)
     zeros = torch.empty(groups, outputs, dtype=torch.uint8, device=weight.device)
-    known = torch.zeros(groups, dtype=torch.bool)
+    gridded = torch.zeros(groups, dtype=torch.bool)
     members = group.cpu()
     if settings.static_groups or not _runs(members):
         for g in range(groups):
             scales[g], zeros[g] = grid(work[:, group == g], settings)
-        known[:] = True
+        gridded[:] = True
     codes = torch.empty(inputs, outputs, dtype=torch.uint8, device=weight.device)
     for start in range(0, inputs, _BLOCK):
         stop = min(start + _BLOCK, inputs)
         errors = torch.empty(outputs, stop - start, device=weight.device)
         for i in range(start, stop):
             g = int(members[i])
-            if not known[g]:  # the group begins here: its grid fits the weights as the earlier errors left them
+            if not gridded[g]:  # the group's first input: fit its grid to the weights as adjusted so far
                 end = i + int((members[i:] == g).sum())
-                if end > stop:  # what the block has not told the inputs beyond it yet
+                if end > stop:  # apply the block's pending updates to the inputs after it
                     pending = errors[:, : i - start] @ upper[start:i, stop:end]
                     scales[g], zeros[g] = grid(torch.cat([work[:, i:stop], work[:, stop:end] - pending], 1), settings)
                 else:
                     scales[g], zeros[g] = grid(work[:, i:end], settings)
-                known[g] = True
+                gridded[g] = True
             scale, zero = scales[g].float(), zeros[g].float()
             code = _round(work[:, i], scale, zero, settings.bits)
             codes[i] = code.to(torch.uint8)
@@ -182,13 +182,16 @@ def solve(weight: Tensor, hessian: Tensor, settings: Settings, plan: Ordering) -
 
 
 def _runs(members: Tensor) -> bool:
-    """Whether the inputs of a group follow one another."""
+    """Whether the inputs of a group are consecutive."""
     runs = torch.unique_consecutive(members)
     return len(runs) == len(torch.unique(runs))
 
 
 def _inverse_factor(hessian: Tensor, damp: float) -> Tensor:
-    """The upper Cholesky factor of the inverse Hessian, fp64. Dead inputs count as 1; damping grows until it exists."""
+    """The upper Cholesky factor of the inverse Hessian, fp64.
+
+    Zero diagonals become 1; damping grows until it exists.
+    """
     h = hessian.to(torch.float64).clone()
     diagonal = h.diagonal()
     diagonal[diagonal == 0] = 1.0
@@ -201,12 +204,13 @@ def _inverse_factor(hessian: Tensor, damp: float) -> Tensor:
             if not int(failed):
                 return upper
         damp = max(damp, 1e-4) * 10
-    raise ValueError("the Hessian of the calibration text is not positive, even when damped")
+    raise ValueError("the Hessian of the calibration text is not positive definite, even when damped")
 
 
 class Hessian:
-    """The mean of x x^T over calibration inputs, [inputs, inputs], and of d x^T, where d is what x would have been
-    without the errors of the layers before. `add` takes x and d [..., inputs].
+    """Running means over calibration inputs x: `mean()` of x x^T, and `cross()` of d x^T, both [inputs, inputs].
+
+    `add` takes x and d [..., inputs]; d is what x would be if no earlier layer were quantized.
     """
 
     def __init__(self, inputs: int, device: torch.device | str = "cpu"):
@@ -228,8 +232,9 @@ class Hessian:
 
 
 def compensated(weight: Tensor, hessian: Tensor, cross: Tensor, damp: float) -> Tensor:
-    """The weight [outputs, inputs] that does on the inputs as they are what `weight` did on those without errors: least
-    squares, drawn towards `weight` by the damping (as in "GPTAQ", Li et al. 2025). Equal inputs give `weight` itself.
+    """weight [outputs, inputs] adjusted so that its outputs on the actual inputs match those on the error-free inputs.
+
+    Least squares, drawn towards `weight` by the damping ("GPTAQ", Li et al. 2025). Equal inputs return `weight`.
     """
     h, c = hessian.to(torch.float64), cross.to(torch.float64)
     more = damp * h.diagonal().mean() * torch.eye(len(h), dtype=h.dtype, device=h.device)
@@ -240,7 +245,7 @@ def compensated(weight: Tensor, hessian: Tensor, cross: Tensor, damp: float) -> 
 
 
 def relative_error(weight: Tensor, quantized: Quantized, hessian: Tensor) -> float:
-    """||(W - Q) X|| / ||W X|| over the calibration inputs X. weight [outputs, inputs]."""
+    """||(W - Q) X|| / ||W X|| over the calibration inputs X; weight [outputs, inputs]."""
     difference = weight.to(torch.float32) - quantized.dequantize(torch.float32).T
     h = hessian.to(torch.float32)
     lost = (difference @ h * difference).sum().clamp(min=0)

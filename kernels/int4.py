@@ -1,13 +1,13 @@
-"""Quantized weights of up to 4 bits as torch's int4 product for a CPU takes them.
+"""Quantized weights of up to 4 bits in the layout of torch's int4 matrix product on a CPU.
 
     y [rows, columns] = x [rows, inputs] @ w,    w[k, n] = scales[g, n] * (codes[k, n] - 8) + shifts[g, n]
 
-`aten::_weight_int4pack_mm_for_cpu` is fast in bf16 alone: x, scales, shifts and y are rounded to bf16, sums are fp32. A
-weight differs from the file's by up to 2**-9 of it, and by up to a 64th of a step where its zero is not the middle
-code. A row's bits do not depend on the others.
+`aten::_weight_int4pack_mm_for_cpu` is fast only in bf16: x, scales, shifts and y are rounded to bf16, sums are fp32. A
+weight differs from the file's by up to 2**-9 of its value, and by up to 1/64 of a quantization step where its zero is
+not the middle code. A row's bits do not depend on the other rows.
 
-The operation knows groups of 32, 64, 128 and 256 inputs that are all of one size. Groups that are multiples of one of
-these are cut; others are filled up, with inputs of 0.
+All groups of the operation have one size: 32, 64, 128 or 256 inputs. Larger groups that are multiples of one of these
+are split; others are padded with inputs of 0.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from tpshard.kernels.quantized import Quantized
 BITS = (2, 3, 4)
 GROUPS = (256, 128, 64, 32)
 COLUMNS = 16
-"""Columns come in multiples of it."""
+"""The number of columns is padded to a multiple of this."""
 
 
 @dataclass(frozen=True)
 class Int4:
-    """codes: as the operation packs them; scales bf16 [groups, columns filled up, 2]: scale and shift; take int64
-    [inputs filled up]: which input is multiplied there, `inputs` for a 0; None where nothing is filled up."""
+    """A weight packed for the operation.
+
+    codes: packed by torch. scales: bf16 [groups, padded columns, 2], (scale, shift). take: int64 [padded inputs], the
+    input at each place, `inputs` for a padding of 0; None where nothing is padded.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -44,23 +47,23 @@ class Int4:
 
 
 def group_of(sizes: list[int]) -> int:
-    """The largest group of the operation's that divides all of `sizes`; the smallest where none does."""
+    """The largest group size of the operation that divides all `sizes`; the smallest one where none does."""
     return next((group for group in GROUPS if all(size % group == 0 for size in sizes)), GROUPS[-1])
 
 
 def row_bytes(sizes: list[int]) -> int:
-    """Bytes that a column takes whose groups have these sizes."""
+    """Bytes of one packed column whose groups have these sizes."""
     group = group_of(sizes)
     filled = sum(-(-size // group) * group for size in sizes)
     return filled // 2 + 4 * filled // group
 
 
 def pack(weight: Quantized) -> Int4:
-    """ValueError where rows of a group are apart, or codes have more than 4 bits."""
+    """The layout for `int4_linear`. Raises ValueError where groups are not adjacent or codes have more than 4 bits."""
     if not weight.sorted:
-        raise ValueError("Rows of a group must be adjacent: sort them first, and gather the inputs alike.")
+        raise ValueError("Rows of a group must be adjacent: sort them first, and reorder the inputs alike.")
     if weight.bits not in BITS:
-        raise ValueError(f"Codes of {weight.bits} bits do not fit 4.")
+        raise ValueError(f"Codes of {weight.bits} bits do not fit in 4 bits.")
     groups, counts = torch.unique_consecutive(weight.group.long(), return_counts=True)
     sizes = counts.tolist()
     group, start = group_of(sizes), 0
@@ -72,7 +75,7 @@ def pack(weight: Quantized) -> Int4:
         of.append(torch.full((filled // group,), index))
         start += size
     take, parts = torch.cat(taken), torch.cat(of)
-    middle = 1 << (weight.bits - 1)  # of the codes; 8 is that of the operation's
+    middle = 1 << (weight.bits - 1)  # the middle code of the file; that of the operation is 8
     codes = F.pad(weight.codes, (0, 0, 0, 1))[take].T + (8 - middle)
     scale = weight.scales[parts].bfloat16().float()
     shift = (middle - weight.zeros[parts].float()) * scale
@@ -83,7 +86,7 @@ def pack(weight: Quantized) -> Int4:
 
 
 def int4_linear(x: Tensor, weight: Int4) -> Tensor:
-    """x bf16 [..., inputs] -> bf16 [..., columns]"""
+    """The product with a packed weight: x bf16 [..., inputs] -> bf16 [..., columns]."""
     rows = x.reshape(-1, weight.inputs)
     if weight.take is not None:
         rows = F.pad(rows, (0, 1)).index_select(-1, weight.take)

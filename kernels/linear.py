@@ -1,9 +1,8 @@
-"""Linear layers: the library's, and one whose rows do not know of each other.
+"""Linear layers: the library's, and one whose rows are computed independently of the batch.
 
-Matrix libraries choose kernels, and with them the order of sums, by the number of rows. `fixed_rows_linear` multiplies
-`TILE` rows at a time, so that the order is one and the same and a row's result has the same bits in every batch.
-Weights that the CPU's library has packed for that shape take more rows at once where a probe finds that this changes no
-bit.
+Matrix libraries choose kernels, and so the order of sums, by the number of rows. `fixed_rows_linear` multiplies `TILE`
+rows at a time, so that a row's result has the same bits in every batch. With weights packed by the CPU's library it
+multiplies more rows at once where a probe shows that this changes no bit.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE = 8
-"""Rows of one product: the batch at which a CPU is still bound by reading the weights."""
+"""Rows of one product. On a CPU a batch of 8 is still bound by reading the weights."""
 _WIDER = (64, 32, 16)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., k] @ weight [n, k].T -> [..., n] as the library computes it for so many rows."""
+    """x [..., k] @ weight [n, k].T -> [..., n], by torch's linear."""
     return F.linear(x, weight)
 
 
 def fixed_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`linear` by products of TILE rows; `weight` may be packed."""
+    """`linear` as products of TILE rows each; `weight` may be packed by `pack`."""
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
     if count % TILE:
@@ -35,14 +34,15 @@ def fixed_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this machine's CPU library has a packed form for weights of a dtype."""
+    """Whether this machine's CPU library can pack weights of a dtype."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[n, k] on a CPU -> an opaque tensor for `fixed_rows_linear`, about as large as the weight, which it replaces."""
+    """A CPU weight [n, k] as an opaque tensor for `fixed_rows_linear`, about as large as the weight that it
+    replaces."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TILE)
 
 
@@ -73,8 +73,11 @@ def _packed(x: Tensor, packed: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _same_bits(n: int, k: int, dtype: torch.dtype, threads: int) -> tuple[int, ...]:
-    """The wider tiles whose rows have the same bits as those of `TILE`, widest first. The order of sums does not depend
-    on the data, so equal bits for thousands of random sums say that it is the same; bf16 is rounded too far to show."""
+    """The wider tiles whose rows have the same bits as those of `TILE`, widest first.
+
+    The order of sums does not depend on the data, so equal bits of thousands of random sums show that it is the same.
+    bf16 results are rounded too coarsely to show it.
+    """
     if dtype != torch.float32:
         return ()
     generator = torch.Generator().manual_seed(0)

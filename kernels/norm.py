@@ -1,8 +1,8 @@
-"""RMSNorm as one operation, which may store its result in the order that the products after it read.
+"""RMSNorm as one operation, which can store its result in a permuted order for the linear that reads it.
 
     tpshard::rms_norm_permuted(x [..., width], weight [width], order [width] | None, eps) -> [..., width]
 
-All but the last product is fp32 (Zhang and Sennrich 2019): out[..., i] = norm(x)[..., order[i]].
+Computed in fp32 but for the multiplication by `weight` (Zhang and Sennrich 2019): out[..., i] = norm(x)[..., order[i]].
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ NORM = torch.ops.tpshard.rms_norm_permuted.default
 
 
 def rms_norm(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
-    """The operation in plain torch."""
+    """RMSNorm of x [..., width] in plain torch, permuted by `order` [width]."""
     wide = x.float()
     normed = (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x.dtype)
     return normed if order is None else normed.index_select(-1, order)
 
 
 def _cuda(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
-    from tpshard.kernels import triton_launch  # needs Triton, which a CPU's torch comes without
+    from tpshard.kernels import triton_launch  # needs Triton, which CPU builds of torch lack
 
     with torch.cuda.device(x.device):
         rows = x.reshape(-1, x.shape[-1]).contiguous()

@@ -1,8 +1,8 @@
-"""Quantized weights as the Triton kernels read them.
+"""The layout of quantized weights that the Triton kernels read.
 
-Inputs come in chunks of CHUNK rows. A word holds 32 / bits values of one output, in pairs: pair p has its low value at
-bit bits * p and its high one at bit 16 + bits * p. Four words side by side (index l) serve the four threads that share
-a row of a tensor-core tile, and words of one l lie together, so that a thread reads them at once: words
+Inputs are cut into chunks of CHUNK rows. A 32-bit word holds 32 / bits values of one output, in pairs: pair p has its
+low value at bit bits * p and its high value at bit 16 + bits * p. Four words (index l) belong to the four threads that
+share a row of a tensor-core tile; the words of one l are adjacent, so that a thread loads them at once. words:
 [chunks, outputs, 4 * B], B = CHUNK * bits / 128. With s = b * pairs + p, the input of pair p of word (l, b) is
 
     8 s + 2 l + {0, 1}                               where a thread holds two inputs at a time (Hopper's wgmma)
@@ -20,12 +20,12 @@ from tpshard.kernels.quantized import Quantized
 
 @dataclass(frozen=True)
 class Packed:
-    """words int32 [chunks, columns, chunk * width / 32]; scales fp16 [groups, columns]; zeros uint8 alike, or None
-    where all are 2**(bits - 1); row_group int32 [chunks * chunk] where groups end within chunks, else None; bias
-    [columns] or None.
+    """A quantized weight packed for the Triton kernels.
 
-    width: bits of a field in `words` (3-bit codes travel in fields of 4). Without `row_group` chunk c belongs to group
-    (c + first_chunk) // group_chunks.
+    words: int32 [chunks, columns, chunk * width / 32]. scales: fp16 [groups, columns]. zeros: uint8 [groups, columns],
+    or None where all are 2**(bits - 1). row_group: int32 [chunks * chunk] where groups end within chunks, else None:
+    then chunk c belongs to group (c + first_chunk) // group_chunks. bias: [columns] or None. width: bits of a field in
+    `words` (3-bit codes use 4).
     """
 
     words: Tensor
@@ -52,18 +52,18 @@ class Packed:
 
 
 def width_of(bits: int) -> int:
-    """Bits of a field: 3-bit codes travel in fields of 4."""
+    """Bits of a field in a packed word: 3-bit codes use 4, others their own width."""
     return 4 if bits == 3 else bits
 
 
 def pack(weight: Quantized, quads: bool = False) -> Packed:
-    """The kernels' form of a linear whose rows are sorted by group (`weight.take_rows(weight.order())` sorts them).
+    """The kernels' layout of a linear whose rows are sorted by group (`weight.take_rows(weight.order())` sorts them).
 
-    Groups that begin and end at multiples of 128, 64 or 32 rows take the fast path, others the ragged one. Raises
-    ValueError where rows of a group are apart.
+    Groups that begin and end at multiples of 128, 64 or 32 rows use the fast kernel path, others the ragged one. Raises
+    ValueError where the rows of a group are not adjacent.
     """
     if not weight.sorted:
-        raise ValueError("Rows of a group must be adjacent: sort them first, and gather the inputs alike.")
+        raise ValueError("Rows of a group must be adjacent: sort them first, and reorder the inputs alike.")
     width = width_of(weight.bits)
     smallest = 128 // width  # four words of one output
     chunk, group_chunks, first_chunk = _regular(weight.group, smallest)
@@ -86,9 +86,9 @@ def pack(weight: Quantized, quads: bool = False) -> Packed:
 
 
 def _regular(group: Tensor, smallest: int) -> tuple[int, int, int]:
-    """(chunk, chunks per group, chunk of the first group at which the rows start), or chunk 0 where groups are ragged.
+    """(chunk, chunks per group, first row's chunk within its group), or chunk 0 where groups are ragged.
 
-    All groups have one size, but the first may have lost its beginning and the last its end.
+    All groups must have one size; only the first may lack its beginning and the last its end.
     """
     sizes = torch.bincount(group.long()).tolist()
     size = max(sizes[1:-1], default=max(sizes))
@@ -108,7 +108,7 @@ def _padded(group: Tensor, chunk: int) -> Tensor:
 
 
 def pack_words(codes: Tensor, width: int, chunk: int, quads: bool) -> Tensor:
-    """codes uint8 [inputs, outputs] -> words int32 [chunks, outputs, chunk * width / 32]; missing inputs are code 0."""
+    """codes uint8 [inputs, outputs] -> words int32 [chunks, outputs, chunk * width / 32], padded with code 0."""
     inputs, outputs = codes.shape
     chunks = -(-inputs // chunk)
     pairs, words = 16 // width, chunk * width // 128
@@ -142,7 +142,7 @@ def unpack_words(packed: Packed) -> Tensor:
 
 
 def groups_of(packed: Packed) -> Tensor:
-    """int32 [inputs]: the group of every input row."""
+    """The group of every input row, int32 [inputs]."""
     if packed.row_group is not None:
         return packed.row_group[: packed.inputs]
     chunk = torch.arange(packed.inputs, device=packed.words.device) // packed.chunk
@@ -150,7 +150,7 @@ def groups_of(packed: Packed) -> Tensor:
 
 
 def unpacked(packed: Packed) -> Quantized:
-    """The plain tensors again: what every kernel is checked against."""
+    """The quantized weight that was packed: the inverse of `pack`, used to check the kernels."""
     zeros = packed.zeros
     if zeros is None:
         zeros = torch.full_like(packed.scales, 1 << (packed.bits - 1)).to(torch.uint8)

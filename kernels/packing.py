@@ -1,6 +1,6 @@
-"""Bit streams: how integers of 2, 3, 4 or 8 bits lie in 32-bit words.
+"""Packing of 2-, 3-, 4- and 8-bit integers into streams of 32-bit words.
 
-One little-endian stream: value k starts at bit k * bits. Fields of 3 bits straddle words.
+The stream is little-endian: value k starts at bit k * bits. Fields of 3 bits may cross a word's boundary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def pack_stream(values: Tensor, bits: int) -> Tensor:
         raise ValueError(f"{count} values of {bits} bits do not fill whole 32-bit words.")
     rest = values.shape[1:]
     words = torch.zeros((count * bits // 32, *rest), dtype=torch.int64, device=values.device)
-    # Values that share a position within their run of lcm(bits, 32) bits are moved together: at most 32 steps.
+    # Values at the same place of each run of lcm(bits, 32) bits are shifted together: at most 32 steps.
     per_run, words_per_run = (32, bits) if bits == 3 else (32 // bits, 1)
     wide = values.to(torch.int64).view(count // per_run, per_run, *rest)
     target = words.view(count // per_run, words_per_run, *rest)
@@ -50,7 +50,7 @@ def unpack_stream(words: Tensor, bits: int) -> Tensor:
     mask = (1 << bits) - 1
     for i in range(per_run):
         word, offset = divmod(i * bits, 32)
-        low = source[:, word] >> offset  # arithmetic: the sign bits it brings in are masked or overwritten below
+        low = source[:, word] >> offset  # arithmetic: the sign bits shifted in are masked or overwritten below
         if offset + bits > 32:
             low = (low & ((1 << (32 - offset)) - 1)) | (source[:, word + 1] << (32 - offset))
         values[:, i] = (low & mask).to(torch.uint8)

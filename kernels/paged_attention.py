@@ -1,20 +1,19 @@
-"""Attention over a paged cache as one operation: it stores the new keys and values, then attends to all of the past.
+"""Attention over a paged KV cache as one operation: it stores the new keys and values, then attends to all of the past.
 
     tpshard::paged_attention(q [b,t,h,d], k [b,t,kv,d], v [b,t,kv,d], k_pool [n,s,kv,d], v_pool [n,s,kv,d],
                              positions [b,t], slots [b,t], sequences [b,t], tables [m,w], scale, window | None,
                              softcap | None)
         -> out [b,t,h,d]
 
-A pool is n blocks of s positions each. Every row (a token) says its position, the slot (block * s + offset) where its
-key and value go, and the sequence it belongs to; `tables[sequence]` lists that sequence's blocks in order. The row
-attends to positions 0 .. its own, with a `window` to the last so many of them, and with a `softcap`
-c by scores c * tanh(x / c). Rows of many sequences share one call,
-so that a chunk of a prompt and the next tokens of others are one program. Block 0 is nobody's: padding rows write
-there.
+A pool is n blocks of s positions. Each row is a token, with its position, the slot (block * s + offset) for its key and
+value, and its sequence; `tables[sequence]` lists that sequence's blocks in order. The row attends to positions 0 up to
+its own, with a `window` only to the last `window` of them. With a `softcap` c, scores x become c * tanh(x / c). Rows of
+many sequences share one call, so that one program computes a chunk of a prompt and the next tokens of other sequences.
+Block 0 belongs to no sequence: padding rows write to it.
 
-A row's result depends on its own query, position and cache alone, bit for bit, whatever else is in the call: each
-row's products have a shape that follows from its position only, and heads never mix, so that they can be sharded. Nor
-does what lies beyond its position reach it, a NaN that another sequence left there included.
+A row's result depends only on its own query, position and cache, bit for bit: the shape of its matrix products follows
+from its position, and heads are independent, so that they can be sharded. Values after its position never reach it, not
+even a NaN that another sequence left there.
 """
 
 from __future__ import annotations
@@ -36,11 +35,14 @@ _library.define(
 PAGED = torch.ops.tpshard.paged_attention.default
 
 _SCORES = 1 << 22
-"""Scores (fp32) held at once; rows are taken in parts above that."""
+"""fp32 scores held at once; above that, the rows are computed in several parts."""
 
 
 def span(position: int) -> int:
-    """Keys that a row at `position` reads, padding included: 64, 96, 128, 192, 256, ... Its own position decides."""
+    """Keys that a row at `position` reads, padding included: 64, 96, 128, 192, 256, ...
+
+    Depends on the position alone.
+    """
     size = 64
     while size <= position:
         if size + size // 2 > position:
@@ -53,28 +55,29 @@ def _check(q: Tensor, k: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tens
     (b, t, h, d), kv = q.shape, k.shape[2]
     if k.shape != (b, t, kv, d) or h % kv or k_pool.shape[2:] != (kv, d) or k_pool.shape != v_pool.shape:
         raise ValueError(
-            f"paged_attention: q {list(q.shape)}, k {list(k.shape)} and a pool {list(k_pool.shape)} do not fit"
+            f"paged_attention: the shapes of q {list(q.shape)}, k {list(k.shape)} and the pools {list(k_pool.shape)}, "
+            f"{list(v_pool.shape)} do not match"
         )
     if positions.shape != (b, t):
-        raise ValueError(f"paged_attention: positions {list(positions.shape)} are not [batch, rows] of {[b, t]}")
+        raise ValueError(f"paged_attention: positions {list(positions.shape)} must be [batch, rows] = {[b, t]}")
     if 32 % k_pool.shape[1]:
-        raise ValueError(f"paged_attention: a block of {k_pool.shape[1]} positions does not divide 32")
+        raise ValueError(f"paged_attention: the block size {k_pool.shape[1]} must divide 32")
     if window is not None and window < 1:
-        raise ValueError(f"paged_attention: a window of {window} positions holds not even the row's own")
+        raise ValueError(f"paged_attention: window is {window}; it must be at least 1, the row's own position")
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows that are multiplied together: one span, and either one sequence (its keys are read once) or singles."""
+    """Rows multiplied together: all of one span, and of one sequence (`shared`, keys read once) or of one each."""
 
     rows: Tensor
     """[r]"""
     span: int
     entries: Tensor
-    """[m * kv * span]: the keys and values read, in a pool seen as [n * s * kv, d]; m is 1 for one sequence, else r.
-    After the last position that position again: a masked value is multiplied by 0, and 0 * NaN is NaN."""
+    """[m * kv * span]: indices of the keys and values in a pool viewed as [n * s * kv, d]; m is 1 where shared, else r.
+    Places after the last position repeat it: a masked value is multiplied by 0, and 0 * NaN is NaN."""
     unseen: Tensor
-    """[r, 1, 1, span]: keys after the row's own position, or before its window"""
+    """[r, 1, 1, span]: true for keys after the row's own position, or before its window."""
     shared: bool
 
 
@@ -82,9 +85,9 @@ class _Part:
 def _parts(
     positions: bytes, sequences: bytes, tables: bytes, block: int, heads: int, kv: int, window: int | None
 ) -> tuple[_Part, ...]:
-    """How rows with these positions and sequences (int64) are multiplied. Kept, since all layers of a step ask alike.
+    """The parts in which rows with these positions and sequences (int64) are multiplied.
 
-    `tables` is int64 [sequences, blocks], flat.
+    Cached, since every layer of a step asks for the same. `tables` is int64 [sequences, blocks], flattened.
     """
     position, sequence = (np.frombuffer(x, dtype=np.int64) for x in (positions, sequences))
     table = np.frombuffer(tables, dtype=np.int64).reshape(sequence.max() + 1, -1)
@@ -112,7 +115,7 @@ def _parts(
 
 
 def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, part: _Part, softcap: float | None) -> Tensor:
-    """q: [r, kv, g, d], scaled; keys, values: [m * kv, span, d] -> [r, kv, g, d], all fp32"""
+    """Attention of one part: q [r, kv, g, d], scaled; keys, values [m * kv, span, d] -> [r, kv, g, d], all fp32."""
     r, kv, g, d = q.shape
     turned, unseen = keys.transpose(1, 2), part.unseen.to(q.device)
     if not part.shared:
@@ -123,7 +126,7 @@ def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, part: _Part, softcap: 
     for head in range(kv):
         torch.bmm(q[:, head], turned[head].expand(r, -1, -1), out=scores[head])
     probabilities = torch.softmax(capped(scores, softcap).masked_fill_(unseen.transpose(0, 1), float("-inf")), -1)
-    if not values.sum().isfinite():  # rows share these values, and may not all see the one that is not finite
+    if not values.sum().isfinite():  # rows share these values, and some may not attend to the one that is not finite
         seen = (values.masked_fill(hidden.view(-1, 1), 0) for hidden in unseen)
         return torch.stack([torch.bmm(probabilities[:, i], own) for i, own in enumerate(seen)])
     return torch.stack([torch.bmm(probabilities[i], values[i].expand(r, -1, -1)) for i in range(kv)], dim=1)
@@ -140,14 +143,14 @@ def paged_attention_reference(
     sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """The operation in plain torch."""
+    """`tpshard::paged_attention` in plain torch; writes into the pools."""
     _check(q, k, k_pool, v_pool, positions, window)
     _store(k, v, k_pool, v_pool, slots)
     (b, t, h, d), (_, block, kv, _) = q.shape, k_pool.shape
     rows = q.reshape(b * t, kv, h // kv, d).float() * scale
     out = torch.empty_like(rows)
-    said = (positions.reshape(-1), sequences.reshape(-1), tables[: int(sequences.max()) + 1])
-    for part in _parts(*(x.cpu().contiguous().numpy().tobytes() for x in said), block, h, kv, window):
+    index_tensors = (positions.reshape(-1), sequences.reshape(-1), tables[: int(sequences.max()) + 1])
+    for part in _parts(*(x.cpu().contiguous().numpy().tobytes() for x in index_tensors), block, h, kv, window):
         entries, members = part.entries.to(q.device), part.rows.to(q.device)
         keys, values = (
             pool.view(-1, d).index_select(0, entries).float().view(-1, part.span, d) for pool in (k_pool, v_pool)
@@ -161,7 +164,7 @@ def _paged_attention_cuda(
     sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    from tpshard.kernels import triton_paged  # needs Triton, which a CPU's torch comes without
+    from tpshard.kernels import triton_paged  # needs Triton, which CPU builds of torch lack
 
     _check(q, k, k_pool, v_pool, positions, window)
     _store(k, v, k_pool, v_pool, slots)
@@ -191,7 +194,7 @@ def paged_attention(
     sequences: Tensor, tables: Tensor, scale: float | None = None, window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """The operation; scale defaults to 1 / sqrt(head_dim). No gradient."""
+    """`tpshard::paged_attention`, with `scale` defaulting to 1 / sqrt(head_dim). It has no gradient."""
     scale = scale or float(q.shape[-1]) ** -0.5
     return torch.ops.tpshard.paged_attention(
         q, k, v, k_pool, v_pool, positions, slots, sequences, tables, scale, window, softcap

@@ -1,4 +1,4 @@
-"""A quantized linear as plain tensors, whatever file or kernel it came from or goes to."""
+"""A quantized linear as plain tensors, independent of file formats and kernels."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Quantized:
-    """w[k, n] = scales[group[k], n] * (codes[k, n] - zeros[group[k], n]);  y = x @ w + bias.
+    """A quantized weight: w[k, n] = scales[group[k], n] * (codes[k, n] - zeros[group[k], n]);  y = x @ w + bias.
 
     codes  uint8 [in, out], below 2**bits
     scales fp16  [groups, out]
     zeros  uint8 [groups, out]: up to 2**bits - 1
-    group  int32 [in]: which row of `scales` an input row uses. Any order; not a permutation
+    group  int32 [in]: the row of `scales` that an input uses, in any order
     bias   [out] or None
     """
 
@@ -42,23 +42,23 @@ class Quantized:
 
     @property
     def symmetric(self) -> bool:
-        """Whether every zero is 2**(bits - 1), so that kernels may take it as a constant."""
+        """Whether every zero is 2**(bits - 1), so that kernels can use a constant."""
         return bool((self.zeros == 1 << (self.bits - 1)).all())
 
     @property
     def sorted(self) -> bool:
-        """Whether rows of one group are adjacent and groups ascend."""
+        """Whether the rows of each group are adjacent and groups ascend."""
         return bool((self.group[1:] >= self.group[:-1]).all())
 
     def check(self, name: str = "quantized linear") -> Quantized:
-        """Returns itself. Raises ValueError naming `name` where shapes, types or ranges contradict each other."""
+        """Returns itself. Raises ValueError naming `name` where shapes, dtypes or ranges contradict each other."""
         shape = (self.groups, self.outputs)
         if self.codes.dtype != torch.uint8 or self.zeros.dtype != torch.uint8 or self.group.dtype != torch.int32:
             raise ValueError(f"{name}: codes and zeros must be uint8 and group int32.")
         if tuple(self.zeros.shape) != shape or tuple(self.group.shape) != (self.inputs,):
             raise ValueError(
                 f"{name}: codes {list(self.codes.shape)}, scales {list(self.scales.shape)}, zeros "
-                f"{list(self.zeros.shape)} and group {list(self.group.shape)} do not belong together."
+                f"{list(self.zeros.shape)} and group {list(self.group.shape)} have contradicting shapes."
             )
         if self.bias is not None and tuple(self.bias.shape) != (self.outputs,):
             raise ValueError(f"{name}: bias {list(self.bias.shape)} for {self.outputs} outputs.")
@@ -69,18 +69,21 @@ class Quantized:
         return self
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Dense weights [in, out]: fp16 by one rounding of scales * (codes - zeros), then cast to `dtype`."""
+        """The dense weight [in, out]: scales * (codes - zeros) rounded once to fp16, then cast to `dtype`."""
         index = self.group.long()
         steps = self.codes.to(torch.int16) - self.zeros[index].to(torch.int16)
         dense = self.scales[index] * steps.to(self.scales.dtype)
         return dense if dtype is None else dense.to(dtype)
 
     def order(self) -> Tensor:
-        """The stable permutation [in] that makes rows of one group adjacent."""
+        """The stable permutation [in] that sorts rows by group."""
         return torch.argsort(self.group, stable=True)
 
     def take_rows(self, rows: Tensor) -> Quantized:
-        """Input rows `rows`, in that order. Groups are numbered anew as they appear; unused ones are dropped."""
+        """The linear with input rows `rows` in that order.
+
+        Groups are renumbered as they appear; unused ones are dropped.
+        """
         used, inverse = torch.unique(self.group[rows].long(), return_inverse=True)
         place = torch.arange(len(rows), device=inverse.device)
         first = torch.full_like(used, len(rows)).scatter_reduce(0, inverse, place, "amin")
@@ -95,7 +98,7 @@ class Quantized:
         )
 
     def take_columns(self, columns: Tensor) -> Quantized:
-        """Output columns `columns`, in that order, with their scales, zeros and biases."""
+        """The linear with output columns `columns` in that order, with their scales, zeros and biases."""
         return replace(
             self,
             codes=self.codes[:, columns],
@@ -105,9 +108,9 @@ class Quantized:
         )
 
     def padded(self, inputs: int, outputs: int) -> Quantized:
-        """With further inputs and outputs whose weights are exactly 0, in every form that the weights are given.
+        """The linear padded to more inputs and outputs, whose weights are exactly 0 in every layout.
 
-        Their scales are 0; inputs that fill a group up (see `longer`) have its zeros as codes.
+        Added groups and outputs have scale 0; inputs added to an existing group (see `longer`) have its zero as code.
         """
         rows, columns = inputs - self.inputs, outputs - self.outputs
         if not rows and not columns:
@@ -133,7 +136,7 @@ class Quantized:
 
 
 def group_index(inputs: int, group_size: int, device: torch.device | str = "cpu") -> Tensor:
-    """Sequential groups: int32 [inputs]. group_size -1 is one group."""
+    """The groups of consecutive inputs, int32 [inputs]. group_size -1 is one group."""
     size = inputs if group_size == -1 else group_size
     return (torch.arange(inputs, device=device) // size).to(torch.int32)
 
@@ -143,7 +146,7 @@ def group_count(inputs: int, group_size: int) -> int:
 
 
 def longer(group: Tensor, inputs: int) -> Tensor:
-    """`group` [in] for more inputs: they fill the last group, and are further ones of the same size; one group stays
+    """`group` [in] extended to `inputs`: new inputs fill the last group, then groups of the same size; one group stays
     one."""
     sizes = torch.bincount(group.long())
     size = int(sizes.max()) if len(sizes) > 1 else inputs
@@ -152,9 +155,9 @@ def longer(group: Tensor, inputs: int) -> Tensor:
 
 
 def reference_matmul(x: Tensor, weight: Quantized) -> Tensor:
-    """x[..., in] -> [..., out] in x's dtype: dense weights as the file means them, product in fp32 or wider.
+    """x [..., in] @ weight + bias -> [..., out] in x's dtype, by dequantizing; the product is in fp32 or wider.
 
-    The oracle of every fused kernel. fp32 (or fp64) x gives the exact product of the fp16 weights to that precision.
+    The reference of every fused kernel. With fp32 or fp64 x it is exact for the fp16 weights to that precision.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = x.to(wide) @ weight.dequantize(wide)
@@ -164,7 +167,7 @@ def reference_matmul(x: Tensor, weight: Quantized) -> Tensor:
 
 
 def concatenate(parts: Sequence[Quantized]) -> Quantized:
-    """Side by side along the outputs. All parts must share one `group`; raises ValueError otherwise."""
+    """Linears side by side along the outputs. Raises ValueError unless all have the same bits and `group`."""
     first = parts[0]
     if any(part.bits != first.bits or not torch.equal(part.group, first.group) for part in parts):
         raise ValueError("Only linears of the same bits and the same g_idx can be put side by side.")

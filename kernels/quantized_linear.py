@@ -1,11 +1,11 @@
-"""Products with quantized weights, each by the fastest path of its device.
+"""Matrix products with quantized weights, by the fastest path of the device.
 
     quantized_linear(x [..., inputs], weight) -> [..., columns]
     quantized_gate(x [..., inputs], gate and up side by side) -> silu(x @ gate) * (x @ up)   [..., columns / 2]
 
-On CUDA the tile, or dequantize-and-multiply, is measured at first use (fp32 always dequantizes); with `invariant` a
-row's bits do not depend on the others. A CPU has torch's int4 product for weights of up to 4 bits in bf16 (see
-`kernels.int4`), in which they never do.
+On CUDA the tile, or dequantize-and-multiply, is chosen by measuring at first use; fp32 always dequantizes. With
+`invariant` a row's bits do not depend on the other rows. On a CPU, bf16 with weights of up to 4 bits uses torch's int4
+product (see `kernels.int4`), whose rows are always independent.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tpshard.kernels.packed import Packed, pack
 from tpshard.kernels.quantized import Quantized
 
 Prepared = Packed | Int4
-"""A weight as a GPU or a CPU multiplies by it."""
+"""A weight packed for a GPU or for a CPU."""
 
 
 def multiplies(bits: int, dtype: torch.dtype, kind: str) -> bool:
-    """Whether a `cpu` or `gpu` multiplies weights of so many bits, in a dtype, as codes; else they are made dense."""
+    """Whether a `cpu` or `gpu` multiplies codes of these bits directly in a dtype; otherwise they are made dense."""
     return kind == "gpu" or (dtype == torch.bfloat16 and bits in int4.BITS)
 
 
 def prepare(weight: Quantized, device: torch.device | str) -> Prepared:
-    """The form in which `device` multiplies. Raises ValueError where rows of a group are apart."""
+    """The weight packed for `device`. Raises ValueError where the rows of a group are not adjacent."""
     held = weight.to(device)
     if held.codes.is_cuda:
         return pack(held, quads=torch.cuda.get_device_capability(held.codes.device) < (9, 0))
@@ -38,7 +38,7 @@ def prepare(weight: Quantized, device: torch.device | str) -> Prepared:
 
 
 def quantized_linear(x: Tensor, weight: Packed, invariant: bool) -> Tensor:
-    """x [..., inputs] -> [..., columns] in x's dtype, on CUDA."""
+    """The product x [..., inputs] -> [..., columns] in x's dtype, on CUDA."""
     return _product(x, weight, False, invariant)
 
 
@@ -48,14 +48,14 @@ def quantized_gate(x: Tensor, weight: Packed, invariant: bool) -> Tensor:
 
 
 def _product(x: Tensor, weight: Packed, gated: bool, invariant: bool) -> Tensor:
-    from tpshard.kernels import triton_launch  # needs Triton, which a CPU's torch comes without
+    from tpshard.kernels import triton_launch  # needs Triton, which CPU builds of torch lack
 
     rows = x.reshape(-1, weight.inputs).contiguous()
     with torch.cuda.device(x.device):
         if x.dtype == torch.float32:
             tile = None
         elif invariant:
-            tile = triton_launch.tiles(1, weight, gated, 132)[0]  # the same sums in the same order for every batch
+            tile = triton_launch.tiles(1, weight, gated, 132)[0]  # the same order of sums for every batch
         else:
             tile = _choice().tile(rows, weight, gated)
         if tile is None:

@@ -1,10 +1,10 @@
-"""The act-order of a linear as an operation on its inputs, so that a program shows where it is and what it costs.
+"""Act-order as an operation on a linear's inputs, so that a program shows where a permutation happens and its cost.
 
     tpshard::reorder(x [..., n], order [n] int64, blocks) -> [..., n]
 
-The last dim is `blocks` equal parts, each in an order of its own: with s = n / blocks,
-out[..., b * s + j] = x[..., b * s + order[b * s + j]]. One block is any permutation; as many blocks as devices never
-leave a device; as many as heads never leave a head.
+The last dim is `blocks` equal parts, each permuted by itself: with s = n / blocks,
+out[..., b * s + j] = x[..., b * s + order[b * s + j]]. One block allows any permutation. With a block per device,
+elements stay on their device; with a block per head, in their head.
 """
 
 from __future__ import annotations
@@ -18,24 +18,27 @@ REORDER = torch.ops.tpshard.reorder.default
 
 
 def sorting(group: Tensor, blocks: int = 1) -> Tensor:
-    """The order [n] int64 that sorts `group` [n] within each of `blocks` equal parts (stable)."""
+    """The order [n] int64 that sorts `group` [n] stably within each of `blocks` equal parts."""
     return torch.argsort(group.view(blocks, -1), dim=1, stable=True).flatten()
 
 
 def positions(order: Tensor, blocks: int = 1) -> Tensor:
-    """The order as positions in the whole dim, int64 [n]."""
+    """A blockwise order as positions in the whole dim, int64 [n]."""
     parts = order.view(blocks, -1)
     return (parts + torch.arange(blocks, device=order.device)[:, None] * parts.shape[1]).flatten()
 
 
 def fewer(order: Tensor, blocks: int, kept: int) -> Tensor:
-    """The order of the first of every `blocks` / `kept` neighbouring blocks, which are all ordered alike."""
+    """The order with `kept` blocks: the first of every `blocks` / `kept` neighbouring blocks, whose orders are
+    equal."""
     return order.view(kept, blocks // kept, -1)[:, 0].flatten()
 
 
 def head_local_order(group: Tensor, heads: int, kv_heads: int, head_dim: int) -> Tensor | None:
-    """The order within heads, int64 [kv_heads, head_dim], that sorts o_proj's rows by group, one order for all query
-    heads of a KV head; None where no such order exists (groups cross heads, or the heads disagree).
+    """The order within heads, int64 [kv_heads, head_dim], that sorts o_proj's rows by group.
+
+    All query heads of a KV head share one order. None where no such order exists: groups cross heads, or heads
+    disagree.
     """
     by_head = group.long().view(heads, head_dim)
     leaders = by_head[:: heads // kv_heads]

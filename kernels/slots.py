@@ -1,12 +1,13 @@
-"""Tokens to slots and back: dispatch and combine of experts with a capacity, by index.
+"""Dispatch and combine for experts with a capacity: copies tokens into numbered slots, and sums slots into tokens.
 
     tpshard::to_slots(x [b, s, m], slots [b, s, k], weights [b, s, k] | None, n) -> [b, n, m]
     tpshard::from_slots(y [b, n, m], slots [b, s, k], weights [b, s, k] | None) -> [b, s, m]
     tpshard::slot_products(x [b, s, m], y [b, n, m], slots [b, s, k]) -> [b, s, k]
 
-Each token of a sequence goes to up to k slots of that sequence's n, no two to one; a slot below 0 is none. `to_slots`
-writes weight * token there (0 where nothing comes), `from_slots` sums weight * slot for each token, in fp32, and
-`slot_products` are the products of tokens with what their slots hold. Each is a gradient of another.
+A sequence has n slots. Each of its tokens goes to up to k of them, never two tokens to one slot; a negative slot means
+none. `to_slots` writes weight * token into the slots and 0 into empty ones. `from_slots` sums weight * slot for each
+token in fp32. `slot_products` are the dot products of tokens with the contents of their slots. Each operation's
+gradient uses the others.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _library.define("slot_products(Tensor x, Tensor y, Tensor slots) -> Tensor")
 
 
 def to_slots(x: Tensor, slots: Tensor, n: int, weights: Tensor | None = None) -> Tensor:
-    """The operation."""
+    """Tokens x [b, s, m] copied into their slots, times `weights` [b, s, k] if any: [b, n, m]."""
     return torch.ops.tpshard.to_slots(x, slots, weights, n)
 
 
 def from_slots(y: Tensor, slots: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The operation."""
+    """For each token the sum of its slots in y [b, n, m], times `weights` [b, s, k] if any: [b, s, m]."""
     return torch.ops.tpshard.from_slots(y, slots, weights)
 
 
@@ -37,7 +38,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _rows(slots: Tensor, n: int) -> Tensor:
-    """[b, s, k]: the slots of all sequences side by side, one more for what goes to none."""
+    """[b, s, k]: slots as rows of all sequences' slots side by side; a negative slot becomes the row after the last."""
     first = torch.arange(slots.shape[0], device=slots.device).view(-1, 1, 1) * n
     return torch.where(slots >= 0, slots + first, slots.shape[0] * n)
 
@@ -52,11 +53,11 @@ def _to_slots(x: Tensor, slots: Tensor, weights: Tensor | None, n: int) -> Tenso
 
 
 def _picked(y: Tensor, slots: Tensor, choice: int) -> Tensor:
-    """[b, s, m]: what the slots of one choice hold, 0 for none."""
+    """[b, s, m]: the contents of one choice's slots, 0 for a negative slot."""
     b, n, m = y.shape
     rows = _rows(slots[..., choice : choice + 1], n).reshape(-1)
-    found = y.reshape(-1, m).index_select(0, rows.clamp(max=b * n - 1))
-    return found.masked_fill_((rows == b * n).unsqueeze(1), 0).view(b, -1, m)
+    picked = y.reshape(-1, m).index_select(0, rows.clamp(max=b * n - 1))
+    return picked.masked_fill_((rows == b * n).unsqueeze(1), 0).view(b, -1, m)
 
 
 def _from_slots(y: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:

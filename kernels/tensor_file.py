@@ -1,5 +1,4 @@
-"""A safetensors file as other files are: readable by whoever may read its folder, and an OSError where it cannot be
-written."""
+"""Writing a safetensors file with the folder's permissions, and an OSError where the write fails."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from torch import Tensor
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes contiguous tensors that share no memory. OSError where the disk is full or the file cannot be written."""
+    """Writes contiguous tensors that share no memory. Raises OSError where the disk is full or cannot be written."""
     try:
         save_file(dict(tensors), path, {"format": "pt"})
-    except SafetensorError as error:  # its own kind, for a full disk too
+    except SafetensorError as error:  # safetensors' own type, also for a full disk
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files that only the owner can read
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors creates files that only the owner can read

@@ -1,4 +1,4 @@
-"""Starting the Triton kernels: tiles that fit a shape, and the choice among them by measuring on the device."""
+"""Launching the Triton kernels: the tiles that fit a shape, and the choice among them by measuring on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tpshard.kernels.packed import Packed
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program computes: rows of x, columns of the output, and among how many programs the inputs are split."""
+    """The work of one Triton program: rows of x, columns of the output, and how many programs split the inputs."""
 
     rows: int
     columns: int
@@ -27,7 +27,7 @@ class Tile:
 
 
 def constants(packed: Packed, columns: int, gated: bool, tile: Tile, fast: bool) -> dict[str, Any]:
-    """The compile-time arguments of `matmul_kernel`. `fast` is off in the interpreter."""
+    """The compile-time arguments of `matmul_kernel`. `fast` is off in Triton's interpreter."""
     return {
         "BITS": packed.width,
         "MIDDLE": 1 << (packed.bits - 1),
@@ -49,9 +49,9 @@ def constants(packed: Packed, columns: int, gated: bool, tile: Tile, fast: bool)
 
 
 def tiles(rows: int, packed: Packed, gated: bool, multiprocessors: int) -> list[Tile]:
-    """Tiles worth trying for `rows` rows of x, the best guess first."""
+    """Tiles worth measuring for `rows` rows of x, the best guess first."""
     columns = packed.columns // (2 if gated else 1)
-    # Registers set the limits: none of these spills, which a test compiles.
+    # Registers set the limits: none of these tiles spills, as a test that compiles them checks.
     most = (32 if packed.row_group is not None else 64) if packed.quads else 128
     block = min(most, 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128)
     wide, narrow = (64, 32) if gated else (128, 64)
@@ -62,7 +62,7 @@ def tiles(rows: int, packed: Packed, gated: bool, multiprocessors: int) -> list[
         if gated and packed.quads:
             shapes = shapes[1:]
         elif gated and packed.zeros is not None:
-            shapes = shapes[:1]  # zeros of two matrices are too much for four warps
+            shapes = shapes[:1]  # the zeros of two matrices spill with four warps
         if not gated and not packed.quads and packed.width < 8:
             shapes.append((128, 4, 3))
     else:
@@ -70,20 +70,23 @@ def tiles(rows: int, packed: Packed, gated: bool, multiprocessors: int) -> list[
     if packed.row_group is not None:
         shapes = [(64, 4, 2), (64, 4, 3)] if block <= 64 else [(64, 8, 2)]
     chunks = -(-packed.inputs // packed.chunk)
-    found = []
+    candidates = []
     for width, warps, stages in shapes:
         blocks = -(-columns // width) * -(-rows // block)
-        # Enough programs to hide the memory's latency: about four on every multiprocessor while rows are few.
-        wanted = (4 if block <= 32 else 1) * multiprocessors
-        parts = max(1, min(wanted // blocks, chunks // 4, 32))
-        found += [Tile(block, width, p, warps, stages) for p in sorted({parts, max(1, parts // 2)}, reverse=True)]
+        # Enough programs to hide memory latency: about four per multiprocessor while rows are few.
+        target_programs = (4 if block <= 32 else 1) * multiprocessors
+        parts = max(1, min(target_programs // blocks, chunks // 4, 32))
+        candidates += [Tile(block, width, p, warps, stages) for p in sorted({parts, max(1, parts // 2)}, reverse=True)]
         if parts * 2 <= chunks // 4 and block <= 64:
-            found.append(Tile(block, width, parts * 2, warps, stages))
-    return found
+            candidates.append(Tile(block, width, parts * 2, warps, stages))
+    return candidates
 
 
 def matmul(x: Tensor, packed: Packed, gated: bool, tile: Tile) -> Tensor:
-    """x [rows, inputs] contiguous -> [rows, columns]; where gated silu(gate) * up [rows, columns / 2]. One launch."""
+    """x [rows, inputs] contiguous -> [rows, columns]; if gated silu(gate) * up [rows, columns / 2].
+
+    One kernel launch.
+    """
     rows = x.shape[0]
     columns = packed.columns // (2 if gated else 1)
     out = x.new_empty(rows, columns)
@@ -93,7 +96,7 @@ def matmul(x: Tensor, packed: Packed, gated: bool, tile: Tile) -> Tensor:
         partial = x.new_empty((tile.parts, 2 if gated else 1, rows, columns), dtype=torch.float32)
         arrived = _arrivals(x.device)
         if blocks > arrived.numel():
-            raise ValueError(f"{blocks} blocks are too many to be split further.")
+            raise ValueError(f"{blocks} blocks are too many to split their inputs.")
     triton_quantized.matmul_kernel[(blocks, tile.parts)](
         x, packed.words, packed.scales, _or(packed.zeros, packed.scales), _or(packed.row_group, packed.words),
         _or(packed.bias, packed.scales), out, partial, arrived, rows, columns, packed.inputs, packed.group_chunks,
@@ -104,7 +107,7 @@ def matmul(x: Tensor, packed: Packed, gated: bool, tile: Tile) -> Tensor:
 
 
 def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """Dense weights [columns, inputs], as a linear stores them."""
+    """The dense weight [columns, inputs], the layout of torch's linear."""
     columns, words = packed.columns, packed.words
     out = torch.empty(columns, packed.inputs, dtype=dtype, device=words.device)
     triton_quantized.dequantize_kernel[(-(-columns // 64), words.shape[0])](
@@ -117,7 +120,7 @@ def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
 
 
 def dense_matmul(x: Tensor, packed: Packed, gated: bool) -> Tensor:
-    """The same as `matmul` by dequantizing and the library's product: the path for many rows."""
+    """The result of `matmul` by dequantizing and the library's product: the faster path for many rows."""
     bias = None if packed.bias is None else packed.bias.to(x.dtype)
     y = F.linear(x, dequantize(packed, x.dtype), bias)
     if not gated:
@@ -127,7 +130,7 @@ def dense_matmul(x: Tensor, packed: Packed, gated: bool) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
-    """x [rows, width] contiguous -> normed and weighted, with `order` [width] applied to the result."""
+    """RMSNorm of x [rows, width] contiguous, permuted by `order` [width]."""
     out = torch.empty_like(x)
     width = x.shape[1]
     triton_norm.rms_norm_kernel[(x.shape[0],)](
@@ -143,14 +146,14 @@ def _or(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
 
 _CAPTURED = -1
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
-"""Counters by device and stream; by _CAPTURED those of captured graphs."""
+"""Counters by device and stream; those of captured graphs under the key _CAPTURED."""
 
 
 def _arrivals(device: torch.device) -> Tensor:
-    """int32 counters, one a block, that every launch leaves at zero; launches of one stream share them.
+    """int32 counters, one per block, which every launch leaves at zero; the launches of one stream share them.
 
-    Captured launches share others, whose graphs must not be replayed on two streams at once. These are made by the
-    first launch that is not captured: what is made while capturing is only zero once that graph has been replayed.
+    Captured launches have counters of their own, and their graphs must not be replayed on two streams at once. These
+    are allocated by the first launch outside a capture: memory zeroed during a capture is zero only after the replay.
     """
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if capturing:
@@ -167,10 +170,10 @@ def _zeros(device: torch.device) -> Tensor:
 
 
 class TileChoice:
-    """Which path and tile to take, measured once per device, shape and number of rows (rounded up to a power of two).
+    """Chooses the tile by measuring, once per device, shape and number of rows (rounded up to a power of two).
 
-    `tile(...)` is a Tile, or None for dequantize-and-multiply. While a CUDA graph is being captured nothing can be
-    measured: the choice made for that shape before is taken, else the first guess.
+    `tile(...)` returns a Tile, or None for dequantize-and-multiply. Nothing can be measured while a CUDA graph is
+    captured: then it returns the earlier choice for that shape, else the first guess.
     """
 
     def __init__(self) -> None:
@@ -199,7 +202,7 @@ class TileChoice:
             try:
                 times[guess] = _median_ms(lambda tile=guess: matmul(x, packed, gated, tile))  # type: ignore[misc]
             except triton.runtime.errors.OutOfResources:
-                continue  # the device has less shared memory than this tile wants
+                continue  # the tile needs more shared memory than the device has
         return times
 
 

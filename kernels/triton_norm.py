@@ -1,7 +1,7 @@
-"""RMSNorm that stores its result in the order in which the next product wants its inputs."""
+"""RMSNorm in Triton, which can store its result in a permuted order."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls
-# (arguments of kernels are Triton's own values, typed at launch)
+# (kernel arguments are Triton's own values, typed at launch)
 from __future__ import annotations
 
 import triton
@@ -10,9 +10,9 @@ import triton.language as tl
 
 @triton.jit
 def rms_norm_kernel(x, weight, order, out, width, eps, BLOCK: tl.constexpr, PERMUTED: tl.constexpr):
-    """out[r, i] = (x[r] / rms(x[r]) * weight)[order[i]]. A program a row, BLOCK >= width.
+    """out[r, i] = (x[r] / rms(x[r]) * weight)[order[i]], one program per row, BLOCK >= width.
 
-    The sum runs over the row as it is stored, so that an order changes no bit of any value.
+    The sum of squares runs over the row as stored, so that permuting changes no value's bits.
     """
     row = tl.program_id(0).to(tl.int64) * width
     i = tl.arange(0, BLOCK)
@@ -25,5 +25,5 @@ def rms_norm_kernel(x, weight, order, out, width, eps, BLOCK: tl.constexpr, PERM
         factor = tl.load(weight + source, mask=inside, other=0.0).to(tl.float32)
     else:
         factor = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-    normed = (values * scale).to(out.dtype.element_ty).to(tl.float32)  # as the model rounds, before the weight
+    normed = (values * scale).to(out.dtype.element_ty).to(tl.float32)  # rounded before the weight, as the model does
     tl.store(out + row + i, (normed * factor).to(out.dtype.element_ty), mask=inside)

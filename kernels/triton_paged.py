@@ -1,7 +1,7 @@
-"""Attention over a paged cache in Triton: one program a row and KV head, whatever else is in the call."""
+"""Attention over a paged KV cache in Triton, one program per row and KV head."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls
-# (arguments of kernels are Triton's own values, typed at launch)
+# (kernel arguments are Triton's own values, typed at launch)
 from __future__ import annotations
 
 import torch
@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 _KEYS = 64
-"""Keys of one step of the loop."""
+"""Keys per step of the loop."""
 _ALL = 2**30
-"""A window that holds every position."""
+"""The window that stands for none."""
 
 
 @triton.jit
@@ -21,10 +21,10 @@ def paged_attention_kernel(
     GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """q, out: [rows, kv_heads * GROUP, HEAD]; pools: [blocks, BLOCK, kv_heads, HEAD]; tables: [sequences, width].
+    """Attention of one row and KV head, with an online softmax in fp32 (Milakov and Gimelshein 2018).
 
-    Softmax is taken as it goes (Milakov and Gimelshein 2018), in fp32. The loop goes from the start of the row's window
-    to its position, so that nothing but the row decides the order of its sums.
+    q, out: [rows, kv_heads * GROUP, HEAD]; pools: [blocks, BLOCK, kv_heads, HEAD]; tables: [sequences, width]. The loop
+    runs from the start of the row's window to its position, so that only the row decides the order of its sums.
     """
     row, kv = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions + row)
@@ -63,7 +63,10 @@ def paged_attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor, scale: float,
     window: int | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """q: [rows, heads, head_dim] -> the same; what is new is in the pools already. No synchronisation with the host."""
+    """q [rows, heads, head_dim] -> the same shape.
+
+    The pools must hold the new keys. Does not synchronize with the host.
+    """
     rows, heads, head_dim = q.shape
     block, kv_heads = k_pool.shape[1:3]
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -1,26 +1,26 @@
-"""Fused dequantize-and-multiply in Triton: decode (split-K) and prefill, plain or gate|up with silu * mul.
+"""Fused dequantize-and-multiply in Triton, for decode (split-K) and prefill, plain or gate|up with silu(gate) * up.
 
-Reference of every kernel here: `quantized.reference_matmul`. The weights are the left operand, out^T = W^T x^T: on
-Hopper `wgmma` then takes them from registers, straight from the packed words (`packed.py` lays the words out so that a
-thread unpacks exactly the values it multiplies; nothing passes through shared memory twice). A word becomes pairs of
-fp16 or bf16 by `lop3` with a magic exponent and one fused multiply-add that takes off magic and zero, which is exact; a
-group's scale multiplies the fp32 sums of its rows.
+The reference of every kernel is `quantized.reference_matmul`. The weight is the left operand, out^T = W^T x^T: on
+Hopper `wgmma` then reads it from registers, straight from the packed words. `packed.py` arranges the words so that a
+thread unpacks exactly the values it multiplies, without shared memory. `lop3` with a magic exponent turns a word into
+pairs of fp16 or bf16, and one fused multiply-add subtracts magic number and zero, exactly. A group's scale multiplies
+the fp32 sums of its rows.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls
-# (arguments of kernels are Triton's own values, typed at launch)
+# (kernel arguments are Triton's own values, typed at launch)
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Pair p of a word: bits [c*p, c*p + c) are its low value and bits [16 + c*p, 16 + c*p + c) its high one. OR-ing the
-# fields onto 1024 (fp16) or 128 (bf16), whose last mantissa bit is worth 1, gives the number 1024 + q or 128 + q.
+# Pair p of a word: bits [c*p, c*p + c) hold its low value and bits [16 + c*p, 16 + c*p + c) its high one. OR-ing a
+# field into 1024 (fp16) or 128 (bf16), whose last mantissa bit is worth 1, gives the number 1024 + q or 128 + q.
 
 
 @triton.jit
 def _pairs4(words, offset, FP16: tl.constexpr):
-    """8 values of 4 bits: (low, high) of pairs 0..3, each q + the offset without its magic."""
+    """8 values of 4 bits: (low, high) of pairs 0..3, each q plus the offset without the magic number."""
     if FP16:
         return tl.inline_asm_elementwise(
             """
@@ -93,7 +93,7 @@ def _join4(a, b, c, d):
 
 @triton.jit
 def _side(words, zero, BASE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """The low (BASE 0) or high (BASE 16) values of all pairs of a word, along new last dims. Plain arithmetic."""
+    """The low (BASE 0) or high (BASE 16) values of all pairs of a word, in new last dims, by plain arithmetic."""
     if BITS == 8:
         return tl.join(_field(words, zero, BASE, 8, DTYPE), _field(words, zero, BASE + 8, 8, DTYPE))
     elif BITS == 4:
@@ -122,7 +122,7 @@ def _side(words, zero, BASE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constex
 @triton.jit
 def unpack(words, zero, BITS: tl.constexpr, CHUNK: tl.constexpr, QUADS: tl.constexpr, FAST: tl.constexpr,
            DTYPE: tl.constexpr):  # fmt: skip
-    """words int32 [N, CHUNK * BITS / 32], zero int32 [N] -> q - zero, exact, as DTYPE [N, CHUNK]."""
+    """The values q - zero, exact, as DTYPE [N, CHUNK], of words int32 [N, CHUNK * BITS / 32] and zero int32 [N]."""
     N: tl.constexpr = words.shape[0]
     words = tl.reshape(words, (N, 4, CHUNK * BITS // 128))
     zero = zero[:, None, None]
@@ -136,7 +136,7 @@ def unpack(words, zero, BITS: tl.constexpr, CHUNK: tl.constexpr, QUADS: tl.const
         values = tl.join(_join4(a, c, e, g), _join4(b, d, f, h))
     else:
         values = tl.join(_side(words, zero, 0, BITS, DTYPE), _side(words, zero, 16, BITS, DTYPE))
-    # Where a word's values lie among the inputs: packed.py.
+    # packed.py says where a word's values are among the inputs.
     if QUADS:
         values = tl.reshape(values, (N, 4, CHUNK // 16, 4))
     else:
@@ -146,7 +146,7 @@ def unpack(words, zero, BITS: tl.constexpr, CHUNK: tl.constexpr, QUADS: tl.const
 
 @triton.jit
 def _scaled(codes, scales, zeros, at, MIDDLE: tl.constexpr, SYMMETRIC: tl.constexpr):
-    """fp32 scales[at] * (codes - zeros[at]), a scale and a zero for every value."""
+    """scales[at] * (codes - zeros[at]) in fp32, with a scale and a zero for every value."""
     steps = codes.to(tl.float32)
     if SYMMETRIC:
         steps = steps - MIDDLE
@@ -159,7 +159,7 @@ def _scaled(codes, scales, zeros, at, MIDDLE: tl.constexpr, SYMMETRIC: tl.conste
 def _dot(a, b, acc, FAST: tl.constexpr, PRECISION: tl.constexpr):
     if FAST:
         return tl.dot(a, b, acc, input_precision=PRECISION)
-    else:  # the interpreter multiplies the bits of bf16
+    else:  # Triton's interpreter multiplies the bit patterns of bf16
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=PRECISION)
 
 
@@ -178,9 +178,10 @@ def matmul_kernel(
 ):  # fmt: skip
     """out[M, N] = x[M, K] @ W, or silu(x @ W[:, :N]) * (x @ W[:, N:]) where GATED.
 
-    words [chunks, columns, CHUNK * BITS / 32], columns N or 2N; scales, zeros [groups, columns]; where RAGGED row_group
-    [chunks * CHUNK], else chunk c belongs to group (c + first_chunk) // group_chunks. Programs (m and n blocks, parts):
-    where SPLIT_K the last program of a block to arrive adds up the partial sums [parts, 1 or 2, M, N] in a fixed order.
+    words [chunks, columns, CHUNK * BITS / 32], columns N or 2N; scales, zeros [groups, columns]. If RAGGED, row_group
+    [chunks * CHUNK] names each row's group, else chunk c belongs to group (c + first_chunk) // group_chunks. Grid: (m
+    and n blocks, splits). With SPLIT_K the last program of a block to arrive adds the partial sums [splits, 1 or 2, M,
+    N] in a fixed order.
     """
     blocks_m = tl.cdiv(M, BLOCK_M)
     block = tl.program_id(0)
@@ -193,7 +194,7 @@ def matmul_kernel(
     if EVEN_N:
         column = n
     else:
-        column = tl.minimum(n, N - 1)  # twice computed, once stored
+        column = tl.minimum(n, N - 1)  # computed twice, stored once
     if GATED:
         columns = 2 * N
     else:
@@ -213,7 +214,7 @@ def matmul_kernel(
     none = tl.zeros((BLOCK_N,), tl.int32)
     empty = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
-    # A group's scales and zeros are fetched one chunk ahead, so that no multiplication waits for them.
+    # A group's scales and zeros are loaded one chunk ahead, so that no multiplication waits for them.
     if not RAGGED:
         group = (first + first_chunk) // group_chunks
         scale = tl.load(scales + group * columns + column)
@@ -240,7 +241,7 @@ def matmul_kernel(
             else:
                 packed_up = tl.load(word_at + (c * columns + N) * WORDS)
         if RAGGED:
-            # Groups end anywhere: every row looks its scale and zero up.
+            # Groups may end at any row: each row loads its own scale and zero.
             at = tl.load(row_group + c * CHUNK + k)[None, :] * columns + column[:, None]
             values = unpack(packed, none, BITS, CHUNK, QUADS, FAST, DTYPE)
             values = _scaled(values, scales, zeros, at, MIDDLE, SYMMETRIC).to(DTYPE)
@@ -279,7 +280,7 @@ def matmul_kernel(
         tl.store(partial + part * layer + cells, acc, mask=inside)
         if GATED:
             tl.store(partial + part * layer + M * N + cells, acc_up, mask=inside)
-        tl.debug_barrier()  # every thread's part is written before one of them says so
+        tl.debug_barrier()  # all threads' partial sums are written before one thread counts the arrival
         finish = tl.atomic_add(arrived + block, 1, sem="acq_rel") == parts - 1
         if finish:
             tl.store(arrived + block, 0)  # ready for the next launch
@@ -306,7 +307,7 @@ def dequantize_kernel(
     BITS: tl.constexpr, MIDDLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, RAGGED: tl.constexpr,
     SYMMETRIC: tl.constexpr, QUADS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Dense weights out[N, K], as a linear stores them, from packed words. Programs (n blocks, chunks)."""
+    """Writes the dense weight out[N, K], the layout of torch's linear, from packed words. Grid: (n blocks, chunks)."""
     c = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.minimum(n, N - 1)
@@ -326,6 +327,6 @@ def dequantize_kernel(
             zero = tl.load(zeros + at).to(tl.int32)
         values = unpack(packed, zero, BITS, CHUNK, QUADS, FAST, DTYPE).to(tl.float32)
         values = values * tl.load(scales + at).to(tl.float32)[:, None]
-    # Exact so far; the file means the fp16 that this rounds to.
+    # Exact so far; the file's value is this rounded to fp16.
     tl.store(out + n[:, None].to(tl.int64) * K + k[None, :], values.to(tl.float16).to(tl.float32).to(DTYPE),
              mask=(n < N)[:, None] & (k < K)[None, :])  # fmt: skip

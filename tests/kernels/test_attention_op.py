@@ -111,7 +111,7 @@ def test_refuses_operands_that_do_not_fit(fault: str) -> None:
         documents = documents[:, :5]
     else:
         k, v, documents = k[:, :5], v[:, :5], documents[:, :5]
-    with pytest.raises(ValueError, match=r"do not fit|documents"):
+    with pytest.raises(ValueError, match=r"do not match|documents"):
         OP(q, k, v, documents, 0.5)
 
 

@@ -92,5 +92,5 @@ def test_refuses_operands_that_do_not_fit() -> None:
     x, ids, weights, gate, up, down = inputs(*SHAPES[0])
     for wrong in ([x[..., :5], ids, weights, gate, up, down], [x, ids[:1], weights, gate, up, down],
                   [x, ids, weights, gate, up[:3], down], [x, ids, weights, gate, up, gate]):  # fmt: skip
-        with pytest.raises(ValueError, match="do not fit"):
+        with pytest.raises(ValueError, match="do not match"):
             OP(*wrong)

@@ -211,7 +211,7 @@ def test_shard_names_never_leave_the_folder(tmp_path, name):
     folder.mkdir()
     (folder / "quantize_config.json").write_text('{"bits": 4, "group_size": 32}')
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a.qweight": name}}))
-    with pytest.raises(ValueError, match="no safetensors file of this folder"):
+    with pytest.raises(ValueError, match="not a safetensors file of this folder"):
         GPTQFolder(folder)
 
 

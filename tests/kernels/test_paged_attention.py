@@ -129,7 +129,7 @@ def test_spans_cover_the_position_without_doubling_it() -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     q, k, pool = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 2, 8), torch.zeros(4, 16, 2, 8)
     row = torch.zeros(1, 2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="do not match"):
         paged_attention(q, k, k, pool, pool.clone(), row, row, row, row)
 
 
