@@ -1,4 +1,4 @@
-"""What is computed: plain modules that name their dims, and the mapping to Hugging Face folders."""
+"""Models: plain modules that name their dims, and their mapping to Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Blueprint", "build", "build_module", "from_hf", "to_hf"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is asked for: the presets beside it must not."""
+    """Imports a name that needs torch on first use, so that the presets can be imported without torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

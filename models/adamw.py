@@ -1,6 +1,7 @@
-"""AdamW as arithmetic: from parameters, gradients and moments to new ones, nothing in place, traceable as a whole.
+"""AdamW as a pure function: from parameters, gradients and moments to new ones, out of place, traceable as one graph.
 
-Loshchilov and Hutter 2019; decay is decoupled and gradients are clipped by their global norm (Pascanu et al. 2013).
+Source: Loshchilov and Hutter 2019. Weight decay is decoupled; gradients are clipped by their global norm (Pascanu et
+al. 2013).
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdamW:
-    """What stays the same over a run."""
+    """The optimizer's settings, constant over a run."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_grad_norm: float | None = 1.0
-    """Global norm that gradients are scaled down to; None: off."""
+    """The global norm to which gradients are clipped; None: no clipping."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,14 @@ class Treatment:
     """How one parameter is updated."""
 
     decay: bool = False
-    """Whether it is decayed."""
+    """Whether weight decay applies to it."""
     balance: float = 0.0
-    """Not 0: it is the bias of experts, its gradient is how many tokens each got, and it goes this step towards fewer
-    for those above the mean."""
+    """Not 0 for the bias of a mixture's experts. Its gradient is then the number of tokens of each expert, and each
+    step lowers it by this much for experts above the mean and raises it for those below."""
 
 
 class Updated(NamedTuple):
-    """New values, in the order of the parameters, and what the step was like."""
+    """The new values, in the order of the parameters, and the step's gradient norm."""
 
     params: list[Tensor]
     exp_avg: list[Tensor]
@@ -44,18 +45,22 @@ class Updated(NamedTuple):
     grad_norm: Tensor
     """Global norm of the averaged gradient before clipping, fp32 scalar."""
     finite: Tensor
-    """Whether loss and norm are finite, a boolean scalar; where they are not, nothing has changed."""
+    """Whether loss and norm are finite, a boolean scalar. If not, every value is the old one."""
 
 
 def treatments(shapes: Mapping[str, Sequence[int]], balanced: Mapping[str, float]) -> dict[str, Treatment]:
-    """How parameters are updated, by name: matrices are decayed, norms, biases and other vectors are not. `balanced`
-    are the biases of experts, and the steps they go."""
+    """The Treatment of each parameter by name: matrices are decayed; norms, biases and other vectors are not.
+
+    balanced: the biases of experts by name, with their step.
+    """
     return {n: Treatment(decay=len(shape) >= 2, balance=balanced.get(n, 0.0)) for n, shape in shapes.items()}
 
 
 def gradient_squares(grads: Sequence[Tensor], count: Tensor, treated: Sequence[Treatment]) -> Tensor:
-    """The square of the norm of gradients of a summed loss, averaged over `count` tokens: fp32 scalar. The biases of
-    experts are no part of it."""
+    """The squared global norm of the gradients, averaged over `count` tokens: fp32 scalar.
+
+    Experts' biases are left out.
+    """
     share = _share(count)
     learned = [grad for grad, how in zip(grads, treated, strict=True) if not how.balance]
     squares = [(grad.to(torch.float32) * share).square().sum() for grad in learned]
@@ -83,18 +88,17 @@ def adamw_update(
     config: AdamW,
     squares: Tensor | None = None,
 ) -> Updated:
-    """One update from gradients of a *summed* loss.
+    """One AdamW update from the gradients of a *summed* loss.
 
-    params, grads, exp_avg, exp_avg_sq: one tensor a parameter, of one shape; moments keep their type and are computed
-    in fp32. loss_sum: fp32 scalar, the loss summed over all tokens of the step; count: how many tokens that is,
-    scalar; gradients are divided by it.
-    lr: fp32 scalar; update: fp32 scalar, the number of this update, from 1, which corrects the moments' bias.
-    squares: fp32 scalar, what `gradient_squares` makes of all gradients; given where these are not all here.
+    params, grads, exp_avg, exp_avg_sq: one tensor per parameter, of its shape; moments keep their dtype and are
+    computed in fp32. loss_sum: fp32 scalar, the loss summed over the step's tokens. count: scalar, the number of these
+    tokens; gradients are divided by it. lr: fp32 scalar. update: fp32 scalar, this update's number from 1, for the
+    moments' bias correction. squares: fp32 scalar, `gradient_squares` of all gradients; required where `grads` are only
+    some.
 
-    Where the loss or the norm is not finite every result is the old value: the decision is part of the arithmetic, so
-    that it comes before any update and is the same wherever the scalars are.
-
-    The biases of experts are no part of the norm; they have no moments.
+    Where the loss or the norm is not finite every result is the old value. `torch.where` decides it inside the graph,
+    so that every device that has the scalars decides alike. The biases of experts are not in the norm and have no
+    moments.
     """
     beta1, beta2 = config.betas
     share = _share(count)
@@ -106,12 +110,12 @@ def adamw_update(
     step_size = lr / (1.0 - torch.pow(beta1, update))
     root_correction = (1.0 - torch.pow(beta2, update)).sqrt()
     means = _means([grad for grad, how in zip(grads, treated) if how.balance])
-    made = Updated([], [], [], norm, finite)
+    updated = Updated([], [], [], norm, finite)
     for param, grad, m, v, how in zip(params, grads, exp_avg, exp_avg_sq, treated, strict=True):
         if how.balance:
-            made.params.append(torch.where(finite, param - how.balance * torch.sign(grad - next(means)), param))
-            made.exp_avg.append(m)
-            made.exp_avg_sq.append(v)
+            updated.params.append(torch.where(finite, param - how.balance * torch.sign(grad - next(means)), param))
+            updated.exp_avg.append(m)
+            updated.exp_avg_sq.append(v)
             continue
         g = grad.to(torch.float32) * scale
         new_m = m.to(torch.float32) * beta1 + g * (1.0 - beta1)
@@ -120,14 +124,14 @@ def adamw_update(
         if how.decay and config.weight_decay:
             p = p * (1.0 - lr * config.weight_decay)
         p = p - step_size * (new_m / (new_v.sqrt() / root_correction + config.eps))
-        made.params.append(torch.where(finite, p.to(param.dtype), param))
-        made.exp_avg.append(torch.where(finite, new_m.to(m.dtype), m))
-        made.exp_avg_sq.append(torch.where(finite, new_v.to(v.dtype), v))
-    return made
+        updated.params.append(torch.where(finite, p.to(param.dtype), param))
+        updated.exp_avg.append(torch.where(finite, new_m.to(m.dtype), m))
+        updated.exp_avg_sq.append(torch.where(finite, new_v.to(v.dtype), v))
+    return updated
 
 
 def _means(loads: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The mean of each; their sums are one value, so that one collective adds up what devices hold."""
+    """The mean of each tensor. Their sums are stacked, so that one collective reduces all of them."""
     if not loads:
         return iter(())
     sums = torch.stack([load.sum() for load in loads])

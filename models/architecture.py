@@ -1,6 +1,6 @@
-"""Models in the words of their authors: the module that transformers itself makes of a config.json, built on `meta`.
+"""Models computed by transformers' own classes, built on `meta` from a folder's config.json.
 
-Nothing of such a folder is run: its code is refused, its pickles are not opened.
+No code of the folder runs: remote code is refused, pickles are not opened.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from tpshard.models import hf_config, interface, own_attention
 
 @dataclass(frozen=True)
 class Architecture:
-    """A causal language model of transformers, by its config.json."""
+    """A causal language model of transformers, described by its config.json."""
 
     raw: Mapping[str, Any]
-    """config.json, as it stands, but for how weights are quantized: a module computes with the dense ones."""
+    """The contents of config.json without `quantization_config`: the module computes with dense weights."""
 
     @staticmethod
     def of(folder: str | os.PathLike[str]) -> Architecture:
-        """Of a folder. ValueError where it asks for code, is quantized by another method than GPTQ, or transformers has
-        no such model."""
+        """The architecture of a folder.
+
+        ValueError where it needs remote code, is quantized by another method than GPTQ, or transformers lacks its model.
+        """
         raw = hf_config.read_raw(folder)
         gptq_config.read_config(Path(folder))  # raises
-        made = Architecture({key: value for key, value in raw.items() if key != "quantization_config"})
-        made.config  # noqa: B018 (raises)
-        return made
+        architecture = Architecture({key: value for key, value in raw.items() if key != "quantization_config"})
+        architecture.config  # noqa: B018 (raises)
+        return architecture
 
     @property
     def model_type(self) -> str:
@@ -43,29 +45,29 @@ class Architecture:
 
     @cached_property
     def cls(self) -> Any:
-        """The class that `architectures` names."""
+        """The transformers class that `architectures` names."""
         import transformers
 
         names = self.raw.get("architectures") or ()
         if not isinstance(names, list) or len(names) != 1:
             raise ValueError(f"config.json: `architectures: {names}` does not name one class")
-        found = getattr(transformers, str(names[0]), None)
-        if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
-            raise ValueError(f"config.json: transformers {transformers.__version__} has no model called `{names[0]}`")
-        return found
+        named_class = getattr(transformers, str(names[0]), None)
+        if not (isinstance(named_class, type) and issubclass(named_class, transformers.PreTrainedModel)):
+            raise ValueError(f"config.json: transformers {transformers.__version__} has no model named `{names[0]}`")
+        return named_class
 
     @cached_property
     def config(self) -> Any:
-        """transformers' own configuration object."""
+        """transformers' configuration object."""
         try:
             return self.cls.config_class.from_dict(dict(self.raw))
-        except Exception as error:  # whatever the class makes of wrong numbers
+        except Exception as error:  # the class may raise anything for bad numbers
             told = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"config.json: {self.cls.config_class.__name__} refuses it: {told}") from error
 
     @property
     def vocab(self) -> int | None:
-        """Rows of its table of tokens, where it has one."""
+        """The size of the vocabulary, or None where config.json does not say it."""
         size = getattr(self.config.get_text_config(), "vocab_size", None)
         return None if size is None else int(size)
 
@@ -81,50 +83,51 @@ class Architecture:
 
     @property
     def kind(self) -> str:
-        """That dtype as recipes write it."""
+        """The dtype as recipes write it: fp32, bf16 or fp16."""
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.dtype, "fp32")
 
     @property
     def max_seq(self) -> int | None:
-        """The longest sequence that it is made for, where config.json says."""
+        """The longest sequence that the model supports, or None where config.json does not say it."""
         size = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return None if size is None else int(size)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all parameters, by name."""
+        """The shape of every parameter, by name."""
         return {name: tuple(parameter.shape) for name, parameter in self.build().named_parameters()}
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the numbers that config.json speaks of; fp32 where it does not."""
+        """The dtype that config.json names; fp32 where it names none."""
         named = str(self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32")
-        found = getattr(torch, named.removeprefix("torch."), None)
-        return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
+        torch_dtype = getattr(torch, named.removeprefix("torch."), None)
+        return torch_dtype if isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point else torch.float32
 
     @property
     def attends(self) -> bool:
-        """Whether its attention goes through transformers' attention interface, so that ours can take its place."""
+        """Whether attention goes through transformers' attention interface, which lets tpshard's operation replace
+        it."""
         return bool(getattr(self.cls, "_supports_attention_backend", False))
 
     def notes(self, model: nn.Module) -> list[str]:
-        """What of its authors' training is not done: dropout, losses beside the cross-entropy, documents kept apart."""
-        found = []
+        """Differences from the authors' training: no dropout, no auxiliary losses, documents that see each other."""
+        notes = []
         config = self.config.get_text_config()
         dropped = {k: v for k, v in config.to_dict().items() if k.endswith(("dropout", "pdrop")) and v}
         if dropped:
-            found.append(f"there is no dropout: {', '.join(f'{k}: {v}' for k, v in dropped.items())} of config.json")
+            notes.append(f"dropout is not applied: {', '.join(f'{k}: {v}' for k, v in dropped.items())} in config.json")
         if getattr(config, "output_router_logits", False):
-            found.append("the auxiliary loss of its router (output_router_logits) is not added to the loss")
+            notes.append("the router's auxiliary loss (output_router_logits) is not added to the loss")
         if not self.attends and not own_attention.placed(model):
-            found.append(f"{self.cls.__name__} mixes tokens by itself: documents that share a row may see each other")
-        return found
+            notes.append(f"{self.cls.__name__} mixes tokens by itself: documents in one row may attend to each other")
+        return notes
 
     def build(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """tokens, documents, positions, all [batch, seq] int64 -> logits [batch, seq, vocab].
+        """The module: tokens, documents, positions, all [batch, seq] int64 -> logits [batch, seq, vocab].
 
-        Parameters are on `meta`, in `dtype`; buffers that no folder holds (rotary frequencies) have their values.
-        ValueError for a class that keeps other buffers, or that is not a causal language model.
+        Parameters are on `meta`, in `dtype`; buffers that no folder stores (rotary frequencies) have their values.
+        ValueError where the class has other buffers or is not a causal language model.
         """
         interface.register()
         config = copy.deepcopy(self.config)
@@ -145,7 +148,7 @@ class Architecture:
         return model
 
     def _as_language_model(self, model: nn.Module) -> None:
-        """The signature that language models have here; names of parameters stay as they are."""
+        """Gives the model tpshard's signature for language models; parameters keep their names."""
         takes = inspect.signature(type(model).forward).parameters
         if "input_ids" not in takes or "labels" not in takes or model.get_output_embeddings() is None:  # type: ignore[operator]
             raise ValueError(f"{type(model).__name__} is not a causal language model")
@@ -167,10 +170,10 @@ class Architecture:
 
 
 def _fill_buffers(model: nn.Module) -> None:
-    """Gives buffers their values, by the class's own rule for what checkpoints do not hold."""
+    """Computes the buffers that checkpoints do not store, by the class's own initialization."""
     kept = {name for name, _ in model.named_buffers()} & set(model.state_dict())
     if kept:
-        raise ValueError(f"{type(model).__name__} keeps the buffer `{sorted(kept)[0]}` in its folder; not supported")
+        raise ValueError(f"{type(model).__name__} stores the buffer `{sorted(kept)[0]}`, which is not supported")
     for path, module in model.named_modules():
         if not any(buffer is not None for buffer in module._buffers.values()):
             continue
@@ -182,4 +185,4 @@ def _fill_buffers(model: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             unset = buffer is not None and bool((buffer.isnan() if buffer.is_floating_point() else buffer == -1).all())
             if unset:
-                raise ValueError(f"{type(model).__name__} does not say what the buffer `{path}.{name}` holds")
+                raise ValueError(f"{type(model).__name__} does not initialize the buffer `{path}.{name}`")

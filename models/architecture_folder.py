@@ -1,4 +1,4 @@
-"""The weights of a transformers model: in from safetensors by blocks, and out to a folder that transformers reads."""
+"""The weights of a transformers model: read block by block from safetensors, and written to a folder."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from tpshard.models.hf_quantized import DequantizedTensors
 from tpshard.models.init import Initial
 
 _CONSTANTS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)")
-"""Constants that older writers saved beside the parameters."""
+"""Constants that older versions of transformers saved beside the parameters."""
 _WHOLE = 1 << 16
-"""Elements of the largest parameter whose initial values are asked of the class."""
+"""Elements of the largest parameter that is initialized by the class's own rule."""
 
 
 class FolderWeights:
-    """The values of a folder's model, by the names of the module's parameters; only headers are read until a block is
-    asked for.
+    """A folder's weights, by the names of the module's parameters. Only headers are read until a block is asked for.
 
-    ValueError for pickles and for tensors that are missing, superfluous or of another shape. Where a folder's tensors
-    have other names than the parameters (experts one by one), transformers loads them all at once.
-    The weights of a GPTQ folder are read as the dense ones that they stand for.
+    ValueError for pickles and for tensors that are missing, superfluous or of another shape. Where the folder's names
+    differ from the parameters' (as for experts stored one by one), transformers loads all weights at once. The weights
+    of a GPTQ folder are dequantized.
     """
 
     def __init__(self, folder: str | os.PathLike[str], architecture: Architecture, model: nn.Module) -> None:
@@ -50,17 +49,17 @@ class FolderWeights:
 
     @staticmethod
     def there(folder: str | os.PathLike[str]) -> bool:
-        """Whether a folder has weights. ValueError where all it has is pickles."""
+        """Whether a folder has weights. ValueError where it has only pickles."""
         place = Path(folder)
         if (place / hf_files.SINGLE).exists() or (place / hf_files.INDEX).exists():
             return True
         for file in sorted(place.iterdir()):
             if file.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".safetensors"):
-                hf_files.Tensors(folder)  # tells what is wrong
+                hf_files.Tensors(folder)  # raises the error
         return False
 
     def block(self, name: str, starts: Sequence[int], sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        """[starts, starts + sizes) of parameter `name`; dtype defaults to that of the file."""
+        """Elements [starts, starts + sizes) of parameter `name`; dtype defaults to that of the file."""
         if self._home is None:
             cut = tuple(slice(start, start + size) for start, size in zip(starts, sizes))
             value = self._loaded[name][cut].clone()
@@ -86,16 +85,16 @@ class FolderWeights:
         return self.tensors.coded.get(self._home[name])
 
     def _homes(self, model: nn.Module) -> dict[str, str] | None:
-        """Per parameter the tensor that holds it; None where the names differ by more than the base model's prefix."""
+        """The stored tensor of each parameter; None where names differ by more than the base model's prefix."""
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         ties = {name: others for others in _tied(model) for name in others}
         homes = {}
         for name in self.shapes:
             spelled = [other for tied in ties.get(name, (name,)) for other in (tied, tied.removeprefix(prefix))]
-            found = next((other for other in spelled if other in self.tensors), None)
-            if found is None:
+            tensor = next((other for other in spelled if other in self.tensors), None)
+            if tensor is None:
                 return None
-            homes[name] = found
+            homes[name] = tensor
         return homes
 
     def _check(self, model: nn.Module, homes: Mapping[str, str]) -> None:
@@ -104,17 +103,17 @@ class FolderWeights:
             turned = self._is_turned(name, tensor)
             stored = self.tensors.shape(tensor)
             if (stored[::-1] if turned else stored) != self.shapes[name]:
-                made = list(self.shapes[name])
-                wrong.append(f"`{tensor}` is {list(stored)}, config.json makes it {made}")
+                expected = list(self.shapes[name])
+                wrong.append(f"`{tensor}` is {list(stored)}, config.json makes it {expected}")
             elif self.tensors.dtype(tensor) not in hf.FLOATS:
                 wrong.append(f"`{tensor}` is of dtype {self.tensors.dtype(tensor)}, which is not supported")
         ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-        known = set(homes.values()) | {name for others in _tied(model) for name in others}
-        known |= {name for name, _ in model.named_buffers()}
+        placed = set(homes.values()) | {name for others in _tied(model) for name in others}
+        placed |= {name for name, _ in model.named_buffers()}
         for tensor in self.tensors.names():
-            expected = tensor in known or _CONSTANTS.fullmatch(tensor) or any(p.search(tensor) for p in ignored)
-            if not expected:
-                wrong.append(f"`{tensor}` has no place in {type(model).__name__}")
+            accepted = tensor in placed or _CONSTANTS.fullmatch(tensor) or any(p.search(tensor) for p in ignored)
+            if not accepted:
+                wrong.append(f"`{tensor}` is no parameter of {type(model).__name__}")
         if wrong:
             more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
             raise ValueError(f"{self.folder}: {'; '.join(wrong[:5])}{more}")
@@ -143,7 +142,7 @@ def _turned(model: nn.Module) -> frozenset[str]:
 
 
 def _tied(model: nn.Module) -> list[tuple[str, ...]]:
-    """Names of one and the same parameter, where it has several."""
+    """The names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -151,38 +150,41 @@ def _tied(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def initial(model: nn.Module) -> dict[str, Initial | Tensor]:
-    """How parameters begin without weights, by name: by the class's own rule, with its values where that rule leaves
-    nothing to chance, else with the mean and the deviation that it gives (large ones: that config.json gives)."""
-    found: dict[str, Initial | Tensor] = {}
+    """The initialization of each parameter without weights, by name, from the class's own rule.
+
+    Where that rule is deterministic its values are returned, else its mean and standard deviation. Large parameters use
+    the standard deviation of config.json.
+    """
+    initials: dict[str, Initial | Tensor] = {}
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    given = float(getattr(config, "initializer_range", 0.02) or 0.02)
-    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    default_std = float(getattr(config, "initializer_range", 0.02) or 0.02)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
         own = {key: p for key, p in module._parameters.items() if p is not None}
         first, second = (_begun(model, module, own, seed) for seed in (0, 1))
         for key, parameter in own.items():
             value = first.get(key)
             if value is None or value.isnan().any():
-                begun: Initial | Tensor = Initial(tuple(parameter.shape), float(parameter.dim() < 2), given)
+                begun: Initial | Tensor = Initial(tuple(parameter.shape), float(parameter.dim() < 2), default_std)
             elif torch.equal(value, second[key]):
                 begun = value
             else:
                 mean, std = (float(f"{float(number):.2g}") for number in (value.mean(), value.std()))
                 begun = Initial(tuple(parameter.shape), 0.0 if abs(mean) < std / 4 else mean, std)
-            found.setdefault(known[id(parameter)], begun)
-    return found
+            initials.setdefault(names[id(parameter)], begun)
+    return initials
 
 
 def _begun(model: Any, module: nn.Module, own: Mapping[str, nn.Parameter], seed: int) -> dict[str, Tensor]:
-    """What the class's rule makes of a module's parameters, NaN where it makes nothing; of small ones alone."""
+    """The small parameters of a module after the class's initialization; NaN where it leaves them unset."""
     small = {key: torch.full(p.shape, float("nan")) for key, p in own.items() if p.numel() <= _WHOLE}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         module._parameters |= {key: nn.Parameter(value) for key, value in small.items()}
         model._init_weights(module)
-    made = {key: module._parameters[key].detach() for key in small}  # type: ignore[union-attr]
+    initialized = {key: module._parameters[key].detach() for key in small}  # type: ignore[union-attr]
     module._parameters |= own
-    return made
+    return initialized
 
 
 def write_folder(
@@ -195,8 +197,10 @@ def write_folder(
     overwrite: bool = False,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Writes a folder whose weights transformers loads as they are, from a function that gives a parameter by name; one
-    shard of `shard_bytes` is held at a time. FileExistsError if the folder holds something."""
+    """Writes a folder that transformers loads, one shard of `shard_bytes` at a time.
+
+    read: returns a parameter by name. FileExistsError if the folder is not empty.
+    """
     shapes = architecture.shapes
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     values = dict(architecture.raw) | {"dtype": str(dtype).removeprefix("torch.")}

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all: written beside their place, then renamed into it."""
+"""Folders that appear complete or not at all: written to a temporary folder, then renamed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import psutil
 
 @contextmanager
 def written_aside(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
-    """A fresh folder to write into; it becomes `out` when the block ends well, and is removed when it does not.
+    """Yields a temporary folder, which becomes `out` when the block ends without an error and is removed otherwise.
 
-    FileExistsError if `out` is a file or a folder with something in it, unless `overwrite` (a folder that holds the
-    working directory is never replaced). What a killed writer left behind is removed.
+    FileExistsError if `out` is a file or a folder that is not empty, unless `overwrite`; a folder that contains the
+    working directory is never replaced. Temporary folders of killed writers are removed.
     """
     place = Path(out).absolute()
     _check(place, overwrite)
@@ -47,7 +47,7 @@ def _check(place: Path, overwrite: bool) -> None:
     if not empty and not overwrite:
         raise FileExistsError(f"{place} exists; name a new folder, or allow overwriting")
     if overwrite and Path.cwd().is_relative_to(place.resolve()):
-        raise FileExistsError(f"{place} holds the working directory; it is not replaced")
+        raise FileExistsError(f"{place} contains the working directory and is not replaced")
 
 
 def _replace(aside: Path, place: Path) -> None:

@@ -1,4 +1,4 @@
-"""From a configuration to a module."""
+"""Building a module from a configuration, or from a user's own class."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from tpshard.models.init import initialize
 def build(
     config: ModelConfig, *, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> nn.Module:
-    """The model of `config`: tokens [batch, seq] -> logits [batch, seq, vocab]. On `meta` it has shapes only; on a
-    real device it begins with the values that `seed` gives."""
+    """The model of `config`: tokens [batch, seq] -> logits [batch, seq, vocab].
+
+    On `meta` it has only shapes; on a real device it has the initial values of `seed`.
+    """
     return _place(lambda: Decoder(config), device, dtype, seed)
 
 
@@ -35,12 +37,12 @@ def build_module(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> nn.Module:
-    """A user's own module, `package.module:Class`, called with `args`; it takes and gives what the models here do.
-    The package is looked for where Python looks, and in the working directory, as with `python -m`.
+    """An instance of the user's class `package.module:Class`, called with `args`.
 
-    ValueError if it cannot be found, is not an nn.Module, keeps buffers (a step would have to spread and save them),
-    does not name the dims of all its parameters (`param_dims`), or is not called with tokens, documents and positions,
-    or with what its attribute `inputs` names.
+    The package is imported as by `python -m`, with the working directory searched too. ValueError if it cannot be
+    imported, is not an nn.Module, has buffers (a step could not shard and save them), has parameters without named dims
+    (`param_dims`), or if `forward` takes neither (tokens, documents, positions) nor the names in its attribute
+    `inputs`.
     """
     cls = imported("module", path)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
@@ -51,13 +53,13 @@ def build_module(
         raise ValueError(f"`module: {path}` does not take these args: {error}") from error
     buffers = [label for label, _ in model.named_buffers()]
     if buffers:
-        raise ValueError(f"`module: {path}` keeps the buffers {', '.join(buffers)}; compute them in forward instead")
+        raise ValueError(f"`module: {path}` has the buffers {', '.join(buffers)}; compute them in forward instead")
     param_dims(model)
     inputs = getattr(model, "inputs", ("tokens", "documents=None", "positions=None"))
     try:
         inspect.signature(model.forward).bind(*[None] * len(inputs))
     except TypeError as error:
-        raise ValueError(f"`module: {path}`: forward({', '.join(inputs)}) expected") from error
+        raise ValueError(f"`module: {path}`: the model must define forward({', '.join(inputs)})") from error
     return model
 
 
@@ -74,21 +76,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def imported(key: str, path: str) -> Any:
-    """What `package.module:Class` names. ValueError, which names the recipe's key, where it cannot be found."""
+    """The object at `package.module:Class`. ValueError naming the recipe's key where it cannot be imported."""
     package, colon, attribute = path.partition(":")
     if not (colon and package and attribute):
         raise ValueError(f"`{key}: {path}` is not of the form package:Class")
     try:
         if importlib.util.find_spec(package.partition(".")[0]) is None and os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
-        found: Any = importlib.import_module(package)
+        target: Any = importlib.import_module(package)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
     except ImportError as error:
         raise ValueError(f"`{key}: {path}`: {error}") from error
     except AttributeError as error:
         raise ValueError(f"`{key}: {path}`: {package} has no {attribute}") from error
-    return found
+    return target
 
 
 def _place(make: Any, device: torch.device | str, dtype: torch.dtype, seed: int) -> nn.Module:

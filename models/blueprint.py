@@ -1,5 +1,7 @@
-"""Which model is meant, and where its values come from: a preset, a Hugging Face folder that a family here computes or
-transformers' own class does, or a module of the user's."""
+"""The description of a model and the source of its values: a preset, a Hugging Face folder, or a user's module.
+
+A Hugging Face folder is computed by a family of tpshard (`hf`) or by transformers' own class (`transformers`).
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ from tpshard.models.init import Initial, InitPlan, init_plan, initial_block
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model that can be built, and whose initial values can be had block by block.
+    """A model that can be built, and whose initial values can be read block by block.
 
-    `config` is None for a module of the user's and for transformers' own; `folder` is the Hugging Face folder that the
-    values come from, if any.
+    `config` is None for a user's module and for transformers' classes. `folder` is the Hugging Face folder of the
+    values, if any.
     """
 
     config: ModelConfig | None = None
@@ -34,7 +36,7 @@ class Blueprint:
     args: Mapping[str, Any] = field(default_factory=dict)
     architecture: Architecture | None = None
     weights: FolderWeights | None = field(default=None, compare=False)
-    """Of an architecture whose folder has some."""
+    """The weights of a `transformers` model, where its folder has some."""
 
     @staticmethod
     def of(
@@ -45,9 +47,10 @@ class Blueprint:
         overrides: Mapping[str, Any] | None = None,
         transformers: str | None = None,
     ) -> Blueprint:
-        """From the keys of a recipe's `model`; exactly one of `preset`, `hf`, `transformers` and `module`.
+        """The blueprint of a recipe's `model` section, with exactly one of `preset`, `hf`, `transformers` and `module`.
 
-        ValueError names what is unknown, unsupported or does not fit, also overrides that a folder's weights do not.
+        ValueError names a value that is unknown, unsupported or contradictory, or an override that a folder's weights
+        refuse.
         """
         if [preset, hf, transformers, module].count(None) != 3:
             raise ValueError("a model is named by exactly one of preset, hf, transformers and module")
@@ -62,7 +65,7 @@ class Blueprint:
         if hf is None or not computes(hf):
             folder = str(hf if transformers is None else transformers)
             if overrides:
-                raise ValueError(f"a model of transformers is what its config.json says; no {', '.join(overrides)}")
+                raise ValueError(f"a `transformers` model has no overrides; remove {', '.join(overrides)}")
             read = Architecture.of(folder)
             weights = FolderWeights(folder, read, read.build()) if FolderWeights.there(folder) else None
             return Blueprint(architecture=read, weights=weights)
@@ -77,7 +80,7 @@ class Blueprint:
     def build(
         self, *, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32, seed: int = 0
     ) -> nn.Module:
-        """The module; on a real device with initial values, those of the folder where there is one."""
+        """The module; on a real device with initial values, read from the folder if there is one."""
         if self.architecture is not None:
             return self._of_transformers(torch.device(device), dtype, seed)
         if self.config is None:
@@ -98,16 +101,17 @@ class Blueprint:
             return model
         for name, parameter in list(model.named_parameters()):
             value = self.initial_block(name, (0,) * parameter.dim(), tuple(parameter.shape), seed, dtype)
-            made = nn.Parameter(value.to(device))
+            placed = nn.Parameter(value.to(device))
             for module in model.modules():
                 for leaf in [key for key, p in module._parameters.items() if p is parameter]:
-                    module._parameters[leaf] = made
+                    module._parameters[leaf] = placed
         return model.to(device)
 
     def initial_block(
         self, name: str, starts: Sequence[int], sizes: Sequence[int], seed: int, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """As `models.init.initial_block`, from the folder where there is one."""
+        """A block of a parameter's initial value, as `models.init.initial_block`; read from the folder if there is
+        one."""
         if self.architecture is not None:
             if self.weights is not None:
                 return self.weights.block(name, starts, sizes, dtype)
@@ -120,7 +124,10 @@ class Blueprint:
         return self._source.block(name, starts, sizes, dtype)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that a checkpoint can keep; without the folder, whose values it replaces."""
+        """The blueprint as JSON values for a checkpoint.
+
+        The folder is left out: the checkpoint replaces its weights.
+        """
         if self.architecture is not None:
             return {"transformers": dict(self.architecture.raw)}
         if self.config is None:
@@ -129,7 +136,7 @@ class Blueprint:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Blueprint:
-        """What `to_json` gave. ValueError if it is something else."""
+        """The blueprint that `to_json` wrote. ValueError if `values` are anything else."""
         try:
             if "transformers" in values:
                 return Blueprint(architecture=Architecture(dict(values["transformers"])))
@@ -140,11 +147,11 @@ class Blueprint:
             sizes = {key: numbers[key] for key in numbers if key != "rope_scaling"}
             return Blueprint(presets.override(ModelConfig(family, **sizes), {"rope_scaling": numbers["rope_scaling"]}))
         except (KeyError, TypeError) as error:
-            raise ValueError(f"this is no description of a model: {type(error).__name__}: {error}") from error
+            raise ValueError(f"this is not the description of a model: {type(error).__name__}: {error}") from error
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every parameter."""
+        """The shape of every parameter, by name."""
         if self.config is not None:
             return self.config.shapes
         return {name: tuple(parameter.shape) for name, parameter in self.build().named_parameters()}

@@ -1,5 +1,7 @@
-"""The families that tpshard computes itself. A new one is an entry here, and what it computes anew in `models.mlp` or
-`models.decoder`."""
+"""The model families that tpshard computes itself, as data.
+
+A new family is an entry here, plus the parts of its layers that `models.mlp` and `models.decoder` lack.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +67,8 @@ def decoder(
     name: str, hf: HuggingFace, *, numbers: tuple[str, ...], mlp: Part = SWIGLU, attention: Part = ATTENTION,
     norm: Leaf = RMS_NORM, learned: bool = False,
 ) -> Family:  # fmt: skip
-    """A family of `models.decoder`: tables (of positions too where those are `learned`), layers of attention and MLP,
-    each behind a norm, a last norm and a head."""
+    """A family computed by `models.decoder`: an embedding table, layers of attention and MLP, each after a norm, a
+    final norm and a head. `learned`: with a table of position embeddings."""
     layer = {"attention_norm": norm, **_inside("attention", attention.leaves)}
     layer |= {"mlp_norm": norm, **_inside("mlp", mlp.leaves)}
     leaves = {"tok_embed": Leaf("table", ("vocab", "embed"))}
@@ -108,9 +110,9 @@ def width_per_head(read: Mapping[str, Any]) -> int:
 
 
 def keys(mlp: str = "intermediate_size", **defaults: Any) -> tuple[Key, ...]:
-    """Llama's keys and those that others took over, which differ in what a silent file means."""
+    """Llama's config.json keys, shared by other families that differ only in the defaults of missing keys."""
     null = {"kv_heads": lambda read: read["heads"], "head_dim": width_per_head}
-    given = {**null, "norm_eps": 1e-6, "tie_embeddings": False, **defaults}
+    missing = {**null, "norm_eps": 1e-6, "tie_embeddings": False, **defaults}
     theirs = {
         "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
         "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp": mlp,
@@ -118,7 +120,7 @@ def keys(mlp: str = "intermediate_size", **defaults: Any) -> tuple[Key, ...]:
     }  # fmt: skip
     kinds = {"norm_eps": float, "tie_embeddings": bool}
     return tuple(
-        Key(name, ours, given.get(ours), kinds.get(ours, int), null.get(ours)) for ours, name in theirs.items()
+        Key(name, ours, missing.get(ours), kinds.get(ours, int), null.get(ours)) for ours, name in theirs.items()
     )
 
 
@@ -130,7 +132,7 @@ NO_DROPOUT = {"attention_dropout": 0.0}
 def heads_divide_the_width(c: Any) -> None:
     if c.width % c.heads:
         raise ValueError(
-            f"transformers wants a width that the heads divide, even beside `head_dim`: {c.width}, {c.heads}"
+            f"transformers requires heads to divide the width, even with `head_dim`: width {c.width}, heads {c.heads}"
         )
 
 
@@ -153,7 +155,7 @@ LLAMA = decoder(
 )
 
 
-# ---- Mistral (Jiang et al. 2023): Llama without biases, each token attending to a window ---------------------------
+# ---- Mistral (Jiang et al. 2023): Llama without biases, with a sliding attention window ----------------------------
 MISTRAL = decoder(
     "mistral",
     HuggingFace(
@@ -164,7 +166,7 @@ MISTRAL = decoder(
 )  # fmt: skip
 
 
-# ---- Qwen2 and Qwen3 (Yang et al. 2024, 2025): queries, keys and values with biases; then normed queries, keys --
+# ---- Qwen2 and Qwen3 (Yang et al. 2024, 2025): biases on queries, keys and values; then normed queries and keys -----
 QWEN2_ATTENTION = replace(
     ATTENTION, leaves={name: replace(leaf, bias=name != "wo") for name, leaf in ATTENTION.leaves.items()}
 )
@@ -196,9 +198,9 @@ QWEN3 = decoder(
 )  # fmt: skip
 
 
-# ---- mixtures of experts: Mixtral (Jiang et al. 2024), Qwen3's, and one with shared experts and a bias for balance
+# ---- mixtures of experts: Mixtral (Jiang et al. 2024), Qwen3's, and one with shared experts and balancing biases
 def expert_names(router: str, experts: str, gate: str, up: str, down: str) -> dict[str, str]:
-    """Names of a mixture's modules in a folder, given those of one layer's."""
+    """The folder's names of a mixture's modules, from those of one layer."""
     mixture = {"layers.*.mlp.router": f"model.layers.*.{router}"}
     mixture |= {
         f"layers.*.mlp.experts.{ours}": f"model.layers.*.{experts}.{{}}.{theirs}"
@@ -210,7 +212,7 @@ def expert_names(router: str, experts: str, gate: str, up: str, down: str) -> di
 def no_router_bias(c: Any) -> None:
     if c.balance == "bias":
         raise ValueError(
-            f"{c.described.hf.model_type} has no bias in choosing experts; `balance: bias` cannot be written"
+            f"{c.described.hf.model_type} has no router bias; a model with `balance: bias` cannot be written as one"
         )
 
 
@@ -256,9 +258,9 @@ QWEN3_MOE = decoder(
 
 def _check_dots(c: Any) -> None:
     if (c.routing, c.balance) != ("sigmoid", "bias") or not c.shared_experts or c.experts < 2:
-        raise ValueError("dots1 has `routing: sigmoid`, `balance: bias`, shared experts and at least 2 of the others")
+        raise ValueError("dots1 requires `routing: sigmoid`, `balance: bias`, shared experts and at least 2 others")
     if c.heads * c.head_dim != c.width:
-        raise ValueError(f"dots1 needs heads * head_dim equal to the width: {c.heads} * {c.head_dim}, {c.width}")
+        raise ValueError(f"dots1 requires heads * head_dim equal to the width: {c.heads} * {c.head_dim}, {c.width}")
 
 
 MIXTURE = decoder(
@@ -288,14 +290,14 @@ MIXTURE = decoder(
 )  # fmt: skip
 
 
-# ---- Granite's code models of 20B and 34B, GPTBigCode by architecture (Mishra et al. 2024; Li et al. 2023) -----------
+# ---- Granite's code models of 20B and 34B, of the GPTBigCode architecture (Mishra et al. 2024; Li et al. 2023) ------
 def _check_bigcode(c: Any) -> None:
     if c.heads * c.head_dim != c.width:
-        raise ValueError(f"gpt_bigcode needs heads * head_dim equal to the width: {c.heads} * {c.head_dim}, {c.width}")
+        raise ValueError(f"gpt_bigcode requires heads * head_dim = width, not {c.heads} * {c.head_dim} and {c.width}")
     if c.kv_heads not in (1, c.heads):
-        raise ValueError(f"gpt_bigcode has one KV head or one a head, not {c.kv_heads} of {c.heads}")
+        raise ValueError(f"gpt_bigcode supports one KV head, or one per head, not {c.kv_heads} of {c.heads}")
     if not (c.attention_bias and c.mlp_bias):
-        raise ValueError("gpt_bigcode has biases; a granite without them cannot be written")
+        raise ValueError("gpt_bigcode has biases; a granite model without them cannot be written as one")
 
 
 def _bigcode_head_dim(read: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""One model in numbers, and all that follows from them: names, dims, shapes, counts. Needs no torch."""
+"""A model's configuration as numbers, and what follows from them: parameter names, dims, shapes, counts. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of rotary wavelengths (the "llama3" rope type): long ones by `factor`, short ones not."""
+    """Llama 3's scaling of rotary wavelengths (rope type "llama3"): long ones grow by `factor`, short ones stay."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -27,7 +27,7 @@ class RopeScaling:
 
 
 class Contradiction(ValueError):
-    """Numbers that no model can have; `names` are those at fault, the likeliest first."""
+    """Numbers that contradict each other; `names` are those at fault, the likeliest first."""
 
     def __init__(self, message: str, *names: str):
         super().__init__(message)
@@ -36,61 +36,61 @@ class Contradiction(ValueError):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One transformer. Sizes are global: nothing here knows of devices. ValueError for numbers that make no model."""
+    """The configuration of one transformer. All sizes are global. ValueError for contradicting numbers."""
 
     family: str
-    """A family of `models.catalog`: `llama` (RMSNorm, rotary positions, SwiGLU) or `granite` (GPTBigCode: LayerNorm,
-    learned positions, GELU)."""
+    """A family of `models.catalog`, such as `llama` (RMSNorm, rotary positions, SwiGLU) or `granite` (GPTBigCode:
+    LayerNorm, learned positions, GELU)."""
     layers: int
     width: int
     """Size of the residual stream, the dim `embed`."""
     heads: int
     kv_heads: int
-    """Key and value heads: `heads` for plain attention, fewer for grouped queries, 1 for multi-query."""
+    """Key and value heads: `heads` for multi-head attention, fewer for grouped-query, 1 for multi-query attention."""
     head_dim: int
-    """Size of a head; independent of width / heads."""
+    """Size of a head; it need not be width / heads."""
     mlp: int
-    """Columns inside the MLP, or inside one expert."""
+    """Hidden size of the MLP, or of one expert."""
     vocab: int
     max_seq: int
-    """Longest sequence the positions are made for."""
+    """The longest sequence that the positions support."""
     seq_len: int
-    """Sequence length to train with where a recipe names none."""
+    """Sequence length of training where the recipe names none."""
     dtype: str = "bf16"
-    """dtype of the computation where a recipe names none: fp32, bf16 or fp16."""
+    """dtype of the computation where the recipe names none: fp32, bf16 or fp16."""
     tie_embeddings: bool = False
-    """Whether the head multiplies by the embedding table instead of a matrix of its own."""
+    """Whether the head shares the matrix of the embedding table."""
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     window: int | None = None
-    """How many positions, its own included, a token attends to; None: all up to its own."""
+    """How many positions, including its own, a token attends to; None: all up to its own."""
     full_layers: tuple[int, ...] = ()
-    """Layers that attend to all positions in spite of `window`."""
+    """Layers that ignore `window` and attend to all positions."""
     attention_bias: bool = False
     """Whether wq, wk, wv and wo add a bias."""
     mlp_bias: bool = False
     """Whether the linear layers of the MLP add a bias."""
 
     experts: int | None = None
-    """Experts of a layer, of which `top_k` compute each token."""
+    """Routed experts per layer, of which `top_k` compute each token."""
     top_k: int | None = None
     shared_experts: int = 0
-    """Experts that compute every token."""
+    """Experts per layer that compute every token."""
     capacity: float | None = None
-    """Tokens that an expert takes of a sequence, as a multiple of what it would get if all got as many; the rest is
-    dropped. None: it takes all that are sent to it."""
+    """Tokens that an expert accepts of a sequence, as a multiple of an even share; the rest are dropped. None: experts
+    accept all tokens."""
     routing: str = "softmax"
-    """What makes scores of the router's logits: softmax or sigmoid."""
+    """How the router's logits become scores: softmax or sigmoid."""
     norm_top_k: bool = True
-    """Whether the scores of a token's experts are scaled to sum up to 1."""
+    """Whether the scores of a token's experts are normalized to sum to 1."""
     route_scale: float = 1.0
-    """What these scores are multiplied by."""
+    """Factor of these scores."""
     balance: str = "none"
-    """How experts come to get as many tokens: `bias` adds to the scores, in choosing alone, a bias that falls where an
-    expert gets more than the mean and rises where it gets less; `loss` adds an auxiliary loss; or none."""
+    """How the load of experts is balanced. `bias`: a bias, used only to choose experts, falls for experts above the
+    mean load and rises for those below. `loss`: an auxiliary loss. `none`: not at all."""
     balance_rate: float = 0.001
-    """Step of such a bias; weight of such a loss."""
+    """Step of the bias, or weight of the auxiliary loss."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "full_layers", tuple(self.full_layers))  # JSON has lists
@@ -102,18 +102,18 @@ class ModelConfig:
             raise ValueError(f"there is no model family `{self.family}`; families: {', '.join(FAMILIES)}")
         for name in OPTIONAL - self.described.numbers:
             if getattr(self, name) != DEFAULTS[name]:
-                raise Contradiction(f"`{name}` has no meaning in the {self.family} family", name)
+                raise Contradiction(f"the {self.family} family does not have `{name}`", name)
         if self.dtype not in DTYPES:
             raise Contradiction(f"`dtype: {self.dtype}` is not one of {', '.join(DTYPES)}", "dtype")
         if self.heads % self.kv_heads:
             raise Contradiction(f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly", "kv_heads", "heads")
         if self.described.positions == "rotary" and self.head_dim % 2:
-            raise Contradiction(f"`head_dim: {self.head_dim}` is odd; rotary positions turn pairs", "head_dim")
+            raise Contradiction(f"`head_dim: {self.head_dim}` is odd; rotary positions rotate pairs", "head_dim")
         if self.full_layers and self.window is None:
-            told = "`full_layers` are the layers that no `window` bounds, and there is none"
+            told = "`full_layers` are the layers that ignore `window`, but no `window` is set"
             raise Contradiction(told, "full_layers")
         if self.window is not None and self.window < 1:
-            raise Contradiction(f"`window: {self.window}` holds not even a token's own position", "window")
+            raise Contradiction(f"`window: {self.window}` must be at least 1, a token's own position", "window")
         if self.described.mlp == "moe":
             self._check_experts()
         if not (self.norm_eps > 0 and self.rope_theta > 0):
@@ -121,14 +121,14 @@ class ModelConfig:
 
     def _check_experts(self) -> None:
         if self.experts is None or self.top_k is None or not 1 <= self.top_k <= self.experts:
-            told = f"`top_k: {self.top_k}` of `experts: {self.experts}`: a token needs some of them"
+            told = f"`top_k: {self.top_k}` must be between 1 and `experts: {self.experts}`"
             raise Contradiction(told, "top_k", "experts")
         if self.capacity is not None and not self.capacity > 0:
-            told = f"`capacity: {self.capacity}` leaves no expert any token; it must be above 0, or null"
+            told = f"`capacity: {self.capacity}` gives experts no tokens; it must be above 0, or null"
             raise Contradiction(told, "capacity")
-        for name, known in (("routing", ("softmax", "sigmoid")), ("balance", ("bias", "loss", "none"))):
-            if getattr(self, name) not in known:
-                raise Contradiction(f"`{name}: {getattr(self, name)}` is not one of {', '.join(known)}", name)
+        for name, choices in (("routing", ("softmax", "sigmoid")), ("balance", ("bias", "loss", "none"))):
+            if getattr(self, name) not in choices:
+                raise Contradiction(f"`{name}: {getattr(self, name)}` is not one of {', '.join(choices)}", name)
         if self.shared_experts < 0 or not (self.balance_rate > 0 and self.route_scale > 0):
             told = "`balance_rate` and `route_scale` must be positive, and `shared_experts` at least 0"
             raise Contradiction(told, "balance_rate", "route_scale", "shared_experts")
@@ -142,13 +142,13 @@ class ModelConfig:
         return FAMILIES[self.family]
 
     def window_of(self, layer: int) -> int | None:
-        """How many positions a token attends to in a layer; None: all up to its own."""
+        """How many positions a token of a layer attends to; None: all up to its own."""
         return None if layer in self.full_layers else self.window
 
     # ---- dims ------------------------------------------------------------------------------------------------------
     @cached_property
     def pieces(self) -> dict[str, int]:
-        """Dim of a parameter -> into how many parts it can be cut. Heads count as heads, not as columns."""
+        """The number of indivisible units of each parameter dim: heads count as heads, not as columns."""
         return {
             "embed": self.width, "heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim,
             "mlp": self.mlp, "vocab": self.vocab, "positions": self.max_seq, "expert": self.experts or 0,
@@ -156,10 +156,10 @@ class ModelConfig:
         }  # fmt: skip
 
     def divides(self, dim: str, ways: int) -> bool:
-        """Whether a dim can be dealt to `ways` devices in equal parts.
+        """Whether a dim can be sharded over `ways` devices in equal parts.
 
-        Each of fewer KV heads is held by several devices, so that `ways` may be their multiple; query heads go with
-        the KV heads they read.
+        KV heads may be fewer than devices: each is then held by several devices, and `ways` must be a multiple of them.
+        Query heads are sharded with the KV heads that they read.
         """
         if dim == "heads" and self.kv_heads % ways and ways % self.kv_heads:
             return False
@@ -168,16 +168,16 @@ class ModelConfig:
     # ---- parameters and activations --------------------------------------------------------------------------------
     @cached_property
     def leaves(self) -> dict[str, Leaf]:
-        """Every module with parameters, by its path, in the order of a forward pass; `bias` is settled."""
+        """Every module with parameters by path, in the order of a forward pass, with `bias` as a bool."""
         described = self._all(self.described.leaves)
-        found = {path: replace(leaf, bias=self._says(leaf.bias)) for path, leaf in described if self._has(leaf)}
+        expanded = {path: replace(leaf, bias=self._says(leaf.bias)) for path, leaf in described if self._has(leaf)}
         if self.tie_embeddings:
-            del found["output"]
-        return found
+            del expanded["output"]
+        return expanded
 
     @cached_property
     def parameters(self) -> dict[str, Dims]:
-        """Name -> dims of every parameter; tied ones once."""
+        """The dims of every parameter by name; tied parameters once."""
         named: dict[str, Dims] = {}
         for path, leaf in self.leaves.items():
             named[f"{path}.weight"] = leaf.dims
@@ -187,12 +187,12 @@ class ModelConfig:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every parameter; tied ones once."""
+        """The shape of every parameter by name; tied parameters once."""
         leaves = {name: self.leaves[name.rpartition(".")[0]] for name in self.parameters}
         return {n: tuple(self.size(dim, leaves[n]) for dim in dims) for n, dims in self.parameters.items()}
 
     def size(self, dim: str, leaf: Leaf) -> int:
-        """Size of a dim of a leaf's parameters: heads lie side by side in one, and so may experts."""
+        """The size of a dim of a leaf's parameters: heads, and some experts, are side by side in one dim."""
         side_by_side = self.head_dim if dim in ("heads", "kv_heads") else 1
         if dim == "mlp" and leaf.times:
             side_by_side = getattr(self, leaf.times)
@@ -200,16 +200,16 @@ class ModelConfig:
 
     @property
     def count(self) -> int:
-        """Number of parameters, tied ones counted once."""
+        """The number of parameters; tied ones count once."""
         return sum(map(math.prod, self.shapes.values()))
 
     @cached_property
     def activations(self) -> dict[str, Dims]:
-        """Name -> dims of every activation that the model names."""
+        """The dims of every activation that the model names."""
         return {path: named.dims for path, named in self._all(self.described.activations) if self._has(named)}
 
     def cached(self, ways: int = 1) -> int:
-        """Numbers that a server's cache keeps for a token, in all layers, on each of `ways` devices."""
+        """Numbers per token that a server's KV cache holds on each of `ways` devices, over all layers."""
         return 2 * self.layers * max(1, self.kv_heads // ways) * self.head_dim
 
     def _says(self, flag: bool | str) -> bool:
@@ -219,17 +219,17 @@ class ModelConfig:
         return not what.when or bool(getattr(self, what.when))
 
     def _all(self, patterns: Mapping[str, _Value]) -> list[tuple[str, _Value]]:
-        """Paths for the patterns, those with a `*` once for every layer, layer by layer."""
+        """Pairs of path and value; a pattern with `*` occurs once per layer, layer by layer."""
         each = {path: value for path, value in patterns.items() if "*" in path}
-        found, last = [], list(each)[-1]
+        expanded, last = [], list(each)[-1]
         for path, value in patterns.items():
             if path not in each:
-                found.append((path, value))
+                expanded.append((path, value))
             elif path == last:
-                found += [(p.replace("*", str(n)), v) for n in range(self.layers) for p, v in each.items()]
-        return found
+                expanded += [(p.replace("*", str(n)), v) for n in range(self.layers) for p, v in each.items()]
+        return expanded
 
 
 DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
 OPTIONAL = frozenset[str]().union(*(family.numbers for family in FAMILIES.values()))
-"""The numbers that mean something in some families alone."""
+"""Numbers that only some families have."""

@@ -1,10 +1,9 @@
-"""Conformer (Gulati et al. 2020): attention beside a depthwise convolution, between two halves of an MLP.
+"""Conformer (Gulati et al. 2020): attention and a depthwise convolution between two half-weighted MLPs.
 
     model: {module: "tpshard.models.conformer:Conformer", args: {features: 32, classes: 16}, seq_len: 128}
     task: frames
 
-Its batch norm takes the mean and the variance over all frames of a micro-batch, on whatever devices they are, in
-training and in evaluation alike.
+Batch norm uses the mean and variance over all frames of a micro-batch, across devices, in training and in evaluation.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tpshard.models.layers import LayerNorm, Linear
 
 
 class FeedForward(nn.Module):
-    """down(silu(up(norm(x)))).   x: [batch, seq, embed] -> [batch, seq, embed]"""
+    """An MLP after a norm: down(silu(up(norm(x)))).   x: [batch, seq, embed] -> [batch, seq, embed]"""
 
     def __init__(self, width: int, mlp: int) -> None:
         super().__init__()
@@ -29,7 +28,7 @@ class FeedForward(nn.Module):
 
 
 class Convolution(nn.Module):
-    """A gated product, a convolution of `taps` frames per channel, batch norm, and a product back.
+    """The convolution module: gated projection, depthwise convolution of `taps` frames, batch norm, projection.
 
     x: [batch, seq, embed] -> [batch, seq, embed]
     """
@@ -55,7 +54,7 @@ class Convolution(nn.Module):
 
 
 class ConformerBlock(nn.Module):
-    """Half an MLP, attention, convolution, half an MLP, each added; then a norm."""
+    """One block: half an MLP, attention, convolution and half an MLP, each added to the input; then a norm."""
 
     def __init__(self, width: int, heads: int, mlp: int, taps: int) -> None:
         super().__init__()
@@ -71,7 +70,7 @@ class ConformerBlock(nn.Module):
 
 
 class Conformer(nn.Module):
-    """frames [batch, seq, features] -> the logits of each frame's class [batch, seq, classes]"""
+    """The model: frames [batch, seq, features] -> logits of each frame's class [batch, seq, classes]"""
 
     inputs = ("frames",)
 

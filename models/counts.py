@@ -1,7 +1,7 @@
-"""What a model counts while it computes: for the record of a run, not for its loss.
+"""Counters that a model updates while it computes, such as the tokens of each expert, for a run's metrics.
 
-A module says what it will count by `counts = {"load": 8}`, a label and how many numbers that is, and in each forward
-pass what it counted by `note`. All are sums over tokens.
+A module declares its counters as `counts = {"load": 8}`, a label and the number of values. In each forward pass it
+reports them by `note`. All values are sums over tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def declared(model: nn.Module) -> dict[str, int]:
-    """What a model counts, by the path of the module and the label, and how many numbers each is."""
+    """The counters of a model by module path and label, with their number of values."""
     return {
         f"{path}.{label}" if path else label: size
         for path, module in model.named_modules()
@@ -19,15 +19,15 @@ def declared(model: nn.Module) -> dict[str, int]:
 
 
 def note(module: nn.Module, **values: Tensor) -> None:
-    """Says what a module counted in this forward pass."""
+    """Reports the values of a module's counters for this forward pass."""
     module.counted = {label: value.detach() for label, value in values.items()}  # type: ignore[assignment]
 
 
 def take(model: nn.Module) -> list[Tensor]:
-    """What was counted in the last forward pass, flat, in the order of `declared`; it is forgotten then."""
-    found = []
+    """The counters of the last forward pass, each flattened, in the order of `declared`. Resets them."""
+    counted = []
     for module in model.modules():
         if hasattr(module, "counted"):
-            found += [module.counted[label].reshape(-1) for label in module.counts]  # type: ignore[index, union-attr]
+            counted += [module.counted[label].reshape(-1) for label in module.counts]  # type: ignore[index, union-attr]
             del module.counted
-    return found
+    return counted

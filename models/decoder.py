@@ -1,7 +1,7 @@
-"""The decoder that every family here is: arithmetic with named dims, and nothing else.
+"""The decoder of every tpshard family, as arithmetic on tensors with named dims.
 
-A layer is attention and an MLP, each on a normed copy of the residual stream. What a family is made of, and what its
-parameters are called, is told by its entry in `models.catalog`.
+A layer is attention and an MLP, each applied to a normed copy of the residual stream. The family's entry in
+`models.catalog` says which parts it has and how its parameters are named.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Attention(nn.Module):
-    """Causal attention whose query heads share KV heads, over a window of positions where the layer has one; queries
-    and keys are normed head by head where the family says so.   x: [batch, seq, embed] -> [batch, seq, embed]"""
+    """Causal attention with grouped KV heads, and with a window or normed queries and keys where the family has them.
+
+    x: [batch, seq, embed] -> [batch, seq, embed]
+    """
 
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__()
@@ -44,7 +46,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on a normed copy of the residual stream.   x: [batch, seq, embed] -> the same"""
+    """A layer: attention, then MLP, each on a normed copy of the residual stream.   x: [batch, seq, embed] -> the
+    same"""
 
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__()
@@ -61,13 +64,13 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """tokens: [batch, seq] int64 -> logits: [batch, seq, vocab]"""
+    """The model: tokens [batch, seq] int64 -> logits [batch, seq, vocab]"""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
         self.config = c
         parts = Parts(c)
-        # 0.02 costs `tiny` half a nat after 60 steps; a table that is the head too must not saturate the softmax
+        # 0.02 costs `tiny` 0.5 nats after 60 steps; a table that is also the head must not saturate the softmax
         std = c.width**-0.5 if c.tie_embeddings else 0.3
         self.tok_embed = parts("tok_embed", std=std)
         self.pos_embed = parts.perhaps("pos_embed", std=std / 2)
@@ -76,9 +79,9 @@ class Decoder(nn.Module):
         self.output = parts.perhaps("output")
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """documents: [batch, seq] ids, attended within equal ids only; positions: [batch, seq], default 0, 1, 2, ...
+        """Logits [batch, seq, vocab]. documents: [batch, seq] ids; tokens attend only within their document.
 
-        ValueError if the default positions run beyond a table's: there is no row for them.
+        positions: [batch, seq], default 0, 1, 2, ... ValueError if these exceed a table of learned positions.
         """
         c = self.config
         if positions is None:

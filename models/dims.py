@@ -1,7 +1,7 @@
-"""Names for the dims of parameters and activations, the only thing a model tells about how it may be spread.
+"""Names of the dims of parameters and activations, by which sharding rules refer to them.
 
-Parameters carry names on the module that owns them (`module.dims = {"weight": ("mlp", "embed")}`); activations pass
-through `name`, an identity. What the names are used for is nobody's business here.
+A module names its parameters' dims (`module.dims = {"weight": ("mlp", "embed")}`); activations pass through `name`, an
+identity. The model itself knows nothing of devices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _view(x: Tensor, name: str, dims: list[str]) -> Tensor:
 
 
 class _Name(torch.autograd.Function):
-    """Identity whose gradient bears the same name: a pin on a value is a pin on its gradient as well."""
+    """An identity whose gradient has the same name: an annotation of a value also applies to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, dims: list[str]) -> Tensor:
@@ -42,21 +42,22 @@ _library.impl("named", _autograd, "Autograd")
 
 
 def name(x: Tensor, label: str, *dims: str) -> Tensor:
-    """`x` itself, with a name and a name per dim for whoever traces the model."""
+    """`x` unchanged, with a label and a name for each dim, both visible in a trace."""
     assert x.dim() == len(dims), f"{label} has {x.dim()} dims, {len(dims)} are named: {dims}"
     return torch.ops.tpshard.named(x, label, list(dims))
 
 
 def param_dims(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The dims of every parameter by its name in `model.named_parameters()` (tied ones once, under their first name).
+    """The dims of every parameter, by its name in `model.named_parameters()`; tied parameters once, by their first
+    name.
 
-    ValueError names every parameter that no module's `dims` tells of, or tells wrongly.
+    ValueError lists the parameters whose dims no module names, or names wrongly.
     """
     named: dict[str, tuple[str, ...]] = {}
     for path, module in model.named_modules():
         for local, dims in getattr(module, "dims", {}).items():
             named[f"{path}.{local}" if path else local] = tuple(dims)
-    found: dict[str, tuple[str, ...]] = {}
+    dims_of: dict[str, tuple[str, ...]] = {}
     wrong: list[str] = []
     for parameter_name, parameter in model.named_parameters():
         if parameter_name not in named:
@@ -64,11 +65,11 @@ def param_dims(model: nn.Module) -> dict[str, tuple[str, ...]]:
         elif len(named[parameter_name]) != parameter.dim():
             wrong.append(f"`{parameter_name}` has {parameter.dim()} dims, {named[parameter_name]} are named")
         else:
-            found[parameter_name] = named[parameter_name]
+            dims_of[parameter_name] = named[parameter_name]
     if wrong:
         raise ValueError(
             "; ".join(wrong)
             + '. Give the module that owns it `dims`, such as self.dims = {"weight": ("mlp", "embed")}, '
             "or use tpshard.models.layers.Linear(..., dims=...)"
         )
-    return found
+    return dims_of

@@ -1,4 +1,4 @@
-"""An encoder like BERT's (Devlin et al. 2018): learned positions, attention both ways within documents, GELU.
+"""An encoder like BERT (Devlin et al. 2018): learned positions, bidirectional attention within documents, GELU.
 
 model: {module: "tpshard.models.encoder:Encoder", args: {vocab: 2048, max_seq: 128}, seq_len: 128}
 task: mlm
@@ -14,7 +14,7 @@ from tpshard.models.layers import Embedding, LayerNorm, Linear
 
 
 def attend_both_ways(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Softmax attention to all positions, of the same document where there are `documents` [batch, seq].
+    """Softmax attention to all positions, or to those of the same document with `documents` [batch, seq].
 
     q, k, v: [batch, seq, heads, head_dim] -> [batch, seq, heads, head_dim]
     """
@@ -26,7 +26,7 @@ def attend_both_ways(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None =
 
 
 class BothWays(nn.Module):
-    """Multi-head attention both ways.   x: [batch, seq, embed] -> [batch, seq, embed]"""
+    """Bidirectional multi-head attention.   x: [batch, seq, embed] -> [batch, seq, embed]"""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class BothWays(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)).   x: [batch, seq, embed] -> [batch, seq, embed]"""
 
     def __init__(self, width: int, heads: int, mlp: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class EncoderBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """tokens, documents, positions, all [batch, seq] int64 -> logits [batch, seq, vocab]"""
+    """The model: tokens, documents, positions, all [batch, seq] int64 -> logits [batch, seq, vocab]"""
 
     def __init__(
         self, vocab: int, max_seq: int, layers: int = 4, width: int = 128, heads: int = 8, mlp: int = 512

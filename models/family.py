@@ -1,6 +1,6 @@
-"""What a family of models is: its modules with parameters, the dims of everything, and its Hugging Face form.
+"""The description of a model family: its modules with parameters, the names of all dims, and its Hugging Face form.
 
-Plain data, without torch: recipes are checked against it, and modules, folders and servers are made from it.
+Plain data, without torch. Recipes are checked against it; modules, folders and servers are built from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DIMS = {
     "vocab": "tokens of the vocabulary",
     "expert": "experts",
 }
-"""Every dim that a rule may speak of, and what is counted along it. Modules of users may name others."""
+"""The dims that a sharding rule may name, with the unit counted along each. Users' modules may name others."""
 
 INPUTS: dict[str, Dims] = dict.fromkeys(("tokens", "targets", "documents", "positions"), ("batch", "seq"))
 """The inputs of a training step."""
@@ -30,33 +30,33 @@ INPUTS: dict[str, Dims] = dict.fromkeys(("tokens", "targets", "documents", "posi
 
 @dataclass(frozen=True)
 class Leaf:
-    """A module with parameters: `weight` of `dims`, and perhaps `bias` along the first of them.
+    """A module with parameters: `weight` with `dims`, and optionally `bias` along the first of them.
 
-    A `linear` maps its last dim to the one before (`experts` are a stack of such), a `table` holds rows to look up.
+    A `linear` maps its last dim to the one before; `experts` are a stack of linears; a `table` is an embedding.
     """
 
     kind: Literal["linear", "experts", "table", "rms_norm", "layer_norm"]
     dims: Dims
     bias: bool | str = False
-    """Whether there is a bias; text is the number of the configuration that says so."""
+    """Whether it has a bias; a string names the field of the configuration that decides."""
     when: str = ""
-    """The number of the configuration without which the module is left out; always there if empty."""
+    """The field of the configuration without which the module does not exist; empty: it always exists."""
     times: str = ""
-    """The number of such modules that lie side by side along the dim `mlp`; one if empty."""
+    """The field that says how many such modules are side by side along the dim `mlp`; empty: one."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """An activation that a model gives a name."""
+    """An activation that a model names."""
 
     dims: Dims
     when: str = ""
-    """The number of the configuration without which there is no such value; always there if empty."""
+    """The field of the configuration without which the activation does not exist; empty: it always exists."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A block of a layer: its leaves, and the activations that it names."""
+    """A block of a layer: its modules with parameters, and the activations that it names."""
 
     name: str
     leaves: Mapping[str, Leaf]
@@ -65,11 +65,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Key:
-    """A number of a model in config.json.
+    """The mapping between a key of config.json and a field of the configuration.
 
-    `default` is what transformers takes where the file does not say it: a value, or a function of the numbers that
-    were read before (by their names here). Without one the file must say it. `read` and `write` translate where the
-    two do not mean the same: the file's value and the earlier numbers to ours, and all of our numbers to the file's.
+    `default` is transformers' value for a missing key: a value, or a function of the fields read so far. Without a
+    default the key is required. `read` converts the file's value and the earlier fields to ours; `write` converts all
+    our fields to the file's value.
     """
 
     theirs: str
@@ -77,33 +77,33 @@ class Key:
     default: Any = None
     kind: type = int
     null: Any = None
-    """What null means, a value or such a function; the default where that is None."""
+    """The meaning of null, a value or a function like `default`; None: the default."""
     alias: str = ""
-    """Another name that some writers give it."""
+    """Another spelling of the key."""
     read: Callable[[Any, Mapping[str, Any]], Any] | None = None
     write: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True)
 class Windows:
-    """How config.json tells which layers attend to a sliding window of positions (the key `sliding_window`)."""
+    """How config.json says which layers use a sliding window (the key `sliding_window`)."""
 
     default: int | None
-    """Its size where the file does not say it."""
+    """The window's size where the key is missing."""
     switch: bool = False
-    """Whether there is none unless `use_sliding_window` is true."""
+    """Whether windows are off unless `use_sliding_window` is true."""
     first: int | None = None
-    """First layer that has one where neither `max_window_layers` nor `layer_types` is said; None: the file has no such
-    keys, and all layers have one."""
+    """The first layer with a window where neither `max_window_layers` nor `layer_types` is set; None: the format has no
+    such keys, and all layers have a window."""
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """How transformers stores a family.
+    """The format in which transformers stores a family.
 
-    `names` maps the paths of leaves, `*` standing for a layer on both sides. Leaves with one name there share a matrix,
-    in the order they stand here: for every KV head the rows of each. `{}` there stands for an expert: a stack of
-    matrices here, one by one there.
+    `names` maps the paths of our modules to the folder's, with `*` for a layer on both sides. Several modules with one
+    name share a fused matrix, which holds for each KV head the rows of each module in the order of `names`. `{}` stands
+    for an expert's number: one stacked tensor here is one matrix per expert there.
     """
 
     model_type: str
@@ -111,31 +111,31 @@ class HuggingFace:
     names: Mapping[str, str]
     keys: tuple[Key, ...]
     theta: float = 10000.0
-    """Base of the rotary frequencies where the file does not say it."""
+    """Base of the rotary frequencies where the key is missing."""
     windows: Windows | None = None
     """None: all layers attend to all positions."""
     derived: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
-    """Numbers of ours that follow from those read, and stand in no file."""
+    """Fields computed from those read, which no file holds."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """Parameters that are not called `weight` or `bias` there, and what they are called."""
+    """The folder's names of parameters that it does not call `weight` or `bias`."""
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys of which these values alone are computed; the first is written, and taken where a file is silent."""
+    """Keys with only these supported values; the first is written, and assumed for a missing key."""
     written: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that are written and not read: they change no logits."""
+    """Keys that are written but not read, because they do not change the logits."""
     check: Callable[[Any], None] = lambda numbers: None
-    """ValueError for numbers that the architecture cannot hold."""
+    """Raises ValueError for numbers that the architecture cannot represent."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What models of one architecture have in common. `*` stands for a layer in the paths of leaves and activations."""
+    """The description shared by all models of one architecture; `*` stands for a layer in paths."""
 
     name: str
     positions: Literal["rotary", "learned"]
     mlp: str
-    """Which MLP of `models.mlp` its layers have."""
+    """The name of its MLP in `models.mlp`."""
     leaves: Mapping[str, Leaf]
     activations: Mapping[str, Named]
     numbers: frozenset[str]
-    """The optional numbers of a configuration that mean something here."""
+    """The optional fields of a configuration that this family has."""
     hf: HuggingFace

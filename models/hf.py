@@ -1,4 +1,4 @@
-"""Models that travel: Hugging Face folders in and out."""
+"""Reading models from Hugging Face folders, and writing them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ from tpshard.models.hf_quantized import DequantizedTensors
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS = {"F64", "F32", "BF16", "F16"}
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|transformer\.(h\.\d+\.attn\.)?(bias|masked_bias)")
-"""Constants that older writers saved beside the parameters."""
+"""Constants that older versions of transformers saved beside the parameters."""
 
 
 class HFFolder:
-    """A model in a folder, readable by blocks of parameters: a rank reads what it needs and no more. The weights of a
-    GPTQ folder are read as the dense ones they stand for.
+    """A model in a Hugging Face folder, readable by blocks of parameters, so that a rank reads only what it needs.
 
-    Everything is checked on opening, from headers alone: ValueError names what is not supported, missing, superfluous
-    or of the wrong shape.
+    The weights of a GPTQ folder are dequantized when read. Opening checks everything from headers alone: ValueError
+    names what is unsupported, missing, superfluous or of the wrong shape.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -50,7 +49,7 @@ class HFFolder:
         self._check()
 
     def block(self, name: str, starts: Sequence[int], sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        """[starts, starts + sizes) of parameter `name`; dtype defaults to that of the file."""
+        """Elements [starts, starts + sizes) of parameter `name`; dtype defaults to that of the file."""
         module, _, leaf = name.rpartition(".")
         home, read = self._modules[module], self.tensors.block
         tensor, *others = home.tensors(leaf)
@@ -66,35 +65,35 @@ class HFFolder:
         return value if dtype is None else value.to(dtype)
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The whole of parameter `name`."""
+        """The whole parameter `name`."""
         shape = self.shapes[name]
         return self.block(name, (0,) * len(shape), shape, dtype)
 
     @property
     def token_ids(self) -> dict[str, Any]:
-        """`bos_token_id` and its like, as config.json has them."""
+        """`bos_token_id` and similar keys, as config.json has them."""
         return {key: value for key, value in self.raw.items() if key.endswith("_token_id")}
 
     def _check(self) -> None:
-        wanted = hf_tensors(self.config, self.shapes)
-        wrong = [f"`{name}` is missing" for name in wanted if name not in self.tensors]
+        expected = hf_tensors(self.config, self.shapes)
+        wrong = [f"`{name}` is missing" for name in expected if name not in self.tensors]
         for name in self.tensors.names():
-            if name in wanted:
-                (first, home), *_ = wanted[name]
-                rows = sum(self.shapes[parameter][0] for parameter, _ in wanted[name])
+            if name in expected:
+                (first, home), *_ = expected[name]
+                rows = sum(self.shapes[parameter][0] for parameter, _ in expected[name])
                 shape = self.shapes[first][1:] if home.stack else (rows, *self.shapes[first][1:])
                 if self.tensors.shape(name) != shape:
-                    wrong.append(f"`{name}` is {list(self.tensors.shape(name))}, config.json makes it {list(shape)}")
+                    wrong.append(f"`{name}` is {list(self.tensors.shape(name))}; config.json makes it {list(shape)}")
                 elif self.tensors.dtype(name) not in FLOATS:
                     wrong.append(f"`{name}` is of dtype {self.tensors.dtype(name)}, which is not supported")
             elif not _BUFFERS.fullmatch(name) and not self._tied(name):
-                wrong.append(f"`{name}` has no place in a {self.raw['model_type']} model")
+                wrong.append(f"`{name}` is no parameter of a {self.raw['model_type']} model")
         if wrong:
             more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
             raise ValueError(f"{self.folder}: {'; '.join(wrong[:5])}{more}")
 
     def _tied(self, name: str) -> bool:
-        """Whether this is a copy of the embedding table that its writer could have left out."""
+        """Whether a tensor duplicates the embedding table and is therefore allowed to be missing."""
         if name != "lm_head.weight" or not self.config.tie_embeddings:
             return False
         table = f"{self._modules['tok_embed'].module}.weight"
@@ -106,9 +105,9 @@ class HFFolder:
 def from_hf(
     folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> nn.Module:
-    """The model in a folder, ids [batch, seq] -> logits [batch, seq, vocab]. dtype defaults to config.json's.
+    """The model in a folder: token ids [batch, seq] -> logits [batch, seq, vocab]. dtype defaults to config.json's.
 
-    ValueError names what is not supported or not sound, OSError what cannot be read.
+    ValueError names what is unsupported or invalid; OSError what cannot be read.
     """
     source = HFFolder(folder)
     dtype = DTYPES[source.config.dtype] if dtype is None else dtype
@@ -128,14 +127,17 @@ def to_hf(
     overwrite: bool = False,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a model of this package as a folder that transformers reads; `tokenizer` names a folder whose tokenizer
-    goes along. ValueError if transformers has nothing like it, FileExistsError if the folder holds something."""
+    """Writes a model of tpshard as a folder that transformers reads.
+
+    tokenizer: a folder whose tokenizer files are copied. ValueError if transformers has no equivalent model,
+    FileExistsError if the folder is not empty.
+    """
     config = getattr(model, "config", None)
     if not isinstance(config, ModelConfig):
-        raise ValueError(f"{type(model).__name__} is not a model of tpshard; only those have a Hugging Face form")
+        raise ValueError(f"{type(model).__name__} is not a model of tpshard; others cannot be written as folders")
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     if any(parameter.is_meta for parameter in parameters.values()):
-        raise ValueError("the model is on the meta device: it has shapes and no values to write")
+        raise ValueError("the model is on the meta device: it has no values to write")
     dtype = next(iter(parameters.values())).dtype
     write_hf(
         config, parameters.__getitem__, folder, dtype=dtype, tokenizer=tokenizer, overwrite=overwrite,
@@ -154,7 +156,7 @@ def write_hf(
     overwrite: bool = False,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """As `to_hf`, from a function that gives a parameter by name; holds one shard of `shard_bytes` at a time."""
+    """`to_hf` with a function that returns a parameter by name; holds one shard of `shard_bytes` at a time."""
     names = {value: key for key, value in DTYPES.items()}
     if dtype not in names:
         raise ValueError(f"{dtype} is not a dtype of such folders; {', '.join(map(str, names))} are")
@@ -165,30 +167,30 @@ def write_hf(
         tensor: sum(math.prod(config.shapes[p]) // max(1, home.stack) for p, home in parts) * dtype.itemsize
         for tensor, parts in tensors.items()
     }
-    stored = lru_cache(maxsize=1)(lambda parameter: read(parameter).to("cpu", dtype))  # the members of a stack in a row
+    stored = lru_cache(maxsize=1)(lambda parameter: read(parameter).to("cpu", dtype))  # experts are read one by one
 
-    def made(tensor: str) -> Tensor:
+    def tensor_of(tensor: str) -> Tensor:
         return fuse([(stored(parameter), home) for parameter, home in tensors[tensor]])
 
     with written_aside(folder, overwrite=overwrite) as aside:
-        write_shards(aside, sizes, made, shard_bytes)
+        write_shards(aside, sizes, tensor_of, shard_bytes)
         write_json(aside / "config.json", values)
         if tokenizer is not None:
             copy_tokenizer(Path(tokenizer), aside)
 
 
-def write_shards(folder: Path, sizes: Mapping[str, int], made: Callable[[str], Tensor], largest: int) -> None:
-    """Writes tensors of so many bytes as safetensors files of at most `largest` bytes, with an index where several."""
+def write_shards(folder: Path, sizes: Mapping[str, int], tensor_of: Callable[[str], Tensor], largest: int) -> None:
+    """Writes tensors (name -> bytes) as safetensors files of at most `largest` bytes, with an index if several."""
     shards = _shards(sizes, largest)
     for file, members in shards.items():
-        write_tensors(folder / file, {tensor: made(tensor).contiguous() for tensor in members})
+        write_tensors(folder / file, {tensor: tensor_of(tensor).contiguous() for tensor in members})
     if len(shards) > 1:
         places = {tensor: file for file, members in shards.items() for tensor in members}
         write_json(folder / hf_files.INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copy the files of a tokenizer, as far as the folder has them; their names. ValueError for one with code."""
+    """Copies a tokenizer's files and returns their names. ValueError for a tokenizer that needs code."""
     copied = []
     for name in hf_json.TOKENIZER:
         if os.path.lexists(source / name):
@@ -214,7 +216,7 @@ def _shards(sizes: Mapping[str, int], largest: int) -> dict[str, list[str]]:
 
 
 def _token_ids(tokenizer: Path) -> dict[str, int]:
-    """The ids of the special tokens that a tokenizer's files name."""
+    """The ids of the special tokens named in a tokenizer's files."""
     if not ((tokenizer / "tokenizer.json").exists() and (tokenizer / "tokenizer_config.json").exists()):
         return {}
     vocabulary = hf_json.read_json(tokenizer, "tokenizer.json")
@@ -224,15 +226,15 @@ def _token_ids(tokenizer: Path) -> dict[str, int]:
         if isinstance(entry, dict) and isinstance(entry.get("id"), int) and isinstance(entry.get("content"), str)
     }
     settings = hf_json.read_json(tokenizer, "tokenizer_config.json")
-    found = {}
+    special_ids = {}
     for kind in ("bos", "eos", "pad"):
         token = settings.get(f"{kind}_token")
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str) and text in ids:
-            found[f"{kind}_token_id"] = ids[text]
-    return found
+            special_ids[f"{kind}_token_id"] = ids[text]
+    return special_ids
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes an object as the JSON files of such folders are written."""
+    """Writes a JSON object in the style of Hugging Face folders."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

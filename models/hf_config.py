@@ -1,4 +1,4 @@
-"""config.json and ModelConfig, both ways. What would change the logits and is not computed here is refused by name."""
+"""Conversion between config.json and ModelConfig. Settings that change the logits and are unsupported are refused."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ _UNSUPPORTED = {  # key -> the values that change nothing
 
 
 def folder_config(folder: str | os.PathLike[str]) -> ModelConfig:
-    """The model in a folder, dense or quantized, from its config.json alone. Errors as `read_raw` and `read_config`."""
+    """The configuration of a folder's model, dense or quantized. Errors as in `read_raw` and `read_config`."""
     return read_config(read_raw(folder), quantized=True)
 
 
 def computes(folder: str | os.PathLike[str]) -> bool:
-    """Whether a family of this package is of the folder's `model_type`; then its numbers may still be refused."""
+    """Whether tpshard has a family for the folder's `model_type`; `read_config` may still refuse its numbers."""
     raw = read_raw(folder)
     return raw.get("model_type") in _BY_TYPE or "architectures" not in raw
 
 
 def read_raw(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """config.json of a folder as it stands. ValueError if there is none or it asks for code to be run."""
+    """The contents of a folder's config.json. ValueError if it is missing or asks to run code."""
     path = Path(folder)
     if not (path / "config.json").exists():
         raise ValueError(f"{path} holds no config.json")
@@ -58,20 +58,21 @@ def read_raw(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_config(raw: Mapping[str, Any], *, quantized: bool = False) -> ModelConfig:
-    """The model that a config.json describes, of either generation (`torch_dtype`, `rope_theta` and `rope_scaling`, or
-    `dtype` and `rope_parameters`). ValueError names what is not supported, missing or contradictory.
+    """The model that a config.json describes, in the keys of transformers 4 or 5.
 
-    With `quantized` a `quantization_config` is allowed: the caller sees to it.
+    (`torch_dtype`, `rope_theta` and `rope_scaling`, or `dtype` and `rope_parameters`.) ValueError names what is
+    unsupported, missing or contradictory. With `quantized` a `quantization_config` is allowed, which the caller
+    handles.
     """
     kind = raw.get("model_type")
     if kind not in _BY_TYPE:
         *others, last = _BY_TYPE
         raise ValueError(f"config.json: `model_type: {kind}` is not supported; {', '.join(others)} and {last} are")
     family = _BY_TYPE[kind]
-    known = {name for key in family.hf.keys for name in (key.theirs, key.alias)}
-    known |= {"sliding_window"} if family.hf.windows is not None else set()
+    family_keys = {name for key in family.hf.keys for name in (key.theirs, key.alias)}
+    family_keys |= {"sliding_window"} if family.hf.windows is not None else set()
     for key, harmless in _UNSUPPORTED.items():
-        if key not in known and raw.get(key) not in harmless and not (quantized and key == "quantization_config"):
+        if key not in family_keys and raw.get(key) not in harmless and not (quantized and key == "quantization_config"):
             raise ValueError(f"config.json: `{key}: {_short(raw[key])}` is not supported")
     try:
         return _read(raw, family)
@@ -97,7 +98,7 @@ def _read(raw: Mapping[str, Any], family: Family) -> ModelConfig:
 
 
 def _default(key: Key, name: str, raw: Mapping[str, Any], numbers: Mapping[str, Any]) -> Any:
-    """What the key means where it is not said, or null; nothing is worked out where it is said."""
+    """The value of a missing key or of null; None is not evaluated where the key is set."""
     if raw.get(name) is not None:
         return None
     default = key.null if name in raw and key.null is not None else key.default
@@ -105,7 +106,7 @@ def _default(key: Key, name: str, raw: Mapping[str, Any], numbers: Mapping[str, 
 
 
 def _windows(raw: Mapping[str, Any], layers: int, told: Windows) -> dict[str, Any]:
-    """`window` and `full_layers`."""
+    """The fields `window` and `full_layers`."""
     window = _size(raw, "sliding_window") if raw.get("sliding_window") is not None else None
     window = window if "sliding_window" in raw else told.default
     if told.switch and not _flag(raw, "use_sliding_window", False):
@@ -117,26 +118,26 @@ def _windows(raw: Mapping[str, Any], layers: int, told: Windows) -> dict[str, An
     if kinds is None:
         kinds = [_SLIDING if window is not None and i >= first else _FULL for i in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {_SLIDING, _FULL}:
-        raise ValueError(f"`layer_types: {_short(kinds)}` is not {_SLIDING} or {_FULL} for each of {layers} layers")
+        raise ValueError(f"`layer_types: {_short(kinds)}` must be {_SLIDING} or {_FULL} for each of {layers} layers")
     if window is None and _SLIDING in kinds:
-        raise ValueError(f"`layer_types` has {_SLIDING}, and there is no `sliding_window` in use")
+        raise ValueError(f"`layer_types` has {_SLIDING}, but no `sliding_window` is in use")
     full = tuple(i for i, kind in enumerate(kinds) if kind == _FULL)
     return {"window": window, "full_layers": full} if len(full) < layers else {}
 
 
 def _rope(raw: Mapping[str, Any], max_seq: int, theta: float) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) from either generation, or from both where they agree."""
-    found = []
+    """(theta, scaling) from the old or the new keys, or from both where they agree."""
+    sources = []
     for key in ("rope_scaling", "rope_parameters"):
         values = raw.get(key)
         if values is None:
             continue
         if not isinstance(values, Mapping):
             raise ValueError(f"`{key}: {_short(values)}` is not an object")
-        found.append((_number({**raw, **values}, "rope_theta", theta), _scaling(key, values, max_seq)))
-    if len(found) == 2 and found[0] != found[1]:
+        sources.append((_number({**raw, **values}, "rope_theta", theta), _scaling(key, values, max_seq)))
+    if len(sources) == 2 and sources[0] != sources[1]:
         raise ValueError("`rope_scaling` and `rope_parameters` contradict each other")
-    return found[0] if found else (_number(raw, "rope_theta", theta), None)
+    return sources[0] if sources else (_number(raw, "rope_theta", theta), None)
 
 
 def _scaling(key: str, values: Mapping[str, Any], max_seq: int) -> RopeScaling | None:
@@ -157,10 +158,10 @@ def _scaling(key: str, values: Mapping[str, Any], max_seq: int) -> RopeScaling |
 
 
 def write_config(c: ModelConfig, dtype: str, tokens: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A config.json that readers of both generations understand. dtype: fp32, bf16 or fp16, of the tensors.
+    """A config.json that both generations of transformers read. dtype: that of the tensors, fp32, bf16 or fp16.
 
-    tokens: `bos_token_id`, `eos_token_id` and the like, null where left out. ValueError if no architecture that
-    transformers has can hold the model.
+    tokens: `bos_token_id`, `eos_token_id` and similar keys; missing ones are null. ValueError if no architecture of
+    transformers can represent the model.
     """
     theirs = {ours: name for name, ours in _DTYPES.items()}[dtype]
     shared: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The safetensors of a Hugging Face folder, read as data: nothing is executed, unpickled or fetched."""
+"""Reading the safetensors of a Hugging Face folder as data: nothing is executed, unpickled or downloaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ INDEX = "model.safetensors.index.json"
 
 
 class Tensors:
-    """The safetensors of a folder, in one file or many, by name. Only headers are read until a block is asked for."""
+    """The tensors of a folder by name, in one safetensors file or several.
+
+    Only headers are read until a block is read.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -65,7 +68,7 @@ class Tensors:
         try:
             yield
         except SafetensorError as error:
-            raise ValueError(f"{self.folder / file} is not a sound safetensors file: {error}") from error
+            raise ValueError(f"{self.folder / file} is not a valid safetensors file: {error}") from error
 
     def __contains__(self, name: object) -> bool:
         return name in self._home
@@ -74,14 +77,14 @@ class Tensors:
         return sorted(self._home)
 
     def file(self, name: str) -> str:
-        """The file that holds tensor `name`."""
+        """The name of the file that holds tensor `name`."""
         return self._home[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """In safetensors' own words: F32, BF16, F16, I32, ..."""
+        """The dtype in safetensors' names: F32, BF16, F16, I32, ..."""
         return str(self._slice(name).get_dtype())
 
     def _slice(self, name: str) -> Any:
@@ -90,7 +93,7 @@ class Tensors:
             return self._open(file).get_slice(name)
 
     def block(self, name: str, starts: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
-        """A copy of [starts, starts + sizes) of tensor `name`; dims left out at the end are whole."""
+        """A copy of elements [starts, starts + sizes) of tensor `name`; omitted trailing dims are whole."""
         cut = tuple(slice(start, start + size) for start, size in zip(starts, sizes))
         with self._named(self._home[name]):
             if not cut or 0 in sizes:

@@ -1,4 +1,4 @@
-"""The small files of a Hugging Face folder: names are checked, nothing is executed or fetched. Needs no torch."""
+"""Reading the small JSON files of a Hugging Face folder safely: names are checked, nothing is executed. No torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _LARGEST_JSON = 256 << 20
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file `name` of `folder`; ValueError if it is not a plain name, or a link that leads out of the folder.
+    """The file `name` of `folder`. ValueError if it is not a plain name, or a link that leads out of the folder.
 
-    A snapshot of the hub's cache is the one exception: its files are links into the `blobs` beside it.
+    Links of the hub's cache into the `blobs` folder beside the snapshot are allowed.
     """
     plain = bool(name) and name not in (".", "..") and not any(c in name for c in "/\\\0:")
     if not plain or not name.isprintable():
@@ -39,10 +39,10 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """The JSON object in file `name`; ValueError if it is none, OSError if it cannot be read."""
+    """The JSON object in file `name`. ValueError if it holds anything else, OSError if it cannot be read."""
     path = inside(folder, name)
     if path.stat().st_size > _LARGEST_JSON:
-        raise ValueError(f"{folder / name} is {path.stat().st_size} bytes of JSON; that is not a configuration")
+        raise ValueError(f"{folder / name} is {path.stat().st_size} bytes, too large for a configuration")
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -53,6 +53,6 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def refuse_code(values: Mapping[str, Any], where: Path) -> None:
-    """ValueError if a configuration asks for Python of its own."""
+    """Raises ValueError if a configuration asks to run its own Python code."""
     if values.get("auto_map"):
-        raise ValueError(f"{where}: `auto_map` asks to run code that came with the model; that is never done")
+        raise ValueError(f"{where}: `auto_map` asks to run code that came with the model; tpshard never does")

@@ -1,7 +1,7 @@
-"""Where each module's tensors live in a Hugging Face folder.
+"""The names of each module's tensors in a Hugging Face folder.
 
-The same table serves dense and quantized folders: a module's `weight`, `bias`, `qweight`, `scales` are all found under
-its home. Where several modules share one fused matrix, `Home` also says which of its output rows are whose.
+One table serves dense and quantized folders: a module's `weight`, `bias`, `qweight` and `scales` share a prefix. Where
+several modules share a fused matrix, `Home` also says which of its output rows belong to which.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from tpshard.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Home:
-    """Where one module's parameters are: `module` is the prefix of the tensors' names."""
+    """The place of one module's parameters in a folder: `module` is the prefix of their names."""
 
     module: str
     part: tuple[int, int, int, int] | None = None
-    """(groups, rows, start, stop): the fused matrix's outputs are seen as [groups, rows], and start:stop of each group
-    are this module's."""
+    """(groups, rows, start, stop): the fused matrix's outputs are viewed as [groups, rows], and rows start:stop of each
+    group belong to this module."""
     stack: int = 0
-    """So many matrices there are one here; `{}` in `module` is the number of each."""
+    """The number of the folder's matrices that are stacked into one here; `{}` in `module` is the number of each."""
     index: int | None = None
-    """Which of a stack is meant."""
+    """Which matrix of the stack is meant."""
     called: tuple[tuple[str, str], ...] = ()
-    """Which of `weight` and `bias` have another name there."""
+    """Pairs of `weight` or `bias` and its different name in the folder."""
 
     def tensors(self, leaf: str) -> list[str]:
-        """The names of the tensors that hold the parameter `leaf`: one, or one for each of a stack."""
+        """The names of the tensors that hold parameter `leaf`: one, or one per matrix of the stack."""
         name = f"{self.module}.{dict(self.called).get(leaf, leaf)}"
         return [name.format(i) for i in range(self.stack)] if self.stack else [name]
 
     def take(self, fused: Tensor, dim: int = 0) -> Tensor:
-        """This module's share of a tensor whose dim `dim` is the fused outputs."""
+        """This module's part of a tensor whose dim `dim` is the fused outputs."""
         if self.part is None:
             return fused
         groups, rows, start, stop = self.part
@@ -45,8 +45,11 @@ class Home:
 
 
 def hf_modules(c: ModelConfig) -> dict[str, Home]:
-    """The home of every module with parameters, by its path in the model: `layers.0.attention.wq` -> Home("model.
-    layers.0.self_attn.q_proj"). Modules that share a matrix lie there KV head by KV head: queries, key, value."""
+    """The home of every module with parameters, by its path in the model.
+
+    For example `layers.0.attention.wq` -> Home("model.layers.0.self_attn.q_proj"). Modules that share a fused matrix
+    are ordered by KV head: its queries, its key, its value.
+    """
     hf, sharing = c.described.hf, dict[str, list[tuple[str, str]]]()
     for path in c.leaves:
         layer = re.search(r"\.(\d+)\.", path)
@@ -67,7 +70,7 @@ def hf_modules(c: ModelConfig) -> dict[str, Home]:
 
 
 def hf_tensors(c: ModelConfig, parameters: Iterable[str]) -> dict[str, list[tuple[str, Home]]]:
-    """For every tensor of the folder the parameters that it is made of, in the order of their rows."""
+    """The parameters that each tensor of the folder consists of, in the order of their rows."""
     modules = hf_modules(c)
     tensors: dict[str, list[tuple[str, Home]]] = {}
     for parameter in parameters:
@@ -81,7 +84,7 @@ def hf_tensors(c: ModelConfig, parameters: Iterable[str]) -> dict[str, list[tupl
 
 
 def fuse(parts: list[tuple[Tensor, Home]]) -> Tensor:
-    """A tensor of the folder from its parameters, in the order of `hf_tensors`."""
+    """A tensor of the folder, fused from its parameters in the order of `hf_tensors`."""
     first, home = parts[0]
     if home.part is None:
         return first if home.index is None else first[home.index]

@@ -1,4 +1,4 @@
-"""A GPTQ folder seen as a dense one: `P.weight` is computed from `P.qweight` and its companions when it is read."""
+"""Reading a GPTQ folder as a dense one: `P.weight` is computed from `P.qweight`, `P.scales`, ... when it is read."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tpshard.models.hf_names import Home, hf_modules
 
 
 class DequantizedTensors(Tensors):
-    """As `Tensors`, with scales * (q - zero) in fp16, transposed to [outputs, inputs], for every quantized linear.
+    """The tensors of a GPTQ folder, with every quantized linear dequantized to a dense fp16 weight [outputs, inputs].
 
-    ValueError where the folder is not what its quantization_config says.
+    ValueError where the tensors contradict quantization_config.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        super().__init__(folder)  # first: it refuses shards that lead out of the folder
+        super().__init__(folder)  # first: it refuses files outside the folder
         self._quantized = GPTQFolder(self.folder)
         if not self._quantized.modules:
-            raise ValueError(f"{self.folder} says that it is quantized, but holds no `qweight`")
+            raise ValueError(f"{self.folder} has a quantization_config, but no `qweight`")
         self.coded = {f"{module}.weight": module for module in self._quantized.modules}
-        """Weight -> the quantized linear that it is computed from."""
+        """The quantized linear of each dequantized weight."""
         self._hidden = {f"{module}.{suffix}" for module in self._quantized.modules for suffix in SUFFIXES[:-1]}
-        self._dense = lru_cache(maxsize=1)(self._dequantize)  # blocks of one parameter are asked for in a row
+        self._dense = lru_cache(maxsize=1)(self._dequantize)  # the blocks of one parameter are read in a row
         for weight in self.coded:
             if super().__contains__(weight):
                 raise ValueError(f"{self.folder} holds `{weight}` both dense and quantized")
@@ -70,9 +70,9 @@ class DequantizedTensors(Tensors):
 
 
 def quantizable(config: ModelConfig) -> frozenset[str]:
-    """Which matrices inside the layers [outputs, inputs] the format holds: those of multiples of 32.
+    """The matrices of the layers that GPTQ files can hold: those whose inputs and outputs are multiples of 32.
 
-    Parameters that share a matrix in the folder go as one.
+    Parameters that share a fused matrix in the folder are quantized together or not at all.
     """
     homes, shapes, together = hf_modules(config), config.shapes, dict[str, list[str]]()
     for name, shape in shapes.items():
@@ -116,7 +116,7 @@ class QuantizedModules:
 
 
 class QuantizedParameters:
-    """The quantized linears of a GPTQ folder by the names of the model's parameters (`layers.0.mlp.up.weight`)."""
+    """The quantized linears of a GPTQ folder, by the model's parameter names (`layers.0.mlp.up.weight`)."""
 
     def __init__(self, folder: str | os.PathLike[str], config: ModelConfig) -> None:
         self._folder, self._homes = GPTQFolder(Path(folder)), hf_modules(config)
@@ -129,19 +129,19 @@ class QuantizedParameters:
         return home if home is not None and leaf == "weight" and home.module in self._modules else None
 
     def settings_of(self, name: str) -> GPTQConfig | None:
-        """How a parameter is quantized; None where it is not."""
+        """The quantization settings of a parameter; None for a dense one."""
         home = self._home(name)
         return None if home is None else self._folder.config.of(home.module)
 
     def linear(self, name: str) -> Quantized | None:
-        """A weight's quantized form, whole; None for a parameter that is dense."""
+        """The whole quantized weight of a parameter; None for a dense one."""
         home = self._home(name)
         if home is None:
             return None
-        found = self._folder.linear(home.module)
-        return found if home.part is None else found.take_columns(home.take(torch.arange(found.outputs)))
+        linear = self._folder.linear(home.module)
+        return linear if home.part is None else linear.take_columns(home.take(torch.arange(linear.outputs)))
 
     def group(self, name: str) -> Tensor | None:
-        """Which group each input of a weight belongs to, int32 [inputs]; None for a parameter that is dense."""
+        """The group of each input of a weight, int32 [inputs]; None for a dense one."""
         home = self._home(name)
         return None if home is None else self._folder.group(home.module)

@@ -1,7 +1,7 @@
-"""Initial values by block: any rank can make its own part of a parameter, and every mesh gets the same whole.
+"""Initial values computed by block: any rank can compute its part of a parameter, and every mesh gets the same whole.
 
-A value depends on the seed, the parameter's name and the element's linear index in the global tensor, nothing else. It
-is computed with integers and one rounding, so that neither the block's shape nor the processor's vector width shows.
+A value depends only on the seed, the parameter's name and the element's linear index in the global tensor. It is
+computed in integers with one final rounding, so that neither the block's shape nor vector instructions change it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 _CHUNK = 1 << 18
-"""Elements made at a time, so that the 64-bit intermediates stay in cache."""
+"""Elements computed at a time, so that the 64-bit intermediates stay in cache."""
 
 
 @dataclass(frozen=True)
 class Initial:
-    """How one parameter begins: `mean` everywhere, plus a bell of standard deviation `std` (cut at 3.46 std)."""
+    """The initial distribution of a parameter: a bell of standard deviation `std` around `mean`, cut at 3.46 std."""
 
     shape: tuple[int, ...]
     mean: float
@@ -31,11 +31,11 @@ InitPlan = Mapping[str, Initial]
 
 
 def init_plan(model: nn.Module) -> dict[str, Initial]:
-    """How every parameter of `model` begins, by name.
+    """The initial distribution of every parameter of `model`, by name.
 
-    Vectors called `bias` are 0, other vectors (norms) 1. Matrices [.., outputs, inputs] have std 1 / sqrt(inputs), so
-    that they keep the size of what they multiply; those that write to the residual stream are smaller by
-    sqrt(2 * layers) (GPT-2's rule). A module may say otherwise by `initial_std = {"weight": 0.1}`.
+    Vectors named `bias` are 0, other vectors (norms) 1. Matrices [.., outputs, inputs] have std 1 / sqrt(inputs), which
+    keeps the scale of activations; those that write to the residual stream are divided by sqrt(2 * layers) (GPT-2's
+    rule). A module overrides this by `initial_std = {"weight": 0.1}`.
     """
     writers = 2 * getattr(getattr(model, "config", None), "layers", 1)
     stds: dict[str, float] = {}
@@ -83,7 +83,7 @@ def initial_block(
 
 
 def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> nn.Module:
-    """Give every parameter of `model` (on `meta` or not) its initial value on `device`, in place."""
+    """Sets every parameter of `model` (on `meta` or not) to its initial value on `device`, in place."""
     plan = init_plan(model)
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in plan}
     for name, parameter in list(model.named_parameters()):
@@ -114,7 +114,7 @@ def _add_bell(block: Tensor, initial: Initial, starts: Sequence[int], key: int) 
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """x >> bits as for unsigned words."""
+    """x >> bits as for unsigned words (a logical shift)."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
@@ -137,7 +137,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _bell(bits: Tensor) -> Tensor:
-    """Four 16-bit uniforms summed: mean 0, variance 1 in float64, exact but for the last rounding."""
+    """The sum of four 16-bit uniforms, scaled to mean 0 and variance 1 in float64, exact but for the last rounding."""
     low = bits & 0x0000FFFF0000FFFF
     pairs = low + (_shifted(bits, 16) & 0x0000FFFF0000FFFF)
     total = (pairs & 0xFFFFFFFF) + _shifted(pairs, 32)

@@ -1,7 +1,7 @@
-"""Our operations in the places where transformers' modules ask for one: attention, and mixtures of experts.
+"""tpshard's operations for transformers' modules: attention and mixtures of experts.
 
-transformers looks both up by a name in the configuration; under the name here its modules compute with the operations
-that the families of this package have, and so are spread, and priced, like them.
+transformers looks both up by a name in the configuration. Registered under `NAME`, its modules compute with the same
+operations as tpshard's families, and are sharded and priced like them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _INDIFFERENT = {
     "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep", "num_items_in_batch",
     "deterministic", "layer_idx",
 }  # fmt: skip
-"""What modules hand to attention that does not change its result."""
+"""Arguments that modules pass to attention and that do not change its result."""
 
 
 def register() -> None:
-    """Makes both known to transformers under `NAME`."""
+    """Registers both operations with transformers under `NAME`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -48,17 +48,17 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What a module of transformers asks of an attention function.
+    """The attention function that transformers' modules call.
 
     query: [batch, heads, seq, head_dim], key and value: [batch, kv_heads, seq, head_dim] -> [batch, seq, heads,
-    head_dim]. No mask is made: who sees whom follows from causality, the window, and `documents` [batch, seq], which
-    the model's caller passes along. ValueError for what the operation does not do.
+    head_dim]. The mask follows from causality, the window and the `documents` [batch, seq] of the model's caller.
+    ValueError for arguments that the operation does not support.
     """
-    for name, given in others.items():
-        if name not in _INDIFFERENT and given is not None and given is not False:
+    for name, argument in others.items():
+        if name not in _INDIFFERENT and argument is not None and argument is not False:
             raise ValueError(f"{type(module).__name__} asks attention for `{name}`, which is not supported")
     if dropout and module.training:
-        raise ValueError(f"{type(module).__name__} drops out parts of attention, which is not supported")
+        raise ValueError(f"{type(module).__name__} uses attention dropout, which is not supported")
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     documents = others.get("documents")
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
@@ -87,15 +87,16 @@ def _written_out(
         seen = visible(pair, range(query.shape[2]), range(key.shape[2]), window, query.device)
         scores = scores.masked_fill(~seen, float("-inf"))
     elif window is not None:
-        raise ValueError("a sliding window that looks both ways is not supported")
+        raise ValueError("a bidirectional sliding window is not supported")
     return (torch.softmax(scores, -1).to(query.dtype) @ value).transpose(1, 2)
 
 
 def _choosing(spelled: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The experts' operation where a module's experts are SwiGLU without biases; else transformers' `spelled` one."""
+    """A forward with tpshard's experts operation for SwiGLU experts without biases, else with transformers'
+    `spelled`."""
 
     def forward(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """hidden: [tokens, width], ids and weights: [tokens, top_k] -> [tokens, width]"""
+        """The experts' output: hidden [tokens, width], ids and weights [tokens, top_k] -> [tokens, width]"""
         from transformers.integrations.moe import _default_apply_gate
 
         plain = module.has_gate and module.is_concatenated and not (

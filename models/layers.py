@@ -1,4 +1,4 @@
-"""The few layers that every model here is made of. Parameters are allocated, not initialised: see `models.init`."""
+"""The layers that all models share. They allocate parameters; `models.init` gives them values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tpshard.models.config import ModelConfig
 
 
 class Linear(nn.Module):
-    """x @ weight.T + bias.   x: [..., inputs] -> [..., outputs]; dims names (outputs, inputs)."""
+    """A linear layer: x @ weight.T + bias.   x: [..., inputs] -> [..., outputs]; `dims` names (outputs, inputs)."""
 
     def __init__(self, inputs: int, outputs: int, dims: tuple[str, ...], bias: bool = False) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Linear(nn.Module):
 
 
 class Experts(nn.Module):
-    """A stack of linear layers' weights [expert, outputs, inputs], which `dims` names."""
+    """The weights of a stack of linear layers [expert, outputs, inputs], whose dims `dims` names."""
 
     def __init__(self, sizes: Sequence[int], dims: tuple[str, ...]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Experts(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a table that begins with deviation `std`.   tokens: [...] -> [..., width]; dims names (rows, width)."""
+    """An embedding table of initial deviation `std`.   tokens: [...] -> [..., width]; `dims` names (rows, width)."""
 
     def __init__(self, rows: int, width: int, dims: tuple[str, ...], std: float) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim, which `dims` names, computed in fp32 (Zhang and Sennrich 2019)."""
+    """RMSNorm over the last dim, in fp32 (Zhang and Sennrich 2019): x / rms(x) * weight; `dims` names its dim."""
 
     def __init__(self, width: int, eps: float, dims: tuple[str, ...] = ("embed",)) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / std * weight + bias over the last dim, computed in fp32 (Ba et al. 2016)."""
+    """LayerNorm over the last dim, in fp32 (Ba et al. 2016): (x - mean) / std * weight + bias."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -78,9 +78,9 @@ class LayerNorm(nn.Module):
 
 
 class Parts:
-    """Makes the modules that a configuration describes, by their names at one place of the model.
+    """Builds the modules of a configuration by name, below one path of the model.
 
-    `Parts(c).inside("layers.0.mlp")("gate")` is the module of `layers.0.mlp.gate`, its values not yet set.
+    `Parts(c).inside("layers.0.mlp")("gate")` is the module `layers.0.mlp.gate`, its parameters not initialized.
     """
 
     def __init__(self, config: ModelConfig, place: str = "") -> None:
@@ -90,11 +90,11 @@ class Parts:
         return Parts(self.config, f"{self.place}{name}.")
 
     def perhaps(self, name: str, *, std: float = 0.0) -> nn.Module | None:
-        """The module, where one is described."""
+        """The module of that name, or None where the configuration has none."""
         return self(name, std=std) if self.place + name in self.config.leaves else None
 
     def __call__(self, name: str, *, std: float = 0.0) -> nn.Module:
-        """KeyError for a name that is not described. `std` is a table's."""
+        """The module of that name; KeyError if the configuration has none. `std` is the deviation of a table."""
         c, leaf = self.config, self.config.leaves[self.place + name]
         sizes = [c.size(dim, leaf) for dim in leaf.dims]
         match leaf.kind:

@@ -1,4 +1,4 @@
-"""Cross-entropy that never needs a whole row of logits in one place."""
+"""Cross-entropy that works on logits sharded over the vocabulary, without gathering a row."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """Three reductions over the vocabulary forward (maximum, sum of exponentials, the target's logit), none backward.
+    """Cross-entropy with three reductions over the vocabulary forward (maximum, sum of exponentials, target's logit).
 
-    Written out because autograd's own formula for log-softmax reduces once more in the backward pass, which costs a
-    collective where the vocabulary is spread.
+    Its backward pass has none. Autograd's formula for log-softmax would reduce once more there, which costs a
+    collective where the vocabulary is sharded.
     """
 
     @staticmethod
@@ -38,9 +38,9 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy in nats, computed in fp32, and how many targets it sums.
+    """The summed cross-entropy in nats, in fp32, and the number of targets in the sum.
 
-    logits: [batch, seq, vocab]; targets: [batch, seq] int64, `ignore_index` where nothing is to be predicted
+    logits: [batch, seq, vocab]; targets: [batch, seq] int64, `ignore_index` for positions without a target
     -> (fp32 scalar, int64 scalar)
     """
     return _CrossEntropySum.apply(logits, targets, ignore_index)

@@ -1,4 +1,4 @@
-"""What a layer computes row by row.   x: [batch, seq, embed] -> [batch, seq, embed]"""
+"""The MLPs of a layer: SwiGLU, GELU and mixture of experts.   x: [batch, seq, embed] -> [batch, seq, embed]"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tpshard.models.routing import Routes, route, sequence_loss, slots, slots_of
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020)"""
+    """The gated MLP down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class SwiGLU(nn.Module):
 
 
 class GELU(nn.Module):
-    """down(gelu(up(x))), with tanh's approximation"""
+    """The MLP down(gelu(up(x))), with the tanh approximation."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
@@ -40,11 +40,11 @@ class GELU(nn.Module):
 
 
 class MoE(nn.Module):
-    """The `top_k` best of many SwiGLUs for each token, weighted, and the shared ones for all tokens (Shazeer et al.
-    2017; Dai et al. 2024).
+    """A mixture of SwiGLU experts: each token's `top_k` routed experts, weighted, plus the shared experts.
 
-    With a capacity tokens go to slots of the experts, and those that find none are dropped; experts that lie on several
-    devices get theirs from all of them. Without one every expert takes all its tokens.
+    Source: Shazeer et al. 2017; Dai et al. 2024. With a capacity, tokens are copied to slots of the experts, tokens
+    without a slot are dropped, and sharded experts exchange them by all-to-all. Without one, experts compute all their
+    tokens.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -89,4 +89,4 @@ class MoE(nn.Module):
 
 
 MLPS: Mapping[str, Callable[[Parts], nn.Module]] = {"swiglu": SwiGLU, "gelu": GELU, "moe": MoE}
-"""By the name that `models.catalog` gives them."""
+"""The MLPs by the names that `models.catalog` uses."""

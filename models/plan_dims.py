@@ -1,9 +1,9 @@
-"""Names for the dims of parameters that a class of transformers tells by its own tensor-parallel plan.
+"""Dim names for parameters of transformers' models, derived from the class's own tensor-parallel plan.
 
-A plan (`base_model_tp_plan` of the configuration, `_tp_plan` of the class) says by module which linear layers are cut
-by their outputs (`colwise`) and which by their inputs (`rowwise`). That is a name for the dim that the two share:
-`heads` inside of attention (`kv_heads` where there are fewer), `mlp` elsewhere. Tables of tokens have rows of `vocab`.
-What a plan does not tell is left without a name.
+A plan (`base_model_tp_plan` of the configuration, `_tp_plan` of the class) says which linear layers are sharded by
+their outputs (`colwise`) and which by their inputs (`rowwise`). The dim that such a pair shares is named `heads` inside
+attention (`kv_heads` where there are fewer) and `mlp` elsewhere. The rows of token tables are named `vocab`. Other dims
+have no name.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _INPUTS = ("rowwise", "rowwise_split_input", "packed_rowwise")
 
 
 class Naming(NamedTuple):
-    """The names of a parameter's dims ("" for none), and who gave them."""
+    """The dim names of a parameter ("" for none), and where they come from."""
 
     dims: tuple[str, ...]
     by: str
 
 
 def planned(model: nn.Module) -> dict[str, Naming]:
-    """What the model's class tells, by parameter; parameters that it does not tell of are left out."""
-    found: dict[str, Naming] = {}
+    """The dim names of the parameters that the model's plan mentions, by parameter."""
+    namings: dict[str, Naming] = {}
     plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
@@ -40,11 +40,11 @@ def planned(model: nn.Module) -> dict[str, Naming]:
             dims = _dims(columns, parameter.dim(), leaf == "bias", style in _OUTPUTS)
             if getattr(owner, "is_transposed", False) and len(dims) == 3:
                 dims = (dims[0], dims[2], dims[1])
-            found[name] = Naming(dims, f"a dim by the class's plan, {style}")
+            namings[name] = Naming(dims, f"a dim by the class's plan, {style}")
     for table in (model.get_output_embeddings(), model.get_input_embeddings()):  # type: ignore[operator]
         if table is not None:
-            found |= _vocabulary(model, table)
-    return found
+            namings |= _vocabulary(model, table)
+    return namings
 
 
 def _general(name: str) -> str:
@@ -52,7 +52,7 @@ def _general(name: str) -> str:
 
 
 def _columns(model: nn.Module, owner: nn.Module, shape: Any, style: str) -> str:
-    """What the dim is called that a column-parallel layer and its row-parallel one share."""
+    """The name of the dim that a column-parallel layer and its row-parallel partner share."""
     if "Attention" not in type(owner).__name__:
         return "mlp"
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]

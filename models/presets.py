@@ -1,4 +1,4 @@
-"""The models known by name, as plain numbers: no torch in here, so that a recipe can be checked at once."""
+"""The models with a name, as plain numbers, without torch, so that recipes are checked quickly."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def preset(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """The preset `name` with some of its numbers replaced; ValueError names what is unknown or does not fit.
+    """The preset `name` with `overrides` applied. ValueError names what is unknown or contradictory.
 
-    Halving `width` or `heads` alone leaves `head_dim` as it is: the three are independent.
+    Halving only `width` or `heads` does not change `head_dim`: the three are independent.
     """
     if name not in PRESETS:
         raise ValueError(f"there is no model preset `{name}`{_similar(name, PRESETS)}; presets: {', '.join(PRESETS)}")
@@ -60,24 +60,24 @@ def preset(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig
 
 
 def override(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
-    """`config` with the fields in `overrides` replaced. `rope_scaling` may be None or a mapping of its four fields."""
-    known = {f.name for f in fields(ModelConfig)} - {"family"}
+    """`config` with fields replaced by `overrides`. `rope_scaling` may be None or a mapping of its four fields."""
+    names = {f.name for f in fields(ModelConfig)} - {"family"}
     for key in overrides:
-        if key not in known:
-            wanted = f"it has {', '.join(sorted(known))}"
-            raise Contradiction(f"a model has no number `{key}`{_similar(key, known)}; {wanted}", key)
+        if key not in names:
+            choices = f"it has {', '.join(sorted(names))}"
+            raise Contradiction(f"a model has no number `{key}`{_similar(key, names)}; {choices}", key)
     changes = dict(overrides)
     scaling = changes.get("rope_scaling")
     if isinstance(scaling, Mapping):
         try:
             changes["rope_scaling"] = RopeScaling(**scaling)
         except TypeError:
-            wanted = ", ".join(f.name for f in fields(RopeScaling))
-            given = ", ".join(map(str, scaling))
-            raise Contradiction(f"`rope_scaling` takes {wanted}, not {given}", "rope_scaling") from None
+            choices = ", ".join(f.name for f in fields(RopeScaling))
+            received = ", ".join(map(str, scaling))
+            raise Contradiction(f"`rope_scaling` takes {choices}, not {received}", "rope_scaling") from None
     return replace(config, **changes)
 
 
-def _similar(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
+def _similar(name: str, names: Any) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
     return f", did you mean `{close[0]}`?" if close else ""

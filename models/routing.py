@@ -1,9 +1,9 @@
-"""Which experts compute which tokens, and how they come to get as many.
+"""Routing of tokens to experts, and the balancing of their load.
 
-Scores are made of a router's logits, the best `top_k` are chosen. Balance is either an auxiliary loss (Shazeer et al.
-2017; Fedus et al. 2021), taken sequence by sequence (DeepSeek-V3, 2024, section 2.1.2), so that it does not depend on
-how a step's sequences are dealt to devices and micro-batches, or a bias that is added in choosing alone (Wang et al.
-2024, "Auxiliary-loss-free load balancing"). Capacity is GShard's (Lepikhin et al. 2020).
+The router's logits become scores, and the best `top_k` experts are chosen. Load is balanced by an auxiliary loss
+(Shazeer et al. 2017; Fedus et al. 2021) or by a bias used only to choose (Wang et al. 2024, "Auxiliary-loss-free load
+balancing"). The loss is computed per sequence (DeepSeek-V3, 2024, section 2.1.2), so that it does not depend on how
+sequences are divided among devices and micro-batches. Capacity follows GShard (Lepikhin et al. 2020).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from tpshard.models.dims import name
 
 @dataclass(frozen=True)
 class Routes:
-    """Where tokens go."""
+    """The routing of a batch of tokens."""
 
     ids: Tensor
     """[batch, seq, top_k] int64: each token's experts, the best first."""
     weights: Tensor
-    """[batch, seq, top_k] fp32: what their results are multiplied by."""
+    """[batch, seq, top_k] fp32: the factors of these experts' results."""
     chosen: Tensor
     """[batch, seq, top_k, expert]: 1 for the experts of `ids`, fp32."""
     scores: Tensor
-    """[batch, seq, expert] fp32"""
+    """[batch, seq, expert] fp32: the scores of all experts."""
 
 
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, c: ModelConfig) -> Routes:
-    """x: [batch, seq, embed]; weight: [expert, embed]; bias: [expert], added in choosing alone. In fp32."""
+    """The routing of x [batch, seq, embed], in fp32. weight: [expert, embed]; bias: [expert], used only to choose."""
     logits = F.linear(x.float(), weight.float())
     scores = logits.softmax(-1) if c.routing == "softmax" else logits.sigmoid()
     scores = name(scores, "scores", "batch", "seq", "choice")
@@ -48,16 +48,16 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, c: ModelConfig) -> Rou
 
 
 def slots_of(tokens: int, c: ModelConfig) -> int:
-    """How many tokens of a sequence of so many an expert takes."""
+    """The number of slots of each expert for a sequence of `tokens` tokens: its capacity."""
     assert c.capacity is not None and c.top_k is not None and c.experts is not None
     return min(tokens, math.ceil(c.capacity * c.top_k * tokens / c.experts))
 
 
 def slots(routes: Routes, size: int) -> Tensor:
-    """[batch, seq, top_k] int64: the slots that tokens take of their sequence's, of which each expert has `size` in a
-    row; -1 for those that find none.
+    """The slot of each token for each of its experts, [batch, seq, top_k] int64; -1 for a dropped token.
 
-    First choices come before second ones, and earlier tokens before later ones.
+    Expert e has the slots [e * size, (e + 1) * size) of each sequence. First choices come before second ones, and
+    earlier tokens before later ones.
     """
     chosen = routes.chosen.transpose(1, 2)  # [batch, top_k, seq, expert]
     place = (chosen.flatten(1, 2).cumsum(1).unflatten(1, chosen.shape[1:3]) * chosen).sum(-1) - 1
@@ -77,13 +77,16 @@ class _Also(torch.autograd.Function):
 
 
 def with_gradient(x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
-    """x itself; in the backward pass of whatever is computed from it, `value` gets `gradient` too."""
+    """x unchanged; in its backward pass `value` also receives `gradient`."""
     return _Also.apply(x, value, gradient)
 
 
 def sequence_loss(routes: Routes) -> Tensor:
-    """Scalar, summed over tokens: for each sequence, experts * sum of (share of choices) * (mean share of scores),
-    which is 1 where both are even, times its tokens."""
+    """The auxiliary balancing loss, a scalar summed over tokens.
+
+    For each sequence: its tokens, times experts * sum of (share of choices) * (mean share of scores), which is 1 where
+    the load is even.
+    """
     scores = routes.scores / (routes.scores.sum(-1, keepdim=True) + 1e-20)
     experts, top_k = routes.chosen.shape[-1], routes.chosen.shape[-2]
     share = routes.chosen.sum((1, 2)) * (experts / top_k)  # [batch, expert], for all tokens of a sequence
@@ -91,10 +94,12 @@ def sequence_loss(routes: Routes) -> Tensor:
 
 
 def balanced(model: nn.Module) -> dict[str, float]:
-    """Parameters that are no weights but the biases of experts, and the steps that they go. Their gradients are how
-    many tokens each expert got. A module tells by `balanced = {"bias": 0.001}`."""
-    found = {}
+    """The biases of experts by parameter name, with their step; their gradients are the experts' token counts.
+
+    A module declares one as `balanced = {"bias": 0.001}`.
+    """
+    steps = {}
     for path, module in model.named_modules():
         for local, rate in getattr(module, "balanced", {}).items():
-            found[f"{path}.{local}" if path else local] = float(rate)
-    return found
+            steps[f"{path}.{local}" if path else local] = float(rate)
+    return steps

@@ -1,7 +1,7 @@
-"""What a model is trained for: the tensors of a batch, what of them the model is given, and the loss of what it gives.
+"""Training tasks: the tensors of a batch, the model's inputs among them, and the loss of its output.
 
-A task of one's own is a class with the same four attributes, made with the recipe's `model.seq_len`; it needs no change
-here: `task: package:Class`.
+A custom task is any class with the attributes of `Task`, named in a recipe as `task: package:Class` and constructed
+with the recipe's `model.seq_len`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tpshard.models.assemble import imported
 from tpshard.models.loss import cross_entropy_sum
 
 IGNORE = -100
-"""A target where nothing is to be predicted."""
+"""The target of a position where nothing is predicted."""
 _HELD_OUT = 1 << 48
-"""Rows from here on are held out."""
+"""Rows with this number or above are held out for evaluation."""
 
 
 class Field(NamedTuple):
@@ -31,33 +31,33 @@ class Field(NamedTuple):
 
 
 class Task(Protocol):
-    """What a model is trained for."""
+    """The interface of a training task."""
 
     @property
     def fields(self) -> Mapping[str, Field]:
-        """The tensors of a batch by name, in order; `targets`, int64, is IGNORE where nothing is to be predicted."""
+        """The tensors of a batch by name, in order. `targets` is int64, IGNORE where nothing is predicted."""
         ...
 
     @property
     def text(self) -> bool:
-        """Whether they are rows of text, which `data` names; then `fields` are those of `LanguageModel`."""
+        """Whether the rows are text from the recipe's `data`; then `fields` are those of `LanguageModel`."""
         ...
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """What the model is called with."""
+        """The arguments of the model's forward."""
         ...
 
     def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The summed loss (fp32) of what the model gave, and how many targets it sums (int64)."""
+        """(summed loss fp32, number of targets int64) of the model's output."""
         ...
 
     def rows(self, numbers: Sequence[int], seed: int) -> dict[str, Tensor]:
-        """The fields of rows by their numbers in a run, the same for the same number and seed; not for text."""
+        """The tensors of the rows with these numbers, a function of number and seed. Not called for text."""
         ...
 
 
 class LanguageModel:
-    """`lm`: the next token of the same document."""
+    """`lm`: predict the next token of the same document."""
 
     text = True
 
@@ -71,13 +71,13 @@ class LanguageModel:
         return cross_entropy_sum(output, batch["targets"])
 
     def rows(self, numbers: Sequence[int], seed: int) -> dict[str, Tensor]:
-        raise NotImplementedError("text is read, not made")
+        raise NotImplementedError("the rows of a text task come from the recipe's data")
 
 
 class MaskedLanguageModel(LanguageModel):
-    """`mlm`: 15 of 100 tokens, given as token 0, from those on both sides (Devlin et al. 2018, with masks alone).
+    """`mlm`: predict 15% of the tokens, replaced by token 0, from both sides (Devlin et al. 2018, masks only).
 
-    Which ones follows from token and position, so that a row is masked alike on any mesh and in every epoch.
+    The choice depends on token and position alone, so that a row is masked alike on every mesh and in every epoch.
     """
 
     def chosen(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -92,9 +92,9 @@ class MaskedLanguageModel(LanguageModel):
 
 
 class Frames:
-    """`frames`: the class of every frame of a sequence, as of sounds in speech, each some frames long, in noise.
+    """`frames`: classify every frame of a noisy sequence whose classes each last several frames, like sounds of speech.
 
-    frames: [rows, seq, FEATURES] fp32; targets: [rows, seq], of CLASSES. The model gives [rows, seq, CLASSES].
+    frames: [rows, seq, FEATURES] fp32; targets: [rows, seq], below CLASSES. Model output: [rows, seq, CLASSES].
     """
 
     text = False
@@ -126,10 +126,10 @@ class Frames:
 
 
 class Volumes:
-    """`volumes`: which voxels of a noisy cube of edge `seq_len` lie in one of its balls.
+    """`volumes`: find the voxels inside a ball in a noisy cube with edge `seq_len`.
 
-    volume: [rows, 1, depth, height, width] fp32; targets: [rows, depth, height, width], 0 or 1. The model gives
-    [rows, 2, depth, height, width].
+    volume: [rows, 1, depth, height, width] fp32; targets: [rows, depth, height, width], 0 or 1. Model output: [rows, 2,
+    depth, height, width].
     """
 
     text = False
@@ -170,24 +170,24 @@ TASKS: dict[str, Callable[[int], Task]] = {
 
 
 def task_of(name: str, seq_len: int) -> Task:
-    """A task by its name here, or as `package:Class`. ValueError where it is none."""
+    """The task of a built-in name, or of `package:Class`. ValueError where there is none."""
     if name in TASKS:
         return TASKS[name](seq_len)
     cls = imported("task", name)
     try:
         task: Task = cls(seq_len)
     except TypeError as error:
-        raise ValueError(f"`task: {name}` cannot be made with a length: {error}") from error
+        raise ValueError(f"`task: {name}` cannot be constructed with a length: {error}") from error
     missing = [part for part in ("fields", "text", "inputs", "loss", "rows") if not hasattr(task, part)]
     if missing:
         raise ValueError(f"`task: {name}` has no {', '.join(missing)}: see tpshard.models.tasks.Task")
     if "targets" not in task.fields or task.fields["targets"].dtype != torch.int64:
-        raise ValueError(f"`task: {name}` has no field `targets` of int64")
+        raise ValueError(f"`task: {name}` has no int64 field `targets`")
     return task
 
 
 def held_out(number: int) -> int:
-    """The number of a row that no step of training takes."""
+    """The row number of held-out row `number`, which no training step uses."""
     return _HELD_OUT + number
 
 

@@ -1,10 +1,10 @@
-"""A 3-D U-Net (Cicek et al. 2016) with group norm, whose volumes can be cut along their depth.
+"""A 3-D U-Net (Cicek et al. 2016) with group norm, whose volumes can be sharded along their depth.
 
     model: {module: "tpshard.models.unet:UNet3D", args: {classes: 2}, seq_len: 16}
     task: volumes
     sharding: {rules: {batch: [dp, fsdp], depth: spatial}}
 
-A device of a cut volume exchanges the faces that its convolutions read; group norm's sums go over all of it.
+With a sharded depth, devices exchange the boundary slices that convolutions read, and reduce group norm's statistics.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KERNEL = ("", "", "")
 
 
 class Convolved(nn.Module):
-    """Twice: a convolution of 3 x 3 x 3, group norm and ReLU.
+    """Two times a 3 x 3 x 3 convolution, group norm and ReLU.
 
     x: [batch, inputs, depth, height, width] -> [batch, outputs, depth, height, width]
     """
@@ -44,9 +44,9 @@ class Convolved(nn.Module):
 
 
 class UNet3D(nn.Module):
-    """volume [batch, channels, depth, height, width] -> logits [batch, classes, depth, height, width]
+    """The model: volume [batch, channels, depth, height, width] -> logits [batch, classes, depth, height, width]
 
-    Each of `levels` halves the three sizes and doubles the width.
+    Each of `levels` halves depth, height and width, and doubles the number of channels.
     """
 
     inputs = ("volume",)

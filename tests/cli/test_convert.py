@@ -149,7 +149,7 @@ def test_refusals_say_what_is_wrong(here: Path, capsys: pytest.CaptureFixture[st
         ([str(other)], Exit.CHECKPOINT, "mlp"),
         ([str(users)], Exit.FIT, "package:Class"),
         ([str(untold)], Exit.CHECKPOINT, "names no model"),
-        ([str(formless)], Exit.FIT, "heads divide"),
+        ([str(formless)], Exit.FIT, "heads to divide"),
         ([str(damaged)], Exit.CHECKPOINT, "missing"),
         ([str(recipe(here))], Exit.CHECKPOINT, "no checkpoint in"),
         (["nothing"], Exit.USAGE, "no recipe `nothing`"),

@@ -50,7 +50,7 @@ def test_a_base_models_folder_is_read(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"model.norm.weight": torch.ones(31)}, "`model.norm.weight` is [31], config.json makes it [32]"),
-        ({"model.extra": torch.ones(3)}, "`model.extra` has no place in LlamaForCausalLM"),
+        ({"model.extra": torch.ones(3)}, "`model.extra` is no parameter of LlamaForCausalLM"),
         ({"model.norm.weight": torch.ones(32, dtype=torch.int32)}, "of dtype I32"),
     ],
 )

@@ -64,7 +64,7 @@ def test_presets_have_the_published_sizes() -> None:
     ("overrides", "said"),
     [
         ({"widht": 3}, "did you mean `width`"),
-        ({"experts": 8}, "`experts` has no meaning in the llama family"),
+        ({"experts": 8}, "the llama family does not have `experts`"),
         ({"heads": 0}, "heads"),
         ({"layers": 2.0}, "layers"),
         ({"heads": 6, "kv_heads": 4}, "KV heads"),

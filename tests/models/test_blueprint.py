@@ -57,7 +57,7 @@ def test_a_folder(tmp_path: Path) -> None:
 def test_what_is_no_model(arguments: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Blueprint.of(**arguments)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no description"):
+    with pytest.raises(ValueError, match="not the description"):
         Blueprint.from_json({"config": {"family": "llama"}})
 
 

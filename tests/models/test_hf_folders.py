@@ -205,7 +205,7 @@ def test_windows_of_a_configuration(
     [
         ({"layer_types": ["full_attention"]}, "each of 2 layers"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "no `sliding_window` in use"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "no `sliding_window` is in use"),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window: 0"),
         ({"use_sliding_window": "yes"}, "use_sliding_window"),
     ],
@@ -374,10 +374,10 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "weights link out": (link_out("model.safetensors"), "leads out"),
     "configuration links out": (link_out("config.json"), "leads out"),
     "pickle": (only_a_pickle, "pickle"),
-    "truncated": (truncate, "not a sound safetensors"),
-    "huge header": (write_bytes("model.safetensors", struct.pack("<Q", 2**62) + b"{}"), "not a sound safetensors"),
-    "overlap": (write_bytes("model.safetensors", header(OVERLAP, bytes(12))), "not a sound safetensors"),
-    "empty file": (write_bytes("model.safetensors", b""), "not a sound safetensors"),
+    "truncated": (truncate, "not a valid safetensors"),
+    "huge header": (write_bytes("model.safetensors", struct.pack("<Q", 2**62) + b"{}"), "not a valid safetensors"),
+    "overlap": (write_bytes("model.safetensors", header(OVERLAP, bytes(12))), "not a valid safetensors"),
+    "empty file": (write_bytes("model.safetensors", b""), "not a valid safetensors"),
     "not JSON": (write_bytes("config.json", b"{"), "not valid JSON"),
     "nested JSON": (write_bytes("config.json", NEST), "not valid JSON"),
     "a list": (write_bytes("config.json", b"[]"), "list"),
@@ -476,7 +476,7 @@ def test_a_killed_writer_leaves_nothing_in_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"width": 20, "heads": 8}, "heads divide"),
+        ({"width": 20, "heads": 8}, "heads to divide"),
         ({"base": "granite-tiny", "head_dim": 8}, "heads \\* head_dim"),
         ({"base": "granite-tiny", "kv_heads": 2}, "KV head"),
         ({"base": "granite-tiny", "mlp_bias": False}, "biases"),

@@ -91,8 +91,8 @@ def test_an_unknown_folder_falls_to_transformers_and_says_so(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("more", "changes", "said"),
     [
-        ("", {"auto_map": {"AutoModel": "code.Model"}}, "never done"),
-        ("", {"architectures": ["NoSuchForCausalLM"]}, "has no model called `NoSuchForCausalLM`"),
+        ("", {"auto_map": {"AutoModel": "code.Model"}}, "never does"),
+        ("", {"architectures": ["NoSuchForCausalLM"]}, "has no model named `NoSuchForCausalLM`"),
         ("", {"architectures": ["LlamaModel"]}, "not a causal language model"),
         ("", {"hidden_size": "wide"}, "LlamaConfig refuses it"),
         (", dims: {'model.layers.*.mlp.gate.weight': [mlp, embed]}", {}, "did you mean model.layers.*.mlp.gate_proj"),
