@@ -83,7 +83,7 @@ class HFFolder:
                 rows = sum(self.shapes[parameter][0] for parameter, _ in expected[name])
                 shape = self.shapes[first][1:] if home.stack else (rows, *self.shapes[first][1:])
                 if self.tensors.shape(name) != shape:
-                    wrong.append(f"`{name}` is {list(self.tensors.shape(name))}; config.json makes it {list(shape)}")
+                    wrong.append(f"`{name}` is {list(self.tensors.shape(name))}, config.json makes it {list(shape)}")
                 elif self.tensors.dtype(name) not in FLOATS:
                     wrong.append(f"`{name}` is of dtype {self.tensors.dtype(name)}, which is not supported")
             elif not _BUFFERS.fullmatch(name) and not self._tied(name):

@@ -1,1 +1,1 @@
-"""The verb `train`: loop, text, optimizer, checkpoints, records."""
+"""The command `train`: training loop, text, checkpoints and records."""

@@ -1,11 +1,11 @@
-"""Checkpoints: written aside, summed, renamed; verified on loading; read in any block, on any mesh.
+"""Writing checkpoints: to a temporary folder with sha256 sums, then renamed. `restore` reads them on any mesh.
 
     checkpoints/step-000500/manifest.json            the layout, the sha256 of every file, the caller's JSON
     checkpoints/step-000500/rank-00003.safetensors   the blocks that rank 3 wrote
 
-Every rank writes its own blocks, and a block that several ranks hold is written by one of them. Until the one rename
-at the end nothing is called step-*, so what a killed run leaves behind is never mistaken for a checkpoint. Needs a
-disk that all ranks share and a barrier, but no process group. Nothing is unpickled.
+Every rank writes its own blocks; a block that several ranks hold is written by one of them. A folder is named step-*
+only by the final rename, so that what a killed run leaves is never mistaken for a checkpoint. Needs a disk that all
+ranks share and a barrier, but no process group. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ FORMAT = "tpshard-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer/"
-"""Tensors whose names begin so are not the model's: `optimizer/exp_avg/layers.0.mlp.up.weight`."""
+"""Prefix of the optimizer's tensors, such as `optimizer/exp_avg/layers.0.mlp.up.weight`; others are the model's."""
 
 Barrier = Callable[[], None]
 
 
 class SaveFailed(OSError):
-    """A checkpoint was not written; those before it are untouched. Raised on every rank alike."""
+    """A checkpoint could not be written; earlier ones are untouched. Raised on every rank."""
 
 
 def save(
@@ -53,21 +53,21 @@ def save(
     barrier: Barrier = lambda: None,
     keep_last: int = 0,
 ) -> Path:
-    """Write `directory`/step-NNNNNN. Every rank calls it, with the same step.
+    """Writes the checkpoint `directory`/step-NNNNNN. Every rank calls it, with the same step.
 
     Args:
-        directory: the run's `checkpoints`.
+        directory: the run's `checkpoints` folder.
         tensors: this rank's blocks, by the global tensor's name.
         meta: JSON, the same on every rank (rank 0's is written).
-        local: JSON of this rank alone, kept under its number (see `SavedCheckpoint.local`).
-        keep_last: older checkpoints beyond so many are removed once this one stands; 0 keeps all.
+        local: JSON of this rank, read back as `SavedCheckpoint.local`.
+        keep_last: the number of checkpoints kept, this one included; 0 keeps all.
 
     Returns:
         The folder.
 
     Raises:
-        SaveFailed: on every rank, whichever could not write (disk full, read-only, quota).
-        ValueError: the blocks of all ranks together do not cover a tensor, or contradict each other.
+        SaveFailed: on every rank, if any could not write (disk full, read-only, quota).
+        ValueError: the blocks of all ranks do not cover a tensor, or contradict each other.
     """
     final = directory / step_name(step)
     work = directory / f".{final.name}.tmp"
@@ -112,17 +112,17 @@ def step_name(step: int) -> str:
 
 
 def steps(directory: Path) -> dict[int, Path]:
-    """The checkpoints there, by step, oldest first; not verified."""
-    found = {}
+    """The checkpoints of a folder by step, oldest first; not verified."""
+    folders = {}
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             if (match := re.fullmatch(r"step-(\d{6,})", path.name)) and path.is_dir():
-                found[int(match.group(1))] = path
-    return dict(sorted(found.items()))
+                folders[int(match.group(1))] = path
+    return dict(sorted(folders.items()))
 
 
 def clean(directory: Path) -> None:
-    """At the start of a run, by one process that holds its lock: put right what a killed save left."""
+    """Repairs what a killed save left. Called at the start of a run, by the process that holds its lock."""
     with contextlib.suppress(OSError):
         for path in sorted(directory.iterdir()):
             if match := re.fullmatch(r"\.(step-\d{6,})\.(tmp|deleted|replaced)", path.name):
@@ -133,17 +133,17 @@ def clean(directory: Path) -> None:
 
 
 def prune(directory: Path, step: int, keep_last: int) -> None:
-    """Remove checkpoints older than the last `keep_last` up to `step`, which must stand already.
+    """Removes checkpoints older than the last `keep_last` up to `step`, which must exist already.
 
-    Later ones belong to a course of the run that was left (a rollback, a new start in an old folder): they are
-    renamed, so that nothing resumes from them, and kept.
+    Later checkpoints belong to an abandoned part of the run (before a rollback, or before a new start in an old
+    folder). They are kept under another name, so that nothing resumes from them.
     """
     there = steps(directory)
     with contextlib.suppress(OSError):
         older = [path for number, path in there.items() if number <= step]
         for path in older[:-keep_last] if keep_last else []:
             doomed = directory / f".{path.name}.deleted"
-            path.rename(doomed)  # first: half a checkpoint must not look like one
+            path.rename(doomed)  # first: half a checkpoint must not look like a whole one
             shutil.rmtree(doomed, ignore_errors=True)
         for number, path in there.items():
             if number > step:
@@ -151,11 +151,11 @@ def prune(directory: Path, step: int, keep_last: int) -> None:
                 while aside.exists():
                     aside = aside.with_name(aside.name + "-")
                 path.rename(aside)
-                logger.warning("%s is of an earlier course of this run: renamed to %s", path.name, aside.name)
+                logger.warning("%s is of an abandoned part of this run: renamed to %s", path.name, aside.name)
 
 
 class _kept:
-    """Keeps an error for later, so that the rank that fails still meets the others at the barrier."""
+    """Catches an error, so that the failing rank still meets the others at the barrier."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -177,11 +177,11 @@ def _block(shard: Shard) -> list[Any]:
 def _write_json(path: Path, value: object) -> None:
     beside = path.with_name(f".{path.name}")
     write_synced(beside, [json.dumps(value, allow_nan=False).encode()])
-    beside.rename(path)  # there or not there: a full disk leaves no half of it
+    beside.rename(path)  # atomic: a full disk never leaves half a file
 
 
 def _write_part(work: Path, rank: int, world: int, tensors: Mapping[str, Shard], local: dict[str, Any]) -> None:
-    """This rank's file, with the blocks that fall to it among those who hold the same."""
+    """Writes this rank's file, with the blocks that it was chosen to write among their holders."""
     holders: dict[tuple[str, str], list[int]] = {}
     for other in range(world):
         for name, block in _read_blocks(work, other).items():
@@ -189,7 +189,7 @@ def _write_part(work: Path, rank: int, world: int, tensors: Mapping[str, Shard],
     mine = {}
     for name, shard in tensors.items():
         among = holders[name, json.dumps(_block(shard))]
-        # by name, not always the lowest rank: replicated tensors spread over their holders
+        # chosen by the hash of the name, so that replicated tensors are spread over their holders
         if shard.tensor.numel() and among[zlib.crc32(name.encode()) % len(among)] == rank:
             mine[name] = shard
     file = f"rank-{rank:05d}.safetensors"
@@ -206,7 +206,7 @@ def _read_blocks(work: Path, rank: int) -> dict[str, list[Any]]:
         return json.loads((work / f"blocks-{rank:05d}.json").read_bytes())
     except FileNotFoundError as error:
         raise OSError(
-            f"rank {rank} wrote nothing there: its disk refused, or run.dir is not on a disk that all hosts share"
+            f"rank {rank} wrote no file: its disk failed, or run.dir is not on a disk that all hosts share"
         ) from error
 
 
@@ -263,13 +263,13 @@ def _manifest(work: Path, step: int, world: int, attempt: str, meta: dict[str, A
 
 
 def manifest_sum(manifest: Mapping[str, Any]) -> str:
-    """sha256 over everything in a manifest but the sum itself."""
+    """The sha256 of a manifest without its own sum."""
     rest = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def check_cover(name: str, shape: Sequence[int], blocks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-    """ValueError unless the blocks make up the tensor, each element once."""
+    """Raises ValueError unless the blocks cover every element of the tensor exactly once."""
     held, whole = sum(math.prod(sizes) for _, sizes in blocks), math.prod(shape)
     if held != whole:
         raise ValueError(f"the blocks of {name} hold {held} of its {whole} elements")
@@ -281,7 +281,7 @@ def check_cover(name: str, shape: Sequence[int], blocks: Sequence[tuple[Sequence
         if all(following[dim].get(start) == start + sizes[dim] for dim, start in enumerate(starts))
     }
     if len(cells) == len(blocks) == math.prod(len(cut) - 1 for cut in cuts):
-        return  # a grid, each cell once: what a mesh makes
+        return  # a grid with each cell once, as a mesh produces
     for index, (starts, sizes) in enumerate(blocks):
         for others, extents in blocks[:index]:
             if all(max(a, b) < min(a + n, b + m) for a, n, b, m in zip(starts, sizes, others, extents)):

@@ -1,8 +1,7 @@
-"""Where text comes from: C4 on the hub, C4-format files on disk, or the sample; all of them files of JSON lines.
+"""Sources of text: C4 on the hub, C4-format files on disk, or the sample, all as files of JSON lines.
 
-A source is a list of files whose lines are `{"text": ...}`; what differs is how a file is opened. Reading is by rows
-here, and not by `datasets`' own JSON reader, because that one drops a whole file for one bad row; resolving names and
-streaming bytes from the hub are `datasets`' own.
+A source is a list of files with lines `{"text": ...}`; sources differ in how a file is opened. `datasets` resolves
+names and streams bytes from the hub. Its JSON reader is not used, because it drops a whole file for one bad row.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ from tpshard.train.sample import ensure_sample
 logger = logging.getLogger(__name__)
 
 C4 = "allenai/c4"
-"""On the hub."""
+"""The data set on the hub that `c4` stands for."""
 HELD_OUT = 20
-"""Where a source names no held-out file, one document in so many is held out (of 20 files and more, the last file)."""
+"""Where a source names no held-out file: one document in this many is held out (with 20 files or more, the last
+file)."""
 PIECE = 1 << 18
-"""Characters; a longer document is cut into pieces of at most so many, or tokenizing 100 MB would take all memory."""
+"""Characters per piece of a longer document. Tokenizing 100 MB at once would take all memory."""
 LONGEST_ROW = 1 << 28
-"""Bytes; a longer line is a bad row, never held in memory."""
+"""Bytes; a longer line is a bad row and never held in memory."""
 SMALL = 16 << 20
-"""Bytes; local data up to this size is read once before the first step, so that mistakes show at the start."""
+"""Bytes; local data up to this size is read once before the first step, so that errors in it show at the start."""
 
 
 class TextFile(Protocol):
@@ -43,10 +43,10 @@ class TextFile(Protocol):
     def name(self) -> str: ...
 
     def open(self) -> BinaryIO:
-        """The file's bytes, decompressed where gzip."""
+        """The file's bytes, decompressed if gzip."""
 
     def fingerprint(self) -> str:
-        """Changes when the content does, as far as can be told without reading all of it; "" where it cannot."""
+        """A string that changes with the file's content, without reading all of it; "" where unknown."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class LocalFile:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a hub data set, opened as `datasets` opens it when streaming (ranges, retries, login)."""
+    """A file of a hub data set, opened by `datasets`' streaming (ranges, retries, login)."""
 
     url: str
     name: str
@@ -87,16 +87,16 @@ class HubFile:
 class TextSource:
     """One split of a source.
 
-    `part` says which documents count where the split is made inside the files, by the hash of each document.
+    `part` says which documents belong to it where training and held-out text share files, by the hash of each document.
     """
 
     name: str
     files: tuple[TextFile, ...]
     part: Literal["all", "train", "held_out"] = "all"
     where: Source | None = None
-    """The place in the recipe that named it."""
+    """The place in the recipe that names the source."""
     trusted: bool = False
-    """Made and verified by ourselves: not read through before the first step."""
+    """Whether tpshard made and verified the files, so that they are not read before the first step."""
 
     def keeps(self, text: str) -> bool:
         if self.part == "all":
@@ -110,7 +110,7 @@ class TextSource:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A source: text to train on, text held out from it, and the tokenizer that comes with it (the sample's)."""
+    """A source's training text, its held-out text, and its tokenizer if it has one (the sample does)."""
 
     train: TextSource
     held_out: TextSource
@@ -119,7 +119,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class TextRow:
-    """A line of a file: its text, or what is wrong with it. Lines count from 0."""
+    """A line of a file: its text, or why it is unreadable. Lines count from 0."""
 
     line: int
     text: str | None
@@ -127,14 +127,14 @@ class TextRow:
 
 
 def open_text(source: str, *, where: Source | None = None, fallback: Path | None = None) -> Corpus:
-    """The corpus that `data.source` names: `sample`, `c4`, or a directory or glob of C4-format *.json.gz.
+    """The corpus of `data.source`: `sample`, `c4`, or a directory or glob of C4-format *.json.gz.
 
     Args:
         where: the place of `data.source` in the recipe, for errors.
         fallback: a folder for the sample where the user's cache cannot be written.
 
     Raises:
-        Mistakes: exit 6; nothing there, or the hub cannot be reached.
+        Mistakes: exit 6; no such files, or the hub cannot be reached.
     """
     if source == "sample":
         sample = ensure_sample(fallback)
@@ -147,10 +147,10 @@ def open_text(source: str, *, where: Source | None = None, fallback: Path | None
 
 
 def rows(text: TextSource, file: TextFile, start: int = 0) -> Iterator[TextRow]:
-    """The rows of one file from line `start` on; blank lines are none.
+    """The rows of one file from line `start` on, without blank lines.
 
     Raises:
-        Mistakes: exit 6 where the file cannot be read on (gone, cut short, not gzip, connection lost).
+        Mistakes: exit 6 where the file cannot be read to its end (gone, cut short, not gzip, connection lost).
     """
     line = -1
     try:
@@ -163,7 +163,7 @@ def rows(text: TextSource, file: TextFile, start: int = 0) -> Iterator[TextRow]:
         raise text.mistake(
             f"{file.name} of {text.name} {'ends in the middle' if cut else 'cannot be read'}, after {line + 1} rows",
             why=f"{type(error).__name__}: {error}",
-            fix="fetch the file again, or take it out of data.source",
+            fix="fetch the file again, or remove it from data.source",
         ) from error
 
 
@@ -180,17 +180,17 @@ def pieces(text: str) -> Iterator[str]:
 
 
 class BadRows:
-    """Counts rows, and stops the run when more than `limit` of them are unreadable.
+    """Counts unreadable rows, and stops the run when their share is above `limit`.
 
-    The share is judged whenever a file ends, and before that once the bad ones are too many for a first thousand
-    rows, so that a file of garbage does not have to be read to its end.
+    The share is checked at the end of each file, and earlier once there are too many bad rows for the first thousand,
+    so that a file of garbage is not read to its end.
     """
 
     def __init__(self, text: TextSource, limit: float, *, warn: bool = True):
         self.text, self.limit, self.warn = text, limit, warn
         self.seen = self.bad = 0
         self.first = ""
-        """The first one: file, line, fault."""
+        """The first unreadable row: file, line, fault."""
 
     def see(self, file: TextFile, row: TextRow) -> None:
         self.seen += 1
@@ -212,12 +212,12 @@ class BadRows:
             raise self.text.mistake(
                 f"{self.bad} of {self.seen} rows of {self.text.name} are unreadable",
                 why=f"the first: {self.first}",
-                fix=f"mend the data, or raise data.bad_rows (now {self.limit:g})",
+                fix=f"repair the data, or raise data.bad_rows (now {self.limit:g})",
             )
 
 
 def check(text: TextSource, bad_rows: float) -> None:
-    """Read small local data through once, so that its mistakes show before the first step and not within it."""
+    """Reads small local data once, so that its errors show before the first step."""
     local = [file for file in text.files if isinstance(file, LocalFile)]
     try:
         size = sum(file.path.stat().st_size for file in local)
@@ -281,11 +281,11 @@ def _hub(repo: str, config: str, where: Source | None) -> Corpus:
 
         datasets.disable_progress_bars()
         urls = datasets.load_dataset_builder(repo, config).config.data_files or {}
-        # the revision is left out of the name: a new README upstream must not look like new text
+        # without the revision: a new README in the data set must not look like new text
         files = [HubFile(url, url.rsplit("/", 1)[-1]) for split in urls for url in sorted(urls[split])]
         if not files:
             raise FileNotFoundError("it has no data files")
-    except Exception as error:  # whatever the network, the hub, its login or its cache raise: the data is not there
+    except Exception as error:  # network, hub, login and cache raise many types; all mean that there is no data
         raise Mistakes.one(
             f"{repo} ({config}) cannot be read from the hub",
             exit=Exit.DATA,
@@ -301,7 +301,7 @@ def _decompressed(name: str, file: BinaryIO) -> BinaryIO:
 
 
 class _Gzip(gzip.GzipFile):
-    """A gzip reader that closes what it reads from. Gives out what can be read before it fails on what cannot."""
+    """A gzip reader that also closes the underlying file, and returns all readable bytes before an error."""
 
     def __init__(self, file: BinaryIO):
         super().__init__(fileobj=file, mode="rb")
@@ -313,7 +313,7 @@ class _Gzip(gzip.GzipFile):
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes | None]:
-    """Lines without their end; None for one that is too long."""
+    """Lines without their ends; None for one longer than LONGEST_ROW."""
     while raw := stream.readline(LONGEST_ROW):
         if len(raw) == LONGEST_ROW and not raw.endswith(b"\n"):
             while raw and not raw.endswith(b"\n"):
@@ -342,5 +342,5 @@ def _row(line: int, raw: bytes | None) -> TextRow:
     try:
         text.encode()
     except UnicodeEncodeError:
-        return TextRow(line, None, "a surrogate without its pair, which no UTF-8 can hold")
+        return TextRow(line, None, "an unpaired surrogate, which UTF-8 cannot encode")
     return TextRow(line, text)

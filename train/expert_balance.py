@@ -1,4 +1,4 @@
-"""How evenly tokens went to experts, of what the modules counted: for the record of a run."""
+"""How evenly tokens were distributed over experts, for a run's metrics."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def balance(counted: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
-    """From `PATH.load` (tokens of each expert) and `PATH.dropped` (tokens that found no slot) of one step:
+    """The balance of one step, from `PATH.load` (tokens of each expert) and `PATH.dropped` (tokens without a slot).
 
-    `busiest`: most tokens of one expert over the mean of its layer, in the worst layer; `dropped`: share of all choices
-    that no expert computed; `load`: per layer the experts' tokens over the mean. None for a model without experts.
+    `busiest`: the largest number of tokens of an expert over its layer's mean, in the worst layer. `dropped`: the share
+    of all choices that no expert computed. `load`: per layer, each expert's tokens over the mean. None without experts.
     """
     loads = [list(numbers) for name, numbers in counted.items() if name.endswith(".load")]
     if not loads:

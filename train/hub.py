@@ -1,4 +1,4 @@
-"""Whether the hub answers at all, told in seconds: the libraries behind it try for a minute before they give up."""
+"""A quick check that the hub answers: the libraries retry for a minute before they fail."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 
 HUB = "https://huggingface.co"
 PATIENCE_S = 2.5
-"""For looking up the name and connecting; whoever needs longer cannot stream text either."""
+"""Seconds for name lookup and connection; a slower network could not stream text either."""
 FIX = "check the network and HF_ENDPOINT; or give data.source a folder of C4-format *.json.gz, or `sample`"
 
 
 def require(repo: str, where: Source | None = None) -> None:
-    """Raises `Mistakes` (exit 6) if nobody can be connected to where the hub, or the proxy before it, should be.
+    """Raises `Mistakes` (exit 6) if no connection to the hub, or to the proxy before it, can be opened.
 
-    With HF_HUB_OFFLINE nothing is asked: the library answers from its cache.
+    With HF_HUB_OFFLINE nothing is checked: the library reads its cache.
     """
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return
@@ -33,7 +33,7 @@ def require(repo: str, where: Source | None = None) -> None:
         except OSError as error:
             failed[:] = [error.strerror or str(error)]
 
-    asking = threading.Thread(target=connect, daemon=True)  # a name server may take longer than any timeout
+    asking = threading.Thread(target=connect, daemon=True)  # a name lookup may take longer than any timeout
     asking.start()
     asking.join(PATIENCE_S)
     if failed:
@@ -42,7 +42,7 @@ def require(repo: str, where: Source | None = None) -> None:
 
 
 def _address(endpoint: str) -> tuple[str, int]:
-    """Host and port that a request to `endpoint` connects to."""
+    """The host and port that a request to `endpoint` connects to."""
     url = urllib.parse.urlsplit(endpoint)
     proxy = urllib.request.getproxies().get(url.scheme)
     if proxy and url.hostname and not urllib.request.proxy_bypass(url.hostname):

@@ -1,4 +1,4 @@
-"""Chains read files, lanes pack their documents into rows: the two halves of the token stream. See `stream`."""
+"""The two halves of the token stream: chains read files, lanes pack documents into rows. See `stream`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tpshard.train.corpus import BadRows, TextSource, pieces, rows
 from tpshard.train.tokens import TextTokenizer
 
 IGNORE = -100
-"""The target where nothing is predicted: what follows the end of a document."""
+"""The target of a token that ends its document."""
 
 
 class LanePlace(NamedTuple):
-    """Where a document (or piece of one) lies in its chain. Ordered: reading goes through places upwards."""
+    """The place of a document (or of a piece of one) in its chain. Places are ordered as they are read."""
 
     epoch: int = 0
     number: int = 0
-    """Of the document in its epoch."""
+    """The document's number in its epoch."""
     file: int = 0
-    """Position in the chain's list of files."""
+    """Index into the chain's list of files."""
     line: int = 0
     piece: int = 0
 
@@ -38,10 +38,10 @@ class Chain:
 
     Args:
         files: indices into `text.files`.
-        lanes: how many lanes share the chain, over all ranks.
-        local: which of them (0..lanes-1) are read here; documents of others are dropped.
-        start: the earliest place any local lane needs.
-        once: end after one epoch.
+        lanes: the number of lanes that share the chain, over all ranks.
+        local: the lanes (0..lanes-1) of this rank; documents of others are dropped.
+        start: the earliest place that a local lane needs.
+        once: whether to stop after one epoch.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Chain:
         self._documents = self._read()
 
     def next_of(self, lane: int) -> Document | None:
-        """The lane's next document; None at the end of a chain that is read once."""
+        """The lane's next document; None at the end of a chain read once."""
         while not self.waiting[lane]:
             document = next(self._documents, None)
             if document is None:
@@ -105,7 +105,7 @@ class Chain:
 
 @dataclass
 class PackedRow:
-    """One row as lists of seq_len integers; `origin` keeps its keys in order."""
+    """One row as lists of seq_len integers. `origin` lists the lines of files in it, in order."""
 
     tokens: list[int]
     targets: list[int]
@@ -114,7 +114,8 @@ class PackedRow:
     origin: dict[str, None]
 
     def extend(self, tokens: list[int], after: list[int], document: int) -> None:
-        """Add a part of a document and the tokens that follow each of its tokens, as far as any do."""
+        """Appends part of a document with its targets: `after` are the tokens that follow, one fewer at the document's
+        end."""
         self.tokens += tokens
         self.targets += after + [IGNORE] * (len(tokens) - len(after))
         self.documents += [document] * len(tokens)
@@ -129,10 +130,10 @@ class Lane:
         self.place: LanePlace | None = at[0] if at else None
         self.offset = at[1] if at else 0
         self.ids: list[int] | None = None
-        """Of the document at `place`; None where it has not been read yet (at the start, and after a resume)."""
+        """Token ids of the document at `place`; None where it is not read yet (at the start, and after a resume)."""
 
     def row(self, seq_len: int) -> PackedRow:
-        """The next row; padded where a chain that is read once has ended."""
+        """The next row, padded where a chain that is read once has ended."""
         row = PackedRow([], [], [], [], {})
         while (left := seq_len - len(row.tokens)) > 0:
             number = row.documents[-1] + 1 if row.documents else 0
@@ -148,11 +149,11 @@ class Lane:
         return row
 
     def _next(self) -> bool:
-        wanted = self.place if self.ids is None else None
+        awaited = self.place if self.ids is None else None
         while document := self.chain.next_of(self.number):
-            if wanted is not None and document.place < wanted:
-                continue  # the chain was resumed at an earlier lane's place
-            if document.place != wanted:
+            if awaited is not None and document.place < awaited:
+                continue  # the chain resumed at an earlier lane's place
+            if document.place != awaited:
                 self.offset = 0
             self.place = document.place
             self.ids = self.tokenizer.document(document.text, first=document.first, last=document.last)

@@ -1,4 +1,4 @@
-"""The learning rate over the steps."""
+"""The learning rate schedule."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tpshard.recipes.schema import Schedule
 def learning_rate(step: int, schedule: Schedule, *, peak: float, steps: int) -> float:
     """The learning rate of `step`, counted from 1 to `steps`.
 
-    It rises in a line over `warmup_steps`, reaches `peak` at the last of them, and then falls along half a cosine to
-    `min_lr_ratio` of the peak at the last step (or stays, for `constant`).
+    It rises linearly over `warmup_steps` to `peak`, then falls along half a cosine to `min_lr_ratio` of the peak at the
+    last step; with `constant` it stays at the peak.
     """
     warmup = schedule.warmup_steps
     if step <= warmup:

@@ -1,4 +1,4 @@
-"""The loop: steps, evaluations, checkpoints, and every way a run ends. Knows neither meshes nor graphs."""
+"""The training loop: steps, evaluations, checkpoints, and every way a run ends. Knows neither meshes nor graphs."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ Row = dict[str, Any]
 
 @dataclass
 class Course:
-    """Where a run stands: saved with every checkpoint."""
+    """A run's progress, saved with every checkpoint."""
 
     step: int = 0
     """Steps done."""
     updates: int = 0
-    """Of these, how many changed the parameters: corrects the moments' bias."""
+    """Steps that changed the parameters; Adam's bias correction counts these."""
     tokens: int = 0
-    """Tokens predicted so far, over all ranks."""
+    """Target tokens so far, over all ranks."""
     evaluated: int = 0
-    """The last step whose evaluation was finished: one that a stop cut short is made up for on continuing."""
+    """The last step whose evaluation finished. An evaluation that a stop interrupted is repeated on resuming."""
 
 
 @dataclass
 class Outcome:
-    """How a run went."""
+    """The result of a run."""
 
     exit: Exit
     course: Course
@@ -58,10 +58,10 @@ class Outcome:
     eval_loss: float | None = None
     seconds: float = 0.0
     tokens_per_s: float = 0.0
-    """Median of the logged steps after the first, whose time holds what happens once."""
+    """Median of the logged steps without the first, which includes one-time work."""
     skipped: int = 0
     restarts: int = 0
-    """After crashes of workers, since the command was given."""
+    """Restarts after workers crashed, since the command was given."""
     saved: Path | None = None
     """The last checkpoint."""
     rates: list[float] = field(default_factory=list)
@@ -71,13 +71,13 @@ class TrainingLoop:
     """Trains `engine` on `loader`'s batches as the recipe says.
 
     Args:
-        record: takes a row for metrics.jsonl; called on rank 0 only.
-        folder: the run's; checkpoints go to `checkpoints/`, accounts of non-finite steps to `logs/`.
-        held_out: this rank's micro-batches of held-out text, as many on every rank.
-        attempt: how often the run was started; a column of the record.
-        restarts: how often the launcher started it again after a crash; another one.
-        flops_per_s: of all devices together at their peak, for `mfu`; None where unknown.
-        model: what a checkpoint says of the model it holds (JSON), for whoever reads it without the recipe.
+        record: receives each row of metrics.jsonl; called on rank 0 only.
+        folder: the run's; checkpoints go to `checkpoints/`, reports of non-finite steps to `logs/`.
+        held_out: this rank's micro-batches of held-out text, equally many on every rank.
+        attempt: the number of the run's start, a column of metrics.jsonl.
+        restarts: the launcher's restarts after crashes, another column.
+        flops_per_s: peak of all devices together, for `mfu`; None where unknown.
+        model: JSON that describes the model in checkpoints, for readers without the recipe.
     """
 
     def __init__(
@@ -115,20 +115,21 @@ class TrainingLoop:
 
     # ---- beginning ----------------------------------------------------------------------------------------
     def begin(self) -> None:
-        """From the newest whole checkpoint if there is one and the recipe says so, else from the seed. Collective."""
+        """Resumes from the newest undamaged checkpoint if the recipe allows and there is one, else starts from the
+        seed. Every rank must call it."""
         resumes = self.recipe.checkpoint.resume != "never" or self.restarts > 0
-        found = self._newest() if resumes else None
-        if found is None:
+        checkpoint = self._newest() if resumes else None
+        if checkpoint is None:
             self.engine.initialize(self.recipe.seed)
             return
-        self._restore(found)
+        self._restore(checkpoint)
         force = self.recipe.checkpoint.resume == "force"
-        self.loader.load_state_dict(found.meta["data"], force=force)
-        self._saved_step = found.step
-        self.progress.note(f"continuing from step {found.step} ({found.folder})")
+        self.loader.load_state_dict(checkpoint.meta["data"], force=force)
+        self._saved_step = checkpoint.step
+        self.progress.note(f"continuing from step {checkpoint.step} ({checkpoint.folder})")
 
     def _newest(self) -> SavedCheckpoint | None:
-        """Rank 0 reads and verifies; the others trust its choice."""
+        """The newest undamaged checkpoint. Rank 0 verifies; the others follow its choice."""
         with self.context.watchdog.allow(float(self.recipe.timeout_s.start), "reading checkpoints"):
             mine = newest(self.checkpoints) if self.context.is_main else None
             step = self.context.from_main(None if mine is None else mine.step)
@@ -146,11 +147,11 @@ class TrainingLoop:
 
     # ---- running ------------------------------------------------------------------------------------------
     def run(self) -> Outcome:
-        """All steps that are left, or until the run is asked to stop. The same outcome on every rank.
+        """Runs the remaining steps, or until a stop is requested. The same outcome on every rank.
 
         Raises:
-            Mistakes: exit 8 where loss or gradient is not finite and the policy says stop; exit 7 where a checkpoint
-                cannot be written and the policy says so.
+            Mistakes: exit 8 where loss or gradient is not finite and the policy is `stop`; exit 7 where a checkpoint
+                cannot be written and the policy is to stop.
         """
         steps = self.recipe.train.steps
         self._began = self._step_began = time.monotonic()
@@ -172,7 +173,7 @@ class TrainingLoop:
         return self._ended(0 if done else code or self.context.stop())
 
     def _evaluation_due(self) -> bool:
-        """Whether the step just done is one to evaluate and was not yet."""
+        """Whether the last step is due for evaluation and not evaluated yet."""
         course, every = self.course, self.recipe.evaluate.every_steps
         if not (self.held_out and every and course.step) or course.evaluated == course.step:
             return False
@@ -186,7 +187,7 @@ class TrainingLoop:
         return out
 
     def _step(self, step: int) -> int:
-        """One step, and what follows from it; the exit code that all ranks agree on, or 0."""
+        """One step, with its evaluation and checkpoint; returns the exit code that all ranks agree on, or 0."""
         watchdog = self.context.watchdog
         watchdog.doing = Doing("reading data")
         batch = self.loader.next()
@@ -196,7 +197,7 @@ class TrainingLoop:
             rows = batch.rows(i * self.plan.per_device, (i + 1) * self.plan.per_device)
             self.engine.accumulate(rows, seed)
         result = self.engine.update(lr, self.course.updates + 1)
-        # One small collective a step: was any rank asked to stop, and did any see something that is not finite?
+        # One small collective per step: did any rank receive a stop signal, or see a value that is not finite?
         agreed = self.context.largest(self.context.stopping.urgency + (0 if result.finite else _NOT_FINITE))
         watchdog.beat(step)
         if self.context.is_main:
@@ -242,7 +243,10 @@ class TrainingLoop:
 
     # ---- evaluating ---------------------------------------------------------------------------------------
     def evaluate(self) -> int:
-        """Loss on held-out text, into the record; the agreed exit code when asked to stop meanwhile. Collective."""
+        """Records the loss on held-out text; returns the agreed exit code if a stop was requested.
+
+        Every rank calls it.
+        """
         loss_sum, targets = 0.0, 0
         for i, batch in enumerate(self.held_out):
             some, count = self.engine.evaluate(batch)
@@ -262,7 +266,7 @@ class TrainingLoop:
 
     # ---- saving -------------------------------------------------------------------------------------------
     def save(self) -> None:
-        """A checkpoint of this step; one that cannot be written is a warning or the end (`checkpoint.on_error`)."""
+        """Writes a checkpoint of this step. A failed write is a warning or ends the run (`checkpoint.on_error`)."""
         mine = self.loader.state_dict()
         parts = self.context.gather({key: mine[key] for key in ("step", "global_sequences", "tokenizer", "lanes")})
         meta = {
@@ -317,7 +321,7 @@ class TrainingLoop:
             )
 
     def _account(self, step: int, result: StepResult, batch: StepBatch, decision: str) -> Path:
-        """Writes down which text was in the step; returns the file. Collective."""
+        """Writes which text was in a non-finite step to a file, and returns its path. Every rank calls it."""
         per = self.plan.per_device
         blamed = nonfinite.suspects(result.losses, self.plan.micro_batches)
         rows = [row for i in blamed for row in batch.origin[i * per : (i + 1) * per]]
@@ -343,12 +347,12 @@ _NOT_FINITE = 4
 
 
 def _number(value: float) -> float | None:
-    """JSON knows no NaN."""
+    """The value, or None where it is not finite: JSON has no NaN."""
     return value if math.isfinite(value) else None
 
 
 def summary(outcome: Outcome, recipe: Recipe, folder: Path) -> Mapping[str, Any]:
-    """What a run comes to, as plain data: for wandb's summary and for whoever asks."""
+    """The result of a run as JSON values, for wandb's summary."""
     return {
         "exit": int(outcome.exit), "steps": outcome.course.step, "tokens": outcome.course.tokens,
         "first_loss": outcome.first_loss, "loss": outcome.last_loss, "eval_loss": outcome.eval_loss,

@@ -1,4 +1,4 @@
-"""Batches of a task that makes its data: rows by their numbers in the run, the same on any mesh and after a resume."""
+"""Batches of tasks with generated data: rows by their numbers in the run, the same on any mesh and after a resume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tpshard.train.stream import TokenBatch
 
 @dataclass(frozen=True)
 class MadeBatch:
-    """Some rows of one step, by field; `origin` says which rows of the run they are."""
+    """Some rows of one step, by field; `origin` lists their numbers in the run."""
 
     tensors: Mapping[str, Tensor]
     origin: tuple[str, ...]
@@ -26,7 +26,7 @@ class MadeBatch:
         return self.tensors[field]
 
     def rows(self, start: int, stop: int) -> MadeBatch:
-        """Rows start..stop of this batch: a micro-batch."""
+        """Rows start..stop of this batch, as a micro-batch."""
         part = slice(start, stop)
         return MadeBatch({key: tensor[part] for key, tensor in self.tensors.items()}, self.origin[part])
 
@@ -35,7 +35,7 @@ StepBatch = TokenBatch | MadeBatch
 
 
 class MadeRows:
-    """The batches of one data rank, `part` of the rows of every step; see `train.stream.Loader` for text."""
+    """The batches of one data rank, `part` of the rows of every step; `train.stream.Loader` does the same for text."""
 
     def __init__(self, task: Task, recipe: Recipe, part: Sequence[int]):
         self.task, self.recipe, self.part, self.step = task, recipe, tuple(part), 0
@@ -47,18 +47,20 @@ class MadeRows:
         return _made(self.task, [first + row for row in self.part], self.recipe.seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the rows stand: JSON."""
+        """The position in the data, as JSON."""
         told = {"global_sequences": self.recipe.batch.global_sequences, "tokenizer": self.recipe.task, "lanes": {}}
         return {"step": self.step, **told}
 
     def load_state_dict(self, state: Mapping[str, Any], *, force: bool = False) -> None:
-        """Continues where `state` stood. Mistakes (exit 6) for the state of another task or size of a step, which
-        `force` lets begin anew."""
+        """Continues at the position `state`.
+
+        Mistakes (exit 6) for the state of another task or size of a step; with `force` the data starts over instead.
+        """
         mine = self.state_dict()
         changed = [key for key in ("global_sequences", "tokenizer") if state.get(key) != mine[key]]
         if changed and not force:
             raise Mistakes.one(
-                "the rows cannot be continued where the saved run stood", exit=Exit.DATA,
+                "the data cannot be resumed where the saved run stopped", exit=Exit.DATA,
                 where=self.recipe.where("task"),
                 why="; ".join(f"{state.get(key)!r} then, {mine[key]!r} now" for key in changed),
                 fix="restore what has changed, or start a new run (checkpoint.resume: never, and another run.dir)",
@@ -66,13 +68,13 @@ class MadeRows:
         self.step = int(state.get("step", 0))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
 
 def held_out_rows(
     task: Task, recipe: Recipe, numbers: Sequence[int], each: int, per_device: int
 ) -> Iterator[MadeBatch]:
-    """Micro-batches of held-out rows by their numbers; `each` rows, those that are missing without targets."""
+    """Micro-batches of `each` held-out rows by their numbers; missing rows are padding without targets."""
     batch = _made(task, [held_out(number) for number in numbers], recipe.seed)
     whole = -(-each // per_device) * per_device
     blank = {name: torch.zeros(field.shape, dtype=field.dtype) for name, field in task.fields.items()}
@@ -91,13 +93,13 @@ def _made(task: Task, numbers: Sequence[int], seed: int) -> MadeBatch:
     if not numbers:
         empty = {key: torch.zeros(0, *field.shape, dtype=field.dtype) for key, field in task.fields.items()}
         return MadeBatch(empty, ())
-    made = task.rows(numbers, seed)
+    tensors = task.rows(numbers, seed)
     for name, field in task.fields.items():
-        tensor = made.get(name)
-        wanted = (len(numbers), *field.shape)
-        if tensor is None or tuple(tensor.shape) != wanted or tensor.dtype != field.dtype:
+        tensor = tensors.get(name)
+        shape = (len(numbers), *field.shape)
+        if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != field.dtype:
             got = "nothing" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
             raise Mistakes.one(
-                f"the task gives {got} for its field `{name}`", exit=Exit.DATA, why=f"{list(wanted)} of {field.dtype}"
+                f"the task gives {got} for its field `{name}`", exit=Exit.DATA, why=f"{list(shape)} of {field.dtype}"
             )
-    return MadeBatch(made, tuple(f"row {number}" for number in numbers))
+    return MadeBatch(tensors, tuple(f"row {number}" for number in numbers))

@@ -1,4 +1,4 @@
-"""What happens when loss or gradient is not finite: decided from numbers that are the same on all ranks."""
+"""The policy for a loss or gradient that is not finite, decided from numbers that are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Literal
 Policy = Literal["stop", "skip", "rollback"]
 
 MOST_SKIPS = 10
-"""In a row; beyond, the run is broken and not its data."""
+"""Consecutive skips after which the run, and not its data, is considered broken."""
 MOST_ROLLBACKS = 3
-"""To one checkpoint."""
+"""Rollbacks to one checkpoint after which the run stops."""
 
 
 class Guard:
-    """Counts what went wrong and says what to do next."""
+    """Counts skips and rollbacks, and decides what to do next."""
 
     def __init__(self, policy: Policy):
         self.policy = policy
@@ -24,11 +24,11 @@ class Guard:
         self._rollbacks: dict[int, int] = {}
 
     def fine(self) -> None:
-        """A step went well."""
+        """Records a finite step."""
         self.skipped_in_a_row = 0
 
     def decide(self, back_to: int) -> tuple[Policy, str]:
-        """What to do, and why when it is to stop. `back_to` is the step that a rollback would return to."""
+        """(what to do, why if it is to stop). `back_to`: the step that a rollback would return to."""
         if self.policy == "skip":
             self.skipped_in_a_row += 1
             self.skipped += 1
@@ -44,10 +44,10 @@ class Guard:
 
 
 def suspects(losses: Sequence[float], micro_batches: int) -> list[int]:
-    """The micro-batches to blame: those whose loss is not finite, or all when only the gradient is not."""
+    """The micro-batches whose loss is not finite, or all where only the gradient is not."""
     return [i for i, loss in enumerate(losses) if not math.isfinite(loss)] or list(range(micro_batches))
 
 
 def what(loss: float, grad_norm: float) -> str:
-    """In words."""
+    """Loss and gradient norm as text for a message."""
     return f"loss {loss:g}, gradient norm {grad_norm:g}"

@@ -1,4 +1,4 @@
-"""The engine of a run in stages: this rank walks its device's row of the schedule, over real connections."""
+"""The training engine of a pipeline: this rank runs its device's row of the schedule over real connections."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from tpshard.train.state import COUNTED, MOMENTS, InitialBlock, State
 from tpshard.train.training_engine import StepResult
 
 AHEAD = 2
-"""Tasks after the one at work whose values are being received already."""
+"""How many tasks ahead of the current one values are received."""
 
 
 class PipelineEngine(State):
-    """See `TrainingEngine`: the ranks of a stage run that stage's programs. Micro-batches are collected and run
-    together, as the schedule says, when the step ends."""
+    """A `TrainingEngine` whose ranks run the programs of their stage.
+
+    Micro-batches are collected, and run as the schedule says when the step ends.
+    """
 
     def __init__(self, programs: TrainingPrograms, context: Context, initial_block: InitialBlock):
         assert programs.pipeline is not None
@@ -40,10 +42,10 @@ class PipelineEngine(State):
             programs, context, initial_block, self.mine.update, [gradients[name] for name in self.sum_names]
         )
         every = list(self.pipeline.programs.values())
-        context.groups.ensure(c.refs for program in every for c in program.collectives)  # alike on all ranks
+        context.groups.ensure(c.refs for program in every for c in program.collectives)  # in one order on all ranks
         self.mail = Mail(context, self.pipeline.axis, every)
         self.runs: dict[int, Executor] = {}
-        """By the id of a stage's program, which the pipeline holds."""
+        """Executors by the id of their stage's program, which the pipeline keeps alive."""
         for stages in (self.pipeline.stages, self.pipeline.evaluation):
             for stage in mine:
                 for program in stages[stage].programs:
@@ -59,11 +61,11 @@ class PipelineEngine(State):
 
     @property
     def sent_bytes(self) -> int | None:
-        found = super().sent_bytes
-        return None if found is None else found + self._sent_between
+        sent = super().sent_bytes
+        return None if sent is None else sent + self._sent_between
 
     def expected(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
-        """Of all stages."""
+        """Global shape and dtype of every tensor of all stages."""
         dtype = self.params[0].dtype
         ports = [port for port in self.programs.micro.inputs if port.kind == "parameter"]
         return {prefix + port.name: (port.shape, dtype) for prefix in ("", *MOMENTS) for port in ports}
@@ -88,10 +90,10 @@ class PipelineEngine(State):
             losses, counts, noted = self._scalars(walk)
             squares, losses, counts, *noted = self.totals(*sums, losses, counts, *noted)
             scalars = (losses.sum(), counts.sum(), self._scalar(lr), self._scalar(number), squares)
-            made = self.step(*self.params, *sums, *self.moments[0], *self.moments[1], *scalars)
+            results = self.step(*self.params, *sums, *self.moments[0], *self.moments[1], *scalars)
         if self._steps == COUNTED - 1:
             self._sent_between = self.mail.sent_bytes - before
-        norm, finite = self._updated(made)
+        norm, finite = self._updated(results)
         self._batches.clear()
         return self._result(losses, counts, norm, finite, noted[0] if noted else None)
 
@@ -110,7 +112,7 @@ class PipelineEngine(State):
         return walk
 
     def _number(self, task: StageTask, stage: int) -> int:
-        """What tells apart values of one name: the micro-batch, and the stage that receives it."""
+        """The message number of a value: it tells apart micro-batches and receiving stages."""
         return task.micro * self.pipeline.table.stages + stage
 
     def _call(self, program: Program, task: StageTask, inputs: list[Tensor]) -> list[Tensor]:
@@ -121,31 +123,31 @@ class PipelineEngine(State):
         return self.mail.take(port.name, self._number(task, task.stage))
 
     def sent(self, task: StageTask, port: Port, value: Tensor) -> None:
-        """Its program has started to send it."""
+        """Called when the task's program has started to send the value."""
 
     def _exchanged(self, sums: list[Tensor]) -> list[Tensor]:
-        """The sums, those of shared parameters added up over the devices that have them."""
+        """The gradient sums, with those of shared parameters added up over their devices."""
         if self.exchange is None:
             return sums
         program = self.exchange.program
-        known = dict(zip(self.sum_names, sums))
+        sums_by_name = dict(zip(self.sum_names, sums))
         self.mail.number = 0
         self.mail.expect(program, 0)
-        made = self.exchange(*(known[p.name] if p.kind == "gradient" else self.mail.take(p.name, 0)
+        exchanged = self.exchange(*(sums_by_name[p.name] if p.kind == "gradient" else self.mail.take(p.name, 0)
                                for p in program.inputs))  # fmt: skip
         self.mail.finish()
-        known |= {p.name: value for p, value in zip(program.outputs, made) if p.kind == "gradient"}
-        return [known[name] for name in self.sum_names]
+        sums_by_name |= {p.name: value for p, value in zip(program.outputs, exchanged) if p.kind == "gradient"}
+        return [sums_by_name[name] for name in self.sum_names]
 
     def _scalars(self, walk: Walk[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Loss and tokens of every micro-batch, and what the model counts: zeros but on the last stage."""
+        """Loss and tokens of every micro-batch, and the model's counters: zeros except on the last stage."""
         ports = self.mine.totals.inputs[len(self.sum_names) :]
         zeros = [torch.zeros(port.local, dtype=port.dtype, device=self.context.device) for port in ports]
         if not walk.scalars:
             return zeros[0], zeros[1], zeros[2:]
-        found = [walk.scalars[micro] for micro in sorted(walk.scalars)]
-        losses, counts = torch.stack([one[0] for one in found]), torch.stack([one[1] for one in found])
-        return losses, counts, [torch.stack([one[2] for one in found]).sum(0)] if zeros[2:] else []
+        per_micro = [walk.scalars[micro] for micro in sorted(walk.scalars)]
+        losses, counts = torch.stack([one[0] for one in per_micro]), torch.stack([one[1] for one in per_micro])
+        return losses, counts, [torch.stack([one[2] for one in per_micro]).sum(0)] if zeros[2:] else []
 
     def evaluate(self, batch: StepBatch) -> tuple[float, int]:
         row = [StageTask("F", stage, 0) for stage in self.pipeline.table.stages_of(self.place)]

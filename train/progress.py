@@ -1,4 +1,4 @@
-"""How a run shows that it moves: a bar where someone looks, plain lines where not. All of it on stderr."""
+"""The display of a run's progress on stderr: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import IO, Any, Protocol
 
 
 class Progress(Protocol):
-    """What the loop tells whoever watches."""
+    """The interface through which the loop reports progress."""
 
     def step(self, row: Mapping[str, Any], *, logged: bool) -> None:
-        """A step is done; `logged` rows go into the record too."""
+        """Reports a finished step; `logged` rows are also recorded."""
         ...
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a permanent line."""
         ...
 
     def close(self) -> None: ...
 
 
 class Silent:
-    """Ranks other than 0."""
+    """No display, for ranks other than 0."""
 
     def step(self, row: Mapping[str, Any], *, logged: bool) -> None:
         pass
@@ -37,12 +37,12 @@ class Silent:
 
 
 class Lines:
-    """A line for each logged step: for files, pipes and terminals that cannot move the cursor."""
+    """A line per logged step: for files, pipes and terminals without cursor movement."""
 
     def __init__(self, steps: int, stream: IO[str] | None = None):
         self.steps, self.stream = steps, stream or sys.stderr
         self._first: tuple[int, float] | None = None
-        """Step and time from which the speed is measured: behind the first step, which compiles and opens files."""
+        """Step and time from which speed is measured: after the first step, which compiles and opens files."""
 
     def step(self, row: Mapping[str, Any], *, logged: bool) -> None:
         step, now = int(row["step"]), time.monotonic()
@@ -57,7 +57,7 @@ class Lines:
         return f"  {duration((now - self._first[1]) / (step - self._first[0]) * (self.steps - step))} left"
 
     def note(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # Nobody listens any more: the record goes on.
+        with suppress(OSError, ValueError):  # stderr is closed: the run continues.
             self.stream.write(text + "\n")
             self.stream.flush()
 
@@ -102,7 +102,7 @@ def watched(steps: int, done: int, *, main: bool) -> Progress:
 
 
 def measures(row: Mapping[str, Any]) -> str:
-    """`loss 3.2145  12.3k tokens/s`, and of experts how many times the mean the busiest got."""
+    """`loss 3.2145  12.3k tokens/s`, and with experts the busiest one's tokens over the mean."""
     loss = "loss not finite" if row["loss"] is None else f"loss {row['loss']:.4f}"
     experts = row.get("experts")
     even = "" if experts is None else f"  busiest expert {experts['busiest']:.2f}x, {experts['dropped']:.1%} dropped"
@@ -110,7 +110,7 @@ def measures(row: Mapping[str, Any]) -> str:
 
 
 def short(number: float) -> str:
-    """12345 -> 12.3k"""
+    """A short form of a number: 12345 -> 12.3k"""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
             return f"{number / limit:.1f}{unit}"
@@ -118,7 +118,7 @@ def short(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """75 -> 1:15, 3725 -> 1:02:05"""
+    """Seconds as a clock: 75 -> 1:15, 3725 -> 1:02:05"""
     whole = int(seconds + 0.5)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

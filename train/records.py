@@ -1,4 +1,4 @@
-"""The record of a run: metrics.jsonl, one JSON object a line. wandb and everything else are copies of it."""
+"""The metrics of a run: metrics.jsonl, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ logger = logging.getLogger(__name__)
 
 STEP_KEYS = {
     "step": "optimizer steps done",
-    "loss": "mean loss of a target token of the step, in nats",
+    "loss": "mean loss per target token of the step, in nats",
     "grad_norm": "global norm of the gradients, before clipping",
     "lr": "learning rate of the step",
-    "tokens": "target tokens that updates were made of, since the run began",
-    "tokens_per_s": "target tokens a second of all devices, in this step",
+    "tokens": "target tokens of all updates since the run began",
+    "tokens_per_s": "target tokens per second of all devices, in this step",
     "step_s": "seconds of this step",
     "mfu": "model FLOPs / (peak FLOP/s of all devices x time); null on a CPU",
-    "peak_memory_bytes": "most memory that a rank has allocated; null where it is not seen",
-    "exposed_comm_s": "seconds of this step that a rank waited for collectives; null where they are not seen",
+    "peak_memory_bytes": "peak memory allocated on a rank; null where it is not measured",
+    "exposed_comm_s": "seconds of this step that a rank waited for collectives; null where not measured",
     "sent_bytes": "bytes that a rank sends in a step, counted in the second one",
     "collectives": "collectives that a rank issues in a step, counted in the second one",
     "time": "Unix time, in seconds",
-    "run": "number of times that the run was started or continued",
+    "run": "number of times that the run was started or resumed",
     "restarts": "restarts after a worker crashed, since the command was given",
 }
-"""Keys of every row of a training step, and what they hold; null where unknown. Evaluation rows carry `eval_loss` and
-no `loss`."""
+"""The keys of a training step's row, and their meaning; null where unknown. Evaluation rows have `eval_loss` and no
+`loss`."""
 
 
 class Records:
-    """Appends rows to metrics.jsonl, each by one write, so that readers never see half of one.
+    """Appends rows to metrics.jsonl, one write each, so that readers never see half a row.
 
-    A disk that refuses is a warning, once; the rows wait in memory and follow when it takes them again.
+    If the disk fails there is one warning; the rows wait in memory and are written when it works again.
     """
 
     def __init__(self, path: Path):
@@ -48,20 +48,20 @@ class Records:
             _mend(path)
 
     def __call__(self, row: Mapping[str, Any]) -> None:
-        """Write a row. Numbers that are not finite, which JSON cannot hold, become null."""
+        """Writes a row. Numbers that are not finite, which JSON cannot hold, become null."""
         if "loss" in row:
             row = {**dict.fromkeys(STEP_KEYS), **row}
         self._waiting.append(json.dumps({k: _finite(v) for k, v in row.items()}, allow_nan=False).encode() + b"\n")
         self.flush()
 
     def flush(self) -> None:
-        """Write what waits, as far as the disk takes it."""
+        """Writes the waiting rows, as far as the disk accepts them."""
         with self._tolerant():
             handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 while self._waiting:
                     written = os.write(handle, self._waiting[0])
-                    if written < len(self._waiting[0]):  # a full disk takes a part: keep the rest for later
+                    if written < len(self._waiting[0]):  # a full disk accepts a part: keep the rest
                         self._waiting[0] = self._waiting[0][written:]
                     else:
                         self._waiting.pop(0)
@@ -79,10 +79,10 @@ class Records:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows, in order; a last line that was cut short is left out.
+    """All rows, in order, without a truncated last line.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file does not exist or cannot be read.
     """
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -94,7 +94,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def last_attempt(path: Path) -> int:
-    """How often the run was started before, as its rows tell; 0 where there are none."""
+    """The number of earlier starts of the run, from its rows; 0 without any."""
     try:
         return max((int(row.get("run") or 0) for row in read_rows(path)), default=0)
     except (OSError, ValueError, TypeError):
@@ -102,7 +102,7 @@ def last_attempt(path: Path) -> int:
 
 
 def _mend(path: Path) -> None:
-    """Cut off what a killed run left of its last line, or the next row would be lost with it."""
+    """Removes a truncated last line of a killed run; the next row would be appended to it."""
     if path.is_file():
         data = path.read_bytes()
         whole = data.rfind(b"\n") + 1

@@ -1,4 +1,4 @@
-"""Reading checkpoints: verified, in any block, whatever mesh wrote them. See `checkpoint` for the format."""
+"""Reading checkpoints: verified, in any block, on any mesh. See `checkpoint` for the format."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ logger = logging.getLogger(__name__)
 
 
 class Damaged(Exception):
-    """A checkpoint is not what its manifest says. The message names the file and what is wrong with it."""
+    """A checkpoint contradicts its manifest. The message names the file and the fault."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint knows of one tensor."""
+    """A tensor of a checkpoint: shape, dtype, and the blocks that hold it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     blocks: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    """(file, starts, sizes)"""
+    """(file, starts, sizes) of each block."""
 
 
 class SavedCheckpoint:
-    """One checkpoint, opened: its manifest checked against itself; the files are read on demand.
+    """An open checkpoint: the manifest is verified, the files are read on demand.
 
     Raises:
-        Damaged: the manifest is missing, unreadable, edited, or of a later version.
+        Damaged: the manifest is missing, unreadable, changed, or of a later version.
     """
 
     def __init__(self, folder: Path):
@@ -47,7 +47,7 @@ class SavedCheckpoint:
         self.world: int = manifest["world"]
         self.meta: dict[str, Any] = manifest["meta"]
         self.local: list[dict[str, Any]] = manifest["ranks"]
-        """What each rank of the run that saved it gave as `local`."""
+        """The JSON that each rank passed to `save` as `local`."""
         self.files: dict[str, dict[str, Any]] = manifest["files"]
         self.tensors: dict[str, Saved] = {
             name: Saved(
@@ -60,25 +60,25 @@ class SavedCheckpoint:
         self._open: dict[str, Any] = {}
 
     def verify(self) -> None:
-        """Read every file and compare its sha256.
+        """Reads every file and compares its sha256.
 
         Raises:
-            Damaged: naming the first file that is missing, cut short or changed.
+            Damaged: names the first file that is missing, truncated or changed.
         """
-        with ThreadPoolExecutor(8) as readers:  # hashing leaves the interpreter free
+        with ThreadPoolExecutor(8) as readers:  # hashing releases the interpreter's lock
             for damage in readers.map(self._damage, self.files):
                 if damage:
                     raise Damaged(damage)
 
     def _damage(self, name: str) -> str:
-        """What is wrong with a file; "" where nothing is."""
+        """The fault of a file; "" if it has none."""
         path, file = self.folder / name, self.files[name]
         try:
             size = path.stat().st_size
             if size != file["bytes"]:
                 return f"{path} has {size} bytes, not {file['bytes']}"
             if sha256_of(path) != file["sha256"]:
-                return f"{path} has changed since it was written (its sha256 is another)"
+                return f"{path} has changed since it was written (its sha256 differs)"
         except FileNotFoundError:
             return f"{path} is missing"
         except OSError as error:
@@ -86,18 +86,18 @@ class SavedCheckpoint:
         return ""
 
     def block(self, name: str, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """global[starts : starts + sizes] of a tensor, on the CPU, put together from whatever blocks were written.
+        """global[starts : starts + sizes] of a tensor, on the CPU, assembled from the stored blocks.
 
         Raises:
-            KeyError: there is no such tensor.
-            ValueError: the block lies outside of it.
+            KeyError: the checkpoint has no such tensor.
+            ValueError: the block is outside the tensor.
             Damaged: a file cannot be read.
         """
         saved = self.tensors[name]
         if len(starts) != len(saved.shape) or len(sizes) != len(saved.shape):
-            raise ValueError(f"{name} has shape {saved.shape}; a block of {len(starts)} dims was asked for")
+            raise ValueError(f"{name} has shape {saved.shape}; a block of {len(starts)} dims was requested")
         if any(a < 0 or n < 0 or a + n > whole for a, n, whole in zip(starts, sizes, saved.shape)):
-            raise ValueError(f"block {tuple(starts)} + {tuple(sizes)} lies outside of {name}, shape {saved.shape}")
+            raise ValueError(f"block {tuple(starts)} + {tuple(sizes)} is outside of {name}, shape {saved.shape}")
         result = torch.empty(tuple(sizes), dtype=saved.dtype)
         for file, at, extent in saved.blocks:
             low = [max(a, b) for a, b in zip(starts, at)]
@@ -114,35 +114,36 @@ class SavedCheckpoint:
         return self.block(name, (0,) * len(saved.shape), saved.shape)
 
     def differences(self, expected: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> list[str]:
-        """What keeps this checkpoint from being loaded into tensors of these shapes and dtypes, in words."""
-        found = []
+        """Why this checkpoint cannot be loaded into tensors of these shapes and dtypes, as messages; empty if it
+        can."""
+        reasons = []
         for what, names in (
             ("not in the checkpoint", [n for n in expected if n not in self.tensors]),
             ("in the checkpoint only", [n for n in self.tensors if n not in expected]),
         ):
             if names:
-                found.append(f"{what}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if names[3:] else ""))
+                reasons.append(f"{what}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if names[3:] else ""))
         for name, (shape, dtype) in expected.items():
             if saved := self.tensors.get(name):
                 if saved.shape != tuple(shape):
-                    found.append(f"{name}: saved {list(saved.shape)}, wanted {list(shape)}")
+                    reasons.append(f"{name}: saved {list(saved.shape)}, expected {list(shape)}")
                 elif saved.dtype != dtype:
-                    found.append(f"{name}: saved {_short(saved.dtype)}, wanted {_short(dtype)}")
-        return found
+                    reasons.append(f"{name}: saved {_short(saved.dtype)}, expected {_short(dtype)}")
+        return reasons
 
     def require(self, expected: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> None:
-        """Refuse to load a checkpoint of another model.
+        """Raises if the checkpoint is of another model.
 
         Raises:
             Mistakes: exit 7, with the differences.
         """
-        if found := self.differences(expected):
-            more = f"; and {len(found) - 6} more" if found[6:] else ""
+        if reasons := self.differences(expected):
+            more = f"; and {len(reasons) - 6} more" if reasons[6:] else ""
             raise Mistakes.one(
-                f"{self.folder} is of another model",
+                f"{self.folder} is a checkpoint of another model",
                 exit=Exit.CHECKPOINT,
-                why="; ".join(found[:6]) + more,
-                fix="the recipe it was saved with (recipe.yaml of that run); or checkpoint.resume: never",
+                why="; ".join(reasons[:6]) + more,
+                fix="use the recipe it was saved with (recipe.yaml of that run), or set checkpoint.resume: never",
             )
 
     def _read(self, file: str, name: str, inside: tuple[slice, ...]) -> torch.Tensor:
@@ -157,19 +158,19 @@ class SavedCheckpoint:
 def newest(
     directory: Path, *, usable: Callable[[SavedCheckpoint], None] = SavedCheckpoint.verify
 ) -> SavedCheckpoint | None:
-    """The newest checkpoint that is whole; a damaged one is named in a warning and the one before it is taken.
+    """The newest undamaged checkpoint. Damaged ones are named in a warning and passed over.
 
-    Reads all of it: let one process choose, and tell the others which step.
+    Reads the whole checkpoint: one process should choose, and tell the others the step.
 
     Args:
         directory: a run's `checkpoints`.
-        usable: raises Damaged for those to pass over.
+        usable: raises Damaged for checkpoints to pass over.
 
     Returns:
-        None where there is no checkpoint at all.
+        None where there is no checkpoint.
 
     Raises:
-        Mistakes: exit 7; there are checkpoints and all are damaged.
+        Mistakes: exit 7; all checkpoints are damaged.
     """
     refused = []
     for path in reversed(steps(directory).values()):
@@ -188,16 +189,16 @@ def newest(
             f"every checkpoint in {directory} is damaged",
             exit=Exit.CHECKPOINT,
             why="; ".join(refused),
-            fix="restore one from a copy, or start anew with checkpoint.resume: never",
+            fix="restore one from a copy, or start over with checkpoint.resume: never",
         )
     return None
 
 
 def open_checkpoint(folder: Path) -> SavedCheckpoint:
-    """One certain checkpoint, verified.
+    """The checkpoint in `folder`, verified.
 
     Raises:
-        Mistakes: exit 7; it is not there or damaged.
+        Mistakes: exit 7; it is missing or damaged.
     """
     try:
         checkpoint = SavedCheckpoint(folder)
@@ -220,11 +221,11 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise Damaged(f"{path} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise Damaged(f"{path} is not a manifest of a checkpoint")
+        raise Damaged(f"{path} is not the manifest of a checkpoint")
     if manifest.get("version") != VERSION:
         raise Damaged(f"{path} is of version {manifest.get('version')}; this program reads version {VERSION}")
     if manifest.get("sha256") != manifest_sum(manifest):
-        raise Damaged(f"{path} has been edited or damaged (its own sha256 is another)")
+        raise Damaged(f"{path} was changed or damaged (its own sha256 differs)")
     try:
         for name in manifest["files"]:
             if Path(name).name != name or name.startswith("."):
@@ -232,13 +233,13 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         for name, entry in manifest["tensors"].items():
             check_cover(name, entry["shape"], [(b["starts"], b["sizes"]) for b in entry["blocks"]])
             if unknown := {b["file"] for b in entry["blocks"]} - manifest["files"].keys():
-                raise Damaged(f"{path}: {name} lies in {min(unknown)}, which it does not list")
+                raise Damaged(f"{path}: {name} is in {min(unknown)}, which it does not list")
             if not isinstance(getattr(torch, entry["dtype"], None), torch.dtype):
                 raise Damaged(f"{path}: {name} has the unknown dtype {entry['dtype']}")
         for key in ("step", "world", "meta", "ranks"):
             manifest[key]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Damaged(f"{path} is not laid out as a manifest: {type(error).__name__}: {error}") from error
+        raise Damaged(f"{path} does not have the layout of a manifest: {type(error).__name__}: {error}") from error
     return manifest
 
 

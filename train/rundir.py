@@ -1,4 +1,4 @@
-"""A run's folder: who may write to it, and what lies where.
+"""A run's folder: its files, and the lock that lets one process write to it.
 
 recipe.yaml  plan.json  metrics.jsonl  checkpoints/  logs/  wandb/
 """
@@ -27,30 +27,30 @@ from tpshard.train.records import last_attempt
 
 @dataclass(frozen=True)
 class Holder:
-    """A process, such that another one with its number is not taken for it."""
+    """The process that holds a lock, identified so that a later process with its pid is not mistaken for it."""
 
     pid: int
     host: str
     started: str
-    """Of the machine and of the process on it; "" where the system does not say."""
+    """Start times of machine and process; "" where the system does not say."""
 
     @staticmethod
     def this() -> Holder:
         return Holder(os.getpid(), socket.gethostname(), _started(os.getpid()))
 
     def is_gone(self) -> bool:
-        """Certainly ended. Of another host's processes nothing is certain."""
+        """Whether the process has certainly ended. Processes of other hosts are never certain."""
         return self.host == socket.gethostname() and _started(self.pid) != self.started
 
 
 class RunDir:
     """The folder of a run, locked for this process.
 
-    Opening it makes it, takes the lock, and puts right what a killed run left there. One process a run does this (the
-    main rank); the others only read paths. Use as a context manager, or call `close`.
+    Opening creates and locks it, and repairs what a killed run left. Only the main rank opens it; the others read
+    paths. Use as a context manager, or call `close`.
 
     Raises:
-        Mistakes: exit 5; another run works there, or it cannot be written.
+        Mistakes: exit 5; another run uses the folder, or it cannot be written.
     """
 
     def __init__(self, path: Path, *, where: Source | None = None):
@@ -64,7 +64,7 @@ class RunDir:
             raise self._unwritable(error) from error
         checkpoint.clean(self.checkpoints)
         self.attempt = last_attempt(self.metrics) + 1
-        """1 for a new run, counted by metrics.jsonl."""
+        """1 for a new run, counted from metrics.jsonl."""
 
     @property
     def checkpoints(self) -> Path:
@@ -88,19 +88,19 @@ class RunDir:
 
     @property
     def wandb_id(self) -> str:
-        """Under which wandb knows this run: made once, so that a run that stops and resumes is one run there."""
+        """wandb's id of this run, created once, so that a resumed run continues the same wandb run."""
         path = self.path / "wandb" / "id"
         with contextlib.suppress(OSError):
             if re.fullmatch(r"[a-z0-9]{1,64}", told := path.read_text().strip()):
                 return told
-        made = secrets.token_hex(4)
-        with contextlib.suppress(OSError):  # a disk that refuses costs one run there, not the training
+        new_id = secrets.token_hex(4)
+        with contextlib.suppress(OSError):  # if the disk fails, wandb gets a new run; training continues
             path.parent.mkdir(exist_ok=True)
-            path.write_text(made + "\n")
-        return made
+            path.write_text(new_id + "\n")
+        return new_id
 
     def write(self, name: str, text: str) -> Path:
-        """Write a file of the folder so that it is there whole or not at all. Raises `Mistakes` (exit 5)."""
+        """Writes a file of the folder, complete or not at all. Raises `Mistakes` (exit 5)."""
         path = self.path / name
         beside = ""
         try:
@@ -129,7 +129,7 @@ class RunDir:
         )
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Releases the lock."""
         with contextlib.suppress(OSError):
             if _read(self._lock_path) == Holder.this():
                 self._lock_path.unlink()
@@ -158,15 +158,15 @@ class RunDir:
                     continue
                 break
         raise Mistakes.one(
-            f"another run works in {self.path}",
+            f"another run uses {self.path}",
             exit=Exit.MACHINE,
             where=self._where,
             why=f"process {holder.pid} on {holder.host}" if holder else f"{self._lock_path} does not say which",
-            fix=f"wait for it, choose another run.dir, or remove {self._lock_path} if that process is gone",
+            fix=f"wait for it, choose another run.dir, or remove {self._lock_path} if that process has ended",
         )
 
     def _claim(self, mine: Holder) -> bool:
-        """Create the lock with its content in one act: a link to a finished file either is made or is not."""
+        """Creates the lock with its content atomically: a link to a finished file either succeeds or fails."""
         handle, beside = tempfile.mkstemp(prefix=".lock.", dir=self.path)
         try:
             with os.fdopen(handle, "w") as file:
@@ -181,17 +181,17 @@ class RunDir:
 
 @contextlib.contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Two that find the same dead holder must not remove each other's new lock."""
+    """A lock on the lock: two processes that see the same dead holder must not remove each other's new lock."""
     import fcntl
 
     with path.open("a") as file:
-        with contextlib.suppress(OSError):  # disks without locks: the link alone decides
+        with contextlib.suppress(OSError):  # disks without file locks: the link alone decides
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _disk(path: Path) -> str:
-    """`the disk at /home, 12.0 MiB of 50.0 GiB free`, of the file system that `path` would lie on."""
+    """`the disk at /home, 12.0 of 50.0 MiB free`, for the file system of `path`."""
     there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
     while not there.is_mount():
         there = there.parent
@@ -211,7 +211,7 @@ def _read(path: Path) -> Holder | None:
 
 
 def _started(pid: int) -> str:
-    """Boot and start time of a living process; "" for one that is gone (or a zombie)."""
+    """Boot time and start time of a living process; "" for an ended one (or a zombie)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,10 +1,10 @@
-"""The sample: real English made on this machine, so that a first run needs no network and nobody else's files.
+"""The sample: English text generated on this machine, so that a first run needs no network.
 
-CPython documents itself: `pydoc_data.topics` and the docstrings of the standard library are about 2 MB of English.
-Their sources are read with `ast` (never imported), written once in C4's format (`{"text", "timestamp", "url"}` a line,
-gzip), split into training and held-out text, and a byte-level BPE of 2,048 tokens is trained on the training part. It
-all lies in the user's cache folder under a name that holds the Python version; a manifest of sha256 sums tells a
-damaged copy from a good one.
+The text is CPython's documentation of itself: `pydoc_data.topics` and the docstrings of the standard library, about
+2 MB. The sources are parsed with `ast` (never imported) and written in C4's format (`{"text", "timestamp", "url"}` per
+line, gzip), split into training and held-out text. A byte-level BPE of 2,048 tokens is trained on the training text.
+All is kept in the user's cache folder, under a name with the Python version, with a manifest of sha256 sums that
+reveals a damaged copy.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from pathlib import Path
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 VERSION = 1
-"""Of the sample's making; it is part of the folder's name, so a new one is made beside the old."""
+"""Version of the sample, part of the folder's name, so that a new version is written beside the old one."""
 VOCAB = 2048
 BEGIN, END = "<|begin|>", "<|end|>"
 TRAIN_FILES = 4
 HELD_OUT = 20
-"""One document in so many is held out, chosen by the hash of its text."""
+"""One document in this many is held out, chosen by the hash of its text."""
 SHORTEST = 64
-"""Characters; shorter docstrings say little."""
+"""Characters; shorter docstrings are left out."""
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -47,7 +47,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Sample:
-    """A made sample. `directory` holds C4-format files; `tokenizer` is a folder as Hugging Face writes them."""
+    """A sample on disk: `directory` holds C4-format files, `tokenizer` is a Hugging Face tokenizer folder."""
 
     directory: Path
     tokenizer: Path
@@ -55,19 +55,19 @@ class Sample:
 
 def cache_dir() -> Path:
     """The user's cache folder for tpshard: $TPSHARD_CACHE, else $XDG_CACHE_HOME/tpshard, else ~/.cache/tpshard."""
-    if given := os.environ.get("TPSHARD_CACHE"):
-        return Path(given)
+    if override := os.environ.get("TPSHARD_CACHE"):
+        return Path(override)
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg) / "tpshard"
     return Path(os.path.expanduser("~")) / ".cache" / "tpshard"
 
 
 def ensure_sample(fallback: Path | None = None) -> Sample:
-    """The sample, made if it is not there yet.
+    """The sample, created if it does not exist.
 
-    Safe with any number of processes: one makes it, the others wait; what a killed one leaves is never taken for a
-    sample, because the finished folder appears by one rename. `fallback` (the run's folder) is used where the user's
-    cache folder cannot be written.
+    Safe with any number of processes: one creates it, the others wait. The finished folder appears by one rename, so
+    that a killed process never leaves half a sample. `fallback` (the run's folder) is used where the user's cache
+    folder cannot be written.
 
     Raises:
         Mistakes: exit 6, where neither folder can be written or this Python has no sources to read.
@@ -95,9 +95,9 @@ def ensure_sample(fallback: Path | None = None) -> Sample:
 
 
 def documents(stdlib: Path | None = None) -> Iterator[tuple[str, str]]:
-    """(text, where it is from) of CPython's own documentation, in the order of the files' names.
+    """(text, place) of each document of CPython's own documentation, in the order of file names.
 
-    A document is a help topic, a module's docstring, or a function or class with everything documented in it.
+    A document is a help topic, a module's docstring, or a function or class with all its docstrings.
     """
     root = stdlib or Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}
@@ -145,7 +145,7 @@ def _described(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, pref
 
 
 def _make(folder: Path) -> None:
-    """Write the whole sample beside `folder` and rename it into place."""
+    """Writes the whole sample to a temporary folder and renames it to `folder`."""
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         train, held_out = _split()
@@ -156,21 +156,22 @@ def _make(folder: Path) -> None:
         sums = {str(p.relative_to(work)): _sha256(p) for p in sorted(work.rglob("*")) if p.is_file()}
         _write(work / "manifest.json", json.dumps({"version": VERSION, "sha256": sums}, indent=1).encode())
         work.chmod(0o755)
-        if folder.exists():  # damaged, or somebody else's: put it out of the way, never into the new one's
+        if folder.exists():  # damaged, or another user's: move it away instead of writing into it
             aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
             folder.rename(aside / "damaged")
             shutil.rmtree(aside, ignore_errors=True)
         try:
             work.rename(folder)
         except OSError:
-            if not _is_whole(folder):  # else another process without our lock was faster, with the same bytes
+            if not _is_whole(folder):  # otherwise another process was faster, with the same bytes
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 def _split() -> tuple[list[str], list[str]]:
-    """JSON lines of the training and the held-out part, in the order of their hashes: neighbours are unrelated."""
+    """JSON lines of the training and the held-out part, in the order of their hashes, so that neighbours are
+    unrelated."""
     by_hash: dict[bytes, str] = {}
     for text, origin in documents():
         text = text.strip()
@@ -233,7 +234,7 @@ def _is_whole(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Hold a lock that the system drops with its process. Without locks (some network disks) the rename decides."""
+    """Holds a file lock, released when the process ends. Without locks (some network disks) the rename decides."""
     import fcntl
 
     with path.open("a") as file:
@@ -244,7 +245,7 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
 
 def _write_gz(path: Path, lines: list[str]) -> None:
     buffer = io.BytesIO()
-    with gzip.GzipFile(filename="", fileobj=buffer, mode="wb", mtime=0) as file:  # no name, no time: same bytes
+    with gzip.GzipFile(filename="", fileobj=buffer, mode="wb", mtime=0) as file:  # no name or time: the same bytes
         file.write("".join(f"{line}\n" for line in lines).encode())
     _write(path, buffer.getvalue())
 

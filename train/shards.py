@@ -1,4 +1,4 @@
-"""Blocks of global tensors and the safetensors files they are written to."""
+"""Blocks of global tensors, and the safetensors files that hold them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ DTYPES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""safetensors' names."""
+"""The dtypes' names in safetensors."""
 
 
 @dataclass(frozen=True)
 class Shard:
     """The block of a global tensor that one rank holds: `tensor` is global[starts : starts + tensor.shape].
 
-    Padding of uneven shards is not part of it: pass the part of the local tensor that lies inside `shape`.
+    Padding of uneven shards is not included: pass only the part of the local tensor inside `shape`.
     """
 
     tensor: torch.Tensor
@@ -47,18 +47,18 @@ class Shard:
             )
         for start, size, whole in zip(self.starts, self.tensor.shape, self.shape):
             if start < 0 or start + size > whole:
-                raise ValueError(f"block {self.starts} + {tuple(self.tensor.shape)} lies outside of {self.shape}")
+                raise ValueError(f"block {self.starts} + {tuple(self.tensor.shape)} is outside of {self.shape}")
 
     @staticmethod
     def whole(tensor: torch.Tensor) -> Shard:
-        """A tensor that every rank holds entirely."""
+        """A shard for a tensor that every rank holds entirely."""
         return Shard(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
-    """Write a safetensors file, one tensor in host memory at a time, and fsync it.
+    """Writes a safetensors file, with one tensor at a time in host memory, and fsyncs it.
 
-    Returns its size in bytes and the sha256 of the bytes that were meant, not of what the disk made of them.
+    Returns its size in bytes and the sha256 of the bytes passed to the disk.
 
     Raises:
         OSError: disk full, quota, read-only.
@@ -81,7 +81,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[
 
 
 def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write and fsync; returns size and sha256."""
+    """Writes and fsyncs a file; returns its size and sha256."""
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
         for chunk in chunks:
@@ -94,7 +94,7 @@ def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int,
 
 
 def sync_dir(path: Path) -> None:
-    """Make names that were created or renamed in `path` last through a power cut."""
+    """Syncs a folder, so that new and renamed files in it survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""The engine of a run: a recipe's programs on this rank, with its shards of parameters, gradients and moments."""
+"""The training engine without stages: every rank runs the same programs on its shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tpshard.train.training_engine import StepResult
 
 
 class SpmdEngine(State):
-    """See `TrainingEngine`: every rank runs the same programs."""
+    """A `TrainingEngine` whose ranks all run the same programs."""
 
     def __init__(self, programs: TrainingPrograms, context: Context, initial_block: InitialBlock):
         count = len(programs.names)
@@ -29,7 +29,7 @@ class SpmdEngine(State):
         self._sums: list[tuple[Tensor, Tensor]] = []
         self._counts: list[Tensor] = []
         self._used: list[Tensor] | None = None
-        """Parameters gathered for all micro-batches of this step."""
+        """Parameters gathered once for all micro-batches of the step; None before."""
 
     def accumulate(self, batch: StepBatch, seed: int) -> None:
         with self._counted():
@@ -50,8 +50,8 @@ class SpmdEngine(State):
         with self._counted():
             sums = self.sums if self.reduce is None else self.reduce(*self.sums)
             self._used = None
-            made = self.step(*self.params, *sums, *self.moments[0], *self.moments[1], *scalars)
-        norm, finite = self._updated(made)
+            results = self.step(*self.params, *sums, *self.moments[0], *self.moments[1], *scalars)
+        norm, finite = self._updated(results)
         counted = torch.stack(self._counts).sum(0) if self._counts else None
         self._sums.clear()
         self._counts.clear()

@@ -1,4 +1,4 @@
-"""What every engine holds on a rank: its shards of parameters, gradient sums and moments, and what it counts."""
+"""The state of a training engine on a rank: its shards of parameters, gradient sums and moments, and its counters."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ from tpshard.train.training_engine import ReadBlock, StepResult
 MOMENTS = (f"{OPTIMIZER}exp_avg/", f"{OPTIMIZER}exp_avg_sq/")
 
 COUNTED = 2
-"""Which step of an attempt is counted: not the first, which makes what stays. Counting makes it slower."""
+"""The step of an attempt whose bytes are counted, which slows it down. Not the first, which allocates the state."""
 
 InitialBlock = Callable[..., Tensor]
 """(name, starts, sizes, seed=, dtype=) -> that block of a parameter's initial value."""
 
 
 class State:
-    """Every tensor is this rank's part as the program's ports lay it out, padded where uneven."""
+    """The tensors of a training engine, each this rank's shard in the layout of the program's ports, padded if
+    uneven."""
 
     def __init__(
         self, programs: TrainingPrograms, context: Context, initial_block: InitialBlock, update: Program,
         sums: Sequence[Port],
     ):  # fmt: skip
-        """`update` takes this rank's parameters, their gradient sums and both moments, in this order; `sums` are the
-        gradient sums as micro-batches leave them."""
+        """update: takes this rank's parameters, gradient sums and both moments, in this order. sums: the gradient sums
+        as micro-batches produce them."""
         self.programs, self.context, self.initial_block = programs, context, initial_block
         self.compiled = compiled_by(programs.setting.recipe)
         self.executors: list[Executor] = []
-        """Whose waits are counted."""
+        """The executors whose waiting time is measured."""
         count = len(sums)
         self.ports = update.inputs[:count]
         self.batch_ports = [port for port in programs.micro.inputs if port.kind == "batch"]
@@ -75,7 +76,7 @@ class State:
 
     @property
     def exposed_comm_s(self) -> float | None:
-        if self.context.device.type != "cpu" or self.compiled == "all":  # waits are in the compiler's code
+        if self.context.device.type != "cpu" or self.compiled == "all":  # the compiler's code waits unobserved
             return None
         waited = sum(e.waited_s for e in self.executors)
         for executor in self.executors:
@@ -92,12 +93,12 @@ class State:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of all tensors in the counted step; None before it, and where a compiler allocates unseen."""
+        """Peak bytes of all tensors in the counted step; None before it, and where a compiler allocates."""
         unseen = self.compiled != "none" or self._steps < COUNTED
         return None if self._tally is None or unseen else self._tally.peak_bytes
 
     def _counted(self) -> AbstractContextManager[object]:
-        """Counts what the step sends and holds, if it is the one that is counted."""
+        """A context that counts the bytes sent and held, if this step is the counted one."""
         if self._steps != COUNTED - 1:
             return nullcontext()
         if self._tally is None:
@@ -105,21 +106,21 @@ class State:
         return self._tally
 
     # ---- what a step comes to --------------------------------------------------------------------------------
-    def _updated(self, made: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Takes over what an update made; gradient norm and whether all was finite."""
+    def _updated(self, results: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Stores an update's results; returns the gradient norm and whether all was finite."""
         self._steps += 1
         count = len(self.params)
-        self.params = list(made[:count])
-        self.moments = (list(made[count : 2 * count]), list(made[2 * count : 3 * count]))
+        self.params = list(results[:count])
+        self.moments = (list(results[count : 2 * count]), list(results[2 * count : 3 * count]))
         for total in self.sums:
             total.zero_()
-        norm, finite = made[3 * count :]
+        norm, finite = results[3 * count :]
         return norm, finite
 
     def _result(
         self, losses: Tensor, counts: Tensor, norm: Tensor, finite: Tensor, counted: Tensor | None
     ) -> StepResult:
-        """`losses` and `counts` are the micro-batches', `counted` the sum of what the model counts."""
+        """The StepResult. `losses` and `counts` are per micro-batch, `counted` is the sum of the model's counters."""
         each, targets = losses.double() / counts.clamp(min=1), int(counts.sum())
         mean = float(losses.double().sum()) / max(1, targets)
         named: dict[str, list[float]] = {}
@@ -153,12 +154,12 @@ class State:
         return tuple(start for start, _ in pairs), tuple(size for _, size in pairs)
 
     def tensors(self) -> dict[str, Shard]:
-        found = {}
+        shards = {}
         for name, port, tensor in self._named():
             starts, sizes = self._block(port)
-            if all(sizes):  # Of an uneven tensor the last ranks may hold padding alone.
-                found[name] = Shard(tensor[tuple(slice(0, n) for n in sizes)], port.shape, starts)
-        return found
+            if all(sizes):  # with uneven sizes the last ranks may hold only padding.
+                shards[name] = Shard(tensor[tuple(slice(0, n) for n in sizes)], port.shape, starts)
+        return shards
 
     def expected(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
         return {name: (port.shape, tensor.dtype) for name, port, tensor in self._named()}
@@ -183,9 +184,9 @@ class State:
 
 
 def flops(program: Program) -> int:
-    """Floating-point operations of all devices together, recomputation left out."""
-    known = (info(node) for node in program.graph.nodes)
-    return sum(k.global_flops for k in known if k.phase != "recompute")
+    """Floating-point operations of all devices together, without recomputation."""
+    infos = (info(node) for node in program.graph.nodes)
+    return sum(k.global_flops for k in infos if k.phase != "recompute")
 
 
 __all__ = ["InitialBlock", "State", "flops"]

@@ -1,10 +1,10 @@
 """The global token stream: which sequences make up each step, the same on any mesh and after any resume.
 
-Row i of every step is *lane* i's: as many lanes as global sequences, whatever the mesh. Lanes are grouped into
-*chains*; a chain reads its own files one after the other, again and again, and deals the documents of an epoch to its
-lanes in turn (document i of epoch e goes to lane (i + e) mod lanes, so that no lane keeps the long ones). A lane packs
-its documents into rows of seq_len tokens. A data rank therefore opens only the files of its rows' chains and tokenizes
-only its own lanes' documents, and a lane's position is five small numbers that any rank can continue from.
+Row i of every step is *lane* i; there are as many lanes as global sequences. Lanes are grouped into *chains*. A chain
+reads its own files one after the other, epoch after epoch, and distributes the documents to its lanes in turn: document
+i of epoch e goes to lane (i + e) mod lanes, so that no lane always gets the long ones. A lane packs its documents into
+rows of seq_len tokens. A data rank therefore opens only the files of its chains and tokenizes only its lanes'
+documents. The position of a lane is five small numbers, from which any rank can continue.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from tpshard.train.tokens import TextTokenizer
 logger = logging.getLogger(__name__)
 
 CHAINS = 64
-"""At most so many files are open at once over all ranks; a rank opens those of its own rows."""
+"""The maximal number of files open at once over all ranks; a rank opens those of its own rows."""
 
 
 @dataclass(frozen=True)
 class TokenBatch:
     """Some rows of one step; every tensor is [rows, seq_len] int64.
 
-    `targets` is the next token of the same document, else IGNORE. `documents` numbers the documents of a row from 0;
-    tokens attend within their number only. `positions` counts from 0 in each document's part of the row. `origin`
-    says for each row which lines of which files are in it, `epoch` how often the text has begun again.
+    `targets` is the next token of the same document, else IGNORE. `documents` numbers a row's documents from 0; tokens
+    attend only within theirs. `positions` counts from 0 within each document's part of the row. `origin` lists for each
+    row the lines of files in it; `epoch` counts how often the text has started over.
     """
 
     tokens: torch.Tensor
@@ -47,11 +47,11 @@ class TokenBatch:
 
     def tensor(self, field: str) -> torch.Tensor:
         """One field by its name, [rows, seq_len]."""
-        found: torch.Tensor = getattr(self, field)
-        return found
+        column: torch.Tensor = getattr(self, field)
+        return column
 
     def rows(self, start: int, stop: int) -> TokenBatch:
-        """Rows start..stop of this batch: a micro-batch."""
+        """Rows start..stop of this batch, as a micro-batch."""
         part = slice(start, stop)
         return TokenBatch(
             self.tokens[part],
@@ -64,15 +64,15 @@ class TokenBatch:
 
 
 class Loader:
-    """The batches of one data rank, in order, read one ahead in the background.
+    """The batches of one data rank in order, with one read ahead in the background.
 
     Args:
-        text: what to read.
+        text: the text to read.
         global_sequences: rows of a step over all ranks.
         part: the rows of each step that this rank reads; contiguous ranges open the fewest files. Default: all.
         seed: decides the order of the files.
-        bad_rows: share of unreadable rows that stops the run.
-        once: stop wrapping: rows after the end of the text are padding without targets (for held-out text).
+        bad_rows: the share of unreadable rows that stops the run.
+        once: do not start over; rows after the end of the text are padding without targets (for held-out text).
 
     Raises:
         Mistakes: exit 6, here or from `next`: unreadable files, too many bad rows, less text than one step takes.
@@ -108,7 +108,7 @@ class Loader:
 
     @property
     def step(self) -> int:
-        """How many batches have been given out since the beginning of the run."""
+        """The number of batches returned since the beginning of the run."""
         return int(self._state["step"])
 
     @property
@@ -128,33 +128,33 @@ class Loader:
         batch, self._state = result
         if batch.epoch > self.epoch:
             self.epoch = batch.epoch
-            logger.info("%s begins again: epoch %d from step %d on", self.text.name, self.epoch, self.step)
+            logger.info("%s starts over: epoch %d from step %d on", self.text.name, self.epoch, self.step)
         self._read_ahead()
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands after the last batch given out: JSON, of this rank's rows. See `merged`."""
+        """The position after the last returned batch, as JSON, for this rank's rows. See `merged`."""
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any], *, force: bool = False) -> None:
-        """Continue where `state` (of all rows: see `merged`) stood, on whatever mesh.
+        """Continues at the position `state` (of all rows: see `merged`), on any mesh.
 
-        `force` begins the text anew where the state does not fit, instead of refusing.
+        With `force` the text starts over where the state does not fit, instead of raising.
 
         Raises:
-            Mistakes: exit 6; the files, the tokenizer or the shape of a step are not those of the state.
+            Mistakes: exit 6; the files, the tokenizer or the size of a step differ from the state's.
         """
         self.close()
         self._failure = None
         differences = self._differences(state)
         if differences and not force:
             raise self.text.mistake(
-                "the text cannot be continued where the saved run stood",
+                "the text cannot be resumed where the saved run stopped",
                 why="; ".join(differences),
                 fix="restore what has changed, or start a new run (checkpoint.resume: never, and another run.dir)",
             )
         if differences:
-            logger.warning("the text begins anew: %s", "; ".join(differences))
+            logger.warning("the text starts over: %s", "; ".join(differences))
             self._start({})
             self._state = self._snapshot(int(state.get("step", 0)))
             return
@@ -163,7 +163,7 @@ class Loader:
         self._state = self._snapshot(int(state["step"]))
 
     def close(self) -> None:
-        """Wait for the batch being read ahead and forget it."""
+        """Waits for the batch being read ahead and discards it."""
         if self._ahead is not None:
             self._ahead.get()
             self._ahead = None
@@ -175,11 +175,11 @@ class Loader:
             try:
                 batch = self._batch(step)
                 result.put((batch, self._snapshot(step + 1)))
-            except BaseException as error:  # handed to whoever waits
+            except BaseException as error:  # raised again in the thread that waits for the batch
                 result.put(error)
 
         self._ahead = result
-        # not a daemon: a thread that is cut off inside a library's C++ at the process' end takes the exit code with it
+        # not a daemon: a thread that is killed inside a library's C++ at exit changes the process's exit code
         threading.Thread(target=read, args=(self.step,), name="read-ahead").start()
         return result
 
@@ -199,7 +199,7 @@ class Loader:
         self._lanes = [lanes[row] for row in self.part]
 
     def _batch(self, step: int) -> TokenBatch:
-        made = [lane.row(self.seq_len) for lane in self._lanes]
+        rows = [lane.row(self.seq_len) for lane in self._lanes]
         epoch = max((lane.place.epoch for lane in self._lanes if lane.place), default=0)
         if step == 0 and epoch > 0:
             self._check_enough()
@@ -208,16 +208,16 @@ class Loader:
             return torch.tensor(values, dtype=torch.int64).reshape(len(self.part), self.seq_len)
 
         return TokenBatch(
-            tokens=column([row.tokens for row in made]),
-            targets=column([row.targets for row in made]),
-            documents=column([row.documents for row in made]),
-            positions=column([row.positions for row in made]),
-            origin=tuple(" ".join(row.origin) for row in made),
+            tokens=column([row.tokens for row in rows]),
+            targets=column([row.targets for row in rows]),
+            documents=column([row.documents for row in rows]),
+            positions=column([row.positions for row in rows]),
+            origin=tuple(" ".join(row.origin) for row in rows),
             epoch=epoch,
         )
 
     def _check_enough(self) -> None:
-        """The text began again within the first step: fine if a chain is short, not if all the text is."""
+        """Raises if all the text, and not just a short chain, started over within the first step."""
         needed, have = self.global_sequences * self.seq_len, 0
         for index in self.order:
             for row in rows(self.text, self.text.files[index]):
@@ -246,16 +246,16 @@ class Loader:
         }
 
     def _differences(self, state: Mapping[str, Any]) -> list[str]:
-        found: list[str] = []
+        differences: list[str] = []
         for key, name in (
             ("global_sequences", "batch.global_sequences"),
             ("seq_len", "model.seq_len"),
             ("seed", "seed"),
         ):
             if state.get(key) != getattr(self, key):
-                found.append(f"{name} was {state.get(key)}, is {getattr(self, key)}")
+                differences.append(f"{name} was {state.get(key)}, is {getattr(self, key)}")
         if state.get("tokenizer") != self.tokenizer.fingerprint:
-            found.append(f"the tokenizer {self.tokenizer.folder} is another one")
+            differences.append(f"the tokenizer {self.tokenizer.folder} differs")
         then: Mapping[str, str] = state.get("files", {})
         for what, names in (
             ("is gone", sorted(then.keys() - self._files.keys())),
@@ -263,21 +263,21 @@ class Loader:
             ("has changed", sorted(n for n in then.keys() & self._files.keys() if then[n] != self._files[n])),
         ):
             if names:
-                found.append(f"{names[0]} {what}" + (f", and {len(names) - 1} more" if names[1:] else ""))
+                differences.append(f"{names[0]} {what}" + (f", and {len(names) - 1} more" if names[1:] else ""))
         missing = [row for row in self.part if str(row) not in state.get("lanes", {})]
-        if missing and not found:
-            found.append(f"the saved position lacks row {missing[0]}")
-        return found
+        if missing and not differences:
+            differences.append(f"the saved position lacks row {missing[0]}")
+        return differences
 
 
 def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state of all rows from every rank's own; the ranks must stand at the same step.
+    """The state of all rows, from the states of every rank at the same step.
 
     Raises:
-        Mistakes: exit 6; they do not.
+        Mistakes: exit 6; the ranks are at different steps.
     """
     if len({(s["step"], s["global_sequences"], s["tokenizer"]) for s in states}) != 1:
-        raise Mistakes.one("the ranks' places in the text belong to different steps", exit=Exit.DATA)
+        raise Mistakes.one("the ranks' positions in the text belong to different steps", exit=Exit.DATA)
     lanes = {row: at for state in states for row, at in state["lanes"].items()}
     return {**states[0], "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
 
@@ -294,19 +294,19 @@ def held_out_batches(
 ) -> list[TokenBatch]:
     """The first `batches` batches of held-out text, always the same ones; this rank's rows of each.
 
-    Every rank gets as many. Where the text ends earlier, what is left is padding without targets, so no text counts
+    Every rank gets equally many. After the end of the text come rows of padding without targets, so that no text counts
     twice; a text without documents gives batches without any target.
     """
     loader = Loader(
         text, tokenizer, seq_len=seq_len, global_sequences=global_sequences, part=part, bad_rows=bad_rows, once=True
     )
-    made = [loader.next() for _ in range(batches)]
+    batch_list = [loader.next() for _ in range(batches)]
     loader.close()
-    return made
+    return batch_list
 
 
 def _chain_count(lanes: int, files: int) -> int:
-    """The most chains that share lanes evenly, and files evenly or nearly so (within one in eight)."""
+    """The largest number of chains that divides lanes evenly, and files evenly or nearly (within one in eight)."""
     return max(
         n for n in range(1, min(CHAINS, lanes, files) + 1) if lanes % n == 0 and (files % n == 0 or files // n >= 8)
     )

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: a Hugging Face folder, or the sample's own."""
+"""The tokenizer of a run, from a Hugging Face folder or from the sample."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|end|>")
-"""Tried in this order where no file of the folder names the end-of-text token."""
+"""Names of end-of-text tokens, tried in this order where no file of the folder names one."""
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Turns documents into token ids. `vocab` is the smallest vocabulary of a model that takes every id."""
+    """Turns documents into token ids. `vocab` is the smallest vocabulary that contains every id."""
 
     folder: Path
     vocab: int
     begin: int | None
     end: int
     fingerprint: str
-    """Of the files that decide the ids; a resumed run compares it."""
+    """A hash of the files that decide the ids; a resumed run compares it."""
     encode: Callable[[str], list[int]]
-    """Text to ids, no special tokens added."""
+    """Turns text into ids, without special tokens."""
 
     def document(self, text: str, *, first: bool = True, last: bool = True) -> list[int]:
-        """Ids of a document (or of a piece of one): begin (if the tokenizer has one), the text, end."""
+        """The ids of a document (or of a piece of one): begin token if the tokenizer has one, text, end token."""
         ids = self.encode(text)
         if first and self.begin is not None:
             ids = [self.begin, *ids]
@@ -37,23 +37,23 @@ class TextTokenizer:
 
 
 def load_tokenizer(folder: Path | str, *, where: Source | None = None) -> TextTokenizer:
-    """Read a tokenizer folder; nothing of it is executed.
+    """The tokenizer of a folder; nothing in it is executed.
 
     Raises:
-        Mistakes: exit 6; no tokenizer there, a damaged one, or one without an end-of-text token.
+        Mistakes: exit 6; the folder has no tokenizer, a damaged one, or one without an end-of-text token.
     """
     folder = Path(folder).expanduser()
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
     try:
-        found = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
-        if "tokenizer.json" in found:
-            vocab, encode, id_of = _fast(found["tokenizer.json"])
-        elif found.keys() & {"tokenizer.model", "tokenizer_config.json"}:
+        files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+        if "tokenizer.json" in files:
+            vocab, encode, id_of = _fast(files["tokenizer.json"])
+        elif files.keys() & {"tokenizer.model", "tokenizer_config.json"}:
             vocab, encode, id_of = _by_transformers(folder)
         else:
             raise FileNotFoundError("no tokenizer.json in it" if folder.is_dir() else "there is no such folder")
-        special = _special_tokens(found)
-    except Exception as error:  # the libraries raise bare Exceptions on a damaged file
+        special = _special_tokens(files)
+    except Exception as error:  # the libraries raise bare Exceptions for a damaged file
         raise Mistakes.one(
             f"the tokenizer {folder} cannot be read",
             exit=Exit.DATA,
@@ -77,23 +77,23 @@ def load_tokenizer(folder: Path | str, *, where: Source | None = None) -> TextTo
     begin = id_of(special["bos_token"]) if "bos_token" in special else None
     digest = hashlib.sha256()
     for name in ("tokenizer.json", "tokenizer.model"):
-        digest.update(found.get(name, b""))
+        digest.update(files.get(name, b""))
     digest.update(repr((begin, end)).encode())
     return TextTokenizer(folder, vocab, begin, end, digest.hexdigest()[:32], encode)
 
 
 def check_vocab(tokenizer: TextTokenizer, model_vocab: int, *, where: Source | None = None) -> None:
-    """Refuse a tokenizer whose ids the model has no rows for.
+    """Raises if the model has fewer embedding rows than the tokenizer has ids.
 
     Raises:
         Mistakes: exit 3.
     """
     if tokenizer.vocab > model_vocab:
         raise Mistakes.one(
-            f"the tokenizer {tokenizer.folder} has {tokenizer.vocab} tokens, the model room for {model_vocab}",
+            f"the tokenizer {tokenizer.folder} has {tokenizer.vocab} tokens, but model.vocab is {model_vocab}",
             exit=Exit.RECIPE,
             where=where,
-            fix=f"model.vocab {tokenizer.vocab} or more, or the tokenizer that belongs to the model",
+            fix=f"set model.vocab to {tokenizer.vocab} or more, or use the model's own tokenizer",
         )
 
 
@@ -111,14 +111,18 @@ def _by_transformers(folder: Path) -> tuple[int, Callable[[str], list[int]], Cal
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    known = tokenizer.get_vocab()
-    return max(known.values()) + 1, lambda text: list(tokenizer.encode(text, add_special_tokens=False)), known.get
+    vocabulary = tokenizer.get_vocab()
+    return (
+        max(vocabulary.values()) + 1,
+        lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
+        vocabulary.get,
+    )
 
 
-def _special_tokens(found: dict[str, bytes]) -> dict[str, str]:
+def _special_tokens(files: dict[str, bytes]) -> dict[str, str]:
     special: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        for key, value in json.loads(found.get(name, b"{}")).items():
+        for key, value in json.loads(files.get(name, b"{}")).items():
             content = value.get("content") if isinstance(value, dict) else value
             if key in ("bos_token", "eos_token") and isinstance(content, str):
                 special[key] = content

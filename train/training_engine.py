@@ -1,4 +1,4 @@
-"""What the loop asks of whatever computes: forward and backward passes, updates, and its state in shards."""
+"""The interface between the training loop and the code that computes: forward, backward, update, and sharded state."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from tpshard.train.made import StepBatch
 from tpshard.train.shards import Shard
 
 ReadBlock = Callable[[str, Sequence[int], Sequence[int]], Tensor]
-"""(name, starts, sizes) -> that block of the global tensor: a checkpoint's, or the initial value."""
+"""A function (name, starts, sizes) -> that block of a global tensor, from a checkpoint or an initial value."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, the same on every rank."""
+    """The result of one optimizer step, the same on every rank."""
 
     losses: tuple[float, ...]
-    """Loss of each micro-batch, nats a token; over all data ranks."""
+    """Loss of each micro-batch in nats per token, over all data ranks."""
     loss: float
-    """Over the whole step, nats a token."""
+    """Loss of the whole step, in nats per token."""
     targets: int
-    """Tokens that were predicted."""
+    """Target tokens."""
     grad_norm: float
-    """Before clipping."""
+    """Global norm of the gradients, before clipping."""
     finite: bool
-    """False where loss or gradient was not finite; then nothing was updated."""
+    """False where loss or gradient was not finite; nothing was updated then."""
     counted: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """What the model's modules counted in the whole step, over all data ranks, by path and label."""
+    """The model's counters over the whole step and all data ranks, by path and label."""
 
 
 class TrainingEngine(Protocol):
@@ -38,27 +38,27 @@ class TrainingEngine(Protocol):
 
     @property
     def data_ranks(self) -> int:
-        """Parts that a step's sequences are dealt to."""
+        """The number of parts into which a step's sequences are divided."""
         ...
 
     @property
     def data_rank(self) -> int:
-        """Which part is this rank's; ranks that share a part (tensor parallelism) read the same sequences."""
+        """The number of this rank's part; ranks that share a part (tensor parallelism) read the same sequences."""
         ...
 
     @property
     def flops_per_sequence(self) -> int:
-        """Floating-point operations of forward and backward for one sequence, all devices together; 0: unknown."""
+        """Floating-point operations of forward and backward for one sequence, over all devices; 0: unknown."""
         ...
 
     @property
     def exposed_comm_s(self) -> float | None:
-        """Seconds that this rank waited for collectives since it was last asked; None: not measured."""
+        """Seconds that this rank waited for collectives since the last call; None: not measured."""
         ...
 
     @property
     def sent_bytes(self) -> int | None:
-        """Bytes of the buffers of all collectives of one step, counted as this rank ran it; None: not counted yet."""
+        """Bytes of the buffers of all collectives that this rank ran in one step; None: not counted yet."""
         ...
 
     @property
@@ -72,11 +72,11 @@ class TrainingEngine(Protocol):
         ...
 
     def update(self, lr: float, number: int) -> StepResult:
-        """The `number`-th update (from 1) with what was accumulated, which is forgotten."""
+        """Runs update number `number` (from 1) on the accumulated gradients, and resets them."""
         ...
 
     def evaluate(self, batch: StepBatch) -> tuple[float, int]:
-        """Summed loss in nats and number of targets of one micro-batch, over all data ranks."""
+        """(summed loss in nats, number of targets) of one micro-batch, over all data ranks."""
         ...
 
     def tensors(self) -> dict[str, Shard]:
@@ -88,9 +88,9 @@ class TrainingEngine(Protocol):
         ...
 
     def load(self, read: ReadBlock) -> None:
-        """Fills parameters and moments block by block."""
+        """Sets parameters and moments block by block."""
         ...
 
     def initialize(self, seed: int) -> None:
-        """Initial parameters (the same values on every mesh) and zero moments."""
+        """Sets parameters to their initial values (the same on every mesh) and moments to zero."""
         ...

@@ -1,4 +1,4 @@
-"""`tpshard train` in one worker: from a recipe and a place among the workers to a trained model and its record."""
+"""`tpshard train` in one worker process, from a recipe to a trained model and its records."""
 
 from __future__ import annotations
 
@@ -44,33 +44,33 @@ logger = logging.getLogger(__name__)
 
 IGNORE = -100
 ENOUGH = 6
-"""Recorded steps after which the plan is held against the run; once more at its end."""
+"""Recorded steps after which the plan is compared with the run; it is compared again at the end."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the command line adds to a recipe, and what this room may not know: planning, and the device's speed."""
+    """What the command passes to the training room, which must not import it: planning, and the device's speed."""
 
     version: str = ""
     device: str = "cpu"
     """cpu or cuda."""
     approve: Callable[[TrainingPrograms], None] | None = None
-    """Raises `Mistakes` where these programs are not those that were asked for."""
+    """Raises `Mistakes` where the programs are not the requested ones."""
     announce: Callable[[TrainingPrograms], str] = lambda programs: ""
-    """What was annotated and what was inferred, for the screen."""
+    """The text of the given and inferred annotations, for the screen."""
     plan_json: Callable[[TrainingPrograms], str] | None = None
-    """The plan, for the run's folder."""
+    """The plan as JSON, for the run's folder."""
     measured: Callable[[Path], str] = lambda folder: ""
-    """Planned against measured, from what the run's folder holds by now."""
+    """The comparison of plan and measurements, from the run's folder."""
     flops_per_s: Callable[[TrainingPrograms], float | None] = lambda programs: None
-    """Of all devices together at their peak."""
+    """Peak FLOP/s of all devices together."""
 
 
 def work(recipe: Recipe, place: WorkerPlace, around: Surroundings) -> int:
-    """One worker's run; the exit code, the same on every rank.
+    """Runs one worker and returns the exit code, the same on every rank.
 
     Raises:
-        Mistakes, WorkerFault: whatever ends the run early; the launcher shows the error of the rank to blame.
+        Mistakes, WorkerFault: the run ended early; the launcher shows the error of the rank at fault.
     """
     setting = Setting.of(recipe, place.world)
     limits = recipe.timeout_s
@@ -83,7 +83,7 @@ def work(recipe: Recipe, place: WorkerPlace, around: Surroundings) -> int:
         )  # fmt: skip
         folder = Path(recipe.run.dir)
         programs = None
-        if around.approve is not None:  # before anything is written: a refusal leaves nothing behind
+        if around.approve is not None:  # before anything is written, so that a refusal leaves no files
             programs = _built(setting, context)
             if context.is_main:
                 around.approve(programs)
@@ -102,7 +102,7 @@ def _train(
 ) -> Outcome:  # fmt: skip
     recipe = setting.recipe
     context.watchdog.stacks_to = folder / "logs"
-    # Data first: its mistakes are common, and show in a second; building the programs takes longer.
+    # Data first: errors in it are common and show in a second, while building the programs takes longer.
     context.watchdog.doing = Doing("opening the data")
     data_rank = context.mesh.linear_index(setting.data_axes, context.rank)
     loader, held_out = _data(setting, data_rank, folder)
@@ -110,7 +110,7 @@ def _train(
     programs = programs or _built(setting, context)
     blueprint = _blueprint(recipe)
     engine = engine_of(programs, context, blueprint.initial_block)
-    assert engine.data_rank == data_rank, "the program spreads its batch over the axes that the recipe names"
+    assert engine.data_rank == data_rank, "the program shards its batch over the axes that the recipe names"
     checked = list(held_out) if recipe.evaluate.every_steps else []
     attempt = context.from_main(run.attempt if run is not None else 0)
     if run is not None:
@@ -141,7 +141,7 @@ def _train(
 
 
 def engine_of(programs: TrainingPrograms, context: Context, initial_block: InitialBlock) -> SpmdEngine | PipelineEngine:
-    """What computes on this rank."""
+    """The engine for these programs: staged or not."""
     kind = SpmdEngine if programs.pipeline is None else PipelineEngine
     return kind(programs, context, initial_block)
 
@@ -149,21 +149,21 @@ def engine_of(programs: TrainingPrograms, context: Context, initial_block: Initi
 # ---- the parts ------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _run_folder(recipe: Recipe, folder: Path, context: Context) -> Iterator[RunDir | None]:
-    """Rank 0 makes and locks the folder; the others wait until it is there."""
+    """Creates and locks the folder on rank 0; the others wait until it exists."""
     where = recipe.where("run.dir")
     if not context.is_main:
         context.barrier()
         yield None
         return
     with RunDir(folder, where=where) as run:
-        found = run.attempt > 1 or any(run.checkpoints.glob("step-*"))
-        if recipe.checkpoint.resume == "never" and found and not crash.restarts():
+        exists = run.attempt > 1 or any(run.checkpoints.glob("step-*"))
+        if recipe.checkpoint.resume == "never" and exists and not crash.restarts():
             raise Mistakes.one(
-                f"{folder} holds a run already",
+                f"{folder} already contains a run",
                 exit=Exit.CHECKPOINT,
                 where=recipe.where("checkpoint.resume"),
-                why="never touches a run that is there",
-                fix="another run.dir, or checkpoint.resume: auto to continue it",
+                why="`checkpoint.resume: never` does not continue an existing run",
+                fix="choose another run.dir, or set checkpoint.resume: auto to continue it",
             )
         run.write("recipe.yaml", recipe.to_yaml())
         context.barrier()
@@ -171,15 +171,18 @@ def _run_folder(recipe: Recipe, folder: Path, context: Context) -> Iterator[RunD
 
 
 def _keep_output(folder: Path, context: Context) -> None:
-    """What other ranks than 0 print goes to a file each, from libraries in C too; rank 0's file gets what it logs. Both
-    get the stacks of a crash. The launcher is told which file it is."""
+    """Redirects the output of ranks other than 0, C libraries included, to a log file per rank; rank 0 logs to its
+    file.
+
+    Stacks of crashes go to these files too. The launcher is told their names.
+    """
     handler: logging.Handler
     path = (folder / "logs" / f"rank-{context.rank}.log").resolve()
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         messages.send("log", text=str(path), progress=os.fstat(descriptor).st_size)
         if context.is_main:
-            faulthandler.enable(descriptor)  # which stays open for it
+            faulthandler.enable(descriptor)  # the descriptor stays open for it
         else:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -194,14 +197,14 @@ def _keep_output(folder: Path, context: Context) -> None:
 
 
 class _QuietFile(logging.FileHandler):
-    """A log file whose full disk is told by whoever writes what matters, and not in the midst of the screen."""
+    """A log file that ignores a full disk, which other parts of the run report."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 
 
 class _Notes(logging.Handler):
-    """Shows warnings, and what a run logs of itself, above the progress bar."""
+    """Shows warnings and the run's own log messages above the progress bar."""
 
     def __init__(self, progress: Progress):
         super().__init__(logging.INFO)
@@ -259,7 +262,7 @@ def _built(setting: Setting, context: Context) -> TrainingPrograms:
 
 
 def _data(setting: Setting, data_rank: int, folder: Path) -> tuple[Loader | MadeRows, Iterator[StepBatch]]:
-    """A rank's rows of every step, and its micro-batches of held-out ones."""
+    """This rank's rows of every step, and its micro-batches of held-out rows."""
     recipe, plan = setting.recipe, setting.batch
     if not setting.task.text:
         numbers, each = _held_out_part(setting, data_rank)
@@ -275,14 +278,15 @@ def _data(setting: Setting, data_rank: int, folder: Path) -> tuple[Loader | Made
 
 
 def _held_out_part(setting: Setting, data_rank: int) -> tuple[range, int]:
-    """Which held-out rows are this rank's, and how many every rank has, empty ones included."""
+    """The held-out rows of this rank, and the number of rows per rank, padding included."""
     total = setting.recipe.evaluate.sequences
     each = -(-total // setting.batch.data_ranks)
     return range(min(data_rank * each, total), min((data_rank + 1) * each, total)), each
 
 
 def _held_out(corpus: Corpus, tokenizer: TextTokenizer, setting: Setting, data_rank: int) -> Iterator[TokenBatch]:
-    """This rank's micro-batches of the held-out sequences, which are the same on every mesh; as many on every rank."""
+    """This rank's micro-batches of the held-out sequences; equally many on every rank, the same sequences on any
+    mesh."""
     recipe, plan = setting.recipe, setting.batch
     rows, each = _held_out_part(setting, data_rank)
     (batch,) = held_out_batches(
@@ -294,7 +298,7 @@ def _held_out(corpus: Corpus, tokenizer: TextTokenizer, setting: Setting, data_r
 
 
 def padded(batch: TokenBatch, plan: BatchPlan) -> TokenBatch:
-    """A whole micro-batch: rows that are missing are empty ones without targets."""
+    """A micro-batch padded to its full number of rows, without targets."""
     missing, length = plan.per_device - batch.tokens.shape[0], batch.tokens.shape[1]
     if not missing:
         return batch
@@ -310,7 +314,7 @@ def padded(batch: TokenBatch, plan: BatchPlan) -> TokenBatch:
 
 
 def _sinks(recipe: Recipe, run: RunDir | None) -> tuple[Callable[[Row], None], WandbSink | None]:
-    """metrics.jsonl, and wandb beside it; on rank 0."""
+    """The receivers of metrics on rank 0: metrics.jsonl, and wandb if enabled."""
     if run is None:
         return lambda row: None, None
     records = Records(run.metrics)
@@ -335,7 +339,7 @@ def _sinks(recipe: Recipe, run: RunDir | None) -> tuple[Callable[[Row], None], W
 def _comparing(
     record: Callable[[Row], None], around: Surroundings, folder: Path, progress: Progress
 ) -> Callable[[Row], None]:
-    """`record`, and how far the plan is from the run once some steps are recorded."""
+    """A `record` that also compares plan and run once enough steps are recorded."""
     steps = 0
 
     def both(row: Row) -> None:
@@ -351,7 +355,7 @@ def _comparing(
 
 
 def _peak_memory(context: Context, engine: State) -> int | None:
-    """Bytes of tensors at most: as the device's allocator says, on a CPU as one step was counted."""
+    """Peak bytes of tensors, from the device's allocator, or as counted in one step on a CPU."""
     if context.device.type != "cuda":
         return engine.peak_bytes
     return int(torch.cuda.max_memory_allocated(context.device))
@@ -362,13 +366,13 @@ def _sha(text: str) -> str:
 
 
 def _say(text: str, stream: Any = None) -> None:
-    with contextlib.suppress(OSError, ValueError):  # `| head` has seen enough.
+    with contextlib.suppress(OSError, ValueError):  # stdout is closed, as by `| head`.
         print(text, end="", file=stream or sys.stdout, flush=True)
 
 
 # ---- the end --------------------------------------------------------------------------------------------------
 def ending(outcome: Outcome, recipe: Recipe, folder: Path) -> str:
-    """What a run came to, and what to do next, for stdout."""
+    """The summary of a run and its next commands, for stdout."""
     course = outcome.course
     lines = []
     if outcome.last_loss is None and outcome.exit == Exit.DONE:
@@ -395,7 +399,7 @@ def ending(outcome: Outcome, recipe: Recipe, folder: Path) -> str:
         if (recipe.model.preset or recipe.model.hf) is not None:
             nexts.append((f"tpshard serve {folder}", "serve it over HTTP"))
         if recipe.model.module is None:
-            nexts.append((f"tpshard convert {folder} {folder}-hf", "take it away as a Hugging Face folder"))
+            nexts.append((f"tpshard convert {folder} {folder}-hf", "write it as a Hugging Face folder"))
         nexts.append((f"tpshard train {folder} train.steps={2 * recipe.train.steps}", "train on"))
     width = max(len(command) for command, _ in nexts)
     lines += ["next:", *(f"  {command:<{width}}   {why}" for command, why in nexts)]

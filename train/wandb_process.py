@@ -1,7 +1,7 @@
-"""The process that wandb lives in: JSON lines from stdin go to wandb, its fate goes to stdout. See `wandb_sink`.
+"""The process that runs wandb: it passes JSON lines from stdin to wandb and reports on stdout. See `wandb_sink`.
 
-Run as a file, with nothing of tpshard imported. When stdin ends without a `finish`, the run has died: this process
-gives wandb a few seconds and ends by itself, whatever wandb is doing.
+Run as a script, without importing tpshard. If stdin ends without a `finish`, the run has died: the process gives wandb
+a few seconds and exits, whatever wandb is doing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import urllib.parse
 from typing import Any
 
 ORPHAN_S = 5.0
-"""How long wandb may still write after the run has died."""
+"""Seconds that wandb may keep writing after the run has died."""
 INIT_S = 30.0
 
 PRIVATE: dict[str, Any] = {
@@ -36,14 +36,14 @@ PRIVATE: dict[str, Any] = {
     "email": "",
     "silent": True,
 }
-"""Configuration, metrics and summary are sent; code, diff, host name and environment are not, unless somebody asks by
-wandb's own variables (WANDB_DISABLE_CODE=false, ...)."""
+"""Settings: configuration, metrics and summary are sent; code, diff, host name and environment are not, unless wandb's
+own variables ask for them (WANDB_DISABLE_CODE=false, ...)."""
 
 
 def main() -> None:
     messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
     tell = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever wandb prints goes to its log
+    os.dup2(2, 1)  # wandb's prints go to its log
     threading.Thread(target=_read, args=(messages,), daemon=True).start()
     first = messages.get()
     if first is None:
@@ -58,7 +58,7 @@ def main() -> None:
             row = message["row"]
             run.log({k: v for k, v in row.items() if v is not None and k != "step"}, step=row.get("step"))
         tell.close()
-    except BaseException as error:  # told to the run, which shows it once
+    except BaseException as error:  # reported to the run, which shows it once
         _tell(tell, {"failed": f"failed: {type(error).__name__}: {str(error).strip()[:300]}"})
         os._exit(1)
 
@@ -81,8 +81,8 @@ def _read(messages: queue.Queue[dict[str, Any] | None]) -> None:
 def _init(first: dict[str, Any], tell: Any) -> Any:
     import wandb
 
-    wanted = first["init"]
-    mode = wanted["mode"]
+    settings_sent = first["init"]
+    mode = settings_sent["mode"]
     if mode == "auto":
         asked = os.environ.get("WANDB_MODE", "")
         mode = asked if asked in ("online", "offline", "disabled") else "online" if _has_login() else "offline"
@@ -90,13 +90,13 @@ def _init(first: dict[str, Any], tell: Any) -> Any:
 
     def begin(mode: Any) -> Any:
         return wandb.init(
-            project=wanted["project"],
-            entity=wanted["entity"],
-            name=wanted["name"],
-            group=wanted["name"],
+            project=settings_sent["project"],
+            entity=settings_sent["entity"],
+            name=settings_sent["name"],
+            group=settings_sent["name"],
             id=first["id"],
-            resume="allow" if first["id"] and mode == "online" else None,  # offline there is nothing to ask
-            config=wanted["config"],
+            resume="allow" if first["id"] and mode == "online" else None,  # offline no server can be asked
+            config=settings_sent["config"],
             dir=first["dir"],
             mode=mode,
             settings=wandb.Settings(init_timeout=INIT_S, finish_timeout=INIT_S, **settings),
@@ -128,7 +128,7 @@ def _tell(tell: Any, message: dict[str, str]) -> None:
         tell.write(json.dumps(message) + "\n")
         tell.flush()
     except (OSError, ValueError):
-        pass  # nobody listens any more
+        pass  # the run has closed its end
 
 
 if __name__ == "__main__":

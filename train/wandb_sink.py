@@ -1,7 +1,7 @@
-"""wandb as a sink that cannot touch the run: it lives in a process of its own, behind a pipe that never blocks.
+"""A wandb sink that cannot disturb the run: wandb runs in its own process, behind a non-blocking pipe.
 
-Whatever wandb does there (hang in init, die, fill the disk), the run sees a pipe that is full or broken, says so once,
-and goes on. See `wandb_process` for the other side.
+Whatever wandb does there (hang, crash, fill the disk), the run sees a full or broken pipe, reports it once, and goes
+on. See `wandb_process` for the other side.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Mode = Literal["auto", "online", "offline", "disabled"]
 
 
 class WandbSink:
-    """Passes configuration, rows and summary on to wandb. Never raises, never waits but in `close`.
+    """Passes configuration, rows and summary to wandb. Never raises, and blocks only in `close`.
 
     Args:
-        folder: the run's; wandb writes below `folder`/wandb, its own messages go to `folder`/logs/wandb.log.
+        folder: the run's; wandb writes below `folder`/wandb, its messages go to `folder`/logs/wandb.log.
         mode: auto is online with a login and offline without.
         config: JSON, without secrets.
-        run_id: of the wandb run to begin or to go on with; None: a new one.
-        warn: told of the first failure, once; default: the log.
+        run_id: the wandb run to create or continue; None: a new one.
+        warn: called with the first failure; default: a log message.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class WandbSink:
         )
 
     def __call__(self, row: Mapping[str, Any]) -> None:
-        """Pass on a row of metrics.jsonl."""
+        """Passes on a row of metrics.jsonl."""
         self._send({"row": dict(row)})
         self._listen()
 
     @property
     def where(self) -> str:
-        """The folder or address of the wandb run, once known; else ""."""
+        """The folder or address of the wandb run, once known; "" before."""
         self._listen()
         return self._where
 
     def close(self, summary: Mapping[str, Any], *, exit_code: int = 0, wait_s: float = 30.0) -> None:
-        """Give wandb `wait_s` seconds to finish, then end it."""
+        """Gives wandb `wait_s` seconds to finish, then ends its process."""
         if self._child is None:
             return
         self._send({"finish": dict(summary), "exit": exit_code})
@@ -104,7 +104,7 @@ class WandbSink:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "WANDB_ERROR_REPORTING": "false"}
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            environment.pop(name, None)  # the sink is no worker, whatever looks for workers
+            environment.pop(name, None)  # the sink is not a worker of the run
         with (folder / "logs" / "wandb.log").open("ab") as log:
             self._child = subprocess.Popen(
                 [sys.executable, "-P", str(Path(__file__).with_name("wandb_process.py"))],
@@ -113,7 +113,7 @@ class WandbSink:
                 stderr=log,
                 env=environment,
                 bufsize=0,
-                start_new_session=True,  # Ctrl-C is for the run to answer
+                start_new_session=True,  # Ctrl-C is handled by the run
             )
         for pipe in (self._child.stdin, self._child.stdout):
             os.set_blocking(cast(IO[bytes], pipe).fileno(), False)
@@ -125,7 +125,7 @@ class WandbSink:
         self._push()
 
     def _push(self) -> None:
-        """Hand over as much as the pipe takes."""
+        """Writes as much as the pipe accepts."""
         if self._child is None or self._child.stdin is None:
             return
         try:
@@ -133,7 +133,7 @@ class WandbSink:
                 self._unsent = self._unsent[os.write(self._child.stdin.fileno(), self._unsent) :]
         except BlockingIOError:
             if len(self._unsent) > PATIENCE:
-                self._give_up("takes nothing any more")
+                self._give_up("stopped reading")
         except (OSError, ValueError) as error:
             self._listen()
             self._give_up(f"has died: {error}")
@@ -160,7 +160,7 @@ class WandbSink:
         self._end()
 
     def _end(self) -> None:
-        """Leave no process behind: the child's own children too."""
+        """Ends the wandb process and its children."""
         child, self._child = self._child, None
         if child is None:
             return

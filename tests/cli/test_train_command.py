@@ -142,7 +142,7 @@ def test_a_run_that_is_there_is_not_touched_when_asked_so(tmp_path: Path) -> Non
     refused = start(tmp_path, "mesh.fsdp=1", "run.dir=runs/old", "checkpoint.resume=never")
     _, err = refused.communicate(timeout=PATIENCE)
     assert refused.returncode == 7
-    assert "holds a run already" in err and "<override 3>" in err and "rank" not in err
+    assert "already contains a run" in err and "<override 3>" in err and "rank" not in err
 
 
 def test_a_plan_that_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:

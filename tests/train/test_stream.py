@@ -157,7 +157,7 @@ def test_text_that_ends_at_different_times_on_different_ranks_hangs_nobody(
     with caplog.at_level(logging.INFO):
         for _ in range(50):
             assert same(together([each.next() for each in loaders]), together([whole.next()]))
-    assert "begins again" in caplog.text
+    assert "starts over" in caplog.text
     assert {each.step for each in loaders} == {50}
 
 
