@@ -1,1 +1,1 @@
-"""The door: one Typer app, one small file per command; parses, calls, prints."""
+"""The command line: one Typer app, with one small file per command that parses, calls and prints."""

@@ -1,4 +1,4 @@
-"""The arguments that several commands share, with what completes them in a shell."""
+"""Arguments that several commands share, and their shell completion."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
-    """Shipped names and the YAML files and folders below what is typed."""
+    """Completions of a recipe: shipped names, and YAML files and folders below the typed path."""
     from tpshard.recipes.extends import builtins
 
-    found = [(name, "shipped") for name in builtins() if name.startswith(incomplete)]
+    completions = [(name, "shipped") for name in builtins() if name.startswith(incomplete)]
     folder = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent
     prefix = incomplete[: incomplete.rfind("/") + 1]
     try:
@@ -27,21 +27,21 @@ def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
         path = prefix + entry.name
         if path.startswith(incomplete) and not entry.name.startswith("."):
             if entry.suffix in (".yaml", ".yml"):
-                found.append((path, "file"))
+                completions.append((path, "file"))
             elif entry.is_dir():
-                found.append((path + "/", "folder"))
-    return found
+                completions.append((path + "/", "folder"))
+    return completions
 
 
 def complete_override(incomplete: str) -> list[tuple[str, str]]:
-    """Keys of the schema, and after `=` the values that a key may have."""
+    """Completions of an override: the schema's keys, and after `=` the values that a key allows."""
     from tpshard.recipes.document import completions
 
     return completions(incomplete)
 
 
 def complete_shipped(incomplete: str) -> list[str]:
-    """Names of shipped recipes."""
+    """Completions of a shipped recipe's name."""
     from tpshard.recipes.extends import builtins
 
     return [name for name in builtins() if name.startswith(incomplete)]
@@ -69,28 +69,28 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[KEY.PATH=VALUE]...",
-        help="Changes to the recipe, checked like the file.",
+        help="Changes to the recipe, as key.path=value.",
         autocompletion=complete_override,
         show_default=False,
     ),
 ]
 Device = Annotated[
     str | None,
-    typer.Option("--device", metavar="KIND", help="As cluster.device=KIND: cpu, h200, ...", show_default=False),
+    typer.Option("--device", metavar="KIND", help="Short for cluster.device=KIND: cpu, h200, ...", show_default=False),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print nothing but JSON to stdout.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only JSON to stdout.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")]
 
 
 def on_device(overrides: Sequence[str] | None, device: str | None) -> list[str]:
-    """The overrides, with what `--device` says among them."""
+    """The overrides, with `--device` as one of them."""
     return [*(overrides or ()), *([] if device is None else [f"cluster.device={device}"])]
 
 
 def load(recipe: str | None, overrides: Sequence[str] | None = None) -> Recipe:
-    """The recipe that the command line names. Without one it is ./recipe.yaml, else the quickstart; warnings are shown.
+    """The recipe that the command line names; by default ./recipe.yaml, else the quickstart. Warnings are shown.
 
-    Raises `Mistakes` when it is wrong.
+    Raises `Mistakes` when the recipe is wrong.
     """
     from tpshard.cli.main import report
     from tpshard.cli.preflight import checked

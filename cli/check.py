@@ -1,4 +1,4 @@
-"""`tpshard check`: whether a gap between two ways to train is a bug."""
+"""`tpshard check`: trains a recipe in two ways and finds the first operation whose results differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Against = Annotated[
     list[str] | None,
     typer.Option(
         "--against", metavar="KEY.PATH=VALUE", show_default=False,
-        help="A change that makes the other recipe: mesh.tp=2. Give it again for more changes.",
+        help="A change that makes the other recipe, such as mesh.tp=2. Repeat it for more changes.",
     ),
 ]  # fmt: skip
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps.")]
@@ -29,17 +29,18 @@ def check(
     steps: Steps = 1,
     as_json: Json = False,
 ) -> int:
-    """Train the same batch on two meshes or policies, in this process and in float64, and compare every gradient.
+    """Train the same batch on two meshes or policies, and compare every gradient.
 
-    Where they differ by more than the order of sums explains, names the first operation that does, and the line of the
-    recipe that sharded it; the exit code is then 1. Meant for small models: all ranks are held at once.
+    Both run in this process, in float64. If they differ by more than rounding explains, names the first operation that
+    differs and the line of the recipe that sharded it, and exits with 1. Meant for small models: the memory of all
+    ranks is in this process.
     """
     from tpshard.programs import equality
     from tpshard.programs.setting import Setting
     from tpshard.recipes.diagnostic import Exit
 
     if not against:
-        raise typer.BadParameter("say what the other recipe is: --against mesh.tp=2", param_hint="--against")
+        raise typer.BadParameter("name the other recipe, such as --against mesh.tp=2", param_hint="--against")
     changes = list(overrides or ())
     pair = [load(recipe, changes), load(recipe, [*changes, *against])]
     settings = [Setting.of(each) for each in pair]
@@ -82,19 +83,19 @@ def _text(compared: Compared, first: FirstDifference | None, pair: list[Recipe],
     for number, (one, other) in enumerate(compared.losses, 1):
         lines.append(f"  step {number}  loss {one:.12g} and {other:.12g}")
     largest, count = compared.largest, len(compared.distances)
-    lines.append(f"  {count} values compared; furthest apart: {largest.name}, {largest.apart:.1e} of its norm")
+    lines.append(f"  {count} values compared; largest difference: {largest.name}, {largest.apart:.1e} of its norm")
     if compared.equal:
         lines.append(f"They are the same: rounding explains differences of up to {BOUND:g}.")
         return "\n".join(lines)
     lines.append(f"They differ: rounding explains {BOUND:g} at most. This is a bug of tpshard; please report it.")
     if first is None:
         lines.append(
-            "No operation of one batch differs: look at buckets, prefetching and recomputation (remat=none, "
-            "fsdp.bucket=none), at the sum over micro-batches and at the update."
+            "No operation of one batch differs. Check buckets, prefetching and recomputation (remat=none, "
+            "fsdp.bucket=none), the sum over micro-batches, and the update."
         )
         return "\n".join(lines)
     where = f"{first.op} in {first.module or 'the model'}, {first.phase}"
-    lines += [f"The first operation that differs makes `{first.name}` ({where}), {first.apart:.1e} of its norm apart:"]
+    lines += [f"The first operation that differs computes `{first.name}` ({where}): {first.apart:.1e} of its norm:"]
     for title, sharding in zip(("here", "there"), first.shardings):
         lines += [f"  {title}: " + sharding.replace("\n", "\n  ")]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`tpshard convert`: a checkpoint or a folder leaves as a Hugging Face folder."""
+"""`tpshard convert`: writes a checkpoint or a folder as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Source = Annotated[
     ),
 ]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.", show_default=False)]
-ROOM = "a folder that may be written, on a disk with room for the model"
+ROOM = "choose a writable folder, on a disk with room for the model"
 
 
 class Type(StrEnum):
-    """Of the numbers in the folder."""
+    """The dtypes in which a folder can be written."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -39,7 +39,7 @@ def convert(
     out: Out,
     overrides: Overrides = None,
     dtype: Annotated[
-        Type | None, typer.Option(help="Type of the numbers. Default: as they are.", show_default=False)
+        Type | None, typer.Option(help="dtype of the weights. Default: as stored.", show_default=False)
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of the tokenizer. Default: the source's.", show_default=False)
@@ -48,20 +48,20 @@ def convert(
 ) -> None:
     """Write the model in SOURCE as a Hugging Face folder OUT: safetensors, config.json and the tokenizer.
 
-    OUT appears when everything is written, or not at all. The weights of a GPTQ folder become dense.
+    OUT appears only when everything is written. The weights of a GPTQ folder become dense.
     """
     from tpshard.cli.sources import keep_apart, open_source
     from tpshard.recipes.diagnostic import Exit, Mistakes
 
     if out.exists() and not overwrite and not (out.is_dir() and not any(out.iterdir())):
-        raise Mistakes.one(f"{out} exists", exit=Exit.USAGE, fix="another name, or --overwrite")
+        raise Mistakes.one(f"{out} exists", exit=Exit.USAGE, fix="choose another name, or --overwrite")
     if tokenizer is not None and not tokenizer.is_dir():
         raise Mistakes.one(f"the tokenizer {tokenizer} is not a folder", exit=Exit.USAGE)
     model = open_source(source, overrides or (), theirs=True)
     keep_apart(model, out)
     folder = tokenizer or model.tokenizer
     if folder is None:
-        print("no tokenizer goes along; --tokenizer names one", file=sys.stderr)
+        print("no tokenizer is written; --tokenizer names one", file=sys.stderr)
     _write(model, out, dtype.value if dtype else None, folder, overwrite)
     print(out)
 
@@ -87,7 +87,7 @@ def _write(model: SourceModel, out: Path, dtype: str | None, tokenizer: Path | N
             overwrite=overwrite,
         )
     except FileExistsError as error:
-        raise Mistakes.one(str(error), exit=Exit.USAGE, fix="another name, or --overwrite") from error
+        raise Mistakes.one(str(error), exit=Exit.USAGE, fix="choose another name, or --overwrite") from error
     except ValueError as error:
         raise Mistakes.one(
             f"{model.name} cannot be written as a Hugging Face folder", exit=Exit.FIT, why=str(error)

@@ -1,4 +1,4 @@
-"""`tpshard doctor`: this machine, looked at the way a run would use it."""
+"""`tpshard doctor`: checks whether this machine can run recipes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tpshard.cli.arguments import Json, Overwrite
 
 GIB = 1 << 30
 Devices = Annotated[
-    int, typer.Option("--gpus", metavar="N", min=0, help="GPUs that must be usable here.", show_default=False)
+    int, typer.Option("--gpus", metavar="N", min=0, help="GPUs that must be usable.", show_default=False)
 ]
-NoPair = Annotated[bool, typer.Option("--no-collective", help="Leave the two-rank collective out.")]
+NoPair = Annotated[bool, typer.Option("--no-collective", help="Skip the collective between two ranks.")]
 
 
 Measure = Annotated[
@@ -32,7 +32,7 @@ Measure = Annotated[
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `bad` is what a run would fail on, `note` what it would feel."""
+    """One line of the report. `bad` would make a run fail; `note` would slow or limit it."""
 
     room: str
     name: str
@@ -48,10 +48,10 @@ def doctor(
     measure: Measure = None,
     overwrite: Overwrite = False,
 ) -> int:
-    """Look at this machine: versions, devices, links, disk, limits, ports, and a collective between two processes.
+    """Check this machine: versions, devices, links, disk, limits, ports, and a collective between two processes.
 
-    Ends with 5 when something is there that a run would fail on. With --measure it times the machine instead
-    (some minutes) and writes what it found as a device file, for `cluster.device`.
+    Exits with 5 if a run would fail. With --measure it times the machine instead (some minutes) and writes a device
+    file for `cluster.device`.
     """
     from tpshard.recipes.diagnostic import Exit
 
@@ -60,17 +60,17 @@ def doctor(
     rooms: list[Callable[[], Iterator[Finding]]] = [versions, lambda: devices(gpus), links, disk, limits, ports]
     if not no_collective:
         rooms.append(collective)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for room in rooms:
         for finding in room():
-            if not as_json and (not found or found[-1].room != finding.room):
+            if not as_json and (not findings or findings[-1].room != finding.room):
                 print(finding.room)
-            found.append(finding)
+            findings.append(finding)
             if not as_json:
                 print(_line(finding), flush=True)
-    bad = [f for f in found if f.state == "bad"]
+    bad = [f for f in findings if f.state == "bad"]
     if as_json:
-        print(json.dumps({"schema": 1, "ok": not bad, "findings": [asdict(f) for f in found]}, indent=2))
+        print(json.dumps({"schema": 1, "ok": not bad, "findings": [asdict(f) for f in findings]}, indent=2))
     else:
         print(f"\n{len(bad)} to mend" if bad else "\nfine")
     return Exit.MACHINE if bad else Exit.DONE
@@ -94,7 +94,7 @@ def _line(finding: Finding) -> str:
 
 
 def versions() -> Iterator[Finding]:
-    """Of what a run imports, without importing it."""
+    """The versions of the packages that a run imports, without importing them."""
     from importlib import metadata
 
     from tpshard.cli.main import version
@@ -103,14 +103,14 @@ def versions() -> Iterator[Finding]:
     yield Finding("versions", "python", f"{platform.python_version()} on {platform.platform()}")
     for name in ("torch", "triton", "numpy", "transformers", "tokenizers", "datasets", "safetensors", "wandb"):
         try:
-            found = metadata.version(name)
+            installed = metadata.version(name)
         except metadata.PackageNotFoundError:
             needed = name not in ("triton", "wandb")
             state: Literal["bad", "note"] = "bad" if needed else "note"
             yield Finding("versions", name, "not installed", state, f"pip install {name}" if needed else "")
             continue
-        odd = name == "torch" and not (2, 11) <= tuple(int(n) for n in found.split("+")[0].split(".")[:2]) < (2, 14)
-        yield Finding("versions", name, found, "bad" if odd else "ok", "torch 2.11 to 2.13" if odd else "")
+        odd = name == "torch" and not (2, 11) <= tuple(int(n) for n in installed.split("+")[0].split(".")[:2]) < (2, 14)
+        yield Finding("versions", name, installed, "bad" if odd else "ok", "torch 2.11 to 2.13" if odd else "")
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler:
         yield Finding("versions", "C++ compiler", compiler)
@@ -118,8 +118,8 @@ def versions() -> Iterator[Finding]:
         yield Finding("versions", "C++ compiler", "none", "note", "install g++, or use compile: eager")
 
 
-def devices(wanted: int = 0) -> Iterator[Finding]:
-    """Processors, memory, and GPUs with what keeps them from being used."""
+def devices(required: int = 0) -> Iterator[Finding]:
+    """Processors, memory and GPUs, and what prevents their use."""
     import psutil
     from tpshard.cli.machine import busy, gpu_problems, probe_driver, probe_torch
 
@@ -127,24 +127,24 @@ def devices(wanted: int = 0) -> Iterator[Finding]:
     yield Finding("devices", "cpu", f"{cores} of {os.cpu_count()} cores usable, {platform.machine()}")
     memory = psutil.virtual_memory()
     allowed = _cgroup_memory()
-    capped = f", of which this group may use {allowed / GIB:.1f}" if allowed and allowed < memory.total else ""
+    capped = f", of which this control group may use {allowed / GIB:.1f}" if allowed and allowed < memory.total else ""
     value = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free{capped}"
     yield Finding("devices", "memory", value, "note" if memory.available < 2 * GIB else "ok")
     driver = probe_driver()
     for gpu in driver.gpus:
         free = f"{gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free"
-        mig = ", cut into MIG slices" if gpu.mig else ""
+        mig = ", split into MIG slices" if gpu.mig else ""
         value = f"{gpu.name}, {free}, compute {gpu.capability}{mig}"
         yield Finding("devices", f"gpu {gpu.index}", value, "note" if gpu.mig else "ok")
     if driver.version:
         yield Finding("devices", "driver", driver.version)
-    if not driver.gpus and not driver.error and not wanted:
+    if not driver.gpus and not driver.error and not required:
         yield Finding("devices", "gpu", "none: recipes run on the CPU here")
         return
     torch = probe_torch()
     if torch.cuda:
         yield Finding("devices", "torch", f"built for CUDA {torch.cuda}, sees {torch.devices}")
-    for problem in gpu_problems(driver, torch, max(wanted, 1)):
+    for problem in gpu_problems(driver, torch, max(required, 1)):
         why = f"{problem.message}: {problem.why}" if problem.why else problem.message
         yield Finding("devices", "gpu", why, "bad", problem.fix)
     for problem in busy(driver, None):
@@ -152,15 +152,15 @@ def devices(wanted: int = 0) -> Iterator[Finding]:
 
 
 def links() -> Iterator[Finding]:
-    """Network interfaces, the way between GPUs, and whether this host knows its own name."""
+    """Network interfaces, links between GPUs, and whether this host's name resolves."""
     import psutil
 
     addresses = psutil.net_if_addrs()
     for name, stats in sorted(psutil.net_if_stats().items()):
-        known = [a.address for a in addresses.get(name, ()) if a.family in (socket.AF_INET, socket.AF_INET6)]
-        if stats.isup and known:
+        ip_addresses = [a.address for a in addresses.get(name, ()) if a.family in (socket.AF_INET, socket.AF_INET6)]
+        if stats.isup and ip_addresses:
             speed = f", {stats.speed} Mbit/s" if stats.speed else ""
-            yield Finding("links", name, f"{', '.join(known[:2])}, MTU {stats.mtu}{speed}")
+            yield Finding("links", name, f"{', '.join(ip_addresses[:2])}, MTU {stats.mtu}{speed}")
     host = socket.gethostname()
     try:
         socket.getaddrinfo(host, None)
@@ -186,7 +186,7 @@ def _between_gpus(tool: str) -> Iterator[Finding]:
 
 
 def disk() -> Iterator[Finding]:
-    """Room, and whether what is written can be synced and renamed, which checkpoints rest on."""
+    """Free space, and whether files can be synced and renamed, as checkpoints need."""
     shm = Path("/dev/shm")
     places = {"here": Path.cwd(), "temporary": Path(tempfile.gettempdir())} | ({"shm": shm} if shm.is_dir() else {})
     for name, path in places.items():
@@ -200,7 +200,7 @@ def disk() -> Iterator[Finding]:
                     os.fsync(opened.fileno())
                 file.rename(Path(folder, "b"))
         except OSError as error:
-            fix = {"here": "run in a folder that can be written to", "temporary": "set TMPDIR"}.get(name, "")
+            fix = {"here": "run in a writable folder", "temporary": "set TMPDIR"}.get(name, "")
             yield Finding("disk", name, f"{path}: {error.strerror}", "bad" if fix else "note", fix)
             continue
         little = free < (GIB if name != "shm" else GIB // 16)
@@ -208,12 +208,12 @@ def disk() -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """What the system allows a process."""
+    """The system's limits on a process."""
     import resource
 
-    wanted = {"open files": (resource.RLIMIT_NOFILE, 1024), "processes": (resource.RLIMIT_NPROC, 256)}
-    wanted["locked memory"] = (resource.RLIMIT_MEMLOCK, 0)
-    for name, (kind, least) in wanted.items():
+    minima = {"open files": (resource.RLIMIT_NOFILE, 1024), "processes": (resource.RLIMIT_NPROC, 256)}
+    minima["locked memory"] = (resource.RLIMIT_MEMLOCK, 0)
+    for name, (kind, least) in minima.items():
         soft, hard = resource.getrlimit(kind)
         value = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}"
         low = soft != resource.RLIM_INFINITY and soft < least
@@ -224,7 +224,7 @@ def limits() -> Iterator[Finding]:
 
 
 def ports() -> Iterator[Finding]:
-    """Loopback can be listened on, and whether the default port of `serve` is free."""
+    """Whether loopback accepts connections, and whether the default port of `serve` is free."""
     for name, port in (("loopback", 0), ("serve", 8000)):
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -233,12 +233,12 @@ def ports() -> Iterator[Finding]:
                 yield Finding("ports", name, f"127.0.0.1:{port or 'any'} can be listened on")
             except OSError as error:
                 state: Literal["note", "bad"] = "note" if port else "bad"
-                fix = "serve.port: 0 takes a free one" if port else "loopback must be up"
+                fix = "serve.port: 0 chooses a free one" if port else "loopback must be up"
                 yield Finding("ports", name, f"127.0.0.1:{port or 'any'}: {error.strerror}", state, fix)
 
 
 def collective() -> Iterator[Finding]:
-    """A sum between two processes of this host, as a run's workers would take it: gloo, and NCCL with two GPUs."""
+    """Tests an all-reduce between two processes of this host: gloo, and NCCL with two GPUs."""
     backends = ["gloo"]
     from tpshard.cli.machine import probe_driver
 
@@ -286,7 +286,7 @@ def _pair(backend: str, timeout: float = 90) -> Finding:
 
 
 def _cgroup_memory() -> int | None:
-    """Bytes that the control group allows, where there is such a limit."""
+    """Bytes that the control group allows; None without such a limit."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(path).read_text().strip()

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and never in the place of another unless that was asked for."""
+"""Writing files atomically, without overwriting unless asked to."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tpshard.recipes.diagnostic import Exit, Mistakes
 
 
 def write(path: Path, text: str, *, overwrite: bool = False) -> None:
-    """Write `text` to `path`: beside it first, then renamed. Folders on the way are made.
+    """Writes `text` to `path` through a temporary file and a rename. Missing folders are created.
 
-    Raises `Mistakes`: exit 2 when something is there and `overwrite` was not given, exit 5 when it cannot be written.
+    Raises `Mistakes`: exit 2 if the file exists and `overwrite` is false, exit 5 if it cannot be written.
     """
     refuse(path, overwrite)
     aside = ""
@@ -27,7 +27,7 @@ def write(path: Path, text: str, *, overwrite: bool = False) -> None:
         if overwrite:
             os.replace(aside, path)
         else:
-            os.link(aside, path)  # fails when somebody else was faster
+            os.link(aside, path)  # fails when another process was faster
             os.unlink(aside)
     except FileExistsError:
         raise _taken(path) from None
@@ -39,15 +39,15 @@ def write(path: Path, text: str, *, overwrite: bool = False) -> None:
 
 
 def refuse(path: Path, overwrite: bool) -> None:
-    """Raises `Mistakes` (exit 2) when `path` may not be written; called early by what takes long."""
+    """Raises `Mistakes` (exit 2) if `path` may not be written. Slow commands call it before they start."""
     if path.is_dir():
-        raise Mistakes.one(f"{path} is a folder", exit=Exit.USAGE, fix="the name of a file")
+        raise Mistakes.one(f"{path} is a folder", exit=Exit.USAGE, fix="give the name of a file")
     if os.path.lexists(path) and not overwrite:
         raise _taken(path)
 
 
 def _taken(path: Path) -> Mistakes:
-    return Mistakes.one(f"{path} exists", exit=Exit.USAGE, fix="another name, or --overwrite")
+    return Mistakes.one(f"{path} exists", exit=Exit.USAGE, fix="choose another name, or --overwrite")
 
 
 def _umask() -> int:

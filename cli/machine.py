@@ -1,6 +1,6 @@
-"""What this machine has, and whether a recipe can run on it. Looks without importing torch unless it has to.
+"""Detecting this machine's GPUs, and checking whether a recipe can run on it. Imports torch only when needed.
 
-GPUs are read from the driver's `nvidia-smi`, because a torch that does not fit the driver cannot be asked.
+GPUs are read from the driver's `nvidia-smi`, because a torch that does not match the driver cannot report them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 CPU_HINT = "`--device cpu` runs it on the CPU"
 _OLDEST_DRIVER: Mapping[int, float] = MappingProxyType({11: 450.80, 12: 525.60, 13: 580.65})
-"""CUDA major version to the oldest Linux driver that runs it (CUDA's release notes, minor version compatibility)."""
+"""The oldest Linux driver for each CUDA major version (CUDA's release notes, minor version compatibility)."""
 _KINDS: Mapping[str, tuple[str, int]] = MappingProxyType(
     {
         "a100-40g": ("A100", 40),
@@ -34,12 +34,12 @@ _KINDS: Mapping[str, tuple[str, int]] = MappingProxyType(
         "b200": ("B200", 180),
     }
 )
-"""Kind of device to what the driver calls it and its memory in GB."""
+"""For each kind of device, the driver's name for it and its memory in GB."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as the driver tells it; memory in bytes."""
+    """One GPU as the driver reports it; memory in bytes."""
 
     index: int
     name: str
@@ -48,7 +48,7 @@ class Gpu:
     capability: str
     mig: bool
     processes: tuple[str, ...] = ()
-    """`pid 12 (60 GiB)` of each process on it."""
+    """`pid 12 (60 GiB)` for each process on the GPU."""
 
     @property
     def free(self) -> int:
@@ -57,7 +57,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver and its GPUs. `version` is "" without one; `error` says why there is nothing, if that is known."""
+    """The driver and its GPUs. `version` is "" without a driver; `error` says why there are none, if known."""
 
     version: str
     gpus: tuple[Gpu, ...]
@@ -66,7 +66,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Torch:
-    """What torch was built for and what it sees. `cuda` is "" for a CPU build."""
+    """The CUDA version torch was built for ("" for a CPU build), and the GPUs it sees."""
 
     version: str
     cuda: str
@@ -76,7 +76,7 @@ class Torch:
 
 
 def probe_driver() -> Driver:
-    """Ask the driver; takes milliseconds without one and is given ten seconds with one."""
+    """Queries the driver, with a timeout of ten seconds; returns at once if there is none."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return Driver("", ())
@@ -107,7 +107,7 @@ def probe_driver() -> Driver:
 
 
 def probe_torch() -> Torch:
-    """Import torch and ask it."""
+    """Imports torch and queries it."""
     import warnings
 
     import torch
@@ -125,59 +125,61 @@ def probe_torch() -> Torch:
     return Torch(torch.__version__, torch.version.cuda or "", count, arches, error)
 
 
-def gpu_problems(driver: Driver, torch: Torch, wanted: int) -> Iterator[Diagnostic]:
-    """What keeps `wanted` GPUs from being used; all of it exit 5."""
+def gpu_problems(driver: Driver, torch: Torch, required: int) -> Iterator[Diagnostic]:
+    """The reasons why `wanted` GPUs cannot be used, each with exit 5."""
     gpus = driver.gpus
     if not gpus:
         why = driver.error or ("the driver has none" if driver.version else "there is no NVIDIA driver")
-        yield _wrong(f"{_gpus(wanted)} asked for, and this machine has none", why, CPU_HINT)
+        yield _wrong(f"{_gpus(required)} requested, and this machine has none", why, CPU_HINT)
         return
     if not torch.cuda:
         fix = f"install a CUDA build of torch; or {CPU_HINT}"
-        yield _wrong(f"torch {torch.version} is built for CPUs only", f"{len(gpus)} x {gpus[0].name} here", fix)
+        yield _wrong(f"torch {torch.version} is a CPU build", f"this machine has {len(gpus)} x {gpus[0].name}", fix)
         return
     oldest = _OLDEST_DRIVER.get(int(_number(torch.cuda)))
-    found = re.match(r"\d+(?:\.\d+)?", driver.version)
-    if oldest is not None and found and float(found[0]) < oldest:
+    version = re.match(r"\d+(?:\.\d+)?", driver.version)
+    if oldest is not None and version and float(version[0]) < oldest:
         yield _wrong(
             f"the driver {driver.version} is too old for torch's CUDA {torch.cuda}",
             f"CUDA {torch.cuda} needs {oldest:.2f} or newer",
-            f"a newer driver, or a torch built for an older CUDA; or {CPU_HINT}",
+            f"install a newer driver, or a torch built for an older CUDA; or {CPU_HINT}",
         )
     elif torch.devices == 0:
-        why = torch.error or "see CUDA_VISIBLE_DEVICES, and whether the driver was updated without a restart"
+        why = torch.error or "check CUDA_VISIBLE_DEVICES, and whether the driver was updated without a restart"
         yield _wrong(f"torch sees none of the {len(gpus)} GPUs", why, f"`nvidia-smi` shows them; or {CPU_HINT}")
-    elif torch.devices < wanted:
-        yield _wrong(f"{_gpus(wanted)} asked for, and torch sees {torch.devices}", "", "a smaller mesh, or more nodes")
+    elif torch.devices < required:
+        yield _wrong(
+            f"{_gpus(required)} requested, and torch sees {torch.devices}", "", "use a smaller mesh or more nodes"
+        )
     for gpu in gpus:
         arch = f"sm_{gpu.capability.replace('.', '')}"
         major = gpu.capability.partition(".")[0]
         if torch.arches and not any(a.rstrip("af").startswith(f"sm_{major}") for a in torch.arches):
-            message = f"torch {torch.version} has no code for {gpu.name} ({arch})"
-            yield _wrong(message, f"it has {', '.join(torch.arches)}", f"a newer torch; or {CPU_HINT}")
-        if gpu.mig and wanted > 1:
+            message = f"torch {torch.version} has no kernels for {gpu.name} ({arch})"
+            yield _wrong(message, f"it has {', '.join(torch.arches)}", f"install a newer torch; or {CPU_HINT}")
+        if gpu.mig and required > 1:
             yield _wrong(
-                f"GPU {gpu.index} ({gpu.name}) is cut into MIG slices, which cannot talk to each other",
+                f"GPU {gpu.index} ({gpu.name}) is split into MIG slices, which cannot communicate",
                 "collectives need whole GPUs",
-                f"a mesh of one device, or have MIG switched off on it; or {CPU_HINT}",
+                f"use a mesh of one device, or switch MIG off; or {CPU_HINT}",
             )
 
 
 def busy(driver: Driver, limit: int | None) -> Iterator[Diagnostic]:
-    """GPUs on which somebody else holds memory that a run would need; `limit` is what the run keeps to, in bytes."""
+    """GPUs whose memory other processes use and a run would need. `limit`: the run's memory limit in bytes."""
     for gpu in driver.gpus:
         needed = limit if limit is not None else int(gpu.total * 0.9)
         if gpu.processes and gpu.free < needed:
             yield _wrong(
                 f"GPU {gpu.index} is busy: {', '.join(gpu.processes)} on it",
                 f"{gpu.free / 1024**3:.1f} of {gpu.total / 1024**3:.1f} GiB free",
-                f"CUDA_VISIBLE_DEVICES with another, or fsdp.memory_limit: {int(gpu.free / 1024**3 * 0.9)}GiB; "
+                f"set CUDA_VISIBLE_DEVICES to another, or fsdp.memory_limit: {int(gpu.free / 1024**3 * 0.9)}GiB; "
                 f"or {CPU_HINT}",
             )
 
 
 def kind_problems(kind: str, driver: Driver) -> Iterator[Diagnostic]:
-    """Whether the GPUs here are the ones a recipe names."""
+    """Problems where the GPUs are not of the kind that the recipe names."""
     if kind not in _KINDS:
         return
     name, gigabytes = _KINDS[kind]
@@ -185,14 +187,14 @@ def kind_problems(kind: str, driver: Driver) -> Iterator[Diagnostic]:
         if name not in gpu.name or (gpu.total and not 0.85 < gpu.total / (gigabytes * 10**9) < 1.15):
             same = [k for k, (n, size) in _KINDS.items() if n in gpu.name and 0.85 < gpu.total / (size * 10**9) < 1.15]
             fix = f"cluster.device={same[0]}" if same else "describe it in a file: cluster.device=mine.yaml"
-            here = f"this machine has {gpu.name} with {gpu.total / 10**9:.0f} GB"
-            yield _wrong(f"the recipe is for {kind}, and {here}", "its plan and limits would be off", fix)
+            present = f"this machine has {gpu.name} with {gpu.total / 10**9:.0f} GB"
+            yield _wrong(f"the recipe is for {kind}, and {present}", "its plan and limits would be off", fix)
 
 
 def require(recipe: Recipe) -> None:
-    """Raises `Mistakes` (exit 5) when this machine is not one of the cluster that the recipe names.
+    """Raises `Mistakes` (exit 5) when this machine does not match the recipe's cluster.
 
-    Without a cluster, or with one of CPUs, every machine will do.
+    Without a cluster, or with a CPU cluster, every machine matches.
     """
     cluster = recipe.cluster
     if cluster is None or cluster.device == "cpu":
@@ -203,12 +205,12 @@ def require(recipe: Recipe) -> None:
         if device(cluster.device, recipe.where("cluster.device")).kind == "cpu":
             return
     driver = probe_driver()
-    found = list(kind_problems(cluster.device, driver)) if driver.gpus else []
-    found += gpu_problems(driver, probe_torch() if driver.gpus else Torch("", "", 0), cluster.devices_per_node)
-    found += busy(driver, recipe.fsdp.memory_limit)
-    if found:
+    problems = list(kind_problems(cluster.device, driver)) if driver.gpus else []
+    problems += gpu_problems(driver, probe_torch() if driver.gpus else Torch("", "", 0), cluster.devices_per_node)
+    problems += busy(driver, recipe.fsdp.memory_limit)
+    if problems:
         where = recipe.where("cluster.device")
-        raise Mistakes(Diagnostic(d.message, d.exit, where, d.why, d.fix) for d in found)
+        raise Mistakes(Diagnostic(d.message, d.exit, where, d.why, d.fix) for d in problems)
 
 
 def _query(tool: str, what: str) -> tuple[Sequence[Sequence[str]], str]:
@@ -225,8 +227,8 @@ def _query(tool: str, what: str) -> tuple[Sequence[Sequence[str]], str]:
 
 
 def _number(text: str) -> float:
-    found = re.match(r"\d+(?:\.\d+)?", text)
-    return float(found[0]) if found else 0.0
+    number = re.match(r"\d+(?:\.\d+)?", text)
+    return float(number[0]) if number else 0.0
 
 
 def _gpus(count: int) -> str:

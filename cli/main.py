@@ -1,8 +1,7 @@
-"""The door: finds the command, calls it, and turns what comes out into an exit code.
+"""The entry point: finds the command, calls it, and turns its result into an exit code.
 
-A command is a file `cli/NAME.py` with a function `NAME`, or a Typer `app` for one with subcommands, and a line in
-`COMMANDS`. Nothing of a command is imported before it is called, and a command imports what is heavy inside its
-function, so that `--help` answers at once.
+A command is a file `cli/NAME.py` with a function `NAME`, or a Typer `app` for subcommands, and a line in `COMMANDS`. A
+command is imported only when called, and imports heavy packages inside its function, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -24,29 +23,31 @@ from tpshard.recipes.diagnostic import Exit, Mistakes, as_text
 
 COMMANDS = {
     "train": "Train a recipe's model on this machine, or as one worker of several.",
-    "plan": "Say what a recipe would do: shardings, collectives, memory, time.",
-    "serve": "Serve a model over HTTP, as OpenAI's API.",
+    "plan": "Predict a run: shardings, collectives, memory, time.",
+    "serve": "Serve a model over HTTP with OpenAI's API.",
     "quantize": "Quantize a model with GPTQ.",
     "convert": "Write a checkpoint as a Hugging Face folder.",
     "recipes": "List, show and copy the shipped recipes; explain the keys; print the schema.",
-    "check": "Train the same batch on two meshes or policies, and say where they differ.",
+    "check": "Train the same batch on two meshes or policies, and find where they differ.",
     "validate": "Check recipes and report every mistake.",
-    "doctor": "Look at this machine: versions, devices, links, limits, a collective.",
+    "doctor": "Check this machine: versions, devices, links, limits, a collective.",
     "launch": "Start workers on several hosts.",
 }
-"""Command to the one line that `--help` shows."""
+"""The commands, with the line that `--help` shows for each."""
 
 
 class _AsGiven:
-    """Leaves text as it was typed."""
+    """A parameter type that leaves text unchanged."""
 
     def coerce(self, value: Any, *, param: Any, ctx: Any) -> Any:
         return list(value) if isinstance(value, tuple) else value
 
 
 def _as_given(parameters: list[Any]) -> list[Any]:
-    """Spare the conversion of text and flags: recent versions of Typer import pydantic for it, which takes longer than
-    all the rest of `validate`. Versions that convert otherwise do not look at the attribute."""
+    """Skips Typer's conversion of text and flags, for which recent versions import pydantic.
+
+    That import takes longer than all the rest of `validate`. Other versions of Typer ignore the attribute.
+    """
     for parameter in parameters:
         kind = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
         if kind in (str, list[str], bool) and hasattr(parameter, "_runtime_param"):
@@ -55,21 +56,21 @@ def _as_given(parameters: list[Any]) -> list[Any]:
 
 
 class Command(typer.core.TyperCommand):
-    """A command that starts quickly."""
+    """A Typer command without the import of pydantic."""
 
     def get_params(self, ctx: Any) -> Any:
         return _as_given(super().get_params(ctx))
 
 
 class Group(typer.core.TyperGroup):
-    """A group that starts quickly."""
+    """A Typer group without the import of pydantic."""
 
     def get_params(self, ctx: Any) -> Any:
         return _as_given(super().get_params(ctx))
 
 
 class Commands(Group):
-    """Knows the names of all commands, and imports the one that is called."""
+    """The group of all commands, which imports only the one that is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -83,16 +84,16 @@ class Commands(Group):
 
 
 def command(name: str) -> Any:
-    """The command of this name, ready to be called by the command line."""
+    """The Typer command of a name."""
     module = importlib.import_module(f"tpshard.cli.{name}")
     app = getattr(module, "app", None)
     if app is None:
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         settings = {"help_option_names": ["-h", "--help"]}
         app.command(name, cls=Command, context_settings=settings)(getattr(module, name))
-    found = typer.main.get_command(app)
-    found.name = name
-    return found
+    typer_command = typer.main.get_command(app)
+    typer_command.name = name
+    return typer_command
 
 
 app = typer.Typer(
@@ -119,14 +120,14 @@ def tpshard(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Declarative sharding for training and serving transformers on more than one device.
+    """Shard transformers over several devices by a recipe: plan, train and serve them.
 
     A RECIPE is a file, a run's folder or a shipped name (`tpshard recipes ls`); key.path=value after it changes it.
     """
 
 
 def version() -> str:
-    """The installed version, or where there is none, that it is a checkout."""
+    """The installed version, or a note that this is a checkout."""
     from importlib import metadata
 
     try:
@@ -136,7 +137,7 @@ def version() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and end the process with its exit code."""
+    """Runs the command line and ends the process with its exit code."""
     if "TPSHARD_FOLLOWS" in os.environ:
         from tpshard.parallelism.runtime.workers import follow
 
@@ -154,12 +155,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code of a command line; what is wrong with it is on stderr."""
+    """The exit code of a command line; its errors are printed to stderr."""
     usage_error, click_error = typer.BadParameter.__mro__[1:3]
     group = typer.main.get_command(app)
     try:
         if "_TPSHARD_COMPLETE" in os.environ:
-            group.main(list(arguments), prog_name="tpshard")  # writes the completions and exits
+            group.main(list(arguments), prog_name="tpshard")  # prints the completions and exits
         with group.make_context("tpshard", list(arguments)) as context:
             result = group.invoke(context)
             return result if isinstance(result, int) and not isinstance(result, bool) else Exit.DONE
@@ -193,7 +194,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def report(mistakes: Mistakes) -> None:
-    """Show mistakes on stderr, in colour where someone looks."""
+    """Prints errors to stderr, in colour on a terminal."""
     _say(as_text(mistakes.diagnostics, color=colorful(sys.stderr), width=columns(sys.stderr)).rstrip("\n"))
     errors = sum(d.severity == "error" for d in mistakes.diagnostics)
     if errors > 1:
@@ -201,7 +202,7 @@ def report(mistakes: Mistakes) -> None:
 
 
 def colorful(stream: Any) -> bool:
-    """Whether to colour what goes to `stream`: a terminal that can, and nobody who asked not to (no-color.org)."""
+    """Whether to colour the output to `stream`: on a capable terminal, unless NO_COLOR is set (no-color.org)."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -210,10 +211,10 @@ def colorful(stream: Any) -> bool:
 
 
 def columns(stream: Any) -> int:
-    """Characters that fit into a line of `stream`; 0 when it is no terminal and nobody said."""
-    given = os.environ.get("COLUMNS", "")
-    if given.isdigit():
-        return int(given)
+    """The width of `stream` in characters; 0 where unknown."""
+    setting = os.environ.get("COLUMNS", "")
+    if setting.isdigit():
+        return int(setting)
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError, AttributeError):
@@ -221,7 +222,7 @@ def columns(stream: Any) -> int:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody listens
+    with contextlib.suppress(OSError):  # stderr is closed
         print(text, file=sys.stderr, flush=True)
 
 
@@ -236,7 +237,7 @@ def _bug(arguments: Sequence[str]) -> None:
 
 
 def _public(argument: str) -> str:
-    """An argument as it may stand in a report: the values of keys that look like secrets are masked."""
+    """An argument for a bug report: values of keys that look like secrets are masked."""
     from tpshard.recipes.write import MASK, looks_secret
 
     key, equals, _ = argument.partition("=")
@@ -244,7 +245,7 @@ def _public(argument: str) -> str:
 
 
 def _prepare_streams() -> None:
-    """Closed streams swallow, and a character that the locale lacks becomes an escape instead of a crash."""
+    """Makes output robust: closed streams are ignored, and characters that the locale lacks are escaped."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -254,7 +255,7 @@ def _prepare_streams() -> None:
 
 
 def _hang_up(code: int) -> int:
-    """Nobody reads stdout any more (`| head` has seen enough): keep the interpreter from flushing it once again."""
+    """Handles a closed stdout (as after `| head`), so that the interpreter does not flush it again."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code

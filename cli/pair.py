@@ -1,4 +1,4 @@
-"""One of the two ranks of `tpshard doctor`'s collective; run as a process of its own, prints one line of JSON."""
+"""One of the two ranks of `tpshard doctor`'s collective, run as a process that prints one line of JSON."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 from datetime import timedelta
 
 SIZE = 1 << 20
-"""Numbers (fp32) in the large message: 4 MiB."""
+"""fp32 numbers in the large message: 4 MiB."""
 
 
 def measure(rank: int, store: str, backend: str) -> dict[str, float]:
-    """Sum over two ranks: seconds of a small one, and bytes a second of a large one. ValueError if a sum is wrong."""
+    """Times all-reduces over two ranks: seconds of a small one, bytes/s of a large one. ValueError for a wrong sum."""
     import torch
     import torch.distributed as dist
 
@@ -32,7 +32,7 @@ def measure(rank: int, store: str, backend: str) -> dict[str, float]:
             dist.barrier()
             begin = time.perf_counter()
             dist.all_reduce(tensor)
-            tensor[0].item()  # a GPU has finished when its number is here
+            tensor[0].item()  # waits for the GPU
             best = min(best, time.perf_counter() - begin)
         times[name] = best
     dist.destroy_process_group()

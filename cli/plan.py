@@ -1,4 +1,4 @@
-"""`tpshard plan`: what a recipe would do, before it costs anything."""
+"""`tpshard plan`: predicts a run without running it."""
 
 from __future__ import annotations
 
@@ -9,58 +9,73 @@ from typing import Annotated
 import typer
 from tpshard.cli.arguments import Device, Json, OptionalRecipe, Overrides, Overwrite, load, on_device
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Write nothing but the files named here.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Everything, however many lines.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Write only the files named here.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print everything, however long.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page.")]
 Trace = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write a trace for Perfetto.")]
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw timeline and memory.")]
-Explain = Annotated[str | None, typer.Option("--explain", metavar="NAME", help="Why a tensor is sharded as it is.")]
+Explain = Annotated[str | None, typer.Option("--explain", metavar="NAME", help="Say why a tensor has its sharding.")]
 Diff = Annotated[
     str | None,
     typer.Option(
         "--diff", metavar="OTHER",
-        help="Compare with another recipe as it is written, or with this one after one more KEY.PATH=VALUE.",
+        help="Compare with another recipe, or with this one changed by KEY.PATH=VALUE.",
     ),
 ]  # fmt: skip
 Search = Annotated[
     bool,
-    typer.Option("--search", help="Try meshes, recomputation and micro-batches; of a server meshes and requests."),
+    typer.Option("--search", help="Try meshes, recomputation and micro-batches; for a server, meshes and requests."),
 ]
-Passes = Annotated[bool, typer.Option("--passes", help="What each pass does to collectives, memory and time.")]
+Passes = Annotated[bool, typer.Option("--passes", help="Show how each pass changes collectives, memory and time.")]
 RUN = "The whole run"
 Tokens = Annotated[
     str | None,
-    typer.Option("--tokens", metavar="N", help="To train on: 15T, 300B. Default: train.steps.", rich_help_panel=RUN),
+    typer.Option(
+        "--tokens", metavar="N", help="Training tokens: 15T, 300B. Default: train.steps.", rich_help_panel=RUN
+    ),
 ]
-Price = Annotated[float | None, typer.Option("--price", min=0, help="Of a device-hour.", rich_help_panel=RUN)]
-Watts = Annotated[float | None, typer.Option("--watts", min=0, help="That a device draws.", rich_help_panel=RUN)]
+Price = Annotated[float | None, typer.Option("--price", min=0, help="Price of a device-hour.", rich_help_panel=RUN)]
+Watts = Annotated[float | None, typer.Option("--watts", min=0, help="Power of a device.", rich_help_panel=RUN)]
 Failures = Annotated[
     float | None,
-    typer.Option("--failures", min=0, help="Of a device in an hour; 0: none.", rich_help_panel=RUN),
+    typer.Option("--failures", min=0, help="Failures of a device per hour; 0: none.", rich_help_panel=RUN),
 ]
 Restart = Annotated[
     float | None, typer.Option("--restart", min=0, help="Seconds from a failure to the next step.", rich_help_panel=RUN)
 ]
-Save = Annotated[float | None, typer.Option("--save", min=0, help="Seconds of a checkpoint.", rich_help_panel=RUN)]
-What = Annotated[str, typer.Option("--for", metavar="WHAT", help="train, prefill, decode, or serve: a load.")]
+Save = Annotated[float | None, typer.Option("--save", min=0, help="Seconds per checkpoint.", rich_help_panel=RUN)]
+What = Annotated[
+    str,
+    typer.Option(
+        "--for", metavar="WHAT", help="train; prefill or decode: a server's step; serve: a server under a load."
+    ),
+]
 LOAD = "A server's load, with --for serve"
 Rate = Annotated[
-    float | None, typer.Option("--rate", min=0, help="Requests a second, at random times.", rich_help_panel=LOAD)
+    float | None, typer.Option("--rate", min=0, help="Requests per second, at random times.", rich_help_panel=LOAD)
 ]
-Prompt = Annotated[int | None, typer.Option("--prompt", min=1, help="Tokens of a request.", rich_help_panel=LOAD)]
+Prompt = Annotated[
+    int | None, typer.Option("--prompt", min=1, help="Prompt tokens of a request.", rich_help_panel=LOAD)
+]
 Answer = Annotated[int | None, typer.Option("--answer", min=1, help="Tokens of an answer.", rich_help_panel=LOAD)]
 FirstToken = Annotated[
     float | None,
-    typer.Option("--ttft", min=0, help="Seconds to the first token, for 99 of 100.", rich_help_panel=LOAD),
+    typer.Option(
+        "--ttft", min=0, help="Limit in seconds to the first token, for 99% of requests.", rich_help_panel=LOAD
+    ),
 ]
 EachToken = Annotated[
     float | None,
-    typer.Option("--tpot", min=0, help="Seconds of each further token, for 99 of 100.", rich_help_panel=LOAD),
+    typer.Option(
+        "--tpot", min=0, help="Limit in seconds per further token, for 99% of requests.", rich_help_panel=LOAD
+    ),
 ]
 Count = Annotated[
     int | None, typer.Option("--count", min=10, help="Requests to simulate; default 1000.", rich_help_panel=LOAD)
 ]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Of their times; default 0.", rich_help_panel=LOAD)]
+Seed = Annotated[
+    int | None, typer.Option("--seed", min=0, help="Seed of the requests' times; default 0.", rich_help_panel=LOAD)
+]
 
 
 def plan(
@@ -93,9 +108,9 @@ def plan(
     overwrite: Overwrite = False,
     device: Device = None,
 ) -> int:
-    """Say what a recipe would do: shardings, collectives, memory, time. Needs no GPU, network or other process.
+    """Predict a run: shardings, collectives, memory, time. Needs no GPU, no network and no other process.
 
-    Changes are to RECIPE alone, not to the OTHER of --diff; --device holds for both.
+    key.path=value changes only RECIPE, not the OTHER of --diff; --device applies to both.
     """
     from tpshard.cli.files import refuse
 
@@ -104,19 +119,19 @@ def plan(
     for file in named:
         refuse(file, overwrite)
     if len({file.absolute() for file in named}) < len(named):
-        raise typer.BadParameter("one file cannot hold two of them", param_hint=", ".join(files))
+        raise typer.BadParameter("several of them name the same file", param_hint=", ".join(files))
     modes = (("--explain", explain), ("--diff", diff), ("--search", search), ("--passes", passes))
     asked_for = [name for name, on in modes if on]
     unwritten = [name for name, file in files.items() if file is not None]
     if len(asked_for) > 1 or (asked_for and unwritten):
-        raise typer.BadParameter("these do not go together", param_hint=", ".join([*asked_for, *unwritten]))
+        raise typer.BadParameter("these cannot be combined", param_hint=", ".join([*asked_for, *unwritten]))
     if what not in ("train", "prefill", "decode", "serve"):
         raise typer.BadParameter(f"{what!r} is not train, prefill, decode or serve", param_hint="--for")
     load_told = {"--rate": rate, "--prompt": prompt, "--answer": answer, "--ttft": ttft, "--tpot": tpot,
                  "--count": count, "--seed": seed}  # fmt: skip
-    given = [name for name, value in load_told.items() if value is not None]
-    if given and what != "serve":
-        raise typer.BadParameter("a load is of a server: --for serve", param_hint=", ".join(given))
+    load_options = [name for name, value in load_told.items() if value is not None]
+    if load_options and what != "serve":
+        raise typer.BadParameter("these options need --for serve", param_hint=", ".join(load_options))
     if passes and what != "train":
         raise typer.BadParameter("the passes shown are those of a training step", param_hint="--passes, --for")
     if search and what not in ("train", "serve"):
@@ -124,7 +139,9 @@ def plan(
     about = (tokens, price, watts, failures, restart, save)
     whole = any(option is not None for option in about)
     if whole and (what != "train" or asked_for):
-        raise typer.BadParameter("a whole run is of a training plan", param_hint="--tokens, --price, --watts, ...")
+        raise typer.BadParameter(
+            "the cost of a run needs a training plan", param_hint="--tokens, --price, --watts, ..."
+        )
     changes = on_device(overrides, device)
     if what == "serve":
         from tpshard.cli.rehearsed import Load, rehearsed

@@ -1,6 +1,6 @@
-"""What can be told about a recipe before anything is built: its own laws, and whether model and mesh fit.
+"""Checks of a recipe before anything is built: its own constraints, and whether model and mesh fit.
 
-Reads the presets, or a folder's config.json; imports no torch.
+Reads presets or a folder's config.json; does not import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def checked(path: str, overrides: Sequence[str] = ()) -> tuple[Recipe, list[Diagnostic]]:
-    """The recipe and its warnings. Raises `Mistakes` with everything that is wrong."""
+    """The recipe and its warnings. Raises `Mistakes` with all its errors."""
     examined = recipes.examine(path, overrides)
     found = list(examined.diagnostics)
     if examined.sound("cluster", "mesh", "model", "sharding", "batch", "fsdp.wrap", "fsdp.bucket", "fsdp.axis"):
@@ -34,7 +34,7 @@ def checked(path: str, overrides: Sequence[str] = ()) -> tuple[Recipe, list[Diag
 
 
 def device_file(recipe: Recipe) -> tuple[Diagnostic, ...]:
-    """What is wrong with the device file that the recipe names; a shipped one is right."""
+    """The errors in the device file that the recipe names; shipped files have none."""
     if recipe.cluster is None or recipe.cluster.stored()["device"] in DEVICES:
         return ()
     from tpshard.devices.read import device
@@ -47,7 +47,7 @@ def device_file(recipe: Recipe) -> tuple[Diagnostic, ...]:
 
 
 def beyond(recipe: Recipe) -> list[Diagnostic]:
-    """What is wrong with a sound recipe once its model is known."""
+    """The errors of a valid recipe that depend on its model's numbers."""
     try:
         config = configuration(recipe)
     except Mistakes as mistakes:
@@ -57,7 +57,7 @@ def beyond(recipe: Recipe) -> list[Diagnostic]:
 
 
 def configuration(recipe: Recipe) -> ModelConfig | None:
-    """The numbers of the recipe's model; None for a module of the user's own, and for a folder that is not here.
+    """The configuration of the recipe's model; None for a user's module, and for a folder that is not on this machine.
 
     Raises `Mistakes` (exit 3) when the numbers contradict each other.
     """
@@ -75,7 +75,7 @@ def configuration(recipe: Recipe) -> ModelConfig | None:
             folder = model.hf or ""
             return presets.override(folder_config(folder), model.overrides()) if computes(folder) else None
     except Mistakes:
-        return None  # the environment does not say where the folder is, and nothing here needs to know
+        return None  # the folder's environment variable is not set, and validation does not need it
     except (ValueError, OSError) as error:
         given = [name for name in getattr(error, "names", ()) if name in model.overrides()]
         where = recipe.where(f"model.{given[0] if given else key}")
@@ -84,24 +84,24 @@ def configuration(recipe: Recipe) -> ModelConfig | None:
 
 
 def _tokens(recipe: Recipe, config: ModelConfig) -> list[Diagnostic]:
-    """The vocabulary holds every token that the tokenizer makes."""
+    """The error where the vocabulary is smaller than the tokenizer's."""
     count = _tokenizer_size(recipe)
     if count is None or count <= config.vocab:
         return []
     where = next((s for k in ("model.vocab", "data.tokenizer", "model") if (s := recipe.where(k)).line), None)
     return [
         Diagnostic(
-            f"the tokenizer has {count:,} tokens, and the model's vocabulary {config.vocab:,}",
+            f"the tokenizer has {count:,} tokens, but the model's vocabulary has {config.vocab:,}",
             exit=Exit.RECIPE,
             where=where,
-            why=f"{count - config.vocab:,} tokens without a row",
+            why=f"{count - config.vocab:,} tokens would have no embedding row",
             fix=f"model.vocab: {-(-count // 128) * 128}",
         )
     ]
 
 
 def _tokenizer_size(recipe: Recipe) -> int | None:
-    """Tokens of the recipe's tokenizer, where that can be told without loading it."""
+    """The size of the recipe's tokenizer, where it can be read without loading it."""
     written = recipe.data.stored()["tokenizer"]
     if written is None:
         if recipe.data.stored()["source"] != "sample":
@@ -114,4 +114,4 @@ def _tokenizer_size(recipe: Recipe) -> int | None:
         ids = [*raw["model"]["vocab"].values(), *(token["id"] for token in raw.get("added_tokens", ()))]
         return max(ids) + 1
     except (Mistakes, OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # whoever reads the text tells what is wrong with it
+        return None  # the code that loads the tokenizer reports its errors

@@ -1,4 +1,4 @@
-"""`tpshard quantize`: a checkpoint or a folder becomes a GPTQ folder."""
+"""`tpshard quantize`: writes a checkpoint or a folder as a GPTQ folder."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ def quantize(
     overrides: Overrides = None,
     text: Annotated[
         str | None,
-        typer.Option(help="Calibration: sample, c4 or C4-format files. Default: the recipe's.", show_default=False),
+        typer.Option(help="Calibration text: sample, c4, C4-format files. Default: the recipe's.", show_default=False),
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sequence. Default: the model's.", show_default=False)
+        int | None, typer.Option(min=1, help="Tokens per sequence. Default: the model's.", show_default=False)
     ] = None,
-    nearest: Annotated[bool, typer.Option("--nearest", help="Only round to nearest: the control.")] = False,
+    nearest: Annotated[bool, typer.Option("--nearest", help="Round to nearest, without GPTQ: the baseline.")] = False,
     static_groups: Annotated[
-        bool, typer.Option("--static-groups", help="Groups of neighbours, whatever the order of solving.")
+        bool, typer.Option("--static-groups", help="Group neighbouring inputs, whatever the order of solving.")
     ] = False,
-    damp: Annotated[float, typer.Option(min=0.0, help="Share of the mean curvature added to every input's.")] = 0.01,
+    damp: Annotated[float, typer.Option(min=0.0, help="Damping: share of the Hessian's mean diagonal.")] = 0.01,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Quantize the model in SOURCE into a GPTQ folder OUT that transformers, vLLM and `tpshard serve` read.
 
-    Settings are the recipe's `quantize`: quantize.bits=4 quantize.group_size=64 ... may follow. OUT appears when
-    everything is written, or not at all.
+    The settings are the recipe's `quantize` section, changed by quantize.bits=4 quantize.group_size=64 ... OUT appears
+    only when everything is written.
     """
     from tpshard.cli.sources import keep_apart
     from tpshard.recipes.diagnostic import Exit, Mistakes
 
     if out.exists() and not overwrite and not (out.is_dir() and not any(out.iterdir())):
-        raise Mistakes.one(f"{out} exists", exit=Exit.USAGE, fix="another name, or --overwrite")
+        raise Mistakes.one(f"{out} exists", exit=Exit.USAGE, fix="choose another name, or --overwrite")
     _refuse(source)
     model, recipe = _open(source, overrides or ())
     if Path(model.name).resolve() == out.resolve():
-        raise Mistakes.one(f"{out} is what would be read", exit=Exit.USAGE, fix="another name")
+        raise Mistakes.one(f"{out} is the source", exit=Exit.USAGE, fix="choose another name")
     keep_apart(model, out)
     quantizer = _quantizer(model, recipe, text, seq_len, nearest, static_groups, damp)
     report = _write(quantizer, model, out, overwrite)
@@ -64,15 +64,15 @@ def quantize(
 
 
 def _refuse(source: str) -> None:
-    """What no reader here will open."""
+    """Raises `Mistakes` for sources that cannot be quantized: pickles, and quantized folders."""
     from tpshard.recipes.diagnostic import Exit, Mistakes
 
     path = Path(source)
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl"):
         raise Mistakes.one(
-            f"{path} is a pickle, which is never loaded: it could run anything",
+            f"{path} is a pickle, which could run code and is never loaded",
             exit=Exit.USAGE,
-            fix="the folder of a model in safetensors, or a recipe",
+            fix="give the folder of a model in safetensors, or a recipe",
         )
     if (path / "config.json").is_file():
         from tpshard.kernels.gptq_config import read_config
@@ -83,12 +83,15 @@ def _refuse(source: str) -> None:
             already = True  # by another method
         if already:
             raise Mistakes.one(
-                f"{path} is already quantized", exit=Exit.FIT, fix="the dense model that it was made from"
+                f"{path} is already quantized", exit=Exit.FIT, fix="quantize the dense model that it was made from"
             )
 
 
 def _open(source: str, overrides: Sequence[str]) -> tuple[SourceModel, Recipe]:
-    """The model, and the recipe that says how to quantize it. A folder has none: overrides then change the defaults."""
+    """The model, and the recipe with the quantization settings.
+
+    A folder has none: then overrides change the defaults.
+    """
     from tpshard.cli.arguments import load
     from tpshard.cli.sources import open_source
 
@@ -134,13 +137,13 @@ def _quantizer(
             step=_progress,
         )
     except ValueError as error:
-        raise Mistakes.one(f"{model.name} cannot be quantized so", exit=Exit.FIT, why=str(error)) from error
+        raise Mistakes.one(f"{model.name} cannot be quantized this way", exit=Exit.FIT, why=str(error)) from error
 
 
 def _text(
     model: SourceModel, recipe: Recipe, source: str | None, seq_len: int, sequences: int
 ) -> tuple[Sequences, Sequences]:
-    """(calibration, held-out text) in the model's tokens."""
+    """Calibration and held-out text, as ids of the model's tokenizer."""
     import torch
     from tpshard.recipes.diagnostic import Exit, Mistakes
     from tpshard.serve.quantize_layers import Sequences
@@ -150,9 +153,9 @@ def _text(
 
     corpus = open_text(source or recipe.data.source)
     if model.tokenizer is None:
-        why = "text can be cut by the model's own tokenizer only"
+        why = "text needs the model's own tokenizer"
         raise Mistakes.one(
-            f"{model.name} comes without a tokenizer", exit=Exit.DATA, why=why, fix="data.tokenizer=DIR after OUT"
+            f"{model.name} has no tokenizer", exit=Exit.DATA, why=why, fix="add data.tokenizer=DIR after OUT"
         )
     tokenizer = load_tokenizer(model.tokenizer)
     check_vocab(tokenizer, model.config.vocab)
@@ -178,7 +181,7 @@ def _write(quantizer: Quantizer, model: SourceModel, out: Path, overwrite: bool)
     try:
         return write(quantizer, out, tokenizer=model.tokenizer, token_ids=model.token_ids, overwrite=overwrite)
     except FileExistsError as error:
-        raise Mistakes.one(str(error), exit=Exit.USAGE, fix="another name, or --overwrite") from error
+        raise Mistakes.one(str(error), exit=Exit.USAGE, fix="choose another name, or --overwrite") from error
     except ValueError as error:
         found = ((code, fix) for words, code, fix in _wrong() if words in str(error))
         code, fix = next(found, (Exit.FIT, ""))
@@ -190,15 +193,15 @@ def _write(quantizer: Quantizer, model: SourceModel, out: Path, overwrite: bool)
 
 
 def _wrong() -> list[tuple[str, Exit, str]]:
-    """(words of what is wrong, exit code, how to mend it)."""
+    """Messages of known errors, as (part of the text, exit code, fix)."""
     from tpshard.recipes.diagnostic import Exit
 
-    smaller = "a model whose values fp16 can hold: the format has no other type"
+    smaller = "use a model whose values fit fp16: the format has no other dtype"
     return [
-        ("divide one another", Exit.FIT, "quantize.order=global, or another quantize.group_size"),
+        ("divide one another", Exit.FIT, "set quantize.order=global, or another quantize.group_size"),
         ("not finite in fp16", Exit.FIT, smaller),
         ("fp16 cannot hold", Exit.FIT, smaller),
-        ("not finite", Exit.CHECKPOINT, "an earlier checkpoint, from before its values went wrong"),
+        ("not finite", Exit.CHECKPOINT, "use an earlier checkpoint, from before the values became non-finite"),
     ]
 
 
@@ -218,7 +221,7 @@ def _table(report: Quantizing) -> str:
     width = max((len(linear.name) for linear in report.linears), default=5)
     rows = [f"{'layer':<{width}}  error    to nearest"]
     rows += [f"{x.name:<{width}}  {x.error:.5f}  {x.nearest_error:.5f}" for x in report.linears]
-    rows += [f"{name} stays dense: its sizes are no multiples of 32" for name in report.left_dense]
+    rows += [f"{name} stays dense: its sizes are not multiples of 32" for name in report.left_dense]
     if report.loss_before is not None and report.loss_after is not None:
         more = report.loss_after - report.loss_before
         rows.append(

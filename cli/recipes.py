@@ -1,4 +1,4 @@
-"""`tpshard recipes`: the shipped recipes, and the schema of all of them."""
+"""`tpshard recipes`: lists, shows and copies the shipped recipes, and prints keys and schema."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ Shown = Annotated[
     ),
 ]
 To = Annotated[
-    Path | None, typer.Argument(metavar="[FILE]", help="Where to. Default: NAME.yaml here.", show_default=False)
+    Path | None,
+    typer.Argument(metavar="[FILE]", help="The file to write. Default: NAME.yaml here.", show_default=False),
 ]
-Prefix = Annotated[str, typer.Argument(metavar="[PREFIX]", help="Only those below, such as fsdp.", show_default=False)]
+Prefix = Annotated[str, typer.Argument(metavar="[PREFIX]", help="Only keys below, such as fsdp.", show_default=False)]
 Resolved = Annotated[
     bool,
-    typer.Option("--resolved", help="Every key, defaults and what it extends included, and values for interpolations."),
+    typer.Option("--resolved", help="Every key, with defaults, extended recipes and interpolations filled in."),
 ]
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Write into a file instead.", show_default=False)
@@ -75,7 +76,7 @@ def _facts(recipe: Recipe) -> dict[str, str]:
 
 @app.command(cls=Command)
 def show(recipe: Shown, overrides: Overrides = None, resolved: Resolved = False) -> None:
-    """Print a recipe as it is written; with --resolved or changes, every key of it."""
+    """Print a recipe as written; with --resolved or changes, all its keys."""
     from tpshard.recipes.load import find, load
 
     if resolved or overrides:
@@ -87,7 +88,7 @@ def show(recipe: Shown, overrides: Overrides = None, resolved: Resolved = False)
 
 @app.command(cls=Command)
 def cp(name: Name, to: To = None, overwrite: Overwrite = False) -> None:
-    """Copy a shipped recipe, to change it."""
+    """Copy a shipped recipe into a file to edit."""
     from tpshard.cli.files import write
     from tpshard.recipes.diagnostic import Exit, Mistakes
     from tpshard.recipes.extends import builtins
@@ -102,7 +103,7 @@ def cp(name: Name, to: To = None, overwrite: Overwrite = False) -> None:
     if path.is_dir():
         path = path / f"{name}.yaml"
     if not path.parent.is_dir() and not path.parent.resolve().is_relative_to(Path.cwd()):
-        why = "folders are made below the working directory only"
+        why = "folders are created only below the working directory"
         raise Mistakes.one(f"there is no folder {path.parent}", exit=Exit.USAGE, why=why, fix=f"mkdir -p {path.parent}")
     write(path, builtins()[name].read_text(encoding="utf-8"), overwrite=overwrite)
     print(path)
@@ -111,7 +112,7 @@ def cp(name: Name, to: To = None, overwrite: Overwrite = False) -> None:
 
 @app.command(cls=Command)
 def keys(prefix: Prefix = "") -> None:
-    """Print every key with what it may be, its default, and what it does."""
+    """Print every key with its allowed values, its default, and its effect."""
     import textwrap
 
     from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -129,9 +130,9 @@ def keys(prefix: Prefix = "") -> None:
 
 @app.command(cls=Command)
 def schema(out: Out = None, overwrite: Overwrite = False) -> None:
-    """Print the JSON Schema of recipes, which editors complete and check with.
+    """Print the JSON Schema of recipes, with which editors complete and check them.
 
-    A recipe whose first line is `# yaml-language-server: $schema=FILE` is checked while it is typed.
+    An editor uses it for recipes whose first line is `# yaml-language-server: $schema=FILE`.
     """
     from tpshard.cli.files import write
     from tpshard.recipes.document import json_schema

@@ -1,4 +1,4 @@
-"""`tpshard serve`: a recipe's model over HTTP, as OpenAI's API."""
+"""`tpshard serve`: serves a recipe's model over HTTP with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from tpshard.serve.need import Need
     from tpshard.serve.service import Service
 
-Check = Annotated[bool, typer.Option("--check", help="Say what it would take, load nothing, and end.")]
+Check = Annotated[bool, typer.Option("--check", help="Print the memory and programs needed, load nothing, and exit.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Serve beyond this machine without an API key.")]
-KeyFile = Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="A file that holds the API key.")]
+KeyFile = Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="A file with the API key.")]
 
 
 def serve(
@@ -54,7 +54,7 @@ def serve(
 
 
 def _model(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:
-    """The model that is to be served, its weights not yet read."""
+    """The model to serve, its weights not yet read."""
     from tpshard.cli.sources import open_source
     from tpshard.recipes.diagnostic import Exit, Mistakes
 
@@ -65,14 +65,14 @@ def _model(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:
     if not any((folder / name).is_file() for name in ("config.json", "manifest.json")):
         raise Mistakes.one(
             f"{checkpoint} is neither a checkpoint nor a Hugging Face folder", exit=Exit.CHECKPOINT,
-            where=loaded.where("serve.checkpoint"), why="no manifest.json or config.json in it",
-            fix="a checkpoint that is still being written gets its manifest last; wait for it, or name another",
+            where=loaded.where("serve.checkpoint"), why="it has no manifest.json or config.json",
+            fix="a checkpoint being written gets its manifest last: wait for it, or name another",
         )  # fmt: skip
     return open_source(checkpoint, modules=True)
 
 
 def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> Served:
-    """What would be served; for a recipe's own model that needs no checkpoint."""
+    """The description of what would be served; a recipe's own model needs no checkpoint for it."""
     from tpshard.programs.served import LATEST, served
 
     if loaded.serve.checkpoint == LATEST:
@@ -81,7 +81,7 @@ def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> Served:
 
 
 def stored(loaded: Recipe, model: SourceModel) -> Served:
-    """What serving a model that is there means."""
+    """The description of serving an existing model."""
     from tpshard.programs.served import stored_model
 
     names = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
@@ -90,7 +90,7 @@ def stored(loaded: Recipe, model: SourceModel) -> Served:
 
 
 def _need(loaded: Recipe, served: Served) -> Need:
-    """What serving takes on one device. Mistakes where they do not fit."""
+    """The memory that serving needs on one device. Raises `Mistakes` where it does not fit."""
     import psutil
     from tpshard.programs.serving import ServeSetting, build_serving
     from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -104,7 +104,7 @@ def _need(loaded: Recipe, served: Served) -> Need:
 
         if torch.cuda.device_count() < ranks:
             raise Mistakes.one(
-                f"`serve.mesh` asks for {ranks} GPUs and {torch.cuda.device_count()} are visible", exit=Exit.MACHINE,
+                f"`serve.mesh` needs {ranks} GPUs, and {torch.cuda.device_count()} are visible", exit=Exit.MACHINE,
                 where=loaded.where("serve.mesh"), fix="`cluster.device=cpu` after the recipe serves on the CPU",
             )  # fmt: skip
         free = torch.cuda.mem_get_info()[0]
@@ -112,7 +112,7 @@ def _need(loaded: Recipe, served: Served) -> Need:
 
 
 def _kind(loaded: Recipe) -> Any:
-    """cpu or gpu"""
+    """The kind of device: cpu or gpu."""
     from tpshard.cli.worker_errors import device_kind, visible_gpus
 
     return "gpu" if device_kind(loaded, visible_gpus() if loaded.cluster is None else 0) == "cuda" else "cpu"
@@ -134,7 +134,7 @@ def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | N
     told = loaded.serve
     if model.tokenizer is None:
         raise Mistakes.one(
-            f"{model.name} comes with no tokenizer", exit=Exit.DATA, where=loaded.where("data.tokenizer"),
+            f"{model.name} has no tokenizer", exit=Exit.DATA, where=loaded.where("data.tokenizer"),
             fix="name its folder in `data.tokenizer`",
         )  # fmt: skip
     try:
@@ -143,11 +143,11 @@ def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | N
         raise Mistakes.one(str(error), exit=Exit.DATA) from error
     programs = need.programs
     if tokenizer.size > programs.vocab:
-        raise Mistakes.one(f"the tokenizer has {tokenizer.size} tokens and the model {programs.vocab}", exit=Exit.DATA)
+        raise Mistakes.one(f"the tokenizer has {tokenizer.size} tokens, the model {programs.vocab}", exit=Exit.DATA)
     job = Job.of(programs, model.name, need.blocks)
     limits = Limits(running=told.requests, queue=told.queue, request_s=told.request_s, grace_s=told.grace_s)
     metrics = Metrics()
-    torch.set_num_threads(1)  # idle threads of this process would spin on the cores that the ranks compute on
+    torch.set_num_threads(1)  # idle threads of this process would spin on the ranks' cores
     service = Service(lambda: Ranks([sys.executable, "-m", "tpshard.cli.serve_worker"], job), limits, metrics)
     signal.signal(signal.SIGTERM, _end)
     try:
@@ -168,7 +168,7 @@ def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | N
 
 
 def _end(*_: object) -> None:
-    """SIGTERM before anything is served: there is nothing to drain."""
+    """Handles SIGTERM before the server is ready: no request has to finish."""
     print("ended before it was ready", file=sys.stderr)
     sys.exit(0)
 
@@ -183,7 +183,7 @@ def _announce(loaded: Recipe, sock: Any, key: str | None) -> None:
 
 
 def _to_wandb(loaded: Recipe, service: Service) -> Any:
-    """Passes the metrics on every ten seconds, where the recipe says so; returns what ends that."""
+    """Logs the metrics to wandb every ten seconds if the recipe asks for it; returns a function that stops it."""
     import threading
 
     told = loaded.logging.wandb
@@ -214,5 +214,5 @@ def _to_wandb(loaded: Recipe, service: Service) -> Any:
 
 
 def _given(loaded: Recipe) -> set[str]:
-    """The keys that somebody wrote, rather than defaults."""
+    """The keys that are written in the recipe or on the command line, as opposed to defaults."""
     return {key for key in ("logging.wandb",) if loaded.where(key).line}

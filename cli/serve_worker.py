@@ -1,4 +1,4 @@
-"""A rank of `tpshard serve`, started by it: reads weights wherever they lie, and computes what it is told."""
+"""A rank of `tpshard serve`, started by it: reads its weights, and runs the steps it receives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def open_weights(source: str) -> Weights:
-    """The weights in a checkpoint's or a Hugging Face folder, readable by blocks."""
+    """The weights in a checkpoint or a Hugging Face folder, readable by blocks."""
     from tpshard.cli.sources import open_source
     from tpshard.serve.weights import Weights
 
@@ -48,7 +48,7 @@ def open_weights(source: str) -> Weights:
 
 
 def prepare(job: Job) -> tuple[ServingPrograms, Weights]:
-    """The programs of a job, as whoever gave it made them, and the weights they take."""
+    """The programs of a job, equal to those of the process that sent it, and their weights."""
     from tpshard.cli.serve import stored
     from tpshard.cli.sources import open_source
     from tpshard.programs.serving import ServeSetting, build_serving
@@ -70,7 +70,7 @@ def main() -> None:
 
     place = find(os.environ)
     if place is None:
-        sys.exit("a worker of `tpshard serve`, which starts it")
+        sys.exit("this is a worker of `tpshard serve`, which starts it")
     run_worker(lambda: work(place, prepare), place, describe)
 
 

@@ -1,4 +1,4 @@
-"""What SOURCE on a command line means: a recipe's latest checkpoint, one checkpoint, or a Hugging Face folder."""
+"""Reading SOURCE arguments: a recipe (its latest checkpoint), a checkpoint, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -22,37 +22,36 @@ class SourceModel:
     """A model with its values, read one parameter at a time."""
 
     name: str
-    """For messages: the checkpoint's or the folder's path."""
+    """The path of the checkpoint or folder, for messages."""
     blueprint: Blueprint
     read: Callable[[str], torch.Tensor]
     dtype: torch.dtype
-    """Of the values as they are stored."""
+    """The dtype of the stored values."""
     tokenizer: Path | None = None
     token_ids: Mapping[str, Any] = field(default_factory=dict)
-    """`bos_token_id` and its like, where the source says."""
+    """`bos_token_id` and similar keys, where the source has them."""
 
     @property
     def config(self) -> ModelConfig:
-        """The model's numbers, which a module of the user's has not."""
-        assert self.blueprint.config is not None, "modules are opened where they are asked for"
+        """The model's configuration, which users' modules do not have."""
+        assert self.blueprint.config is not None, "callers that accept modules do not ask for a configuration"
         return self.blueprint.config
 
 
 def open_source(
     source: str, overrides: Sequence[str] = (), *, modules: bool = False, theirs: bool = False
 ) -> SourceModel:
-    """The model that SOURCE names; with `modules` also one of the user's own or of transformers', with `theirs` the
-    latter alone.
+    """The model that SOURCE names. `modules` also accepts users' and transformers' modules, `theirs` only the latter.
 
-    Raises `Mistakes`: exit 2 or 3 where it names nothing or a wrong recipe, 4 for a model that is not asked for, 7
-    where nothing sound is to be read.
+    Raises `Mistakes`: exit 2 or 3 where SOURCE names nothing or a wrong recipe, 4 for a model of another kind, 7 where
+    the checkpoint cannot be read.
     """
     model = _open(source, overrides, modules)
     if model.blueprint.architecture is not None and not (theirs or modules):
         raise Mistakes.one(
             f"{model.name} is a {model.blueprint.architecture.model_type}, which transformers' own class computes",
             exit=Exit.FIT,
-            why="it can be trained, served and converted, not quantized",
+            why="it can be trained, served and converted, but not quantized",
         )
     return model
 
@@ -73,15 +72,15 @@ def _open(source: str, overrides: Sequence[str], modules: bool) -> SourceModel:
 
 
 def keep_apart(model: SourceModel, out: Path) -> None:
-    """`Mistakes` (exit 2) where a folder written to `out` would replace one that holds the model."""
+    """Raises `Mistakes` (exit 2) where writing to `out` would replace a folder that holds the model."""
     if out.resolve() in Path(model.name).resolve().parents:
-        raise Mistakes.one(f"{out} holds what would be read, {model.name}", exit=Exit.USAGE, fix="another name")
+        raise Mistakes.one(f"{out} holds the source, {model.name}", exit=Exit.USAGE, fix="choose another name")
 
 
 def _none(overrides: Sequence[str], source: str) -> None:
     if overrides:
         raise Mistakes.one(
-            f"`{overrides[0]}` changes a recipe, and {source} is none", exit=Exit.USAGE, fix="leave it out"
+            f"`{overrides[0]}` changes a recipe, but {source} is not one", exit=Exit.USAGE, fix="leave it out"
         )
 
 
@@ -124,7 +123,7 @@ def _from_folder(folder: Path) -> SourceModel:
 
 
 def _of_transformers(folder: Path, tokenizer: Path | None) -> SourceModel:
-    """A folder that transformers' own class computes. ValueError where it is not sound, or has no weights."""
+    """The model of a folder computed by transformers' class. ValueError where it is invalid or has no weights."""
     from tpshard.models import Blueprint
 
     blueprint = Blueprint.of(transformers=str(folder))
@@ -153,17 +152,17 @@ def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool) -> Sour
         )
     except ValueError as error:
         raise Mistakes.one(
-            f"{folder} does not say of which model it is", exit=Exit.CHECKPOINT, why=str(error)
+            f"{folder} does not say which model it is of", exit=Exit.CHECKPOINT, why=str(error)
         ) from error
     if blueprint.module is not None and not modules:
         raise Mistakes.one(
             f"{folder} holds a module of your own, {blueprint.module}",
             exit=Exit.FIT,
-            why="only the models of tpshard and of transformers have a Hugging Face form",
+            why="only the models of tpshard and of transformers can be written as Hugging Face folders",
         )
     try:
         dtype = _require(checkpoint, blueprint)
-    except ValueError as error:  # the module is not to be had here
+    except ValueError as error:  # the module cannot be imported
         raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
 
     def read(name: str) -> torch.Tensor:
@@ -176,7 +175,7 @@ def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool) -> Sour
 
 
 def blueprint_of(recipe: Recipe | None) -> Blueprint:
-    """The model that a recipe means. ValueError where there is no recipe or no such model."""
+    """The blueprint of a recipe's model. ValueError where there is no recipe or no such model."""
     from tpshard.models import Blueprint
 
     if recipe is None:
@@ -193,7 +192,7 @@ def _recipe_of_run(checkpoint: Path) -> Recipe | None:
 
 
 def _require(checkpoint: SavedCheckpoint, blueprint: Blueprint) -> torch.dtype:
-    """The dtype of the model's values; `Mistakes` if the checkpoint is of another model."""
+    """The dtype of the model's values. Raises `Mistakes` if the checkpoint is of another model."""
     import torch
     from tpshard.train.checkpoint import OPTIMIZER
 
@@ -205,12 +204,12 @@ def _require(checkpoint: SavedCheckpoint, blueprint: Blueprint) -> torch.dtype:
 
 
 def _tokenizer(recipe: Recipe | None) -> Path | None:
-    """The folder of the recipe's tokenizer, if it says and the folder is there."""
+    """The folder of the recipe's tokenizer, if the recipe names one and it exists."""
     if recipe is None:
         return None
     try:
         folder = recipe.data.tokenizer
-    except Mistakes:  # an environment variable that is not set; the weights can go without
+    except Mistakes:  # an environment variable is not set; the weights do not need it
         return None
     if folder is not None:
         return Path(folder) if Path(folder).is_dir() else None

@@ -1,4 +1,4 @@
-"""`tpshard train`: starts this host's workers, or is one of them."""
+"""`tpshard train`: starts this host's workers, or runs as one of them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ PlanFile = Annotated[str | None, typer.Option("--plan", metavar="FILE", help="Ru
 def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanFile = None, device: Device = None) -> int:
     """Train a recipe's model.
 
-    Without a launcher it starts as many workers as the recipe's mesh has devices, on this host; under torchrun, or as
-    one of several tasks of an srun step, it is one worker. A run that was stopped continues from its last checkpoint.
-    With --plan it runs what `tpshard plan` saved, and refuses where recipe or code would now give another program.
+    Starts one worker on this host for each device of the mesh; under torchrun, or as a task of an srun step, it is one
+    worker itself. A stopped run continues from its last checkpoint. With --plan it runs the program that `tpshard plan`
+    saved, and refuses if recipe or code would give another one.
     """
     from tpshard.parallelism.runtime import place as places
 
@@ -43,7 +43,7 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     if plan is not None:
         from tpshard.plan import save
 
-        save.read(plan)  # a file that is none is said before anything starts; the workers compare it
+        save.read(plan)  # reports an invalid file before anything starts; the workers compare its contents
     machine.require(loaded)
     if loaded.data.source == "c4":
         from tpshard.train import hub
@@ -68,7 +68,7 @@ def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: 
         from tpshard.cli.worker_errors import device_kind, visible_gpus
         from tpshard.train.training_worker import Surroundings, work
 
-        # Our own launcher has shown the warnings already; under another one rank 0 does.
+        # The launcher of tpshard has shown the warnings already; under another one rank 0 shows them.
         quiet = place.launcher == "tpshard" or place.rank != 0
         loaded = checked(recipe, overrides)[0] if quiet else load(recipe, overrides)
         device = device_kind(loaded, visible_gpus() if loaded.cluster is None else 0)
@@ -84,7 +84,7 @@ def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: 
 
 
 class _Plan:
-    """The plan of the programs that this run executes, made once."""
+    """The plan of the programs that this run executes, computed once."""
 
     def __init__(self, saved: str | None = None) -> None:
         self._report: Report | None = None
@@ -98,14 +98,14 @@ class _Plan:
         return self._report
 
     def approve(self, programs: TrainingPrograms) -> None:
-        """Refuses (`Mistakes`, exit 4) programs that are not those of the saved plan."""
+        """Raises `Mistakes` (exit 4) for programs that differ from the saved plan's."""
         from tpshard.plan import save
 
         if self._saved is not None:
             save.check(save.read(self._saved), self._of(programs), programs.setting.recipe.to_yaml())
 
     def screen(self, programs: TrainingPrograms) -> str:
-        """What was annotated and what was inferred."""
+        """The text of the given and inferred annotations."""
         from tpshard.plan import screen
 
         report = self._of(programs)
@@ -113,25 +113,25 @@ class _Plan:
         return "\n".join([head, *screen.shardings(report)])
 
     def saved(self, programs: TrainingPrograms) -> str:
-        """The run's plan.json."""
+        """The contents of the run's plan.json."""
         from tpshard.plan import save
 
         return save.dumps(self._of(programs), programs.setting.recipe.to_yaml())
 
 
 def _compared(folder: Path) -> str:
-    """How far the plan is from the run, which is left in the run's folder too. A disk that refuses ends no training."""
+    """The comparison of plan and run, also written to the run's folder. A failing disk does not end the training."""
     from tpshard.plan import compare
     from tpshard.recipes.diagnostic import Mistakes
 
     try:
         return compare.record(folder)
     except (OSError, Mistakes) as error:
-        return f"warning: the plan was not held against the run: {str(error).splitlines()[0]}"
+        return f"warning: the plan was not compared with the run: {str(error).splitlines()[0]}"
 
 
 def _peak(programs: TrainingPrograms) -> float | None:
-    """FLOP/s of all devices together, where the recipe names a GPU; a CPU's are shared and measured on another one."""
+    """Peak FLOP/s of all devices, where the recipe names a GPU; the data of a CPU describe another machine."""
     from tpshard.programs import cluster
 
     device, nodes, per_host = cluster.device_of(programs.setting.recipe)

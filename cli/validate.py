@@ -1,4 +1,4 @@
-"""`tpshard validate`: every mistake in every recipe, and nothing else."""
+"""`tpshard validate`: reports every mistake in every recipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Files = Annotated[
 def validate(files: Files, as_json: Json = False) -> int:
     """Check recipes and report every mistake: keys, types, limits, and whether model, mesh and cluster fit.
 
-    An argument of the form key.path=value is an override of all of them.
+    An argument of the form key.path=value overrides that key in all of them.
     """
     from tpshard.cli.main import report
     from tpshard.cli.preflight import checked
@@ -27,7 +27,7 @@ def validate(files: Files, as_json: Json = False) -> int:
     overrides = [name for name in files if "=" in name]
     if not recipes:
         raise typer.BadParameter("no recipe among the arguments")
-    found: dict[Diagnostic, None] = {}  # two recipes may stand on the same base
+    found: dict[Diagnostic, None] = {}  # two recipes may extend the same base
     for name in recipes:
         try:
             warnings = checked(name, overrides)[1]

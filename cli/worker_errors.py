@@ -1,4 +1,4 @@
-"""What commands that run in several processes share: how an error of a worker reads, and which devices are here."""
+"""Shared by commands that start workers: the text of a worker's error, and the number and kind of devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def describe(error: BaseException) -> tuple[str, int]:
-    """An error as the user should read it, and its exit code."""
+    """The text of an error for the user, and its exit code."""
     from tpshard.cli.main import colorful, columns, version
     from tpshard.parallelism.runtime.messages import WorkerFault
     from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text
@@ -32,7 +32,7 @@ def describe(error: BaseException) -> tuple[str, int]:
     if type(error).__name__ == "OutOfMemoryError":
         told = Diagnostic(
             "the device ran out of memory", Exit.FIT, None, str(error).splitlines()[0],
-            "a smaller batch.per_device, remat: full, or a larger fsdp axis; checkpoints are as they were",
+            "use a smaller batch.per_device, remat: full, or a larger fsdp axis; checkpoints are unchanged",
         )  # fmt: skip
         return text(told), int(Exit.FIT)
     trace = "".join(traceback.format_exception(error)).rstrip("\n")
@@ -40,7 +40,7 @@ def describe(error: BaseException) -> tuple[str, int]:
 
 
 def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
-    """CUDA devices that a worker would see, without importing torch."""
+    """The number of CUDA devices that a worker would see, without importing torch."""
     from tpshard.cli.machine import probe_driver
 
     chosen = env.get("CUDA_VISIBLE_DEVICES")
@@ -51,7 +51,7 @@ def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
 
 
 def device_kind(recipe: Recipe, gpus: int) -> str:
-    """cpu or cuda: what the recipe's cluster is made of; without one, CUDA where there is any."""
+    """cpu or cuda, from the recipe's cluster; without one, cuda if there is a GPU."""
     if recipe.cluster is None:
         return "cuda" if gpus else "cpu"
     from tpshard.devices import read as devices
@@ -61,16 +61,16 @@ def device_kind(recipe: Recipe, gpus: int) -> str:
 
 
 def workers_of(recipe: Recipe, nodes: Nodes, gpus: int) -> int:
-    """How many workers a run of this recipe has, over all hosts; the mesh fits them.
+    """The number of workers of a run over all hosts; the mesh must fit it.
 
-    Raises `Mistakes` (exit 5) where it does not, and where the recipe is for more hosts than were launched.
+    Raises `Mistakes` (exit 5) where it does not, or where the recipe needs more hosts than were launched.
     """
     from tpshard.recipes.diagnostic import Exit, Mistakes
 
     cluster = recipe.cluster
     if cluster is not None and cluster.nodes != nodes.count:
         raise Mistakes.one(
-            f"the recipe is for {cluster.nodes} hosts, and {nodes.count} were launched",
+            f"the recipe is for {cluster.nodes} hosts, but {nodes.count} were launched",
             exit=Exit.MACHINE,
             where=recipe.where("cluster.nodes"),
             fix=f"on every host: tpshard launch --nodes {cluster.nodes} --node-rank R --rendezvous HOST:PORT -- train "

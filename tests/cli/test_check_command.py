@@ -33,7 +33,7 @@ def test_a_difference_ends_with_1(
     monkeypatch.setattr(equality, "BOUND", 0.0)  # so that rounding counts as a fault
     assert main.run(["check", recipe, "--against", "mesh.fsdp=1"]) == Exit.BUG
     said = capsys.readouterr()
-    assert "They differ" in said.out and "The first operation that differs makes" in said.out
+    assert "They differ" in said.out and "The first operation that differs computes" in said.out
     assert "here: " in said.out and "there: " in said.out and "comparing every value" in said.err
 
 

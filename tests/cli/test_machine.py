@@ -36,10 +36,10 @@ def test_a_machine_that_fits_has_no_problems() -> None:
 @pytest.mark.parametrize(
     ("driver", "torch", "wanted", "words"),
     [
-        (Driver("", ()), Torch("2.13.0+cpu", "", 0), 8, "8 GPUs are asked for, and this machine has none"),
+        (Driver("", ()), Torch("2.13.0+cpu", "", 0), 8, "8 GPUs are requested, and this machine has none"),
         (Driver("570.10", ()), BUILD, 1, "the driver has none"),
         (Driver("", (), "nvidia-smi fails: no devices"), BUILD, 1, "nvidia-smi fails"),
-        (Driver("570.10", (H100,)), Torch("2.13.0+cpu", "", 0), 1, "torch 2.13.0+cpu is built for CPUs only"),
+        (Driver("570.10", (H100,)), Torch("2.13.0+cpu", "", 0), 1, "torch 2.13.0+cpu is a CPU build"),
         (
             Driver("470.57.02", (H100,)),
             Torch("2.13.0", "12.8", 0),
@@ -47,8 +47,13 @@ def test_a_machine_that_fits_has_no_problems() -> None:
             "driver 470.57.02 is too old for torch's CUDA 12.8",
         ),
         (Driver("570.10", (H100,)), Torch("2.13.0", "12.8", 0), 1, "torch sees none of the 1 GPUs"),
-        (Driver("570.10", (H100,)), BUILD, 2, "2 GPUs are asked for, and torch sees 1"),
-        (Driver("570.10", (Gpu(0, "NVIDIA B200", 180 * GIB, 0, "10.0", False),)), BUILD, 1, "no code for NVIDIA B200"),
+        (Driver("570.10", (H100,)), BUILD, 2, "2 GPUs are requested, and torch sees 1"),
+        (
+            Driver("570.10", (Gpu(0, "NVIDIA B200", 180 * GIB, 0, "10.0", False),)),
+            BUILD,
+            1,
+            "no kernels for NVIDIA B200",
+        ),
         (Driver("570.10", (Gpu(0, "H100", 80 * GIB, 0, "9.0", True),)), Torch("2", "12.8", 2), 2, "MIG slices"),
     ],
 )
@@ -124,7 +129,7 @@ def test_the_doctor_reports_everything_once(fake_driver: Path, capsys: pytest.Ca
     assert set(rooms) == {"versions", "devices", "links", "disk", "limits", "ports"}
     bad = [f for f in report["findings"] if f["state"] == "bad"]
     assert not report["ok"] and all(f["name"] == "gpu" and f["fix"] for f in bad)
-    assert any("cut into MIG slices" in f["value"] for f in report["findings"])
+    assert any("split into MIG slices" in f["value"] for f in report["findings"])
     assert any("pid 4242" in f["value"] for f in report["findings"])
 
 

@@ -252,7 +252,7 @@ def test_what_cannot_be_served_is_refused_before_it_is_loaded(
     (tmp_path / "writing").mkdir()  # a checkpoint gets its manifest last
     (tmp_path / "writing" / "rank-0.safetensors").write_bytes(b"\0" * 64)
     code, said = fails(f"serve.checkpoint={tmp_path / 'writing'}")
-    assert code == 7 and "still being written" in said
+    assert code == 7 and "being written gets its manifest last" in said
 
 
 @pytest.mark.parametrize("what", ["auto_map", "index", "symlink"])

@@ -150,7 +150,7 @@ def test_the_command_writes_reports_and_never_replaces(folder, tmp_path, capsys)
         assert words in capsys.readouterr().err
     assert (out / "config.json").read_bytes() == before
     assert command(folder, folder, *settings, "--overwrite") == 2  # input = output
-    assert "what would be read" in capsys.readouterr().err
+    assert "is the source" in capsys.readouterr().err
     assert command(out, tmp_path / "again") == 4
     assert "already quantized" in capsys.readouterr().err
     assert command(folder, tmp_path / "bad", "quantize.order=head_local", "quantize.group_size=24",
@@ -186,7 +186,7 @@ def test_a_folder_that_holds_the_source_is_never_replaced(name, folder, tmp_path
     source = tmp_path / "run" / "model"
     shutil.copytree(folder, source)
     assert run([name, str(source), str(tmp_path / "run"), "--overwrite"]) == 2
-    assert f"holds what would be read, {source}" in capsys.readouterr().err
+    assert f"holds the source, {source}" in capsys.readouterr().err
     assert sorted(p.name for p in source.iterdir()) == sorted(p.name for p in folder.iterdir())
 
 
@@ -201,7 +201,7 @@ def test_text_is_never_cut_by_a_tokenizer_that_is_not_the_models(folder, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("value", "code", "fix"), [(float("nan"), 7, "an earlier checkpoint"), (1e30, 4, "a model whose values fp16")]
+    ("value", "code", "fix"), [(float("nan"), 7, "an earlier checkpoint"), (1e30, 4, "a model whose values fit fp16")]
 )
 def test_values_that_cannot_be_quantized_are_named_with_what_to_do(value, code, fix, folder, tmp_path, capsys):
     bad = tmp_path / "bad"
