@@ -31,7 +31,7 @@ def open_weights(source: str) -> Weights:
 
     if not computes(path):
         blueprint = open_source(source, modules=True).blueprint
-        assert blueprint.weights is not None, "a folder that is opened has some"
+        assert blueprint.weights is not None, "a folder that is opened has weights"
         if not blueprint.weights.quantized:
             return Weights(blueprint.shapes, blueprint.weights.block)
         coded = QuantizedModules(path, blueprint.weights.module_of)
