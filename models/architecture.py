@@ -31,7 +31,7 @@ class Architecture:
     def of(folder: str | os.PathLike[str]) -> Architecture:
         """The architecture of a folder.
 
-        ValueError where it needs remote code, is quantized by another method than GPTQ, or transformers lacks its model.
+        ValueError where it needs remote code, is quantized other than by GPTQ, or transformers lacks its model.
         """
         raw = hf_config.read_raw(folder)
         gptq_config.read_config(Path(folder))  # raises

@@ -399,7 +399,7 @@ def ending(outcome: Outcome, recipe: Recipe, folder: Path) -> str:
         if (recipe.model.preset or recipe.model.hf) is not None:
             nexts.append((f"tpshard serve {folder}", "serve it over HTTP"))
         if recipe.model.module is None:
-            nexts.append((f"tpshard convert {folder} {folder}-hf", "write it as a Hugging Face folder"))
+            nexts.append((f"tpshard convert {folder} {folder}-hf", "take it away as a Hugging Face folder"))
         nexts.append((f"tpshard train {folder} train.steps={2 * recipe.train.steps}", "train on"))
     width = max(len(command) for command, _ in nexts)
     lines += ["next:", *(f"  {command:<{width}}   {why}" for command, why in nexts)]
