@@ -200,7 +200,7 @@ def _wrong() -> list[tuple[str, Exit, str]]:
     return [
         ("divide one another", Exit.FIT, "set quantize.order=global, or another quantize.group_size"),
         ("not finite in fp16", Exit.FIT, smaller),
-        ("fp16 cannot hold", Exit.FIT, smaller),
+        ("beyond the range of fp16", Exit.FIT, smaller),
         ("not finite", Exit.CHECKPOINT, "use an earlier checkpoint, from before the values became non-finite"),
     ]
 

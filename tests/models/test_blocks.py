@@ -240,7 +240,7 @@ def test_a_module_in_the_working_directory(tmp_path: Path) -> None:
         ("users_package:Users", {"colour": 1}, "does not take these args"),
         ("users_package:Nameless", {}, r"`inner.weight` \(shape \[4, 3\]\) has no named dims; `inner.bias`"),
         ("users_package:Buffered", {}, "buffer.*running"),
-        ("users_package:Alone", {}, r"forward\(tokens, documents=None, positions=None\) expected"),
+        ("users_package:Alone", {}, r"define forward\(tokens, documents=None, positions=None\)"),
     ],
 )
 def test_modules_that_do_not_do(users_package: str, path: str, args: dict[str, object], said: str) -> None:
