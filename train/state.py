@@ -133,8 +133,10 @@ class State:
         return torch.tensor(float(value), device=self.context.device)
 
     def _local(self, batch: StepBatch, program: Program, seed: int, micro: int) -> Iterator[Tensor]:
-        """The micro-batch's rows are this data rank's already; what other axes cut (the sequence) is cut here. A seed
-        follows for a program that draws random numbers."""
+        """The inputs of one program from a micro-batch of this data rank; other sharded dims are cut here.
+
+        A seed follows for a program that draws random numbers.
+        """
         for name, port in zip(self.programs.setting.task.fields, self.batch_ports):
             rows = batch.tensor(name)
             assert rows.shape[0] == port.local[0], f"{rows.shape[0]} rows for a program of {port.local[0]}"

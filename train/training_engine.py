@@ -67,8 +67,10 @@ class TrainingEngine(Protocol):
         ...
 
     def accumulate(self, batch: StepBatch, seed: int) -> None:
-        """Forward and backward of one micro-batch: adds to the gradients and to the sums of loss and tokens. `seed`: of
-        the random numbers that the model draws in this step."""
+        """Runs forward and backward of one micro-batch, and adds up gradients, loss and tokens.
+
+        seed: for the random numbers that the model draws in this step.
+        """
         ...
 
     def update(self, lr: float, number: int) -> StepResult:
