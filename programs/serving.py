@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from tpshard.kernels.linear import TILE
+from tpshard.kernels.paged_attention import PAGED
 from tpshard.models.assemble import evaluating
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
@@ -59,6 +60,10 @@ LONGEST = {"cpu": 64, "gpu": 2048}
 """Rows of the largest step by default. A CPU's products gain nothing beyond, and others wait for it."""
 WHOLE = [Annotation(Sharding(((),) * rank, (False,) * rank), (Told("a server's rows are whole"),)) for rank in range(3)]
 """By rank: what every device has all of."""
+CACHE = Annotation(
+    Sharding(((),) * 4, (False, False, True, False)), (Told("a block of the cache is whole, but for KV heads"),)
+)
+"""Of a cache: attention writes to what a device holds, so that it must be what attention reads."""
 APART = {"cpu": 2, "gpu": 8}
 """How much larger one step is than the one before: on a GPU the first dozens of rows cost as much as one."""
 
@@ -246,6 +251,10 @@ def _step(setting: ServeSetting, rows: int) -> tuple[Program, Arrangement]:
     one_block = [name for name, taken in arrangement.inputs.items() if taken.blocks == 1]
     annotations |= {value: WHOLE[value.rank] for value in graph.inputs if value.name in one_block}
     program = partition_graph(propagate(graph, setting.mesh, annotations))
+    caches = [
+        node for node, port in zip(program.graph.find_nodes(op="placeholder"), program.inputs) if port.kind == "cache"
+    ]
+    assert all(user.target is PAGED for node in caches for user in node.users), "what is written would be a copy"
     _check_axes(setting, program)
     free = {"tables": (1,)}
     ports = [replace(port, free=(0,) if port.kind == "cache" else free.get(port.name, ())) for port in program.inputs]
@@ -313,6 +322,7 @@ def _annotations(setting: ServeSetting, graph: Graph) -> dict[Value, Annotation]
     found = annotate(setting, graph, [v for v in step if v.name not in ("tables", "wanted")], used=used, serving=True)
     said = setting.recipe.sharding.rules.get("seq")
     whole = [value for value in step if value not in found or not said]
+    found |= {value: CACHE for value in graph.inputs if value.marked == "cache"}
     return found | {v: WHOLE[v.rank] for v in [*whole, *graph.outputs] if isinstance(v, Value)}
 
 

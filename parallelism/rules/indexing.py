@@ -48,15 +48,16 @@ def embedding(op: Op) -> Rule:
 
 
 def embedding_backward(op: Op) -> Rule:
-    """Rows are summed into the table's gradient; a device of a sharded vocabulary adds only its own rows."""
+    """Rows are summed into the table's gradient; a device of a sharded vocabulary adds only its own rows.
+
+    Where a row's sum is divided by how often it is looked up (`scale_grad_by_freq`), all look-ups are counted.
+    """
     grad, index = op.operands
     out = op.results[0]
+    counted = bool(op.args[4])
     factors = Factors()
-    rows = factors.dims(index.shape)
-    for dim in rows:
-        for f in dim:
-            factors.kinds[f] = Kind.REDUCE
-    v = factors.new(out.shape[0])
+    rows = factors.dims(index.shape, Kind.WHOLE if counted else Kind.REDUCE)
+    v = factors.new(out.shape[0], Kind.WHOLE if counted else Kind.PASS)
     d = factors.dims(out.shape[1:])
 
     def local(at: LocalOp) -> Any:

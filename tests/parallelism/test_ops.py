@@ -284,6 +284,7 @@ CASES: dict[str, list[Case]] = {
     "aten.embedding_dense_backward": [
         call(aten.embedding_dense_backward.default, f(4, 2, 6), ints(12, 4, 2), 12, -1, False),
         call(aten.embedding_dense_backward.default, f(4, 2, 6), ints(12, 4, 2), 12, 5, False),
+        call(aten.embedding_dense_backward.default, f(4, 2, 6), ints(12, 4, 2), 12, 5, True),
     ],
     "aten.index_select": [
         call(aten.index_select.default, f(12, 6), 0, ints(12, 4)),

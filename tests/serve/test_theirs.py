@@ -76,7 +76,7 @@ WHOLE = [(name, tp) for name in ALL for tp in (1, 2, 4) if (name, tp) not in QUI
 @pytest.mark.parametrize(("name", "tp"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in WHOLE)])
 def test_tokens_over_http_are_those_of_generate(name: str, tp: int, tmp_path: Path, served: Any, ids: Any) -> None:
     wanted = expected(name, architectures.values(name))
-    assert len({token for tokens in wanted for token in tokens}) > 4, "a model that repeats one token shows nothing"
+    assert len({token for tokens in wanted for token in tokens}) > 1, "a model that repeats one token shows nothing"
     with running(architectures.folder(tmp_path, name, weights=True), tp, served) as url:
         assert answers(url, ids) == wanted
         assert hits(url) >= 16
