@@ -65,7 +65,8 @@ def model_folder(out: Path) -> Path:
 
 # ---- the server's process -------------------------------------------------------------------------------------------
 def serve_and_time(out: Path, arguments: list[str]) -> int:
-    """`tpshard serve`, writing (rows, blocks read, blocks a row attends to, seconds) of each of its steps."""
+    """`tpshard serve`, writing (rows, blocks read, blocks a row attends to, seconds) of each of its steps: to the start
+    of the next one, or where nothing is left to do, to its end."""
     from tpshard.cli.main import run
     from tpshard.serve.engine import Engine
     from tpshard.serve.metrics import Metrics
@@ -84,11 +85,14 @@ def serve_and_time(out: Path, arguments: list[str]) -> int:
 
         def timed() -> Any:
             begun = time.perf_counter()
+            if steps and steps[-1][3] < 0:
+                steps[-1] = (*steps[-1][:3], begun + steps[-1][3])
             events = step()
             if seen:
                 reach = seen[0].positions // BLOCK_SIZE + 1
                 blocks = sum(int(reach[seen[0].sequences == s].max()) for s in set(seen[0].sequences.tolist()))
-                steps.append((len(reach), blocks, float(reach.mean()), time.perf_counter() - begun))
+                took = -begun if engine.busy else time.perf_counter() - begun
+                steps.append((len(reach), blocks, float(reach.mean()), took))
                 seen.clear()
             return events
 
@@ -99,7 +103,7 @@ def serve_and_time(out: Path, arguments: list[str]) -> int:
     try:
         return run(["serve", *arguments])
     finally:
-        out.write_text(json.dumps(steps))
+        out.write_text(json.dumps([step for step in steps if step[3] > 0]))
 
 
 class Server:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 from torch import fx
 from tpshard.parallelism.flow import Flow
@@ -23,6 +24,16 @@ _INPUTS = {"parameter": "parameters", "gradient": "gradients", "optimizer": "opt
            "saved": "activations", "received": "communication"}  # fmt: skip
 
 
+class Living(NamedTuple):
+    """A value that holds memory at the peak."""
+
+    node: fx.Node
+    category: str
+    bytes: int
+    last: int
+    """Index of the node that reads it last; the number of nodes for what outlives the program."""
+
+
 @dataclass
 class Memory:
     """Bytes of one device over the nodes of a program."""
@@ -34,10 +45,15 @@ class Memory:
     curve: list[int]
     """Bytes held while each node runs."""
     by_category: dict[str, list[int]] = field(default_factory=dict)
-    largest: list[tuple[str, str, int]] = field(default_factory=list)
-    """At the peak: (value, category, bytes), largest first."""
+    alive: list[Living] = field(default_factory=list)
+    """At the peak, largest first."""
     results: list[int] = field(default_factory=list)
     """Bytes of every value that takes memory and is no input, in the order in which they are made."""
+
+    @property
+    def largest(self) -> list[tuple[str, str, int]]:
+        """At the peak: (value, category, bytes) of the twelve largest."""
+        return [(found.node.name, found.category, found.bytes) for found in self.alive[:12]]
 
 
 def liveness(program: Program, kernels: Sequence[Kernel], *, always: Mapping[str, int] | None = None) -> Memory:
@@ -71,18 +87,18 @@ def liveness(program: Program, kernels: Sequence[Kernel], *, always: Mapping[str
             curve = [a + b for a, b in zip(curve, series)]
     peak_index = max(range(len(nodes)), key=curve.__getitem__) if nodes else 0
     alive = [
-        (base.name, category[base], size[base])
+        Living(base, category[base], size[base], death[base])
         for base, start in birth.items()
         if start <= peak_index <= death[base] and size[base]
     ]
-    alive.sort(key=lambda entry: (-entry[2], entry[0]))
+    alive.sort(key=lambda entry: (-entry.bytes, entry.node.name))
     return Memory(
         curve[peak_index] if curve else 0,
         peak_index,
         {name: series[peak_index] for name, series in by_category.items()},
         curve,
         by_category,
-        alive[:12],
+        alive,
         [size[base] for base in birth if base.op != "placeholder" and size[base]],
     )
 

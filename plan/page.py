@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib import resources
 
-from tpshard.plan import pictures
+from tpshard.plan import page_data, pictures
 from tpshard.plan.report import Edit, Report
 from tpshard.plan.screen import LABELS, axes_text, spread, verdict
 from tpshard.plan.units import count, gib, plural, seconds
@@ -21,13 +22,15 @@ vertical-align:top}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
 .good{color:#1a7f37}.bad{color:#cf222e}.how{color:#777;font-size:12px}code{font-size:13px}
 .cards{display:flex;gap:12px;flex-wrap:wrap}.card{border:1px solid #ddd;border-radius:6px;padding:8px 14px}
 .card b{display:block;font-size:18px}.scroll{max-height:480px;overflow:auto}svg{max-width:100%}
+h3{font-size:14px;margin:12px 0 4px}
+#shardings tbody tr,#collectives tbody tr,svg.timeline{cursor:pointer}
 """
 
 
 def page(report: Report) -> str:
     """The whole file as text. Same report, same bytes."""
     how = report.provenance
-    data = json.dumps(report.to_json(), sort_keys=True).replace("</", "<\\/")
+    data = _in_script(report.to_json())
     parts = [
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>",
         f"<title>plan: {escape(report.job.name)}</title>",
@@ -42,9 +45,20 @@ def page(report: Report) -> str:
         _section("collectives", "Collectives of a step", _collectives(report), f"bytes exact; time {how['time']}"),
         _section("what-if", "What if", _what_if(report), how["time"]),
         f'<script type="application/json" id="plan">{data}</script>',
+        f'<script type="application/json" id="why-data">{_in_script(page_data.data(report))}</script>',
+        f"<script>{_script()}</script>",
         "</body></html>\n",
     ]
     return "\n".join(parts)
+
+
+def _in_script(data: object) -> str:
+    """JSON that ends no script."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":")).replace("</", "<\\/")
+
+
+def _script() -> str:
+    return resources.files("tpshard.plan").joinpath("page.js").read_text(encoding="utf-8").replace("</", "<\\/")
 
 
 def _stages(report: Report) -> list[str]:
@@ -115,17 +129,19 @@ def _shardings(report: Report) -> str:
             (t.name, "x".join(map(str, t.shape)), spread(t.sharding), spread(t.stored) if t.stored is not None else "")
         )
         titles.append(t.reason)
-    head = f"<p>{report.given} annotated, {report.inferred} inferred. The reason shows on hover.</p>"
-    return head + _table(("tensor", "shape", "used as", "stored as"), rows, (), titles)
+    head = f"<p>{report.given} annotated, {report.inferred} inferred. A click on a tensor draws why.</p>"
+    why = '<h3>Why <select id="tensor-choice"></select></h3><div id="tensor-graph"></div>'
+    return head + _table(("tensor", "shape", "used as", "stored as"), rows, (), titles) + why
 
 
 def _timelines(report: Report) -> str:
     out = []
     for part in report.pricing.parts:
         height = pictures.timeline_height(part)
+        times = f"{plural(part.part.times, 'time')} a step, {seconds(part.timeline.seconds)} each"
         out.append(
-            f"<p>{escape(part.part.name)}, {part.part.times} time(s) a step, {seconds(part.timeline.seconds)} each</p>"
-            f'<svg width="1000" height="{height}" viewBox="0 0 1000 {height}" font-size="11">'
+            f"<p>{escape(part.part.name)}, {times}; the wheel zooms, a drag moves, a double click shows all</p>"
+            f'<svg class="timeline" width="1000" height="{height}" viewBox="0 0 1000 {height}" font-size="11">'
             f"{pictures.timeline(part)}</svg>"
         )
     return "\n".join(out)
@@ -141,7 +157,12 @@ def _memories(report: Report) -> str:
     curve = pictures.memory(report, part, 240)
     drawing = f'<svg width="1000" height="240" viewBox="0 0 1000 240" font-size="11">{curve}</svg>'
     words = f"<p>Peak in {escape(report.peak_at)}; {gib(report.pricing.reserved_bytes)} reserved by the allocator.</p>"
-    return drawing + words + _table(("category at the peak", "size", "bytes"), rows, (1, 2))
+    held = [
+        (row["name"], row["category"], gib(row["bytes"]), row["made"], row["last"], "; ".join(row["told"]))
+        for row in page_data.alive(report)
+    ]
+    head = ("alive at the peak", "category", "size", "made in", "last read in", "lines")
+    return drawing + words + _table(("category at the peak", "size", "bytes"), rows, (1, 2)) + _table(head, held, (2,))
 
 
 def _collectives(report: Report) -> str:
@@ -154,7 +175,8 @@ def _collectives(report: Report) -> str:
     ]  # fmt: skip
     titles = [line.reason for line in report.lines]
     head = ("kind", "axes", "of", "phase", "link", "count", "bytes", "sent", "time", "exposed", "")
-    return _table(head, rows, (5, 6, 7, 8, 9), titles)
+    why = '<p>A click on a line shows the tensors and the lines behind it.</p><div id="collective-why"></div>'
+    return _table(head, rows, (5, 6, 7, 8, 9), titles) + why
 
 
 def _what_if(report: Report) -> str:

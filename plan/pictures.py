@@ -96,7 +96,7 @@ def timeline(part: PricedPart) -> str:
             if event.lane != lane:
                 continue
             here = known(part.priced.kernels[event.task].node)
-            color = COLORS.get(_tint(lane, part, event.task), "#888888")
+            color = COLORS.get(tint(lane, part, event.task), "#888888")
             x0, x1 = _LEFT + event.start * scale, _LEFT + event.end * scale
             if run is not None and run[2] == color and x0 - run[1] < 0.3 and run[1] - run[0] < 6:
                 run = (run[0], x1, color, run[3])
@@ -116,8 +116,8 @@ def timeline(part: PricedPart) -> str:
         words = f"{total * tick / 5 / size:.3g} {unit}"
         anchor = "middle" if tick < 5 else "end"  # the last one would be cut off
         out.append(f'<text x="{x:.1f}" y="{y + 14}" text-anchor="{anchor}" fill="#555555">{words}</text>')
-    tints = {_tint(event.lane, part, event.task) for event in part.timeline.events}
-    out += legend({words: COLORS[tint] for tint, words in TINTS.items() if tint in tints}, y + 22)
+    found = {tint(event.lane, part, event.task) for event in part.timeline.events}
+    out += legend({words: COLORS[name] for name, words in TINTS.items() if name in found}, y + 22)
     return "\n".join(out)
 
 
@@ -129,7 +129,8 @@ def _bar(run: tuple[float, float, str, str], y: float) -> str:
     )
 
 
-def _tint(lane: str, part: PricedPart, task: int) -> str:
+def tint(lane: str, part: PricedPart, task: int) -> str:
+    """What an event's colour stands for: its phase, the link of a collective, waiting."""
     if lane == "wait":
         return "wait"
     cost = part.priced.costs.get(task)

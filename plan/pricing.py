@@ -61,6 +61,8 @@ class Line:
     wire_bytes: int = 0
     time_s: float = 0.0
     exposed_s: float = 0.0
+    issues: list[Collective] = field(default_factory=list)
+    """What is issued, each once however often its part runs."""
 
 
 @dataclass
@@ -155,15 +157,21 @@ def work_of(kernel: Kernel) -> tuple[int, int]:
     return (kernel.flops or here.flops), int(here.global_flops * times)
 
 
+def line_key(comm: Collective, phase: str, cost: CommCost) -> tuple[object, ...]:
+    """What the collectives of one `Line` have in common."""
+    return (comm.kind, comm.axes, comm.of, cost.wire, comm.dtype, cost.algorithm, phase, comm.asked)
+
+
 def _add(
     found: dict[tuple[object, ...], Line], comm: Collective, phase: str, cost: CommCost, exposed: float, times: int
 ) -> None:
-    key = (comm.kind, comm.axes, comm.of, cost.wire, comm.dtype, cost.algorithm, phase, comm.asked)
+    key = line_key(comm, phase, cost)
     line = found.get(key)
     if line is None:
         line = found[key] = Line(
             comm.kind, comm.axes, comm.of, cost.wire, comm.dtype, cost.algorithm, phase, comm.reason, comm.asked
         )
+    line.issues.append(comm)
     line.count += times
     line.members += comm.members * times
     line.bytes += comm.bytes * times

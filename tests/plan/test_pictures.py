@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 
 import pytest
 from patience import PATIENCE
-from tpshard.plan import page, pictures, screen, trace, units
+from tpshard.plan import page, page_data, pictures, screen, trace, units
 
 
 class Outside(HTMLParser):
@@ -22,8 +22,8 @@ class Outside(HTMLParser):
         super().__init__()
         self.loads: list[str] = []
         self.sections: list[str] = []
-        self.data = ""
-        self.inside = False
+        self.data: dict[str, str] = {}
+        self.inside = ""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = dict(attrs)
@@ -31,11 +31,11 @@ class Outside(HTMLParser):
         self.loads += [v for v in outside if not v.startswith("data:")]
         if tag == "section":
             self.sections.append(str(found["id"]))
-        self.inside = tag == "script"
+        self.inside = str(found.get("id", "code")) if tag == "script" else ""
 
     def handle_data(self, data: str) -> None:
         if self.inside:
-            self.data, self.inside = data, False
+            self.data[self.inside], self.inside = data, ""
 
 
 def test_the_page_is_whole_and_loads_nothing(report):
@@ -46,9 +46,83 @@ def test_the_page_is_whole_and_loads_nothing(report):
     assert parser.loads == []
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", made)
     assert parser.sections == list(page.SECTIONS)
-    assert json.loads(parser.data.replace("<\\/", "</")) == json.loads(json.dumps(report.to_json()))
+    assert json.loads(parser.data["plan"]) == json.loads(json.dumps(report.to_json()))
     assert screen.verdict(report) in made
     assert escape(report.tensors[0].reason, quote=True) in made
+
+
+def test_the_page_knows_the_way_from_what_was_told_to_every_tensor(report):
+    """Each axis of a sharding has a chain; it begins at a line, and each value on it is what the next one came from."""
+    made = page_data.data(report)
+    program = report.pricing.parts[0].part.program
+    assert {name for tensor in made["tensors"] for name in tensor["names"]} == {t.name for t in report.tensors}
+    for tensor in made["tensors"]:
+        for form in tensor["forms"]:
+            assert form["chains"] or not re.search(r"[a-z]", form["sharding"].partition("partial_sum")[0])
+            for chain in form["chains"]:
+                assert (
+                    chain["told"]
+                    and chain["steps"][0]["through"] == ""
+                    and all(step["through"] and step["value"] in program.records for step in chain["steps"][1:])
+                )
+    up = next(t for t in made["tensors"] if t["name"] == "layers.0.mlp.up.weight")
+    tp = next(c for c in up["forms"][0]["chains"] if c["axis"] == "tp")
+    assert "mlp: tp" in tp["told"][0] and tp["steps"][-1]["value"] == "layers.0.mlp.up.weight"
+
+
+def test_the_page_knows_what_is_behind_every_collective_and_alive_at_the_peak(report):
+    made = page_data.data(report)
+    assert [sum(row["count"] for row in rows) for rows in made["collectives"]] == [
+        sum(comm.members for comm in line.issues) for line in report.lines
+    ]
+    rows = page_data.alive(report)
+    assert sum(row["bytes"] for row in rows) == report.pricing.worst.memory.peak_bytes
+    assert any(row["name"] == "layers.0.mlp.up.weight" and "mlp: tp" in "".join(row["told"]) for row in rows)
+    for part, line in zip(report.pricing.parts, made["timelines"]):
+        for lane, events in line["lanes"].items():
+            drawn = sum(length for _, length, *_ in events) / line["finest"] * line["seconds"]
+            ran = sum(e.end - e.start for e in part.timeline.events if e.lane == lane)
+            assert abs(drawn - ran) <= 0.01 * line["seconds"]
+
+
+NODE = shutil.which("node")
+CLICKS = """
+const made = {}, svg = { innerHTML: "whole", on: {}, addEventListener(name, f) { this.on[name] = f; },
+  getBoundingClientRect: () => ({ left: 0, width: 1000 }) };
+const blank = () => ({ innerHTML: "", value: "", on: {}, addEventListener(name, f) { this.on[name] = f; } });
+const element = (id) => made[id] ??= blank();
+const row = (text) => ({ cells: [{ textContent: text }], on: {}, addEventListener(name, f) { this.on[name] = f; } });
+element("why-data").textContent = DATA;
+const found = JSON.parse(DATA), line = found.timelines[0];
+const tensors = found.tensors.map((t) => row(t.names.at(-1))), collectives = found.collectives.map(() => row(""));
+open({ getElementById: element, addEventListener() {}, querySelectorAll: (what) =>
+  what.startsWith("#shardings") ? tensors : what.startsWith("#collectives") ? collectives : [svg] });
+const seen = tensors.map((t) => (t.on.click(), made["tensor-graph"].innerHTML));
+const behind = collectives.map((c) => (c.on.click(), made["collective-why"].innerHTML));
+for (let i = 0; i < 5; i++) svg.on.wheel({ preventDefault() {}, deltaY: -1, clientX: 565 });
+const zoomed_ = svg.innerHTML;
+svg.on.dblclick({});
+console.log(JSON.stringify({ seen, behind, zoomed: zoomed_, reset: svg.innerHTML }));
+"""
+
+
+@pytest.mark.skipif(NODE is None, reason="no JavaScript engine here")
+def test_clicks_show_chains_and_tensors_and_the_wheel_zooms(report, tmp_path):
+    """The page's own script, in a document that is no more than what it asks for."""
+    parser = Outside()
+    parser.feed(page.page(report))
+    script = tmp_path / "clicks.js"
+    script.write_text(f"{parser.data['code']}\nconst DATA = {json.dumps(parser.data['why-data'])};\n{CLICKS}")
+    shown = json.loads(
+        subprocess.run([NODE, script], capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
+    )
+    made = page_data.data(report)
+    for tensor, html in zip(made["tensors"], shown["seen"]):
+        assert all(escape(told)[:20] in html for form in tensor["forms"] for c in form["chains"] for told in c["told"])
+        assert html.count("<svg") == len(tensor["forms"])
+        assert all(ET.fromstring(drawn) is not None for drawn in re.findall(r"<svg.*?</svg>", html))
+    assert all(html.count("<tr>") == 1 + len(rows) for html, rows in zip(shown["behind"], made["collectives"]))
+    assert "<rect" in shown["zoomed"] and shown["reset"] == "whole"
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
