@@ -20,8 +20,8 @@ from pathlib import Path
 
 from tpshard.parallelism.fusion import Compiled
 from tpshard.plan import make
-from tpshard.programs.alike import Variants
 from tpshard.programs.setting import Setting
+from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe

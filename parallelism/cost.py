@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
+from functools import cache
 from typing import Literal
 
 from tpshard.parallelism.exchange import carried
@@ -221,7 +222,6 @@ class Topology:
     def __init__(self, mesh: Mesh, devices_per_host: int):
         self.mesh = mesh
         self.per_host = max(1, devices_per_host)
-        self._spans: dict[Axes, Span] = {}
 
     @property
     def hosts(self) -> int:
@@ -229,15 +229,17 @@ class Topology:
 
     def span(self, refs: Axes) -> Span:
         """The worst group over these axes: the one on most hosts."""
-        found = self._spans.get(refs)
-        if found is None:
-            worst = Span(1, 1, 1)
-            for group in self.mesh.groups(refs):
-                hosts = len({rank // self.per_host for rank in group})
-                if hosts > worst.hosts or worst.members == 1:
-                    worst = Span(len(group), hosts, -(-len(group) // hosts))
-            found = self._spans[refs] = worst
-        return found
+        return _span(self.mesh, self.per_host, refs)
+
+
+@cache
+def _span(mesh: Mesh, per_host: int, refs: Axes) -> Span:
+    worst = Span(1, 1, 1)
+    for group in mesh.groups(refs):
+        hosts = len({rank // per_host for rank in group})
+        if hosts > worst.hosts or worst.members == 1:
+            worst = Span(len(group), hosts, -(-len(group) // hosts))
+    return worst
 
 
 @dataclass(frozen=True)

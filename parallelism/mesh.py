@@ -103,11 +103,10 @@ class Mesh:
 
     def groups(self, axes: Iterable[Axis]) -> list[list[int]]:
         """The groups of ranks that differ only along `axes`; each ascending, which is mesh order."""
-        steps = [
-            [i * self.stride[a.name] * (self.axes[a.name] // a.end) for i in range(a.size)] for a in self.sorted(axes)
-        ]
+        ordered = self.sorted(axes)
+        steps = [[i * self.stride[a.name] * (self.axes[a.name] // a.end) for i in range(a.size)] for a in ordered]
         offsets = [sum(combination) for combination in itertools.product(*steps)]
-        bases = [r for r in range(self.ranks) if all(self.index(a, r) == 0 for a in self.sorted(axes))]
+        bases = [r for r in range(self.ranks) if all(self.index(a, r) == 0 for a in ordered)]
         return [[base + offset for offset in offsets] for base in bases]
 
 

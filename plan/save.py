@@ -27,7 +27,7 @@ class SavedPlan:
 
 def fingerprints(report: Report) -> dict[str, str]:
     if report.pricing.pipeline is not None:
-        return dict(report.pricing.pipeline.programs)
+        return dict(report.pricing.pipeline.programs.fingerprints)
     return {entry.part.name: entry.part.program.fingerprint for entry in report.pricing.parts}
 
 

@@ -199,7 +199,7 @@ def _pipeline(report: Report, verbose: bool) -> list[str]:
         f"PIPELINE  {table.schedule}, {table.devices} stages{rounds}, {table.micro_batches} micro-batches: "
         f"{100 * found.bubble:.1f}% bubble [{how}]",
         f"  split {_runs([stage.layers for stage in found.stages])} "
-        + ("balances the stages; " if found.balanced else "as pipeline.split says; ")
+        + ("balances the stages; " if found.programs.balanced else "as pipeline.split says; ")
         + _slowest(found),
         "  stage  layers  " + "".join(f"{words:>21}" for words in found.kinds) + "       kept      sent",
     ]

@@ -1,19 +1,19 @@
 """Variants of a recipe, priced: edits that would fit, suggestions with their gain, the search over meshes.
 
-Every variant is built whole and priced as its own plan would be; `programs.alike` makes that fast.
+Every variant is built whole and priced as its own plan would be; `programs.variants` makes that fast.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from tpshard.plan import make, server
+from tpshard.plan import make, search_pipelines, server
 from tpshard.plan.report import Edit, Report
 from tpshard.plan.units import gib, seconds
-from tpshard.programs.alike import Variants
 from tpshard.programs.setting import Setting, devices_of
+from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
@@ -108,6 +108,7 @@ def _edit(recipe: Recipe, changes: Sequence[str], variants: Variants, what: str 
 def _smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
     """Edits that need less memory, the least intrusive first."""
     job, batch = report.job, report.job.per_device
+    yield from search_pipelines.smaller(report, recipe, job.mesh)
     if recipe.fsdp.reshard_after_forward is not True:
         yield ["fsdp.reshard_after_forward=true"]
     if recipe.fsdp.accumulate.reduce == "last":
@@ -171,6 +172,7 @@ def _served_smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
 
 def _faster(report: Report, recipe: Recipe) -> Iterator[list[str]]:
     """Edits that may be faster, the most promising first."""
+    yield from search_pipelines.faster(report, recipe)
     job, spare = report.job, report.spare_bytes > 0.15 * report.pricing.device.memory_bytes
     if recipe.compile == "eager" and report.pricing.device.kind == "gpu":
         yield ["compile=inductor"]
@@ -200,11 +202,13 @@ class Candidate:
     found: Quick
     tokens_per_s_per_device: float
     pareto: bool = False
+    more: tuple[str, ...] = ()
+    """Changes of other keys: those of a pipeline."""
 
     @property
     def changes(self) -> list[str]:
         sizes = [f"mesh.{axis}={size}" for axis, size in self.mesh.items()]
-        return [*sizes, f"remat={self.remat}", f"batch.per_device={self.per_device}"]
+        return [*sizes, *self.more, f"remat={self.remat}", f"batch.per_device={self.per_device}"]
 
 
 @dataclass
@@ -226,29 +230,73 @@ def search(recipe: Recipe, say: Callable[[str], None] | None = None) -> SearchRe
     Recomputation is tried from none upwards and only until it fits, a larger micro-batch only while a smaller one fits.
     Raises `Mistakes` where no variant can be priced for something that is wrong with the recipe itself.
     """
-    tell, variants = say or (lambda _: None), Variants()
-    result = SearchResult()
+    tried = _Search(recipe, say or (lambda _: None))
+    whole = [] if recipe.pipeline is None else ["pipeline=null"]
     for mesh in meshes(recipe):
-        ranks = mesh.get("dp", 1) * mesh.get("fsdp", 1)
-        each = recipe.batch.global_sequences // ranks if recipe.batch.global_sequences % ranks == 0 else 0
-        for per_device in (n for n in (1, 2, 4, 8) if each and each % n == 0):
-            placed = False
-            for remat in ("none", "selective", "full"):
-                found = _tried(recipe, mesh, remat, per_device, variants)
-                if found is None or not found.found.fits:
-                    result.refused += 1
-                    result.closest = min(filter(None, (result.closest, found)), key=_needed, default=None)
-                    continue
-                result.candidates.append(found)
-                tell(f"{_sizes(mesh)} remat {remat} per_device {per_device}: {seconds(found.found.step_s)}")
-                placed = True
+        for per_device in _per_device(recipe, mesh):
+            if tried.least_remat(mesh, per_device, whole) is None:
                 break
-            if not placed:
-                break
+    if recipe.pipeline is not None or (recipe.cluster is not None and recipe.cluster.nodes > 1):
+        tried.pipelines()
+    result = tried.result
     if not result.candidates and result.closest is None:
         quick(recipe)
     result.candidates = _marked(result.candidates)
     return result
+
+
+def _per_device(recipe: Recipe, mesh: Mapping[str, int]) -> list[int]:
+    """Sizes of a micro-batch that a mesh can have."""
+    ranks = mesh.get("dp", 1) * mesh.get("fsdp", 1)
+    each = recipe.batch.global_sequences // ranks if recipe.batch.global_sequences % ranks == 0 else 0
+    return [n for n in (1, 2, 4, 8) if each and each % n == 0]
+
+
+class _Search:
+    def __init__(self, recipe: Recipe, tell: Callable[[str], None]):
+        self.recipe, self.tell, self.variants, self.result = recipe, tell, Variants(), SearchResult()
+
+    def least_remat(self, mesh: Mapping[str, int], per_device: int, more: Sequence[str] = ()) -> Candidate | None:
+        """Keeps the variant with the least recomputation that fits; None where none does."""
+        for remat in ("none", "selective", "full"):
+            found = _tried(self.recipe, dict(mesh), remat, per_device, self.variants, more)
+            if found is None or not found.found.fits:
+                self.result.refused += 1
+                self.result.closest = min(filter(None, (self.result.closest, found)), key=_needed, default=None)
+                continue
+            self.result.candidates.append(found)
+            what = " ".join([_sizes(found.mesh), *_piped(found), f"remat {remat} per_device {per_device}"])
+            self.tell(f"{what}: {seconds(found.found.step_s)}")
+            return found
+        return None
+
+    def pipelines(self) -> None:
+        """Stages of every size in place of data ranks, for the two fastest tp; then other schedules, and larger
+        micro-batches, for the two fastest of these."""
+        recipe = self.recipe
+        if not (layers := search_pipelines.layers_of(recipe)):
+            return
+        ordered = sorted(self.result.candidates, key=lambda c: c.found.step_s)
+        every = list(meshes(recipe))
+        widths = list(dict.fromkeys(c.mesh.get("tp", 1) for c in ordered)) or [every[-1].get("tp", 1)]
+        fixed = recipe.fsdp.accumulate.gather == "step" or bool(recipe.where("fsdp.accumulate").line)
+        found: list[Candidate] = []
+        for tp in widths[:2]:
+            whole = next(mesh for mesh in every if mesh.get("tp", 1) == tp and mesh.get("dp", 1) == 1)
+            for stages in search_pipelines.sizes(recipe, layers, whole["fsdp"]):
+                mesh = {"pp": 1} | whole | {"pp": stages, "fsdp": whole["fsdp"] // stages}
+                for once in [()] if fixed else [search_pipelines.ONCE, ()]:
+                    if not _per_device(recipe, mesh):
+                        continue
+                    made = self.least_remat(mesh, 1, [*search_pipelines.first(recipe), *once])
+                    if made is not None:
+                        found.append(made)
+                        break
+        for best in sorted(found, key=lambda c: c.found.step_s)[:2]:
+            for other in search_pipelines.schedules(recipe, layers, best.mesh["pp"]):
+                self.least_remat(best.mesh, best.per_device, [*best.more, *other])
+            for per_device in (n for n in _per_device(recipe, best.mesh) if n == 2):
+                self.least_remat(best.mesh, per_device, best.more)
 
 
 def _needed(candidate: Candidate) -> int:
@@ -256,10 +304,12 @@ def _needed(candidate: Candidate) -> int:
 
 
 def meshes(recipe: Recipe) -> Iterator[dict[str, int]]:
-    """Meshes over the recipe's devices: tp within a host, dp over whole hosts or not at all; other axes as they are."""
+    """Meshes over the recipe's devices: tp within a host, dp over whole hosts or not at all, pp 1; other axes as
+    they are."""
     world = devices_of(recipe)
     per_host = recipe.cluster.devices_per_node if recipe.cluster is not None else world
-    fixed = {axis: size for axis, size in recipe.mesh.items() if axis not in ("dp", "fsdp", "tp")}
+    fixed = {axis: size for axis, size in recipe.mesh.items() if axis not in ("pp", "dp", "fsdp", "tp")}
+    fixed = {"pp": 1, **fixed} if "pp" in recipe.mesh else fixed
     left = world // max(1, math.prod(fixed.values()))
     for tp in (n for n in range(1, per_host + 1) if left % n == 0 and n & (n - 1) == 0):
         for dp in dict.fromkeys((1, max(1, world // per_host))):
@@ -267,15 +317,17 @@ def meshes(recipe: Recipe) -> Iterator[dict[str, int]]:
                 yield {**fixed, "dp": dp, "fsdp": left // (tp * dp), "tp": tp}
 
 
-def _tried(recipe: Recipe, mesh: dict[str, int], remat: str, per_device: int, variants: Variants) -> Candidate | None:
-    made = Candidate(mesh, remat, per_device, Quick(0, 0.0, 0.0, False), 0.0)
+def _tried(
+    recipe: Recipe, mesh: dict[str, int], remat: str, per_device: int, variants: Variants, more: Sequence[str]
+) -> Candidate | None:
+    made = Candidate(mesh, remat, per_device, Quick(0, 0.0, 0.0, False), 0.0, more=tuple(more))
     try:
         changed = variant(recipe, made.changes)
         found = quick(changed, variants=variants)
     except Mistakes:
         return None
     tokens = changed.batch.global_sequences * changed.model.seq_len
-    return Candidate(mesh, remat, per_device, found, tokens / found.step_s / devices_of(changed))
+    return replace(made, found=found, tokens_per_s_per_device=tokens / found.step_s / devices_of(changed))
 
 
 def _marked(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -286,18 +338,19 @@ def _marked(candidates: Iterable[Candidate]) -> list[Candidate]:
     for c in ordered:
         better = c.found.needed_bytes < least
         least = min(least, c.found.needed_bytes)
-        out.append(Candidate(c.mesh, c.remat, c.per_device, c.found, c.tokens_per_s_per_device, better))
+        out.append(replace(c, pareto=better))
     return out
 
 
 def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
     """The Pareto table and the winner as a recipe."""
     lines = [f"{len(result.candidates)} variants fit, {result.refused} do not; * no other is both faster and smaller"]
-    lines.append("   mesh                           remat      per_device     memory       step  tokens/s a device")
+    lines.append(f"   {'mesh':<38} {'remat':<10} per_device     memory       step  tokens/s a device")
     for c in result.candidates[:rows]:
         lines.append(
-            f" {'*' if c.pareto else ' '} {_sizes(c.mesh):<30} {c.remat:<10} {c.per_device:>10} "
+            f" {'*' if c.pareto else ' '} {_sizes(c.mesh):<38} {c.remat:<10} {c.per_device:>10} "
             f"{gib(c.found.needed_bytes):>10} {seconds(c.found.step_s):>10} {c.tokens_per_s_per_device:>12.0f}"
+            f"{'  ' + ', '.join(_piped(c)) if c.more else ''}"
         )
     if result.best is not None:
         lines += ["", "# the fastest, as a recipe", winner(result, recipe).rstrip()]
@@ -310,6 +363,19 @@ def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
 def winner(result: SearchResult, recipe: Recipe) -> str:
     """The recipe of the fastest variant, as YAML; "" where none fits."""
     return variant(recipe, result.best.changes).to_yaml() if result.best is not None else ""
+
+
+def _piped(candidate: Candidate) -> list[str]:
+    """What a variant changes of other keys, in words."""
+    said: dict[str, str] = {}
+    for change in candidate.more:
+        key, _, value = change.partition("=")
+        said[key.rpartition(".")[2]] = value.removeprefix("{schedule: ").removesuffix("}")
+    if said.get("pipeline") == "null":
+        return []
+    schedule = said.pop("schedule", said.pop("pipeline", ""))
+    said.pop("pipeline", None)
+    return [*([schedule] if schedule else []), *(f"{key} {value}" for key, value in said.items())]
 
 
 def _sizes(mesh: dict[str, int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tpshard.parallelism.cost import Device
@@ -68,10 +68,8 @@ class Piped:
     useful_flops: int
     """Of all stages and micro-batches, recomputation left out."""
     all_flops: int
-    programs: dict[str, str] = field(default_factory=dict)
-    """Fingerprints of all that runs."""
-    balanced: bool = True
-    """Whether the layers are dealt out by what they take; else the recipe says how many each stage has."""
+    programs: StagedPrograms
+    """What is priced."""
 
     @property
     def kinds(self) -> list[str]:
@@ -122,7 +120,7 @@ class Piped:
             "seconds": _rounded(self.seconds),
             "slowest": self.slowest,
             "split": [stage.layers for stage in self.stages],
-            "balanced": self.balanced,
+            "balanced": self.programs.balanced,
             "above_mean": _rounded(self.above_mean),
             "stages": [
                 {
@@ -144,11 +142,14 @@ def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, comp
     """Prices every program once, then runs the schedule with what they take."""
     table = pipeline.table
     runs: dict[tuple[str, int], tuple[Priced, Timeline]] = {}
+    seen: dict[int, tuple[Priced, Timeline]] = {}
     for stage in pipeline.stages:
         for kind in dict.fromkeys(task.kind for task in table.rows[table.device_of(stage.index)]):
             program = program_of(pipeline.stages, StageTask(kind, stage.index, 0))
-            priced = price(program, device, per_host, compiled=compiled)
-            runs[kind, stage.index] = (priced, priced.run())
+            if id(program) not in seen:  # stages that are alike may share their programs
+                priced = price(program, device, per_host, compiled=compiled)
+                seen[id(program)] = (priced, priced.run())
+            runs[kind, stage.index] = seen[id(program)]
 
     def seconds(task: StageTask) -> float:
         return _until_handed_over(runs[task.kind, task.stage][1])
@@ -182,7 +183,7 @@ def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, comp
         table, slots, stages, devices, [], max(worst, key=lambda p: p.memory.peak_bytes),
         table.micro_batches * sum(useful for useful, _ in flops) + sum(useful for useful, _ in once),
         table.micro_batches * sum(every for _, every in flops) + sum(every for _, every in once),
-        pipeline.fingerprints, pipeline.balanced,
+        pipeline,
     )  # fmt: skip
     made.parts = parts_of[made.slowest]
     return made

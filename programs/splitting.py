@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tpshard.parallelism.balance import balance
 from tpshard.parallelism.passes.recompute import layer_of
-from tpshard.parallelism.stages import Stage
+from tpshard.parallelism.stages import Stage, blocks_of
 from tpshard.parallelism.timeline import price
 from tpshard.programs.choices import Chooser
 from tpshard.programs.setting import Setting
@@ -19,10 +19,10 @@ TRIES = 4
 """Splits that are built at most."""
 
 
-def layers_of(setting: Setting, blocks: Sequence[str], stages: int) -> list[int]:
-    """Layers of each stage: as `pipeline.split` says, else as even as can be. Raises Mistakes (exit 4) with what would
-    fit."""
-    recipe, count = setting.recipe, len(blocks)
+def layers_of(setting: Setting, count: int, stages: int) -> list[int]:
+    """Of a model with `count` layers those of each stage: as `pipeline.split` says, else as even as can be. Raises
+    Mistakes (exit 4) with what would fit."""
+    recipe = setting.recipe
     asked = recipe.pipeline
     assert asked is not None
     if count < 2:
@@ -55,17 +55,23 @@ def layers_of(setting: Setting, blocks: Sequence[str], stages: int) -> list[int]
 def balanced(
     setting: Setting, even: Sequence[int], devices: int, cut: Callable[[Sequence[int]], tuple[Stage, ...]]
 ) -> tuple[list[int], tuple[Stage, ...]]:
-    """The split whose slowest device takes least, and its stages; `cut` makes the stages of a split, ready to run.
+    """The split that the recipe says, or else whose slowest device takes least, and its stages; `cut` makes those of a
+    split, ready to run.
 
     What the layers take is read off stages that are cut evenly, then off those of the split that is best by it, until
     the split is one that was built before.
     """
+    asked = setting.recipe.pipeline
+    if asked is not None and asked.split is not None:
+        return list(even), cut(even)
     chooser, rounds = Chooser(setting), len(even) // devices
     known: dict[tuple[int, ...], tuple[float, tuple[Stage, ...]]] = {}
     split = tuple(even)
     while split not in known and len(known) < TRIES:
         stages = cut(split)
-        taken = [_seconds(stage, chooser) for stage in stages]
+        different = {id(stage.forward): stage for stage in stages}
+        seen = {key: _seconds(stage, chooser) for key, stage in different.items()}
+        taken = [seen[id(stage.forward)] for stage in stages]
         known[split] = max(sum(t.all for t in taken[device::devices]) for device in range(devices)), stages
         layers, before, after = _whole(taken)
         split = tuple(balance(layers, before, after, devices, rounds))
@@ -77,29 +83,30 @@ def balanced(
 class _Taken:
     """Seconds of a stage on one micro-batch."""
 
-    layers: dict[str, float]
-    computing: dict[str, float]
+    layers: list[float]
+    computing: list[float]
     """Of those in layers, without waiting for collectives."""
     outside: float
 
     @property
     def all(self) -> float:
-        return sum(self.layers.values()) + self.outside
+        return sum(self.layers) + self.outside
 
 
 def _seconds(stage: Stage, chooser: Chooser) -> _Taken:
-    found = _Taken(dict.fromkeys(stage.blocks, 0.0), dict.fromkeys(stage.blocks, 0.0), 0.0)
+    own = blocks_of(stage.forward)[-len(stage.blocks) :]  # what comes before them is received
+    places = {block: i for i, block in enumerate(own)}
+    found = _Taken([0.0] * len(stage.blocks), [0.0] * len(stage.blocks), 0.0)
     for program in stage.programs:
         priced = price(program, chooser.device, chooser.per_host, compiled=chooser.compiled)
         counted = 0.0  # until the next node that computes: it is what is waited for
         for kernel, task, at in zip(priced.kernels, priced.tasks, (timeline := priced.run()).at):
             if task.kind != "compute" or task.seconds == 0.0:
                 continue
-            layer = layer_of(kernel.node)
-            block = "" if layer is None else str(layer)
-            if block in found.layers:
-                found.layers[block] += at - counted
-                found.computing[block] += task.seconds
+            place = places.get(str(layer_of(kernel.node)))
+            if place is not None:
+                found.layers[place] += at - counted
+                found.computing[place] += task.seconds
             else:
                 found.outside += at - counted
             counted = at
@@ -109,20 +116,20 @@ def _seconds(stage: Stage, chooser: Chooser) -> _Taken:
 
 def _whole(taken: Sequence[_Taken]) -> tuple[list[float], float, float]:
     """(seconds of every layer, before the first, after the last)"""
-    kinds: list[tuple[float, list[str]]] = []
-    seconds: Mapping[str, float] = {name: value for t in taken for name, value in t.layers.items()}
-    for t in taken:
-        for name, computing in t.computing.items():
-            for like, names in kinds:
-                if abs(like - computing) <= ALIKE * like:
-                    names.append(name)
-                    break
-            else:
-                kinds.append((computing, [name]))
-    mean: dict[str, float] = {}
-    for _, names in kinds:
-        mean |= dict.fromkeys(names, sum(seconds[name] for name in names) / len(names))
-    return [mean[name] for name in seconds], taken[0].outside, taken[-1].outside
+    seconds = [value for t in taken for value in t.layers]
+    kinds: list[tuple[float, list[int]]] = []
+    for i, computing in enumerate(value for t in taken for value in t.computing):
+        for like, members in kinds:
+            if abs(like - computing) <= ALIKE * like:
+                members.append(i)
+                break
+        else:
+            kinds.append((computing, [i]))
+    for _, members in kinds:
+        mean = sum(seconds[i] for i in members) / len(members)
+        for i in members:
+            seconds[i] = mean
+    return seconds, taken[0].outside, taken[-1].outside
 
 
 def _fair(layers: int, stages: int) -> list[int]:

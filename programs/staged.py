@@ -113,60 +113,78 @@ class StagedPrograms:
 
 
 def build(setting: Setting) -> tuple[Program, StagedPrograms]:
-    """The micro-batch's program of a recipe with a pipeline, and what it is cut into. Raises Mistakes
-    where stages, layers and micro-batches do not fit."""
-    axis, table = setting.pipeline_axis, table_of(setting)
-    assert axis is not None, "a law of recipes"
-    recipe = setting.recipe
+    """The micro-batch's program of a recipe with a pipeline, and what it is cut into. Raises Mistakes where stages,
+    layers and micro-batches do not fit."""
+    table = table_of(setting)
     with traceable(setting):
-        whole = step_programs.micro_program(setting)
-    storage = {p.name: p.layout for p in whole.inputs if p.kind == "parameter"}
-    layers = layers_of(setting, blocks_of(whole), table.stages)
-    accumulate, base = recipe.fsdp.accumulate, whole
-    gathers, reduces = accumulate.gather == "step", accumulate.reduce == "last"
+        base = step_programs.micro_program(setting)
+    storage = {p.name: p.layout for p in base.inputs if p.kind == "parameter"}
+    layers = layers_of(setting, len(blocks_of(base)), table.stages)
+    again = recomputed(setting, base, step_programs.micro_program)
+
+    def stages_of(layers: Sequence[int]) -> tuple[Stage, ...]:
+        return finished_stages(setting, again, table, layers)
+
+    layers, stages = balanced(setting, layers, table.devices, stages_of)
+    held = [_held(table, stages, device, list(storage)) for device in range(table.devices)]
+    noted = sum(p.shape[0] for p in again.outputs[2 + len(storage) :])
+    devices = tuple(device_programs(setting, storage, base, held, i, noted) for i in range(table.devices))
+    return again, StagedPrograms(setting, axis_of(setting), table, tuple(layers), stages, devices, storage)
+
+
+def axis_of(setting: Setting) -> Axis:
+    """Along which the stages lie."""
+    axis = setting.pipeline_axis
+    assert axis is not None, "a law of recipes"
+    return axis
+
+
+def recomputed(setting: Setting, base: Program, make_micro: step_programs.MicroMaker) -> Program:
+    """A micro-batch's program as it is cut: gathering and reducing as the recipe says, and recomputed; `base` is the
+    plain one."""
+    fsdp, whole = setting.recipe.fsdp, base
+    gathers, reduces = fsdp.accumulate.gather == "step", fsdp.accumulate.reduce == "last"
     if gathers or reduces:
-        whole = step_programs.micro_program(setting, base, gathered=gathers, unreduced=reduces)
+        whole = make_micro(setting, base, gathered=gathers, unreduced=reduces)
     check_reshards(setting, (whole,))
     whole.warnings.extend(setting.notes)
-    again = run([remat(setting, recipe.fsdp.reshard_after_forward is not False)], whole)
+    return run([remat(setting, fsdp.reshard_after_forward is not False)], whole)
 
-    def made(layers: Sequence[int]) -> tuple[Stage, ...]:
-        try:
-            cuts = cut(again, axis, layers, split_backward=table.splits_backward)
-        except ValueError as error:
-            raise Mistakes.one(
-                f"the model cannot be cut into stages: {error}", exit=Exit.FIT, where=recipe.where("pipeline"),
-                fix="leave `pipeline` out, or another model",
-            ) from error  # fmt: skip
-        return tuple(_finished(setting, stage) for stage in cuts)
 
-    if recipe.pipeline is not None and recipe.pipeline.split is not None:
-        stages = made(layers)
-    else:
-        layers, stages = balanced(setting, layers, table.devices, made)
-    held = [_held(table, stages, device, list(storage)) for device in range(table.devices)]
-    noted = sum(p.shape[0] for p in whole.outputs[2 + len(storage) :])
-    devices = []
-    for i, names in enumerate(held):
-        first = [n for n in names if all(n not in before for before in held[:i])]
-        shared = [n for n in names if sum(n in other for other in held) > 1]
-        devices.append(
-            DevicePrograms(
-                names,
-                totals_program(setting, storage, axis, names, first, noted),
-                _update(setting, storage, axis, names),
-                apply(setting, step_programs.gather_program(setting, base, storage, names)) if gathers else None,
-                apply(setting, step_programs.reduce_program(setting, base, storage, names)) if reduces else None,
-                exchange_program(setting, storage, axis, i, held, shared) if shared else None,
-            )
-        )
-    return again, StagedPrograms(setting, axis, table, tuple(layers), stages, tuple(devices), storage)
+def finished_stages(setting: Setting, again: Program, table: Table, layers: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages of a recomputed program, as they run. Raises Mistakes where it cannot be cut."""
+    try:
+        cuts = cut(again, axis_of(setting), layers, split_backward=table.splits_backward)
+    except ValueError as error:
+        raise Mistakes.one(
+            f"the model cannot be cut into stages: {error}", exit=Exit.FIT, where=setting.recipe.where("pipeline"),
+            fix="leave `pipeline` out, or another model",
+        ) from error  # fmt: skip
+    return tuple(_finished(setting, stage) for stage in cuts)
+
+
+def device_programs(
+    setting: Setting, storage: Mapping[str, Layout], base: Program, held: Sequence[Sequence[str]], i: int, noted: int
+) -> DevicePrograms:
+    """What device `i` runs once a step; `held`: the parameters of every device; `noted`: how many counts there are."""
+    names, axis, accumulate = held[i], axis_of(setting), setting.recipe.fsdp.accumulate
+    gathers, reduces = accumulate.gather == "step", accumulate.reduce == "last"
+    first = [n for n in names if all(n not in before for before in held[:i])]
+    shared = [n for n in names if sum(n in other for other in held) > 1]
+    return DevicePrograms(
+        tuple(names),
+        totals_program(setting, storage, axis, names, first, noted),
+        _update(setting, storage, axis, names),
+        apply(setting, step_programs.gather_program(setting, base, storage, names)) if gathers else None,
+        apply(setting, step_programs.reduce_program(setting, base, storage, names)) if reduces else None,
+        exchange_program(setting, storage, axis, i, held, shared) if shared else None,
+    )
 
 
 def table_of(setting: Setting) -> Table:
     """The schedule of a recipe. Raises Mistakes (exit 4) where it cannot have as many micro-batches."""
-    asked, axis = setting.recipe.pipeline, setting.pipeline_axis
-    assert asked is not None and axis is not None
+    asked, axis = setting.recipe.pipeline, axis_of(setting)
+    assert asked is not None
     micros, rounds = setting.batch.micro_batches, asked.each
     if why := refusal(asked.schedule, axis.size, micros, rounds):
         given = "pipeline.micro_batches" if asked.micro_batches is not None else "batch"

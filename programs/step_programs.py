@@ -4,7 +4,7 @@ between stored and gathered parameters."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,14 @@ from tpshard.parallelism.why import Told
 from tpshard.programs.annotations import annotate, told
 from tpshard.programs.checks import uneven_notes
 from tpshard.programs.setting import DTYPES, Setting
+
+
+class MicroMaker(Protocol):
+    """See `micro_program`."""
+
+    def __call__(
+        self, setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False
+    ) -> Program: ...
 
 
 def _parameters(setting: Setting, names: Sequence[str] | None = None) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from tpshard.programs.passes import apply
 from tpshard.programs.setting import Setting
 from tpshard.programs.staged import StagedPrograms
 from tpshard.programs.step_programs import (
+    MicroMaker,
     evaluate_program,
     gather_program,
     micro_program,
@@ -72,21 +73,19 @@ class TrainingPrograms:
 
 
 def build(
-    setting: Setting, watch: Callable[[TrainingPrograms, Passed], None] | None = None, micro: Program | None = None,
-    update: Callable[[Setting, Mapping[str, Layout]], Program] | None = None,
+    setting: Setting, watch: Callable[[TrainingPrograms, Passed], None] | None = None,
+    make: MicroMaker | None = None, update: Callable[[Setting, Mapping[str, Layout]], Program] | None = None,
 ) -> TrainingPrograms:  # fmt: skip
     """Captures, propagates and partitions all programs of a training recipe. Raises Mistakes for what does not fit.
 
-    `watch` sees the programs with the micro-batch's as each pass leaves it. `micro` is that program before any pass,
-    where it is there already; `update` makes the optimizer's otherwise than `update_program`.
+    `watch` sees the programs with the micro-batch's as each pass leaves it. `make` and `update` make programs otherwise
+    than `micro_program` and `update_program`, where the model is not in stages.
     """
+    make = make or micro_program
     if setting.recipe.pipeline is not None:
-        whole, pipeline = staged.build(setting)
-        first = pipeline.devices[0].update
-        return TrainingPrograms(setting, whole, first, dict(pipeline.storage), pipeline=pipeline)
-    if micro is None:
-        with traceable(setting):
-            micro = micro_program(setting)
+        return of_stages(setting, *staged.build(setting))
+    with traceable(setting):
+        micro = make(setting)
     storage = {p.name: p.layout for p in micro.inputs if p.kind == "parameter"}
     updating = (update or update_program)(setting, storage)
     accumulate = setting.recipe.fsdp.accumulate
@@ -97,7 +96,7 @@ def build(
     if several and accumulate.reduce == "last":
         reduce = apply(setting, reduce_program(setting, micro, storage))
     if gather is not None or reduce is not None:
-        micro = micro_program(setting, micro, gathered=gather is not None, unreduced=reduce is not None)
+        micro = make(setting, micro, gathered=gather is not None, unreduced=reduce is not None)
     check_reshards(setting, (micro,))
     micro = replace(micro, warnings=[*micro.warnings, *setting.notes])
 
@@ -107,6 +106,11 @@ def build(
     if watch is None:
         return programs(apply(setting, micro))
     return programs(apply(setting, micro, lambda passed: watch(programs(passed.program), passed)))
+
+
+def of_stages(setting: Setting, whole: Program, pipeline: StagedPrograms) -> TrainingPrograms:
+    """The programs of a run whose model is cut into stages, out of `whole`."""
+    return TrainingPrograms(setting, whole, pipeline.devices[0].update, dict(pipeline.storage), pipeline=pipeline)
 
 
 __all__ = ["TrainingPrograms", "build"]

@@ -114,11 +114,11 @@ def _examined(layers: list[Node], overrides: Sequence[str], name: str, found: li
     for layer in layers:
         _version(layer)
         merged.drop(("name",))  # a recipe is not called what it extends is
-        merged.add(layer)
+        _put_on(merged, layer)
     merged.fill()
     for number, text in enumerate(overrides, 1):
         try:
-            merged.add(_override(text, number))
+            _put_on(merged, _override(text, number))
         except Mistakes as mistakes:
             found += mistakes.diagnostics
     if overrides:
@@ -245,6 +245,15 @@ def _derive(merged: Merged, name: str) -> None:
         "cluster.devices_per_node",
         lambda: max(1, math.prod(s for s in read("mesh").values() if s != -1) // read("cluster.nodes")),
     )
+
+
+def _put_on(merged: Merged, layer: Node) -> None:
+    """Adds a layer. A pipeline's axis that is added to a mesh lies outside of its others: stages send least."""
+    before = merged.written(("mesh",)) if "mesh" in merged.raw else None
+    merged.add(layer)
+    mesh = merged.written(("mesh",)) if "mesh" in merged.raw else None
+    if isinstance(before, dict) and isinstance(mesh, dict) and "pp" in mesh.keys() - before.keys():
+        merged.put(("mesh",), {"pp": mesh["pp"], **mesh})
 
 
 def _complete(mesh: Mapping[str, Any]) -> dict[str, Any]:

@@ -89,6 +89,25 @@ def test_search_ranks_what_fits():
     assert winner.mesh == {**winner.mesh, **found.candidates[0].mesh}
 
 
+def test_a_search_of_a_pipeline_tries_stages_and_schedules_and_none(monkeypatch):
+    """Within what the recipe leaves free: not another schedule where it names one."""
+    tried: list[str] = []
+
+    def quick(recipe, **_):
+        asked = recipe.pipeline
+        tried.append("none" if asked is None else f"{asked.schedule} {recipe.mesh['pp']} x {asked.each}")
+        return search.Quick(1, 1.0 / recipe.mesh.get("pp", 1), 0.0, True)
+
+    monkeypatch.setattr(search, "quick", quick)
+    changes = ["cluster.nodes=2", "mesh={pp: 2, fsdp: -1}", "batch={global_sequences: 16}", "model.layers=8"]
+    found = search.search(loads(RECIPE, [*changes, "pipeline={micro_batches: null}"]))
+    assert {"none", "1f1b 2 x 1", "1f1b 4 x 1", "1f1b 8 x 1", "zero_bubble 8 x 1"} < set(tried)
+    assert found.best is not None and found.best.mesh["pp"] == 8
+    tried.clear()
+    search.search(loads(RECIPE, [*changes, "pipeline={schedule: zero_bubble, stages: 2}"]))
+    assert set(tried) == {"none", "zero_bubble 2 x 1"}
+
+
 def test_machines_are_told_the_suggestions_that_people_are(small, report, monkeypatch):
     faster = Edit("remat: none", 2**20, report.pricing.step_s / 2, True)
     monkeypatch.setattr(make, "report", lambda *_: report)

@@ -76,4 +76,4 @@ def test_a_pipeline_is_shown_everywhere() -> None:
     lanes = [e for e in json.loads(trace.trace(report))["traceEvents"] if e["pid"] == 1 and e["ph"] == "X"]
     assert len(lanes) == 2 * 2 * 8
     assert {"send", "recv"} <= {line.kind for line in report.lines}
-    assert save.fingerprints(report) == report.pricing.pipeline.programs  # type: ignore[union-attr]
+    assert save.fingerprints(report) == report.pricing.pipeline.programs.fingerprints  # type: ignore[union-attr]

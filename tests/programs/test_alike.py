@@ -10,8 +10,9 @@ from torch import fx
 from tpshard.parallelism.program import Program, info
 from tpshard.parallelism.stretch import FEW, stretched
 from tpshard.plan import make, search
-from tpshard.programs import alike, step_programs
+from tpshard.programs import alike, staged_alike, step_programs, training
 from tpshard.programs.setting import Setting, devices_of
+from tpshard.programs.variants import Variants
 from tpshard.recipes.load import loads
 
 SMALL = "seq_len: 16, width: 16, heads: 4, kv_heads: 2, mlp: 24, vocab: 32, layers: 7"
@@ -92,9 +93,27 @@ def test_a_variant_costs_what_its_plan_says(name: str, layers: int) -> None:
         "remat: full\n",
         [*NAMED[name], f"model.layers={layers}"],
     )
-    variants = alike.Variants()
+    variants = Variants()
     for changes in ([], ["remat=selective", "fsdp.prefetch=2"]):
         changed = search.variant(recipe, changes)
         found = search.quick(changed, variants=variants)
         plan = make.price_training(make.built(Setting.of(changed, devices_of(changed))))
         assert (found.needed_bytes, found.step_s, found.exposed_s) == (plan.needed_bytes, plan.step_s, plan.exposed_s)
+
+
+@pytest.mark.parametrize(
+    "pipeline", ["{schedule: 1f1b}", "{schedule: zero_bubble, split: [2, 3, 3, 1]}"],
+)  # fmt: skip
+def test_a_pipeline_of_alike_stages_has_the_price_of_its_whole_programs(pipeline: str) -> None:
+    once = "fsdp: {accumulate: {gather: step, reduce: last}}" if "split" in pipeline else ""
+    deep = setting("{pp: 4, fsdp: 2}", "tiny", f"pipeline: {pipeline}", "compile: eager", once)
+    changes = [f"model.layers={9 if once else 8}", "batch.global_sequences=16", "batch.per_device=1"]
+    deep = Setting.of(loads(deep.recipe.to_yaml(), [*changes, "model.tie_embeddings=true"]))
+    alike_ = staged_alike.build(deep)
+    assert alike_ is not None
+    quick = make.price_training(training.of_stages(deep, *alike_))
+    whole = make.price_training(training.build(deep))
+    assert quick.step_s == pytest.approx(whole.step_s, rel=1e-9) and quick.needed_bytes == whole.needed_bytes
+    assert quick.flops(recompute=False) == whole.flops(recompute=False)
+    assert quick.pipeline is not None and whole.pipeline is not None
+    assert [s.layers for s in quick.pipeline.stages] == [s.layers for s in whole.pipeline.stages]

@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_refused_with_what_would(overrides: list[str], said
 
 def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(Mistakes) as caught:
-        layers_of(setting(), [], 4)
+        layers_of(setting(), 0, 4)
     (one,) = caught.value.diagnostics
     assert one.exit == Exit.FIT and "repeated layers" in one.message and "nn.ModuleList" in one.fix
 

@@ -164,6 +164,13 @@ def test_a_mesh_that_is_not_the_cluster_names_the_nearest(mesh: str, fix: str) -
     assert lines(found) == [3, 2]
 
 
+def test_stages_that_are_added_to_a_mesh_lie_outside_of_its_other_axes() -> None:
+    text = "model: {preset: tiny}\nmesh: {fsdp: 2, tp: 2}\npipeline: {schedule: 1f1b}\n"
+    for added in ("mesh.pp=2", "mesh={pp: 2}"):
+        assert list(loads(text, [added]).mesh.items()) == [("pp", 2), ("dp", 1), ("fsdp", 2), ("tp", 2)]
+    assert list(loads("model: {preset: tiny}\nmesh: {fsdp: 2, pp: 2}\npipeline: {}\n").mesh)[-2:] == ["pp", "tp"]
+
+
 def test_nearest_meshes_have_the_product() -> None:
     import math
 

@@ -1,0 +1,97 @@
+"""Pipelines that the search and the suggestions try: within what a recipe leaves free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from tpshard.parallelism.schedules import ROUNDS
+from tpshard.plan.report import Report
+from tpshard.programs.setting import Setting, devices_of
+from tpshard.recipes.schema import Recipe
+
+MOST_STAGES = 16
+"""Devices in a row that are tried."""
+ONCE = ("fsdp.accumulate.gather=step", "fsdp.accumulate.reduce=last")
+"""Parameters are gathered, and gradients reduced, once a step instead of once a micro-batch."""
+
+
+def layers_of(recipe: Recipe) -> int:
+    """Layers that stages can have; 0 where a model's are not known before it is captured."""
+    config = Setting.of(recipe, devices_of(recipe)).config
+    return config.layers if config is not None else 0
+
+
+def sizes(recipe: Recipe, layers: int, left: int) -> list[int]:
+    """Sizes of `mesh.pp` to try with `left` devices for it and the data axes; as it is where stages are given."""
+    asked = recipe.pipeline
+    if asked is not None and (asked.stages is not None or asked.split is not None):
+        here = recipe.mesh.get("pp", 1)
+        return [here] if left % here == 0 else []
+    return [n for n in (2, 4, 8, MOST_STAGES) if n <= layers and left % n == 0]
+
+
+def schedules(recipe: Recipe, layers: int, stages: int) -> Iterator[list[str]]:
+    """Changes to other schedules than 1f1b, or the recipe's, for so many stages."""
+    asked = recipe.pipeline
+    if asked is not None and recipe.where("pipeline.schedule").line:
+        names: Sequence[str] = [asked.schedule] if asked.schedule in ROUNDS else []
+    else:
+        names = ["interleaved_1f1b", "zero_bubble"]
+    fixed = asked.rounds if asked is not None else None
+    for name in names:
+        for rounds in [fixed] if fixed is not None else [2, 4, 8] if name in ROUNDS else [None]:
+            if stages * (rounds or 1) <= layers:
+                yield [f"pipeline.schedule={name}", *([f"pipeline.rounds={rounds}"] if rounds else [])]
+
+
+def first(recipe: Recipe) -> list[str]:
+    """The change that puts a model into stages, if it is not in any."""
+    if recipe.pipeline is None:
+        return ["pipeline={schedule: 1f1b}"]
+    asked = recipe.pipeline
+    free = asked.rounds is None and not recipe.where("pipeline.schedule").line
+    return ["pipeline.schedule=1f1b"] if free else []
+
+
+def faster(report: Report, recipe: Recipe) -> Iterator[list[str]]:
+    """Edits of a pipeline that may be faster, the most promising first."""
+    found, asked = report.pricing.pipeline, recipe.pipeline
+    if found is None or asked is None:
+        return
+    table, layers = found.table, sum(stage.layers for stage in found.stages)
+    if asked.split is not None and found.above_mean > 0.02:
+        yield ["pipeline.split=null"]
+    if found.bubble > 0.1:
+        yield from more_micro_batches(report, recipe)
+        if table.schedule in ("1f1b", "gpipe") and 2 * table.devices <= layers and asked.split is None:
+            yield ["pipeline.schedule=interleaved_1f1b"]
+        if table.schedule == "1f1b":
+            yield ["pipeline.schedule=zero_bubble"]
+        if table.rounds > 1 and 2 * table.stages <= layers and asked.split is None:
+            yield [f"pipeline.rounds={2 * table.rounds}"]
+    if report.pricing.exposed_s > 0.1 * report.pricing.step_s and recipe.fsdp.accumulate.gather != "step":
+        yield list(ONCE)
+
+
+def smaller(report: Report, recipe: Recipe, mesh: Mapping[str, int]) -> Iterator[list[str]]:
+    """Edits of a pipeline that need less memory."""
+    found, fsdp = report.pricing.pipeline, mesh.get("fsdp", 1)
+    if found is None:
+        return
+    if found.table.schedule in ("gpipe", "circular"):
+        yield ["pipeline.schedule=" + ("1f1b" if found.table.schedule == "gpipe" else "interleaved_1f1b")]
+    yield from more_micro_batches(report, recipe)
+    if recipe.pipeline is not None and recipe.pipeline.split is None and fsdp % 2 == 0:
+        yield [f"mesh.pp={2 * found.table.devices}", f"mesh.fsdp={fsdp // 2}"]
+
+
+def more_micro_batches(report: Report, recipe: Recipe) -> Iterator[list[str]]:
+    """Twice as many, of half the sequences."""
+    if report.job.per_device % 2 == 0:
+        if recipe.batch.per_device is not None and recipe.pipeline is not None and not recipe.pipeline.micro_batches:
+            yield [f"batch.per_device={report.job.per_device // 2}"]
+        else:
+            yield [f"pipeline.micro_batches={2 * report.job.micro_batches}"]
+
+
+__all__ = ["faster", "first", "layers_of", "schedules", "sizes", "smaller"]

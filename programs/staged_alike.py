@@ -1,0 +1,112 @@
+"""Programs of a model in stages for prices alone: of stages that are alike one is made, and stands for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tpshard.parallelism.program import Program
+from tpshard.parallelism.stages import Stage
+from tpshard.parallelism.stretch import FEW, stretched
+from tpshard.programs.alike import STACK, few_layers, micro, of_all_layers
+from tpshard.programs.setting import Setting
+from tpshard.programs.splitting import balanced, layers_of
+from tpshard.programs.staged import (
+    DevicePrograms,
+    StagedPrograms,
+    axis_of,
+    device_programs,
+    finished_stages,
+    recomputed,
+    table_of,
+)
+from tpshard.recipes.schema import BucketFile
+
+
+def build(setting: Setting) -> tuple[Program, StagedPrograms] | None:
+    """`staged.build`, with stages between the first and the last of as many layers made once; None where the model's
+    layers are not alike, or there are too few stages for that to save anything. Raises Mistakes for what does not fit.
+    """
+    config, few = setting.config, few_layers(setting)
+    if config is None or few is None or isinstance(setting.recipe.fsdp.bucket, BucketFile):
+        return None
+    if stretched(few, STACK, FEW + 1) is None:
+        return None
+    table, axis = table_of(setting), axis_of(setting)
+    even = layers_of(setting, config.layers, table.stages)
+    cut = _Alike(setting, few)
+    if cut.built(even) >= config.layers:
+        return None
+    layers, stages = balanced(setting, even, table.devices, cut.stages)
+    names = [name for name, _ in setting.model.named_parameters()]
+    ports = {p.name: p.layout for p in few.inputs if p.kind == "parameter"}
+    storage = {name: ports[_in_few(name)] for name in names}
+    base = replace(few, records=of_all_layers(few, config.layers))
+    of_stage = _names(names, layers, stages)
+    held = []
+    for device in range(table.devices):
+        mine = {name for stage in table.stages_of(device) for name in of_stage[stage]}
+        held.append([name for name in names if name in mine])
+    noted = sum(p.shape[0] for p in few.outputs[2 + len(ports) :])
+    made: dict[tuple[str, ...], DevicePrograms] = {}
+    devices = []
+    for i, mine_ in enumerate(held):
+        alike = tuple(_in_few(name) for name in mine_)
+        if alike not in made:
+            made[alike] = device_programs(setting, storage, base, held, i, noted)
+        devices.append(made[alike])
+    return few, StagedPrograms(setting, axis, table, tuple(layers), stages, tuple(devices), storage)
+
+
+class _Alike:
+    """Stages of splits of a model, cut out of models with fewer layers."""
+
+    def __init__(self, setting: Setting, few: Program):
+        self.setting, self.few, self.table = setting, few, table_of(setting)
+
+    def _counts(self, split: Sequence[int]) -> tuple[int, list[int], int]:
+        """Layers of the first stage, of each kind of stage in between, of the last."""
+        return split[0], sorted(set(split[1:-1])), split[-1]
+
+    def built(self, split: Sequence[int]) -> int:
+        """Layers of the model that a split is made from."""
+        first, between, last = self._counts(split)
+        return first + sum(between) + last
+
+    def stages(self, split: Sequence[int]) -> tuple[Stage, ...]:
+        first, between, last = self._counts(split)
+        config = self.setting.config
+        assert config is not None
+        shorter = replace(self.setting, config=replace(config, layers=self.built(split)))
+        again = recomputed(shorter, micro(shorter), micro)
+        head, *inner, tail = finished_stages(shorter, again, self.table, [first, *between, last])
+        kinds = dict(zip(between, inner))
+        made = [head, *(kinds[count] for count in split[1:-1]), tail]
+        return tuple(replace(stage, index=i) for i, stage in enumerate(made))
+
+
+def _in_few(name: str) -> str:
+    """What a parameter is called where it is one of a model with few layers."""
+    stack, _, rest = name.partition(".")
+    number, _, rest = rest.partition(".")
+    return f"{STACK}.1.{rest}" if stack == STACK and number.isdigit() else name
+
+
+def _names(names: Sequence[str], layers: Sequence[int], stages: Sequence[Stage]) -> list[list[str]]:
+    """The parameters of each stage: of its layers, and of the first and the last what they have besides."""
+    stage_of: dict[int, int] = {}
+    for place, count in enumerate(layers):
+        for _ in range(count):
+            stage_of[len(stage_of)] = place
+    found: list[list[str]] = [[] for _ in layers]
+    for name in names:
+        if _in_few(name) != name or name.startswith(f"{STACK}.1."):
+            found[stage_of[int(name.split(".")[1])]].append(name)
+            continue
+        for stage in (stages[0], stages[-1]):
+            if name in stage.parameters:
+                found[stage.index].append(name)
+    return found
+
+
+__all__ = ["build"]
