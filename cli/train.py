@@ -14,18 +14,21 @@ from tpshard.cli.arguments import Device, Overrides, RecipeArgument, load, on_de
 if TYPE_CHECKING:
     from tpshard.parallelism.runtime.place import WorkerPlace
     from tpshard.plan.report import Report
+    from tpshard.programs.setting import Setting
     from tpshard.programs.training import TrainingPrograms
 
 
-PlanFile = Annotated[str | None, typer.Option("--plan", metavar="FILE", help="Run exactly this saved plan.")]
+PlanFile = Annotated[
+    str | None, typer.Option("--plan", metavar="FILE", help="Run the programs of this saved plan (plan.json).")
+]
 
 
 def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanFile = None, device: Device = None) -> int:
     """Train a recipe's model.
 
     Starts one worker on this host for each device of the mesh; under torchrun, or as a task of an srun step, it is one
-    worker itself. A stopped run continues from its last checkpoint. With --plan it runs the program that `tpshard plan`
-    saved, and refuses if recipe or code would give another one.
+    worker itself. A stopped run continues from its last checkpoint. With --plan it runs the programs that `tpshard plan`
+    saved without planning again, and refuses (exit 4) if the recipe, the number of devices or the versions differ.
     """
     from tpshard.parallelism.runtime import place as places
 
@@ -40,10 +43,9 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     from tpshard.parallelism.runtime.launcher import Nodes, launch
 
     loaded = load(recipe, overrides)
-    if plan is not None:
-        from tpshard.plan import save
+    from tpshard.plan import save
 
-        save.read(plan)  # reports an invalid file before anything starts; the workers compare its contents
+    saved = None if plan is None else save.read(plan)
     machine.require(loaded)
     if loaded.data.source == "c4":
         from tpshard.train import hub
@@ -52,6 +54,8 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     nodes = Nodes.of(os.environ)
     gpus = visible_gpus() if loaded.cluster is None else 0
     world = workers_of(loaded, nodes, gpus)
+    if saved is not None:
+        save.check(saved, loaded, world)
     here = world // nodes.count
     print(f"starting {here} worker{'s' * (here != 1)} on this host", file=sys.stderr, flush=True)
     chosen = [] if plan is None else ["--plan", plan]
@@ -66,6 +70,7 @@ def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: 
         from tpshard.cli.main import version
         from tpshard.cli.preflight import checked
         from tpshard.cli.worker_errors import device_kind, visible_gpus
+        from tpshard.plan import save
         from tpshard.train.training_worker import Surroundings, work
 
         # The launcher of tpshard has shown the warnings already; under another one rank 0 shows them.
@@ -73,8 +78,10 @@ def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: 
         loaded = checked(recipe, overrides)[0] if quiet else load(recipe, overrides)
         device = device_kind(loaded, visible_gpus() if loaded.cluster is None else 0)
         plan = _Plan(plan_file)
-        approve = plan.approve if plan_file is not None else None
-        around = Surroundings(version(), device, approve, plan.screen, plan.saved, _compared, _peak)
+        if plan.file is not None:
+            save.check(plan.file, loaded, place.world)
+        planned = plan.programs if plan.file is not None else None
+        around = Surroundings(version(), device, planned, plan.screen, plan.saved, _compared, _peak)
         code = work(loaded, place, around)
         if place.rank == 0 and (said := _compared(Path(loaded.run.dir))):
             print(said, file=sys.stderr, flush=True)
@@ -84,11 +91,13 @@ def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: 
 
 
 class _Plan:
-    """The plan of the programs that this run executes, computed once."""
+    """The plan of the programs that this run executes, computed once or read from a file."""
 
-    def __init__(self, saved: str | None = None) -> None:
+    def __init__(self, path: str | None = None) -> None:
+        from tpshard.plan import save
+
         self._report: Report | None = None
-        self._saved = saved
+        self.file = None if path is None else save.read(path)
 
     def _of(self, programs: TrainingPrograms) -> Report:
         from tpshard.plan import make
@@ -97,12 +106,12 @@ class _Plan:
             self._report = make.of_training(programs)
         return self._report
 
-    def approve(self, programs: TrainingPrograms) -> None:
-        """Raises `Mistakes` (exit 4) for programs that differ from the saved plan's."""
+    def programs(self, setting: Setting) -> TrainingPrograms:
+        """Those of the file."""
         from tpshard.plan import save
 
-        if self._saved is not None:
-            save.check(save.read(self._saved), self._of(programs), programs.setting.recipe.to_yaml())
+        assert self.file is not None
+        return save.programs(self.file, setting)
 
     def screen(self, programs: TrainingPrograms) -> str:
         """The text of the given and inferred annotations."""
@@ -116,7 +125,7 @@ class _Plan:
         """The contents of the run's plan.json."""
         from tpshard.plan import save
 
-        return save.dumps(self._of(programs), programs.setting.recipe.to_yaml())
+        return self.file.text if self.file is not None else save.dumps(self._of(programs), programs.setting.recipe)
 
 
 def _compared(folder: Path) -> str:

@@ -92,7 +92,7 @@ def run(recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callabl
         report.suggestions = search.suggestions(report, recipe)
     files = [(asked.html, page.page), (asked.trace, traces.trace), (asked.svg, pictures.svg)]
     if not asked.dry_run:
-        save.write(saved[0], save.dumps(report, recipe.to_yaml()))
+        save.write(saved[0], save.dumps(report, recipe))
         files += [(saved[1], page.page), (saved[2], traces.trace)]
         tell(f"saved {folder}/plan.json, plan.html, plan.trace.json")
     for path, make_text in files:

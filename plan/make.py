@@ -120,7 +120,9 @@ def of_training(programs: training.TrainingPrograms, source: str = "", accuracy:
         device_assumed=recipe.cluster is None,
     )
     warnings = describe.extra_warnings(job, device, programs.update)
-    return describe.report_of(job, pricing, programs.micro, list(parameters), accuracy, warnings)
+    made = describe.report_of(job, pricing, programs.micro, list(parameters), accuracy, warnings)
+    made.step = programs
+    return made
 
 
 def _remat(recipe: Recipe) -> str:

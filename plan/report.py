@@ -12,8 +12,8 @@ from tpshard.parallelism.flow import known, op_name
 from tpshard.parallelism.why import Told
 from tpshard.plan.forecast import Forecast
 from tpshard.plan.pricing import Line, Pricing
-
-SCHEMA = 1
+from tpshard.plan.save import SCHEMA
+from tpshard.programs.training import TrainingPrograms
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ class Report:
     fingerprint: str = ""
     programs: list[dict[str, Any]] = field(default_factory=list)
     """Of a server: rows and fingerprint of each."""
+    step: TrainingPrograms | None = None
+    """What a training run executes; None for a server."""
     forecast: Forecast | None = None
     """Of the whole run, where it was asked for."""
 

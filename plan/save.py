@@ -1,16 +1,39 @@
-"""A plan on disk: what it says, the recipe it was made from, and the fingerprints that `train --plan` compares."""
+"""A plan on disk: what it says, the programs that it is of, and what they were made from: `train --plan` runs them.
+
+Reading a plan and comparing it with a recipe needs no torch, so that a refusal takes no longer than reading a recipe.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
 import os
-from collections.abc import Mapping
+import platform
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tpshard.plan.report import SCHEMA, Report
-from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
+from tpshard.recipes.write import as_data
+
+if TYPE_CHECKING:
+    from tpshard.plan.report import Report
+    from tpshard.programs.setting import Setting
+    from tpshard.programs.training import TrainingPrograms
+    from tpshard.recipes.schema import Recipe
+
+SCHEMA = 1
+
+ELSEWHERE = (
+    "name", "data", "evaluate", "timeout_s", "launch", "run", "checkpoint", "logging", "quantize", "serve",
+)  # fmt: skip
+"""Sections of a recipe that say what a run reads and writes and when, not what it computes: they may differ."""
+
+ROOMS = ("devices", "kernels", "models", "parallelism", "programs", "recipes")
+"""Whose code makes programs."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +42,19 @@ class SavedPlan:
 
     path: str
     recipe: str
-    """The resolved recipe, as YAML."""
+    """The recipe as YAML, interpolations kept."""
+    values: Mapping[str, Any]
+    """Its keys, dotted, with what they stand for."""
+    mesh: Mapping[str, int]
+    versions: Mapping[str, str]
+    """What the programs were made with."""
     fingerprints: Mapping[str, str]
     """Part of the step -> fingerprint of its program."""
+    step: str | None
+    """The programs of a training run, packed; None in a plan of anything else."""
     report: Mapping[str, Any]
+    text: str
+    """The whole file."""
 
 
 def fingerprints(report: Report) -> dict[str, str]:
@@ -31,16 +63,68 @@ def fingerprints(report: Report) -> dict[str, str]:
     return {entry.part.name: entry.part.program.fingerprint for entry in report.pricing.parts}
 
 
-def dumps(report: Report, recipe_yaml: str) -> str:
+def dumps(report: Report, recipe: Recipe) -> str:
     """The text of `plan.json`; same recipe and code, same bytes."""
-    return (
-        json.dumps(
-            {"schema": SCHEMA, "recipe": recipe_yaml, "programs": fingerprints(report), "plan": report.to_json()},
-            indent=1,
-            sort_keys=True,
-        )
-        + "\n"
-    )
+    from tpshard.programs import saved_step  # imports torch
+
+    held = {
+        "schema": SCHEMA, "recipe": recipe.to_yaml(), "values": values(recipe), "versions": versions(recipe),
+        "programs": fingerprints(report), "plan": report.to_json(),
+        "step": None if report.step is None else saved_step.packed(report.step),
+    }  # fmt: skip
+    return json.dumps(held, indent=1, sort_keys=True) + "\n"
+
+
+def values(recipe: Recipe) -> dict[str, Any]:
+    """The keys that programs depend on, dotted, with their values. An interpolation stands as it is written, with a
+    hash of what it stands for: the environment's values are not saved."""
+
+    def below(path: str, written: Any, known: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(written, Mapping) and written:
+            for key, item in written.items():
+                yield from below(f"{path}.{key}", item, known.get(key) if isinstance(known, Mapping) else None)
+        elif "${" in (text := json.dumps(written)):
+            yield path, f"{text} ({hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]})"
+        else:
+            yield path, written
+
+    known = as_data(recipe, resolved=True)
+    sections = [(key, value) for key, value in as_data(recipe).items() if key not in ELSEWHERE]
+    pairs = [pair for key, value in sections for pair in below(key, value, known.get(key))]
+    return dict(json.loads(json.dumps(pairs)))
+
+
+def versions(recipe: Recipe) -> dict[str, str]:
+    """What programs are made with: versions, our code, and files that the recipe names, each by its hash."""
+    found = {"python": platform.python_version()}
+    for package in ("tpshard", "torch", *(["transformers"] if recipe.model.transformers else [])):
+        found[package] = metadata.version(package)
+    code = hashlib.sha256()
+    for room in ROOMS:
+        spec = importlib.util.find_spec(f"tpshard.{room}")
+        assert spec is not None and spec.submodule_search_locations is not None
+        folder = Path(spec.submodule_search_locations[0])
+        for path in sorted(p for kind in ("*.py", "*.yaml") for p in folder.rglob(kind)):
+            code.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
+    found["the code of tpshard"] = code.hexdigest()[:16]
+    return found | {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in _files(recipe)}
+
+
+def _files(recipe: Recipe) -> Iterator[tuple[str, Path]]:
+    """Files that decide on programs beside the recipe: those of devices, buckets, models and modules."""
+    model, bucket = recipe.model, recipe.fsdp.bucket
+    named = [recipe.cluster.device if recipe.cluster is not None else "", getattr(bucket, "file", "")]
+    named += [os.path.join(folder, "config.json") for folder in (model.hf, model.transformers) if folder]
+    for module in (model.module, recipe.task):
+        if module is not None and ":" in module:
+            try:
+                spec = importlib.util.find_spec(module.partition(":")[0])
+            except (ImportError, ValueError):
+                continue
+            named.append((spec.origin or "") if spec is not None else "")
+    for name in filter(None, named):
+        if Path(name).is_file():
+            yield name, Path(name)
 
 
 def write(path: Path, text: str) -> None:
@@ -74,43 +158,88 @@ def check_writable(path: Path) -> None:
 
 def read(path: str) -> SavedPlan:
     """A saved plan. Raises `Mistakes` (exit 3) where the file is none."""
+    fix = "`tpshard plan RECIPE`, without --dry-run, saves one in the run's folder"
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-            raise ValueError(f"schema {SCHEMA} expected" if isinstance(found, dict) else "no object")
-        return SavedPlan(path, found["recipe"], dict(found["programs"]), found["plan"])
+        text = Path(path).read_text(encoding="utf-8")
+        held = json.loads(text)
+        if not isinstance(held, dict) or held.get("schema") != SCHEMA:
+            raise ValueError(f"schema {SCHEMA} expected" if isinstance(held, dict) else "no object")
+        if "collectives" in held:
+            raise ValueError("it is what `plan --json` prints, which holds no programs")
+        report, hashes = dict(held["plan"]), dict(held["programs"])
+        return SavedPlan(
+            path, held["recipe"], dict(held.get("values", {})), dict(report.get("mesh", {})),
+            dict(held.get("versions", {})), hashes, held.get("step"), report, text,
+        )  # fmt: skip
     except OSError as error:
         raise Mistakes.one(f"the plan {path} cannot be read", why=error.strerror or str(error)) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise Mistakes.one(f"{path} is not a saved plan", why=str(error)) from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise Mistakes.one(f"{path} is not a saved plan", why=str(error), fix=fix) from error
 
 
-ADVICE = ("accuracy", "edits", "suggestions")
-"""What a plan says beside the run itself: a run neither knows nor needs it."""
-
-
-def check(saved: SavedPlan, report: Report, recipe_yaml: str) -> None:
-    """Refuses (`Mistakes`, exit 4) where the recipe or the code would now give another plan than the saved one.
-
-    Both the programs and every figure are compared: the number of micro-batches is in no program.
-    """
-    now = json.loads(json.dumps(report.to_json()))
-    differs = [key for key in {**saved.report, **now} if key not in ADVICE and saved.report.get(key) != now.get(key)]
-    if dict(saved.fingerprints) == fingerprints(report) and not differs:
-        return
-    before, after = saved.recipe.splitlines(), recipe_yaml.splitlines()
-    changed = [line.strip() for line in after if line not in before] + [
-        f"(was) {line.strip()}" for line in before if line not in after
-    ]
-    if changed:
-        why = "the recipe differs: " + "; ".join(changed[:4])
+def check(saved: SavedPlan, recipe: Recipe, world: int) -> None:
+    """Refuses (`Mistakes`, exit 4) a plan that was made from another recipe, for other devices, or with other versions;
+    says all that differs."""
+    if saved.step is None:
+        told = [(Source(saved.path, 0, 0, ""), "it holds no programs of a training run, or another version wrote it")]
     else:
-        why = "the recipe is the same: the code has changed, a device file, or the plan itself"
-    if differs:
-        why += f" (not as planned: {', '.join(sorted(differs)[:6])})"
-    raise Mistakes.one(
-        f"the plan {saved.path} is for another program",
-        exit=Exit.FIT,
-        why=why,
-        fix="plan again with `tpshard plan`, or train without --plan",
-    )
+        told = list(_differences(saved, recipe, world))
+    if told:
+        (where, why), *also = told
+        raise Mistakes(
+            [
+                Diagnostic(
+                    f"the plan {saved.path} is for another program",
+                    exit=Exit.FIT,
+                    where=where,
+                    why=why,
+                    fix="plan again with `tpshard plan`, or train without --plan",
+                    also=tuple(also),
+                )
+            ]
+        )
+
+
+def _differences(saved: SavedPlan, recipe: Recipe, world: int) -> Iterator[tuple[Source, str]]:
+    now = values(recipe)
+    for key in dict.fromkeys((*now, *saved.values)):
+        if now.get(key) != saved.values.get(key):
+            then = f"planned with {_shown(saved.values[key])}" if key in saved.values else "planned without it"
+            yield recipe.where(key), f"`{key}: {_shown(now.get(key))}`, {then}"
+    mesh = recipe.mesh_on(world)
+    if mesh != dict(saved.mesh):
+        yield recipe.where("mesh"), f"{_sizes(mesh)} on these devices, planned for {_sizes(saved.mesh)}"
+    used = versions(recipe)
+    for name in dict.fromkeys((*used, *saved.versions)):
+        if used.get(name) != saved.versions.get(name):
+            hashed = name.startswith("the code") or name not in ("python", "tpshard", "torch", "transformers")
+            before, after = saved.versions.get(name, "none"), used.get(name, "none")
+            words = f"{name} has changed since" if hashed else f"{name} {after}, planned with {before}"
+            yield Source(saved.path, 0, 0, ""), words
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value).replace('"', "")
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _sizes(mesh: Mapping[str, int]) -> str:
+    return "{" + ", ".join(f"{axis}: {size}" for axis, size in mesh.items() if size != 1) + "}"
+
+
+def programs(saved: SavedPlan, setting: Setting) -> TrainingPrograms:
+    """The programs of a saved plan, for a setting that `check` has passed. Raises `Mistakes` (exit 3) where they cannot
+    be read, or are not those that the plan tells of."""
+    from tpshard.plan import make  # import torch
+    from tpshard.programs import saved_step
+
+    try:
+        made = saved_step.unpacked(saved.step or "", setting)
+    except (ValueError, KeyError) as error:
+        raise Mistakes.one(f"the programs in {saved.path} cannot be read", why=str(error), fix="plan again") from error
+    if fingerprints(make.of_training(made)) != dict(saved.fingerprints):
+        raise Mistakes.one(
+            f"the programs in {saved.path} are not those that it tells of", why="its fingerprints differ",
+            fix="plan again",
+        )  # fmt: skip
+    return made

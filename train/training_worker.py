@@ -54,8 +54,8 @@ class Surroundings:
     version: str = ""
     device: str = "cpu"
     """cpu or cuda."""
-    approve: Callable[[TrainingPrograms], None] | None = None
-    """Raises `Mistakes` where the programs are not the requested ones."""
+    planned: Callable[[Setting], TrainingPrograms] | None = None
+    """The programs to run, where they are planned already; else they are built."""
     announce: Callable[[TrainingPrograms], str] = lambda programs: ""
     """The text of the given and inferred annotations, for the screen."""
     plan_json: Callable[[TrainingPrograms], str] | None = None
@@ -83,11 +83,12 @@ def work(recipe: Recipe, place: WorkerPlace, around: Surroundings) -> int:
         )  # fmt: skip
         folder = Path(recipe.run.dir)
         programs = None
-        if around.approve is not None:  # before anything is written, so that a refusal leaves no files
-            programs = _built(setting, context)
+        if around.planned is not None:  # before anything is written, so that a refusal leaves no files
+            context.watchdog.doing = Doing("reading the planned programs")
+            programs = around.planned(setting)
+            context.agree(programs.fingerprints)
             if context.is_main:
-                around.approve(programs)
-            context.barrier()
+                _say("running the programs of the saved plan: nothing is planned again\n", sys.stderr)
         with _run_folder(recipe, folder, context) as run:
             _keep_output(folder, context)
             outcome = _train(setting, programs, context, around, folder, run)

@@ -157,6 +157,23 @@ def test_a_plan_that_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
     assert {path: path.is_file() and path.read_text() for path in tmp_path.rglob("*")} == held
 
 
+def test_a_run_executes_the_plan_that_was_saved(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    ends = ["mesh.fsdp=1", "train.steps=3", "evaluate.every_steps=3"]
+    planned = [sys.executable, "-m", "tpshard.cli.main", "plan", "recipe.yaml", *ends, "run.dir=planned"]
+    subprocess.run(planned, cwd=tmp_path, check=True, capture_output=True, timeout=PATIENCE)
+    plan = tmp_path / "planned" / "plan.json"
+    runs = {}
+    for name, option in (("built", []), ("read", ["--plan", str(plan)])):
+        process = start(tmp_path, *ends, f"run.dir=runs/{name}", *option)
+        _, err = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, err
+        assert ("nothing is planned again" in err) == ("building the programs" not in err) == bool(option), err
+        runs[name] = record(tmp_path, name)
+    assert runs["read"] == runs["built"] and len(runs["read"]) == 4
+    assert (tmp_path / "runs" / "read" / "plan.json").read_text() == plan.read_text()
+
+
 def test_a_mesh_that_does_not_fit_the_workers_is_refused_with_near_ones(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("cluster: {device: cpu}", ""))
     torchrun = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}

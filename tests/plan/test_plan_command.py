@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
 from tpshard.plan import command, compare, make, save, search
+from tpshard.programs import saved_step
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
 
@@ -29,25 +31,47 @@ def test_what_does_not_go_together_is_refused_before_anything_is_built(small, ca
     assert words in said.err
 
 
-def test_a_saved_plan_is_refused_for_another_program(report, tmp_path):
+def test_a_saved_plan_is_refused_for_another_program(report, tmp_path, monkeypatch):
     recipe = loads(RECIPE)
+    devices = report.devices
     file = tmp_path / "plan.json"
-    save.write(file, save.dumps(report, recipe.to_yaml()))
-    save.check(save.read(str(file)), report, recipe.to_yaml())
-    changed = loads(RECIPE, ["batch.global_sequences=16"])
-    more = make.report(changed, "")
-    assert save.fingerprints(more) == save.fingerprints(report)  # the same programs, run more often
-    with pytest.raises(Mistakes, match="global_sequences: 16") as caught:
-        save.check(save.read(str(file)), more, changed.to_yaml())
-    assert caught.value.exit == Exit.FIT
-    edited = json.loads(file.read_text())
-    edited["plan"]["memory"]["peak_bytes"] -= 1
-    file.write_text(json.dumps(edited))
-    with pytest.raises(Mistakes, match="not as planned: memory"):
-        save.check(save.read(str(file)), report, recipe.to_yaml())
-    file.write_text("{}")
-    with pytest.raises(Mistakes, match="not a saved plan"):
-        save.read(str(file))
+    save.write(file, save.dumps(report, recipe))
+    save.check(save.read(str(file)), recipe, devices)
+    save.check(save.read(str(file)), loads(RECIPE, ["run.dir=elsewhere", "logging.every_steps=3"]), devices)
+
+    def refusal(changes=(), devices=devices):
+        with pytest.raises(Mistakes, match=r"plan\.json is for another program") as caught:
+            save.check(save.read(str(file)), loads(RECIPE, changes), devices)
+        assert caught.value.exit == Exit.FIT
+        return str(caught.value)
+
+    said = refusal(["batch.global_sequences=16", "optimizer.betas=[0.9, 0.99]", "remat=full"])
+    assert "`batch.global_sequences: 16`, planned with 8" in said and "<override 1>:1:24" in said
+    assert "`optimizer.betas: [0.9, 0.99]`, planned with [0.9, 0.95]" in said and "planned with selective" in said
+    monkeypatch.setattr(save.metadata, "version", {"torch": "2.99.0", "tpshard": "0.1.0"}.__getitem__)
+    assert "torch 2.99.0, planned with 2." in refusal() and "the code" not in refusal()
+    monkeypatch.undo()
+    held = json.loads(file.read_text())
+    file.write_text(json.dumps(held | {"versions": held["versions"] | {"the code of tpshard": "another"}}))
+    assert "the code of tpshard has changed since" in refusal()
+    file.write_text(json.dumps(held | {"step": None}))
+    assert "it holds no programs" in refusal()
+    for text in ("{}", "[]", json.dumps(report.to_json())):
+        file.write_text(text)
+        with pytest.raises(Mistakes, match="not a saved plan"):
+            save.read(str(file))
+
+
+def test_a_saved_plan_holds_the_programs_that_it_tells_of(report, tmp_path):
+    file = tmp_path / "plan.json"
+    save.write(file, save.dumps(report, loads(RECIPE)))
+    made = save.programs(save.read(str(file)), report.step.setting)
+    assert make.of_training(made, "small.yaml").to_json() == report.to_json()
+    held = json.loads(file.read_text())
+    for step in (held["step"][:-40], "AAAA", saved_step.packed(dataclasses.replace(made, micro=made.update))):
+        file.write_text(json.dumps(held | {"step": step}))
+        with pytest.raises(Mistakes, match=r"the programs in \S+ (cannot be read|are not those that it tells of)"):
+            save.programs(save.read(str(file)), report.step.setting)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +123,7 @@ def test_without_dry_run_the_plan_is_saved_in_the_runs_folder(small, report, mon
 
 def test_a_run_is_compared_with_its_plan(report, tmp_path, monkeypatch):
     assert compare.record(tmp_path) == ""
-    save.write(tmp_path / "plan.json", save.dumps(report, loads(RECIPE).to_yaml()))
+    save.write(tmp_path / "plan.json", save.dumps(report, loads(RECIPE)))
     step_s = report.pricing.step_s
     rows = [{"step": i, "loss": 1.0, "step_s": step_s * (9 if i < 2 else 2), "run": 1} for i in range(8)]
     rows.append({"step": 8, "eval_loss": 1.0, "run": 1})

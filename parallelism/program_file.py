@@ -1,0 +1,240 @@
+"""Programs as JSON that they can be read back from, alone or inside other plain values.
+
+`Program.to_json` says what a program is, for people and for its fingerprint; this says everything: types of arguments,
+constants, why each value is sharded as it is. `dump` gives {"pool": [...], "value": ...}: what is equal stands in the
+pool once and is referred to by its number. Whatever is no number, text, true, false or null is a list that begins with
+what it is: `["tuple", ...]`, `["op", "aten.mm.default"]`, `["node", "mm_3"]`, `["pool", 7]`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from tpshard.parallelism.graph import Layer, Place
+from tpshard.parallelism.mesh import Axis, Mesh
+from tpshard.parallelism.node_info import INFO, Collective, Held, Info, Port, Spec
+from tpshard.parallelism.program import Program, ValueRecord
+from tpshard.parallelism.rules import table  # noqa: F401  whose import registers our operations
+from tpshard.parallelism.sharding import Layout
+from tpshard.parallelism.why import Demand, Explanation, Hop, Through, Told
+
+CLASSES = (
+    Axis, Collective, Demand, Explanation, Held, Hop, Info, Layer, Layout, Place, Port, Spec, Through, Told,
+    ValueRecord,
+)  # fmt: skip
+"""What a program is made of: frozen dataclasses and named tuples, whose fields are read and given by position."""
+
+OPS = ("aten", "prims", "_c10d_functional", "tpshard")
+"""Namespaces whose operations a file may name."""
+
+MODULES = ("_operator", "tpshard.parallelism", "tpshard.kernels")
+"""Modules, with what lies below them, whose functions a file may name."""
+
+
+def dump(value: Any, classes: Iterable[type] = ()) -> dict[str, Any]:
+    """`value` as JSON: programs, what they are made of, instances of `classes`, tuples, lists, maps of these.
+
+    TypeError for anything else.
+    """
+    writer = _Writer({*CLASSES, *classes})
+    encoded = writer.encode(value)
+    return {"pool": writer.pool, "value": encoded}
+
+
+def load(data: dict[str, Any], classes: Iterable[type] = ()) -> Any:
+    """What `dump` was given, equal to it. ValueError where `data` is not of that form."""
+    try:
+        reader = _Reader({cls.__name__: cls for cls in (*CLASSES, *classes)}, data["pool"])
+        return reader.decode(data["value"])
+    except (LookupError, TypeError, AttributeError, RecursionError, RuntimeError, ImportError) as error:
+        raise ValueError(f"no stored program: {type(error).__name__}: {error}") from error
+
+
+class _Writer:
+    def __init__(self, classes: set[type]) -> None:
+        self.classes = classes
+        self.pool: list[Any] = []
+        self.number: dict[str, int] = {}
+        """Text of what is in the pool -> where."""
+        self.seen: dict[int, tuple[Any, list[Any]]] = {}
+        """Address of an object -> the object, which so lives on, and the reference to it."""
+
+    def encode(self, value: Any) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else ["float", repr(value)]
+        if kind in self.classes:
+            return self.once(value, lambda: [kind.__name__, *map(self.encode, _values(value))])
+        if isinstance(value, fx.Node):
+            return ["node", value.name]
+        if isinstance(value, tuple) and kind is tuple:
+            return ["tuple", *map(self.encode, value)]
+        if isinstance(value, list):
+            return ["list", *map(self.encode, value)]
+        if isinstance(value, dict):
+            return ["map", *([self.encode(key), self.encode(item)] for key, item in value.items())]
+        if isinstance(value, frozenset):
+            return ["set", *map(self.encode, sorted(value))]
+        if isinstance(value, slice):
+            return ["slice", *map(self.encode, (value.start, value.stop, value.step))]
+        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            return ["torch", str(value).removeprefix("torch.")]
+        if isinstance(value, torch.device):
+            return ["device", str(value)]
+        if isinstance(value, torch.Tensor):
+            return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), value.flatten().tolist()]
+        if isinstance(value, pytree.TreeSpec):
+            return ["tree", pytree.treespec_dumps(value)]
+        if isinstance(value, torch._ops.OpOverload):
+            return ["op", str(value)]
+        if isinstance(value, Mesh):
+            return ["mesh", [[name, size] for name, size in value.axes.items()]]
+        if isinstance(value, Program):
+            return ["program", *self.program(value)]
+        if callable(value) and value.__module__.startswith(MODULES):
+            return ["function", value.__module__, value.__qualname__]
+        raise TypeError(f"a {kind.__name__} cannot be stored")
+
+    def once(self, value: Any, make: Callable[[], Any]) -> list[Any]:
+        """A reference to `make()` in the pool."""
+        if id(value) not in self.seen:
+            made = make()
+            text = json.dumps(made)
+            number = self.number.setdefault(text, len(self.pool))
+            if number == len(self.pool):
+                self.pool.append(made)
+            self.seen[id(value)] = value, ["pool", number]
+        return self.seen[id(value)][1]
+
+    def program(self, program: Program) -> list[Any]:
+        def explanations() -> Any:
+            return self.encode({name: program.explained(name) for name in program.records})
+
+        why = program.explanation
+        ports = program.mesh, program.inputs, program.outputs, program.donated, program.constants, program.warnings
+        return [
+            [self.node(node) for node in program.graph.nodes],
+            *map(self.encode, ports),
+            self.once(program.records, lambda: self.encode(program.records)),
+            self.encode(program.in_tree),
+            self.encode(program.out_tree),
+            None if why is None else self.once(why, explanations),
+        ]
+
+    def node(self, node: fx.Node) -> list[Any]:
+        kwargs = self.encode(dict(node.kwargs)) if node.kwargs else None
+        rest = map(self.encode, (node.target, node.args, node.meta.get(INFO)))
+        return [node.name, node.op, *rest, kwargs]
+
+
+class _Reader:
+    def __init__(self, classes: dict[str, type], pool: list[Any]) -> None:
+        self.classes, self.pool = classes, pool
+        self.made: dict[int, Any] = {}
+        self.nodes: dict[str, fx.Node] = {}
+
+    def decode(self, data: Any) -> Any:
+        if not isinstance(data, list):
+            return data
+        kind, *rest = data
+        if kind in self.classes:
+            return self.classes[kind](*map(self.decode, rest))
+        read: Callable[..., Any] = getattr(self, f"_{kind}")
+        return read(*rest)
+
+    def _pool(self, number: int) -> Any:
+        if number not in self.made:
+            self.made[number] = self.decode(self.pool[number])
+        return self.made[number]
+
+    def _node(self, name: str) -> fx.Node:
+        return self.nodes[name]
+
+    def _tuple(self, *items: Any) -> tuple[Any, ...]:
+        return tuple(map(self.decode, items))
+
+    def _list(self, *items: Any) -> list[Any]:
+        return list(map(self.decode, items))
+
+    def _map(self, *pairs: Any) -> dict[Any, Any]:
+        return {self.decode(key): self.decode(value) for key, value in pairs}
+
+    def _set(self, *items: Any) -> frozenset[Any]:
+        return frozenset(map(self.decode, items))
+
+    def _slice(self, start: Any, stop: Any, step: Any) -> slice:
+        return slice(*map(self.decode, (start, stop, step)))
+
+    def _float(self, text: str) -> float:
+        return float(text)
+
+    def _torch(self, name: str) -> Any:
+        value = getattr(torch, name)
+        if not isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            raise TypeError(f"torch.{name}")
+        return value
+
+    def _device(self, name: str) -> torch.device:
+        return torch.device(name)
+
+    def _tensor(self, dtype: str, shape: list[int], values: list[Any]) -> torch.Tensor:
+        return torch.tensor(values, dtype=self._torch(dtype)).reshape(shape)
+
+    def _tree(self, text: str) -> pytree.TreeSpec:
+        return pytree.treespec_loads(text)
+
+    def _op(self, name: str) -> Any:
+        namespace, packet, overload = name.split(".")
+        if namespace not in OPS:
+            raise TypeError(f"operations of {namespace}")
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+    def _function(self, module: str, name: str) -> Any:
+        if not module.startswith(MODULES):
+            raise TypeError(f"functions of {module}")
+        return getattr(importlib.import_module(module), name)
+
+    def _mesh(self, axes: list[list[Any]]) -> Mesh:
+        return Mesh([(name, size) for name, size in axes])
+
+    def _program(
+        self, nodes: list[Any], mesh: Any, inputs: Any, outputs: Any, donated: Any, constants: Any, warnings: Any,
+        records: Any, in_tree: Any, out_tree: Any, why: Any,
+    ) -> Program:  # fmt: skip
+        graph = fx.Graph()
+        self.nodes = {}
+        for name, op, target, args, known, kwargs in nodes:
+            given = {} if kwargs is None else self.decode(kwargs)
+            node = graph.create_node(op, self.decode(target), self.decode(args), given, name=name)
+            node.name = name
+            if known is not None:
+                node.meta[INFO] = self.decode(known)
+            self.nodes[name] = node
+
+        @cache
+        def explanations() -> dict[str, Explanation]:
+            made: dict[str, Explanation] = self.decode(why)
+            return made
+
+        return Program(
+            self.decode(mesh), graph, self.decode(inputs), self.decode(outputs), self.decode(records),
+            self.decode(donated), self.decode(constants), self.decode(warnings), self.decode(in_tree),
+            self.decode(out_tree), None if why is None else lambda name: explanations()[name],
+        )  # fmt: skip
+
+
+def _values(value: Any) -> list[Any]:
+    if is_dataclass(value):
+        return [getattr(value, item.name) for item in fields(value) if item.init]
+    return list(value)

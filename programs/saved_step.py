@@ -1,0 +1,51 @@
+"""The programs of a training run as text, and back without planning them again."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from typing import Any
+
+from tpshard.parallelism import program_file
+from tpshard.parallelism.schedules import StageTask, Table
+from tpshard.parallelism.stages import Stage
+from tpshard.programs.setting import Setting
+from tpshard.programs.staged import DevicePrograms, StagedPrograms
+from tpshard.programs.training import TrainingPrograms
+
+CLASSES = (DevicePrograms, Stage, StageTask, Table)
+
+
+def packed(programs: TrainingPrograms) -> str:
+    """All that a run executes, its evaluation included: JSON (`parallelism.program_file`), compressed, in base64."""
+    parts: dict[str, Any] = {
+        "micro": programs.micro, "update": programs.update, "storage": programs.storage,
+        "gather": programs.gather, "reduce": programs.reduce,
+    }  # fmt: skip
+    if (pipeline := programs.pipeline) is None:
+        parts["evaluate"] = programs.evaluate
+    else:
+        parts["pipeline"] = {
+            "axis": pipeline.axis, "table": pipeline.table, "layers": pipeline.layers, "stages": pipeline.stages,
+            "devices": pipeline.devices, "evaluation": pipeline.evaluation, "share": pipeline.share,
+        }  # fmt: skip
+    text = json.dumps(program_file.dump(parts, CLASSES), separators=(",", ":"))
+    return base64.b64encode(zlib.compress(text.encode())).decode("ascii")
+
+
+def unpacked(text: str, setting: Setting) -> TrainingPrograms:
+    """The programs in `text`, for the setting that they were made for. ValueError where it holds none."""
+    try:
+        data = json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    parts = program_file.load(data, CLASSES)
+    made = TrainingPrograms(setting, *(parts[key] for key in ("micro", "update", "storage", "gather", "reduce")))
+    if "pipeline" not in parts:
+        made.__dict__["evaluate"] = parts["evaluate"]
+        return made
+    later = {key: parts["pipeline"].pop(key) for key in ("evaluation", "share")}
+    made.pipeline = StagedPrograms(setting, storage=made.storage, **parts["pipeline"])
+    made.pipeline.__dict__.update(later)
+    return made
