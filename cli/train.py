@@ -108,10 +108,10 @@ class _Plan:
 
     def programs(self, setting: Setting) -> TrainingPrograms:
         """Those of the file."""
-        from tpshard.plan import save
+        from tpshard.plan import make
 
         assert self.file is not None
-        return save.programs(self.file, setting)
+        return make.planned(self.file, setting)
 
     def screen(self, programs: TrainingPrograms) -> str:
         """The text of the given and inferred annotations."""

@@ -10,13 +10,14 @@ from dataclasses import replace
 
 from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.program import Program
-from tpshard.plan import describe, server, stage_times
+from tpshard.plan import describe, save, server, stage_times
 from tpshard.plan.forecast import Conditions, Forecast, forecast
 from tpshard.plan.pricing import Pricing, StepPart, price_parts, priced_pipeline
 from tpshard.plan.report import PlannedJob, Report
-from tpshard.programs import cluster, training
+from tpshard.programs import cluster, saved_step, training
 from tpshard.programs.choices import compiled_by
 from tpshard.programs.setting import DTYPES, Setting, devices_of
+from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.schema import Recipe
 
 
@@ -122,6 +123,21 @@ def of_training(programs: training.TrainingPrograms, source: str = "", accuracy:
     warnings = describe.extra_warnings(job, device, programs.update)
     made = describe.report_of(job, pricing, programs.micro, list(parameters), accuracy, warnings)
     made.step = programs
+    return made
+
+
+def planned(saved: save.SavedPlan, setting: Setting) -> training.TrainingPrograms:
+    """The programs of a saved plan, for a setting that `save.check` has passed. Raises `Mistakes` (exit 3) where they cannot
+    be read, or are not those that the plan tells of."""
+    try:
+        made = saved_step.unpacked(saved.step or "", setting)
+    except (ValueError, KeyError) as error:
+        raise Mistakes.one(f"the programs in {saved.path} cannot be read", why=str(error), fix="plan again") from error
+    if save.fingerprints(of_training(made)) != dict(saved.fingerprints):
+        raise Mistakes.one(
+            f"the programs in {saved.path} are not those that it tells of", why="its fingerprints differ",
+            fix="plan again",
+        )  # fmt: skip
     return made
 
 

@@ -12,7 +12,7 @@ from tpshard.parallelism.flow import known, op_name
 from tpshard.parallelism.why import Told
 from tpshard.plan.forecast import Forecast
 from tpshard.plan.pricing import Line, Pricing
-from tpshard.plan.save import SCHEMA
+from tpshard.plan.units import SCHEMA
 from tpshard.programs.training import TrainingPrograms
 
 

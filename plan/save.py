@@ -16,16 +16,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpshard.plan.units import SCHEMA
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
 from tpshard.recipes.write import as_data
 
 if TYPE_CHECKING:
     from tpshard.plan.report import Report
-    from tpshard.programs.setting import Setting
-    from tpshard.programs.training import TrainingPrograms
     from tpshard.recipes.schema import Recipe
-
-SCHEMA = 1
 
 ELSEWHERE = (
     "name", "data", "evaluate", "timeout_s", "launch", "run", "checkpoint", "logging", "quantize", "serve",
@@ -225,21 +222,3 @@ def _shown(value: Any) -> str:
 
 def _sizes(mesh: Mapping[str, int]) -> str:
     return "{" + ", ".join(f"{axis}: {size}" for axis, size in mesh.items() if size != 1) + "}"
-
-
-def programs(saved: SavedPlan, setting: Setting) -> TrainingPrograms:
-    """The programs of a saved plan, for a setting that `check` has passed. Raises `Mistakes` (exit 3) where they cannot
-    be read, or are not those that the plan tells of."""
-    from tpshard.plan import make  # import torch
-    from tpshard.programs import saved_step
-
-    try:
-        made = saved_step.unpacked(saved.step or "", setting)
-    except (ValueError, KeyError) as error:
-        raise Mistakes.one(f"the programs in {saved.path} cannot be read", why=str(error), fix="plan again") from error
-    if fingerprints(make.of_training(made)) != dict(saved.fingerprints):
-        raise Mistakes.one(
-            f"the programs in {saved.path} are not those that it tells of", why="its fingerprints differ",
-            fix="plan again",
-        )  # fmt: skip
-    return made

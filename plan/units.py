@@ -1,6 +1,9 @@
-"""Numbers for people: bytes, seconds, counts."""
+"""Numbers for people: bytes, seconds, counts; and the number of the plan's form."""
 
 from __future__ import annotations
+
+SCHEMA = 1
+"""Of a plan's JSON."""
 
 
 def gib(n: float) -> str:

@@ -17,7 +17,7 @@ import pytest
 from patience import PATIENCE, until
 from tpshard.cli import train
 from tpshard.plan import compare
-from tpshard.plan.report import SCHEMA
+from tpshard.plan.units import SCHEMA
 
 RECIPE = """
 name: small

@@ -65,13 +65,13 @@ def test_a_saved_plan_is_refused_for_another_program(report, tmp_path, monkeypat
 def test_a_saved_plan_holds_the_programs_that_it_tells_of(report, tmp_path):
     file = tmp_path / "plan.json"
     save.write(file, save.dumps(report, loads(RECIPE)))
-    made = save.programs(save.read(str(file)), report.step.setting)
+    made = make.planned(save.read(str(file)), report.step.setting)
     assert make.of_training(made, "small.yaml").to_json() == report.to_json()
     held = json.loads(file.read_text())
     for step in (held["step"][:-40], "AAAA", saved_step.packed(dataclasses.replace(made, micro=made.update))):
         file.write_text(json.dumps(held | {"step": step}))
         with pytest.raises(Mistakes, match=r"the programs in \S+ (cannot be read|are not those that it tells of)"):
-            save.programs(save.read(str(file)), report.step.setting)
+            make.planned(save.read(str(file)), report.step.setting)
 
 
 @pytest.mark.parametrize(
