@@ -127,8 +127,10 @@ def of_training(programs: training.TrainingPrograms, source: str = "", accuracy:
 
 
 def planned(saved: save.SavedPlan, setting: Setting) -> training.TrainingPrograms:
-    """The programs of a saved plan, for a setting that `save.check` has passed. Raises `Mistakes` (exit 3) where they cannot
-    be read, or are not those that the plan tells of."""
+    """The programs of a saved plan, for a setting that `save.check` has passed.
+
+    Raises `Mistakes` (exit 3) where they cannot be read, or are not those that the plan tells of.
+    """
     try:
         made = saved_step.unpacked(saved.step or "", setting)
     except (ValueError, KeyError) as error:
