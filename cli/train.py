@@ -27,8 +27,8 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanFile = 
     """Train a recipe's model.
 
     Starts one worker on this host for each device of the mesh; under torchrun, or as a task of an srun step, it is one
-    worker itself. A stopped run continues from its last checkpoint. With --plan it runs the programs that `tpshard plan`
-    saved without planning again, and refuses (exit 4) if the recipe, the number of devices or the versions differ.
+    worker itself. A stopped run continues from its last checkpoint. With --plan it runs the programs that a plan saved
+    without planning again, and refuses (exit 4) if the recipe, the number of devices or the versions differ.
     """
     from tpshard.parallelism.runtime import place as places
 
@@ -41,10 +41,9 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     from tpshard.cli import machine
     from tpshard.cli.worker_errors import visible_gpus, workers_of
     from tpshard.parallelism.runtime.launcher import Nodes, launch
-
-    loaded = load(recipe, overrides)
     from tpshard.plan import save
 
+    loaded = load(recipe, overrides)
     saved = None if plan is None else save.read(plan)
     machine.require(loaded)
     if loaded.data.source == "c4":
