@@ -27,6 +27,10 @@ Search = Annotated[
     typer.Option("--search", help="Try meshes, recomputation and micro-batches; for a server, meshes and requests."),
 ]
 Passes = Annotated[bool, typer.Option("--passes", help="Show how each pass changes collectives, memory and time.")]
+Skew = Annotated[
+    float | None,
+    typer.Option("--skew", metavar="X", help="Price an uneven routing too: the busiest expert gets X times the mean."),
+]
 RUN = "The whole run"
 Tokens = Annotated[
     str | None,
@@ -91,6 +95,7 @@ def plan(
     diff: Diff = None,
     search: Search = False,
     passes: Passes = False,
+    skew: Skew = None,
     what: What = "train",
     tokens: Tokens = None,
     price: Price = None,
@@ -142,6 +147,8 @@ def plan(
         raise typer.BadParameter(
             "the cost of a run needs a training plan", param_hint="--tokens, --price, --watts, ..."
         )
+    if skew is not None and (what != "train" or asked_for):
+        raise typer.BadParameter("a routing is skewed in a training plan", param_hint="--skew")
     changes = on_device(overrides, device)
     if what == "serve":
         from tpshard.cli.rehearsed import Load, rehearsed
@@ -169,7 +176,7 @@ def plan(
     asked = command.Asked(
         source=recipe if recipe is not None and "=" not in recipe else "", what=what, dry_run=dry_run, as_json=as_json,
         verbose=verbose, html=html, trace=trace, svg=svg, explain=explain, search=search,
-        run=conditions if whole else None, passes=passes,
+        run=conditions if whole else None, passes=passes, skew=skew,
         compared=(" ".join([*([recipe] if recipe else []), *(overrides or ())]) or loaded.name, diff or ""),
     )  # fmt: skip
     done = command.run(loaded, asked, other, note=lambda text: print(text, file=sys.stderr))

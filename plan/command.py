@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tpshard.plan import between, describe, make, page, pictures, save, screen, search
 from tpshard.plan import diff as diffs
+from tpshard.plan import skew as skews
 from tpshard.plan import trace as traces
 from tpshard.plan.forecast import Conditions
 from tpshard.plan.report import Report
@@ -36,6 +37,8 @@ class Asked:
     passes: bool = False
     run: Conditions | None = None
     """Of the whole run; None where no option asks for it."""
+    skew: float | None = None
+    """Tokens of the busiest expert, in means; None where it is not asked for."""
     compared: tuple[str, str] = ("", "")
     """What the two recipes of a comparison are called; "" for their own names."""
 
@@ -86,6 +89,8 @@ def run(recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callabl
         return Done(json.dumps(changed, indent=1) + "\n" if asked.as_json else diffs.text(changed), Exit.DONE)
     if asked.run is not None:
         report.forecast = make.forecast_of(report, recipe, asked.run)
+    if asked.skew is not None:
+        report.skew = skews.skew(report.pricing, Setting.of(recipe, devices_of(recipe)), asked.skew)
     if not report.fits:
         report.edits = search.edits(report, recipe)
     elif asked.what == "train":

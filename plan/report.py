@@ -12,6 +12,7 @@ from tpshard.parallelism.flow import known, op_name
 from tpshard.parallelism.why import Told
 from tpshard.plan.forecast import Forecast
 from tpshard.plan.pricing import Line, Pricing
+from tpshard.plan.skew import Skew
 from tpshard.plan.units import SCHEMA
 from tpshard.programs.training import TrainingPrograms
 
@@ -103,6 +104,8 @@ class Report:
     """What a training run executes; None for a server."""
     forecast: Forecast | None = None
     """Of the whole run, where it was asked for."""
+    skew: Skew | None = None
+    """Of an uneven routing, where it was asked for."""
 
     # ---- figures --------------------------------------------------------------------------------------------------
     @property
@@ -288,6 +291,7 @@ class Report:
             "fingerprint": self.fingerprint,
             **({"programs": self.programs} if self.programs else {}),
             **({"forecast": self.forecast.to_json()} if self.forecast is not None else {}),
+            **({"skew": self.skew.to_json()} if self.skew is not None else {}),
         }
 
     @property

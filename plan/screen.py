@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from tpshard.parallelism import words
-from tpshard.plan import forecast
+from tpshard.plan import forecast, skew
 from tpshard.plan.report import Edit, Report, Tensor
 from tpshard.plan.rows import pattern
 from tpshard.plan.stage_times import Piped
@@ -100,6 +100,7 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
         f"{plural(job.micro_batches, 'micro-batch')}, {count(job.tokens)} tokens a step",
     ]
     whole = forecast.rows(report.forecast) if report.forecast is not None else []
+    whole += skew.rows(report.skew) if report.skew is not None else []
     tail = _times(report) + whole + _advice(report)
     middle = [
         _memory(report), _collectives(report, verbose), _reshards(report, verbose), _pipeline(report, verbose)

@@ -1,0 +1,133 @@
+"""What an uneven routing of tokens to experts would do to a training step: time, memory, dropped choices.
+
+The busiest expert gets `busiest` times as many tokens as the mean, the others share the rest evenly. With a capacity
+every expert has as many slots, full or not, so that time and memory stay and what finds no slot is dropped. Without one
+the device of the busiest expert computes more, and the others wait for it at the next collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import fx
+from tpshard.parallelism.flow import known
+from tpshard.plan.pricing import Pricing, StepPart
+from tpshard.plan.units import gib, seconds
+from tpshard.programs.setting import Setting
+from tpshard.recipes.diagnostic import Exit, Mistakes
+
+_OPS = ("tpshard.experts.default", "tpshard.experts_backward.default")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A step under one way of routing."""
+
+    busiest: float
+    """Tokens of the busiest expert, in means."""
+    busiest_device: float
+    """Tokens of the device that has it, in means of devices."""
+    step_s: float
+    workspace_bytes: int
+    """What the products of the busiest expert hold while they run, beside the plan's peak; 0 with a capacity."""
+    dropped: float
+    """Share of the choices that find no slot, by these shares alone: chance drops more."""
+
+
+@dataclass(frozen=True)
+class Skew:
+    """An even routing and an uneven one."""
+
+    experts: int
+    top_k: int
+    capacity: float | None
+    balanced: Routing
+    skewed: Routing
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def skew(pricing: Pricing, setting: Setting, busiest: float) -> Skew:
+    """Prices both. Mistakes: exit 2 for a number that no routing reaches, 4 for no experts, or a model in stages."""
+    where = setting.recipe.where("model")
+    experts, top_k, capacity = _numbers(setting)
+    if not experts or not top_k:
+        raise Mistakes.one("the model has no experts, so that nothing is skewed", exit=Exit.FIT, where=where)
+    if pricing.pipeline is not None:
+        raise Mistakes.one(
+            "the skew of a pipeline's stages is not priced", exit=Exit.FIT, where=setting.recipe.where("pipeline"),
+            fix="--skew of the recipe without `pipeline`",
+        )  # fmt: skip
+    if not 1 <= busiest <= experts / top_k:
+        raise Mistakes.one(
+            f"--skew {busiest:g}: the busiest expert gets 1 to {experts / top_k:g} times the mean", exit=Exit.USAGE,
+            why=f"each token chooses {top_k} of {experts} experts, an expert at most once",
+        )  # fmt: skip
+    made = [_routing(pricing, one, experts, capacity) for one in (1.0, busiest)]
+    return Skew(experts, top_k, capacity, *made)
+
+
+def _numbers(setting: Setting) -> tuple[int, int, float | None]:
+    """Experts, how many a token chooses, capacity."""
+    config = setting.config
+    if config is not None:
+        return config.experts or 0, config.top_k or 0, config.capacity
+    if setting.architecture is None:
+        return 0, 0, None
+    theirs = setting.architecture.config.get_text_config()
+    experts = getattr(theirs, "num_experts", None) or getattr(theirs, "num_local_experts", None)
+    return experts or 0, getattr(theirs, "num_experts_per_tok", None) or 0, None
+
+
+def _routing(pricing: Pricing, busiest: float, experts: int, capacity: float | None) -> Routing:
+    others = (experts - busiest) / max(1, experts - 1)
+    total, workspace, device = pricing.fixed_s, 0, 1.0
+    for entry in pricing.parts:
+        tasks = list(entry.priced.tasks)
+        for i, node in _products(entry.part, entry.priced.kernels):
+            ids, gate = (known(operand).specs[0] for operand in _routed(node))
+            own = gate.shape[0]
+            load = (busiest + (own - 1) * others) / own
+            device = max(device, load)
+            tasks[i] = tasks[i]._replace(seconds=tasks[i].seconds * load)
+            tokens = math.prod(ids.shape) / experts * busiest
+            workspace = max(workspace, _workspace(node, tokens, gate.shape[1], gate.shape[2], gate.dtype.itemsize))
+        total += entry.part.times * replace(entry.priced, tasks=tasks).run().seconds
+    dropped = 0.0
+    if capacity is not None:
+        dropped = (max(0.0, busiest - capacity) + (experts - 1) * max(0.0, others - capacity)) / experts
+    return Routing(busiest, device, total, workspace, dropped)
+
+
+def _products(part: StepPart, kernels: list[Any]) -> Iterator[tuple[int, fx.Node]]:
+    for i, kernel in enumerate(kernels):
+        if str(kernel.node.target) in _OPS:
+            yield i, kernel.node
+
+
+def _routed(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The choices and the first matrices of experts that a node multiplies."""
+    after = 1 if str(node.target) == _OPS[1] else 0
+    return node.args[1 + after], node.args[3 + after]  # type: ignore[return-value]
+
+
+def _workspace(node: fx.Node, tokens: float, hidden: int, width: int, itemsize: int) -> int:
+    """Bytes of the temporaries of one expert's products (`kernels.experts`)."""
+    wide, narrow = (8, 5) if str(node.target) == _OPS[1] else (3, 2)
+    return int(tokens * (wide * hidden + narrow * width) * itemsize)
+
+
+def rows(found: Skew) -> list[str]:
+    """The screen's part."""
+    how = "dropless" if found.capacity is None else f"capacity {found.capacity:g}"
+    lines = [f"SKEW  {found.experts} experts, {found.top_k} a token, {how}"]
+    for name, one in (("balanced", found.balanced), ("skewed", found.skewed)):
+        more = f", {one.dropped:.1%} of choices dropped" if found.capacity is not None else (
+            f", its device {one.busiest_device:.2f} of a mean, {gib(one.workspace_bytes)} to compute it"
+        )  # fmt: skip
+        lines.append(f"  {name:8} the busiest gets {one.busiest:.2f} of a mean: step {seconds(one.step_s)}{more}")
+    return lines

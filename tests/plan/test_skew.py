@@ -1,0 +1,49 @@
+"""An uneven routing, priced: what a capacity drops, and what the device of the busiest expert computes more."""
+
+from __future__ import annotations
+
+import pytest
+from tpshard.plan.make import price_training
+from tpshard.plan.skew import Skew, skew
+from tpshard.programs import training
+from tpshard.programs.setting import Setting, devices_of
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.load import loads
+
+RECIPE = """
+name: routed
+cluster: {device: cpu}
+mesh: {fsdp: 1, ep: 2}
+model: {preset: tiny-moe, layers: 1}
+batch: {global_sequences: 4}
+"""
+
+
+def skewed(busiest: float, *told: str) -> Skew:
+    recipe = loads(RECIPE, told)
+    setting = Setting.of(recipe, devices_of(recipe))
+    return skew(price_training(training.build(setting)), setting, busiest)
+
+
+def test_without_a_capacity_the_others_wait_for_the_busiest_device() -> None:
+    """Of 4 experts of a device one gets twice the mean, the others what seven share of the rest: 6/7 each."""
+    found = skewed(2.0, "model.capacity=null")
+    assert (found.balanced.busiest_device, found.balanced.dropped, found.skewed.dropped) == (1.0, 0.0, 0.0)
+    assert found.skewed.busiest_device == pytest.approx((2 + 3 * 6 / 7) / 4)
+    assert found.skewed.step_s > found.balanced.step_s
+    assert found.skewed.workspace_bytes == 2 * found.balanced.workspace_bytes > 0
+
+
+def test_with_a_capacity_time_stays_and_what_is_beyond_is_dropped() -> None:
+    found = skewed(2.0, "model.capacity=1.25")
+    assert found.skewed.step_s == found.balanced.step_s and found.balanced.dropped == 0
+    assert found.skewed.dropped == pytest.approx((2 - 1.25) / 8)
+
+
+def test_what_no_routing_reaches_is_refused() -> None:
+    with pytest.raises(Mistakes, match="1 to 4 times the mean") as error:
+        skewed(4.5)
+    assert error.value.exit == Exit.USAGE
+    with pytest.raises(Mistakes, match="no experts") as other:
+        skewed(1.5, "model.preset=tiny", "mesh={fsdp: 2}")
+    assert other.value.exit == Exit.FIT
