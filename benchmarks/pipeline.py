@@ -1,0 +1,363 @@
+"""Pipelines between hosts: step times beside FSDP on the same hosts, and beside torch's own pipelines.
+
+    python benchmarks/pipeline.py --netlab ../shared/tools/netlab             2 and 4 hosts, 250 Mbit/s and 1 Gbit/s
+    python benchmarks/pipeline.py --netlab ... --hosts 2 --rates 250mbit --rounds 3 --device measured.yaml
+
+Hosts are network namespaces of this machine with one process of one thread each; `netlab` makes them (`up HOSTS RATE`,
+`run 1 -- COMMAND`, `down`; it needs root). All variants live in the same processes and take a step each in turn, so
+that what else the machine does meets them alike. Every variant trains the same model from the same weights on the same
+batch, with clipping by the global norm and AdamW; the losses of the first step have to agree. A step's time is the
+slowest rank's, from a barrier to the end of its update.
+
+Where there are more hosts than cores, stages that should wait for each other compete for cores instead: rows say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tpshard.models import Blueprint
+from tpshard.models.adamw import treatments
+from tpshard.models.loss import cross_entropy_sum
+from tpshard.models.rope import rotation
+from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.runtime.context import Context, connect
+from tpshard.parallelism.runtime.groups import Groups
+from tpshard.parallelism.runtime.place import WorkerPlace
+from tpshard.parallelism.schedules import StageTask
+from tpshard.plan import make
+from tpshard.programs import training
+from tpshard.programs.setting import Setting
+from tpshard.recipes.load import loads
+from tpshard.train.state import State
+from tpshard.train.stream import TokenBatch
+from tpshard.train.training_worker import engine_of
+
+from record import Record, add_options
+
+SEED, RATE = 3, 1e-3
+SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved_1f1b": "ScheduleInterleaved1F1B"}
+RECIPE = """
+name: hosts
+cluster: {{device: {device}, nodes: {hosts}, devices_per_node: 1}}
+mesh: {mesh}
+model: {{preset: tiny, layers: 8, width: 256, heads: 8, kv_heads: 8, head_dim: 32, mlp: 704, seq_len: {seq}}}
+batch: {{global_sequences: {sequences}{per_device}}}
+compile: eager
+{pipeline}
+"""
+
+
+def setting_of(hosts: int, options: dict[str, Any], schedule: str | None) -> Setting:
+    """The recipe of a pipeline; without a schedule that of FSDP, which takes its sequences in one micro-batch."""
+    sequences, micros = options["sequences"], options["micro_batches"]
+    whole = f", per_device: {sequences // hosts}"
+    text = RECIPE.format(
+        device=options["device"], hosts=hosts, seq=options["seq_len"], sequences=sequences,
+        mesh=f"{{pp: {hosts}, fsdp: 1}}" if schedule else f"{{fsdp: {hosts}}}", per_device="" if schedule else whole,
+        pipeline=f"pipeline: {{schedule: {schedule}, micro_batches: {micros}}}" if schedule else "",
+    )  # fmt: skip
+    return Setting.of(loads(text))
+
+
+def batch_of(options: dict[str, Any]) -> TokenBatch:
+    generator = torch.Generator().manual_seed(SEED)
+    rows, length = options["sequences"], options["seq_len"]
+    tokens = torch.randint(0, 2048, (rows, length + 1), generator=generator)
+    positions = torch.arange(length).expand(rows, length).contiguous()
+    return TokenBatch(
+        tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.zeros_like(positions), positions, ("",) * rows, 0
+    )  # fmt: skip
+
+
+# ---- tpshard --------------------------------------------------------------------------------------------------------
+class Ours:
+    """An engine of tpshard; `step` returns the loss, the norm, and of a pipeline what it computed and waited."""
+
+    def __init__(self, context: Context, setting: Setting, batch: TokenBatch):
+        self.programs = training.build(setting)
+        context.agree(self.programs.fingerprints)
+        self.engine: Any = engine_of(self.programs, context, blueprint(setting).initial_block)
+        assert isinstance(self.engine, State)
+        self.engine.initialize(SEED)
+        self.rows, plan = setting.batch, setting.batch
+        mine = plan.rows(self.engine.data_rank)
+        whole = batch.rows(mine.start, mine.stop)
+        self.micros = [whole.rows(i * plan.per_device, (i + 1) * plan.per_device) for i in range(plan.micro_batches)]
+        self.number = 0
+        self.waited = self.computed = self.walked = 0.0
+        self.taken: dict[tuple[str, int], list[float]] = {}
+        if self.programs.pipeline is not None:
+            self.engine.mail.wait = self._timed(self.engine.mail.wait, self._wait)
+            self.engine._call = self._timed(self.engine._call, self._compute)
+            self.engine._walk = self._timed(self.engine._walk, self._walk)
+
+    def step(self) -> tuple[float, float]:
+        self.number += 1
+        self.waited = self.computed = self.walked = 0.0
+        for micro in self.micros:
+            self.engine.accumulate(micro, seed=0)
+        result = self.engine.update(RATE, self.number)
+        return result.loss, result.grad_norm
+
+    def _timed(self, function: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+        def timed(*given: Any) -> Any:
+            start = time.perf_counter()
+            made = function(*given)
+            note(time.perf_counter() - start, *given)
+            return made
+
+        return timed
+
+    def _wait(self, seconds: float, *given: Any) -> None:
+        self.waited += seconds
+
+    def _walk(self, seconds: float, *given: Any) -> None:
+        self.walked += seconds
+
+    def _compute(self, seconds: float, program: Any, task: StageTask, inputs: Any) -> None:
+        self.taken.setdefault((task.kind, task.stage), []).append(seconds - self.waited)
+        self.computed += seconds - self.waited
+        self.waited = 0.0
+
+
+def blueprint(setting: Setting) -> Blueprint:
+    return Blueprint.of(preset="tiny", overrides=setting.recipe.model.overrides())
+
+
+# ---- torch ----------------------------------------------------------------------------------------------------------
+class PeerStage(nn.Module):
+    """Some layers of the same model, with the embedding before the first and the head behind the last."""
+
+    def __init__(self, model: nn.Module, start: int, end: int, last: bool, length: int):
+        super().__init__()
+        whole: Any = model
+        self.tok_embed = whole.tok_embed if start == 0 else None
+        self.layers = whole.layers[start:end]
+        self.norm, self.output = (whole.norm, whole.output) if last else (None, None)
+        c = whole.config
+        positions = torch.arange(length).unsqueeze(0)
+        self.turn = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling, torch.float32)
+        self.documents = torch.zeros(1, length, dtype=torch.int64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.tok_embed is None else self.tok_embed(x)
+        documents = self.documents.expand(x.shape[0], -1)
+        for layer in self.layers:
+            x = layer(x, self.turn, documents)
+        return x if self.norm is None or self.output is None else self.output(self.norm(x))
+
+
+class Theirs:
+    """A schedule of torch.distributed.pipelining on the same split, with AdamW and clipping by the global norm."""
+
+    def __init__(self, context: Context, setting: Setting, schedule: str, split: Sequence[int], batch: TokenBatch):
+        from torch.distributed import pipelining
+
+        rank, world, stages = context.rank, context.world, len(split)
+        ends = list(itertools.accumulate(split))
+        model = blueprint(setting).build(device="cpu", seed=SEED)
+        micros, count = setting.batch.micro_batches, batch.targets.numel()
+        mine = []
+        for i in range(rank, stages, world):
+            part = PeerStage(model, ends[i] - split[i], ends[i], i == stages - 1, setting.seq_len)
+            mine.append(pipelining.PipelineStage(part, i, stages, torch.device("cpu")))
+
+        def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+            return cross_entropy_sum(logits, targets)[0] / count  # type: ignore[no-any-return]
+
+        kind: Any = getattr(pipelining, SCHEDULES[schedule])
+        self.schedule = kind(mine if world < stages else mine[0], micros, loss_fn=loss_of, scale_grads=False)
+        named = {f"{i}.{n}": p for i, stage in enumerate(mine) for n, p in stage.submod.named_parameters()}
+        treated = treatments({n: tuple(p.shape) for n, p in named.items()}, {})
+        decayed = [p for n, p in named.items() if p.dim() > 1]
+        rest = [p for n, p in named.items() if p.dim() <= 1]
+        assert len(treated) == len(named)
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        self.params = [*decayed, *rest]
+        self.optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+        self.first, self.last = rank == 0, (stages - 1) % world == rank
+        self.batch = batch
+
+    def step(self) -> tuple[float, float]:
+        losses: list[Tensor] = []
+        given = (self.batch.tokens,) if self.first else ()
+        told = {"target": self.batch.targets, "losses": losses} if self.last else {}
+        self.schedule.step(*given, **told)
+        squares = torch.stack([p.grad.square().sum() for p in self.params if p.grad is not None]).sum()
+        both = torch.stack([squares, torch.stack(losses).sum().detach() if losses else torch.zeros(())])
+        dist.all_reduce(both)
+        norm = both[0].sqrt()
+        scale = (1.0 / (norm + 1e-6)).clamp(max=1.0)
+        for p in self.params:
+            assert p.grad is not None
+            p.grad.mul_(scale)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(both[1]), float(norm)
+
+
+# ---- a rank ---------------------------------------------------------------------------------------------------------
+def worker(options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = f"tcp:{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    place = WorkerPlace(rank, world, 0, 1, address, "tpshard")
+    batch = batch_of(options)
+    with connect(place, Mesh({"pp": world, "dp": 1, "fsdp": 1, "tp": 1}), watch=False) as context:
+        flat = replace(context, groups=Groups(Mesh({"dp": 1, "fsdp": world, "tp": 1})))
+        variants: dict[str, Any] = {"fsdp": Ours(flat, setting_of(world, options, None), batch)}
+        for schedule in options["schedules"]:
+            setting = setting_of(world, options, schedule)
+            ours = variants[schedule] = Ours(context, setting, batch)
+            pipeline = ours.programs.pipeline
+            assert pipeline is not None
+            variants[f"torch {schedule}"] = Theirs(context, setting, schedule, pipeline.layers, batch)
+        times: dict[str, list[float]] = {name: [] for name in variants}
+        bubbles: dict[str, list[float]] = {schedule: [] for schedule in options["schedules"]}
+        first: dict[str, tuple[float, float]] = {}
+        for turn in range(options["warmup"] + options["rounds"]):
+            names = list(variants)
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                if turn == options["warmup"] and isinstance(variants[name], Ours):
+                    variants[name].taken.clear()
+                context.barrier()
+                start = time.perf_counter()
+                made = variants[name].step()
+                took = torch.tensor([time.perf_counter() - start])
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+                first.setdefault(name, made)
+                if turn >= options["warmup"]:
+                    times[name].append(float(took))
+                    if name in bubbles:
+                        idle = 1.0 - variants[name].computed / variants[name].walked
+                        bubbles[name].append(statistics.mean(context.gather(idle)))
+        found = {"times": times, "bubbles": bubbles, "first": first, "theory": {}, "predicted": {}, "split": {}}
+        for schedule in options["schedules"]:
+            engine = variants[schedule]
+            mean = {key: statistics.median(values) for key, values in engine.taken.items()}
+            every = {key: value for part in context.gather(mean) for key, value in part.items()}
+            pipeline = engine.programs.pipeline
+            found["theory"][schedule] = pipeline.table.bubble(lambda task, every=every: every[task.kind, task.stage])
+            found["predicted"][schedule] = make.price_training(engine.programs).step_s
+            found["split"][schedule] = list(pipeline.layers)
+        found["predicted"]["fsdp"] = make.price_training(variants["fsdp"].programs).step_s
+        expected = first["fsdp"]
+        for name, (loss, norm) in first.items():
+            if abs(loss / expected[0] - 1) > 1e-4 or abs(norm / expected[1] - 1) > 1e-3:
+                raise SystemExit(f"{name} trains something else: loss {loss}, norm {norm}, where FSDP has {expected}")
+        if context.is_main:
+            Path(options["out"]).write_text(json.dumps(found))
+
+
+# ---- the hosts ------------------------------------------------------------------------------------------------------
+@contextmanager
+def links(netlab: str, hosts: int, rate: str) -> Iterator[None]:
+    subprocess.run([netlab, "up", str(hosts), rate], check=True, stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        subprocess.run([netlab, "down"], check=True)
+
+
+def device_with(file: str, rate: str, folder: str) -> str:
+    """A device file with links between hosts of a rate; the shipped CPU stays as it is where none is given."""
+    if not file:
+        return "cpu"
+    mbit = float(re.sub(r"[a-z]", "", rate)) * (1000 if "g" in rate else 1)
+    text, times = re.subn(r"(across: \{bandwidth: )[^,]+", rf"\g<1>{mbit:g} Mbit/s", Path(file).read_text())
+    if times != 1:
+        raise SystemExit(f"{file} has no line `across: {{bandwidth: ...`")
+    made = Path(folder) / f"measured_{rate}.yaml"
+    made.write_text(text)
+    return str(made)
+
+
+def measure(arguments: argparse.Namespace, hosts: int, rate: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, links(arguments.netlab, hosts, rate):
+        told = {
+            "worker": True, "out": f"{folder}/found.json", "device": device_with(arguments.device, rate, folder),
+            "rounds": arguments.rounds, "warmup": arguments.warmup, "schedules": arguments.schedules,
+            "sequences": arguments.sequences, "seq_len": arguments.seq_len, "micro_batches": arguments.micro_batches,
+        }  # fmt: skip
+        command = [sys.executable, __file__, "--worker", json.dumps(told)]
+        subprocess.run([arguments.netlab, "run", "1", "--", *command], check=True)
+        found: dict[str, Any] = json.loads(Path(told["out"]).read_text())
+    return found
+
+
+def rows_of(found: dict[str, Any], hosts: int, rate: str) -> Iterator[dict[str, Any]]:
+    times = found["times"]
+    for schedule in found["theory"]:
+        ratio = partial(_ratios, times[schedule])
+        yield {
+            "hosts": hosts, "rate": rate, "schedule": schedule, "split": found["split"][schedule],
+            "step_s": statistics.median(times[schedule]), "fsdp_s": statistics.median(times["fsdp"]),
+            "torch_s": statistics.median(times[f"torch {schedule}"]), "of_fsdp": ratio(times["fsdp"]),
+            "of_torch": ratio(times[f"torch {schedule}"]), "bubble": statistics.median(found["bubbles"][schedule]),
+            "bubble_of_table": found["theory"][schedule], "predicted_s": found["predicted"][schedule],
+            "fsdp_predicted_s": found["predicted"]["fsdp"],
+            "more_ranks_than_cores": hosts > len(os.sched_getaffinity(0)),
+        }  # fmt: skip
+
+
+def _ratios(mine: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Of steps that were taken in the same turn."""
+    return [a / b for a, b in zip(mine, others, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--netlab", default="netlab", help="the script that makes hosts")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rates", nargs="+", default=["250mbit", "1gbit"])
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--rounds", type=int, default=15, help="steps of every variant")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, default=64)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--device", default="", help="a file of `tpshard doctor --measure`, for predicted step times")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    add_options(parser)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(json.loads(arguments.worker))
+        return
+    record = Record("pipeline", quiet=arguments.json)
+    heads = ("torch", "FSDP", "/torch", "/FSDP", "bubble", "table")
+    record.say(f"hosts     link schedule             step {' '.join(head.rjust(7) for head in heads)} predicted")
+    for hosts, rate in itertools.product(arguments.hosts, arguments.rates):
+        for row in rows_of(measure(arguments, hosts, rate), hosts, rate):
+            name = f"{hosts}.{rate}.{row['schedule']}"
+            torch_, fsdp = (record.figure(f"{name}.of_{k}", row.pop(f"of_{k}"), "times") for k in ("torch", "fsdp"))
+            record.rows.append(row)
+            record.say(
+                f"{hosts:>5} {rate:>8} {row['schedule']:<17} {row['step_s']:>7.3f} {row['torch_s']:>7.3f} "
+                f"{row['fsdp_s']:>7.3f} {torch_.median:>7.2f} {fsdp.median:>7.2f} {row['bubble']:>7.2f} "
+                f"{row['bubble_of_table']:>7.2f} {row['predicted_s']:>9.3f}"
+                + (" more ranks than cores" if row["more_ranks_than_cores"] else "")
+            )
+    record.close(write=arguments.record, as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    main()
