@@ -10,6 +10,7 @@ from tpshard.cli.arguments import Json, Overrides, RecipeArgument, load
 
 if TYPE_CHECKING:
     from tpshard.programs.equality import Compared, FirstDifference
+    from tpshard.programs.setting import Setting
     from tpshard.recipes.schema import Recipe
 
 Against = Annotated[
@@ -50,7 +51,7 @@ def check(
     if not compared.equal:
         print("they differ: comparing every value of one batch", file=sys.stderr)
         whole = [
-            Setting.of(load(recipe, [*more, f"batch.per_device={setting.batch.sequences_each}"]))
+            Setting.of(load(recipe, [*more, *_at_once(setting)]))
             for more, setting in zip((changes, [*changes, *against]), settings)
         ]
         first = equality.first_difference(whole[0], whole[1])
@@ -61,6 +62,12 @@ def check(
     else:
         print(_text(compared, first, pair, against))
     return Exit.DONE if compared.equal else Exit.BUG
+
+
+def _at_once(setting: Setting) -> list[str]:
+    """The changes that make one micro-batch of a step's sequences."""
+    staged = setting.recipe.pipeline is not None and setting.recipe.pipeline.micro_batches is not None
+    return [f"batch.per_device={setting.batch.sequences_each}", *["pipeline.micro_batches=null"] * staged]
 
 
 def _data(compared: Compared, first: FirstDifference | None) -> dict[str, Any]:

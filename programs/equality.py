@@ -15,8 +15,9 @@ from tpshard.parallelism.program import Program, info
 from tpshard.parallelism.simulate import simulate
 from tpshard.programs.lockstep import Lockstep, StepValues
 from tpshard.programs.setting import Setting
-from tpshard.programs.step_programs import micro_program, seeds
-from tpshard.programs.training import build
+from tpshard.programs.staged_lockstep import StagedLockstep
+from tpshard.programs.step_programs import micro_program, seeds, update_program
+from tpshard.programs.training import TrainingPrograms, build
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 
@@ -81,7 +82,7 @@ def compare(one: Setting, other: Setting, steps: int = 1) -> Compared:
     """Trains both on the same tokens, from the same weights. Raises Mistakes where they are not the same training."""
     _check_same(one, other)
     vocab = vocabulary(one)
-    runs = [Lockstep(build(setting), vocab) for setting in (one, other)]
+    runs = [_run(build(setting), vocab) for setting in (one, other)]
     losses, distances = [], []
     for number in range(1, steps + 1):
         a, b = (made.step() for made in runs)
@@ -90,6 +91,10 @@ def compare(one: Setting, other: Setting, steps: int = 1) -> Compared:
     weights = [made.weights() for made in runs]
     distances += [Distance(f"{n} after the update", steps, distance(weights[0][n], w)) for n, w in weights[1].items()]
     return Compared(losses, distances)
+
+
+def _run(programs: TrainingPrograms, vocab: int) -> Lockstep:
+    return Lockstep(programs, vocab) if programs.pipeline is None else StagedLockstep(programs, vocab)
 
 
 def _apart(one: StepValues, other: StepValues) -> dict[str, float]:
@@ -102,12 +107,6 @@ def _apart(one: StepValues, other: StepValues) -> dict[str, float]:
 
 
 def _check_same(one: Setting, other: Setting) -> None:
-    for setting in (one, other):
-        if setting.recipe.pipeline is not None:
-            raise Mistakes.one(
-                "a model in stages is not compared", exit=Exit.USAGE, where=setting.recipe.where("pipeline"),
-                fix="pipeline=null mesh.pp=1: stages are cut out of the program that is compared then",
-            )  # fmt: skip
     if one.recipe.task != other.recipe.task or not one.task.text:
         raise Mistakes.one(
             f"the two are trained for `{one.recipe.task}` and `{other.recipe.task}`", exit=Exit.USAGE,
@@ -153,7 +152,8 @@ def first_difference(one: Setting, other: Setting) -> FirstDifference | None:
 
 def _watched(setting: Setting, program: Program, vocab: int) -> dict[str, Tensor]:
     """Every watched value of the first step's batch, whole, by name."""
-    made = Lockstep(build(setting), vocab)
+    storage = {port.name: port.layout for port in program.inputs if port.kind == "parameter"}
+    made = Lockstep(TrainingPrograms(setting, program, update_program(setting, storage), storage), vocab)
     count = len(made.names)
     (tokens, goals) = made.batches()[:, 0]
     rows, length = tokens.shape

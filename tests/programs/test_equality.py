@@ -29,6 +29,14 @@ def test_meshes_and_policies_differ_by_rounding_alone(mesh: dict[str, int], over
     assert {"loss", "gradient norm", "gradient of layers.0.attention.wq.weight"} <= {d.name for d in compared.distances}
 
 
+def test_a_pipeline_is_compared_with_the_plain_model() -> None:
+    """Stages that are unlike, tied embeddings, gradients reduced once a step."""
+    told = ("model.layers=3", "model.tie_embeddings=true", "fsdp.accumulate={gather: step, reduce: last}")
+    staged = setting_of({"pp": 2, "fsdp": 2}, "pipeline={split: [1, 2]}", *told)
+    compared = compare(staged, setting_of({}, *told[:2]), steps=2)
+    assert compared.equal and compared.largest.apart > 0
+
+
 def test_a_fault_in_an_operation_is_found_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate of the second layer comes out a thousandth too large, wherever tp cuts it."""
     plain = partitioner._Partitioner._computed

@@ -1,0 +1,83 @@
+"""A training run in stages, of all ranks in this process: see `lockstep`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from tpshard.parallelism.draws import SEED
+from tpshard.parallelism.float64 import float64
+from tpshard.parallelism.program import Program
+from tpshard.parallelism.simulate import run_lockstep
+from tpshard.parallelism.stepping import ranks_of, simulate_step
+from tpshard.programs.lockstep import Lockstep, Parts
+from tpshard.programs.step_programs import seeds, update_program
+from tpshard.programs.training import TrainingPrograms
+
+
+class StagedLockstep(Lockstep):
+    """Every stage's programs run, in the order of the schedule, and what a device runs once a step; the update and the
+    norm are those of the whole model, as stages that run different programs do not go in lock-step."""
+
+    def __init__(self, programs: TrainingPrograms, vocab: int, seed: int = 0):
+        assert programs.pipeline is not None
+        self.pipeline = programs.pipeline
+        update = update_program(programs.setting, programs.pipeline.storage)
+        super().__init__(replace(programs, update=update), vocab, seed)
+        self.ranks = [ranks_of(self.mesh, self.pipeline.axis, d) for d in range(self.pipeline.table.devices)]
+
+    def sums(self) -> tuple[Parts, float, int]:
+        stages, table = self.pipeline.stages, self.pipeline.table
+        fed = {p.name: p for stage in stages for program in stage.backward for p in program.inputs}
+        params, sums = [], []
+        for mine, ranks in zip(self.pipeline.devices, self.ranks):
+            held = {name: [self.params[rank][self.names.index(name)] for rank in ranks] for name in mine.names}
+            params.append(held if mine.gather is None else self._once(mine.gather, held, ranks))
+            shapes = {f"{name}.grad_sum": fed[f"{name}.grad_sum"].local for name in mine.names}
+            sums.append({n: [torch.zeros(s, dtype=torch.float64) for _ in ranks] for n, s in shapes.items()})
+        with float64():
+            scalars = simulate_step(table, stages, self.pipeline.axis, params, sums, self._batches())
+        for i, (mine, ranks) in enumerate(zip(self.pipeline.devices, self.ranks)):
+            if mine.reduce is not None:
+                sums[i] = self._once(mine.reduce, sums[i], ranks)
+        self.counted = [[parts[2][0]] for _, parts in sorted(scalars.items()) if len(parts) > 2]
+        loss = sum(float(parts[0][0]) for parts in scalars.values())
+        return self._everywhere(sums), loss, sum(int(parts[1][0]) for parts in scalars.values())
+
+    def _batches(self) -> list[list[dict[str, list[Tensor]]]]:
+        """Of each device what its programs read of every micro-batch."""
+        micro, count = self.programs.micro, len(self.names)
+        ports = micro.inputs[2 * count : 2 * count + 4]
+        found: list[list[dict[str, list[Tensor]]]] = [[] for _ in self.ranks]
+        for number, (tokens, goals) in enumerate(self.batches().transpose(0, 1)):
+            rows, length = tokens.shape
+            positions = torch.arange(length).expand(rows, length)
+            documents = torch.zeros(rows, length, dtype=torch.int64)
+            parts = self.local([tokens, goals, documents, positions], ports)
+            drawn = {SEED: seeds(self.setting, micro, self.number, number)}
+            for mine, ranks in zip(found, self.ranks):
+                given = {port.name: [parts[rank][i] for rank in ranks] for i, port in enumerate(ports)}
+                mine.append(given | {name: seed * len(ranks) for name, seed in drawn.items() if seed})
+        return found
+
+    def _once(self, program: Program, given: dict[str, list[Tensor]], ranks: list[int]) -> dict[str, list[Tensor]]:
+        """What a program of one device makes of its parameters or sums."""
+        with float64():
+            made = run_lockstep(program, [list(parts) for parts in zip(*given.values())], ranks=ranks)
+        return {name: list(parts) for name, parts in zip(given, zip(*made))}
+
+    def _everywhere(self, sums: list[dict[str, list[Tensor]]]) -> Parts:
+        """Every rank's parts of all gradients: those of its neighbours along the pipeline, added up where several have
+        a parameter."""
+        found: Parts = [[] for _ in range(self.mesh.ranks)]
+        for name in self.names:
+            had = [own[f"{name}.grad_sum"] for own in sums if f"{name}.grad_sum" in own]
+            total = [torch.stack(parts).sum(0) for parts in zip(*had)]
+            for ranks in self.ranks:
+                for rank, part in zip(ranks, total):
+                    found[rank].append(part)
+        return found
+
+
+__all__ = ["StagedLockstep"]
