@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from tpshard.cli.arguments import Device, Json, OptionalRecipe, Overrides, Overwrite, load, on_device
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Write only the files named here.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Write only the files named here, and the cache of plans.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print everything, however long.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page.")]
 Trace = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write a trace for Perfetto.")]
@@ -26,11 +27,19 @@ Search = Annotated[
     bool,
     typer.Option("--search", help="Try meshes, recomputation and micro-batches; for a server, meshes and requests."),
 ]
+Suggest = Annotated[bool, typer.Option("--suggest", help="Search what the recipe leaves free for a faster step.")]
+Fit = Annotated[bool, typer.Option("--fit", help="Print the recipe with the smallest edits that fit its devices.")]
+Pin = Annotated[bool, typer.Option("--pin", help="Print the recipe with all inferred shardings pinned.")]
+Check = Annotated[
+    Path | None,
+    typer.Option("--check", metavar="RUN", help="Compare a run with its plan, figure by figure."),
+]
 Passes = Annotated[bool, typer.Option("--passes", help="Show how each pass changes collectives, memory and time.")]
 Skew = Annotated[
     float | None,
     typer.Option("--skew", metavar="X", help="Price an uneven routing too: the busiest expert gets X times the mean."),
 ]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Plan anew, and keep nothing for the next time.")]
 RUN = "The whole run"
 Tokens = Annotated[
     str | None,
@@ -96,6 +105,10 @@ def plan(
     search: Search = False,
     passes: Passes = False,
     skew: Skew = None,
+    suggest: Suggest = False,
+    fit: Fit = False,
+    pin: Pin = False,
+    check: Check = None,
     what: What = "train",
     tokens: Tokens = None,
     price: Price = None,
@@ -110,6 +123,7 @@ def plan(
     tpot: EachToken = None,
     count: Count = None,
     seed: Seed = None,
+    no_cache: NoCache = False,
     overwrite: Overwrite = False,
     device: Device = None,
 ) -> int:
@@ -125,7 +139,8 @@ def plan(
         refuse(file, overwrite)
     if len({file.absolute() for file in named}) < len(named):
         raise typer.BadParameter("several of them name the same file", param_hint=", ".join(files))
-    modes = (("--explain", explain), ("--diff", diff), ("--search", search), ("--passes", passes))
+    modes = (("--explain", explain), ("--diff", diff), ("--search", search), ("--passes", passes), ("--fit", fit),
+             ("--pin", pin), ("--check", check))  # fmt: skip
     asked_for = [name for name, on in modes if on]
     unwritten = [name for name, file in files.items() if file is not None]
     if len(asked_for) > 1 or (asked_for and unwritten):
@@ -141,6 +156,9 @@ def plan(
         raise typer.BadParameter("the passes shown are those of a training step", param_hint="--passes, --for")
     if search and what not in ("train", "serve"):
         raise typer.BadParameter("the search is over training runs and servers", param_hint="--search, --for")
+    for name, on in (("--fit", fit), ("--pin", pin), ("--suggest", suggest)):
+        if on and (what != "train" or (suggest and asked_for)):
+            raise typer.BadParameter("it is about training runs", param_hint=f"{name}, --for")
     about = (tokens, price, watts, failures, restart, save)
     whole = any(option is not None for option in about)
     if whole and (what != "train" or asked_for):
@@ -149,6 +167,14 @@ def plan(
         )
     if skew is not None and (what != "train" or asked_for):
         raise typer.BadParameter("a routing is skewed in a training plan", param_hint="--skew")
+    if check is not None:
+        from tpshard.plan import command
+
+        if recipe is not None:
+            raise typer.BadParameter("a run has its own recipe: name none", param_hint="--check")
+        held = command.check(check, as_json)
+        sys.stdout.write(held.text)
+        return held.exit
     changes = on_device(overrides, device)
     if what == "serve":
         from tpshard.cli.rehearsed import Load, rehearsed
@@ -166,19 +192,25 @@ def plan(
     if diff is not None:
         one_more = "=" in diff and not Path(diff).exists()
         other = load(recipe, [*changes, diff]) if one_more else load(diff, on_device(None, device))
-    from tpshard.plan import command
+    from tpshard.plan import outputs
     from tpshard.plan.forecast import Conditions, amount
 
     try:
         conditions = Conditions(None if tokens is None else amount(tokens), price, watts, failures, restart, save)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--tokens") from error
-    asked = command.Asked(
+    asked = outputs.Asked(
         source=recipe if recipe is not None and "=" not in recipe else "", what=what, dry_run=dry_run, as_json=as_json,
         verbose=verbose, html=html, trace=trace, svg=svg, explain=explain, search=search,
-        run=conditions if whole else None, passes=passes, skew=skew,
+        run=conditions if whole else None, passes=passes, skew=skew, suggest=suggest, fit=fit, pin=pin,
         compared=(" ".join([*([recipe] if recipe else []), *(overrides or ())]) or loaded.name, diff or ""),
     )  # fmt: skip
-    done = command.run(loaded, asked, other, note=lambda text: print(text, file=sys.stderr))
+    note = partial(print, file=sys.stderr)
+    entry = None if no_cache or other is not None else outputs.entry(loaded, asked)
+    done = outputs.known(loaded, asked, entry, note) if entry is not None else None
+    if done is None:
+        from tpshard.plan import command
+
+        done = command.run(loaded, asked, other, note, entry)
     sys.stdout.write(done.text)
     return done.exit

@@ -99,6 +99,7 @@ PLAN = {
     "`bytes`, `time_s`, `reason`.",
     "warnings[]": "What to look at.",
     "provenance.*": "Where each figure comes from: exact, calibrated, roofline.",
+    "unfitted.*": "Per figure the constants under it that were not fitted on this device.",
     "accuracy": "How far off plans of this kind were on runs that nothing was fitted on.",
     "fingerprint": "Of the program: `train` of the same recipe prints the same.",
 }  # fmt: skip
@@ -107,8 +108,31 @@ PLAN_SOMETIMES = {
     "pipeline.*": "With `pipeline`: schedule, bubble, layers of each stage, seconds and bytes of each, and the table.",
     "edits[].*": "Edits that make a plan fit which does not, with what each would need and take.",
     "suggestions[].*": "Edits that make a step faster, with memory and seconds of each.",
+    "searched.*": "With `--suggest`: variants planned, unfit, unstorable and refused.",
     "programs[].*": "Of a server: rows and fingerprint of each program.",
     "forecast.*": "With `--tokens`: days, device-hours, cost, energy and goodput of the whole run.",
+}
+
+FITTED = {
+    "edits[]": "`key: value` changes, the least harmful first; none where it fits as it is.",
+    "harms[]": "Of each: `when`, `slower` or `batch`.",
+    "needed_bytes": "Memory of one device with them.",
+    "step_s": "Seconds of a step with them.",
+    "exposed_s": "Of it waiting for communication.",
+    "fits": "True.",
+    "recipe": "As YAML.",
+}
+PINNED = {
+    "pins.*": "Name or pattern: axes of each dim.",
+    "left[]": "What could not be pinned.",
+    "programs.*": "Fingerprint of each part's program, the same with and without the pins.",
+    "recipe": "As YAML.",
+}
+CHECKED = {
+    "run": "The folder.",
+    "device": "The device file that its plan was priced by.",
+    "rows[]": "Each with `figure`, `planned`, `measured`, `error` (planned / measured - 1) and `verdict`.",
+    "distrust[]": "Constants of the device file, the likeliest first, in words.",
 }
 
 ANSWERS = {
@@ -212,6 +236,9 @@ SERVE_PLAN = ("plan", "quickstart", "--for", "serve", "--prompt", "32", "--answe
 OUTPUTS = (
     Output("plan RECIPE", ("plan", "quickstart", "--json"), PLAN, PLAN_SOMETIMES),
     Output("plan RECIPE --for serve", (*SERVE_PLAN, "--rate", "1"), ANSWERS),
+    Output("plan RECIPE --fit", (), FITTED),
+    Output("plan RECIPE --pin", (), PINNED),
+    Output("plan --check RUN", (), CHECKED),
     Output("serve RECIPE --check", ("serve", "quickstart", "--check", "--json"), NEED),
     Output("validate RECIPE", ("validate", "quickstart", "fsdp.gather=1", "--json"), DIAGNOSTICS),
     Output("doctor", ("doctor", "--no-collective", "--json"), FINDINGS),

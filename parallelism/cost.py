@@ -7,7 +7,7 @@ a file by whoever may read files); nothing here looks at the machine it runs on.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from typing import Literal
@@ -193,10 +193,9 @@ class Device:
                 return self.rates[known]
         return max(self.rates.values())
 
-    @property
-    def provenance(self) -> str:
-        """`calibrated` where the constants that times rest on were fitted to measurements, else `roofline`."""
-        return "calibrated" if {"matmul", "streaming"} <= self.fitted.keys() else "roofline"
+    def unfitted(self, constants: Iterable[str]) -> tuple[str, ...]:
+        """Those of these constants (as the device file's `fitted` names them) that nothing was fitted to."""
+        return tuple(name for name in constants if name not in self.fitted)
 
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "fp8"}

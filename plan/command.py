@@ -5,53 +5,41 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from tpshard.plan import between, describe, make, page, pictures, save, screen, search
+from tpshard.plan import (
+    between,
+    check_run,
+    describe,
+    fitting,
+    make,
+    outputs,
+    page,
+    pictures,
+    pinning,
+    save,
+    screen,
+    search,
+    suggest,
+)  # fmt: skip
 from tpshard.plan import diff as diffs
 from tpshard.plan import skew as skews
 from tpshard.plan import trace as traces
-from tpshard.plan.forecast import Conditions
+from tpshard.plan.outputs import Asked, Done
+from tpshard.plan.plan_cache import PlanEntry
 from tpshard.plan.report import Report
 from tpshard.programs.setting import Setting, devices_of
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The options of the command line."""
-
-    source: str = ""
-    what: str = "train"
-    dry_run: bool = False
-    as_json: bool = False
-    verbose: bool = False
-    html: Path | None = None
-    trace: Path | None = None
-    svg: Path | None = None
-    explain: str | None = None
-    search: bool = False
-    passes: bool = False
-    run: Conditions | None = None
-    """Of the whole run; None where no option asks for it."""
-    skew: float | None = None
-    """Tokens of the busiest expert, in means; None where it is not asked for."""
-    compared: tuple[str, str] = ("", "")
-    """What the two recipes of a comparison are called; "" for their own names."""
-
-
-@dataclass(frozen=True)
-class Done:
-    text: str
-    """For stdout."""
-    exit: Exit
-
-
-def run(recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callable[[str], None] | None = None) -> Done:
-    """Plans; writes the files that were asked for, and without `dry_run` those of the run's folder.
+def run(
+    recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callable[[str], None] | None = None,
+    entry: PlanEntry | None = None,
+) -> Done:  # fmt: skip
+    """Plans; writes the files that were asked for, and without `dry_run` those of the run's folder. `entry` keeps what
+    a plan says.
 
     Exit 0, or 4 where the recipe does not fit its devices (everything is said and written all the same). Raises
     `Mistakes` (exit 5) before planning where a file cannot be written.
@@ -59,10 +47,11 @@ def run(recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callabl
     tell = note or (lambda _: None)
     folder = Path(recipe.run.dir)
     saved = [folder / name for name in ("plan.json", "plan.html", "plan.trace.json")]
-    plans = not (asked.search or asked.passes) and asked.explain is None and other is None
-    if asked.search:
-        saved = [folder / "fastest.yaml"]
-    kept = saved if (plans or asked.search) and not asked.dry_run else []
+    writes = {"fastest.yaml": asked.search, "fits.yaml": asked.fit, "pinned.yaml": asked.pin}
+    recipes = [folder / name for name, on in writes.items() if on]
+    plans = not (recipes or asked.passes) and asked.explain is None and other is None
+    saved = recipes or saved
+    kept = saved if (plans or recipes) and not asked.dry_run else []
     for path in (asked.html, asked.trace, asked.svg, *kept):
         if path is not None:
             save.check_writable(path)
@@ -78,6 +67,8 @@ def run(recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callabl
         shown = json.dumps(between.to_json(rows), indent=1) + "\n" if asked.as_json else between.text(rows)
         return Done(shown, Exit.DONE)
     report = make.report(recipe, asked.source or recipe.name, asked.what, accuracy())
+    if asked.fit or asked.pin:
+        return _recipe_made(report, recipe, asked, tell, kept)
     if asked.explain is not None:
         told = _explained(report, asked.explain)
         found = {"name": asked.explain, "lines": told.splitlines()}
@@ -93,20 +84,60 @@ def run(recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callabl
         report.skew = skews.skew(report.pricing, Setting.of(recipe, devices_of(recipe)), asked.skew)
     if not report.fits:
         report.edits = search.edits(report, recipe)
+    elif asked.suggest:
+        faster = suggest.suggest(report, recipe, tell)
+        report.suggestions, report.searched, report.search_said = faster.edits, faster.to_json(), faster.words
     elif asked.what == "train":
-        report.suggestions = search.suggestions(report, recipe)
-    files = [(asked.html, page.page), (asked.trace, traces.trace), (asked.svg, pictures.svg)]
-    if not asked.dry_run:
-        save.write(saved[0], save.dumps(report, recipe))
-        files += [(saved[1], page.page), (saved[2], traces.trace)]
-        tell(f"saved {folder}/plan.json, plan.html, plan.trace.json")
-    for path, make_text in files:
-        if path is not None:
-            save.write(path, make_text(report))
-    shown = screen.screen(report, verbose=asked.verbose)
-    if asked.as_json:
-        shown = json.dumps(report.to_json(), indent=1) + "\n"
-    return Done(shown, Exit.DONE if report.fits else Exit.FIT)
+        report.suggestions = suggest.promising(report, recipe)
+    code = Exit.DONE if report.fits else Exit.FIT
+    made = texts(report, recipe, asked)
+    if entry is not None:
+        entry.write(made)
+    return Done(outputs.deliver(asked, folder, made, tell), code)
+
+
+def texts(report: Report, recipe: Recipe, asked: Asked) -> dict[str, str]:
+    """All that a plan is to say, by kind; and `exit`, the code that the command ends with."""
+    code = Exit.DONE if report.fits else Exit.FIT
+    return {kind: _text(kind, report, recipe) for kind in outputs.kinds(asked)} | {"exit": str(int(code))}
+
+
+def _text(kind: str, report: Report, recipe: Recipe) -> str:
+    """What a plan says, in one of its forms."""
+    if kind == "json":
+        return json.dumps(report.to_json(), indent=1) + "\n"
+    if kind == "saved":
+        return save.dumps(report, recipe)
+    if kind in ("screen", "verbose"):
+        return screen.screen(report, verbose=kind == "verbose")
+    forms = {"page": page.page, "trace": traces.trace, "svg": pictures.svg}
+    return forms[kind](report)
+
+
+def _recipe_made(
+    report: Report, recipe: Recipe, asked: Asked, tell: Callable[[str], None], kept: Sequence[Path]
+) -> Done:
+    """Of `--fit` and `--pin`: a recipe, whose first lines say what was done to it."""
+    if asked.fit:
+        fitted = None if report.fits else fitting.fit(report, recipe)
+        made = fitting.text(fitted, report, recipe)
+        shown: dict[str, object] = {"edits": [] if fitted is None else fitted.changes, "recipe": made}
+        if fitted is not None:
+            shown |= {"harms": [harm.name.lower() for harm in fitted.harms], **dataclasses.asdict(fitted.found)}
+    else:
+        pinned = pinning.pin(report, recipe)
+        made = pinning.text(pinned, report.job.name)
+        shown = {"pins": pinned.pins, "left": pinned.left, "programs": dict(pinned.fingerprints), "recipe": made}
+    for path in kept:
+        save.write(path, made)
+        tell(f"saved {path}; next: tpshard plan {path}, tpshard train {path}")
+    return Done(json.dumps(shown, indent=1) + "\n" if asked.as_json else made, Exit.DONE)
+
+
+def check(folder: Path, as_json: bool = False) -> Done:
+    """A run held against its plan. Raises `Mistakes` where there is nothing to hold."""
+    found = check_run.check(folder)
+    return Done(json.dumps(found.to_json(), indent=1) + "\n" if as_json else check_run.text(found), Exit.DONE)
 
 
 def _searched(recipe: Recipe, asked: Asked, tell: Callable[[str], None], kept: Sequence[Path]) -> Done:

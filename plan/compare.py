@@ -17,27 +17,17 @@ SKIPPED = 2
 """Logged steps that a run warms up in: they are not compared where there are enough others."""
 
 
-def compare(folder: Path) -> dict[str, Any] | None:
+def compare(folder: Path, plan: Any = None) -> dict[str, Any] | None:
     """{figure: {predicted, measured, error}} of a run's folder; None where it has no plan or logged no step.
 
-    Measured is the median over the last attempt's training rows; a step logged twice counts last.
+    Measured is the median over the last attempt's training rows; a step logged twice counts last. `plan` is read from
+    the folder where it is not given.
     """
     try:
-        plan = save.read(str(folder / "plan.json")).report
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        plan = plan or save.read(str(folder / "plan.json")).report
+        kept = measured_rows(folder)
     except Exception:  # a run without a plan, or one that is being written: there is nothing to compare
         return None
-    rows: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # the last line of a run that was killed
-        if isinstance(row, dict) and row.get("loss") is not None and "step" in row:
-            rows[int(row["step"])] = row
-    last = max((row.get("run") or 0 for row in rows.values()), default=None)
-    kept = [row for _, row in sorted(rows.items()) if (row.get("run") or 0) == last]
-    kept = kept[SKIPPED:] if len(kept) > SKIPPED + 2 else kept[1:] or kept
     if not kept:
         return None
     predicted = {
@@ -55,6 +45,29 @@ def compare(folder: Path) -> dict[str, Any] | None:
             middle = measured[len(measured) // 2]
             found[name] = {"predicted": value, "measured": middle, "error": value / middle - 1 if middle else None}
     return found or None
+
+
+def measured_rows(folder: Path) -> list[dict[str, Any]]:
+    """Rows of the last attempt's training steps, without those that it warmed up in."""
+    rows: dict[int, dict[str, Any]] = {}
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # the last line of a run that was killed
+        if isinstance(row, dict) and row.get("loss") is not None and "step" in row:
+            rows[int(row["step"])] = row
+    last = max((row.get("run") or 0 for row in rows.values()), default=None)
+    kept = [row for _, row in sorted(rows.items()) if (row.get("run") or 0) == last]
+    return kept[SKIPPED:] if len(kept) > SKIPPED + 2 else kept[1:] or kept
+
+
+def spread(folder: Path) -> float:
+    """Of a run's step time: its middle half, as a share of the median."""
+    times = sorted(float(row["step_s"]) for row in measured_rows(folder) if row.get("step_s"))
+    if len(times) < 4:
+        return 0.0
+    return (times[3 * len(times) // 4] - times[len(times) // 4]) / times[len(times) // 2]
 
 
 def record(folder: Path) -> str:

@@ -35,7 +35,7 @@ def report_of(
         warnings=list(dict.fromkeys([*program.warnings, *warnings])),
         reshards=reshards_of(pricing),
         losses=losses_of(pricing, ranks if pricing.pipeline is None else ranks // len(pricing.pipeline.devices)),
-        accuracy=accuracy,
+        accuracy=accuracy if job.what == "train" and pricing.device.kind == "gpu" else "",
         fingerprint=program.fingerprint,
     )
 
@@ -44,7 +44,7 @@ def extra_warnings(job: PlannedJob, device: Device, update: Program) -> list[str
     found = list(update.warnings)
     if job.device_assumed:
         found.append("no `cluster` is named: priced on the shipped two-core CPU, not on this machine")
-    if device.provenance == "roofline":
+    if not device.fitted:
         found.append(f"{device.name} has no fitted constants; `tpshard doctor --measure` fits them on a machine")
     if device.kind == "gpu" and job.devices_per_node > device.host_devices:
         here = f"the recipe says {job.devices_per_node}"

@@ -16,6 +16,9 @@ from tpshard.plan.skew import Skew
 from tpshard.plan.units import SCHEMA
 from tpshard.programs.training import TrainingPrograms
 
+_COUNTS = 0.01
+"""Share of a step's time from which on a kind of work counts among what the time rests on."""
+
 
 @dataclass(frozen=True)
 class PlannedJob:
@@ -96,6 +99,9 @@ class Report:
     """Operations computed on more devices than needed: what lowers the FLOP efficiency."""
     edits: list[Edit] = field(default_factory=list)
     suggestions: list[Edit] = field(default_factory=list)
+    searched: dict[str, int] | None = None
+    """Of a search for suggestions, where it was asked for: how many variants were planned, and what became of them."""
+    search_said: str = ""
     accuracy: str = ""
     fingerprint: str = ""
     programs: list[dict[str, Any]] = field(default_factory=list)
@@ -175,21 +181,43 @@ class Report:
     @property
     def provenance(self) -> dict[str, str]:
         """Figure -> exact, calibrated or roofline."""
-        times = self.pricing.device.provenance
+        times = self._label("time")
         return {
             "params": "exact",
             "memory.parameters": "exact",
             "memory.gradients": "exact",
             "memory.optimizer": "exact",
-            "memory.peak_bytes": "exact" if self.job.compiled == "eager" else "calibrated",
-            "memory.reserved_bytes": "calibrated" if "reserved" in self.pricing.device.fitted else "roofline",
+            "memory.peak_bytes": "exact" if self.job.compiled == "eager" else "roofline",
+            "memory.reserved_bytes": self._label("memory.reserved_bytes"),
             "collectives.count": "exact",
             "collectives.bytes": "exact",
-            "collectives.time_s": times,
+            "collectives.time_s": self._label("collectives.time_s"),
             "flop_efficiency": "exact",
             "time": times,
             "tokens_per_s_per_device": times,
             "mfu": times,
+        }
+
+    def _label(self, figure: str) -> str:
+        """`calibrated` where every constant under a figure was fitted on this device, for this kind of step."""
+        server_on_gpu = self.job.what != "train" and self.pricing.device.kind == "gpu"
+        return "roofline" if self.unfitted[figure] or server_on_gpu else "calibrated"
+
+    @property
+    def unfitted(self) -> dict[str, tuple[str, ...]]:
+        """Figure -> the constants under it that nothing was fitted to on this device, by their names in its file.
+
+        A GPU's constants were fitted on training steps: under a server's none counts as fitted.
+        """
+        times, device = self.pricing, self.pricing.device
+        kinds = {"matmul": "matmul", "attention": "attention", "stream": "streaming"}
+        works = [kinds[kind] for kind, spent in self.work_seconds().items() if spent > _COUNTS * times.step_s]
+        links = [line.wire for line in self.lines if line.wire != "none"]
+        used = sorted(set(links))
+        return {
+            "time": device.unfitted([*works, *used]),
+            "collectives.time_s": device.unfitted(used),
+            "memory.reserved_bytes": device.unfitted(["reserved"]),
         }
 
     # ---- JSON -----------------------------------------------------------------------------------------------------
@@ -285,8 +313,10 @@ class Report:
             "reshards": self.reshards,
             "edits": [asdict(e) for e in self.edits],
             "suggestions": [asdict(e) for e in self.suggestions],
+            **({"searched": self.searched} if self.searched is not None else {}),
             "warnings": self.warnings,
             "provenance": self.provenance,
+            "unfitted": {figure: list(constants) for figure, constants in self.unfitted.items()},
             "accuracy": self.accuracy,
             "fingerprint": self.fingerprint,
             **({"programs": self.programs} if self.programs else {}),

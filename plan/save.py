@@ -10,7 +10,7 @@ import importlib.util
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -96,15 +96,20 @@ def versions(recipe: Recipe) -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in ("tpshard", "torch", *(["transformers"] if recipe.model.transformers else [])):
         found[package] = metadata.version(package)
+    found["the code of tpshard"] = code_of(ROOMS)
+    return found | {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in _files(recipe)}
+
+
+def code_of(rooms: Iterable[str]) -> str:
+    """A hash of all files of some rooms."""
     code = hashlib.sha256()
-    for room in ROOMS:
+    for room in rooms:
         spec = importlib.util.find_spec(f"tpshard.{room}")
         assert spec is not None and spec.submodule_search_locations is not None
         folder = Path(spec.submodule_search_locations[0])
-        for path in sorted(p for kind in ("*.py", "*.yaml") for p in folder.rglob(kind)):
+        for path in sorted(p for kind in ("*.py", "*.yaml", "*.txt") for p in folder.rglob(kind)):
             code.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
-    found["the code of tpshard"] = code.hexdigest()[:16]
-    return found | {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in _files(recipe)}
+    return code.hexdigest()[:16]
 
 
 def _files(recipe: Recipe) -> Iterator[tuple[str, Path]]:

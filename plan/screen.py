@@ -79,6 +79,13 @@ def verdict(report: Report) -> str:
     return f"DOES NOT FIT: {gib(needed)} needed, {gib(has)} on each {device.name}: {gib(needed - has)} too much"
 
 
+def label(report: Report, figure: str) -> str:
+    """`roofline: attention, across not fitted`"""
+    word, missing = report.provenance[figure], report.unfitted.get(figure, ())
+    known = len(missing) and report.pricing.device.fitted
+    return f"{word}: {', '.join(missing)} not fitted" if known else word
+
+
 def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
     """The report as text without colour or markup. `verbose` lifts the limit on lines."""
     job, times = report.job, report.pricing
@@ -257,7 +264,7 @@ def _memory(report: Report) -> list[str]:
 
 
 def _times(report: Report) -> list[str]:
-    t, how = report.pricing, report.provenance["time"]
+    t, how = report.pricing, label(report, "time")
     work = report.work_seconds()
     rows = [
         f"TIME  step {seconds(t.step_s)} [{how}] = computing {seconds(t.compute_s)} + slowed by collectives "
@@ -278,7 +285,10 @@ def _times(report: Report) -> list[str]:
 
 
 def _advice(report: Report) -> list[str]:
-    rows = [f"  try: {_edit(e, report.pricing.step_s)}" for e in report.suggestions[:3]]
+    most = 3 if report.searched is None else 10
+    rows = [f"  try: {_edit(e, report.pricing.step_s)}" for e in report.suggestions[:most]]
+    if report.searched is not None:
+        rows.append(f"  searched: {report.search_said}")
     rows += [f"  warning: {text}" for text in report.warnings[:3]]
     if len(report.warnings) > 3:
         rows.append(f"  ... {len(report.warnings) - 3} more warnings (--verbose)")

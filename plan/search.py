@@ -1,4 +1,4 @@
-"""Variants of a recipe, priced: edits that would fit, suggestions with their gain, the search over meshes.
+"""Variants of a recipe, priced: edits that would fit, and the search over meshes.
 
 Every variant is built whole and priced as its own plan would be; `programs.variants` makes that fast.
 """
@@ -46,7 +46,7 @@ def quick(recipe: Recipe, what: str = "train", variants: Variants | None = None)
     return Quick(needed, pricing.step_s, pricing.exposed_s, needed <= pricing.device.memory_bytes)
 
 
-# ---- edits and suggestions ------------------------------------------------------------------------------------------
+# ---- edits ----------------------------------------------------------------------------------------------------------
 def edits(report: Report, recipe: Recipe, wanted: int = 3, tries: int = 9) -> list[Edit]:
     """The smallest edits that would fit, smallest first; where none does, those that come closest.
 
@@ -83,17 +83,6 @@ def edits(report: Report, recipe: Recipe, wanted: int = 3, tries: int = 9) -> li
 
 def _keys(changes: Sequence[str]) -> frozenset[str]:
     return frozenset(change.partition("=")[0] for change in changes)
-
-
-def suggestions(report: Report, recipe: Recipe, wanted: int = 3, tries: int = 4) -> list[Edit]:
-    """Edits that fit and are at least 2% faster, the fastest first."""
-    variants = Variants()
-    done = []
-    for change in list(_faster(report, recipe))[:tries]:
-        found = _edit(recipe, change, variants)
-        if found is not None and found.fits and found.step_s < 0.98 * report.pricing.step_s:
-            done.append(found)
-    return sorted(done, key=lambda e: (e.step_s, e.change))[:wanted]
 
 
 def _edit(recipe: Recipe, changes: Sequence[str], variants: Variants, what: str = "train") -> Edit | None:
@@ -168,27 +157,6 @@ def _served_smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
             yield [f"model.seq_len={length // times}"]
     if requests > 1:
         yield [f"serve.mesh.tp={max(tp, most)}", "serve.requests=1"]
-
-
-def _faster(report: Report, recipe: Recipe) -> Iterator[list[str]]:
-    """Edits that may be faster, the most promising first."""
-    yield from search_pipelines.faster(report, recipe)
-    job, spare = report.job, report.spare_bytes > 0.15 * report.pricing.device.memory_bytes
-    if recipe.compile == "eager" and report.pricing.device.kind == "gpu":
-        yield ["compile=inductor"]
-    if spare and recipe.remat == "full":
-        yield ["remat=selective"]
-    if spare and recipe.remat != "none":
-        yield ["remat=none"]
-    if spare and job.micro_batches > 1 and job.micro_batches % 2 == 0:
-        yield [f"batch.per_device={job.per_device * 2}"]
-    tp, fsdp = job.mesh.get("tp", 1), job.mesh.get("fsdp", 1)
-    if tp > 1 and tp % 2 == 0 and {"dp", "fsdp", "tp"} >= set(job.mesh):
-        yield [f"mesh.tp={tp // 2}", f"mesh.fsdp={fsdp * 2}"]
-    if report.pricing.exposed_s > 0.1 * report.pricing.step_s and recipe.fsdp.prefetch < 2:
-        yield ["fsdp.prefetch=2"]
-    if fsdp > job.devices_per_node and fsdp % job.devices_per_node == 0 and job.mesh.get("dp", 1) == 1 and spare:
-        yield [f"mesh.dp={fsdp // job.devices_per_node}", f"mesh.fsdp={job.devices_per_node}"]
 
 
 # ---- search ---------------------------------------------------------------------------------------------------------

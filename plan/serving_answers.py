@@ -116,7 +116,8 @@ class ServeAnswers:
     def provenance(self) -> str:
         """Of its times: a GPU's constants were fitted on training runs, which say nothing of a server's."""
         device = self.server.prices.device
-        return device.provenance if device.kind == "cpu" else "roofline"
+        rests_on = ("matmul", "attention", "streaming", "inside")
+        return "roofline" if device.kind == "gpu" or device.unfitted(rests_on) else "calibrated"
 
     def to_json(self) -> dict[str, Any]:
         server, device = self.server, self.server.prices.device

@@ -559,6 +559,12 @@ class Recipe(Section):
 
         return to_yaml(self, resolved)
 
+    def pinned(self, pins: Mapping[str, Sequence[Sequence[str]]]) -> str:
+        """As `to_yaml`, with these pins beside those that are there."""
+        from tpshard.recipes.write import to_yaml
+
+        return to_yaml(self, pins=pins)
+
     def mesh_on(self, devices: int) -> dict[str, int]:
         """The mesh with -1 replaced by what is left of `devices`. Raises `Mistakes` (exit 5) when they do not fit."""
         return mesh_on(self.mesh, devices, self.where("mesh"))

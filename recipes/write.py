@@ -16,11 +16,14 @@ MASK = "***"
 _SECRET = re.compile("key|apikey|token|secret|password|passwd|passphrase|pwd|credentials?|auth|bearer")
 
 
-def to_yaml(recipe: Section, resolved: bool = False) -> str:
+def to_yaml(recipe: Section, resolved: bool = False, pins: Mapping[str, Any] | None = None) -> str:
     """The text of a file that loads to an equal recipe, but for secrets. With `resolved`, interpolations that can be
-    completed here are."""
+    completed here are. `pins` are added to those of `sharding.pin`."""
     form: dict[str, Any] = {"sort_keys": False, "width": 110, "default_flow_style": None, "allow_unicode": True}
-    return str(yaml.dump(as_data(recipe, resolved=resolved), Dumper=_Dumper, **form))
+    data = as_data(recipe, resolved=resolved)
+    if pins is not None:
+        data["sharding"]["pin"] |= as_data(pins)
+    return str(yaml.dump(data, Dumper=_Dumper, **form))
 
 
 def as_data(value: Any, name: str = "", resolved: bool = False) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -112,6 +114,19 @@ class Pool:
     def close(self) -> None:
         for rank in list(self._workers):
             self._drop(rank, kill=True)
+
+
+_PLANS = tempfile.mkdtemp(prefix="tpshard-plans-")
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def no_plans_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test has a cache of plans of its own."""
+    folder = Path(_PLANS) / str(next(_NUMBERS))
+    monkeypatch.setenv("TPSHARD_CACHE", str(folder))
+    yield
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

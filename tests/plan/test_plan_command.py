@@ -8,7 +8,7 @@ import json
 import pytest
 from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
-from tpshard.plan import command, compare, make, save, search
+from tpshard.plan import command, compare, make, save, suggest
 from tpshard.programs import saved_step
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
@@ -114,7 +114,7 @@ def test_files_that_cannot_be_written_are_found_before_planning(small, capsys, m
 
 def test_without_dry_run_the_plan_is_saved_in_the_runs_folder(small, report, monkeypatch):
     monkeypatch.setattr(make, "report", lambda *_: report)
-    monkeypatch.setattr(search, "suggestions", lambda *_: [])
+    monkeypatch.setattr(suggest, "promising", lambda *_: [])
     done = command.run(loads(RECIPE), command.Asked(source="small.yaml"))
     assert done.exit == Exit.DONE
     folder = small.parent / "runs" / "small"

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import subprocess
+from dataclasses import replace
 
 import pytest
 from small_recipe import RECIPE
@@ -79,6 +80,23 @@ def test_json_has_the_names_that_others_rely_on(report):
     assert wq["sharding"] == ["tp", None] and wq["annotated"]
     for figure in ("memory.parameters", "collectives.bytes", "params"):
         assert data["provenance"][figure] == "exact"
+
+
+def test_calibrated_is_what_rests_on_nothing_that_was_not_fitted(report):
+    def labels(**changes):
+        device = replace(report.pricing.device, **changes)
+        return replace(report, pricing=replace(report.pricing, device=device))
+
+    every = dict.fromkeys(("matmul", "attention", "streaming", "inside", "reserved"), "measured")
+    fitted = labels(fitted=every)
+    figures = ("time", "collectives.time_s", "memory.reserved_bytes")
+    assert [fitted.provenance[figure] for figure in figures] == ["calibrated"] * 3
+    without_link = labels(fitted={k: v for k, v in every.items() if k != "inside"})
+    assert [without_link.provenance[figure] for figure in figures] == ["roofline", "roofline", "calibrated"]
+    assert without_link.to_json()["unfitted"]["time"] == ["inside"]
+    assert "[roofline: inside not fitted]" in screen.screen(without_link)
+    served = replace(labels(fitted=every, kind="gpu"), job=replace(report.job, what="decode"))
+    assert served.provenance["time"] == "roofline", "a GPU's constants come from training steps"
 
 
 def test_plan_twice_gives_the_same_bytes_and_touches_nothing(small, monkeypatch, capsys):

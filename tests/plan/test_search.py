@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
-from tpshard.plan import command, make, search
+from tpshard.plan import command, make, search, suggest
 from tpshard.plan.report import Edit
 from tpshard.programs import cluster
 from tpshard.recipes.diagnostic import Exit
@@ -111,7 +111,7 @@ def test_a_search_of_a_pipeline_tries_stages_and_schedules_and_none(monkeypatch)
 def test_machines_are_told_the_suggestions_that_people_are(small, report, monkeypatch):
     faster = Edit("remat: none", 2**20, report.pricing.step_s / 2, True)
     monkeypatch.setattr(make, "report", lambda *_: report)
-    monkeypatch.setattr(search, "suggestions", lambda *_: [faster])
+    monkeypatch.setattr(suggest, "promising", lambda *_: [faster])
     shown = command.run(loads(RECIPE), command.Asked(dry_run=True)).text
     found = json.loads(command.run(loads(RECIPE), command.Asked(dry_run=True, as_json=True)).text)
     assert "try: remat: none" in shown

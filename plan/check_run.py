@@ -1,0 +1,184 @@
+"""`plan --check RUN`: a run's folder against its plan, figure by figure, and which constants to distrust.
+
+What is counted (collectives, bytes) is exact: there a difference means that another program ran. Memory is exact where
+no compiler allocates. Times rest on the constants of the device file: where they are off by more than the run's own
+spread, the constants that they rest on are named with their shares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tpshard.devices.read import device as device_named
+from tpshard.parallelism.cost import Device
+from tpshard.plan import compare, make, save
+from tpshard.plan.units import count, gib, seconds
+from tpshard.recipes import load as recipes
+from tpshard.recipes.diagnostic import Mistakes
+from tpshard.recipes.schema import Recipe
+
+EXACT = 1e-6
+"""Relative error up to which what is counted is as planned."""
+MEMORY = 0.02
+TIME = 0.1
+"""Relative errors up to which memory and times are."""
+SHARE = 0.15
+"""Of the computing time from which on a kind of work is named."""
+CONSTANTS = {
+    "matmul": ("matmul", "constants.matmul of rates"), "attention": ("attention", "constants.attention"),
+    "stream": ("streaming", "constants.streaming of memory_bandwidth"),
+}  # fmt: skip
+"""Kind of work -> (the share in `Device.efficiency`, what the device file calls it)."""
+
+
+@dataclass(frozen=True)
+class RunFigure:
+    """A figure of the plan against the run's."""
+
+    figure: str
+    planned: float
+    measured: float
+    error: float | None
+    """planned / measured - 1."""
+    verdict: str
+
+
+@dataclass
+class RunFinding:
+    """What a run says of its plan."""
+
+    run: str
+    device: str
+    rows: list[RunFigure]
+    distrust: list[str] = field(default_factory=list)
+    """Constants of the device file, the likeliest first, with what they were and what would explain the run."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check(folder: Path) -> RunFinding:
+    """Of a run with a plan of its own, or else with that of its recipe. Raises `Mistakes` (exit 3) where it logged no
+    step, or there is neither plan nor recipe."""
+    plan = _plan(folder)
+    found = compare.compare(folder, plan)
+    if found is None:
+        raise Mistakes.one(
+            f"{folder} has no steps to hold against a plan", why="metrics.jsonl has no row with a loss",
+            fix="the folder of a run, as `tpshard train` leaves it",
+        )  # fmt: skip
+    spread = compare.spread(folder)
+    rows = [_held(name, row, plan, spread) for name, row in found.items()]
+    made = RunFinding(str(folder), plan["device"]["name"], rows)
+    own = None
+    with contextlib.suppress(Mistakes):
+        own = _device(folder)
+    made.distrust = _distrusted({row.figure: row for row in rows}, plan, own, spread)
+    return made
+
+
+def _plan(folder: Path) -> Any:
+    if (folder / "plan.json").is_file():
+        return save.read(str(folder / "plan.json")).report
+    return json.loads(json.dumps(make.report(_recipe(folder), str(folder)).to_json()))
+
+
+def _recipe(folder: Path) -> Recipe:
+    return recipes.load(folder)
+
+
+def _device(folder: Path) -> Device:
+    cluster = _recipe(folder).cluster
+    return device_named(cluster.device if cluster is not None else compare.SHIPPED_CPU)
+
+
+def _held(name: str, row: dict[str, Any], plan: Any, spread: float) -> RunFigure:
+    error = row["error"]
+    size = abs(error) if error is not None else float(row["predicted"] != row["measured"])
+    if name in ("collectives", "sent_bytes"):
+        verdict = "exact" if size <= EXACT else "wrong: another program ran than was planned"
+    elif name == "peak_memory_bytes":
+        verdict = "as planned" if size <= MEMORY else "off"
+    elif size <= TIME:
+        verdict = "as planned"
+    else:
+        verdict = "within the run's own spread" if name != "exposed_comm_s" and size <= spread else "off"
+    return RunFigure(name, row["predicted"], row["measured"], error, verdict)
+
+
+def _distrusted(rows: dict[str, RunFigure], plan: Any, device: Device | None, spread: float) -> list[str]:
+    """Constants that the figures which are off rest on."""
+    step, exposed, peak = (rows.get(name) for name in ("step_s", "exposed_comm_s", "peak_memory_bytes"))
+    found: list[str] = []
+    if step is not None and exposed is not None:
+        found += _computing(step.measured - exposed.measured, plan, device, spread)
+    elif step is not None and step.verdict == "off":  # what is exposed is not seen: all of the step is in question
+        found += _computing(step.measured - plan["time"]["exposed_comm_s"], plan, device, spread)
+    if exposed is not None and exposed.verdict == "off" and step is not None:
+        off = abs(exposed.planned - exposed.measured) / step.measured
+        if off > TIME / 2:
+            found += _links(exposed, plan)
+    if peak is not None and peak.verdict == "off":
+        found.append("memory: no constant; what a compiler or allocator does, or another program than was planned")
+    return found
+
+
+def _computing(measured: float, plan: Any, device: Device | None, spread: float) -> list[str]:
+    planned = plan["time"]["step_s"] - plan["time"]["exposed_comm_s"]
+    if measured <= 0 or abs(planned / measured - 1) <= max(TIME, spread):
+        return []
+    work = plan["time"]["by_work"]
+    host = max(0.0, planned - sum(work.values()))
+    shares = {**work, "host": host}
+    ratio = measured / planned
+    lines = []
+    for kind, spent in sorted(shares.items(), key=lambda item: -item[1]):
+        if spent < SHARE * planned:
+            continue
+        name, words = CONSTANTS.get(kind, ("", "constants.step, and of a CPU the memory it maps anew"))
+        said = f"{words}: {100 * spent / planned:.0f}% of the computing time, which took {ratio:.2f} times the plan"
+        alone = 1 + (measured - planned) / spent  # if the others are right
+        was = getattr(device.efficiency, name) if device is not None and name else 1.0
+        if name and was < alone:  # no more than all of the rate
+            said += f"; {was:.3g} would be {was / alone:.3g} if it alone is wrong"
+        lines.append(said)
+    return lines
+
+
+def _links(exposed: RunFigure, plan: Any) -> list[str]:
+    times: dict[str, float] = {}
+    for line in plan["collectives"]:
+        times[line["link"]] = times.get(line["link"], 0.0) + line["time_s"]
+    whole = sum(times.values())
+    return [
+        f"{link}: bandwidth, efficiency and latency of the link; {100 * spent / whole:.0f}% of the collectives' time; "
+        f"{seconds(exposed.measured)} was waited for, planned {seconds(exposed.planned)}"
+        for link, spent in sorted(times.items(), key=lambda item: -item[1])
+        if link != "none" and spent >= SHARE * whole
+    ]
+
+
+FORMS = {"step_s": seconds, "exposed_comm_s": seconds, "peak_memory_bytes": gib, "sent_bytes": gib}
+
+
+def text(found: RunFinding) -> str:
+    """The same for people."""
+    lines = [
+        f"{found.run} against its plan for {found.device}",
+        f"  {'':<20}{'planned':>12}{'measured':>12}{'error':>8}",
+    ]
+    for row in found.rows:
+        form = FORMS.get(row.figure, count)
+        error = "" if row.error is None else f"{100 * row.error:+.1f}%"
+        lines.append(f"  {row.figure:<20}{form(row.planned):>12}{form(row.measured):>12}{error:>8}  {row.verdict}")
+    if not found.distrust:
+        return "\n".join([*lines, "no constant of the device is to be distrusted"]) + "\n"
+    lines.append("to distrust, the likeliest first (`tpshard doctor --measure` fits them on this machine)")
+    return "\n".join([*lines, *(f"  {line}" for line in found.distrust)]) + "\n"
+
+
+__all__ = ["RunFigure", "RunFinding", "check", "text"]

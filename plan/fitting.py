@@ -1,0 +1,200 @@
+"""`plan --fit`: the smallest edits with which a recipe fits its devices, as a recipe.
+
+No edit changes what a run computes: neither the model, nor the sequences of a step, nor a dtype. Edits are taken in the
+order of `Harm`, all that are before the next is touched; then whatever is not needed is taken back, the most harmful
+first. So no edit of the result can be left out or be milder.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tpshard.plan.report import Report
+from tpshard.plan.search import Quick, edits, quick, variant
+from tpshard.plan.units import gib, seconds
+from tpshard.programs.variants import Variants
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.schema import Recipe
+
+Settings = Mapping[str, object]
+"""Key of the recipe -> value. Of the mesh only `mesh.dp` and `mesh.tp`: fsdp gets the rest of the devices."""
+
+
+class Harm(enum.IntEnum):
+    """What an edit costs, the least first."""
+
+    WHEN = 0
+    SLOWER = 1
+    BATCH = 2
+
+    @property
+    def words(self) -> str:
+        return (
+            "the same operations; when and how much is gathered changes",
+            "slower: more is computed, or sent",
+            "slower: fewer sequences at once; a step takes as many",
+        )[self]
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One thing that can be turned down, from its mildest setting to its strongest."""
+
+    harm: Harm
+    levels: tuple[Settings, ...]
+
+
+@dataclass
+class Fitted:
+    """The smallest edits found, and what the recipe needs with them."""
+
+    changes: list[str]
+    harms: list[Harm]
+    """Of each change."""
+    found: Quick
+    recipe: str
+    """As YAML."""
+
+
+def fit(report: Report, recipe: Recipe) -> Fitted:
+    """For a training recipe whose plan does not fit. Raises `Mistakes` (exit 4) where no edits of these kinds do."""
+    turned = _Turned(report, recipe)
+    found = turned.smallest()
+    if found is None:
+        closest = min(turned.tried.values(), key=lambda q: q.needed_bytes, default=None)
+        least = f"with all of them it needs {gib(closest.needed_bytes)}" if closest is not None else "none is possible"
+        others = [edit.change for edit in edits(report, recipe) if edit.fits]
+        raise Mistakes.one(
+            f"no edit that keeps what `{report.job.name}` computes makes it fit", exit=Exit.FIT,
+            why=f"{least}, and a device has {gib(report.pricing.device.memory_bytes)}",
+            fix="; or ".join(others) if others else "more devices, a larger one, or a smaller model",
+        )  # fmt: skip
+    levels, quick_found = found
+    changed = [turned.changes({i: levels[i]}) for i in levels]
+    every = turned.changes(levels)
+    harms = [max(turned.knobs[i].harm for i, own in zip(levels, changed) if one in own) for one in every]
+    return Fitted(every, harms, quick_found, variant(recipe, every).to_yaml())
+
+
+@dataclass
+class _Turned:
+    """Knobs, and what was found for their settings."""
+
+    report: Report
+    recipe: Recipe
+    tried: dict[tuple[str, ...], Quick] = field(default_factory=dict)
+    variants: Variants = field(default_factory=Variants)
+
+    def __post_init__(self) -> None:
+        self.knobs = sorted(knobs(self.report, self.recipe), key=lambda knob: knob.harm)
+
+    def smallest(self) -> tuple[dict[int, int], Quick] | None:
+        """Knob -> its level, and what that needs; None where nothing fits."""
+        levels: dict[int, int] = {}
+        for harm in Harm:
+            for i, knob in enumerate(self.knobs):
+                if knob.harm == harm:
+                    self._turn(levels, i, len(knob.levels) - 1)
+            if self.fits(levels):
+                break
+        else:
+            return None
+        for i in sorted(levels, reverse=True):  # as the knobs are sorted: by harm, then by how much they turn over
+            strongest = levels.pop(i)
+            if self.fits(levels):
+                continue
+            levels[i] = next((n for n in range(strongest) if self.fits(levels | {i: n})), strongest)
+        ordered = dict(sorted(levels.items()))
+        return ordered, self.tried[tuple(self.changes(ordered))]
+
+    def _turn(self, levels: dict[int, int], i: int, level: int) -> None:
+        """To its strongest level that goes together with the others."""
+        for n in range(level, -1, -1):
+            if self.quick(levels | {i: n}) is not None:
+                levels[i] = n
+                return
+
+    def fits(self, levels: Mapping[int, int]) -> bool:
+        found = self.quick(levels)
+        return found is not None and found.fits
+
+    def quick(self, levels: Mapping[int, int]) -> Quick | None:
+        """None where they do not go together."""
+        changes = tuple(self.changes(dict(sorted(levels.items()))))
+        if changes not in self.tried:
+            try:
+                self.tried[changes] = quick(variant(self.recipe, changes), "train", self.variants)
+            except Mistakes:
+                return None
+        return self.tried[changes]
+
+    def changes(self, levels: Mapping[int, int]) -> list[str]:
+        settings: dict[str, object] = {}
+        for i, level in levels.items():
+            settings |= self.knobs[i].levels[level]
+        sizes = dict(self.report.job.mesh)
+        mesh = {axis: settings.get(f"mesh.{axis}", sizes.get(axis, 1)) for axis in ("dp", "tp")}
+        if any(key.startswith("mesh.") for key in settings):
+            ranks = sizes.get("dp", 1) * sizes.get("fsdp", 1) * sizes.get("tp", 1)
+            settings["mesh.fsdp"] = ranks // (int(str(mesh["dp"])) * int(str(mesh["tp"])))
+        return [f"{key}={_yaml(value)}" for key, value in settings.items()]
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def knobs(report: Report, recipe: Recipe) -> Iterator[Knob]:
+    """What of a recipe can be turned down."""
+    fsdp, job = recipe.fsdp, report.job
+    if recipe.compile == "eager" and report.pricing.device.kind == "gpu":
+        yield Knob(Harm.WHEN, ({"compile": "blocks"}, {"compile": "inductor"}))
+    if fsdp.reshard_after_forward is not True:
+        yield Knob(Harm.WHEN, ({"fsdp.reshard_after_forward": True},))
+    if fsdp.accumulate.gather == "step":
+        yield Knob(Harm.WHEN, ({"fsdp.accumulate.gather": "microbatch"},))
+    if fsdp.accumulate.reduce == "last":
+        yield Knob(Harm.WHEN, ({"fsdp.accumulate.reduce": "each"},))
+    if fsdp.prefetch > 0:
+        yield Knob(Harm.WHEN, tuple({"fsdp.prefetch": n} for n in (1, 0) if n < fsdp.prefetch))
+    if fsdp.bucket != "none":
+        yield Knob(Harm.WHEN, tuple({"fsdp.bucket": how} for how in ("wrap", "none") if how != fsdp.bucket))
+    dp, tp = job.mesh.get("dp", 1), job.mesh.get("tp", 1)
+    if dp > 1 and "fsdp" in job.mesh:
+        yield Knob(Harm.WHEN, tuple({"mesh.dp": n} for n in _divisors(dp)))
+    kinds = ("none", "selective", "full")
+    milder = kinds.index(recipe.remat) if recipe.remat in kinds else 1
+    if kinds[milder + 1 :]:
+        yield Knob(Harm.SLOWER, tuple({"remat": kind} for kind in kinds[milder + 1 :]))
+    wider = [tp * n for n in (2, 4, 8) if tp * n <= job.devices_per_node and job.mesh.get("fsdp", 1) % n == 0]
+    if wider and recipe.cluster is not None:
+        yield Knob(Harm.SLOWER, tuple({"mesh.tp": n} for n in wider))
+    if job.per_device > 1:
+        yield Knob(Harm.BATCH, tuple({"batch.per_device": n} for n in _divisors(job.per_device)))
+
+
+def _divisors(n: int) -> list[int]:
+    """Smaller than `n`, the largest first."""
+    return [d for d in range(n - 1, 0, -1) if n % d == 0]
+
+
+def text(found: Fitted | None, report: Report, recipe: Recipe) -> str:
+    """A recipe whose first lines say what was changed; without edits the recipe as it is."""
+    device = report.pricing.device
+    has = f"{gib(device.memory_bytes)} of each {device.name}"
+    if found is None:
+        head = [f"`{report.job.name}` fits as it is: {gib(report.pricing.needed_bytes)} of the {has}"]
+        return _commented(head, recipe.to_yaml())
+    head = [
+        f"`{report.job.name}`, made to fit: {gib(found.found.needed_bytes)} of the {has}, as given "
+        f"{gib(report.pricing.needed_bytes)}",
+        *(f"  {change.replace('=', ': ', 1)}   ({harm.words})" for change, harm in zip(found.changes, found.harms)),
+        f"step {seconds(found.found.step_s)}, as given {seconds(report.pricing.step_s)} if it fitted",
+    ]
+    return _commented(head, found.recipe)
+
+
+def _commented(head: Sequence[str], recipe: str) -> str:
+    return "".join(f"# {line}\n" for line in head) + recipe

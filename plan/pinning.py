@@ -1,0 +1,99 @@
+"""`plan --pin`: a recipe that says of its tensors what was inferred, so that later code cannot change it unseen.
+
+Pinned are parameters, as they are used, and every activation that the model names. How a parameter lies at rest follows
+from `fsdp.axis` and is not pinned. The pinned recipe's programs are made and compared: they are the same, or it is
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tpshard.plan import make, save
+from tpshard.plan.report import Report, Tensor
+from tpshard.plan.rows import pattern
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.load import loads
+from tpshard.recipes.schema import Recipe
+
+Pins = dict[str, tuple[tuple[str, ...], ...]]
+"""Name or pattern -> mesh axes of each dim, as `sharding.pin` of a recipe has them."""
+
+
+@dataclass(frozen=True)
+class Pinned:
+    recipe: str
+    """As YAML."""
+    pins: Pins
+    left: tuple[str, ...]
+    """What could not be pinned."""
+    fingerprints: Mapping[str, str]
+    """Part of the step -> fingerprint of its program, of the recipe and of the pinned one alike."""
+
+
+def pin(report: Report, recipe: Recipe) -> Pinned:
+    """For a training recipe whose plan is made. Raises `Mistakes` (exit 4) where its shardings cannot be pinned."""
+    parameters = [tensor for tensor in report.tensors if tensor.kind == "parameter"]
+    every = [*parameters, *(tensor for tensor in report.tensors if tensor.kind == "activation")]
+    program, expected = report.pricing.parts[0].part.program, save.fingerprints(report)
+    for chosen in (every, parameters):
+        pins, left = pins_of([tensor for tensor in chosen if _alike(tensor, program.records)])
+        written = recipe.pinned(pins)
+        try:
+            made = save.fingerprints(make.report(loads(written, file=recipe.name), recipe.name))
+        except Mistakes:
+            continue
+        if made == expected:
+            kept = {tensor.name for tensor in chosen if _alike(tensor, program.records)}
+            names = dict.fromkeys(pattern(tensor.name) for tensor in every if tensor.name not in kept)
+            return Pinned(written, pins, (*left, *names), expected)
+    raise Mistakes.one(
+        f"the shardings of `{report.job.name}` cannot be pinned", exit=Exit.FIT,
+        why="with them the recipe makes another program",
+        fix="save the plan and train with --plan: it refuses another program",
+    )  # fmt: skip
+
+
+def pins_of(tensors: list[Tensor]) -> tuple[Pins, tuple[str, ...]]:
+    """A pin for each kind of tensor, and the names of those that lie on a part of an axis, which no recipe can say."""
+    groups: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(pattern(tensor.name), []).append(tensor)
+    pins: Pins = {}
+    left: list[str] = []
+    for name, members in groups.items():
+        alike = {tensor.sharding for tensor in members}
+        for own, sharding in [(name, alike.pop())] if len(alike) == 1 else [(t.name, t.sharding) for t in members]:
+            dims = [_axes(dim) for dim in sharding]
+            if None in dims:
+                left.append(own)
+            else:
+                pins[own] = tuple(dim for dim in dims if dim is not None)
+    return pins, tuple(left)
+
+
+def _axes(dim: Any) -> tuple[str, ...] | None:
+    """The axes of a dim in the public form; None for a part of an axis."""
+    if dim is None:
+        return ()
+    if isinstance(dim, str):
+        return (dim,)
+    return tuple(dim) if all(isinstance(axis, str) for axis in dim) else None
+
+
+def _alike(tensor: Tensor, records: Mapping[str, Any]) -> bool:
+    """Whether all that a pin of this name would mean lies alike: of an activation also its gradient. A parameter's
+    gradient is made as the parameter is used."""
+    named = [record for record in records.values() if record.label == tensor.name]
+    return tensor.kind == "parameter" or len({(len(record.shape), record.layout.dims) for record in named}) <= 1
+
+
+def text(found: Pinned, name: str) -> str:
+    """The pinned recipe; its first lines say which program it is, and what is not pinned."""
+    head = [f"`{name}` with its shardings pinned"]
+    head += [f"program of the {part}: {fingerprint}" for part, fingerprint in found.fingerprints.items()]
+    if found.left:
+        head.append(f"not pinned: {', '.join(found.left)}")
+    return "".join(f"# {line}\n" for line in head) + found.recipe

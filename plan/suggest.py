@@ -1,0 +1,262 @@
+"""What would make a recipe faster: a search over what it leaves free, every variant planned whole.
+
+Free is what changes neither the model, nor the sequences of a step, nor a dtype. First every change is tried alone;
+then the fastest is combined with the others that helped, as long as that gains. What a device could not even store is
+not planned.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from tpshard.plan import search_pipelines
+from tpshard.plan.report import Edit, Report
+from tpshard.plan.search import Quick, quick, variant
+from tpshard.plan.units import seconds
+from tpshard.programs.variants import Variants
+from tpshard.recipes.diagnostic import Mistakes
+from tpshard.recipes.schema import Recipe
+
+GAIN = 0.98
+"""Share of the step time from which on a change helps."""
+MOST = 60
+"""Variants that are planned."""
+LARGE = 20_000
+"""Operations of a program from which on a plan tries one change by itself, not two: each takes half as long as it."""
+
+Change = tuple[tuple[str, str], ...]
+"""Keys of the recipe and their new values; a key that two changes share says that they do not go together."""
+
+
+@dataclass
+class Suggested:
+    """The search's outcome."""
+
+    edits: list[Edit] = field(default_factory=list)
+    """At least 2% faster, the fastest first."""
+    planned: int = 0
+    unfit: int = 0
+    """Of those that were planned: that need more memory than there is."""
+    unstorable: int = 0
+    """Not planned: their weights, gradients and moments alone need more."""
+    refused: int = 0
+    """That do not go together (divisibility)."""
+
+    @property
+    def words(self) -> str:
+        found = f"{len(self.edits)} faster by 2% or more" if self.edits else "nothing helps: none is 2% faster"
+        return (
+            f"{self.planned} variants planned whole, {self.unfit} do not fit, {self.unstorable} cannot even be stored, "
+            f"{self.refused} do not divide; {found}"
+        )
+
+    def to_json(self) -> dict[str, int]:
+        return {"planned": self.planned, "unfit": self.unfit, "unstorable": self.unstorable, "refused": self.refused}
+
+
+def suggest(report: Report, recipe: Recipe, tell: Callable[[str], None] | None = None) -> Suggested:
+    """For a training recipe that fits."""
+    return _Search(report, recipe, tell or (lambda _: None)).run()
+
+
+def promising(report: Report, recipe: Recipe, wanted: int = 3) -> list[Edit]:
+    """Suggestions of a plan that nobody asked to search: a few changes that its figures speak for, tried alone."""
+    search, found = _Search(report, recipe, lambda _: None), []
+    tries = 2 if len(report.pricing.parts[0].part.program.nodes) < LARGE else 1
+    for change in search.likely()[:tries]:
+        made = search.edit(change)
+        if made is not None and made.fits and made.step_s < GAIN * report.pricing.step_s:
+            found.append(made)
+    return sorted(found, key=lambda edit: (edit.step_s, edit.change))[:wanted]
+
+
+class _Search:
+    def __init__(self, report: Report, recipe: Recipe, tell: Callable[[str], None]):
+        self.report, self.recipe, self.tell = report, recipe, tell
+        self.base = report.pricing.step_s
+        self.variants = Variants()
+        self.tried: dict[frozenset[tuple[str, str]], Quick | None] = {}
+        self.made = Suggested()
+
+    def run(self) -> Suggested:
+        alone = {change: found for change in self.free() if (found := self.quick(change)) is not None}
+        useful = sorted((c for c, q in alone.items() if q.fits and q.step_s < self.base), key=lambda c: alone[c].step_s)
+        best: Change = ()
+        limit = self.base
+        for change in useful:
+            merged = together(best, change)
+            if merged is None:
+                continue
+            found = self.quick(merged)
+            if found is not None and found.fits and found.step_s < 0.995 * limit:
+                best, limit = merged, found.step_s
+        for change, found in alone.items():  # what needs room, or was no gain by itself, may be one now
+            merged = together(best, change)
+            if merged is None or change in useful or found.step_s > 1.05 * self.base:
+                continue
+            more = self.quick(merged)
+            if more is not None and more.fits and more.step_s < 0.995 * limit:
+                best, limit = merged, more.step_s
+        gains = {
+            change: q for change, q in self.tried.items() if q is not None and q.fits and q.step_s < GAIN * self.base
+        }
+        needed = {  # nothing in it could be left out
+            change: q for change, q in gains.items()
+            if not any(less < change and other.step_s <= q.step_s for less, other in gains.items())
+        }  # fmt: skip
+        edits = [_edit(sorted(change, key=_order), found) for change, found in needed.items()]
+        self.made.edits = sorted(edits, key=lambda edit: (edit.step_s, edit.change))
+        return self.made
+
+    def edit(self, change: Change) -> Edit | None:
+        found = self.quick(change)
+        return None if found is None else _edit(change, found)
+
+    def quick(self, change: Change) -> Quick | None:
+        """None where it does not go together, or was not planned."""
+        key = frozenset(change)
+        if key not in self.tried and self.made.planned < MOST:
+            self.tried[key] = self._planned(change)
+        return self.tried.get(key)
+
+    def _planned(self, change: Change) -> Quick | None:
+        try:
+            found = quick(variant(self.recipe, [f"{key}={value}" for key, value in change]), "train", self.variants)
+        except Mistakes:
+            self.made.refused += 1
+            return None
+        self.made.planned += 1
+        self.made.unfit += not found.fits
+        self.tell(f"{_words(change)}: {seconds(found.step_s)}{'' if found.fits else ', does not fit'}")
+        return found
+
+    # ---- what is free ------------------------------------------------------------------------------------------------
+    def free(self) -> list[Change]:
+        """Every change alone: first those that leave the partitioned program as it is, the cheapest to plan."""
+        return [*self._scheduled(), *self._pipelines(), *self._micro_batches(), *self._sequence(), *self._meshes()]
+
+    def likely(self) -> list[Change]:
+        """Changes that the report's figures speak for, the most promising first."""
+        report, recipe = self.report, self.recipe
+        spare = report.spare_bytes > 0.15 * report.pricing.device.memory_bytes
+        found = list(self._pipelines())
+        if recipe.compile == "eager" and report.pricing.device.kind == "gpu":
+            found.append((("compile", "inductor"),))
+        if report.pricing.exposed_s > 0.1 * self.base:
+            if spare:
+                found += [change for change in self._sequence() if "null" in dict(change).values()]
+            if recipe.fsdp.prefetch < 4:
+                found.append((("fsdp.prefetch", "4"),))
+            if spare and recipe.fsdp.reshard_after_forward is True:
+                found.append((("fsdp.reshard_after_forward", "false"),))
+            crossing = [line for line in report.lines if line.wire == "across" and line.exposed_s > 0]
+            found += list(self._meshes(split_only=True))[-1:] if spare and crossing else []
+        if spare and recipe.remat == "full":
+            found.append((("remat", "selective"),))
+        if spare and recipe.remat != "none":
+            found.append((("remat", "none"),))
+        if spare and report.job.micro_batches % 2 == 0:
+            found.append((("batch.per_device", str(report.job.per_device * 2)),))
+        tp = list(self._tensor_parallel())
+        return found + tp[:1]
+
+    def _pipelines(self) -> Iterator[Change]:
+        for changes in search_pipelines.faster(self.report, self.recipe):
+            yield tuple((key, value) for key, _, value in (change.partition("=") for change in changes))
+
+    def _scheduled(self) -> Iterator[Change]:
+        fsdp, several = self.recipe.fsdp, self.report.job.micro_batches > 1
+        if self.recipe.compile != "inductor" and self.report.pricing.device.kind == "gpu":
+            yield (("compile", "inductor"),)
+        if self.report.job.mesh.get(fsdp.axis, 1) > 1:
+            for whether in ("false", "true"):
+                if str(fsdp.reshard_after_forward).lower() not in (whether, "auto"):
+                    yield (("fsdp.reshard_after_forward", whether),)
+            for units in (0, 2, 4):
+                if units != fsdp.prefetch:
+                    yield (("fsdp.prefetch", str(units)),)
+            for how in ("wrap", "greedy"):
+                if how != fsdp.bucket:
+                    yield (("fsdp.bucket", how),)
+        for kept in ("none", "selective", "{every: 2}", "full"):
+            if kept != self.recipe.remat:
+                yield (("remat", kept),)
+        if several and fsdp.accumulate.gather != "step":
+            yield (("fsdp.accumulate.gather", "step"),)
+        if several and fsdp.accumulate.reduce != "last":
+            yield (("fsdp.accumulate.reduce", "last"),)
+
+    def _micro_batches(self) -> Iterator[Change]:
+        job = self.report.job
+        share = job.per_device * job.micro_batches
+        for size in (job.per_device * 2, job.per_device * 4, job.per_device // 2):
+            if size and share % size == 0:
+                yield (("batch.per_device", str(size)),)
+
+    def _sequence(self) -> Iterator[Change]:
+        """Norms and residuals cut over the sequence between tensor-parallel blocks; or whole, where they are cut."""
+        annotate, rules = self.recipe.sharding.annotate, self.recipe.sharding.rules
+        named = {d for dims in annotate.values() for d in dims if d is not None and d.startswith("seq_")}
+        cut = sorted(d for d in named if rules.get(d))
+        if cut:
+            whole = {name: [None if d in cut else d for d in dims] for name, dims in annotate.items()}
+            yield (*((f"sharding.rules.{d}", "null") for d in cut), ("sharding.annotate", json.dumps(whole)))
+        elif self.report.job.mesh.get("tp", 1) > 1 and self.recipe.model.preset is not None and not named:
+            dims = ["batch", "seq_sp", "embed"]
+            made = json.dumps({"layers.*.residual": dims, "embedded": dims})
+            yield (("sharding.rules.seq_sp", "tp"), ("sharding.annotate", made))
+
+    def _meshes(self, split_only: bool = False) -> Iterator[Change]:
+        """Smaller and larger FSDP groups with as many devices (`split_only`: smaller ones); then tensor parallelism."""
+        sizes = self.report.job.mesh
+        dp, fsdp = sizes.get("dp", 1), sizes.get("fsdp", 1)
+        if "fsdp" not in sizes or self.recipe.pipeline is not None:
+            return
+        ranks = dp * fsdp
+        groups = [2**n for n in range(int(math.log2(ranks)) + 1) if ranks % 2**n == 0 and 2**n != fsdp]
+        for group in sorted(groups, key=lambda group: abs(math.log2(group / fsdp)))[:8]:
+            if split_only and group > fsdp:
+                continue
+            if self._stores(fsdp / group):
+                yield (("mesh.dp", str(ranks // group)), ("mesh.fsdp", str(group)))
+        if not split_only:
+            yield from self._tensor_parallel()
+
+    def _tensor_parallel(self) -> Iterator[Change]:
+        job = self.report.job
+        tp, fsdp = job.mesh.get("tp", 1), job.mesh.get("fsdp", 1)
+        if "fsdp" not in job.mesh or self.recipe.pipeline is not None:
+            return
+        if tp % 2 == 0:
+            yield (("mesh.fsdp", str(fsdp * 2)), ("mesh.tp", str(tp // 2)))
+        if fsdp % 2 == 0 and tp * 2 <= job.devices_per_node:
+            yield (("mesh.fsdp", str(fsdp // 2)), ("mesh.tp", str(tp * 2)))
+
+    def _stores(self, times: float) -> bool:
+        """Whether a device holds `times` what it now does of parameters, gradients and moments."""
+        fits = times * sum(self.report.static_bytes().values()) < self.report.pricing.device.memory_bytes
+        self.made.unstorable += not fits
+        return fits
+
+
+def together(one: Change, other: Change) -> Change | None:
+    """Both changes; None where both are of one key, or of the mesh."""
+    keys = {key.partition(".")[0] if key.startswith("mesh.") else key for key, _ in one}
+    if any((key.partition(".")[0] if key.startswith("mesh.") else key) in keys for key, _ in other):
+        return None
+    return (*one, *other)
+
+
+def _order(setting: tuple[str, str]) -> tuple[bool, str]:
+    return not setting[0].startswith("mesh."), setting[0]
+
+
+def _words(change: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in change)
+
+
+def _edit(change: Iterable[tuple[str, str]], found: Quick) -> Edit:
+    return Edit(_words(change), found.needed_bytes, found.step_s, found.fits)

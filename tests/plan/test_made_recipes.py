@@ -1,0 +1,115 @@
+"""Recipes that a plan writes (`--fit`, `--pin`), and runs held against their plans (`--check`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_recipe import RECIPE
+from tpshard.cli.main import run as tpshard
+from tpshard.plan import check_run, fitting, make, pinning, save
+from tpshard.plan.report import Report
+from tpshard.plan.search import quick, variant
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.load import loads
+
+TIGHT = """
+schema: 1
+name: tight
+kind: cpu
+backend: gloo
+memory: MEMORY GiB
+memory_bandwidth: 20 GB/s
+rates: {fp32: 100 GFLOP/s}
+host:
+  devices: 64
+  cores: 4
+  inside: {bandwidth: 2 GB/s, latency: 60 us, shared: true}
+  across: {bandwidth: 1 GB/s, latency: 100 us, shared: true}
+"""
+CHANGES = [
+    "cluster.device=tight.yaml", "cluster.devices_per_node=3", "mesh.fsdp=3", "mesh.tp=1", "model.vocab=32768",
+    "model.seq_len=128", "batch.per_device=4", "batch.global_sequences=12", "fsdp.reshard_after_forward=false",
+    "remat=none",
+]  # fmt: skip
+
+
+def test_the_edits_that_fit_are_all_needed_and_harm_as_little_as_can_be(small: Path) -> None:
+    def tight(memory: float) -> None:
+        (small.parent / "tight.yaml").write_text(TIGHT.replace("MEMORY", str(memory)))
+
+    tight(4)
+    needs = {
+        words: quick(loads(RECIPE, [*CHANGES, *changes])).needed_bytes * 3 / 2**30
+        for words, changes in {"all": (), "half": ("batch.per_device=2",)}.items()
+    }
+    tight((needs["all"] + needs["half"]) / 2)
+    recipe = loads(RECIPE, CHANGES)
+    found = fitting.fit(make.report(recipe, "small.yaml"), recipe)
+    assert quick(loads(found.recipe)).fits and found.found.fits
+    assert found.harms == sorted(found.harms)
+    kept = [[c for c in found.changes if c != change] for change in found.changes]
+    assert kept and not any(quick(variant(recipe, changes)).fits for changes in kept)
+    tight(0.25)
+    recipe = loads(RECIPE, [*CHANGES, "model.vocab=131072", "model.seq_len=512"])
+    with pytest.raises(Mistakes) as refused:
+        fitting.fit(make.report(recipe, "small.yaml"), recipe)
+    assert refused.value.exit == Exit.FIT
+
+
+def test_pinned_shardings_are_those_inferred_and_no_rule_changes_them(report: Report) -> None:
+    recipe = loads(RECIPE)
+    found = pinning.pin(report, recipe)
+    assert {"layers.*.mlp.up.weight", "layers.*.residual", "tok_embed.weight"} <= found.pins.keys()
+    for changes in ([], ["sharding.rules.mlp=null", "sharding.rules.heads=null", "sharding.rules.vocab=null"]):
+        again = make.report(loads(found.recipe, changes), "")
+        assert save.fingerprints(again) == save.fingerprints(report)
+    assert make.report(loads(RECIPE, ["sharding.rules.mlp=null"]), "").fingerprint != report.fingerprint
+
+
+def test_the_options_print_recipes_that_load(small: Path, capsys: Any) -> None:
+    for option, file in (("--fit", "fits.yaml"), ("--pin", "pinned.yaml")):
+        assert tpshard(["plan", "small.yaml", option]) == Exit.DONE
+        printed = capsys.readouterr().out
+        assert loads(printed).mesh == loads(RECIPE).mesh
+        assert (small.parent / "runs" / "small" / file).read_text() == printed
+    assert tpshard(["plan", "small.yaml", "--fit", "--pin"]) == Exit.USAGE
+
+
+@pytest.fixture
+def folder(report: Report, tmp_path: Path) -> Path:
+    (tmp_path / "plan.json").write_text(save.dumps(report, loads(RECIPE)))
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def ran(folder: Path, **factors: float) -> check_run.RunFinding:
+    """A run that is as planned but for these factors."""
+    plan = save.read(str(folder / "plan.json")).report
+    row = {
+        "step_s": plan["time"]["step_s"], "exposed_comm_s": plan["time"]["exposed_comm_s"],
+        "peak_memory_bytes": plan["memory"]["peak_bytes"],
+        "sent_bytes": sum(line["wire_bytes"] for line in plan["collectives"]),
+        "collectives": sum(line["count"] for line in plan["collectives"]),
+    }  # fmt: skip
+    steps = [{"step": n, "loss": 1.0, "run": 1} | {k: v * factors.get(k, 1) for k, v in row.items()} for n in range(9)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    return check_run.check(folder)
+
+
+def test_a_run_is_held_against_its_plan_figure_by_figure(folder: Path, capsys: Any) -> None:
+    as_planned = ran(folder)
+    assert {row.verdict for row in as_planned.rows} == {"exact", "as planned"} and not as_planned.distrust
+    slower = ran(folder, step_s=2)
+    assert [row.figure for row in slower.rows if row.verdict == "off"] == ["step_s"]
+    assert slower.distrust and all(words.startswith("constants.") for words in slower.distrust)
+    waited = ran(folder, step_s=2, exposed_comm_s=50)
+    assert any(words.startswith("inside: bandwidth") for words in waited.distrust)
+    other = {row.figure: row.verdict for row in ran(folder, sent_bytes=1.5).rows}
+    assert other["sent_bytes"].startswith("wrong") and other["collectives"] == "exact"
+    assert tpshard(["plan", "--check", str(folder), "--json"]) == Exit.DONE
+    assert json.loads(capsys.readouterr().out)["device"] == "cpu"
+    (folder / "metrics.jsonl").unlink()
+    assert tpshard(["plan", "--check", str(folder)]) == Exit.RECIPE

@@ -1,0 +1,89 @@
+"""Plans that were made before: found by all that they depend on, and by nothing less."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_recipe import RECIPE
+from tpshard.cli.main import run as tpshard
+from tpshard.plan import command, outputs, plan_cache, save
+from tpshard.recipes.diagnostic import Exit
+from tpshard.recipes.load import load
+
+DEVICE = """
+schema: 1
+name: box
+kind: cpu
+backend: gloo
+memory: 8 GiB
+memory_bandwidth: 20 GB/s
+rates: {fp32: RATE GFLOP/s}
+host:
+  devices: 64
+  cores: 4
+  inside: {bandwidth: 2 GB/s, latency: 60 us, shared: true}
+  across: {bandwidth: 1 GB/s, latency: 100 us, shared: true}
+"""
+
+
+def test_a_second_plan_says_the_same_without_torch(small: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tpshard(["plan", "small.yaml"]) == Exit.DONE
+    first = capsys.readouterr().out
+    written = {path.name: path.read_bytes() for path in (small.parent / "runs" / "small").iterdir()}
+    assert written.keys() == {"plan.json", "plan.html", "plan.trace.json"}
+    for path in (small.parent / "runs" / "small").iterdir():
+        path.unlink()
+    again = "import sys; from tpshard.cli.main import run; code = run(sys.argv[1:]); assert 'torch' not in sys.modules"
+    made = subprocess.run([sys.executable, "-c", f"{again}; sys.exit(code)", "plan", "small.yaml"],
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert (made.returncode, made.stdout) == (0, first), made.stderr
+    assert {path.name: path.read_bytes() for path in (small.parent / "runs" / "small").iterdir()} == written
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("planned again")
+
+    monkeypatch.setattr(command, "run", refuse)
+    assert tpshard(["plan", "small.yaml", "--dry-run"]) == Exit.DONE
+    assert capsys.readouterr().out == first
+    for anew in (["--no-cache"], ["batch.per_device=1"], ["--json", "--dry-run"]):
+        assert tpshard(["plan", "small.yaml", *anew]) == Exit.BUG
+        assert "planned again" in capsys.readouterr().err
+
+
+def test_an_entry_is_of_all_that_a_plan_depends_on(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(*overrides: str, **asked: Any) -> plan_cache.PlanEntry | None:
+        return outputs.entry(load("small.yaml", overrides), outputs.Asked(**asked))
+
+    box = small.parent / "box.yaml"
+    box.write_text(DEVICE.replace("RATE", "100"))
+    same = {entry(), entry()}
+    on_box = entry("cluster.device=box.yaml")
+    box.write_text(DEVICE.replace("RATE", "200"))
+    others = [on_box, entry("cluster.device=box.yaml"), entry("remat=full"), entry(what="decode")]
+    small.write_text("# a line more\n" + RECIPE)  # reasons name lines
+    others.append(entry())
+    monkeypatch.setattr(save, "code_of", lambda rooms: "other code")
+    others.append(entry())
+    assert len(same) == 1 and len({*same, *others}) == 7 and None not in others
+    assert entry(search=True) is None
+    assert entry("task=package:Class") is None
+
+
+def test_a_broken_or_full_cache_is_no_mistake(small: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = outputs.entry(load("small.yaml"), outputs.Asked())
+    assert kept is not None and kept.read(["screen"]) is None
+    kept.write({"screen": "said"})
+    assert kept.read(["screen"]) == {"screen": "said"} and kept.read(["screen", "exit"]) is None
+    (kept.folder / "screen.gz").write_bytes(b"half")
+    assert kept.read(["screen"]) is None
+    monkeypatch.setattr(plan_cache, "MOST", 2)
+    for name in "abc":
+        plan_cache.PlanEntry(kept.folder.with_name(name)).write({"screen": name})
+    assert len(list(kept.folder.parent.iterdir())) == 2
+    blocked = small.parent / "file"
+    blocked.write_text("")
+    plan_cache.PlanEntry(blocked / "entry").write({"screen": "nowhere"})

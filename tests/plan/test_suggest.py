@@ -1,0 +1,74 @@
+"""What would make a recipe faster: every suggestion is a plan, and that nothing helps is said with what was tried."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from small_recipe import RECIPE
+from tpshard.plan import make, suggest
+from tpshard.plan.report import Report
+from tpshard.plan.search import Quick, variant
+from tpshard.recipes.load import loads
+from tpshard.recipes.schema import Recipe
+
+
+def changes(edit: Any) -> list[str]:
+    return [part.replace(": ", "=", 1) for part in edit.change.split(", ")]
+
+
+def test_suggestions_are_planned_whole_and_the_fastest_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suggest, "MOST", 8)
+    recipe = loads(RECIPE, ["remat=full"])
+    report = make.report(recipe, "")
+    found = suggest.suggest(report, recipe)
+    assert found.planned == 8 and found.edits
+    times = [edit.step_s for edit in found.edits]
+    assert times == sorted(times) and times[-1] < 0.98 * report.pricing.step_s
+    best = make.report(variant(recipe, changes(found.edits[0])), "").pricing
+    assert (best.step_s, best.needed_bytes) == (found.edits[0].step_s, found.edits[0].needed_bytes)
+
+
+def steps(report: Report, gains: Mapping[str, float], unfit: tuple[str, ...] = ()) -> Any:
+    """Prices a variant by what each changed key gains alone."""
+    base, plain = report.pricing.step_s, loads(RECIPE)
+
+    def quick(recipe: Recipe, what: str, variants: object) -> Quick:
+        values = {"remat": recipe.remat, "fsdp.prefetch": recipe.fsdp.prefetch, "tp": recipe.mesh["tp"]}
+        before = {"remat": plain.remat, "fsdp.prefetch": plain.fsdp.prefetch, "tp": plain.mesh["tp"]}
+        moved = [key for key in values if values[key] != before[key]]
+        step = base
+        for key in moved:
+            step *= gains.get(key, 1.0)
+        return Quick(1, step, 0.0, not any(key in unfit for key in moved))
+
+    return quick
+
+
+def test_changes_that_help_are_combined_and_those_that_do_not_fit_left_out(report, monkeypatch) -> None:
+    monkeypatch.setattr(suggest, "quick", steps(report, {"remat": 0.9, "fsdp.prefetch": 0.8, "tp": 0.5}, ("tp",)))
+    found = suggest.suggest(report, loads(RECIPE))
+    assert {change.partition("=")[0] for change in changes(found.edits[0])} == {"remat", "fsdp.prefetch"}
+    assert found.unfit and not any("mesh.tp" in edit.change for edit in found.edits)
+
+
+def test_where_nothing_helps_the_search_says_what_it_tried(report, monkeypatch) -> None:
+    monkeypatch.setattr(suggest, "quick", steps(report, {}))
+    found = suggest.suggest(report, loads(RECIPE))
+    assert found.edits == [] and found.planned > 10
+    assert found.words.startswith(f"{found.planned} variants planned whole") and "nothing helps" in found.words
+
+
+def test_sequence_parallelism_is_put_in_and_taken_out(report) -> None:
+    plain = loads(RECIPE)
+
+    def changed(of: Report, recipe: Recipe) -> Recipe:
+        found = suggest._Search(of, recipe, print).free()
+        (change,) = [c for c in found if c[0][0].startswith("sharding.")]
+        return variant(recipe, [f"{key}={value}" for key, value in change])
+
+    cut = changed(report, plain)
+    with_it = make.report(cut, "")
+    without = make.report(changed(with_it, cut), "")
+    assert without.fingerprint == report.fingerprint != with_it.fingerprint
