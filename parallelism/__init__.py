@@ -6,14 +6,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tpshard.parallelism.annotate import mesh_split
+    from tpshard.parallelism.annotate import mesh_split, sharding_group
+    from tpshard.parallelism.manual_regions import (
+        all_gather,
+        all_to_all,
+        axis_index,
+        axis_size,
+        manual,
+        permute,
+        pmax,
+        psum,
+        reduce_scatter,
+    )
     from tpshard.parallelism.mesh import Mesh
     from tpshard.parallelism.partitioner import partition
     from tpshard.parallelism.program import Program
 
-__all__ = ["Mesh", "Program", "mesh_split", "partition"]
+__all__ = [
+    "Mesh", "Program", "all_gather", "all_to_all", "axis_index", "axis_size", "manual", "mesh_split", "partition",
+    "permute", "pmax", "psum", "reduce_scatter", "sharding_group",
+]  # fmt: skip
 
-_HOMES = {"mesh_split": "annotate", "Mesh": "mesh", "partition": "partitioner", "Program": "program"}
+_HOMES = {"Mesh": "mesh", "Program": "program", "mesh_split": "annotate", "partition": "partitioner",
+          "sharding_group": "annotate"}  # fmt: skip
+_HOMES |= dict.fromkeys(set(__all__) - set(_HOMES), "manual_regions")
 
 
 def __getattr__(name: str) -> Any:

@@ -27,6 +27,11 @@ def is_boundary(op: Op) -> bool:
     return str(op.target) == "tpshard.boundary.default"
 
 
+def is_grouped(op: Op) -> bool:
+    """Whether the result is sharded as all of its group are: `grouped(x, group)`."""
+    return str(op.target) == "tpshard.grouped.default"
+
+
 def is_role(op: Op) -> bool:
     """Whether it is said here what a value is: `role(x, role)`."""
     return str(op.target) == "tpshard.role.default"

@@ -4,6 +4,7 @@ parameters; its role in a step."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define("mesh_split(Tensor(a) x, str[] axes, int[] dims_mapping) -> Tensor(a)")
 _library.define("boundary(Tensor(a) x, str kind, str name) -> Tensor(a)")
 _library.define("role(Tensor(a) x, str role) -> Tensor(a)")
+_library.define("grouped(Tensor(a) x, int group) -> Tensor(a)")
 
 
 def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -55,10 +57,28 @@ def _with_role(x: torch.Tensor, role: str) -> torch.Tensor:
     return _Role.apply(x, role)
 
 
-for _name in ("mesh_split", "boundary", "role"):
+class _Grouped(torch.autograd.Function):
+    """Identity; its gradient is in no group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: int) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tpshard.grouped(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+def _in_group(x: torch.Tensor, group: int) -> torch.Tensor:
+    return _Grouped.apply(x, group)
+
+
+for _name in ("mesh_split", "boundary", "role", "grouped"):
     _library.impl(_name, _same, "CompositeExplicitAutograd")
 _library.impl("mesh_split", _split, "Autograd")
 _library.impl("role", _with_role, "Autograd")
+_library.impl("grouped", _in_group, "Autograd")
 
 
 def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[int]) -> torch.Tensor:
@@ -75,7 +95,33 @@ def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[int]) ->
     used = [i for i in mapping if i >= 0]
     if len(set(used)) != len(used):
         raise ValueError(f"dims_mapping {mapping} uses a mesh axis twice")
-    return torch.ops.tpshard.mesh_split(tensor, names, mapping)
+    if torch._C._functorch.is_batchedtensor(tensor):
+        raise ValueError("mesh_split annotates whole tensors, not those of a manual region, or of vmap")
+    return split_as(tensor, mesh, mapping)
+
+
+_groups = count()
+
+
+def sharding_group(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same tensors, which propagation shards alike, dim by dim: what one of them gets, all of them get.
+
+    Outside of `partition` it changes nothing. ValueError for shapes that differ.
+    """
+    shapes = {tuple(tensor.shape) for tensor in tensors}
+    if len(shapes) > 1:
+        raise ValueError(f"tensors of one sharding group have one shape, not {', '.join(map(str, sorted(shapes)))}")
+    group = next(_groups)
+    return tuple(torch.ops.tpshard.grouped(tensor, group) for tensor in tensors)
+
+
+OPEN = -2
+"""In a mapping: a dim that propagation may shard further."""
+
+
+def split_as(tensor: torch.Tensor, mesh: Mesh, mapping: Sequence[int]) -> torch.Tensor:
+    """`mesh_split` with open dims."""
+    return torch.ops.tpshard.mesh_split(tensor, list(mesh.axes), list(mapping))
 
 
 def boundary(tensor: torch.Tensor, kind: str, name: str) -> torch.Tensor:

@@ -259,7 +259,7 @@ def _cost(
             need = need.summed(home.partial, home.kind) if not _clash(need, home) else need
         if home != need and not (there and need in there[i]):
             moved = moving(value, home, need)
-            total += moved * INTENT if fixed and fixed[i] else moved / readers(value)
+            total += moved * INTENT if fixed and fixed[i] else moved / readers(value, op if rule.windows else None)
     for value, want, dims in zip(op.results, wanted, rule.results):
         if not value.users:
             continue
@@ -296,9 +296,10 @@ def regrained(shape: Sequence[int], want: Layout, made: Layout) -> Layout:
     return want._replace(grains=even_grains(shape, want.dims, grains))
 
 
-def readers(value: Value) -> int:
-    """Ops among which the price of moving a value is shared."""
-    return max(1, len(set(value.users)))
+def readers(value: Value, shift: Op | None = None) -> int:
+    """Ops among which the price of moving a value is shared. Where an op needs neighbours (`shift`), those alone that
+    do the same: others read the value as it lies."""
+    return max(1, len({user for user in value.users if shift is None or user.target is shift.target}))
 
 
 def _clash(need: Layout, home: Layout) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from tpshard.parallelism.anchors import is_anchor, is_boundary, is_split, output
+from tpshard.parallelism.anchors import is_anchor, is_boundary, is_grouped, is_split, output
+from tpshard.parallelism.annotate import OPEN
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.choose import Choice, choose, computable, layout_of, regrained
 from tpshard.parallelism.factors import Cut, cuts
@@ -81,7 +82,11 @@ def partition_captured(
                 raise ValueError(f"{what}_shardings[{i}] of `{value.name}` {list(value.shape)}: {error}") from error
             named = told[i] if what == "in" and i < len(told) else ()
             annotations[value] = Annotation(sharding, named or (Told(f"{what}_shardings[{i}] = {dims!r}"),))
-    return partition_graph(propagate(graph, mesh, annotations), latency)
+    groups: dict[int, list[Value]] = {}
+    for op in graph.ops:
+        if is_grouped(op):
+            groups.setdefault(op.args[1], []).append(op.results[0])
+    return partition_graph(propagate(graph, mesh, annotations, list(groups.values())), latency)
 
 
 def mark_outputs(graph: Graph) -> None:
@@ -106,7 +111,7 @@ def split_annotations(graph: Graph, mesh: Mesh) -> Mapping[Value, Annotation]:
     for op in graph.ops:
         if is_split(op):
             names = op.args[1]
-            dims = [None if i == -1 else names[i] for i in op.args[2]]
+            dims = ["?" if i == OPEN else None if i == -1 else names[i] for i in op.args[2]]
             value = op.results[0]
             found[value] = Annotation(Sharding.of(mesh, dims, value.rank), (Told(f"mesh_split `{op.name}`"),))
     return found

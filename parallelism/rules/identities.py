@@ -28,6 +28,7 @@ OPS: Table = {
     "tpshard.named": identity,
     "tpshard.mesh_split": identity,
     "tpshard.boundary": identity,
+    "tpshard.grouped": identity,
     "tpshard.role": operand,
     send: identity,
     recv: identity,
