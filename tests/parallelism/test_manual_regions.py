@@ -94,7 +94,7 @@ def test_a_region_over_two_axes() -> None:
 
     bias = torch.randn(12, dtype=torch.float64)
     fn = by(body, [("x", "y"), None], [None, ("y", None)], ("x", "y"))
-    with pytest.raises(ValueError, match="result 1 .* differs along `x`, which out_shardings"):
+    with pytest.raises(ValueError, match=r"result 1 .* differs along `x`, which out_shardings"):
         fn(X, bias)
     fn = by(lambda x, b: (body(x, b)[0], psum(body(x, b)[1], "x")), [("x", "y"), None], [None, ("y",)], ("x", "y"))
     whole = (X + bias).view(4, 2, 12)
