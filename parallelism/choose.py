@@ -215,7 +215,9 @@ def _may_cut(op: Op, rule: Rule, f: int, axes: Axes, grain: int) -> bool:
 
 def _halo(op: Op, axes: Axes, window: Window) -> halo.Halo | None:
     shapes = [value.shape for value in (*op.operands, *op.results)]
-    return halo.halo_of(shapes[window.read][window.dim], shapes[window.reader][window.reader_dim], axes, window)
+    return halo.halo_of(
+        shapes[window.read][window.dim], shapes[window.reader][window.reader_dim] // window.scale, axes, window
+    )
 
 
 def layout_of(rule: Rule, dims: Sequence[tuple[int, ...]], choice: Choice, result: bool) -> Layout:

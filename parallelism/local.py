@@ -112,7 +112,8 @@ class LocalPart:
     def _halos(self, read: int, reader: int) -> Iterator[tuple[int, Axes, halo.Halo, Window]]:
         for f, window in self.rule.windows:
             if f in self.choice and (window.read, window.reader) == (read, reader):
-                size, made = self._tensor(read).shape[window.dim], self._tensor(reader).shape[window.reader_dim]
+                size = self._tensor(read).shape[window.dim]
+                made = self._tensor(reader).shape[window.reader_dim] // window.scale
                 plan = halo.halo_of(size, made, self.axes(f), window)
                 assert plan is not None, "a choice cuts a window that has no halo"
                 yield f, self.axes(f), plan, window

@@ -287,7 +287,7 @@ def _mapped(
         along = [0 if any(axis in dim for dim in entry) else None for entry in ins]
         back = tuple(0 if any(axis in dim for dim in entry) else None for entry in outs)
         places = _anchored(torch.arange(region.mesh.axes[axis]), [axis], region=region)
-        mapped = torch.vmap(inner, in_dims=(0, *along), out_dims=back, randomness="different")
+        mapped = torch.vmap(inner, in_dims=(0, *along), out_dims=back, randomness="different")  # type: ignore[arg-type]
         made: tuple[Tensor, ...] = mapped(places, *tensors)
         return made
 

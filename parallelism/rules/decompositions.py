@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -252,6 +252,73 @@ def nearest_backward(grad: Tensor, size: Sequence[int], shape: Sequence[int], *s
         return NotImplemented
     pairs = [m for n, ratio in zip(shape[2:], ratios) for m in (n, ratio)]
     return grad.reshape(*shape[:2], *pairs).sum([3 + 2 * d for d in range(len(ratios))])
+
+
+Edge = Callable[[Tensor, int, int, bool], Tensor]
+"""(tensor, dim, width, whether it is the dim's end) -> what is laid beside it."""
+
+
+def _edged(x: Tensor, padding: Sequence[int], edge: Edge) -> Tensor:
+    """Padding of the last dims, the last one first, by what `edge` makes of the rows at each end."""
+    if min(padding) < 0:
+        return NotImplemented
+    for k in range(len(padding) // 2):
+        d = x.dim() - 1 - k
+        left, right = padding[2 * k : 2 * k + 2]
+        before, after = ([edge(x, d, n, end)] if n else [] for n, end in ((left, False), (right, True)))
+        x = torch.cat([*before, x, *after], d)
+    return x
+
+
+def _edged_backward(grad: Tensor, x: Tensor, padding: Sequence[int], back: Callable[..., Tensor]) -> Tensor:
+    if min(padding) < 0:
+        return NotImplemented
+    for k in reversed(range(len(padding) // 2)):
+        d = grad.dim() - 1 - k
+        n, (left, right) = x.shape[d], padding[2 * k : 2 * k + 2]
+        made = grad.narrow(d, left, n)
+        for start, width, end in ((0, left, False), (left + n, right, True)):
+            if width:
+                made = made + back(grad.narrow(d, start, width), d, n, width, end)
+        grad = made
+    return grad
+
+
+def _mirror(x: Tensor, d: int, width: int, end: bool) -> Tensor:
+    return x.narrow(d, x.shape[d] - 1 - width if end else 1, width).flip(d)
+
+
+def _mirror_back(edge: Tensor, d: int, n: int, width: int, end: bool) -> Tensor:
+    start = n - 1 - width if end else 1
+    return _around(edge.flip(d), d, start, n - start - width)
+
+
+def _last(x: Tensor, d: int, width: int, end: bool) -> Tensor:
+    return torch.cat([x.narrow(d, x.shape[d] - 1 if end else 0, 1)] * width, d)
+
+
+def _last_back(edge: Tensor, d: int, n: int, width: int, end: bool) -> Tensor:
+    return _around(edge.sum(d, keepdim=True), d, n - 1 if end else 0, 0 if end else n - 1)
+
+
+def reflected(x: Tensor, padding: Sequence[int]) -> Tensor:
+    """reflection_pad."""
+    return _edged(x, padding, _mirror)
+
+
+def reflected_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
+    """reflection_pad_backward."""
+    return _edged_backward(grad, x, padding, _mirror_back)
+
+
+def repeated(x: Tensor, padding: Sequence[int]) -> Tensor:
+    """replication_pad."""
+    return _edged(x, padding, _last)
+
+
+def repeated_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
+    """replication_pad_backward."""
+    return _edged_backward(grad, x, padding, _last_back)
 
 
 def _parts_of(x: Tensor, size: Sequence[int]) -> list[int] | None:

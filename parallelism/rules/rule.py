@@ -47,6 +47,8 @@ class Window:
     """What positions that do not exist hold; None: what is read there is not used."""
     cyclic: bool = False
     """Whether the first position follows the last."""
+    scale: int = 1
+    """Positions of the reader that count as one."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from tpshard.parallelism.rules import (
     pooling,
     reduction,
     reorder_rule,
+    resizing,
     selection,
     shape,
     windows,
@@ -35,7 +36,8 @@ from tpshard.parallelism.rules.rule import Rule, whole
 
 THEMES = (
     contraction, elementwise, shape, pieces, reduction, selection, indexing, by_index, creation, drawn, attention_rule,
-    paged, experts_rule, reorder_rule, identities, windows, pooling, matrices, lookups, decomposed, kernel_costs,
+    paged, experts_rule, reorder_rule, identities, windows, resizing, pooling, matrices, lookups, decomposed,
+    kernel_costs,
 )  # fmt: skip
 OTHER = Entry(dense="all")
 """What is known of an op that is not in the table."""

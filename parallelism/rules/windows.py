@@ -207,10 +207,10 @@ def _each(
 
 
 _each("max_unpool{}d", "in,in->out", linear="0")
-_each("reflection_pad{}d replication_pad{}d", "in->out", "out,in->in", linear="0")
+_each("reflection_pad{}d", "in->out", "out,in->in", linear="0", recorded=(by.reflected, by.reflected_backward))
+_each("replication_pad{}d", "in->out", "out,in->in", linear="0", recorded=(by.repeated, by.repeated_backward))
 _each(
     "upsample_nearest{}d _upsample_nearest_exact{}d", "in->out", "out->in", linear="0", size=2,
     recorded=(by.nearest, by.nearest_backward),
 )  # fmt: skip
-_each("upsample_linear{}d upsample_bilinear{}d upsample_trilinear{}d", "in->out", "out->in", linear="0", size=2)
-_each("upsample_bicubic{}d _upsample_bilinear{}d_aa _upsample_bicubic{}d_aa", "in->out", "out->in", linear="0", size=2)
+_each("_upsample_bilinear{}d_aa _upsample_bicubic{}d_aa", "in->out", "out->in", linear="0", size=2)
