@@ -303,6 +303,7 @@ class _Partitioner:
             carried = difference(self.partial[op.results[0]], own)
             # A partial sum lies whole on its axes: they cannot shard a dim of it as well.
             choice = {f: Cut(kept, cut.grain) for f, cut in choice.items() if (kept := without(cut.axes, carried))}
+            choice = computable(op, rule, choice)
         inputs = []
         for i, (value, dims) in enumerate(zip(op.operands, rule.operands)):
             need = layout_of(rule, dims, choice, False)

@@ -189,6 +189,7 @@ OPS: Table = {
     aten.randn_like: split(_like(_normal)),
     aten.randint_like: split(_like(_integers)),
     aten.uniform: split(_like(_uniform)),
+    aten.normal_functional: split(_like(_normal)),
     aten.exponential: split(_like(_exponential)),
     aten.cauchy: split(_like(_cauchy)),
     aten.log_normal: split(_like(_log_normal)),

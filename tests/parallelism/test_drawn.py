@@ -12,9 +12,13 @@ from torch import Tensor, fx
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.draws import RANDOM, random, strides_of
+from tpshard.parallelism.recorder import Recorder
+from tpshard.parallelism.rules import drawn as table_of_draws
+from tpshard.parallelism.rules.table import name_of
 from tpshard.parallelism.runtime.compiled import compile_graph
 from tpshard.parallelism.simulate import run_lockstep
 
+aten = torch.ops.aten
 ONE = Mesh({"x": 1})
 SPREAD: list[tuple[Mesh, Any]] = [
     (Mesh({"x": 2}), ("x",)), (Mesh({"x": 3}), (None, "x")), (Mesh({"x": 2, "y": 2}), ("y", "x")),
@@ -34,6 +38,9 @@ def drawn(x: Tensor) -> list[Tensor]:
         torch.empty_like(x).random_(4, 9), torch.normal(x * 0, 1.0), torch.randperm(9).view(9, 1, 1) + 0 * x,
         torch.empty_like(x).geometric_(0.4), F.dropout(x, 0.4), F.dropout1d(x, 0.5), F.rrelu(x, training=True),
         torch.ops.aten.native_dropout(x, 0.2, True)[0], torch.rand(4, dtype=torch.bfloat16).float() + 0 * x,
+        aten.uniform.default(x, 1, 2), aten.normal_functional(x, 1, 2), aten.exponential.default(x),
+        aten.cauchy.default(x), aten.log_normal.default(x), aten.geometric.default(x, 0.5), torch.empty_like(x).cauchy_(), torch.randn_like(x),
+        torch.empty_like(x).log_normal_(), F.rrelu(x.clone(), training=True, inplace=True),
         torch.multinomial(x.abs().reshape(9, 40) + 1, 4).view(9, 1, 4) + 0 * x,
     ]  # fmt: skip
 
@@ -47,6 +54,19 @@ def test_every_mesh_draws_the_same(mesh: Mesh, lies: Any) -> None:
         assert torch.equal(one, other), i
     made = [node for node in program.graph.nodes if node.target is RANDOM]
     assert any(node.meta["tpshard"].specs[0].shape != (9, 10, 4) for node in made), "a device draws its part alone"
+
+
+def test_every_op_that_draws_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[str] = set()
+    dispatch = Recorder.__torch_dispatch__
+
+    def dispatched(self: Recorder, func: Any, *rest: Any) -> Any:
+        seen.update((name_of(func), name_of(getattr(func, "overloadpacket", func))))
+        return dispatch(self, func, *rest)
+
+    monkeypatch.setattr(Recorder, "__torch_dispatch__", dispatched)
+    capture(drawn, [torch.ones(9, 10, 4)])
+    assert {name_of(op) for op in table_of_draws.OPS} <= seen
 
 
 def attend(q: Tensor, w: Tensor) -> list[Tensor]:

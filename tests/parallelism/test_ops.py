@@ -26,7 +26,7 @@ from tpshard.parallelism.capture import capture
 from tpshard.parallelism.graph import Op, map_refs
 from tpshard.parallelism.partitioner import mark_outputs
 from tpshard.parallelism.recorder import Recorder
-from tpshard.parallelism.rules import kernel_costs, table
+from tpshard.parallelism.rules import drawn, kernel_costs, table
 from tpshard.parallelism.rules.elementwise import pointwise
 from tpshard.parallelism.rules.rule import Kind, whole
 from tpshard.parallelism.rules.table import TABLE, entry_of, name_of, rule_for
@@ -359,6 +359,7 @@ CASES: dict[str, list[Case]] = {
     "tpshard.named": [call(ours.named.default, f(4, 6), "h", ["batch", "embed"])],
     "tpshard.mesh_split": [call(ours.mesh_split.default, f(4, 6), ["x"], [-1, 0])],
     "tpshard.role": [call(ours.role.default, f(4, 6), "logits")],
+    "tpshard.grouped": [call(ours.grouped.default, f(4, 6), 3)],
     "tpshard.boundary": [call(ours.boundary.default, f(4, 6), "parameter", "w")],
     # what splits
     "aten._softmax": [call(aten._softmax.default, f(4, 6), 1, False)],
@@ -420,6 +421,8 @@ SAME = {
 """Ops that only a GPU has, or only a stage's program: no function calls them here; they have the entry of one that
 can be called."""
 CASES |= {name: cases for names, cases in LAYERS.items() for name in names.split()}
+ELSEWHERE = {name_of(op) for op in (*kernel_costs.OPS, *drawn.OPS)}
+"""Kernels, which no function calls, and what draws: test_drawn."""
 SEEN = {name for names in LAYERS for name in names.split()[:-1]}
 """Ops that the cases of another call too, which checks them."""
 
@@ -468,7 +471,7 @@ def check(case: Case) -> set[str]:
     return targets
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE if name not in map(name_of, kernel_costs.OPS)])
+@pytest.mark.parametrize("name", [name for name in TABLE if name not in ELSEWHERE])
 def test_devices_compute_what_one_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry without a case fails here. Kernels that passes put into a program have no rule."""
     assert all(entry.rule is whole for entry in kernel_costs.OPS.values())
