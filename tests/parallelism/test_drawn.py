@@ -39,7 +39,8 @@ def drawn(x: Tensor) -> list[Tensor]:
         torch.empty_like(x).geometric_(0.4), F.dropout(x, 0.4), F.dropout1d(x, 0.5), F.rrelu(x, training=True),
         torch.ops.aten.native_dropout(x, 0.2, True)[0], torch.rand(4, dtype=torch.bfloat16).float() + 0 * x,
         aten.uniform.default(x, 1, 2), aten.normal_functional(x, 1, 2), aten.exponential.default(x),
-        aten.cauchy.default(x), aten.log_normal.default(x), aten.geometric.default(x, 0.5), torch.empty_like(x).cauchy_(), torch.randn_like(x),
+        aten.cauchy.default(x), aten.log_normal.default(x), aten.geometric.default(x, 0.5),
+        torch.empty_like(x).cauchy_(), torch.randn_like(x),
         torch.empty_like(x).log_normal_(), F.rrelu(x.clone(), training=True, inplace=True),
         torch.multinomial(x.abs().reshape(9, 40) + 1, 4).view(9, 1, 4) + 0 * x,
     ]  # fmt: skip
