@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +127,32 @@ def test_a_run_whose_worker_crashes_goes_on_by_itself(rank: int, number: signal.
     for row in steps:
         twice.setdefault(row["step"], set()).add(tuple(row[key] for key in ("loss", "grad_norm", "lr", "tokens")))
     assert len(twice) == 20 and all(len(values) == 1 for values in twice.values()), "a step repeated gave other numbers"
+
+
+def test_a_run_that_lost_a_stage_goes_on_without_a_pipeline(tmp_path: Path) -> None:
+    """What is trained again from the checkpoint, on another mesh, comes to the same losses."""
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    told = ["run.dir=runs/staged", "model.layers=2", "train.steps=1000", "checkpoint.keep_last=200"]
+    staged = start(tmp_path, *told, "mesh={pp: 2, fsdp: 1}", "pipeline={schedule: 1f1b}")
+    running_until(staged, lambda: len(rows(tmp_path, "staged")) > 7)
+    (victim,) = [p for p in psutil.Process(staged.pid).children() if p.environ()["RANK"] == "1"]
+    victim.kill()
+    _, err = staged.communicate(timeout=PATIENCE)
+    assert staged.returncode == 9 and "rank 1 was lost: killed by SIGKILL" in err
+    for later in (tmp_path / "runs" / "staged" / "checkpoints").glob("step-*"):
+        if later.name != "step-000005":
+            shutil.rmtree(later)
+    whole = start(tmp_path, *told)
+    running_until(whole, lambda: rows(tmp_path, "staged")[-1]["run"] == 2 and rows(tmp_path, "staged")[-1]["step"] > 6)
+    whole.send_signal(signal.SIGTERM)
+    _, err = whole.communicate(timeout=PATIENCE)
+    assert whole.returncode == 75 and "continuing from step 5" in err, err
+    twice: dict[int, list[float]] = {}
+    for row in rows(tmp_path, "staged"):
+        if "loss" in row:
+            twice.setdefault(row["step"], []).append(row["loss"])
+    again = [losses for losses in twice.values() if len(losses) == 2]
+    assert again and all(a == pytest.approx(b, rel=1e-4) for a, b in again)
 
 
 def test_a_disk_that_refuses_the_comparison_ends_no_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -59,8 +59,10 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "overrides"), [("{fsdp: 3}", ("remat=full",)), ("{fsdp: 2, tp: 2}", ()), ("{dp: 2, tp: 4}", ())]
-)
+    ("mesh", "overrides"),
+    [("{fsdp: 3}", ("remat=full",)), ("{fsdp: 2, tp: 2}", ()), ("{dp: 2, tp: 4}", ()),
+     ("{pp: 2, fsdp: 2}", ("pipeline={schedule: zero_bubble}", "remat=full"))],
+)  # fmt: skip
 def test_training_drops_alike_on_every_mesh(mesh: str, overrides: tuple[str, ...]) -> None:
     compared = compare(setting(mesh, *overrides), setting("{dp: 1}"), steps=2)
     assert compared.equal, compared
