@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tpshard.parallelism.passes.run import Passed
 from tpshard.plan.make import price_training, uncollected
 from tpshard.plan.report import rounded
 from tpshard.plan.screen import gib, seconds
 from tpshard.programs import training
 from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.programs.staged import between_passes
 
 
 @dataclass(frozen=True)
@@ -33,27 +32,26 @@ class Row:
 
 
 def rows(setting: Setting) -> list[Row]:
-    """One before the first pass and one after each. Raises Mistakes for what does not fit."""
-    if setting.recipe.pipeline is not None:
-        raise Mistakes.one(
-            "passes are shown of a step whose model is not in stages", exit=Exit.FIT,
-            where=setting.recipe.where("pipeline"), why="each stage's programs have passes of their own",
-            fix="pipeline=null mesh.pp=1",
-        )  # fmt: skip
+    """One before the first pass and one after each; in a pipeline, whose stages are cut out of a program that is
+    recomputed, one after each from there on, with the collectives of the slowest device. Raises Mistakes for what does
+    not fit."""
     found: list[Row] = []
 
-    def watch(programs: training.TrainingPrograms, passed: Passed) -> None:
+    def watch(programs: training.TrainingPrograms, name: str, settings: dict[str, Any], took: float) -> None:
         pricing = price_training(programs)
         lines = pricing.lines()
         found.append(
             Row(
-                passed.name, _plain(passed.settings), passed.seconds, sum(line.count for line in lines),
+                name, _plain(settings), took, sum(line.count for line in lines),
                 sum(line.bytes for line in lines), pricing.peak_bytes, pricing.step_s, pricing.exposed_s,
             )
         )  # fmt: skip
 
     with uncollected():
-        training.build(setting, watch)
+        made = training.build(setting, lambda programs, p: watch(programs, p.name, p.settings, p.seconds))
+        if made.pipeline is not None:
+            for name, took, pipeline in between_passes(setting, made.micro, made.pipeline):
+                watch(replace(made, pipeline=pipeline), name, {}, took)
     return found
 
 

@@ -57,11 +57,6 @@ def run(
             save.check_writable(path)
     if asked.search:
         return _searched(recipe, asked, tell, kept)
-    if asked.passes and recipe.pipeline is not None:
-        raise Mistakes.one(
-            "the passes of a pipeline's stages are not shown", exit=Exit.USAGE, where=recipe.where("pipeline"),
-            fix="--passes of the recipe without `pipeline`: every stage goes through the same ones",
-        )  # fmt: skip
     if asked.passes:
         rows = between.rows(Setting.of(recipe, devices_of(recipe)))
         shown = json.dumps(between.to_json(rows), indent=1) + "\n" if asked.as_json else between.text(rows)

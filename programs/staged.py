@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from typing import Any
+from functools import cache, cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -15,7 +16,7 @@ from tpshard.parallelism.capture import capture
 from tpshard.parallelism.graph import Place, Value, mark
 from tpshard.parallelism.mesh import Axis
 from tpshard.parallelism.partitioner import mark_outputs, partition_graph
-from tpshard.parallelism.passes.run import run
+from tpshard.parallelism.passes.run import Pass, run
 from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, make_collective
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
@@ -201,7 +202,10 @@ def table_of(setting: Setting) -> Table:
 
 def _finished(setting: Setting, stage: Stage) -> Stage:
     """Bucketed and scheduled: backward programs by the buckets of the forward one, which reads all parameters."""
+    return _passed(stage, scheduling(setting, _chosen(setting, stage)))
 
+
+def _chosen(setting: Setting, stage: Stage) -> Choices:
     @cache
     def made(chosen: Choices) -> Program:
         return run(scheduling(setting, chosen), stage.forward)
@@ -209,9 +213,34 @@ def _finished(setting: Setting, stage: Stage) -> Stage:
     chosen = choose(setting, stage.forward, made)
     known = {name for group in chosen.buckets for name in group}
     alone = tuple((name,) for name in stage.parameters if name not in known)
-    chosen = chosen._replace(buckets=(*chosen.buckets, *alone))
-    backward = tuple(run(scheduling(setting, chosen), program) for program in stage.backward)
-    return replace(stage, forward=made(chosen), backward=backward)
+    return chosen._replace(buckets=(*chosen.buckets, *alone))
+
+
+def _passed(stage: Stage, passes: Sequence[Pass]) -> Stage:
+    backward = tuple(run(passes, program) for program in stage.backward)
+    return replace(stage, forward=run(passes, stage.forward), backward=backward)
+
+
+class PassedStages(NamedTuple):
+    """A pipeline as a pass left its stages."""
+
+    name: str
+    """The pass's."""
+    seconds: float
+    """What the pass took, on all stages."""
+    pipeline: StagedPrograms
+
+
+def between_passes(setting: Setting, again: Program, pipeline: StagedPrograms) -> Iterator[PassedStages]:
+    """The stages of `again`, the micro-batch's program recomputed, as they are cut and after each pass on them."""
+    stages = cut(again, pipeline.axis, pipeline.layers, split_backward=pipeline.table.splits_backward)
+    lists = [scheduling(setting, _chosen(setting, stage)) for stage in stages]
+    yield PassedStages("recompute", 0.0, replace(pipeline, stages=stages))
+    for each in zip(*lists):
+        started = time.perf_counter()
+        stages = tuple(_passed(stage, [one]) for stage, one in zip(stages, each))
+        first = each[0].func if isinstance(each[0], partial) else each[0]
+        yield PassedStages(first.__name__, time.perf_counter() - started, replace(pipeline, stages=stages))
 
 
 def _held(table: Table, stages: Sequence[Stage], device: int, names: Sequence[str]) -> tuple[str, ...]:

@@ -7,8 +7,9 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from tpshard.plan import make, page, pictures, save, screen, trace
+from tpshard.plan import between, make, page, pictures, save, screen, trace
 from tpshard.plan.report import Report
+from tpshard.programs.setting import Setting, devices_of
 from tpshard.recipes.load import loads
 
 RECIPE = """
@@ -77,3 +78,12 @@ def test_a_pipeline_is_shown_everywhere() -> None:
     assert len(lanes) == 2 * 2 * 8
     assert {"send", "recv"} <= {line.kind for line in report.lines}
     assert save.fingerprints(report) == report.pricing.pipeline.programs.fingerprints  # type: ignore[union-attr]
+
+
+def test_passes_on_stages_end_in_the_step_that_is_planned() -> None:
+    recipe = loads(RECIPE, ["pipeline.schedule=1f1b", "mesh={pp: 2, fsdp: 2}", "batch.per_device=1"])
+    rows = between.rows(Setting.of(recipe, devices_of(recipe)))
+    pricing = make.report(recipe, "staged.yaml").pricing
+    assert [row.name for row in rows][:2] == ["recompute", "bucket"] and rows[-1].name == "sink_waits"
+    assert (rows[-1].step_s, rows[-1].peak_bytes) == (pricing.step_s, pricing.peak_bytes)
+    assert rows[1].collectives < rows[0].collectives
