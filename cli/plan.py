@@ -130,6 +130,9 @@ def plan(
     """Predict a run: shardings, collectives, memory, time. Needs no GPU, no network and no other process.
 
     key.path=value changes only RECIPE, not the OTHER of --diff; --device applies to both.
+
+    A sharded tensor is printed as w_up[E_fsdp, M_tp]: its dim embed (E) is sharded over the mesh axis fsdp, mlp (M)
+    over tp; a dim without an axis is replicated; behind it {U_tp} is a sum still to be made over tp.
     """
     from tpshard.cli.files import refuse
 

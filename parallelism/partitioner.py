@@ -458,7 +458,7 @@ class _Partitioner:
         label = value.name if op is None else op.args[2] if is_boundary(op) else value.label
         told = value in self.s.annotated and self.s.told(value)
         layout = self.home.get(value, self.propagated[value])
-        return ValueRecord(value.name, value.shape, value.dtype, layout, told, value.role, label)
+        return ValueRecord(value.name, value.shape, value.dtype, layout, told, value.role, label, value.dims)
 
     def _port(self, value: Value) -> Port:
         return Port(value.name, value.shape, value.dtype, self.home[value], value.role or "tensor")

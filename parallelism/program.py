@@ -50,6 +50,8 @@ class ValueRecord:
     label: str = ""
     """What the model, or the step, calls it: of a parameter in any form its name, of an activation and its gradient the
     activation's, of an input its own."""
+    dims: tuple[str, ...] = ()
+    """Names of its dims, where they have any."""
 
 
 @dataclass
@@ -117,7 +119,9 @@ class Program:
         """Why a value is sharded as it is: a line per step, the last one the annotation."""
         record = self._record(name)
         lines = words.explanation(self.explained(name))
-        return "\n".join([f"{name} {list(record.shape)}: {record.layout.show(self.mesh)}", *(f"  {s}" for s in lines)])
+        size = "x".join(map(str, record.shape))
+        head = f"{name}{record.layout.notation(self.mesh, record.dims)}  {size}".rstrip()
+        return "\n".join([head, *(f"  {line}" for line in lines)])
 
     def explained(self, name: str) -> Explanation:
         """The same as values."""

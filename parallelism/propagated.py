@@ -59,7 +59,7 @@ class Shardings:
     def explain(self, value: Value) -> Explanation:
         """A chain for each axis, each ending at what was told."""
         given = self.annotated.get(value)
-        annotated = given.sharding.show(self.mesh) if given is not None and given.told else ""
+        annotated = given.sharding.notation(self.mesh, value.dims) if given is not None and given.told else ""
         links = [
             link for dim in range(value.rank) for axis in self.of[value].dims[dim]
             for link in self.chain(value, dim, axis)

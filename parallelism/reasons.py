@@ -44,7 +44,7 @@ class Reasons:
                 axis = moved.name
                 asked = asked or annotated
                 break
-        before, after = step.before.show(self.mesh), step.after.show(self.mesh)
+        before, after = (layout.notation(self.mesh, value.dims) for layout in (step.before, step.after))
         need = Demand(kind, through(by), value.name, before, after, mixes, axis, told)
         name = reader.args[2] if of in ("parameter", "gradient") else value.name
         return {"why": (need,), "value": (name,), "of": of, "asked": asked}

@@ -10,6 +10,28 @@ from typing import NamedTuple
 
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, merge, size_of
 
+DIM_LETTERS = {
+    "batch": "B", "seq": "S", "embed": "E", "heads": "H", "kv_heads": "K", "head_dim": "D", "mlp": "M", "vocab": "V",
+    "expert": "X",
+}  # fmt: skip
+"""What the dims of language models are called in `notation`; a dim with another name has that name."""
+
+UNNAMED = "IJKLMNOPQR"
+"""What dims without a name are called, in order."""
+
+
+def notation(cuts: Sequence[str], partial: str = "", names: Sequence[str] = ()) -> str:
+    """A sharded tensor as the scaling book writes it: `[E_fsdp, M_tp]`, behind it ` {U_dp}` for a sum still to be made.
+
+    `cuts`: per dim its axes, outer to inner, joined by `+`; empty where the dim is whole. `names`: of the dims, where
+    they have any.
+    """
+    named = len(names) == len(cuts)
+    letters = [DIM_LETTERS.get(name, name or "_") for name in names] if named else list(UNNAMED[: len(cuts)])
+    letters += [f"d{i}" for i in range(len(letters), len(cuts))]
+    inside = ", ".join(letter + (f"_{cut}" if cut else "") for letter, cut in zip(letters, cuts))
+    return f"[{inside}]" + (f" {{{partial}}}" if partial else "")
+
 
 def show_axis(axis: Axis, mesh: Mesh | None = None) -> str:
     whole = mesh is not None and mesh.axes.get(axis.name) == axis.size and axis.pre == 1
@@ -89,6 +111,15 @@ class Sharding:
         return text
 
     __str__ = show
+
+    def notation(self, mesh: Mesh, names: Sequence[str] = ()) -> str:
+        """As `notation` writes it: `?` where a dim is open, and behind it the axes that may shard no dim. `names`: of
+        the dims."""
+        joined = ["+".join(show_axis(axis, mesh) for axis in axes) for axes in self.dims]
+        cuts = [cut + "?" * is_open for cut, is_open in zip(joined, self.open)]
+        partial = "+".join(show_axis(axis, mesh) for axis in self.unreduced)
+        kept = ", ".join(show_axis(axis, mesh) for axis in sorted(self.replicated))
+        return notation(cuts, f"U_{partial}" if partial else "", names) + (f" replicated over {kept}" if kept else "")
 
 
 def parse_dim(mesh: Mesh, dim: object) -> tuple[Axes, bool]:
@@ -202,6 +233,14 @@ class Layout(NamedTuple):
         if self.partial:
             text += f" partial_{self.kind}=" + "{" + ",".join(show_axis(a, mesh) for a in self.partial) + "}"
         return text
+
+    def notation(self, mesh: Mesh, names: Sequence[str] = ()) -> str:
+        """As `notation` writes it; a maximum still to be taken is `{max_tp}`. `names`: of the dims."""
+        cuts = ["+".join(show_axis(axis, mesh) for axis in axes) for axes in self.dims]
+        partial = "+".join(show_axis(axis, mesh) for axis in self.partial)
+        what = "U" if self.kind == "sum" else self.kind
+        text = notation(cuts, f"{what}_{partial}" if partial else "", names)
+        return text + (f" grains {', '.join(map(str, self.grains))}" if self.grains else "")
 
     def grain(self, dim: int) -> int:
         return self.grains[dim] if self.grains else 1

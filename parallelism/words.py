@@ -62,7 +62,7 @@ def cause(need: Demand, name: Name = str) -> str:
 
 def way(need: Demand) -> str:
     """From where to where, and what was told that it lies there."""
-    moved = f"{need.value} {need.before} -> {need.after}" if need.before else ""
+    moved = f"{need.value}{need.before} -> {need.after}" if need.before else ""
     return moved + (f"; {need.axis} from {places(need.told)}" if need.told else "")
 
 

@@ -42,7 +42,8 @@ def diff(before: Report, after: Report) -> dict[str, Any]:
 def _shardings(before: Report, after: Report) -> list[dict[str, Any]]:
     def table(report: Report) -> dict[str, str]:
         return {
-            t.name: spread(t.sharding) + (f" at rest {spread(t.stored)}" if t.stored is not None else "")
+            t.name: spread(t.sharding, t.dims)
+            + (f" at rest {spread(t.stored, t.dims)}" if t.stored is not None else "")
             for t in report.tensors
         }
 

@@ -126,7 +126,12 @@ def _shardings(report: Report) -> str:
     rows, titles = [], []
     for t in report.tensors:
         rows.append(
-            (t.name, "x".join(map(str, t.shape)), spread(t.sharding), spread(t.stored) if t.stored is not None else "")
+            (
+                t.name,
+                "x".join(map(str, t.shape)),
+                spread(t.sharding, t.dims),
+                spread(t.stored, t.dims) if t.stored is not None else "",
+            )
         )
         titles.append(t.reason)
     head = f"<p>{report.given} annotated, {report.inferred} inferred. A click on a tensor draws why.</p>"

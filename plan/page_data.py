@@ -44,7 +44,13 @@ def groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Tensors that differ by their layer alone, together."""
     found: dict[tuple[object, ...], list[Tensor]] = {}
     for one in tensors:
-        key = (pattern(one.name), one.shape, spread(one.sharding), spread(one.stored or ()), one.told)
+        key = (
+            pattern(one.name),
+            one.shape,
+            spread(one.sharding, one.dims),
+            spread(one.stored or (), one.dims),
+            one.told,
+        )
         found.setdefault(key, []).append(one)
     return list(found.values())
 
@@ -59,7 +65,7 @@ def tensor(group: Sequence[Tensor], program: Program) -> dict[str, Any]:
             found = program.explained(name)
             forms.append({
                 "form": form or ("stored" if first.stored is not None else "value"),
-                "sharding": record.layout.show(program.mesh), "chains": chains(found),
+                "sharding": record.layout.notation(program.mesh, record.dims), "chains": chains(found),
                 "annotated": f"{found.annotated} at {'; '.join(map(place, found.told))}" if found.told else "",
             })  # fmt: skip
     return {

@@ -63,6 +63,8 @@ class Tensor:
     annotated: bool
     stored: tuple[Any, ...] | None = None
     dtype: str = ""
+    dims: tuple[str, ...] = ()
+    """Names of its dims, where they have any."""
 
     @property
     def reason(self) -> str:

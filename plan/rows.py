@@ -43,6 +43,7 @@ def tensors_of(program: Program, names: Sequence[str] | None = None) -> list[Ten
                 record.annotated,
                 public(port.layout, program.mesh) if port is not None else None,
                 str(record.dtype).removeprefix("torch."),
+                record.dims,
             )
         )
     return out

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from tpshard.parallelism import words
+from tpshard.parallelism.sharding import notation
 from tpshard.plan import forecast, skew
 from tpshard.plan.report import Edit, Report, Tensor
 from tpshard.plan.rows import pattern
@@ -26,19 +27,17 @@ LABELS = {
 }  # fmt: skip
 
 
-def spread(sharding: Sequence[Any]) -> str:
-    """`[tp, -]`: mesh axes per dim, `-` where it is whole."""
+def spread(sharding: Sequence[Any], dims: Sequence[str] = ()) -> str:
+    """`[M_tp, E]`: every dim by its letter (`DIM_LETTERS`), with the mesh axes that shard it."""
 
-    def one(dim: Any) -> str:
-        if dim is None:
-            return "-"
-        if isinstance(dim, str):
-            return dim
+    def axes(dim: Any) -> str:
+        if dim is None or isinstance(dim, str):
+            return dim or ""
         if len(dim) == 3 and isinstance(dim[1], int):
             return f"{dim[0]}:({dim[1]}){dim[2]}"
-        return "+".join(one(part) for part in dim)
+        return "+".join(axes(part) for part in dim)
 
-    return "[" + ", ".join(one(dim) for dim in sharding) + "]"
+    return notation([axes(dim) for dim in sharding], names=dims)
 
 
 def axes_text(axes: Sequence[Any]) -> str:
@@ -68,6 +67,8 @@ def short(tensor: Tensor, home: str = "", room: float = math.inf) -> str:
     if all(told.default for told in named):
         keys = [*(told.says.partition(":")[0] for told in named[:-1]), keys[-1]]
     forms = [joined(list(map(words.place, named))), joined(near), ", ".join(keys)]
+    if all(told.default for told in named):
+        forms.append(", ".join(keys).removesuffix(" (default)"))
     return next((form for form in forms if len(form) <= room), forms[-1])
 
 
@@ -141,12 +142,12 @@ def shardings(report: Report, width: float = math.inf) -> list[str]:
     """A row for each kind of tensor: how it is spread, and why; `*` marks what the recipe says itself."""
     groups: dict[tuple[str, str, str], list[Tensor]] = {}
     for tensor in report.tensors:
-        stored = spread(tensor.stored) if tensor.stored is not None else ""
-        groups.setdefault((pattern(tensor.name), spread(tensor.sharding), stored), []).append(tensor)
+        stored = spread(tensor.stored, tensor.dims) if tensor.stored is not None else ""
+        groups.setdefault((pattern(tensor.name), spread(tensor.sharding, tensor.dims), stored), []).append(tensor)
     rows = []
     for (name, used, stored), members in groups.items():
         many = f" x{len(members)}" if len(members) > 1 else ""
-        at_rest = f", rest {stored}" if stored and stored != used else ""
+        at_rest = f" rest {stored}" if stored and stored != used else ""
         shape = "x".join(map(str, members[0].shape))
         mark = "*" if members[0].annotated else " "
         rows.append((f"{mark}{name}{many}", shape, used + at_rest))

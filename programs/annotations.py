@@ -64,7 +64,21 @@ def annotate(
             reader.pin(found, value, pattern, dims)
     if reader.mistakes:
         raise Mistakes(reader.mistakes)
+    _name_dims(setting, graph, used, batch, fields or {})
     return found
+
+
+def _name_dims(
+    setting: Annotated, graph: Graph, used: Mapping[str, Sequence[Value]], batch: Iterable[Value],
+    fields: Mapping[str, Sequence[str]],
+) -> None:  # fmt: skip
+    """Tell parameters, their gradients and the batch the names of their dims, for people who read a plan."""
+    named = [(value, setting.dims.get(name, ())) for name, values in used.items() for value in values]
+    named += [(value, setting.dims.get(value.name, ())) for value in graph.inputs]
+    named += [(value, fields.get(value.name, BATCH_DIMS[: value.rank])) for value in batch]
+    for value, dims in named:
+        if len(dims) == value.rank and not value.dims:
+            value.dims = tuple(dims)
 
 
 def _named(graph: Graph, parameters: Mapping[str, Sequence[Value]], pattern: str) -> list[Value]:

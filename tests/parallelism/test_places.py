@@ -93,9 +93,9 @@ def test_a_collective_says_why_as_values_and_in_words() -> None:
     (comm,) = program.collectives
     (need,) = comm.why
     assert (need.kind, need.op.target, need.axis) == ("sum", "contract", "x")
-    assert comm.value == (need.value,) and need.before.endswith("partial_sum={x}")
+    assert comm.value == (need.value,) and need.before.endswith("{U_x}")
     assert [told.source for told in need.told] == ["in_shardings[0] = (None, 'x')"]
-    assert comm.reason.startswith(f"`{need.op.name}` sums over a sharded dim: {need.value} [")
+    assert comm.reason.startswith(f"`{need.op.name}` sums over a sharded dim: {need.value}[")
     told = program.explained("arg0")
     assert told.roots == need.told and program.explain("arg0").endswith("annotated at in_shardings[0] = (None, 'x')")
 
@@ -107,4 +107,6 @@ def test_a_sum_that_is_given_names_no_op_that_made_it() -> None:
     given = {graph.inputs[0]: "[{}] unreduced={x}", graph.outputs[0]: "[{}]"}
     annotations = {value: Annotation(parse(text, mesh)) for value, text in given.items()}
     (comm,) = partition_graph(propagate(graph, mesh, annotations)).collectives
-    assert comm.why[0].kind == "given" and comm.reason.startswith("`arg0` is given as a sum over devices: arg0 [{}]")
+    assert comm.why[0].kind == "given" and comm.reason.startswith(
+        "`arg0` is given as a sum over devices: arg0[I] {U_x} -> [I]"
+    )

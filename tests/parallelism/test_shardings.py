@@ -238,3 +238,14 @@ def test_matmul_work_is_divided(mesh: Mesh) -> None:
         assert {c.kind for c in program.collectives} <= {"all_reduce", "reduce_scatter"}
         assert len(program.collectives) == (on["k"] is not None), places
         torch.testing.assert_close(program.simulate(a, b)[0], a @ b)
+
+
+def test_a_sharded_tensor_is_printed_as_in_the_scaling_book() -> None:
+    mesh = Mesh({"fsdp": 2, "tp": 4})
+    fsdp, tp = mesh.axis("fsdp"), mesh.axis("tp")
+    assert Layout(((fsdp,), (tp,))).notation(mesh, ("embed", "mlp")) == "[E_fsdp, M_tp]"
+    assert Layout(((), (fsdp, tp))).notation(mesh) == "[I, J_fsdp+tp]"
+    assert Layout(((fsdp,), ()), (tp,)).notation(mesh, ("batch", "rows")) == "[B_fsdp, rows] {U_tp}"
+    assert Layout(((),), (tp,), "max").notation(mesh) == "[I] {max_tp}"
+    told = Sharding.of(mesh, "[{fsdp,?} {?}] replicated={tp}", 2)
+    assert told.notation(mesh) == "[I_fsdp?, J_?] replicated over tp"
