@@ -73,7 +73,8 @@ def _name_dims(
     fields: Mapping[str, Sequence[str]],
 ) -> None:  # fmt: skip
     """Tell parameters, their gradients and the batch the names of their dims, for people who read a plan."""
-    named = [(value, setting.dims.get(name, ())) for name, values in used.items() for value in values]
+    named: list[tuple[Value, Sequence[str]]] = []
+    named += [(value, setting.dims.get(name, ())) for name, values in used.items() for value in values]
     named += [(value, setting.dims.get(value.name, ())) for value in graph.inputs]
     named += [(value, fields.get(value.name, BATCH_DIMS[: value.rank])) for value in batch]
     for value, dims in named:
