@@ -40,6 +40,7 @@ Skew = Annotated[
     typer.Option("--skew", metavar="X", help="Price an uneven routing too: the busiest expert gets X times the mean."),
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Plan anew, and keep nothing for the next time.")]
+Network = Annotated[bool, typer.Option("--net", help="Show the network each mesh axis uses, and other axis orders.")]
 RUN = "The whole run"
 Tokens = Annotated[
     str | None,
@@ -109,6 +110,7 @@ def plan(
     fit: Fit = False,
     pin: Pin = False,
     check: Check = None,
+    net: Network = False,
     what: What = "train",
     tokens: Tokens = None,
     price: Price = None,
@@ -143,7 +145,7 @@ def plan(
     if len({file.absolute() for file in named}) < len(named):
         raise typer.BadParameter("several of them name the same file", param_hint=", ".join(files))
     modes = (("--explain", explain), ("--diff", diff), ("--search", search), ("--passes", passes), ("--fit", fit),
-             ("--pin", pin), ("--check", check))  # fmt: skip
+             ("--pin", pin), ("--check", check), ("--net", net))  # fmt: skip
     asked_for = [name for name, on in modes if on]
     unwritten = [name for name, file in files.items() if file is not None]
     if len(asked_for) > 1 or (asked_for and unwritten):
@@ -157,6 +159,8 @@ def plan(
         raise typer.BadParameter("these options need --for serve", param_hint=", ".join(load_options))
     if passes and what != "train":
         raise typer.BadParameter("the passes shown are those of a training step", param_hint="--passes, --for")
+    if net and what != "train":
+        raise typer.BadParameter("the axes placed are those of a training mesh", param_hint="--net, --for")
     if search and what not in ("train", "serve"):
         raise typer.BadParameter("the search is over training runs and servers", param_hint="--search, --for")
     for name, on in (("--fit", fit), ("--pin", pin), ("--suggest", suggest)):
@@ -205,7 +209,7 @@ def plan(
     asked = outputs.Asked(
         source=recipe if recipe is not None and "=" not in recipe else "", what=what, dry_run=dry_run, as_json=as_json,
         verbose=verbose, html=html, trace=trace, svg=svg, explain=explain, search=search,
-        run=conditions if whole else None, passes=passes, skew=skew, suggest=suggest, fit=fit, pin=pin,
+        run=conditions if whole else None, passes=passes, skew=skew, suggest=suggest, fit=fit, pin=pin, net=net,
         compared=(" ".join([*([recipe] if recipe else []), *(overrides or ())]) or loaded.name, diff or ""),
     )  # fmt: skip
     note = partial(print, file=sys.stderr)

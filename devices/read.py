@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import dataclass, replace
@@ -9,7 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tpshard.parallelism.cost import Cpu, Crowd, Device, Efficiency, Link, Overhead
+from tpshard.parallelism.cost import Cpu, Crowd, Device, Efficiency, Overhead
+from tpshard.parallelism.network import Level, Link
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
 from tpshard.recipes.nodes import Node, read, scalar
 
@@ -24,6 +26,7 @@ _UNITS = {
 
 
 _WORDS = {
+    "levels": ("a list of levels, from the nearest", "[{name: nvlink, devices: 8, ...}, {name: spine, ...}]"),
     "bytes": ("an amount of memory", "80 GiB"),
     "bandwidth": ("a bandwidth", "3.35 TB/s or 400 Gbit/s"),
     "rate": ("a rate", "989 TFLOP/s"),
@@ -52,6 +55,14 @@ _LINK = {
     "slowdown": _Key("share", 0.0, 0.95, 0.0),
     "shared": _Key("bool", default=False),
     "direct": _Key("bool", default=False),
+}
+_LEVEL = {
+    "name": _Key("text"),
+    "devices": _Key("int", 1, 4096, 0, what="devices of a host that it joins"),
+    "hosts": _Key("int", 1, 1 << 20, 0, what="hosts that it joins"),
+    "oversubscribed": _Key("ratio", 1.0, 1000.0, 1.0),
+    "rails": _Key("bool", default=False),
+    **_LINK,
 }
 _CROWD = {
     "compute": _Key("ratio", 0.01, 4.0, 1.0),
@@ -96,6 +107,7 @@ _TOP = {
     "memory_bandwidth": _Key("bandwidth", 1e8, 1e15),
     "rates": _Key("rates"),
     "host": _Key("host"),
+    "levels": _Key("levels", default=()),
     "constants": _Key("constants", default={}),
     "fitted": _Key("texts", default={}),
     "measured": _Key("text", default=""),
@@ -103,8 +115,8 @@ _TOP = {
 _HOST = {
     "devices": _Key("int", 1, 4096),
     "cores": _Key("int", 0, 4096, 0),
-    "inside": _Key("link"),
-    "across": _Key("link"),
+    "inside": _Key("link", default={}, what="how devices of a host are joined"),
+    "across": _Key("link", default={}, what="how hosts are joined"),
     "crowds": _Key("crowds", default={}),
 }
 _RATES = {name: _Key("rate", 1e8, 1e17) for name in ("bf16", "fp16", "fp32", "tf32", "fp8", "fp64", "int8")}
@@ -134,6 +146,9 @@ def parse(data: bytes, file: str) -> Device:
     if reader.mistakes:
         raise Mistakes(reader.mistakes)
     host, rates, constants = top["host"], top["rates"], top["constants"]
+    inside, across, levels = _network(root, top, reader)
+    if reader.mistakes:
+        raise Mistakes(reader.mistakes)
     made = Device(
         name=top["name"],
         kind=top["kind"],
@@ -143,8 +158,9 @@ def parse(data: bytes, file: str) -> Device:
         memory_bandwidth=top["memory_bandwidth"],
         rates=rates,
         host_devices=host["devices"],
-        inside=_link(host["inside"]),
-        across=_link(host["across"]),
+        inside=inside,
+        across=across,
+        levels=levels,
         efficiency=Efficiency(**{name: constants[name] for name in _EFFICIENCY}),
         overhead=Overhead(**{f"{name}_s": constants[name] for name in _OVERHEAD}),
         reserved=constants["reserved"],
@@ -182,6 +198,55 @@ def _link(values: dict[str, Any]) -> Link:
         values["bandwidth"], values["latency"], values["efficiency"], values["slowdown"], values["shared"],
         values["direct"],
     )  # fmt: skip
+
+
+def _network(root: Node, top: dict[str, Any], reader: _Reader) -> tuple[Link, Link, tuple[Level, ...]]:
+    """(within a host, between hosts, levels): the first two are the nearest between hosts and the one before it."""
+    host, told = top["host"], top["levels"]
+    node, list_node = root.get("host") or root, root.get("levels")
+    if list_node is None:
+        for key in ("inside", "across"):
+            if node.get(key) is None:
+                reader.wrong(f"`host.{key}` is missing", node, _HOST[key].what, f"{key}: {_WORDS['link'][1]}")
+        return (NO_LINK, NO_LINK, ()) if reader.mistakes else (_link(host["inside"]), _link(host["across"]), ())
+    for key in ("inside", "across"):
+        written = node.get(key)
+        if written is not None:
+            reader.wrong(f"`host.{key}` and `levels` say the same", written, "one of them", f"leave `host.{key}` out")
+    levels = tuple(
+        Level(one["name"], _link(one), one["devices"], one["hosts"], one["oversubscribed"], one["rails"])
+        for one in told
+    )  # fmt: skip
+    if why := _odd(levels, host["devices"], top["kind"]):
+        reader.wrong("these `levels` make no network", list_node, why, "from the nearest: " + _WORDS["levels"][1])
+    if reader.mistakes:
+        return NO_LINK, NO_LINK, ()
+    first = next(i for i, level in enumerate(levels) if level.between_hosts)
+    return levels[first - 1].link, levels[first].link, levels
+
+
+def _odd(levels: tuple[Level, ...], devices: int, kind: str) -> str:
+    """What is wrong about the order and the sizes of levels; empty where nothing is."""
+    if kind == "cpu":
+        return "processes of a CPU share its memory: `host.inside` and `host.across`"
+    near = [level for level in levels if not level.between_hosts]
+    far = [level for level in levels if level.between_hosts]
+    if not near or not far or list(levels) != near + far:
+        return "first those of one host (`devices`), then those between hosts (`hosts`, the last without)"
+    if near[-1].devices != devices:
+        return f"`{near[-1].name}` must join the {devices} devices of a host"
+    if any(level.hosts == 0 for level in far[:-1]):
+        return "only the last one may leave `hosts` out: it joins all"
+    for sizes in ([level.devices for level in near], [level.hosts for level in far if level.hosts]):
+        if any(b % a or a == b for a, b in itertools.pairwise(sizes)):
+            return "each must join several of the level before"
+    if len({level.name for level in levels}) < len(levels):
+        return "two have one name"
+    return "only hosts have rails" if any(level.rails for level in near) else ""
+
+
+NO_LINK = Link(1.0, 0.0)
+"""Stands for one that was refused."""
 
 
 def _crowd(values: dict[str, Any]) -> Crowd:
@@ -237,6 +302,8 @@ class _Reader:
             return self.section(node, _CONSTANTS, path)
         if key.unit == "rates":
             return self._rates(node, path)
+        if key.unit == "levels":
+            return self._levels(node, path)
         if key.unit == "crowds":
             return self._crowds(node, path)
         if key.unit == "texts":
@@ -265,6 +332,12 @@ class _Reader:
             limits = least if least == most else f"between {least} and {most}"
             self.wrong(f"`{path}: {node.text}` cannot be", node, f"{limits} expected", "")
         return int(number) if key.unit == "int" else number
+
+    def _levels(self, node: Node, path: str) -> list[dict[str, Any]]:
+        if node.kind != "list" or not node.items:
+            self.wrong(f"`{path}` is not a list", node, *_WORDS["levels"])
+            return []
+        return [self.section(one, _LEVEL, f"{path}[{i}]") for i, one in enumerate(node.items)]
 
     def _crowds(self, node: Node, path: str) -> dict[int, dict[str, Any]]:
         if node.kind != "map":

@@ -7,34 +7,16 @@ a file by whoever may read files); nothing here looks at the machine it runs on.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field, replace
-from functools import cache
+from functools import cached_property
 from typing import Literal
 
 from tpshard.parallelism.exchange import carried
-from tpshard.parallelism.mesh import Axes, Mesh
+from tpshard.parallelism.mesh import Axes
+from tpshard.parallelism.network import Level, Link, Topology, Wire, hierarchical_s, pairwise_s
 from tpshard.parallelism.rules.entry import Work
-
-Wire = Literal["inside", "across", "none"]
-
-
-@dataclass(frozen=True)
-class Link:
-    """What one device sends through, one direction.
-
-    `bandwidth` in bytes/s of one device; `shared` says that it is the whole host's, divided by its devices; `direct`
-    that it leads to one peer (no switch), so that a group of m devices of a host uses m - 1 of them.
-    """
-
-    bandwidth: float
-    latency_s: float
-    efficiency: float = 1.0
-    """Share of the bandwidth that a large ring collective reaches."""
-    slowdown: float = 0.0
-    """Share of the computing rate lost while a collective runs over this link."""
-    shared: bool = False
-    direct: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,8 +121,20 @@ class Device:
     reserved: float = 1.05
     """Bytes the allocator reserves for each byte allocated at the peak."""
     cpu: Cpu = Cpu()
+    levels: tuple[Level, ...] = ()
+    """Of the network, from the nearest; empty where `inside` and `across` are all of it."""
     fitted: Mapping[str, str] = field(default_factory=dict)
     """Constant -> how it was fitted. A figure that rests on one of them is `calibrated`, else `roofline`."""
+
+    @cached_property
+    def network(self) -> tuple[Level, ...]:
+        """The levels that groups of devices send through, from the nearest."""
+        return self.levels or (Level("inside", self.inside, devices=sys.maxsize), Level("across", self.across))
+
+    @property
+    def slowdown(self) -> dict[str, float]:
+        """By level the share of the computing rate lost while a collective runs over it."""
+        return {level.name: level.link.slowdown for level in self.network}
 
     @property
     def stream_rate(self) -> float:
@@ -203,51 +197,14 @@ _HALF = ("bf16", "fp16", "bfloat16", "float16", "int8", "int4", "fp8", "float8_e
 
 
 @dataclass(frozen=True)
-class Span:
-    """Where the members of a group of devices sit: `members` in all, on `hosts` hosts, `inside` of them on one."""
-
-    members: int
-    hosts: int
-    inside: int
-
-    @property
-    def wire(self) -> Wire:
-        return "none" if self.members <= 1 else "across" if self.hosts > 1 else "inside"
-
-
-class Topology:
-    """Which links the mesh's axes run over: device r sits on host r // devices_per_host."""
-
-    def __init__(self, mesh: Mesh, devices_per_host: int):
-        self.mesh = mesh
-        self.per_host = max(1, devices_per_host)
-
-    @property
-    def hosts(self) -> int:
-        return -(-self.mesh.ranks // self.per_host)
-
-    def span(self, refs: Axes) -> Span:
-        """The worst group over these axes: the one on most hosts."""
-        return _span(self.mesh, self.per_host, refs)
-
-
-@cache
-def _span(mesh: Mesh, per_host: int, refs: Axes) -> Span:
-    worst = Span(1, 1, 1)
-    for group in mesh.groups(refs):
-        hosts = len({rank // per_host for rank in group})
-        if hosts > worst.hosts or worst.members == 1:
-            worst = Span(len(group), hosts, -(-len(group) // hosts))
-    return worst
-
-
-@dataclass(frozen=True)
 class CommCost:
     seconds: float
     wire_bytes: int
     """Bytes that one device sends."""
     wire: Wire
     algorithm: str
+    level: str = "none"
+    """Of the network, that takes longest: what collectives of other groups share with it."""
 
 
 def wire_bytes(kind: str, buffer: int, members: int, backend: str = "nccl") -> int:
@@ -265,50 +222,43 @@ def wire_bytes(kind: str, buffer: int, members: int, backend: str = "nccl") -> i
     return rounds * buffer * (members - 1) // members
 
 
-def bandwidth(device: Device, span: Span, per_host: int) -> float:
-    """Bytes/s at which one device of such a group sends, large messages, nothing else on the link."""
-    inside = device.inside
-    within = inside.bandwidth * inside.efficiency
-    if inside.direct:
-        within *= max(1, span.inside - 1)
-    if inside.shared:
-        # every device of the host takes part in a collective of its own group at the same time
-        within /= max(1, min(per_host, device.host_devices))
-    if span.hosts <= 1:
-        return within
-    across = device.across
-    # a ring leaves the host once for each of its members there, each through its own adapter
-    outside = across.bandwidth * across.efficiency * span.inside
-    if across.shared:
-        outside = across.bandwidth * across.efficiency * span.inside / max(1, per_host)
-    return min(within, outside) if span.inside > 1 else outside
-
-
 def collective(device: Device, topology: Topology, kind: str, refs: Axes, buffer: int) -> CommCost:
-    """Skew, latency, and bytes over bandwidth, as the executor sends it: on a CPU some are exchanges."""
+    """Skew, latency, and bytes over bandwidth, as the executor sends it: on a CPU some are exchanges.
+
+    A device with levels takes the fastest of a ring, a tree, and level by level; one without takes the ring, or the
+    tree where that has less latency.
+    """
     span = topology.span(refs)
     if span.members <= 1:
         return CommCost(0.0, 0, "none", "none")
     if kind == "recv":  # takes as long as its send, which runs elsewhere
-        return CommCost(0.0, 0, span.wire, "point to point")
+        return CommCost(0.0, 0, span.wire, "point to point", span.wire)
     as_kind, received = carried(kind, buffer, span.members) if device.kind == "cpu" else (kind, buffer)
     sent = wire_bytes(as_kind, received, span.members, device.backend)
-    rate = bandwidth(device, span, topology.per_host)
     # gloo's all-reduce takes both rounds also between two, where they send no more than the buffer
     rounds = 2 if sent > received or (as_kind == "all_reduce" and device.backend == "gloo") else 1
-    hop_in, hop_out = device.inside.latency_s, device.across.latency_s
-    ring = rounds * ((span.hosts - 1) * hop_out + (span.members - span.hosts) * hop_in)
-    tree = rounds * (math.ceil(math.log2(span.hosts)) * hop_out + math.ceil(math.log2(span.inside or 1)) * hop_in)
-    seconds = sent / rate + (tree if as_kind in ("all_to_all", "permute", "send") else min(ring, 2 * tree))
-    names = {"permute": "point to point", "send": "point to point", "all_to_all": "pairwise"}
-    name = names.get(as_kind, "ring" if ring <= 2 * tree else "tree")
+    found = topology.crossings(refs, device.network, device.host_devices)
+    tree = rounds * sum(math.ceil(math.log2(one.parts)) * one.level.link.latency_s for one in found)
+    if as_kind in ("all_to_all", "permute", "send"):
+        times = pairwise_s(as_kind, received, span.members, found)
+        seconds, name = max(times.values()) + tree, "pairwise" if as_kind == "all_to_all" else "point to point"
+    else:
+        ring = rounds * sum(one.hops * one.level.link.latency_s for one in found)
+        times = {one.level.name: sent / one.ring_rate() for one in found}
+        ways = {"ring": max(times.values()) + ring, "tree": max(times.values()) + 2 * tree}
+        steps = hierarchical_s(received, span.members, rounds, found) if device.levels and len(found) > 1 else {}
+        if steps:
+            ways["hierarchical"] = sum(steps.values())
+        name = min(ways, key=ways.__getitem__)
+        seconds, times = ways[name], steps if name == "hierarchical" else times
     if kind == "reduce_scatter" and as_kind == kind and device.backend == "gloo":
         name = "all-reduce, own part kept"
     elif as_kind != kind:
         name = "all-to-all and local sum"
     if device.kind == "cpu" and kind in ("all_reduce", "reduce_scatter"):
         seconds += received / device.stream_rate
-    return CommCost(seconds + device.cpu.skew_s, sent, span.wire, name)
+    level = max(times, key=times.__getitem__) if device.levels else span.wire
+    return CommCost(seconds + device.cpu.skew_s, sent, span.wire, name, level)
 
 
 def operation(

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from torch import fx
-from tpshard.parallelism.cost import CommCost, Device, Topology, collective
+from tpshard.parallelism.cost import CommCost, Device, collective
 from tpshard.parallelism.flow import Flow, known
 from tpshard.parallelism.fusion import NONE, Cached, Compiled, Kernel, kernels, seconds
+from tpshard.parallelism.network import Topology
 from tpshard.parallelism.program import Collective, Program
 
 
@@ -28,6 +29,7 @@ class LaneTask(NamedTuple):
     seconds: float
     lane: str = "compute"
     wire: str = "none"
+    """The level of the network that it shares with others."""
     of: int = -1
     """For a wait: index of the task that issued what it waits for."""
 
@@ -63,7 +65,7 @@ class Timeline:
 
 
 def simulate(tasks: Sequence[LaneTask], slowdown: dict[str, float]) -> Timeline:
-    """Runs tasks in issue order. `slowdown`: wire -> share of the computing rate that a collective on it takes."""
+    """Runs tasks in issue order. `slowdown`: level -> share of the computing rate that a collective on it takes."""
     return _Lanes(tasks, slowdown).run()
 
 
@@ -182,13 +184,15 @@ class Priced:
 
 
 def price(
-    program: Program, device: Device, devices_per_host: int, *, compiled: Compiled, cached: Cached = NONE
-) -> Priced:
+    program: Program, device: Device, devices_per_host: int, *, compiled: Compiled, cached: Cached = NONE,
+    topology: Topology | None = None,
+) -> Priced:  # fmt: skip
     """Tasks of one run of `program`: a task for every node, in issue order.
 
-    `device` must already be the one a process has (`Device.shared_by`); `cached` is what a server's step finds.
+    `device` must already be the one a process has (`Device.shared_by`); `cached` is what a server's step finds;
+    `topology` places the mesh's axes otherwise than in their order.
     """
-    topology = Topology(program.mesh, devices_per_host)
+    topology = topology or Topology(program.mesh, devices_per_host)
     parts, flow = kernels(program, compiled=compiled, cached=cached), Flow.of(program)
     index = {kernel.node: i for i, kernel in enumerate(parts)}
     tasks: list[LaneTask] = []
@@ -199,14 +203,13 @@ def price(
         if comm is not None and node.op == "call_function":
             cost = costs[i] = comm_cost(device, topology, node, comm, apart)
             apart = 0.0 if cost.wire != "none" else apart
-            tasks.append(LaneTask(node.name, "issue", cost.seconds, lane_of(comm), cost.wire))
+            tasks.append(LaneTask(node.name, "issue", cost.seconds, lane_of(comm), cost.level))
         elif flow.name[node] == "wait_tensor":
             tasks.append(LaneTask(node.name, "wait", 0.0, of=_issued(node, index)))
         else:
             tasks.append(LaneTask(node.name, "compute", seconds(kernel, device)))
             apart += device.cpu.spread * tasks[-1].seconds
-    slowdown = {"inside": device.inside.slowdown, "across": device.across.slowdown}
-    return Priced(program, parts, tasks, costs, slowdown)
+    return Priced(program, parts, tasks, costs, device.slowdown)
 
 
 def comm_cost(device: Device, topology: Topology, node: fx.Node, comm: Collective, apart: float = 0.0) -> CommCost:

@@ -18,6 +18,7 @@ from tpshard.plan import (
     page,
     pictures,
     pinning,
+    placements,
     save,
     screen,
     search,
@@ -49,7 +50,7 @@ def run(
     saved = [folder / name for name in ("plan.json", "plan.html", "plan.trace.json")]
     writes = {"fastest.yaml": asked.search, "fits.yaml": asked.fit, "pinned.yaml": asked.pin}
     recipes = [folder / name for name, on in writes.items() if on]
-    plans = not (recipes or asked.passes) and asked.explain is None and other is None
+    plans = not (recipes or asked.passes or asked.net) and asked.explain is None and other is None
     saved = recipes or saved
     kept = saved if (plans or recipes) and not asked.dry_run else []
     for path in (asked.html, asked.trace, asked.svg, *kept):
@@ -73,6 +74,10 @@ def run(
         changed = diffs.diff(report, make.report(other, other.name, asked.what))
         changed |= {"before": before or recipe.name, "after": after or other.name}
         return Done(json.dumps(changed, indent=1) + "\n" if asked.as_json else diffs.text(changed), Exit.DONE)
+    if asked.net:
+        network = placements.net(report, recipe)
+        shown = json.dumps(network.to_json(), indent=1) + "\n" if asked.as_json else placements.text(network)
+        return Done(shown, Exit.DONE)
     if asked.run is not None:
         report.forecast = make.forecast_of(report, recipe, asked.run)
     if asked.skew is not None:

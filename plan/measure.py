@@ -26,8 +26,9 @@ from typing import Any
 
 import numpy as np
 import psutil
-from tpshard.parallelism.cost import Device, Link, Topology, collective, wire_bytes
+from tpshard.parallelism.cost import Device, collective, wire_bytes
 from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.network import Link, Topology
 from tpshard.plan.units import plural
 from tpshard.recipes.diagnostic import Exit, Mistakes
 

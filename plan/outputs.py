@@ -34,6 +34,7 @@ class Asked:
     explain: str | None = None
     search: bool = False
     passes: bool = False
+    net: bool = False
     suggest: bool = False
     """Search for what would make it faster."""
     fit: bool = False
@@ -77,7 +78,7 @@ def deliver(asked: Asked, folder: Path, texts: Mapping[str, str], tell: Callable
 def entry(recipe: Recipe, asked: Asked) -> PlanEntry | None:
     """Where the plan of a recipe is kept; None where it is not: it says something else than a plan does, or no hash can
     know all that it depends on."""
-    modes = asked.search or asked.passes or asked.fit or asked.pin or asked.explain is not None
+    modes = asked.search or asked.passes or asked.net or asked.fit or asked.pin or asked.explain is not None
     if modes:
         return None
     return entry_of(recipe, asked.source, asked.what, asked.suggest, asked.run, asked.skew)

@@ -173,7 +173,7 @@ def _memories(report: Report) -> str:
 def _collectives(report: Report) -> str:
     rows = [
         (
-            line.kind, axes_text(line.axes), line.of, line.phase, line.wire, f"{line.count}", gib(line.bytes),
+            line.kind, axes_text(line.axes), line.of, line.phase, line.level, f"{line.count}", gib(line.bytes),
             gib(line.wire_bytes), seconds(line.time_s), seconds(line.exposed_s), "" if line.asked else "not asked for",
         )
         for line in report.lines

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tpshard.parallelism.cost import CommCost, Device, Topology, collective
+from tpshard.parallelism.cost import CommCost, Device, collective
 from tpshard.parallelism.flow import known
 from tpshard.parallelism.fusion import NONE, Cached, Compiled, Kernel
 from tpshard.parallelism.liveness import Memory, liveness
 from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.network import Topology
 from tpshard.parallelism.program import Collective, Program
 from tpshard.parallelism.timeline import Priced, Timeline, price
 
@@ -50,6 +51,9 @@ class Line:
     axes: tuple[object, ...]
     of: str
     wire: str
+    """`inside` a host or `across` hosts."""
+    level: str
+    """Of the network, that takes longest: `inside` a host or `across` hosts where the device file names no others."""
     dtype: str
     algorithm: str
     phase: str
@@ -159,7 +163,7 @@ def work_of(kernel: Kernel) -> tuple[int, int]:
 
 def line_key(comm: Collective, phase: str, cost: CommCost) -> tuple[object, ...]:
     """What the collectives of one `Line` have in common."""
-    return (comm.kind, comm.axes, comm.of, cost.wire, comm.dtype, cost.algorithm, phase, comm.asked)
+    return (comm.kind, comm.axes, comm.of, cost.wire, cost.level, comm.dtype, cost.algorithm, phase, comm.asked)
 
 
 def _add(
@@ -169,7 +173,16 @@ def _add(
     line = found.get(key)
     if line is None:
         line = found[key] = Line(
-            comm.kind, comm.axes, comm.of, cost.wire, comm.dtype, cost.algorithm, phase, comm.reason, comm.asked
+            comm.kind,
+            comm.axes,
+            comm.of,
+            cost.wire,
+            cost.level,
+            comm.dtype,
+            cost.algorithm,
+            phase,
+            comm.reason,
+            comm.asked,
         )
     line.issues.append(comm)
     line.count += times

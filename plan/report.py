@@ -289,7 +289,7 @@ class Report:
                     "of": line.of,
                     "phase": line.phase,
                     "dtype": line.dtype,
-                    "link": line.wire,
+                    "link": line.level,
                     "algorithm": line.algorithm,
                     "members": line.members,
                     "asked": line.asked,

@@ -168,7 +168,7 @@ def _collectives(report: Report, verbose: bool) -> list[str]:
     ]
     merged: dict[tuple[str, str, str, str], list[float]] = {}
     for line in report.lines:
-        row = merged.setdefault((line.kind, axes_text(line.axes), line.of, line.wire), [0, 0, 0, 0, 0])
+        row = merged.setdefault((line.kind, axes_text(line.axes), line.of, line.level), [0, 0, 0, 0, 0])
         for i, value in enumerate((line.count, line.bytes, line.wire_bytes, line.time_s, line.exposed_s)):
             row[i] += value
     shown = sorted(merged.items(), key=lambda item: (-item[1][3], item[0]))

@@ -27,6 +27,8 @@ class Quick:
     step_s: float
     exposed_s: float
     fits: bool
+    comm_s: float = 0.0
+    """Time in which a collective runs, exposed or not."""
 
 
 def variant(recipe: Recipe, changes: Sequence[str]) -> Recipe:
@@ -43,7 +45,7 @@ def quick(recipe: Recipe, what: str = "train", variants: Variants | None = None)
         else:
             pricing = server.report(recipe, what, whole=False).pricing
     needed = pricing.needed_bytes
-    return Quick(needed, pricing.step_s, pricing.exposed_s, needed <= pricing.device.memory_bytes)
+    return Quick(needed, pricing.step_s, pricing.exposed_s, needed <= pricing.device.memory_bytes, pricing.comm_s)
 
 
 # ---- edits ----------------------------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tpshard.parallelism.cost import Device, Topology, collective
+from tpshard.parallelism.cost import Device, collective
 from tpshard.parallelism.fusion import Compiled, Kernel, kernels, seconds
 from tpshard.parallelism.liveness import liveness
+from tpshard.parallelism.network import Topology
 from tpshard.parallelism.passes import buckets
 from tpshard.parallelism.passes.recompute import Keep, keep_all, keep_layer_inputs, keep_selected, recompute
 from tpshard.parallelism.passes.run import run

@@ -69,6 +69,37 @@ def test_absurd_values_are_refused_with_their_place(old, new, place, words):
     assert words in str(caught.value)
 
 
+LEVELS = (
+    GOOD[: GOOD.index("  inside")]
+    + """levels:
+  - {name: nvlink, devices: 8, bandwidth: 450 GB/s, latency: 4 us}
+  - {name: leaf, hosts: 4, bandwidth: 400 Gbit/s, latency: 12 us, rails: true}
+  - {name: spine, bandwidth: 400 Gbit/s, latency: 20 us, oversubscribed: 4}
+"""
+)
+
+
+def test_levels_read_and_those_that_make_no_network_are_refused():
+    found = parse(LEVELS.encode(), "box.yaml")
+    assert [level.name for level in found.levels] == ["nvlink", "leaf", "spine"]
+    assert found.levels[2].rate == pytest.approx(0.8 * 50e9 / 4) and found.levels[1].rails
+    assert (found.inside, found.across) == (found.levels[0].link, found.levels[1].link)
+    for old, new, words in (
+        ("devices: 8, b", "devices: 4, b", "must join the 8 devices"),
+        ("name: spine", "name: leaf", "two have one name"),
+        (", hosts: 4", "", "only the last one may leave `hosts` out"),
+        ("name: spine,", "name: spine, hosts: 6,", "several of the level before"),
+        ("nvlink, devices: 8", "nvlink, hosts: 1", "first those of one host"),
+        ("kind: gpu", "kind: cpu", "share its memory"),
+        ("  devices: 8\n", "  devices: 8\n  across: {bandwidth: 1 GB/s, latency: 1 us}\n", "say the same"),
+        ("bandwidth: 450 GB/s, ", "", "`levels[0].bandwidth` is missing"),
+    ):
+        assert old in LEVELS
+        with pytest.raises(Mistakes) as caught:
+            parse(LEVELS.replace(old, new).encode(), "box.yaml")
+        assert words in str(caught.value) and "box.yaml:" in str(caught.value)
+
+
 @pytest.mark.parametrize("data", [b"", b"[1, 2]"])
 def test_a_file_that_is_no_map_is_not_called_a_recipe(data):
     with pytest.raises(Mistakes, match="device file") as caught:

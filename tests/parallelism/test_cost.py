@@ -10,15 +10,14 @@ from tpshard.parallelism.cost import (
     Crowd,
     Device,
     Efficiency,
-    Link,
     Overhead,
-    Topology,
     collective,
     operation,
     wire_bytes,
 )
 from tpshard.parallelism.fusion import kernels
 from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.network import Link, Topology
 from tpshard.parallelism.timeline import LaneTask, price, simulate
 
 

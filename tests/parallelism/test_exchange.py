@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.devices.read import device
 from tpshard.parallelism import Mesh, Program, partition
-from tpshard.parallelism.cost import Topology
 from tpshard.parallelism.exchange import LEAST_BYTES, MOST_BYTES, MOST_SENT, exchanged
+from tpshard.parallelism.network import Topology
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.runtime.tally import Tally

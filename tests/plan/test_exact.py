@@ -12,10 +12,11 @@ import torch
 from small_recipe import RECIPE
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.devices.read import device
-from tpshard.parallelism.cost import Cpu, Topology, collective
+from tpshard.parallelism.cost import Cpu, collective
 from tpshard.parallelism.exchange import carried
 from tpshard.parallelism.fusion import kernels
 from tpshard.parallelism.liveness import liveness
+from tpshard.parallelism.network import Topology
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.plan import make, pricing

@@ -1,0 +1,183 @@
+"""Where groups of devices sit in a network of levels, and how fast they send through each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from tpshard.parallelism.mesh import Axes, Mesh, size_of
+
+Wire = Literal["inside", "across", "none"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one device sends through, one direction.
+
+    `bandwidth` in bytes/s of one device; `shared` says that it is the whole host's, divided by its devices; `direct`
+    that it leads to one peer (no switch), so that a group of m devices of a host uses m - 1 of them.
+    """
+
+    bandwidth: float
+    latency_s: float
+    efficiency: float = 1.0
+    """Share of the bandwidth that a large ring collective reaches."""
+    slowdown: float = 0.0
+    """Share of the computing rate lost while a collective runs over this link."""
+    shared: bool = False
+    direct: bool = False
+
+
+@dataclass(frozen=True)
+class Level:
+    """Devices, or what the level below joins, joined by links of one kind: NVLink in a host, leaf switches, a spine."""
+
+    name: str
+    link: Link
+    devices: int = 0
+    """That it joins, all in one host; 0 where it joins hosts."""
+    hosts: int = 0
+    """That it joins; 0: all that there are."""
+    oversubscribed: float = 1.0
+    """How much more the devices below can send than its links carry when all of them do."""
+    rails: bool = False
+    """Devices with the same place in their hosts are joined; what goes to another place goes through the host first."""
+
+    @property
+    def between_hosts(self) -> bool:
+        return self.devices == 0
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s of one device, or of what shares the link, while all devices send."""
+        return self.link.bandwidth * self.link.efficiency / self.oversubscribed
+
+    def joins(self, per_host: int) -> float:
+        """Devices of a mesh that it joins, of which `per_host` are on a host."""
+        return min(self.devices, per_host) if self.devices else self.hosts * per_host if self.hosts else math.inf
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What a group of devices has of one level."""
+
+    level: Level
+    parts: int
+    """Units of the level below that one unit of it joins."""
+    members: int
+    """Of the group, in a unit of the level below."""
+    sharers: int
+    """Devices of the mesh that a shared link is divided by."""
+    hops: int
+    """Of a ring through the whole group, over this level."""
+
+    def ring_rate(self) -> float:
+        """Bytes/s at which a ring leaves a unit of the level below: through the links of all its members there."""
+        return self._of(self.members, self.parts - 1)
+
+    def own_rate(self, peers: int = 1) -> float:
+        """Bytes/s of one device that sends for itself, to so many peers at once."""
+        return self._of(1, peers)
+
+    def _of(self, members: int, peers: int) -> float:
+        rate = self.level.rate * members
+        if self.level.link.direct:
+            rate *= max(1, peers)
+        return rate / self.sharers if self.level.link.shared else rate
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where the members of a group of devices sit: `members` in all, on `hosts` hosts, `inside` of them on one."""
+
+    members: int
+    hosts: int
+    inside: int
+
+    @property
+    def wire(self) -> Wire:
+        return "none" if self.members <= 1 else "across" if self.hosts > 1 else "inside"
+
+
+class Topology:
+    """Which links the mesh's axes run over: device r sits on host r // devices_per_host."""
+
+    def __init__(self, mesh: Mesh, devices_per_host: int):
+        self.mesh = mesh
+        self.per_host = max(1, devices_per_host)
+
+    @property
+    def hosts(self) -> int:
+        return -(-self.mesh.ranks // self.per_host)
+
+    def span(self, refs: Axes) -> Span:
+        """The worst group over these axes: the one on most hosts."""
+        return _span(self.mesh, self.per_host, refs)
+
+    def crossings(self, refs: Axes, levels: tuple[Level, ...], host_devices: int) -> tuple[Crossing, ...]:
+        """The levels that the worst group over these axes uses, from the nearest outwards."""
+        return _crossings(self.mesh, self.per_host, refs, levels, host_devices)
+
+
+@cache
+def _span(mesh: Mesh, per_host: int, refs: Axes) -> Span:
+    worst = Span(1, 1, 1)
+    for group in mesh.groups(refs):
+        hosts = len({rank // per_host for rank in group})
+        if hosts > worst.hosts or worst.members == 1:
+            worst = Span(len(group), hosts, -(-len(group) // hosts))
+    return worst
+
+
+@cache
+def _crossings(
+    mesh: Mesh, per_host: int, refs: Axes, levels: tuple[Level, ...], host_devices: int
+) -> tuple[Crossing, ...]:
+    sizes = [level.joins(per_host) for level in levels]
+    # how many units of each level a group is in; the worst is in most of the outermost one
+    counts = max(
+        ([len({rank // size for rank in group}) for size in sizes] for group in mesh.groups(refs)),
+        key=lambda found: found[::-1],
+    )
+    members = units = size_of(refs)
+    below, found = 1, []
+    for level, size, joined in zip(levels, sizes, counts):
+        if joined < units:
+            sharers = below if level.between_hosts else max(1, min(per_host, host_devices))
+            found.append(Crossing(level, -(-units // joined), -(-members // units), sharers, units - joined))
+        below, units = int(min(size, mesh.ranks)), joined
+    return tuple(found)
+
+
+def pairwise_s(kind: str, buffer: int, members: int, found: Sequence[Crossing]) -> dict[str, float]:
+    """Seconds by level in which every device sends its part to each other one (`all_to_all`), or all to one.
+
+    What is for other hosts leaves through the device's own link of each level on the way.
+    """
+    times = {}
+    for one in found:
+        if kind == "all_to_all":
+            there = one.members * (one.parts if not one.level.between_hosts else 1)
+            share = (members - one.members if one.level.between_hosts else there - one.members) / members
+            if not one.level.between_hosts and any(other.level.rails for other in found):
+                share = max(share, (there - one.members) / there)  # what is for another rail goes through here first
+            times[one.level.name] = buffer * share / one.own_rate(one.parts - 1)
+        else:
+            # of a group's members on a host one sends to the next host: the others leave a shared link to it
+            rate = one.own_rate() * (one.members if one.level.link.shared else 1)
+            times[one.level.name] = buffer / rate
+    return times
+
+
+def hierarchical_s(buffer: int, members: int, rounds: int, found: Sequence[Crossing]) -> dict[str, float]:
+    """Seconds by level of a collective that is done level by level, each on what the level above has left of it."""
+    times, outer = {}, math.prod(one.parts for one in found)
+    for one in found:
+        outer //= one.parts
+        sent = buffer * (one.parts - 1) * outer / members
+        hops = min(one.parts - 1, 2 * math.ceil(math.log2(one.parts)))
+        times[one.level.name] = rounds * (sent / one.own_rate(one.parts - 1) + hops * one.level.link.latency_s)
+    return times

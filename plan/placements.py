@@ -1,0 +1,178 @@
+"""`plan --net`: where every mesh axis runs, and what other orders of the axes over the devices would give."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tpshard.parallelism.cost import Device
+from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.network import Level, Topology
+from tpshard.parallelism.timeline import price
+from tpshard.plan import search
+from tpshard.plan.pricing import Line
+from tpshard.plan.report import Report
+from tpshard.plan.screen import axes_text, cut
+from tpshard.plan.units import gib, seconds
+from tpshard.programs.variants import Variants
+from tpshard.recipes.diagnostic import Mistakes
+from tpshard.recipes.schema import Recipe
+
+WHOLE = 5
+"""Of the best other orders, that are built whole: all those of three axes."""
+
+
+@dataclass(frozen=True)
+class AxisPlace:
+    """Where the groups of one mesh axis sit."""
+
+    axis: str
+    size: int
+    stride: int
+    """Between neighbours along it, in devices."""
+    levels: tuple[tuple[str, int], ...]
+    """The levels that its groups use, from the nearest, and how many units of the level below each joins."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """An order of the mesh's axes, outer to inner, and what a step would take with it."""
+
+    order: tuple[str, ...]
+    comm_s: float
+    exposed_s: float
+    step_s: float
+    whole: bool
+    """Whether its program was built, which may send other collectives; else the recipe's program was priced so."""
+
+
+@dataclass(frozen=True)
+class Net:
+    """What `plan --net` says."""
+
+    levels: tuple[Level, ...]
+    places: tuple[AxisPlace, ...]
+    lines: tuple[Line, ...]
+    placements: tuple[Placement, ...]
+    """The recipe's own first, then from the fastest."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": 1,
+            "levels": [
+                {"name": one.name, "devices": one.devices, "hosts": one.hosts, "rate": one.rate,
+                 "latency_s": one.link.latency_s, "oversubscribed": one.oversubscribed, "rails": one.rails,
+                 "shared": one.link.shared} for one in self.levels
+            ],
+            "axes": [
+                {**asdict(place), "levels": [{"level": name, "joins": parts} for name, parts in place.levels]}
+                for place in self.places
+            ],
+            "collectives": [
+                {"kind": line.kind, "axes": axes_text(line.axes), "of": line.of, "level": line.level,
+                 "algorithm": line.algorithm, "count": line.count, "bytes": line.bytes, "time_s": line.time_s,
+                 "exposed_s": line.exposed_s} for line in self.lines
+            ],
+            "placements": [asdict(one) for one in self.placements],
+        }  # fmt: skip
+
+
+def net(report: Report, recipe: Recipe) -> Net:
+    """Prices the program of a training plan on every order of the mesh's axes, and builds the best of them whole."""
+    device, per_host = report.pricing.device, report.job.devices_per_node
+    axes = dict(report.job.mesh)
+    mesh = Mesh(axes)
+    topology = Topology(mesh, per_host)
+    places = tuple(_place(device, topology, name) for name, size in axes.items() if size > 1)
+    own = Placement(tuple(axes), report.pricing.comm_s, report.pricing.exposed_s, report.pricing.step_s, whole=True)
+    others = [] if report.pricing.pipeline is not None else [placed(report, order) for order in _orders(axes)]
+    ranked = sorted(others, key=lambda one: (one.step_s, one.order))
+    variants = Variants()
+    ranked = [*(_whole(recipe, one, axes, variants) for one in ranked[:WHOLE]), *ranked[WHOLE:]]
+    return Net(device.network, places, tuple(report.lines), (own, *sorted(ranked, key=lambda one: one.step_s)))
+
+
+def _place(device: Device, topology: Topology, name: str) -> AxisPlace:
+    axis = topology.mesh.axis(name)
+    found = topology.crossings((axis,), device.network, device.host_devices)
+    levels = tuple((one.level.name, one.parts) for one in found)
+    return AxisPlace(name, axis.size, topology.mesh.stride[name], levels)
+
+
+def _orders(axes: dict[str, int]) -> Iterator[tuple[str, ...]]:
+    """Other orders of the axes that have a size, the others staying outermost."""
+    sized = [name for name, size in axes.items() if size > 1]
+    alone = [name for name, size in axes.items() if size <= 1]
+    for order in itertools.permutations(sized):
+        if list(order) != sized:
+            yield (*alone, *order)
+
+
+def placed(report: Report, order: Sequence[str]) -> Placement:
+    """The report's programs where devices are numbered in another order of the axes."""
+    pricing = report.pricing
+    topology = Topology(Mesh({name: report.job.mesh[name] for name in order}), report.job.devices_per_node)
+    comm = exposed = total = 0.0
+    for entry in pricing.parts:
+        part = entry.part
+        told = price(
+            part.program, pricing.device, topology.per_host, compiled=part.compiled, cached=part.cached,
+            topology=topology,
+        ).run()  # fmt: skip
+        comm, exposed = comm + told.comm_s * part.times, exposed + told.exposed_s * part.times
+        total += told.seconds * part.times
+    return Placement(tuple(order), comm, exposed, total + pricing.fixed_s, whole=False)
+
+
+def _whole(recipe: Recipe, one: Placement, axes: dict[str, int], variants: Variants) -> Placement:
+    """The same order, as the recipe's own plan would say; as it was where the recipe cannot be built so."""
+    mesh = ", ".join(f"{name}: {axes[name]}" for name in one.order)
+    try:
+        found = search.quick(search.variant(recipe, [f"mesh={{{mesh}}}"]), variants=variants)
+    except Mistakes:
+        return one
+    return Placement(one.order, found.comm_s, found.exposed_s, found.step_s, whole=True)
+
+
+# ---- the screen -----------------------------------------------------------------------------------------------------
+def text(found: Net) -> str:
+    """All of it, in lines of 100 columns."""
+    lines = ["NET  from the nearest level outwards"]
+    for level in found.levels:
+        joins = f"{level.devices:,} devices" if level.devices and level.devices < 1 << 20 else ""
+        joins = joins or (f"{level.hosts:,} hosts" if level.hosts else "a host" if level.devices else "all hosts")
+        notes = [f"{level.oversubscribed:g} times oversubscribed"] if level.oversubscribed > 1 else []
+        notes += ["rails"] if level.rails else []
+        notes += ["shared by a host"] if level.link.shared else []
+        rate = f"{level.rate / 1e9:,.1f} GB/s a device, {seconds(level.link.latency_s)} a hop"
+        lines.append(f"  {level.name:<10}{joins:<16}{rate}{', ' if notes else ''}{', '.join(notes)}")
+    lines.append("AXES   size  stride  runs over")
+    for place in found.places:
+        over = ", ".join(f"{name} (joins {parts})" for name, parts in place.levels)
+        lines.append(f"  {place.axis:<5}{place.size:5,}{place.stride:8,}  {over}")
+    lines.append("COLLECTIVES             axes       of          level      algorithm        bytes      time   exposed")
+    for line in found.lines:
+        lines.append(
+            f"  {line.count:6,} {line.kind:<15}{cut(axes_text(line.axes), 10):<11}{line.of:<12}{line.level:<11}"
+            f"{cut(line.algorithm, 12):<12}{gib(line.bytes):>11}{seconds(line.time_s):>10}{seconds(line.exposed_s):>10}"
+        )
+    lines.append("PLACED  axes from the outermost                    communication    exposed       step")
+    for i, one in enumerate(found.placements):
+        order = ", ".join(f"{name} {_size(found, name)}" for name in one.order if _size(found, name) > 1)
+        note = "the recipe's" if i == 0 else "built whole" if one.whole else "the recipe's program, placed so"
+        times = f"{seconds(one.comm_s):>16}{seconds(one.exposed_s):>11}{seconds(one.step_s):>11}"
+        lines.append(f"  {cut(order, 44):<46}{times}  {note}")
+    best = min(found.placements, key=lambda one: one.step_s if one.whole else math.inf)
+    if best is not found.placements[0] and best.step_s < 0.99 * found.placements[0].step_s:
+        mesh = ", ".join(f"{name}: {_size(found, name)}" for name in best.order)
+        lines.append(f"  try: mesh: {{{mesh}}}")
+    elif len(found.placements) > 1:
+        lines.append("  no other order that was built is faster by 1%")
+    return "\n".join(lines) + "\n"
+
+
+def _size(found: Net, name: str) -> int:
+    return next((place.size for place in found.places if place.axis == name), 1)
