@@ -5,7 +5,9 @@
 plan: a training step is captured, propagated and partitioned on fsdp 2 x tp 2. train: its loss and its gradients are
 transformers' own in one process, in fp32, on {tp}, {fsdp, tp} and {dp, fsdp, tp}; the largest difference of a gradient,
 relative to the largest of its parameter. serve: a step over the paged cache on two devices gives transformers' logits.
-quantize: a family of tpshard reads its folders, and `tpshard quantize` takes those. Encoders (BERT, T5, ViT) have no
+gptq: a GPTQ folder of it,
+in act-order, gives on two devices the logits of the dense weights that it stands for. quantize: a family of tpshard
+reads its folders, and `tpshard quantize` takes those. Encoders (BERT, T5, ViT) have no
 language model's loss: a step with a loss of the user's is partitioned by `tpshard.parallelism.partition`.
 
 All devices are simulated in this process. `--docs` writes the table into docs/transformers.md.
@@ -21,9 +23,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from tpshard.cli.serve_worker import open_weights
 from tpshard.models import hf_config
 from tpshard.parallelism import Mesh, partition
 from tpshard.programs import step_programs, training
@@ -38,7 +42,8 @@ from record import ROOT, Record, add_options
 
 sys.path.insert(0, str(ROOT / "tests"))
 import architectures
-from servers import lockstep, prompts
+import gptq_folders as folders
+from servers import lockstep, programs_of, prompts
 
 MESHES = ({"tp": 2}, {"fsdp": 2, "tp": 2}, {"dp": 2, "fsdp": 2, "tp": 2})
 BOUND = 1e-5
@@ -103,6 +108,23 @@ def serves(name: str, folder: Path) -> float:
     return apart(made, torch.cat(each))
 
 
+def quantized(name: str, place: Path) -> float:
+    """How far the logits of its GPTQ folder on two devices are from transformers', with the weights it stands for."""
+    config = architectures.CONFIGS[name]
+    if any("expert" in key for key in config):
+        raise ValueError("the matrices of experts are not read quantized")
+    wider = {key: value for key, value in folders.WIDER.items() if key in config}
+    with mock.patch.dict(architectures.CONFIGS, {name: {**config, **wider}}):
+        folder, values = folders.quantized(name, place / f"{name}-gptq")
+        programs = programs_of(folder, "serve.mesh.tp=2", "serve.requests=8", "serve.step_tokens=8")
+        made = lockstep(programs, open_weights(str(folder)))
+        tokens, own = torch.from_numpy(prompts().tokens)[None], architectures.own(name)
+        parts = (tokens[:, :5], tokens[:, 5:])
+        with torch.no_grad():
+            each = [torch.func.functional_call(own, values, (part,)).logits[0] for part in parts]
+    return apart(made, torch.cat(each))
+
+
 def causal(name: str, place: Path) -> dict[str, Any]:
     """One row of the table: a causal language model."""
     folder = architectures.folder(place / name, name)
@@ -110,6 +132,7 @@ def causal(name: str, place: Path) -> dict[str, Any]:
     row["plan"] = attempt(lambda: len(training.build(Setting.of(recipe(folder, MESHES[1]))).micro.collectives))
     row["train"] = {" x ".join(mesh): attempt(lambda mesh=mesh: trained(name, folder, mesh)) for mesh in MESHES}  # type: ignore[misc]
     row["serve"] = attempt(lambda: serves(name, folder))
+    row["gptq"] = attempt(lambda: quantized(name, place)) if not isinstance(row["serve"], dict) else row["serve"]
     row["quantize"] = attempt(lambda: family(folder))
     return row
 
@@ -199,11 +222,15 @@ def encoder_inputs(name: str) -> dict[str, Tensor]:
 
 # ---- the table -----------------------------------------------------------------------------------------------------
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = ["| `model_type` | class | plan | train: gradients within | serve | quantize |", "|---" * 6 + "|"]
+    lines = [
+        "| `model_type` | class | plan | train: gradients within | serve | GPTQ served | quantize |",
+        "|---" * 7 + "|",
+    ]
     for row in rows:
         refused = isinstance(row["plan"], dict)
         cells = [f"`{row['name']}`", f"`{row['class']}`", "no" if refused else "yes", _trained(row["train"])]
         cells.append("" if row["serve"] is None else "no" if isinstance(row["serve"], dict) else "yes")
+        cells.append("" if row.get("gptq") is None else "no" if isinstance(row["gptq"], dict) else "yes")
         cells.append("yes, by `hf`" if isinstance(row["quantize"], str) else "no")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import architectures
+import gptq_folders
 import pytest
 import torch
 from servers import folder_runner, programs_of, ranks_of
 from tokenizers import Tokenizer as Rust
-from torch import Tensor, nn
-from tpshard.kernels.gptq_config import GPTQConfig
-from tpshard.kernels.gptq_format import write_folder
-from tpshard.kernels.quantized import Quantized
+from torch import Tensor
 from tpshard.serve.service import Limits
 from web import web
 
@@ -83,44 +80,6 @@ def test_tokens_over_http_are_those_of_generate(name: str, tp: int, tmp_path: Pa
 
 
 # ---- quantized folders ----------------------------------------------------------------------------------------------
-WIDER = {"num_key_value_heads": 4, "intermediate_size": 64}
-"""GPTQ holds matrices whose sides are multiples of 32."""
-
-
-def quantized(name: str, place: Path) -> tuple[Path, dict[str, Tensor]]:
-    """A GPTQ folder of a small random model, in act-order, and the dense parameters that it stands for.
-
-    Linears of one input share their order, as those of one Hessian do.
-    """
-    from transformers.pytorch_utils import Conv1D
-
-    model, values, orders = architectures.own(name), architectures.values(name), dict[str, Tensor]()
-    coded: dict[str, Quantized] = {}
-    generator = torch.Generator().manual_seed(5)
-    for path, module in model.named_modules():
-        if not re.search(r"\b(layers|h)\.\d", path) or not isinstance(module, (nn.Linear, Conv1D)):
-            continue
-        turned = isinstance(module, Conv1D)
-        weight = values[f"{path}.weight"] if turned else values[f"{path}.weight"].T  # [inputs, outputs]
-        inputs = len(weight)
-        shared = f"{path.rpartition('.')[0]} {any(end in path for end in ('o_proj', 'down', 'c_proj'))}"
-        group = torch.arange(inputs, dtype=torch.int32) // 16
-        order = orders.setdefault(shared, torch.randperm(inputs, generator=generator))
-        group = group[order]
-        largest = torch.stack([weight[group == g].abs().amax(0) for g in range(inputs // 16)])
-        scales = (largest / 7).half()
-        codes = (weight / scales.float()[group.long()] + 8).round().clamp(0, 15).to(torch.uint8)
-        bias = values.get(f"{path}.bias")
-        coded[path] = Quantized(codes, scales, torch.full_like(scales, 8, dtype=torch.uint8), group, 4, bias)
-        dense = coded[path].dequantize(torch.float32)
-        values[f"{path}.weight"] = dense if turned else dense.T.contiguous()
-    taken = {f"{path}.{leaf}" for path in coded for leaf in ("weight", "bias")}
-    settings = GPTQConfig(bits=4, group_size=16, desc_act=True)
-    dense_values = [(path, value) for path, value in values.items() if path not in taken]
-    write_folder(place, architectures.config_of(name), coded.items(), dense_values, settings)
-    return place, values
-
-
 @pytest.mark.parametrize(
     ("name", "tp", "layout"),
     [
@@ -137,9 +96,9 @@ def quantized(name: str, place: Path) -> tuple[Path, dict[str, Tensor]]:
 def test_a_gptq_folder_gives_the_tokens_of_its_dense_weights(
     name: str, tp: int, layout: str, tmp_path: Path, served: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wider = {key: value for key, value in WIDER.items() if key in architectures.CONFIGS[name]}
+    wider = {key: value for key, value in gptq_folders.WIDER.items() if key in architectures.CONFIGS[name]}
     monkeypatch.setitem(architectures.CONFIGS, name, {**architectures.CONFIGS[name], **wider})
-    folder, values = quantized(name, tmp_path / name)
+    folder, values = gptq_folders.quantized(name, tmp_path / name)
     if tp > 1 and layout == "tp_aware" and name not in ("gpt2", "phi3"):  # whose gates and values lie in one matrix
         told = (f"serve.mesh.tp={tp}", "serve.step_tokens=8", "serve.requests=8")
         turned = programs_of(folder, *told).arrangement.columns
