@@ -29,23 +29,25 @@ class FolderWeights:
 
     ValueError for pickles and for tensors that are missing, superfluous or of another shape. Where the folder's names
     differ from the parameters' (as for experts stored one by one), transformers loads all weights at once. The weights
-    of a GPTQ folder are dequantized.
+    of a GPTQ folder are dequantized. Without `values` headers are checked and nothing is loaded.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], architecture: Architecture, model: nn.Module) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], architecture: Architecture, model: nn.Module, *, values: bool = True
+    ) -> None:
         self.folder, self.architecture = Path(folder), architecture
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self.quantized = read_config(self.folder) is not None
         self.tensors = DequantizedTensors(folder) if self.quantized else hf_files.Tensors(folder)
         self._turned = _turned(model)
-        self._home = self._homes(model)
+        self._home = self._homes(self._spellings(model), type(model).__name__)
         if self._home is None and self.quantized:
             kept = f"its tensors are not named as {type(model).__name__} names them"
             raise ValueError(f"{folder} is quantized, and {kept} (experts one by one): not supported")
-        if self._home is None:
-            self._loaded = self._load()
-        else:
+        if self._home is not None:
             self._check(model, self._home)
+        elif values:
+            self._loaded = self._load()
 
     @staticmethod
     def there(folder: str | os.PathLike[str]) -> bool:
@@ -84,18 +86,27 @@ class FolderWeights:
             return None
         return self.tensors.coded.get(self._home[name])
 
-    def _homes(self, model: nn.Module) -> dict[str, str] | None:
-        """The stored tensor of each parameter; None where names differ by more than the base model's prefix."""
+    def _spellings(self, model: nn.Module) -> dict[str, list[str]]:
+        """What each parameter may be called: as the model or its base calls it, or what is tied to it."""
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         ties = {name: others for others in _tied(model) for name in others}
-        homes = {}
-        for name in self.shapes:
-            spelled = [other for tied in ties.get(name, (name,)) for other in (tied, tied.removeprefix(prefix))]
-            tensor = next((other for other in spelled if other in self.tensors), None)
-            if tensor is None:
-                return None
-            homes[name] = tensor
-        return homes
+        return {
+            name: [other for tied in ties.get(name, (name,)) for other in (tied, tied.removeprefix(prefix))]
+            for name in self.shapes
+        }
+
+    def _homes(self, spellings: Mapping[str, Sequence[str]], cls: str) -> dict[str, str] | None:
+        """The stored tensor of each parameter; None where names differ by more than the base model's prefix.
+
+        ValueError where some have none, and nothing else is stored that could be theirs.
+        """
+        homes = {n: next((o for o in others if o in self.tensors), None) for n, others in spellings.items()}
+        absent = [name for name, tensor in homes.items() if tensor is None]
+        known = {other for others in spellings.values() for other in others}
+        foreign = [t for t in self.tensors.names() if t not in known and not _CONSTANTS.fullmatch(t)]
+        if absent and not foreign:
+            raise ValueError(f"{self.folder}: missing keys for {cls}: {', '.join(absent[:5])}")
+        return None if absent else {name: tensor for name, tensor in homes.items() if tensor is not None}
 
     def _check(self, model: nn.Module, homes: Mapping[str, str]) -> None:
         wrong = []

@@ -67,7 +67,8 @@ def architecture(recipe: Recipe) -> Architecture | None:
             kind = Architecture.of(folder).model_type
             raise ValueError(f"no family of tpshard is a {kind}; `{changed[0]}` can be changed in config.json alone")
         found = Architecture.of(folder)
-        FolderWeights.there(folder)  # refuses pickles
+        if FolderWeights.there(folder):  # refuses pickles
+            FolderWeights(folder, found, found.build(), values=False)
         return found
     except (ValueError, OSError) as error:
         raise Mistakes.one(str(error), exit=Exit.RECIPE, where=recipe.where(f"model.{key}")) from error

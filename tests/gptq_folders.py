@@ -32,7 +32,7 @@ def quantized(name: str, place: Path) -> tuple[Path, dict[str, Tensor]]:
         turned = isinstance(module, Conv1D)
         weight = values[f"{path}.weight"] if turned else values[f"{path}.weight"].T  # [inputs, outputs]
         inputs = len(weight)
-        shared = f"{path.rpartition('.')[0]} {any(end in path for end in ('o_proj', 'down', 'c_proj'))}"
+        shared = f"{path.rpartition('.')[0]} {any(end in path for end in ('o_proj', 'down', 'c_proj'))} {inputs}"
         group = torch.arange(inputs, dtype=torch.int32) // 16
         order = orders.setdefault(shared, torch.randperm(inputs, generator=generator))
         group = group[order]

@@ -8,6 +8,7 @@ from pathlib import Path
 import architectures
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tpshard.programs import step_programs, training
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -113,6 +114,17 @@ def test_a_folder_with_pickles_alone_is_refused_before_anything_is_built(tmp_pat
     with pytest.raises(Mistakes) as error:
         _ = setting_of(folder, {}).architecture
     assert error.value.exit == Exit.RECIPE and "pytorch_model.bin is a pickle" in str(error.value)
+
+
+def test_a_plan_reads_what_a_folder_holds(tmp_path: Path) -> None:
+    """By its headers alone: nothing is loaded."""
+    folder = architectures.folder(tmp_path, "llama", weights=True)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(Mistakes, match=r"missing keys for LlamaForCausalLM: model\.norm\.weight") as error:
+        _ = setting_of(folder, {}).architecture
+    assert error.value.exit == Exit.RECIPE
 
 
 def test_a_model_that_looks_at_values_is_refused_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
