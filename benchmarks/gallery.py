@@ -1,6 +1,6 @@
 """What holds of transformers' own models: planned, trained, served and quantized, each tried on a small random one.
 
-    python benchmarks/gallery.py [--record] [--docs] [NAME ...]
+    python benchmarks/gallery.py [--record] [--docs] [NAME ...]      rows of other names stay
 
 plan: a training step is captured, propagated and partitioned on fsdp 2 x tp 2. train: its loss and its gradients are
 transformers' own in one process, in fp32, on {tp}, {fsdp, tp} and {dp, fsdp, tp}; the largest difference of a gradient,
@@ -38,7 +38,7 @@ from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
 from tpshard.serve.weights import Weights
 
-from record import ROOT, Record, add_options
+from record import RECORDS, ROOT, Record, add_options, load
 
 sys.path.insert(0, str(ROOT / "tests"))
 import architectures
@@ -81,7 +81,7 @@ def furthest(made: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 def trained(name: str, folder: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
     """A step on one mesh: what it sends, and how far its loss and gradients are from transformers'."""
     program = step_programs.micro_program(Setting.of(recipe(folder, mesh)))
-    several = architectures.takes_positions(name)
+    several = architectures.keeps_apart(name)
     values, batch = architectures.values(name), architectures.batch(several)
     loss, grads = architectures.reference(name, batch, several)
     sums = [torch.zeros_like(value) for value in values.values()]
@@ -256,6 +256,11 @@ def main() -> None:
             row = encoder(name) if name in ENCODERS else causal(name, Path(place))
             record.rows.append(row)
             record.say(f"{json.dumps(row)}  {time.monotonic() - begun:.0f} s")
+    if told.names and (RECORDS / "gallery.json").exists():  # the other rows stay
+        fresh = {row["name"]: row for row in record.rows}
+        kept = [row["name"] for row in load("gallery")["rows"]]
+        old = {row["name"]: row for row in load("gallery")["rows"]}
+        record.rows[:] = [{**old, **fresh}[name] for name in dict.fromkeys([*kept, *fresh])]
     record.say(table(record.rows))
     if told.docs:
         text = PAGE.read_text()

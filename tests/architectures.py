@@ -104,8 +104,10 @@ def batch(several: bool) -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1].contiguous(), "targets": targets, **rows}
 
 
-def takes_positions(name: str) -> bool:
-    return "position_ids" in inspect.signature(type(own(name)).forward).parameters
+def keeps_apart(name: str) -> bool:
+    """Whether transformers' own module keeps documents apart, by positions that begin anew."""
+    cls = type(own(name))
+    return "position_ids" in inspect.signature(cls.forward).parameters and bool(cls._supports_attention_backend)
 
 
 def reference(name: str, given: Mapping[str, Tensor], several: bool) -> tuple[Tensor, dict[str, Tensor]]:
