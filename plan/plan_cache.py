@@ -60,7 +60,7 @@ def place() -> Path:
     """The folder of all entries."""
     if own := os.environ.get("TPSHARD_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tpshard" / "plans"
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "tpshard", "plans")
 
 
 def entry_of(recipe: Recipe, *asked: object) -> PlanEntry | None:
