@@ -78,7 +78,7 @@ class _Writer:
             return self.once(value, lambda: [kind.__name__, *map(self.encode, _values(value))])
         if isinstance(value, fx.Node):
             return ["node", value.name]
-        if isinstance(value, tuple) and kind is tuple:
+        if kind in (tuple, torch.Size):
             return ["tuple", *map(self.encode, value)]
         if isinstance(value, list):
             return ["list", *map(self.encode, value)]
@@ -86,6 +86,8 @@ class _Writer:
             return ["map", *([self.encode(key), self.encode(item)] for key, item in value.items())]
         if isinstance(value, frozenset):
             return ["set", *map(self.encode, sorted(value))]
+        if kind is complex:
+            return ["complex", value.real, value.imag]
         if isinstance(value, slice):
             return ["slice", *map(self.encode, (value.start, value.stop, value.step))]
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
@@ -175,6 +177,9 @@ class _Reader:
 
     def _slice(self, start: Any, stop: Any, step: Any) -> slice:
         return slice(*map(self.decode, (start, stop, step)))
+
+    def _complex(self, real: float, imaginary: float) -> complex:
+        return complex(real, imaginary)
 
     def _float(self, text: str) -> float:
         return float(text)

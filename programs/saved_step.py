@@ -17,8 +17,11 @@ from tpshard.programs.training import TrainingPrograms
 CLASSES = (DevicePrograms, Stage, StageTask, Table)
 
 
-def packed(programs: TrainingPrograms) -> str:
-    """All that a run executes, its evaluation included: JSON (`parallelism.program_file`), compressed, in base64."""
+def packed(programs: TrainingPrograms) -> str | None:
+    """All that a run executes, its evaluation included: JSON (`parallelism.program_file`), compressed, in base64.
+
+    None where an argument of an operation has no form in JSON: such a plan can be read, but not run.
+    """
     parts: dict[str, Any] = {
         "micro": programs.micro, "update": programs.update, "storage": programs.storage,
         "gather": programs.gather, "reduce": programs.reduce,
@@ -30,7 +33,10 @@ def packed(programs: TrainingPrograms) -> str:
             "axis": pipeline.axis, "table": pipeline.table, "layers": pipeline.layers, "stages": pipeline.stages,
             "devices": pipeline.devices, "evaluation": pipeline.evaluation, "share": pipeline.share,
         }  # fmt: skip
-    text = json.dumps(program_file.dump(parts, CLASSES), separators=(",", ":"))
+    try:
+        text = json.dumps(program_file.dump(parts, CLASSES), separators=(",", ":"))
+    except TypeError:
+        return None
     return base64.b64encode(zlib.compress(text.encode())).decode("ascii")
 
 

@@ -39,6 +39,7 @@ def test_the_programs_of_a_run_are_read_as_they_were_written(changes: list[str])
     setting = Setting.of(loads(RECIPE, changes))
     programs = training.build(setting)
     text = saved_step.packed(programs)
+    assert text is not None
     read = saved_step.unpacked(text, setting)
     assert read.fingerprints == programs.fingerprints and read.storage == programs.storage
     for one, other in ((programs.micro, read.micro), (programs.update, read.update)):
@@ -75,5 +76,15 @@ def test_a_program_that_was_read_computes_the_same_bits() -> None:
     [["op", "other.mm.default"], ["op", "aten.nothing.default"], ["function", "os", "system"], ["torch", "load"]],
 )
 def test_a_file_names_no_code_but_operations(code: list[str]) -> None:
+    values = [
+        1 + 2j,
+        float("nan"),
+        torch.Size([2, 3]),
+        slice(1, None, 2),
+        torch.bfloat16,
+        torch.strided,
+        frozenset({"x"}),
+    ]
+    assert repr(program_file.load(program_file.dump(values))) == repr([(2, 3) if v == (2, 3) else v for v in values])
     with pytest.raises(ValueError, match="no stored program"):
         program_file.load({"pool": [], "value": code})
