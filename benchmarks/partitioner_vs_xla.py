@@ -1,23 +1,22 @@
 """Annotated programs, partitioned by tpshard and by XLA: bytes that a device sends, and the share of useful FLOPs.
 
-    python benchmarks/partitioner_vs_xla.py [--json] [NAME ...]
+    python benchmarks/partitioner_vs_xla.py [NAME ...] [--json] [--record]
 
 Every program is written once, against a few operations that both torch and jax have, and gets the same annotations of
 its arguments, results and `split` values. XLA runs on eight virtual CPU devices where `jax` can be imported, Shardy
 propagates for it; its collectives are read after its partitioner's and simplifier's passes, and an all-reduce of which
 a device keeps its slice counts as the reduce-scatter that it becomes on accelerators. Bytes are a ring's
-(`cost.wire_bytes`), of one device.
+(`cost.wire_bytes`), of one device. `--record` keeps the table in benchmarks/records/partitioner_vs_xla.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import glob
-import json
 import math
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from tpshard.parallelism import Mesh, mesh_split, partition
 from tpshard.parallelism.cost import wire_bytes
+
+from record import Record, add_options
 
 Dims = tuple[Any, ...]
 
@@ -402,8 +403,13 @@ def _members(line: str, devices: int) -> int:
 
 
 def main() -> None:
-    names = [a for a in sys.argv[1:] if not a.startswith("-")] or list(CASES)
-    as_json = "--json" in sys.argv
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="programs (default: all)")
+    add_options(parser)
+    given = parser.parse_args()
+    if unknown := set(given.names) - set(CASES):
+        parser.error(f"no program {', '.join(sorted(unknown))}: {', '.join(CASES)}")
+    record = Record("partitioner_vs_xla", "jax", quiet=given.json)
     folder = tempfile.mkdtemp(prefix="tpshard-xla-")
     os.environ["XLA_FLAGS"] = (
         f"--xla_force_host_platform_device_count=8 --xla_dump_to={folder} --xla_dump_hlo_pass_re=all-reduce-promotion"
@@ -412,12 +418,10 @@ def main() -> None:
         import jax
     except ImportError:
         jax = None  # type: ignore[assignment]
-    rows = []
-    if not as_json:
-        print(f"torch {torch.__version__}, {'jax ' + jax.__version__ if jax else 'no jax here'}; "
-              "MB that a device sends (2^20 bytes)")  # fmt: skip
-        print(f"{'program':<40} {'tpshard':>8} {'XLA':>8} {'ratio':>6} {'FLOPs':>6}  collectives (tpshard | XLA)")
-    for name in names:
+    rows = record.rows
+    record.say("MB that a device sends (2^20 bytes)")
+    record.say(f"{'program':<40} {'tpshard':>8} {'XLA':>8} {'ratio':>6} {'FLOPs':>6}  collectives (tpshard | XLA)")
+    for name in given.names or CASES:
         row: dict[str, Any] = {"program": name}
         try:
             row["collectives"], row["flop_efficiency"] = ours(CASES[name])
@@ -431,13 +435,13 @@ def main() -> None:
             except Exception as error:
                 row["xla_error"] = f"{type(error).__name__}: {error}"
         rows.append(row)
-        if not as_json:
-            print(_shown(row))
-    if as_json:
-        print(json.dumps(rows, indent=1))
-    elif jax is not None:
+        record.say(_shown(row))
+    if jax is not None:
         above = [r["program"] for r in rows if r.get("bytes", math.inf) > r.get("xla_bytes", math.inf)]
-        print(f"\nabove XLA: {len(above)} of {len(rows)}: {'; '.join(above)}")
+        record.say(f"\nabove XLA: {len(above)} of {len(rows)}: {'; '.join(above)}")
+        record.figure("programs", len(rows), "programs")
+        record.figure("above-xla", len(above), "programs")
+    record.close(as_json=given.json, write=given.record)
 
 
 def _shown(row: dict[str, Any]) -> str:
