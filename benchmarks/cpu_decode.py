@@ -1,11 +1,11 @@
-"""A server's decode step on one thread of a CPU: 4-bit weights by torch's int4 product, beside the same weights dense.
+"""Times a server's decode step on one CPU thread: 4-bit weights by torch's int4 product against the same weights dense.
 
     python benchmarks/cpu_decode.py [--json] [--width 1024] [--layers 8] [--rounds 9] [--context 100]
 
-A random Llama (heads of 64, a quarter as many KV heads, MLP 11/4 as wide, 8,192 tokens), its layers quantized to 4 bits
-in groups of 128, served in bf16 (int4) and in fp32 (dense, the file's weights to the bit), batch invariant. Each row
-decodes a token of a sequence of its own with `--context` tokens before it. The ways take turns; medians of thread time,
-which other processes of the machine disturb least, in ms of a step.
+The model is a random Llama (heads of 64, a quarter as many KV heads, MLP 11/4 as wide, 8,192 tokens), its layers
+quantized to 4 bits in groups of 128. It is served in bf16 (int4) and in fp32 (dense, equal to the file's weights),
+batch invariant. Each row decodes one token of its own sequence, with `--context` tokens before it. The two variants
+take turns. Results are medians of a step's thread time in ms, which other processes disturb least.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print nothing but the rows")
+    parser.add_argument("--json", action="store_true", help="print only the rows")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)

@@ -1,11 +1,11 @@
-"""Random programs, partitioned and simulated, beside eager: how many are wrong, crash, or are refused, per family.
+"""Compares random programs, partitioned and simulated, with eager mode: how many are wrong, crash or are refused.
 
     python benchmarks/fuzz.py --seeds 1000 [--start 0] [--family NAME ...] [--json] [--show] [--seconds 600]
 
 Each program is one op of a family with a random tail, half of them with gradients, on a random mesh, with random
 shardings of arguments and results: uneven sizes, parts of axes, several axes on one dim. `refused` is a ValueError
-before anything runs, told by its reason; `crash` any other exception. Exit code 1 where one is wrong or crashed.
-A program is repeated by `--family NAME --only SEED --show`.
+before anything runs, counted by its reason; `crash` is any other exception. Exits with 1 if a program is wrong or
+crashed. `--family NAME --only SEED --show` repeats one program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
 
 
 def run(made: Case) -> Outcome:
-    """What becomes of a program."""
+    """The outcome of a program."""
     torch.manual_seed(made.seed)
     expected = made.fn(*(a.clone() for a in made.args))
     try:
@@ -56,16 +56,16 @@ def run(made: Case) -> Outcome:
 
 
 TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.complex64: 1e-4}
-"""Of types coarser than float64, which most programs compute in."""
+"""Tolerances of dtypes coarser than float64, in which most programs compute."""
 
 
 def closeness(program: Program) -> float:
-    """How close the results of a program come to eager mode's: less where it computes in coarser types than float64."""
+    """The tolerance of a program: wider where it computes in coarser dtypes than float64."""
     return 1e-4 if any(record.dtype in TOLERANCE for record in program.records.values()) else 1e-6
 
 
 def difference(got: torch.Tensor, want: torch.Tensor, close: float) -> str:
-    """How two tensors differ, in words; empty where they agree to `close` or to what their type holds."""
+    """The difference of two tensors as text; empty where they agree to `close` or to their dtype's precision."""
     finite = want[torch.isfinite(want)] if want.is_floating_point() else want
     scale = 1 + (float(finite.abs().max()) if finite.numel() and want.dtype.is_floating_point else 0.0)
     close = max(close, TOLERANCE.get(want.dtype, 0.0))
@@ -84,17 +84,17 @@ def _last(error: Exception) -> str:
 
 
 def _shape_of(reason: str) -> str:
-    """A reason without its names and numbers, to count by."""
+    """A reason without its names and numbers, for counting."""
     return re.sub(r"\d+", "#", reason)[:110]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=len(FAMILIES) * 10, help="programs, of all families in turn")
+    parser.add_argument("--seeds", type=int, default=len(FAMILIES) * 10, help="programs, over all families in turn")
     parser.add_argument("--start", type=int, default=0, help="number of the first program")
     parser.add_argument("--family", nargs="*", choices=list(FAMILIES), default=list(FAMILIES), metavar="NAME")
     parser.add_argument("--only", type=int, help="one seed of the family")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after that time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after this time")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--show", action="store_true", help="print every program that is not right")
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What holds of transformers' own models: planned, trained, served and quantized, each tried on a small random one.
+"""Tries transformers' models on small random configurations: plan, train, serve and quantize each, and makes a table.
 
     python benchmarks/gallery.py [--record] [--docs] [NAME ...]      rows of other names stay
 
@@ -67,19 +67,21 @@ def recipe(folder: Path, mesh: Mapping[str, int]) -> Any:
 
 
 def apart(made: Tensor, expected: Tensor, scale: float = 0.0) -> float:
-    """The largest difference, relative to the largest element, or to a thousandth of `scale` where that is more: some
-    gradients are zero but for rounding, as of the bias of keys."""
+    """The largest difference, relative to the largest element, or to a thousandth of `scale` if that is larger.
+
+    Some gradients, such as that of the keys' bias, are zero except for rounding.
+    """
     return float((made - expected).abs().max() / expected.abs().max().clamp(min=max(1e-30, scale / 1000)))
 
 
 def furthest(made: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """That of several gradients."""
+    """The largest difference over several gradients."""
     scale = max(float(one.abs().max()) for one in expected)
     return max(apart(one, other, scale) for one, other in zip(made, expected, strict=True))
 
 
 def trained(name: str, folder: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
-    """A step on one mesh: what it sends, and how far its loss and gradients are from transformers'."""
+    """A training step on one mesh: its collectives, and the differences of loss and gradients from transformers'."""
     program = step_programs.micro_program(Setting.of(recipe(folder, mesh)))
     several = architectures.keeps_apart(name)
     values, batch = architectures.values(name), architectures.batch(several)
@@ -93,7 +95,7 @@ def trained(name: str, folder: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
 
 
 def serves(name: str, folder: Path) -> float:
-    """How far a server's logits on two devices are from transformers'."""
+    """The difference of a server's logits on two devices from transformers'."""
     told = recipe(folder, {})
     programs = build_serving(ServeSetting.of(told, served(told, "cpu"), "cpu"), rows=[8])
     values = architectures.values(name)
@@ -126,7 +128,7 @@ def quantized(name: str, place: Path) -> float:
 
 
 def causal(name: str, place: Path) -> dict[str, Any]:
-    """One row of the table: a causal language model."""
+    """The table row of a causal language model."""
     folder = architectures.folder(place / name, name)
     row: dict[str, Any] = {"name": name, "class": architectures.CONFIGS[name]["architectures"][0]}
     row["plan"] = attempt(lambda: len(training.build(Setting.of(recipe(folder, MESHES[1]))).micro.collectives))
@@ -146,7 +148,7 @@ def family(folder: Path) -> str:
 
 
 def attempt(what: Callable[[], Any]) -> Any:
-    """What it gives, or why it gives nothing."""
+    """The result of `what`, or the reason of its error."""
     try:
         return what()
     except (Mistakes, ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
@@ -177,7 +179,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[Any, ...]]]] = {
 
 
 def encoder(name: str) -> dict[str, Any]:
-    """One row: loss and gradients of a step on dp 2 x tp 2, columns of some weights annotated, the rest inferred."""
+    """The table row of an encoder: a step on dp 2 x tp 2, columns of some weights annotated, the rest inferred."""
     import transformers
 
     cls, numbers, columns = ENCODERS[name]

@@ -1,10 +1,10 @@
-"""tpshard's GPTQ folders beside those of transformers with GPTQModel, bit for bit, on a CPU.
+"""Compares tpshard's GPTQ folders with those of transformers and GPTQModel, bit for bit, on a CPU.
 
     python -m venv peer && peer/bin/pip install torch==2.13.0 transformers==5.23.0 gptqmodel optimum
     PYTHONPATH=types peer/bin/python benchmarks/gptq_peer.py
 
-For every setting: a small random Llama, the same quantized weights packed by both; the tensors must be equal, and
-transformers must give the same bits of logits for either folder. No test needs these packages.
+For every setting both tools pack the same quantized weights of a small random Llama. The tensors must be equal, and
+transformers must compute the same bits of logits from either folder. No test needs these packages.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def quantized_linear(inputs: int, outputs: int, bits: int, group_size: int, sym:
 
 
 def peer_tensors(weight: Quantized, group_size: int, sym: bool, order: bool, form: str) -> dict[str, torch.Tensor]:
-    """The same linear packed by GPTQModel."""
+    """The linear packed by GPTQModel."""
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.quantization import QuantizeConfig
     from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module

@@ -1,11 +1,11 @@
-"""Fused dequantize-and-multiply on a GPU, beside cuBLAS in bf16, dequantize + cuBLAS and the memory's limit.
+"""Times fused dequantize-and-multiply on a GPU against cuBLAS in bf16, dequantize + cuBLAS, and the memory's bandwidth.
 
     python benchmarks/kernels.py [--rows 1 16] [--models llama3-8b llama3-70b] [--check] [--record] [--json]
 
-Every linear of the models at TP 1 and 8 (q|k|v and gate|up side by side), 4 bits, groups of 128, symmetric, bf16.
-`fused` is what the operation's own choice takes; `better` the faster of dequantize + cuBLAS and the quickest kernel
-that the choice knew. Times are per call within replayed CUDA graphs that rotate over copies of the weights, so that no
-weight stays in the cache. `limit` is the packed bytes over this device's measured copy bandwidth.
+Measures every linear of the models at TP 1 and 8 (q|k|v and gate|up side by side), 4 bits, groups of 128, symmetric,
+bf16. `fused` is the path that the operation chooses; `better` is the faster of dequantize + cuBLAS and the fastest
+kernel among the choices. Times are per call in replayed CUDA graphs that rotate over copies of the weights, so that no
+weight stays in the cache. `limit` is the packed bytes over the device's measured copy bandwidth.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CACHE = 256 << 20  # more than any device's cache
 
 @dataclass(frozen=True)
 class Product:
-    """One weight [inputs, columns]; where gated, columns are gate and up and the result is silu(gate) * up."""
+    """One weight [inputs, columns]; if gated, columns are gate and up and the result is silu(gate) * up."""
 
     model: str
     name: str
@@ -67,7 +67,10 @@ def products(models: list[str]) -> list[Product]:
 
 
 def random_packed(p: Product) -> Packed:
-    """Words of any bits are a weight. Scales as a trained model's, so that silu sees values of its usual size."""
+    """A random weight: any words are valid.
+
+    Scales are like a trained model's, so that silu sees values of usual size.
+    """
     chunks = p.inputs // GROUP
     words = torch.randint(-(1 << 31), (1 << 31) - 1, (chunks, p.columns, GROUP // 8), dtype=torch.int32, device="cuda")
     scales = (torch.rand(chunks, p.columns, device="cuda") * 0.5 + 0.5) * (0.2 / math.sqrt(p.inputs))
@@ -76,7 +79,7 @@ def random_packed(p: Product) -> Packed:
 
 
 def microseconds(calls: list[Callable[[], Tensor]], seconds: float = 0.03) -> float:
-    """Median time of a call when all are captured in one graph and replayed for about `seconds`, five times."""
+    """Median time of a call when all calls are captured in one graph and replayed for about `seconds`, five times."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -104,14 +107,14 @@ def copies(nbytes: int) -> int:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second of a large copy, counting reads and writes."""
+    """Bytes per second of a large copy, reads plus writes."""
     source = torch.randint(0, 127, (1 << 31,), dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / (1e-6 * microseconds([lambda: target.copy_(source)]))
 
 
 def relative_error(x: Tensor, packed: Packed, gated: bool, tile: Tile | None) -> float:
-    """Of one product against dense fp32 weights."""
+    """The relative error of one product against dense fp32 weights."""
     weight = unpacked(packed).dequantize(torch.float32)
     expected = x.float() @ weight
     if gated:

@@ -1,11 +1,11 @@
-"""lm-eval's `local-completions` against a server beside `--model hf` on the same weights: log-likelihoods to 1e-4.
+"""Compares log-likelihoods of lm-eval through a tpshard server with those of `--model hf` on the same weights.
 
     pip install "lm-eval[api,hf]"                   # into an environment that has tpshard
     python benchmarks/lm_eval_likelihoods.py [--model HF_FOLDER]
 
 Writes a task of 24 items (a context, two continuations) from CPython's documentation, serves the model (by default a
-small random one with the sample's tokenizer) on a free port, runs both, and prints the largest difference. Exit 1 where
-it is above 1e-4 per continuation (and 2e-6 of its size, which is what fp32 can hold).
+small random one with the sample's tokenizer) on a free port, runs both, and prints the largest difference. Exits with 1
+if it is above 1e-4 per continuation plus 2e-6 of its size, the precision of fp32.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ doc_to_target: 0
 metric_list: [{metric: acc}]
 """
 BEGIN = "add_bos_token=True"
-"""Left to themselves, only one of lm-eval's two models begins a text with the tokenizer's own beginning."""
+"""By default only one of lm-eval's two models starts a text with the tokenizer's begin token."""
 RECIPE = """\
 name: served
 cluster: {device: cpu}
@@ -48,7 +48,7 @@ serve: {mesh: {tp: 1}, port: 0}
 
 
 def write_task(folder: Path) -> None:
-    """24 pieces of text, each with its own continuation and that of the next."""
+    """Writes 24 pieces of text, each with its own continuation and that of the next."""
     texts = sorted(pydoc_data.topics.topics.values(), key=len)[-24:]
     pieces = [(" ".join(text.split()[:30]), " " + " ".join(text.split()[30:36])) for text in texts]
     rows = [
@@ -66,7 +66,7 @@ def write_model(folder: Path) -> Path:
 
 
 def likelihoods(folder: Path, label: str, model: str, arguments: str) -> list[float]:
-    """All log-likelihoods of the task, item by item, as lm-eval logs them."""
+    """The log-likelihoods of all items of the task, in order, as lm-eval logs them."""
     out = folder / label
     subprocess.run(
         [sys.executable, "-m", "lm_eval", "--model", model, "--model_args", arguments, "--tasks", "tpshard_likelihoods",

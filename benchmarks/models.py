@@ -1,11 +1,11 @@
-"""Models of transformers, partitioned as they are: what differs from eager mode, what is computed more than once.
+"""Partitions transformers' models unchanged, and compares the simulated devices' results with eager mode.
 
     python benchmarks/models.py [NAME ...] [--mesh NUMBER ...] [--forward] [--json] [--record]
 
-Small random configurations of many families, forward and a step with the gradients of all parameters, with the batch
-sharded over all axes of a mesh. A program is right where all results of all devices together equal eager mode's to
-1e-4 of their largest; its FLOP efficiency is the share of computing that no device repeats. Batches are of such sizes
-that padding alone costs less than 3%. `--record` keeps the table in benchmarks/records/models.json.
+Runs small random configurations of many families, forward and a step with the gradients of all parameters, with the
+batch sharded over all axes of a mesh. A program is right if all results of all devices equal eager mode's to 1e-4 of
+their largest element. FLOP efficiency is the share of FLOPs that no device repeats; batch sizes are chosen so that
+padding costs less than 3%. `--record` writes benchmarks/records/models.json.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STILL = {"attention_dropout": 0.0, "activation_dropout": 0.0, "dropout": 0.0}
 
 @dataclass(frozen=True)
 class Family:
-    """A class of transformers with a configuration, and its inputs for a batch of so many."""
+    """A class of transformers with a configuration, and a function that makes its inputs for a batch size."""
 
     model: str
     config: dict[str, Any]
@@ -108,7 +108,7 @@ FAMILIES = {
 
 
 def tensors(made: Any) -> list[Tensor]:
-    """The results of a model that are tensors of numbers."""
+    """The floating-point tensors among a model's results."""
     flat = torch.utils._pytree.tree_flatten(dict(made))[0]
     return [m for m in flat if isinstance(m, Tensor) and m.is_floating_point()]
 
@@ -148,12 +148,12 @@ class Program:
 
 
 def apart(got: list[Tensor], want: list[Tensor]) -> float:
-    """The largest difference, in parts of the largest number of its tensor."""
+    """The largest difference, relative to the largest element of its tensor."""
     return max(float((g - w).abs().max() / w.abs().max().clamp_min(1e-3)) for g, w in zip(got, want, strict=True))
 
 
 def measured(name: str, mesh: str, step: bool) -> dict[str, Any]:
-    """One program: how far from eager mode, its efficiency, its warnings."""
+    """The row of one program: difference from eager mode, efficiency, warnings."""
     row: dict[str, Any] = {"model": name, "mesh": mesh, "what": "step" if step else "forward"}
     began = time.perf_counter()
     program = Program(FAMILIES[name], BATCH[mesh], step)

@@ -147,7 +147,7 @@ class Jax:
 
 @dataclass(frozen=True)
 class Case:
-    """A program of `xp` and its arguments; per argument its shape (and "i" for indices) and sharding."""
+    """A program of `xp` and its arguments, with each argument's shape (and "i" for indices) and sharding."""
 
     fn: Callable[..., Any]
     mesh: dict[str, int]
@@ -205,7 +205,7 @@ def llama_grads(xp: Any, x: Any, *weights: Any) -> Any:
 
 
 def moe_einsum(xp: Any, x: Any, router: Any, up: Any, down: Any) -> Any:
-    """Groups g of s tokens to experts e with places c: dispatch and combine are products with one-hot masks."""
+    """GShard's einsum mixture: g groups of s tokens, e experts of capacity c, dispatch and combine by one-hot masks."""
     capacity = 8
     gates = xp.softmax(xp.einsum("gsd,de->gse", x, router), -1)
     chosen = xp.one_hot(xp.argmax(gates, -1), router.shape[1])
@@ -221,7 +221,7 @@ def moe_einsum_grads(xp: Any, x: Any, router: Any, up: Any, down: Any) -> Any:
 
 
 def moe_index(xp: Any, x: Any, place: Any, up: Any, down: Any) -> Any:
-    """Tokens are written to `place` (expert times capacity), computed per expert, and read back."""
+    """A mixture by index: tokens are written to `place` (expert times capacity), computed per expert, and read back."""
     experts, (tokens, width) = up.shape[0], x.shape
     sent = xp.scatter_add(experts * (tokens // experts), place, x).reshape(experts, tokens // experts, width)
     made = xp.einsum("ecf,efd->ecd", xp.relu(xp.einsum("ecd,edf->ecf", sent, up)), down)
@@ -237,7 +237,7 @@ def convolution_grads(xp: Any, x: Any, w1: Any, w2: Any) -> Any:
 
 
 def shift(xp: Any, s: Any) -> Any:
-    """A pipeline's step: every stage's state goes to the next."""
+    """A pipeline's step: every stage's state moves to the next stage."""
     return xp.cat([s[:1], xp.relu(s[:-1])], 0)
 
 
@@ -305,7 +305,7 @@ CASES: dict[str, Case] = {
 
 
 def ours(case: Case) -> tuple[dict[str, tuple[int, int]], float]:
-    """Per kind of collective its count and wire bytes; and the FLOP efficiency."""
+    """(count, wire bytes) per kind of collective, and the FLOP efficiency, of tpshard's program."""
     mesh = Mesh(case.mesh)
     args = [
         torch.empty(shape, dtype=torch.int64 if i in case.indices else torch.float32, device="meta")
@@ -331,7 +331,7 @@ _BYTES = {"f32": 4, "s32": 4, "u32": 4, "pred": 1, "f16": 2, "bf16": 2, "s64": 8
 
 
 def theirs(jax: ModuleType, case: Case, folder: str) -> dict[str, tuple[int, int]]:
-    """The same of XLA's program."""
+    """(count, wire bytes) per kind of collective of XLA's program."""
     import numpy as np
 
     count = math.prod(case.mesh.values())

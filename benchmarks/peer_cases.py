@@ -1,17 +1,17 @@
-"""Cases of other partitioners' tests (Shardy's, XLA's), restated in plain text, run against this engine.
+"""Runs test cases of other partitioners (Shardy's, XLA's), restated in plain text, against this engine.
 
     python benchmarks/peer_cases.py FILE [--json] [--kind KIND] [--fails]
 
 FILE is a JSON list of cases: `id`, `kind`, `mesh`, `program` (Python-like text), `annotations` and `expected`. Each
-becomes a graph of ATen ops as a torch user would write it (`peers/operations.py`); what torch has no op for is left
-out. What "holds" means, per kind:
+becomes a graph of ATen ops as a torch user would write it (`peers/operations.py`); programs with ops that torch lacks
+are skipped. A case of each kind holds if:
 
 - propagation: every expected value has the expected sharding; exactly for Shardy's cases, at least as specific for
   XLA's (and untouched behind a barrier). `engine_mode` says which loops run.
 - op_rule: the factors of the statement's ops, joined, are the expected ones up to renaming.
 - explicit_reshards: the partitioned program sends no more bytes than the expected steps.
 - reshard_plan: the plan reaches the layout and sends no more bytes than the expected collectives.
-- partition: the collectives are no dearer, each matched with one expected, and the simulated result equals eager.
+- partition: the collectives cost no more than the expected ones, matched one by one, and the result equals eager.
 """
 
 from __future__ import annotations

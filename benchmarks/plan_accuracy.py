@@ -1,12 +1,12 @@
-"""Predicted against published memory and step time.
+"""Compares predicted memory and step time with published measurements.
 
     python benchmarks/plan_accuracy.py FILE [--quick] [--write] [--record] [--json]
 
-FILE has the columns of the published runs: a row is built as a recipe, planned, and printed with signed errors and mean
-absolute percentages. With `--write` the table goes to docs/plan_accuracy.md and its summary into the plan's screen.
+FILE has the columns of the published runs: each row becomes a recipe, is planned, and is printed with signed errors and
+mean absolute percentages. `--write` writes the table to docs/plan_accuracy.md and its summary into the plan's screen.
 
-What a row does not say is taken from how its source ran: the loss of `tt_2024*` ran eagerly, that of all others was
-compiled apart from the blocks. Constants belong to devices; none belongs to a row.
+Settings that a row does not state are taken from how its source ran: the loss of `tt_2024*` ran eagerly, that of all
+others was compiled apart from the blocks. Constants belong to devices; none belongs to a row.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FITTED_ON = {
     ("kf_mfu_scaling", "1", "1"), ("kf_mfu_scaling", "1", "2"), ("tt_202412_T1", "8", "1"), ("tt_2024_A100", "64", "1"),
     ("tt_202506_asyncTP", "8", "8"),
 }  # fmt: skip
-"""(source, fsdp, tp) of the rows that the shipped constants were fitted on; other rows judge them."""
+"""(source, fsdp, tp) of the rows to which the shipped constants were fitted; the other rows test them."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def device_of(row: dict[str, str]) -> str:
 
 
 def recipe_of(row: dict[str, str]) -> Recipe:
-    """The recipe of a row. ValueError for what no recipe can say (pipelining, context or expert parallelism)."""
+    """The recipe of a row. ValueError for settings that recipes lack (context parallelism, ...)."""
     if row["model"] not in MODELS:
         raise ValueError(f"no model is known as {row['model']!r}; known: {', '.join(MODELS)}")
     unsupported = [key for key in ("pp", "cp", "ep") if number(row, key) > 1]
@@ -135,12 +135,12 @@ def eager_loss(row: dict[str, str]) -> bool:
 
 
 def compiled_of(row: dict[str, str]) -> Compiled | None:
-    """What was compiled where no recipe can say it: the loss beside eager blocks."""
+    """What was compiled, where recipes cannot say it: the loss beside eager blocks."""
     return "rest" if row["compile"] == "0" and not eager_loss(row) else None
 
 
 def figures(row: dict[str, str], recipe: Recipe, quick: bool) -> tuple[float, float]:
-    """(GiB of the kind that the row gives, seconds of a step)."""
+    """(GiB in the row's measure of memory, seconds of a step)."""
     build = Variants().build if quick else make.built
     pricing = make.price_training(build(Setting.of(recipe)), compiled_of(row))
     memory = pricing.reserved_bytes if row.get("mem_kind") == "reserved_peak" else pricing.peak_bytes
@@ -148,7 +148,7 @@ def figures(row: dict[str, str], recipe: Recipe, quick: bool) -> tuple[float, fl
 
 
 def predict(row: dict[str, str], quick: bool) -> Outcome:
-    """`quick`: layers that are alike are made once, as for edits and the search; the same figures."""
+    """The planned memory and time. `quick` builds equal layers once, with the same figures."""
     begun = time.perf_counter()
     memory, step = figures(row, recipe_of(row), quick)
     return Outcome(row, memory, step, time.perf_counter() - begun)

@@ -2,7 +2,7 @@
 
 The aims, on two cores: 5, 12 and 30 s, and under 2 s the second time, from the cache of plans.
 
-Without names, all of them:
+Without names it runs all of them:
 
     python benchmarks/plan_speed.py [NAME ...] [--record] [--json]
 """
@@ -31,7 +31,7 @@ CASES = {
 
 
 def pace() -> float:
-    """Seconds of a plain Python loop: what to compare machines, or one machine's good and bad hours, by."""
+    """Seconds of a plain Python loop, for comparing machines, or one machine at different times."""
     start, seen = time.perf_counter(), {}
     for i in range(3_000_000):
         seen[i % 1000] = (i, str(i & 255))

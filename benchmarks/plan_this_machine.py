@@ -1,13 +1,13 @@
-"""Predicted against measured step time on the machine it runs on: the quickstart and three other recipes.
+"""Compares predicted and measured step time on this machine, for the quickstart and three other recipes.
 
     python benchmarks/plan_this_machine.py [--steps N] [--turns N] [--device FILE]
 
-In every turn `tpshard doctor --measure` fits the machine into a device file (`--device` takes one that is there
-instead), then each recipe is planned with it and trained for a few steps. A turn's constants know nothing of its runs,
-nor of an earlier turn's. Of the turns the middle counts: `ratio` is that of predicted / measured, `turns` lists them.
-Exits with 1 where a ratio is more than 20% off. Leave the machine alone meanwhile: `others` says how many of its cores
-something else kept busy. `pace` is the time of a fixed piece of work around a run against that around the measurement;
-away from 1 the machine itself has changed its speed since (a virtual one does), which no constants know.
+In every turn `tpshard doctor --measure` fits the machine into a device file (`--device` uses an existing one instead);
+then each recipe is planned with it and trained for a few steps. A turn's constants do not depend on its runs, nor on
+earlier turns. `ratio` is the median of predicted / measured over the turns, which `turns` lists. Exits with 1 if a
+ratio is more than 20% off. Leave the machine alone meanwhile: `others` is the number of cores that other processes kept
+busy. `pace` is the time of a fixed piece of work around a run over that around the measurement; if it is not 1, the
+machine's speed has changed in between, as that of virtual machines does.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ OTHERS = {
         "batch: {global_sequences: 16}\n"
     ),
 }
-"""Recipes besides the quickstart: another number of processes, mesh and width each."""
+"""The recipes besides the quickstart; they differ in the number of processes, mesh and width."""
 
 
 def tpshard(*arguments: str, folder: str) -> None:
-    """A command of this installation, or the end of this script with what it said."""
+    """Runs a tpshard command; ends this script with its output if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "tpshard.cli.main", *arguments], cwd=folder, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"},
@@ -79,20 +79,20 @@ def commands(folder: str, device: Path, steps: int) -> dict[str, list[str]]:
 
 
 def others_busy(before: tuple[float, float], begun: float) -> float:
-    """Cores that something else than this script's processes kept busy since `before` = (all, ours) seconds."""
+    """Cores that other processes kept busy since `before` = (all, own) CPU seconds."""
     everything, ours = cpu_seconds()
     return max(0.0, (everything - before[0] - (ours - before[1])) / (time.monotonic() - begun))
 
 
 def cpu_seconds() -> tuple[float, float]:
-    """Seconds that all cores worked, and that this script's processes (the ended ones) did."""
+    """CPU seconds of all cores, and of this script's ended processes."""
     times, own = psutil.cpu_times(), os.times()
     idle = times.idle + getattr(times, "iowait", 0.0)
     return sum(times[:8]) - idle, own.user + own.system + own.children_user + own.children_system
 
 
 def pace() -> float:
-    """Seconds that a fixed piece of work takes all cores: products, and sums that no cache holds."""
+    """Seconds that a fixed piece of work takes all cores: matrix products, and sums beyond the caches."""
     a, x = torch.ones(768, 768), torch.ones(1 << 22)
     taken = []
     for _ in range(12):
@@ -105,7 +105,7 @@ def pace() -> float:
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds, predicted and measured, of a run's median step; cores that others kept busy; `pace` since measuring."""
+    """Predicted and measured seconds of a run's median step, cores kept busy by others, and `pace` since measuring."""
 
     step: dict[str, float]
     exposed: dict[str, float]
@@ -118,7 +118,7 @@ class Run:
 
 
 def run(arguments: list[str], folder: Path, then: float) -> Run:
-    """Trains a recipe. `then`: `pace` around the measurement that it is planned with."""
+    """Trains a recipe. `then`: the `pace` around the measurement of its device file."""
     folder.mkdir()
     earlier, begun, before = pace(), time.monotonic(), cpu_seconds()
     tpshard("train", *arguments, folder=str(folder))
@@ -130,7 +130,7 @@ def run(arguments: list[str], folder: Path, then: float) -> Run:
 
 
 def turn(folder: Path, steps: int, device: Path | None) -> dict[str, Run]:
-    """Measures the machine, unless there is a device file, and then trains each recipe once."""
+    """Measures the machine unless there is a device file, and trains each recipe once."""
     before, begun, then = cpu_seconds(), time.monotonic(), pace()
     file = device or folder / "this-machine.yaml"
     if device is None:
@@ -146,7 +146,7 @@ HEAD = "step, ms            predicted  measured  ratio  turns            exposed
 
 
 def table(turns: list[dict[str, Run]]) -> tuple[str, float]:
-    """(a row for each recipe, how far the worst is off)"""
+    """(a row per recipe, the largest relative error)"""
     lines, worst = [HEAD], 0.0
     for name in turns[0]:
         runs = [each[name] for each in turns]

@@ -1,10 +1,10 @@
-"""What 4 bits cost the quickstart's model: GPTQ beside rounding to nearest, for three seeds.
+"""Measures the loss of 4-bit quantization of the quickstart's model: GPTQ against rounding to nearest, for three seeds.
 
     python benchmarks/quantization.py [--seeds 1,2,3] [--group-size 64] [--sequences 256] [--record] [--json]
 
-Trains the quickstart once a seed (about a minute each on two cores), quantizes its checkpoint with GPTQ and by rounding
-to nearest (`tpshard quantize`, with and without `--nearest`), and prints the held-out losses. Exit 1 where GPTQ costs
-more than 0.05 nats, or more than 0.7 of what rounding costs, on average.
+Trains the quickstart once per seed (about a minute each on two cores), quantizes its checkpoint by GPTQ and by rounding
+to nearest (`tpshard quantize`, without and with `--nearest`), and prints the held-out losses. Exits with 1 if GPTQ
+costs more than 0.05 nats, or more than 0.7 of the cost of rounding, on average.
 """
 
 from __future__ import annotations

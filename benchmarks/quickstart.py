@@ -1,8 +1,8 @@
-"""What README and docs show: training the quickstart, asking it, and quantizing it, as a user does.
+"""Produces the transcripts in README and docs: trains, serves and quantizes the quickstart as a user does.
 
     python benchmarks/quickstart.py [--record] [--json]
 
-Keeps what the commands print. About three minutes on two cores.
+Records what the commands print. Takes about three minutes on two cores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COMMAND = [sys.executable, "-m", "tpshard.cli.main"]
 
 
 def tpshard(folder: str, *arguments: str) -> str:
-    """All that a command prints, or the end of this script."""
+    """The output of a tpshard command; ends this script if it fails."""
     command = [*COMMAND, *arguments]
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
@@ -35,7 +35,7 @@ def tpshard(folder: str, *arguments: str) -> str:
 
 
 def asked(folder: str, *arguments: str) -> dict[str, Any]:
-    """The answer of a server that is started for one question."""
+    """The response of a server that is started for one request."""
     serving = subprocess.Popen(
         [*COMMAND, "serve", *arguments, "serve.port=0"], cwd=folder, stdout=subprocess.PIPE, text=True,
         env={k: v for k, v in os.environ.items() if k != "TPSHARD_API_KEY"},

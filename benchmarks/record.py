@@ -1,13 +1,13 @@
-"""What every benchmark says of itself, and the record that it leaves.
+"""The record of a benchmark: its machine, versions, command and results, printed and written as JSON.
 
     record = Record("tp_aware")                         prints the machine, the versions and the command
-    record.rows.append({"ranks": 4, "naive_ms": 1.2})   what was measured, row by row
-    record.figure("mlp.naive", ratios, "times")         a figure that README and docs may name: median and spread
+    record.rows.append({"ranks": 4, "naive_ms": 1.2})   raw measurements, row by row
+    record.figure("mlp.naive", ratios, "times")         a figure that README and docs may cite: median and spread
     record.close(write=True)                            benchmarks/records/tp_aware.json
 
-`python benchmarks/record.py` says which numbers of README and docs differ from the records, and `--write` puts the
-records' there. Such a number is followed by its source: `2.07<!--tp_aware:mlp.naive-->`. A code block that follows
-`<!--quickstart:text train-->` shows lines of what a command printed; `...` stands for others.
+`python benchmarks/record.py` lists the numbers of README and docs that differ from the records; `--write` replaces
+them. Such a number is followed by its source: `2.07<!--tp_aware:mlp.naive-->`. A code block after `<!--quickstart:text
+train-->` shows lines of a command's output; `...` stands for omitted ones.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
 SCHEMA = 1
 PACKAGES = ("torch", "triton", "transformers", "numpy")
-"""Of which every record says the version; a benchmark adds its peers."""
+"""Packages whose versions every record lists; a benchmark adds its peers."""
 
 
 def machine() -> dict[str, Any]:
-    """This machine, without its name: processor, cores, vector units, memory, GPUs and how busy it is."""
+    """A description of this machine without its name: processor, cores, vector units, memory, GPUs, load."""
     import psutil
     import torch
 
@@ -74,7 +74,7 @@ def versions(*peers: str) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The checkout's commit, with a `+` where files differ from it; "" outside of a repository."""
+    """The checkout's commit, with a `+` if files differ from it; "" outside of a repository."""
     told = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True, text=True
     )
@@ -82,14 +82,14 @@ def _commit() -> str:
 
 
 def _shown(argument: str) -> str:
-    """An argument of the command line; of a path elsewhere only the name, which says nothing of the machine."""
+    """An argument of the command line; paths are reduced to their names."""
     path = Path(argument)
     return path.name if path.is_absolute() or ".." in path.parts else argument
 
 
 @dataclass(frozen=True)
 class Figure:
-    """The median of some measurements, and the quartiles around it."""
+    """The median of some measurements, with quartiles."""
 
     median: float
     low: float
@@ -110,14 +110,14 @@ class Figure:
 
 
 class Record:
-    """One run of one benchmark. `quiet` prints nothing but what `close(as_json=True)` prints."""
+    """One run of one benchmark. With `quiet` only `close(as_json=True)` prints."""
 
     def __init__(self, name: str, *peers: str, quiet: bool = False):
         self.name, self.out = name, sys.stderr if quiet else sys.stdout
         self.rows: list[dict[str, Any]] = []
         self.figures: dict[str, Figure] = {}
         self.texts: dict[str, str] = {}
-        """What commands printed, for transcripts in README and docs."""
+        """Output of commands, for transcripts in README and docs."""
         script = Path(sys.argv[0]).resolve()
         shown = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
         self.command = " ".join(["python", shown, *map(_shown, sys.argv[1:])])
@@ -132,7 +132,7 @@ class Record:
         print(text, file=self.out, flush=True)
 
     def figure(self, name: str, values: float | Sequence[float], unit: str) -> Figure:
-        """Adds a figure by a name of words, dots and dashes."""
+        """Adds a figure under a name of words, dots and dashes."""
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"a figure's name is of letters, digits, dots and dashes, not {name!r}")
         self.figures[name] = Figure.of(values, unit)
@@ -153,7 +153,7 @@ class Record:
         }
 
     def close(self, *, write: bool = False, as_json: bool = False) -> None:
-        """Prints the figures; with `write` leaves the record in `benchmarks/records`, with `as_json` prints it."""
+        """Prints the figures; `write` also writes the record to `benchmarks/records`, `as_json` prints it as JSON."""
         for name, figure in self.figures.items():
             self.say(f"{name:<40} {figure}")
         text = json.dumps(self.to_json(), indent=1) + "\n"
@@ -167,17 +167,17 @@ class Record:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that all benchmarks share: --json and --record."""
-    parser.add_argument("--json", action="store_true", help="print nothing but the record, as JSON")
+    parser.add_argument("--json", action="store_true", help="print only the record, as JSON")
     parser.add_argument("--record", action="store_true", help="write it into benchmarks/records")
 
 
 # ---- numbers in README and docs ------------------------------------------------------------------------------------
 SOURCE = re.compile(r"(?P<number>[\d,]*\d(?:\.\d+)?)(?P<mark><!--(?P<record>[\w-]+):(?P<figure>[\w.-]+)-->)")
-"""A number with its source, which Markdown does not show."""
+"""A number with its source, which Markdown does not display."""
 BLOCK = re.compile(r"<!--(?P<record>[\w-]+):text (?P<text>[\w.-]+)-->\n+```\w*\n(?P<lines>.*?)```", re.S)
-"""A code block with lines that a command printed."""
+"""A code block with lines of a command's output."""
 VARIES = re.compile(r"\d[\d.,:]*|[0-9a-f]{12,}")
-"""What differs between two runs of a command: numbers, and names made of random digits."""
+"""Parts that differ between two runs of a command: numbers and random names."""
 
 
 def pages() -> list[Path]:
@@ -185,7 +185,7 @@ def pages() -> list[Path]:
 
 
 def load(name: str) -> dict[str, Any]:
-    """A record by name. FileNotFoundError where there is none."""
+    """A record by name. FileNotFoundError if it does not exist."""
     found: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text())
     return found
 
@@ -197,8 +197,10 @@ def as_written(value: float, like: str) -> str:
 
 
 def differences(text: str) -> Iterator[tuple[str, str]]:
-    """(what the text says, what it should say) of each number whose record says otherwise. KeyError for a figure that
-    its record lacks."""
+    """(written number, recorded number) for each number that differs from its record.
+
+    KeyError for an unknown figure.
+    """
     for found in SOURCE.finditer(text):
         value = load(found["record"])["figures"][found["figure"]]["median"]
         if (wanted := as_written(value, found["number"])) != found["number"]:
@@ -211,7 +213,7 @@ def differences(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _like(line: str, printed: Sequence[str]) -> str:
-    """The printed line that says the same with other numbers; "" where there is none."""
+    """The printed line that equals this one except for numbers; "" if there is none."""
     pattern = re.compile(r"\s+".join(VARIES.sub("\0", word) for word in line.split()).replace("\0", ".+"))
     return next((other for other in printed if pattern.fullmatch(other.strip())), "")
 

@@ -1,18 +1,18 @@
-"""Planned answers beside served ones: `plan --for serve` against `tpshard serve` under the same requests.
+"""Compares `plan --for serve` with a running `tpshard serve` under the same requests.
 
     python benchmarks/rehearsal.py [--json] [--record] [--rates 1,2] [--requests 60] [--prompt 96] [--answer 24]
                                    [--tp 1] [--repeat 3] [--device FILE]
 
-A random Llama is served by `tpshard serve`, in a process of its own with its workers; clients in another stream answers
-over HTTP, at the same random times that the rehearsal draws. Shown are served times over planned ones, for the time to
-the first token and that of each further one, at the median and the 99th percentile:
+`tpshard serve` runs a random Llama in a process of its own with its workers. Clients stream answers over HTTP, at the
+same random times as in the plan's simulation. Shown is served time / planned time, for the time to the first token and
+for each further token, at the median and the 99th percentile:
 
-measured   the scheduler rehearsed with step times of the same run: of the steps that the server timed with as many
-           rows, one of those nearest in what they read of the cache, drawn anew for each step
-priced     the scheduler rehearsed with the steps as `plan` prices them on `--device` (the shipped `cpu` unless told:
-           `tpshard doctor --measure` writes this machine's)
+measured   the simulation with step times of the same run: for each step, a random one of the server's steps with as
+           many rows that read about as much of the cache
+priced     the simulation with step times priced on `--device` (by default the shipped `cpu`; `tpshard doctor
+           --measure` writes this machine's file)
 
-Nothing of HTTP and tokens' text is in either. Runs of the rates are interleaved; ratios are of one run each.
+Neither includes HTTP and tokenization. Runs of the rates are interleaved; each ratio is of one run.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def serve_and_time(out: Path, arguments: list[str]) -> int:
 
 
 class Server:
-    """`tpshard serve` of a folder in a process; `steps` are its steps once it has ended."""
+    """A process of `tpshard serve` for a folder; `steps` are its steps after it has ended."""
 
     def __init__(self, changes: list[str], out: Path):
         self._out = out
@@ -139,7 +139,7 @@ async def ask(client: httpx.AsyncClient, url: str, model: str, traffic: Traffic,
 
 
 async def served(url: str, traffic: Traffic) -> Rehearsal:
-    """The traffic, sent to a server: the same figures as a rehearsal's."""
+    """Sends the traffic to a server; returns the same figures as a simulation."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=600, limits=limits) as client:
         model = (await client.get(url + "/v1/models")).json()["data"][0]["id"]
@@ -155,7 +155,7 @@ async def served(url: str, traffic: Traffic) -> Rehearsal:
 
 
 def drawn(steps: list[tuple[float, ...]], fitting: Callable[[int], int], seed: int) -> StepTime:
-    """Step times of a server's run: of the steps of a size one of the nearest in what they read."""
+    """Step times drawn from a server's run: of steps with the same rows, one of the nearest in what they read."""
     by_size: dict[int, list[tuple[float, ...]]] = defaultdict(list)
     for step in steps:
         by_size[fitting(int(step[0]))].append(step)

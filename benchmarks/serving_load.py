@@ -1,11 +1,11 @@
-"""Clients that come and go: nothing lost, all blocks back, memory flat.
+"""Loads a server with clients that come and go, and checks that no request, cache block or memory is lost.
 
     python benchmarks/serving_load.py URL [--minutes 5] [--clients 64] [--leave 0.2]
 
-URL is a running `tpshard serve` (http://127.0.0.1:8000). Each client asks again and again, with random prompts (some
-shared), lengths and streaming; a share of the requests is left in the middle. At the end the server must be idle, its
-free and cached blocks must be all of them, and every request must have been answered, refused with 429, or left. Its
-memory is read from the process that listens, and its workers. Exit 1 where anything is amiss.
+URL is a running `tpshard serve` (http://127.0.0.1:8000). Each client sends request after request with random prompts
+(some shared), lengths and streaming; some requests are abandoned midway. At the end the server must be idle, all its
+blocks must be free or cached, and every request must have been answered, refused with 429, or abandoned. Memory is that
+of the listening process and its workers. Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from record import Record, add_options
 
 
 class Left(Exception):
-    """A client that went away, as it meant to."""
+    """A client that leaves on purpose."""
 
 
 async def ask(client: httpx.AsyncClient, url: str, model: str, leave: float, draw: random.Random) -> str:
-    """One request: ok, left, 429, or what went wrong."""
+    """Sends one request; returns ok, left, 429, or an error."""
     prompt = "the quick brown fox " * draw.randrange(1, 8) if draw.random() < 0.5 else "x" * draw.randrange(1, 40)
     wanted = draw.randrange(1, 64)
     body = {"model": model, "prompt": prompt, "max_tokens": wanted, "ignore_eos": True, "stream": draw.random() < 0.7}
@@ -60,7 +60,7 @@ async def ask(client: httpx.AsyncClient, url: str, model: str, leave: float, dra
 
 
 def memory(port: int) -> int:
-    """Resident bytes of the server and its workers; 0 where the process cannot be seen."""
+    """Resident bytes of the server and its workers; 0 where they cannot be read."""
     for process in psutil.process_iter():
         try:
             if any(c.laddr.port == port and c.status == "LISTEN" for c in process.net_connections()):

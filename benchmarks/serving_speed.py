@@ -1,14 +1,13 @@
-"""Serving: tokens per second, time to first token and between tokens, beside transformers on the same requests.
+"""Compares serving speed with transformers on the same requests: tokens/s, time to first token and between tokens.
 
     python benchmarks/serving_speed.py [--json] [--layers 8] [--width 1024] [--requests 1,8,64] [--new 32]
         [--no-compile]
 
-A random Llama is written as a Hugging Face folder, and once more with 4-bit weights (group 128, rounded to nearest,
-rows of `down` in act-order), which are served in bf16, by torch's int4 product. tpshard's engine runs it as the server
-does: in worker processes, batch invariant, the paged cache empty at the start. transformers generates the same requests
-as one left-padded batch with its cache, with the same number of threads, eager and compiled; the better counts.
-All requests arrive at once, decoding is greedy, ends are ignored. Runs are interleaved; the median of `--repeat` is
-shown.
+A random Llama is written as a Hugging Face folder, and again with 4-bit weights (groups of 128, rounded to nearest,
+rows of `down` in act-order), which are served in bf16 by torch's int4 product. tpshard's engine runs as in the server:
+worker processes, batch invariant, an empty cache. transformers generates the same requests as one left-padded batch
+with its cache and the same number of threads, eager and compiled; the better one counts. All requests arrive at once,
+decoding is greedy, end tokens are ignored. Runs are interleaved; shown is the median of `--repeat`.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def run_engine(ranks: Ranks, requests: list[tuple[int, ...]], new: int) -> Measu
 
 
 class Peer:
-    """transformers in a process of its own, so that it neither shares threads nor memory with what it is beside."""
+    """transformers in a process of its own, which shares neither threads nor memory with the engine."""
 
     def __init__(self, folder: Path, compiled: bool, dtype: str, threads: int) -> None:
         how = ["--compiled"] if compiled else []
@@ -114,7 +113,7 @@ class Peer:
 
 
 def peer(folder: str, compiled: bool, dtype: str) -> None:
-    """The other side of `Peer`."""
+    """The process of `Peer`."""
     from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()

@@ -1,10 +1,10 @@
-"""Long runs of several processes on a CPU, stopped and continued, to show that no process dies.
+"""Long training runs of several CPU processes, stopped and resumed, to check that no process dies.
 
     python benchmarks/soak.py --steps 60000 [--leg 1500] [--at-once 2] [--seed 0] [--record] [--json]
 
-A leg is a run of its own: started, stopped by SIGTERM somewhere, continued to its last step. It saves every 5 steps and
-evaluates every 20. Legs take turns at meshes of two and of four ranks, `--at-once` of them at a time, and are never
-restarted by the launcher. Ends with 1 when one of them died or did not do its steps.
+A leg is one run: started, stopped by SIGTERM at a random step, resumed to its last step. It saves every 5 steps and
+evaluates every 20. Legs alternate between meshes of two and of four ranks, `--at-once` at a time, without restarts by
+the launcher. Exits with 1 if a leg died or did not finish its steps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logging: {{every_steps: 5, wandb: null}}
 
 
 def leg(number: int, steps: int, stop: int, folder: Path) -> dict[str, Any]:
-    """Starts, stops and continues one run; what became of it."""
+    """Starts, stops and resumes one run; returns its result."""
     mesh = MESHES[number % len(MESHES)]
     folder.mkdir()
     (folder / "recipe.yaml").write_text(RECIPE.format(mesh=mesh, steps=steps))
@@ -64,7 +64,7 @@ def leg(number: int, steps: int, stop: int, folder: Path) -> dict[str, Any]:
 
 
 def run(folder: Path, stop: int | None) -> tuple[int, str]:
-    """One start, asked to stop once it reached a step; its exit code and what it said."""
+    """Starts a run, and asks it to stop at a step if given; returns its exit code and output."""
     with (folder / "said").open("w+") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "tpshard.cli.main", "train", "recipe.yaml"], cwd=folder, stdout=said, stderr=said,
@@ -80,7 +80,7 @@ def run(folder: Path, stop: int | None) -> tuple[int, str]:
 
 
 def reached(folder: Path) -> int:
-    """The last step in the record."""
+    """The last recorded step."""
     try:
         tail = (folder / "runs" / "soak" / "metrics.jsonl").read_bytes()[-2000:]
     except OSError:
@@ -90,10 +90,10 @@ def reached(folder: Path) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6000, help="of all legs together")
+    parser.add_argument("--steps", type=int, default=6000, help="steps of all legs together")
     parser.add_argument("--leg", type=int, default=1500, help="steps of a leg")
     parser.add_argument("--at-once", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0, help="of the steps at which legs are stopped")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the steps at which legs are stopped")
     add_options(parser)
     asked = parser.parse_args()
     record = Record("soak", quiet=asked.json)

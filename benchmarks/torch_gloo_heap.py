@@ -1,13 +1,13 @@
-"""torch's gloo corrupts the heap of a process that has two all-gathers in flight; without tpshard, in seconds.
+"""Shows that torch's gloo corrupts the heap of a process with two all-gathers in flight, in seconds, without tpshard.
 
     python benchmarks/torch_gloo_heap.py [--gathers 400000] [--starts 5]
 
-After each collective, a thread of `ProcessGroupGloo` stores the collective's name in a string that all threads of the
-group share, and takes no lock (`runLoop`: `pgStatus_->lastCompletedWorkName = opTypeToString(...)`; 2.11 to 2.13). A
-group has two threads. Names of at most 15 characters lie within the string; ALLGATHER_COALESCED, the name of
-`_c10d_functional.all_gather_into_tensor`, has memory of its own, which two threads at once free twice.
-`all_gather_into_tensor_out` is called ALLGATHER. One process is enough: alone in its group it waits for nobody, so that
-its threads end a collective every few microseconds.
+After each collective, a thread of `ProcessGroupGloo` stores the collective's name, without a lock, in a string that all
+threads of the group share (`runLoop`: `pgStatus_->lastCompletedWorkName = opTypeToString(...)`; 2.11 to 2.13). A group
+has two threads. Names of at most 15 characters are stored inside the string. ALLGATHER_COALESCED, the name of
+`_c10d_functional.all_gather_into_tensor`, is allocated on the heap, and two threads can free it twice.
+`all_gather_into_tensor_out` is called ALLGATHER. One process is enough: alone in its group it waits for no one, so that
+its threads finish a collective every few microseconds.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Decoding through an act-ordered layer on several ranks: the naive layout beside a rank-local sort and TP-aware.
+"""Times decoding through an act-ordered layer on several ranks in three layouts: naive, rank-local sort, TP-aware.
 
     python benchmarks/tp_aware.py [--json] [--ranks 2 4 8] [--rows 8 16] [--rounds 20]
 
-One layer of Llama-70B and of Granite-20B, dims divided by 4, quantized to 4 bits in groups of 128 with a random
-act-order, as the server's own programs (bf16, torch's int4 product), on gloo processes of this machine. Every row
-decodes one token of a sequence of its own. Rounds are interleaved and begin with another layout each; times are medians
-in ms of a step on rank 0. `collectives` is the time in which a step waits for them; the naive layout gathers the
-activations before each row-parallel product as well.
+One layer of Llama-70B and of Granite-20B with dims divided by 4, quantized to 4 bits in groups of 128 with a random
+act-order, runs as a server's programs (bf16, torch's int4 product) on gloo processes of this machine. Every row decodes
+one token of its own sequence. Rounds are interleaved and start with a different layout each; times are medians in ms of
+a step on rank 0. `collectives` is the time that a step waits for them; only the naive layout gathers the activations
+before each row-parallel linear.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SHAPES = {"llama-70b/4": LLAMA, "granite-20b/4": GRANITE}
 
 
 def weights_of(config: ModelConfig) -> tuple[Weights, Quantization]:
-    """Random ones; the rows of a matrix belong to groups in no order, but within heads for attention's output."""
+    """Random weights; the groups of a matrix's rows are in random order, for attention's output within heads."""
     quantized: dict[str, Quantized] = {}
     for seed, (name, (outputs, inputs)) in enumerate((n, s) for n, s in config.shapes.items() if len(s) == 2):
         if not name.startswith("layers."):
@@ -155,7 +155,7 @@ def mean_ratio(rows: list[dict[str, object]], over: str, ranks: list[int]) -> fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print nothing but the rows")
+    parser.add_argument("--json", action="store_true", help="print only the rows")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--rounds", type=int, default=20)

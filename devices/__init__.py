@@ -1,1 +1,1 @@
-"""Device files: what a device, its links and its hosts can do, as data; one file a device, and their reader."""
+"""Device files, one per device: the rates, memory and links of a device and its host as data; and their reader."""

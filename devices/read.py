@@ -1,4 +1,4 @@
-"""Device files: read, checked, and turned into `Device`. Everything wrong is reported at once, with its place."""
+"""Reading device files: checks them and returns a `Device`. All errors are reported together, with their places."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class _Key:
-    """A value of a device file: its unit, what is plausible, and its default (None: required)."""
+    """A key of a device file: its unit, plausible range, and default (None: required)."""
 
     unit: str
     least: float = 0.0
@@ -123,7 +123,7 @@ _RATES = {name: _Key("rate", 1e8, 1e17) for name in ("bf16", "fp16", "fp32", "tf
 
 
 def device(name_or_file: str, where: Source | None = None) -> Device:
-    """A device by name, or from a YAML file. Raises `Mistakes` (exit 3) that name file, line and column."""
+    """The device of a name or of a YAML file. Raises `Mistakes` (exit 3) with file, line and column."""
     if name_or_file in BUILTIN:
         text = resources.files("tpshard.devices").joinpath(f"{name_or_file}.yaml").read_bytes()
         return parse(text, f"{name_or_file}.yaml")
@@ -132,14 +132,14 @@ def device(name_or_file: str, where: Source | None = None) -> Device:
         raise Mistakes.one(
             f"there is no device `{name_or_file}`",
             where=where,
-            why="neither a known name nor a file",
+            why="it is neither a known name nor a file",
             fix=f"one of {', '.join(BUILTIN)}, or a file; `tpshard doctor --measure` writes one for this machine",
         )
     return parse(path.read_bytes(), name_or_file)
 
 
 def parse(data: bytes, file: str) -> Device:
-    """A `Device` from the bytes of a device file; `file` is named in what is reported."""
+    """The `Device` described by the bytes of a device file; `file` is its name in errors."""
     root = _read(data, file)
     reader = _Reader()
     top = reader.section(root, _TOP, "")
@@ -182,7 +182,7 @@ def parse(data: bytes, file: str) -> Device:
 
 
 def _read(data: bytes, file: str) -> Node:
-    """The file's tree. What is said of one that is empty or a list is said of a device file, not of a recipe."""
+    """The file's YAML tree. Errors about an empty file or a list name the device file instead of a recipe."""
     try:
         return read(data, file)
     except Mistakes as error:
@@ -265,7 +265,7 @@ class _Reader:
         self.mistakes.append(Diagnostic(message, Exit.RECIPE, node.source, why, fix))
 
     def section(self, node: Node, keys: dict[str, _Key], path: str) -> dict[str, Any]:
-        """Values of a map by the keys it may have; unknown and missing ones are reported."""
+        """The values of a map with these keys; unknown and missing keys are reported."""
         values: dict[str, Any] = {}
         if node.kind != "map":
             self.wrong(f"`{path or 'the file'}` is not a map", node, "key: value pairs expected", "")
@@ -392,7 +392,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _show(number: float, unit: str) -> str:
-    """A limit as it would be written: the largest unit of which it is 1 or more."""
+    """A limit with its unit, in the largest unit of which it is 1 or more."""
     suffix = {"bytes": "B", "bandwidth": "B/s", "rate": "FLOP/s", "time": "s"}.get(unit)
     if suffix is None:
         return f"{number:g}"

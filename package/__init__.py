@@ -4,7 +4,7 @@ __version__: str
 
 
 def __getattr__(name: str) -> str:
-    """`__version__`, looked up when it is asked for: nothing else here needs it."""
+    """Computes `__version__` on first use, so that importing the package stays fast."""
     if name != "__version__":
         raise AttributeError(f"module 'tpshard' has no attribute {name!r}")
     from tpshard.cli.main import version

@@ -1,1 +1,1 @@
-"""The verb `plan`: pricing, report, pictures, search, and what `doctor --measure` fits."""
+"""The command `plan`: pricing, report, pictures and search; and the measurements of `doctor --measure`."""

@@ -1,4 +1,4 @@
-"""What every pass does to a training step: collectives, peak memory and time before and after it."""
+"""The effect of each pass on a training step: collectives, peak memory and time before and after it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tpshard.programs.staged import between_passes
 
 @dataclass(frozen=True)
 class Row:
-    """A step whose micro-batch's program is as one pass leaves it."""
+    """The price of a step after one pass."""
 
     name: str
-    """The pass's; "" for the program that the first one is given."""
+    """The pass's name; "" for the program before the first pass."""
     settings: dict[str, Any]
     pass_s: float
-    """That the pass itself took, on this machine."""
+    """Seconds that the pass itself took on this machine."""
     collectives: int
-    """A step's."""
+    """Collectives of a step."""
     collective_bytes: int
     peak_bytes: int
     step_s: float
@@ -61,7 +61,7 @@ def to_json(found: list[Row]) -> dict[str, Any]:
 
 
 def text(found: list[Row]) -> str:
-    """A table; a figure that a pass leaves as it was is a dot."""
+    """The rows as a table; a dot stands for an unchanged figure."""
     table: list[tuple[str, ...]] = [("PASSES of a step", "took", "collectives", "bytes", "peak", "step", "exposed")]
     before: tuple[str, ...] = ("",) * 5
     for row in found:
@@ -82,7 +82,7 @@ def text(found: list[Row]) -> str:
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a pass was told, in words or numbers."""
+    """The settings of a pass, as text or numbers."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, (bool, int, float, str)):

@@ -1,4 +1,4 @@
-"""What `tpshard plan` does with a recipe that was read and checked: one function from a recipe to text and files."""
+"""Running `tpshard plan` on a checked recipe: returns the text, and writes the requested files."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def run(
     """Plans; writes the files that were asked for, and without `dry_run` those of the run's folder. `entry` keeps what
     a plan says.
 
-    Exit 0, or 4 where the recipe does not fit its devices (everything is said and written all the same). Raises
-    `Mistakes` (exit 5) before planning where a file cannot be written.
+    Exit code 0, or 4 where the recipe does not fit its devices; the output is the same. Raises `Mistakes` (exit 5)
+    before planning where a file cannot be written.
     """
     tell = note or (lambda _: None)
     folder = Path(recipe.run.dir)
@@ -158,10 +158,10 @@ def _explained(report: Report, name: str) -> str:
     try:
         return describe.explain(report.pricing.parts[0].part.program, name)
     except KeyError as error:
-        raise Mistakes.one(str(error.args[0]), exit=Exit.USAGE, fix="names are those of `plan --verbose`") from error
+        raise Mistakes.one(str(error.args[0]), exit=Exit.USAGE, fix="`plan --verbose` lists the names") from error
 
 
 def accuracy() -> str:
-    """The mean errors that `benchmarks/plan_accuracy.py` last wrote; empty where it never ran."""
+    """The mean errors last written by `benchmarks/plan_accuracy.py`; empty if it never ran."""
     file = resources.files("tpshard.plan").joinpath("accuracy.txt")
     return file.read_text(encoding="utf-8").strip() if file.is_file() else ""

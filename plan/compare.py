@@ -1,4 +1,4 @@
-"""Predicted against measured, from the files that a run leaves: plan.json and metrics.jsonl."""
+"""Comparing a plan with its run, from the files plan.json and metrics.jsonl of the run's folder."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tpshard.plan import save
 from tpshard.plan.units import gib, seconds
 
 SHIPPED_CPU = "cpu"
-"""Name of the device file that stands for any CPU."""
+"""The name of the device file that stands for any CPU."""
 BETWEEN_STAGES = ("send", "recv")
-"""Transfers of a pipeline, which a run does not count among its collectives."""
+"""Transfers of a pipeline, which a run does not count as collectives."""
 SKIPPED = 2
-"""Logged steps that a run warms up in: they are not compared where there are enough others."""
+"""Logged steps of warm-up, left out of the comparison where there are enough others."""
 
 
 def compare(folder: Path, plan: Any = None) -> dict[str, Any] | None:
@@ -71,7 +71,7 @@ def spread(folder: Path) -> float:
 
 
 def record(folder: Path) -> str:
-    """Writes the comparison beside the plan (`plan_measured.json`) and returns it as text; "" where there is none."""
+    """Writes the comparison to `plan_measured.json` beside the plan, and returns it as text; "" if there is none."""
     found = compare(folder)
     if found is None:
         return ""

@@ -1,4 +1,4 @@
-"""What the reports of all verbs have in common: the device, the shardings, the warnings, and reasons asked for."""
+"""Parts of a report that training and serving share: device, shardings, warnings, and explanations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def report_of(
     accuracy: str,
     warnings: Sequence[str],
 ) -> Report:
-    """A report from what was priced; `program` is the one whose shardings are shown."""
+    """The report of a priced job; `program` is the one whose shardings are shown."""
     tensors, given, inferred = shardings(program, parameters)
     ranks = program.mesh.ranks
     return Report(
@@ -53,7 +53,7 @@ def extra_warnings(job: PlannedJob, device: Device, update: Program) -> list[str
 
 
 def shardings(program: Program, parameters: Sequence[str]) -> tuple[list[Tensor], int, int]:
-    """(parameters and named activations as the program has them, values annotated, values inferred)."""
+    """(parameters and named activations with their shardings, number annotated, number inferred)."""
     stored = dict(zip((port.name for port in program.inputs), program.in_shardings))
     used = {r.label: name for name, r in program.records.items() if r.role == "parameter" and name != r.label}
     shown = {used.get(name, name): name for name in parameters}
@@ -68,9 +68,9 @@ def shardings(program: Program, parameters: Sequence[str]) -> tuple[list[Tensor]
 
 
 def explain(program: Program, name: str) -> str:
-    """`--explain NAME`: the chain of reasons of a value, of a parameter's used and stored form, or of a pattern.
+    """`--explain NAME`: the chain of reasons for a value, a parameter's used and stored forms, or a pattern.
 
-    `.weight` may be left out, as the screen does. Raises `KeyError` that names what is near.
+    `.weight` may be omitted. Raises `KeyError` with similar names.
     """
     known = program.records
     names: list[str] = []
@@ -91,7 +91,7 @@ def explain(program: Program, name: str) -> str:
 
 
 def _similar(name: str, program: Program) -> str:
-    """Names that a misspelt one may have meant: those of parameters and activations, not of what was made of them."""
+    """Similar names among parameters and activations, for a misspelt one."""
     shown = dict.fromkeys(r.label for r in program.records.values() if r.label and r.role in ("", "parameter"))
     near = [n for n in shown if name and name in n][:5] or difflib.get_close_matches(name, shown, 5)
     return f"; similar: {', '.join(near)}" if near else ""

@@ -1,4 +1,4 @@
-"""Two plans side by side: what changes, and what it costs."""
+"""The difference of two plans: what changes, and what it costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tpshard.plan.units import gib, seconds
 
 
 def figures(report: Report) -> dict[str, float]:
-    """The figures that are compared, by name."""
+    """The compared figures, by name."""
     return {
         "step_s": report.pricing.step_s,
         "exposed_comm_s": report.pricing.exposed_s,
@@ -23,7 +23,7 @@ def figures(report: Report) -> dict[str, float]:
 
 
 def diff(before: Report, after: Report) -> dict[str, Any]:
-    """What `--diff` says, as plain data."""
+    """The difference as plain data."""
     old, new = figures(before), figures(after)
     return {
         "before": before.job.name,
@@ -79,7 +79,7 @@ def _collectives(before: Report, after: Report) -> list[dict[str, Any]]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """The same for people."""
+    """The difference as text."""
     show = {"step_s": seconds, "exposed_comm_s": seconds, "needed_bytes": gib, "sent_bytes": gib}
     lines = [f"{found['before']} -> {found['after']}"]
     if found["devices"][0] != found["devices"][1]:
@@ -90,7 +90,7 @@ def text(found: dict[str, Any]) -> str:
         change = "" if row["change"] is None else f"  {100 * row['change']:+.1f}%"
         lines.append(f"  {name:<26} {form(row['before']):>12} -> {form(row['after']):>12}{change}")
     if found["fits"][0] != found["fits"][1]:
-        lines.append("  it fits no longer" if found["fits"][0] else "  it fits now")
+        lines.append("  it does not fit, the other did" if found["fits"][0] else "  it fits, the other did not")
     lines.append(f"SHARDINGS  {len(found['shardings'])} tensors change")
     lines += [f"  {r['name']}: {r['before'] or '(none)'} -> {r['after'] or '(none)'}" for r in found["shardings"][:16]]
     lines.append(f"COLLECTIVES  {len(found['collectives'])} kinds change")

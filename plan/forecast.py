@@ -1,9 +1,9 @@
-"""What a whole training run takes: days, device-hours, cost and energy, with failures and checkpoints.
+"""The forecast of a whole training run: days, device-hours, cost and energy, with failures and checkpoints.
 
-Failures come at random at a constant rate. A run that saves every `interval` seconds, each taking `save_s`, loses on a
-failure what it did since, and `restart_s`; J. T. Daly, "A higher order estimate of the optimum checkpoint interval"
-(2006), gives the expected time (equation 20) and the best interval (equation 37), which for rare failures is J. W.
-Young's square root of 2 x save_s x mean time between failures.
+Failures are random with a constant rate. A run saves every `interval` seconds, which takes `save_s`; a failure loses
+the work since the last checkpoint and `restart_s`. J. T. Daly, "A higher order estimate of the optimum checkpoint
+interval" (2006), gives the expected time (equation 20) and the best interval (equation 37). For rare failures that is
+J. W. Young's square root of 2 x save_s x mean time between failures.
 """
 
 from __future__ import annotations
@@ -18,58 +18,58 @@ from tpshard.plan.units import count, seconds
 DAY = 86400.0
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 ASSUMED_FAILURES = 419 / (54 * 24 * 16384)
-"""Failures of a device in an hour: 419 in 54 days on 16,384 H100, as published for Llama 3 405B (arXiv 2407.21783)."""
+"""Failures per device-hour: 419 in 54 days on 16,384 H100, as published for Llama 3 405B (arXiv 2407.21783)."""
 ASSUMED_RESTART_S = 600.0
-"""From a failure to the first step after it, without the work that is done again."""
+"""Seconds from a failure to the next step, without recomputing lost steps."""
 ASSUMED_WRITE = 2e9
-"""Bytes a second at which a host writes a checkpoint."""
+"""Bytes per second at which a host writes a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the command line says of the run's surroundings; None where it says nothing."""
+    """The conditions of a run from the command line; None where not given."""
 
     tokens: float | None = None
-    """To train on; None: the recipe's `train.steps`."""
+    """Training tokens; None: the recipe's `train.steps`."""
     price: float | None = None
-    """Of a device for an hour."""
+    """Price of a device-hour."""
     watts: float | None = None
-    """That a device draws, with its share of the host."""
+    """Power of a device with its share of the host, in watts."""
     failures: float | None = None
-    """Of a device in an hour."""
+    """Failures per device-hour."""
     restart_s: float | None = None
     save_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A run's length. Times in seconds."""
+    """The duration of a run, in seconds."""
 
     steps: int
     tokens: float
     devices: int
     step_s: float
     provenance: str
-    """Of `step_s`: calibrated or roofline."""
+    """The basis of `step_s`: calibrated or roofline."""
     between_failures_s: float
-    """Mean time; infinite without failures."""
+    """Mean time between failures in seconds; infinite without failures."""
     restart_s: float
     save_s: float
     every_steps: int
-    """Steps between checkpoints, as the recipe says; 0: none."""
+    """Steps between checkpoints in the recipe; 0: none."""
     price: float | None
     watts: float | None
     assumed: tuple[str, ...]
-    """Which of failures, restart_s and save_s nobody gave."""
+    """Those of failures, restart_s and save_s that are assumed."""
 
     @property
     def work_s(self) -> float:
-        """Steps alone, at the planned speed."""
+        """Seconds of the steps alone, at the planned speed."""
         return self.steps * self.step_s
 
     @property
     def best_every_steps(self) -> int:
-        """Steps between checkpoints that make the run shortest."""
+        """Steps between checkpoints that minimize the duration."""
         if math.isinf(self.between_failures_s):
             return 0
         return max(1, min(self.steps, round(best_interval(self.save_s, self.between_failures_s) / self.step_s)))
@@ -89,7 +89,7 @@ class Forecast:
 
     @property
     def goodput(self) -> float:
-        """Share of the time that goes into steps which are kept."""
+        """The share of the time spent in steps that are not lost."""
         return self.work_s / self.total_s
 
     @property
@@ -109,17 +109,17 @@ class Forecast:
 
 
 def expected_seconds(work: float, interval: float, save: float, restart: float, between: float) -> float:
-    """Daly (20): the expected time of `work` seconds of steps, saved every `interval` seconds."""
+    """Daly (20): the expected seconds for `work` seconds of steps, saved every `interval` seconds."""
     if math.isinf(between):
         return work * (1 + save / interval)
     exponent = (interval + save) / between
     if exponent + restart / between > 500:
-        return math.inf  # no interval is ever finished
+        return math.inf  # no interval ever completes
     return between * math.exp(restart / between) * math.expm1(exponent) * work / interval
 
 
 def best_interval(save: float, between: float) -> float:
-    """Daly (37): seconds of steps between checkpoints that make the expected time least."""
+    """Daly (37): seconds of steps between checkpoints that minimize the expected time."""
     if save >= 2 * between:
         return between
     ratio = save / (2 * between)
@@ -130,7 +130,7 @@ def forecast(
     step_s: float, tokens_a_step: int, steps: int, devices: int, hosts: int, saved_bytes: float, every_steps: int,
     provenance: str, conditions: Conditions,
 ) -> Forecast:  # fmt: skip
-    """The run under its conditions; what they leave out is assumed, and said to be."""
+    """The forecast of a run under its conditions; missing ones are assumed and listed."""
     if conditions.tokens is not None:
         steps = math.ceil(conditions.tokens / tokens_a_step)
     assumptions = {
@@ -146,7 +146,7 @@ def forecast(
 
 
 def amount(text: str) -> float:
-    """`15T`, `300B`, `1.5e12` -> a number of tokens. Raises ValueError."""
+    """The number of tokens in `15T`, `300B` or `1.5e12`. Raises ValueError."""
     found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kMBT]?)", text.strip())
     if found is None or float(found[1]) <= 0:
         raise ValueError(f"{text!r} is not a number of tokens; write 15T, 300B or 1.5e12")
@@ -154,14 +154,14 @@ def amount(text: str) -> float:
 
 
 def days(s: float) -> str:
-    """Seconds as days or hours."""
+    """Seconds as text, in days or hours."""
     if math.isinf(s):
         return "no end"
     return f"{s / DAY:,.1f} days" if s >= DAY else f"{s / 3600:.1f} h" if s >= 3600 else seconds(s)
 
 
 def rows(made: Forecast) -> list[str]:
-    """The forecast's part of the screen."""
+    """The forecast as lines of the screen."""
     label = ", ".join({"restart_s": "restart", "save_s": "save"}.get(name, name) for name in made.assumed)
     lines = [
         f"RUN  {count(made.tokens)} tokens = {made.steps:,} steps" + (f"   [assumed: {label}]" if label else ""),

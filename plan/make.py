@@ -1,4 +1,4 @@
-"""From a recipe to its `Report`: the programs that would run, priced on the device that the recipe names."""
+"""Making the `Report` of a recipe: builds the programs that would run, and prices them on the recipe's device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tpshard.recipes.schema import Recipe
 
 
 def training_parts(programs: training.TrainingPrograms, compiled: Compiled | None = None) -> list[StepPart]:
-    """A training step as it runs: the micro-batches, then the update."""
+    """The parts of a training step in execution order: the micro-batches, then the update."""
     recipe, times = programs.setting.recipe, programs.setting.batch.micro_batches
     chosen = compiled or compiled_by(recipe)
     rest = {kind: _held(programs.update, kind) for kind in ("parameter", "gradient", "optimizer")}
@@ -44,7 +44,7 @@ def _held(program: Program, kind: str) -> int:
 
 
 def price_training(programs: training.TrainingPrograms, compiled: Compiled | None = None) -> Pricing:
-    """Prices a training step of programs that are built already. `compiled` overrides what the recipe says."""
+    """Prices a training step of built programs. `compiled` overrides the recipe's setting."""
     device, _, per_host = cluster.device_of(programs.setting.recipe)
     if programs.pipeline is not None:
         mine, chosen = device.shared_by(per_host), compiled or compiled_by(programs.setting.recipe)
@@ -54,9 +54,9 @@ def price_training(programs: training.TrainingPrograms, compiled: Compiled | Non
 
 
 def report(recipe: Recipe, source: str, what: str = "train", accuracy: str = "") -> Report:
-    """Builds and prices what a recipe would run. `what`: train, prefill or decode.
+    """The report of what a recipe would run. `what`: train, prefill or decode.
 
-    Raises `Mistakes` for what does not fit together (exit 4), for the recipe (3) and for the mesh (5).
+    Raises `Mistakes` for parts that do not fit each other (exit 4), the recipe (3) and the mesh (5).
     """
     with uncollected():
         if what != "train":
@@ -65,7 +65,7 @@ def report(recipe: Recipe, source: str, what: str = "train", accuracy: str = "")
 
 
 def forecast_of(report: Report, recipe: Recipe, conditions: Conditions) -> Forecast:
-    """The whole run of a recipe whose training step is planned."""
+    """The forecast of a whole run whose training step is planned."""
     saved = 3 * report.job.params * DTYPES[recipe.fsdp.master_dtype].itemsize  # weights and both moments
     return forecast(
         report.pricing.step_s, report.job.tokens, recipe.train.steps, report.devices, report.job.nodes, saved,
@@ -75,14 +75,14 @@ def forecast_of(report: Report, recipe: Recipe, conditions: Conditions) -> Forec
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Without garbage collection: a plan's hundred thousand nodes all live, and each collection walks over them."""
+    """Disables garbage collection, which would walk over a plan's hundred thousand live nodes again and again."""
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collecting:
-            if not gc.get_freeze_count():  # what was made counts as old, else the next allocation walks over it all
+            if not gc.get_freeze_count():  # marks the objects as old, or the next allocation would walk over them
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
@@ -95,7 +95,7 @@ def built(setting: Setting) -> training.TrainingPrograms:
 
 
 def of_training(programs: training.TrainingPrograms, source: str = "", accuracy: str = "") -> Report:
-    """The report of a training recipe whose programs are built."""
+    """The report of a training recipe, from its built programs."""
     setting, recipe = programs.setting, programs.setting.recipe
     device, nodes, per_host = cluster.device_of(recipe)
     pricing = price_training(programs)

@@ -1,9 +1,9 @@
-"""`tpshard doctor --measure`: the constants of the machine it runs on, fitted into a dated device file.
+"""`tpshard doctor --measure`: measures this machine and fits its constants into a dated device file.
 
-On a CPU one, two and four processes (and one for each core) measure products, attention, streams of operations and
-gloo, all of such a crowd at the same time, so that what they take from each other is in the constants. Crowds take
-turns at every part and all is gone through several times, of which the middle counts: a machine that others use is slow
-now and then. On a GPU the device is measured and its links are taken from the shipped file of its kind.
+On a CPU, groups of one, two and four processes (and one per core) measure matrix products, attention, streams of
+operations and gloo. The processes of a group ("crowd") run at the same time, so that the constants include their
+contention. Crowds take turns at every part, and all is repeated; the median counts, because a machine shared with
+others is slow now and then. On a GPU the device is measured; its links come from the shipped file of its kind.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from tpshard.plan.units import plural
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 Result = dict[str, Any]
-"""What one process of `measure_worker` found."""
+"""The results of one process of `measure_worker`."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Least squares of seconds = sum of amount x cost."""
+    """The least-squares fit of seconds = sum of amount x cost."""
 
     costs: tuple[float, ...]
-    """Seconds for one of each amount, none negative."""
+    """Seconds per unit of each amount, none negative."""
     error: float
-    """Mean absolute error, as a share of the measured seconds."""
+    """Mean absolute error relative to the measured seconds."""
 
 
 def fit(rows: Sequence[Sequence[float]]) -> Fit:
-    """Fits rows of (amount, ..., seconds). Errors are relative, or the longest measurement would decide alone.
+    """Fits rows of (amount, ..., seconds), minimizing relative errors, so that long measurements do not dominate.
 
-    A cost that would be negative is left out: of the subsets of costs that are not, the one that fits best.
+    Costs are not negative: of the subsets of costs whose fit is not, the best one is used.
     """
     table = np.array(rows, dtype=float)
     scaled, ones = table[:, :-1] / table[:, -1:], np.ones(len(table))
@@ -67,7 +67,7 @@ def fit(rows: Sequence[Sequence[float]]) -> Fit:
 
 
 def typical(found: Sequence[Any]) -> Any:
-    """Number by number the median of several results of one structure."""
+    """The element-wise median of several results of one structure."""
     first = found[0]
     if isinstance(first, dict):
         return {key: typical([one[key] for one in found]) for key in first}
@@ -78,37 +78,37 @@ def typical(found: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Computing:
-    """What one process of a crowd reaches."""
+    """The compute constants of one process of a crowd."""
 
     rates: dict[str, float]
-    """FLOP/s of products by dtype."""
+    """FLOP/s of matrix products by dtype."""
     packing: float
-    """Bytes/s of a product's operands and result, beside its FLOPs."""
+    """Bytes/s of reading a product's operands and writing its result, in addition to its FLOPs."""
     softmax: float
     attention: float
-    """FLOP/s, each counted 1 + softmax / head size times."""
+    """FLOP/s of attention, where each FLOP counts 1 + softmax / head size times."""
     attention_backward: float
     streaming: float
     """Bytes/s of pointwise operations and reductions."""
     exponential: float
-    """Bytes that could be streamed while one exponential is taken."""
+    """Bytes that could be streamed during one exponential."""
     growth: float
-    """Bytes/s at which the system hands out memory anew."""
+    """Bytes/s at which the system provides new memory."""
     op_s: float
     view_s: float
     step_s: float
-    """A step's own work besides its operations, with a core to itself."""
+    """Seconds of a training step besides its operations, for a process with a core of its own."""
     errors: dict[str, float]
 
 
 def computing(results: Sequence[Result]) -> Computing:
-    """Constants of one process from the rows of all processes of a crowd."""
+    """The compute constants of one process, from the rows of all processes of a crowd."""
     op_s, view_s, exponential_s, fresh_s = (
         max(0.0, _middle(t for entry in results for t in entry["overhead"][key]))
         for key in ("op", "view", "exponential", "fresh")
     )
-    # Exponentials were measured apart: what is left of a block is at least a fifth. So was an operation, but as one
-    # among larger ones: in a block on little memory the next one finds its code in the caches.
+    # Exponentials were measured separately: a block without them takes at least a fifth of its time. So was a single
+    # operation, but among larger ones; in a block on little memory the next operation finds its code in the caches.
     rows = [row for entry in results for row in entry["stream"]]
     streams = fit([(ops, moved, max(s - exps * exponential_s, 0.2 * s)) for ops, moved, exps, s in rows])
     per_byte = max(streams.costs[1], 1e-13)
@@ -118,7 +118,7 @@ def computing(results: Sequence[Result]) -> Computing:
     ahead, back = (
         fit([(flops, flops / d, s) for entry in results for flops, d, s in entry["attention"][way]]) for way in (0, 1)
     )
-    # one number for both ways: what their softmax costs, in dims of a head
+    # one number for forward and backward: the cost of their softmax, in dims of a head
     softmax = (ahead.costs[1] + back.costs[1]) / max(ahead.costs[0] + back.costs[0], 1e-30)
     rates = [
         fit([(flops * (1 + softmax / d), s) for entry in results for flops, d, s in entry["attention"][way]])
@@ -148,24 +148,24 @@ def _middle(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True)
 class Communicating:
-    """What one process of a crowd sends while all send."""
+    """The communication constants of one process while all of a crowd communicate."""
 
     skew_s: float
-    """Of a collective, whatever it sends: until each member has its turn."""
+    """Fixed seconds of a collective, until every member has had its turn on a core."""
     latency_s: float
-    """Of a hop."""
+    """Seconds per hop."""
     bandwidth: float
     spread: float
-    """Of what was computed since the last collective: until the last of its members has come."""
+    """The delay of the last member, as a share of the compute time since the previous collective."""
     slowdown: float
-    """Share of the cores that a large collective keeps busy."""
+    """The share of the cores that a large collective keeps busy."""
     error: float
 
 
 def communicating(results: Sequence[Result], local: float) -> Communicating:
-    """`local`: bytes/s at which a process adds up what it receives, which the cost model counts by itself."""
+    """The communication constants. `local`: bytes/s of a local sum, which the cost model counts separately."""
     rows, busy = [], []
-    # a collective is one thing that all its members see: what one waits for another is not late with
+    # all members see one collective: the time that one waits for another is not latency
     every: dict[tuple[Any, ...], list[list[float]]] = {}
     for entry in results:
         for i, (kind, members, buffer, *seen) in enumerate(entry["comm"]):
@@ -184,7 +184,7 @@ def communicating(results: Sequence[Result], local: float) -> Communicating:
 
 
 def _hops(kind: str, members: int) -> float:
-    """Hops that the cost model counts for a collective: what it costs where a hop takes a second and bytes nothing."""
+    """The number of hops that the cost model counts: the cost of a collective if a hop takes 1 s and bytes nothing."""
     link = Link(bandwidth=1e30, latency_s=1.0)
     unit = Device("unit", "gpu", "gloo", 1, 0, 1e30, {"fp32": 1.0}, members, link, link)
     mesh = Mesh({"x": members})
@@ -192,9 +192,9 @@ def _hops(kind: str, members: int) -> float:
 
 
 def measure(say: Callable[[str], None] | None = None, *, name: str = "", today: str = "") -> str:
-    """Text of a device file for this machine. `say` gets a line per stage. Takes about two minutes on two cores.
+    """The text of a device file for this machine. `say` receives a line per stage. Two minutes on two cores.
 
-    Raises `Mistakes` (exit 5) where the processes of a measurement do not come up.
+    Raises `Mistakes` (exit 5) if the measuring processes do not start.
     """
     import torch
 
@@ -213,15 +213,15 @@ def measure(say: Callable[[str], None] | None = None, *, name: str = "", today: 
 
 
 ROUNDS = 5
-"""How often all is measured: a machine that others use is slow now and then, for seconds or more."""
+"""Repetitions of all measurements: a machine shared with others is slow now and then, for seconds or more."""
 MOST = 16
-"""Processes at once at most: more add nothing that a host's rates do not say."""
+"""The maximal number of processes; more add nothing to the host's rates."""
 LIMIT_S = 600
-"""Seconds after which a measurement is given up."""
+"""Seconds after which a measurement is aborted."""
 
 
 def _workers(crowds: list[int], cores: int, tell: Callable[[str], None]) -> dict[int, list[Result]]:
-    """What each process of each crowd found; `tell` gets the rounds. The largest crowd's processes stay for all."""
+    """The results of each process of each crowd. `tell` reports rounds; the largest crowd's processes serve all."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
         command = [sys.executable, "-m", "tpshard.plan.measure_worker", folder]
@@ -263,9 +263,9 @@ def _workers(crowds: list[int], cores: int, tell: Callable[[str], None]) -> dict
 
 
 def device_file(name: str, today: str, cores: int, memory: int, found: dict[int, list[Result]]) -> str:
-    """A device file from what the processes of each crowd measured.
+    """A device file from the measurements of each crowd.
 
-    The rates are those of the largest crowd that has a core for each process; the others' are shares of them.
+    The rates are those of the largest crowd with a core per process; the other crowds' are given as shares of them.
     """
     each = {n: computing(results) for n, results in found.items()}
     sends = {n: communicating(results, each[n].streaming) for n, results in found.items() if n > 1}

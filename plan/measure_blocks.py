@@ -1,5 +1,5 @@
-"""What a measurement runs as streams of operations: blocks of what a transformer's layer does besides its products and
-attention, and their gradients, as a graph that runs the way a program's does."""
+"""The streams of operations that `doctor --measure` times: blocks of a transformer layer without matrix products and
+attention, with their gradients, as a graph that runs like a program."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ HEAD_DIM = 32
 
 
 class Tape:
-    """A graph of operations as a program's executor runs it, and what they read, write and hold."""
+    """A graph of operations that runs like a program's, with the bytes they read, write and hold."""
 
     def __init__(self) -> None:
         self.graph, self.inputs = fx.Graph(), list[Tensor]()
         self.ops = self.moved = self.exponentials = 0
         self.root: dict[fx.Node, fx.Node] = {}
-        """Of a view: what it is a view of."""
+        """For each view, the node whose memory it shares."""
 
     def feed(self, *shape: int) -> fx.Node:
         node = self.graph.placeholder(f"x{len(self.inputs)}")
@@ -56,8 +56,10 @@ def _bytes(node: fx.Node) -> int:
 
 
 def forward(tape: Tape, x: fx.Node, weight: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """(result, what the gradient reads) of what a transformer's layer does besides products and attention: mostly
-    scaling and adding, and of the rest a norm, a rotation of each head, a copy in another order and a gate."""
+    """(result, tensors saved for the gradient) of a layer's work besides matrix products and attention.
+
+    Mostly scaling and adding; also a norm, a rotation of each head, a copy in another order, and a gate.
+    """
     op, mul, add = tape.op, partial(tape.op, aten.mul.Tensor), partial(tape.op, aten.add.Tensor)
     inverse = op(aten.rsqrt.default, op(aten.mean.dim, mul(x, x), [-1], True))
     scaled = mul(x, inverse)
@@ -70,7 +72,7 @@ def forward(tape: Tape, x: fx.Node, weight: fx.Node) -> tuple[fx.Node, tuple[fx.
 
 
 def backward(tape: Tape, x: fx.Node, kept: tuple[fx.Node, ...], weight: fx.Node) -> fx.Node:
-    """What its gradient does: sums over rows, a copy in another order, and an exponential."""
+    """The gradient of `forward`: sums over rows, a copy in another order, and an exponential."""
     op, mul, add = tape.op, partial(tape.op, aten.mul.Tensor), partial(tape.op, aten.add.Tensor)
     inverse, scaled, normed, gate, out = kept
     grad = op(aten.exp.default, op(aten.div.Tensor, normed, out))
@@ -89,14 +91,13 @@ def _heads(tape: Tape, x: fx.Node) -> fx.Node:
 
 
 def _reordered(tape: Tape, heads: fx.Node, like: fx.Node) -> fx.Node:
-    """A copy with the heads before the sequence, of `like`'s shape."""
+    """A copy with the heads before the sequence, in the shape of `like`."""
     turned = tape.view(aten.permute.default, heads, [0, 2, 1, 3])
     return tape.op(aten.reshape.default, turned, list(like.meta["value"].shape))
 
 
 def blocks(elements: int, count: int) -> tuple[Tape, fx.Node]:
-    """Several blocks in a row on so many elements and then their gradients from the last to the first, as a step runs
-    them; and the result."""
+    """Several blocks in a row with this many elements, then their gradients in reverse order; and the result."""
     tape = Tape()
     width = 128 if elements <= 1 << 18 else 512
     x, weight = tape.feed(elements // width, width), tape.feed(width)

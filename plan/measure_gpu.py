@@ -1,4 +1,4 @@
-"""The GPU's part of `doctor --measure`: matrix products, attention and memory of one device."""
+"""The GPU measurements of `doctor --measure`: matrix products, attention and memory of one device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OPS = attention.__name__  # importing it registers torch.ops.tpshard.attention
 
 
 def best(run: Callable[[], object], times: int = 10) -> float:
-    """Median seconds of one call on the device, by events."""
+    """Median seconds of one call on the device, timed by CUDA events."""
     for _ in range(3):
         run()
     taken = []
@@ -27,7 +27,7 @@ def best(run: Callable[[], object], times: int = 10) -> float:
 
 
 def nearest(name: str, memory: int) -> str:
-    """Shipped device whose name and memory are closest: its links are assumed."""
+    """The shipped device with the most similar name and memory, whose links are assumed."""
     kinds = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
     family = next((short for long, short in kinds.items() if long in name), "h100")
     there = [known for known in BUILTIN if known.startswith(family)] or ["h100-sxm-80g"]
@@ -35,7 +35,7 @@ def nearest(name: str, memory: int) -> str:
 
 
 def measure_gpu(tell: Callable[[str], None], name: str, today: str) -> str:
-    """Text of a device file for the first GPU of this machine."""
+    """The text of a device file for the first GPU of this machine."""
     properties = torch.cuda.get_device_properties(0)
     base_name = nearest(properties.name, properties.total_memory)
     base = device(base_name)

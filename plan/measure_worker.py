@@ -1,9 +1,9 @@
-"""One process of a measurement: seconds of what it computes, moves and sends beside the others, written as JSON.
+"""One process of `doctor --measure`: times computation, memory and communication, and writes the seconds as JSON.
 
-All processes of a crowd do the same at the same time, with the threads that the launcher would give them. Crowds take
-turns at every part, and all parts are gone through several times: what a machine loses for some seconds or minutes
-falls on all of them alike. Nothing here is a recipe: products, attention and a block of small operations in usual
-shapes, run the way a program's graph is run.
+All processes of a crowd run the same part at the same time, with as many threads as the launcher would give them.
+Crowds take turns at every part, and all parts are repeated, so that slow periods of the machine affect them alike. The
+parts come from no recipe: matrix products, attention and a block of small operations in typical shapes, run like a
+program.
 """
 
 from __future__ import annotations
@@ -37,32 +37,33 @@ MATMULS = {
     torch.bfloat16: ((256, 64, 128), (256, 128, 256)),  # a CPU without instructions for it is a hundred times slower
 }
 HEADS = ((8, 256, 8, 16), (4, 256, 8, 32), (2, 512, 8, 64), (1, 512, 8, 128))
-"""Batch, sequence, heads and head size."""
+"""(batch, sequence, heads, head size)."""
 ELEMENTS = (1 << 16, 1 << 18, 1 << 20, 1 << 21)
 FRESH_BYTES = 1 << 24
 COMM_BYTES = (64, 1 << 16, 1 << 20, 1 << 22)
 PIECES = 12
-"""Of computing behind which some collectives come; others come behind one."""
+"""Units of computation before some of the collectives; the others follow one unit."""
 LEAST_S = 0.04
 aten, funcol = torch.ops.aten, torch.ops._c10d_functional
 
 
 class Clock:
-    """Seconds that one call takes a process of this crowd.
+    """Measures the seconds of a call in one process of a crowd.
 
-    A process with one thread and a core to itself takes its own time, and with more processes than cores so many turns
-    as there are processes for a core: counted like that, what else runs on the machine does not count. Of several
-    threads only the wall clock knows.
+    A process with one thread is timed by its own CPU time, times the number of processes per core; other processes of
+    the machine then do not count. Several threads are timed by the wall clock.
     """
 
     def __init__(self, threads: int, turns: float):
         self.read, self.turns = (time.process_time, turns) if threads == 1 else (time.perf_counter, 1.0)
         self.share = turns / threads
-        """Wall seconds of a second of work that the process's threads divide."""
+        """Wall seconds per CPU second, if the process's threads divide the work."""
 
     def seconds(self, run: Callable[[], object], least_s: float = LEAST_S) -> float:
-        """Mean over calls of at least `least_s` together, without the first and the slowest tenth: a step is a sum
-        of operations, so that a median would leave out what some of them lose."""
+        """Mean seconds over calls of at least `least_s` together, without the first and the slowest tenth.
+
+        A step is a sum of operations, so the mean is right: a median would ignore delays that only some of them have.
+        """
         run()
         taken: list[float] = []
         end = self.read() + least_s
@@ -73,7 +74,7 @@ class Clock:
         return sum(kept) / len(kept) * self.turns
 
     def behind(self, run: Callable[[int], object], larger: list[Tensor], times: int = 100) -> float:
-        """Mean of `run(i)`, each behind an operation on one of the larger tensors, without the slowest tenth."""
+        """Mean seconds of `run(i)`, each after an operation on one of the larger tensors, without the slowest tenth."""
         taken = []
         for i in range(times):
             torch.mul(larger[i % len(larger)], 2.0)
@@ -85,14 +86,14 @@ class Clock:
 
 
 # ---- computing -----------------------------------------------------------------------------------------------
-# Each part makes its tensors once, and measures as often as it is called with the clock of a crowd.
+# Each part allocates its tensors once, and measures whenever it is called with the clock of a crowd.
 def products() -> Callable[[Clock], list[list[float | str]]]:
     """Matrix products, plain and with either operand transposed: (dtype, FLOPs, bytes read and written, seconds)."""
     cases: list[tuple[list[float | str], Callable[[], Tensor]]] = []
     for dtype, shapes in MATMULS.items():
         name = str(dtype).removeprefix("torch.")
         for m, k, n in shapes:
-            # operands in turn, so that they are not all in the nearest cache
+            # operands in turn, so that not all are in the nearest cache
             lefts = [torch.randn(m, k, dtype=dtype) for _ in range(4)]
             rights = [torch.randn(k, n, dtype=dtype) for _ in range(4)]
             for left_turned, right_turned in ((False, False), (False, True), (True, False)):
@@ -132,26 +133,28 @@ def streams() -> Callable[[Clock], list[list[float]]]:
 
 
 def keep_memory() -> None:
-    """From here on this process gives no memory back, so that getting it is in nothing that is timed; glibc only."""
+    """Makes the C allocator keep freed memory, so that no timing includes page faults; glibc only."""
     with suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD, at its most
+        mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD, at its maximum
         mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 
 def new_memory(size: int) -> Tensor:
-    """So many bytes as floats that the system has not handed out yet, and gets back as soon as nobody has them."""
+    """A float tensor of `size` bytes in newly mapped pages, which are returned to the system when it is freed."""
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.float32)
 
 
 def overheads() -> Callable[[Clock], dict[str, list[float]]]:
-    """Seconds of a tiny operation and of a view, each behind an operation that has used up the nearer caches; of an
-    element's exponential: what it takes beyond an operation that computes nothing; and of a byte that the system hands
-    out anew and gets back: what writing it takes the first time beyond the second."""
+    """Overheads in seconds, by name: a tiny operation, a view, an exponential, and a byte of new memory.
+
+    Operation and view each follow an operation that evicts the nearer caches. An exponential is the time per element
+    beyond an operation without one. New memory is the time of its first write beyond that of the second.
+    """
     larger = [torch.rand(elements // 512, 512) for elements in ELEMENTS[:2]]
-    small = [torch.rand(8, 16) for _ in range(512)]  # as an optimizer's: not used for long
+    small = [torch.rand(8, 16) for _ in range(512)]  # like an optimizer's: not in the caches
     kinds = (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default, aten.sub.Tensor)
-    x = torch.rand(ELEMENTS[1]) - 1  # as below a maximum; one that overflows takes several times as long
+    x = torch.rand(ELEMENTS[1]) - 1  # as after subtracting a maximum; overflowing values take several times as long
     pairs = ((torch.exp, torch.neg), (torch.nn.functional.silu, torch.relu))
 
     def op(i: int) -> None:
@@ -163,7 +166,7 @@ def overheads() -> Callable[[Clock], dict[str, list[float]]]:
         aten.permute.default(aten.reshape.default(larger[i % 2], [8, -1, 32, 16]), [0, 2, 1, 3])
 
     def fresh(clock: Clock) -> float:
-        # by one thread: two that write one new mapping slow each other now and then, which those of a program do not
+        # by one thread: two that write to one new mapping delay each other, which a program's threads do not
         times = [time.thread_time()]
         values = new_memory(FRESH_BYTES)
         for _ in range(2):
@@ -186,8 +189,8 @@ def overheads() -> Callable[[Clock], dict[str, list[float]]]:
 
 
 def loops() -> Callable[[Clock], list[float]]:
-    """Seconds that a step's own work takes besides its program, by the wall clock: a thread that reads ahead keeps the
-    interpreter for as long as it may, and a line is written."""
+    """Wall seconds of a training step besides its program: a thread that reads ahead holds the interpreter's lock as
+    long as it may, and a line of metrics is written."""
     larger, row = torch.rand(ELEMENTS[0]), json.dumps(dict.fromkeys(map(str, range(16)), 0.1)).encode()
 
     def reading() -> None:
@@ -212,20 +215,19 @@ def loops() -> Callable[[Clock], list[float]]:
 
 # ---- communicating -------------------------------------------------------------------------------------------
 def communications(crowd: int, cores: int) -> Callable[[Clock], list[list[Any]]]:
-    """Collectives as a program runs them, in pairs and over all of a crowd, each behind some computing: whoever is late
-    is waited for, and what is sent was made a while ago. (kind, members, bytes of the buffer, seconds of the computing,
-    seconds, share of the host's cores that it kept busy).
+    """Collectives as a program runs them, in pairs and over all of a crowd, each after some computation.
 
-    Some come behind much computing: the longer ranks compute by themselves, the further they are apart when they meet.
-    With more processes than cores the computing takes turns, also while others wait for the collective: what it takes
-    is then what the wall clock says beyond the turns of the computing. Every rank has to call this, in a crowd or not.
+    Returns (kind, members, bytes of the buffer, seconds of the computation, seconds, share of the host's cores kept
+    busy). Late members are waited for. Some collectives follow much computation: the longer ranks compute, the further
+    apart they arrive. With more processes than cores, ranks also compute while others wait; then the time is the wall
+    time beyond the turns of the computation. Every rank must call this, whether it is in the crowd or not.
     """
     rank, turns = dist.get_rank(), max(1.0, crowd / cores)
     cases: list[tuple[list[Any], int, Callable[[Tensor], Tensor], list[Tensor]]] = []
     a, b = torch.randn(2048, 128), torch.randn(128, 384)
 
     def spent(run: Callable[[Tensor], object], pieces: int, buffers: list[Tensor]) -> tuple[float, float]:
-        """(wall, own) seconds of one collective with the computing before it, which takes and gives back memory."""
+        """(wall, own) seconds of one collective with the computation before it, which allocates and frees memory."""
         begun, own = time.perf_counter(), time.process_time()
         for buffer in buffers:
             for _ in range(pieces):
@@ -235,7 +237,7 @@ def communications(crowd: int, cores: int) -> Callable[[Clock], list[list[Any]]]
         return (time.perf_counter() - begun) / len(buffers), (time.process_time() - own) / len(buffers)
 
     for members in sorted({2, crowd} - {1}):
-        # those of a size run at the same time, as the groups of a mesh axis do
+        # groups of one size run at the same time, like the groups of a mesh axis
         groups = [dist.new_group(list(range(i, i + members))) for i in range(0, crowd - members + 1, members)]
         if crowd == 1 or rank >= len(groups) * members:
             continue
@@ -276,8 +278,8 @@ def _collectives(group: str, members: int) -> dict[str, Callable[[Tensor], Tenso
 
 
 def main(folder: str, rank: int, cores: int, rounds: int, crowds: list[int]) -> None:
-    """Measures with each crowd of which this process is one, and writes {processes: a result per round}."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # names that newer torch spells otherwise
+    """Measures with each crowd that includes this process, and writes {processes: a result per round}."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # names that newer torch deprecates
     world = max(crowds)
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(Path(folder) / "store"), world), rank=rank, world_size=world,

@@ -1,4 +1,4 @@
-"""A plan as one HTML file that loads nothing: verdict, mesh, shardings, timeline, memory, collectives, what-ifs."""
+"""A plan as one self-contained HTML file: verdict, mesh, shardings, timeline, memory, collectives, suggestions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ h3{font-size:14px;margin:12px 0 4px}
 
 
 def page(report: Report) -> str:
-    """The whole file as text. Same report, same bytes."""
+    """The HTML text; the same report gives the same bytes."""
     how = report.provenance
     data = _in_script(report.to_json())
     parts = [

@@ -1,4 +1,4 @@
-"""SVG drawings of a plan: timeline, memory over time, the mesh. Plain strings, nothing loaded from anywhere."""
+"""SVG drawings of a plan: timeline, memory over time, the mesh. Self-contained strings."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ TINTS = {
     "forward": "forward", "backward": "backward", "recompute": "recomputed", "update": "update",
     "inside": "collective inside a host", "across": "collective between hosts", "wait": "waiting for a collective",
 }  # fmt: skip
-"""What the colours of a timeline mean."""
+"""The meanings of a timeline's colours."""
 _W, _LEFT, _ROW = 1000, 130, 22
 _POINTS = 600
 
 
 def svg(report: Report) -> str:
-    """Timeline and memory of the part in which most of a step is spent, as one standalone file; before them the
-    schedule of a pipeline."""
+    """Timeline and memory of the longest part of a step, as one standalone file; for a pipeline also its schedule."""
     part = main_part(report)
     stages_h, time_h, memory_h = stages_height(report), timeline_height(part), 240
     whole_h = stages_h + time_h + memory_h + 40
@@ -83,7 +82,7 @@ def timeline_height(part: PricedPart) -> int:
 
 
 def timeline(part: PricedPart) -> str:
-    """A lane per resource; neighbouring events of one colour closer than a pixel are drawn as one."""
+    """A lane per resource; adjacent events of one colour closer than a pixel are drawn as one."""
     total = part.timeline.seconds or 1.0
     scale = (_W - _LEFT - 10) / total
     out = []
@@ -171,7 +170,7 @@ def memory(report: Report, part: PricedPart, height: int) -> str:
 
 
 def legend(colors: Mapping[str, str], y: float) -> list[str]:
-    """A box of each colour, and what it means, in a row at `y`."""
+    """A row of coloured boxes with their meanings, at height `y`."""
     out, x = [], _LEFT
     for words, color in colors.items():
         out.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{color}"/>')
@@ -181,7 +180,7 @@ def legend(colors: Mapping[str, str], y: float) -> list[str]:
 
 
 def sampled(at: Sequence[float], curve: Sequence[int]) -> list[int]:
-    """Indices to draw: at most a few hundred, the highest of each stretch among them."""
+    """Indices of the points to draw: at most a few hundred, including the maximum of each stretch."""
     if not at:
         return []
     total = at[-1] or 1.0

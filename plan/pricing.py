@@ -1,4 +1,4 @@
-"""A step of a recipe, priced: its programs run through the two lanes, its memory followed over time."""
+"""Pricing a step: simulates its programs on compute and communication lanes, and follows memory over time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepPart:
-    """A program as a step runs it: `times` in a row, beside `always` bytes (by category) that it does not hold."""
+    """A program that a step runs `times` times, with `always` bytes (by category) in memory besides its own."""
 
     name: str
     program: Program
@@ -45,7 +45,7 @@ class PricedPart:
 
 @dataclass
 class Line:
-    """Collectives of one kind over the same axes for the same purpose, over a whole step."""
+    """The collectives of one kind over the same axes for the same purpose, in a whole step."""
 
     kind: str
     axes: tuple[object, ...]
@@ -71,21 +71,21 @@ class Line:
 
 @dataclass
 class Pricing:
-    """What a step takes, in seconds, bytes and FLOPs of one device."""
+    """The price of a step: seconds, bytes and FLOPs of one device."""
 
     device: Device
     parts: list[PricedPart]
     fixed_s: float
-    """Seconds of a step that belong to no operation: the training loop, and getting memory."""
+    """Seconds of a step outside of operations: the training loop, and getting memory from the system."""
     pipeline: Piped | None = None
-    """Where the model is in stages; `parts` then are those of the slowest device."""
+    """The pipeline, if any; `parts` are then those of the slowest device."""
 
     def _sum(self, name: str) -> float:
         return float(sum(getattr(p.timeline, name) * p.part.times for p in self.parts))
 
     @property
     def idle_s(self) -> float:
-        """What the slowest device of a pipeline waits for others."""
+        """Seconds that the slowest device of a pipeline waits for others."""
         return self.pipeline.idle_s if self.pipeline is not None else 0.0
 
     @property
@@ -121,16 +121,16 @@ class Pricing:
 
     @property
     def reserved_bytes(self) -> int:
-        """What the allocator will have taken from the device at the peak."""
+        """Bytes that the allocator has reserved on the device at the peak."""
         return int(self.peak_bytes * self.device.reserved)
 
     @property
     def needed_bytes(self) -> int:
-        """Reserved, and what is taken before the first tensor."""
+        """Reserved bytes plus those taken before the first tensor."""
         return self.reserved_bytes + self.device.context_bytes
 
     def flops(self, *, recompute: bool) -> tuple[int, int]:
-        """(of one device, of all devices' useful work) per step."""
+        """(FLOPs of one device, useful FLOPs of all devices) per step."""
         local = whole = 0
         for entry in self.parts:
             for kernel in entry.priced.kernels:
@@ -143,7 +143,7 @@ class Pricing:
         return local, whole
 
     def lines(self) -> list[Line]:
-        """The step's collectives, grouped; most expensive first."""
+        """The step's collectives in groups, the most expensive first."""
         found: dict[tuple[object, ...], Line] = {}
         for entry in self.parts:
             for i, cost in sorted(entry.priced.costs.items()):
@@ -155,7 +155,7 @@ class Pricing:
 
 
 def work_of(kernel: Kernel) -> tuple[int, int]:
-    """FLOPs of one device, and of the whole operation."""
+    """(FLOPs of one device, FLOPs of the whole operation)."""
     here = known(kernel.node)
     times = kernel.flops / here.flops if here.flops and kernel.flops else 1.0
     return (kernel.flops or here.flops), int(here.global_flops * times)
@@ -196,8 +196,11 @@ def _add(
 def price_parts(
     parts: Sequence[StepPart], device: Device, per_host: int, *, processes: int, trains: bool = False
 ) -> Pricing:
-    """Prices a step. `per_host`: devices of a host that the mesh uses; `processes`: of them on the busiest host;
-    `trains`: it is one of the training loop, which has work of its own."""
+    """Prices a step.
+
+    per_host: devices of a host that the mesh uses. processes: those on the busiest host. trains: whether the training
+    loop's own work is included.
+    """
     mine = device.shared_by(processes)
     done = []
     for part in parts:
@@ -209,25 +212,25 @@ def price_parts(
 
 
 def priced_pipeline(piped: Piped, device: Device, mesh: Mesh, per_host: int) -> Pricing:
-    """A training step in stages, whose tasks are priced. `device` is the one that a process has."""
+    """Prices a training step in stages, from its priced tasks. `device` is that of one process."""
     return Pricing(device, piped.parts, _looping(device, mesh, per_host) + _growing(piped.parts, device), piped)
 
 
 def _looping(device: Device, mesh: Mesh, per_host: int) -> float:
-    """Seconds of the training loop in a step: the host's own work, and that all ranks agree on whether to go on."""
+    """Seconds of the training loop per step: the host's own work, and the agreement of all ranks to continue."""
     everyone = mesh.sorted(mesh.axis(name) for name in mesh.axes)
     return device.overhead.step_s + collective(device, Topology(mesh, per_host), "all_reduce", everyone, 8).seconds
 
 
 LARGEST = 1 << 25
-"""Bytes of the largest result that a CPU's allocator takes from its heap: above, glibc maps each anew."""
+"""Bytes above which glibc maps each result anew instead of taking it from the heap."""
 
 
 def _growing(parts: Sequence[PricedPart], device: Device) -> float:
-    """Seconds of a step in which a CPU's system hands out memory anew, as glibc gives it back.
+    """Seconds of a step in which a CPU's system provides memory anew, after glibc has returned it.
 
-    Each time a program ends its results leave the heap's end free, and of that twice the largest stays. A result that
-    is too large for the heap is new whenever it is made.
+    When a program ends, its results leave the heap's end free, of which glibc keeps twice the largest. A result too
+    large for the heap is mapped anew whenever it is computed.
     """
     if not device.cpu.growth:
         return 0.0

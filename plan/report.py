@@ -1,4 +1,4 @@
-"""`Report`: everything a plan says, as plain data. The screen, the JSON, the page and the pictures are views of it."""
+"""The `Report` of a plan as plain data. Screen, JSON, page and pictures are views of it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _COUNTS = 0.01
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """What is planned, in words and numbers that need no program."""
+    """The planned job: settings as text and numbers that need no program."""
 
     name: str
     recipe: str
-    """Where it was read from."""
+    """The file or name it was read from."""
     what: str
     """train, prefill or decode."""
     model: str
@@ -40,25 +40,25 @@ class PlannedJob:
     per_device: int
     micro_batches: int
     tokens: int
-    """Tokens of a step, all devices."""
+    """Tokens of a step on all devices."""
     compiled: str
-    """As the recipe's `compile`."""
+    """The recipe's `compile`."""
     remat: str = ""
     device_assumed: bool = False
-    """No device was named: the shipped CPU is priced."""
+    """Whether the recipe names no device, so that the shipped CPU is priced."""
     quantized: str = ""
-    """How served weights are quantized and laid out; empty where they are dense."""
+    """How served weights are quantized and laid out; empty for dense ones."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the program and where its parts lie."""
+    """A tensor of the program with its sharding and the reasons for it."""
 
     name: str
     shape: tuple[int, ...]
     sharding: tuple[Any, ...]
     told: tuple[Told, ...]
-    """Who asks for the axes that it lies on; nobody where it is whole."""
+    """The sources of the axes that shard it; empty where it is whole."""
     kind: str
     annotated: bool
     stored: tuple[Any, ...] | None = None
@@ -75,18 +75,18 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of the recipe and what it is predicted to do."""
+    """A change of the recipe with its predicted effect."""
 
     change: str
     needed_bytes: int
     step_s: float
-    """Of the same number of tokens, unless it changes how many a server computes at once."""
+    """Seconds for the same number of tokens, unless the change affects how many a server computes at once."""
     fits: bool
 
 
 @dataclass
 class Report:
-    """A plan. Figures are `exact` (counted on the program), `calibrated` or `roofline` (`provenance` says which)."""
+    """A plan. `provenance` says which figures are `exact` (counted on the program), `calibrated` or `roofline`."""
 
     job: PlannedJob
     pricing: Pricing
@@ -98,7 +98,7 @@ class Report:
     warnings: list[str]
     reshards: list[dict[str, Any]]
     losses: list[dict[str, Any]]
-    """Operations computed on more devices than needed: what lowers the FLOP efficiency."""
+    """Operations that more devices than needed compute, which lower the FLOP efficiency."""
     edits: list[Edit] = field(default_factory=list)
     suggestions: list[Edit] = field(default_factory=list)
     searched: dict[str, int] | None = None
@@ -129,7 +129,7 @@ class Report:
 
     @property
     def spare_bytes(self) -> int:
-        """Device memory left over; negative where it does not fit."""
+        """Device memory left over; negative where the step does not fit."""
         return self.pricing.device.memory_bytes - self.pricing.needed_bytes
 
     @property
@@ -142,7 +142,7 @@ class Report:
 
     @property
     def useful_flops(self) -> int:
-        """Of a step, all devices, without recomputation."""
+        """FLOPs of a step on all devices, without recomputation."""
         return self.pricing.flops(recompute=False)[1]
 
     @property
@@ -224,7 +224,7 @@ class Report:
 
     # ---- JSON -----------------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:
-        """The names of `plan --json`; same recipe, same bytes."""
+        """The plan as the JSON of `plan --json`; the same recipe gives the same bytes."""
         times, memory = self.pricing, self.pricing.worst.memory
         return {
             "schema": SCHEMA,
@@ -338,7 +338,7 @@ class Report:
         return f"{entry.part.name}, {here.phase} of {place} ({op_name(node)})"
 
     def static_bytes(self) -> dict[str, int]:
-        """Parameters, gradients and optimizer state at rest, bytes of one device: exact."""
+        """Bytes per device of stored parameters, gradients and optimizer state: exact."""
         held: Counter[str] = Counter()
         for entry in self.pricing.parts:
             mine: Counter[str] = Counter()
@@ -349,7 +349,7 @@ class Report:
                 if port.kind == "gradient":
                     mine["gradients"] += port.local_bytes
             for kind, size in entry.part.always.items():
-                # a step takes a part of the cache and the rest is beside it; gathered parameters are stored ones
+                # a step uses a part of the cache, and `always` has the rest; gathered parameters belong to stored ones
                 mine[kind] = mine[kind] + size if kind == "cache" else max(mine[kind], size)
             for kind, size in mine.items():
                 held[kind] = max(held[kind], size)
@@ -357,7 +357,7 @@ class Report:
 
 
 def rounded(value: float) -> float:
-    """Nine significant digits: what the figures carry at most, and the same text on every machine."""
+    """The value with nine significant digits, so that every machine prints the same text."""
     return float(f"{value:.9g}")
 
 

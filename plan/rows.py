@@ -1,4 +1,4 @@
-"""What a report lists, read off the programs: tensors and their reasons, reshards, lost FLOPs, FSDP's buckets."""
+"""The tables of a report, read off the programs: tensors with reasons, reshards, lost FLOPs, FSDP's buckets."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tensors_of(program: Program, names: Sequence[str] | None = None) -> list[Ten
 
 
 def reshards_of(pricing: Pricing) -> list[dict[str, Any]]:
-    """Collectives that nothing in the annotations asks for, the most expensive first, alike ones together."""
+    """Collectives that no annotation asks for, grouped, the most expensive first."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for entry in pricing.parts:
         for i, cost in sorted(entry.priced.costs.items()):
@@ -73,9 +73,9 @@ def reshards_of(pricing: Pricing) -> list[dict[str, Any]]:
 
 
 def losses_of(pricing: Pricing, devices: int) -> list[dict[str, Any]]:
-    """Operations whose FLOPs on all devices exceed those of the whole operation, worst first.
+    """Operations whose FLOPs over all devices exceed those of the whole operation, worst first.
 
-    `where` is a module of the model, or for what runs in none (rotary angles, the optimizer) the phase.
+    `where` is a module of the model, or the phase for operations outside of modules (rotary angles, the optimizer).
     """
     found: dict[tuple[str, str], list[int]] = {}
     for entry in pricing.parts:
@@ -95,7 +95,7 @@ def losses_of(pricing: Pricing, devices: int) -> list[dict[str, Any]]:
 
 
 def buckets_of(pricing: Pricing) -> list[dict[str, Any]]:
-    """FSDP's collectives in issue order: what each moves, of the part that runs most."""
+    """FSDP's collectives in issue order with their bytes, for the part that runs most often."""
     rows = []
     entry = max(pricing.parts, key=lambda p: p.seconds)
     for i, cost in sorted(entry.priced.costs.items()):

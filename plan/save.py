@@ -1,4 +1,4 @@
-"""A plan on disk: what it says, the programs that it is of, and what they were made from: `train --plan` runs them.
+"""Saved plans: the report, the programs that `train --plan` runs, and the inputs they were built from.
 
 Reading a plan and comparing it with a recipe needs no torch, so that a refusal takes no longer than reading a recipe.
 """
@@ -35,7 +35,7 @@ ROOMS = ("devices", "kernels", "models", "parallelism", "programs", "recipes")
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """A plan read back from its file."""
+    """A plan read from its file."""
 
     path: str
     recipe: str
@@ -46,9 +46,9 @@ class SavedPlan:
     versions: Mapping[str, str]
     """What the programs were made with."""
     fingerprints: Mapping[str, str]
-    """Part of the step -> fingerprint of its program."""
+    """The fingerprint of each part's program."""
     step: str | None
-    """The programs of a training run, packed; None in a plan of anything else."""
+    """The packed programs of a training run; None for other plans."""
     report: Mapping[str, Any]
     text: str
     """The whole file."""
@@ -61,7 +61,7 @@ def fingerprints(report: Report) -> dict[str, str]:
 
 
 def dumps(report: Report, recipe: Recipe) -> str:
-    """The text of `plan.json`; same recipe and code, same bytes."""
+    """The text of `plan.json`; the same recipe and code give the same bytes."""
     from tpshard.programs import saved_step  # imports torch
 
     held = {
@@ -73,8 +73,10 @@ def dumps(report: Report, recipe: Recipe) -> str:
 
 
 def values(recipe: Recipe) -> dict[str, Any]:
-    """The keys that programs depend on, dotted, with their values. An interpolation stands as it is written, with a
-    hash of what it stands for: the environment's values are not saved."""
+    """The dotted keys that programs depend on, with their values.
+
+    An interpolation is kept as written with a hash of its value, so that the environment's values are not saved.
+    """
 
     def below(path: str, written: Any, known: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(written, Mapping) and written:
@@ -92,7 +94,7 @@ def values(recipe: Recipe) -> dict[str, Any]:
 
 
 def versions(recipe: Recipe) -> dict[str, str]:
-    """What programs are made with: versions, our code, and files that the recipe names, each by its hash."""
+    """Versions of the packages, and hashes of tpshard's code and of files that the recipe names."""
     found = {"python": platform.python_version()}
     for package in ("tpshard", "torch", *(["transformers"] if recipe.model.transformers else [])):
         found[package] = metadata.version(package)
@@ -113,7 +115,7 @@ def code_of(rooms: Iterable[str]) -> str:
 
 
 def _files(recipe: Recipe) -> Iterator[tuple[str, Path]]:
-    """Files that decide on programs beside the recipe: those of devices, buckets, models and modules."""
+    """Files besides the recipe that decide the programs: those of devices, buckets, models and modules."""
     model, bucket = recipe.model, recipe.fsdp.bucket
     named = [recipe.cluster.device if recipe.cluster is not None else "", getattr(bucket, "file", "")]
     named += [os.path.join(folder, "config.json") for folder in (model.hf, model.transformers) if folder]
@@ -130,7 +132,7 @@ def _files(recipe: Recipe) -> Iterator[tuple[str, Path]]:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes beside, then renames: a reader sees the old file or the new one. Raises `Mistakes` (exit 5)."""
+    """Writes to a temporary file and renames it, so that readers see the old or the new one. Raises `Mistakes` (5)."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +145,7 @@ def write(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises `Mistakes` (exit 5) where `write` could not: what is said before a plan is made. Makes nothing."""
+    """Raises `Mistakes` (exit 5) if `write` would fail, before the plan is made. Creates nothing."""
     there = path.parent
     while not os.path.lexists(there) and there != there.parent:
         there = there.parent
@@ -152,14 +154,14 @@ def check_writable(path: Path) -> None:
     elif not there.is_dir():
         why = f"{there} is no folder"
     elif not os.access(there, os.W_OK | os.X_OK):
-        why = f"no right to write in {there}"
+        why = f"no permission to write in {there}"
     else:
         return
     raise Mistakes.one(f"{path} cannot be written", exit=Exit.MACHINE, why=why)
 
 
 def read(path: str) -> SavedPlan:
-    """A saved plan. Raises `Mistakes` (exit 3) where the file is none."""
+    """Reads a saved plan. Raises `Mistakes` (exit 3) if the file is not one."""
     fix = "`tpshard plan RECIPE`, without --dry-run, saves one in the run's folder"
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -180,8 +182,8 @@ def read(path: str) -> SavedPlan:
 
 
 def check(saved: SavedPlan, recipe: Recipe, world: int) -> None:
-    """Refuses (`Mistakes`, exit 4) a plan that was made from another recipe, for other devices, or with other versions;
-    says all that differs."""
+    """Raises `Mistakes` (exit 4), with all differences, for a plan of another recipe, other devices or other
+    versions."""
     if saved.step is None:
         told = [(Source(saved.path, 0, 0, ""), "it holds no programs of a training run, or another version wrote it")]
     else:

@@ -1,4 +1,4 @@
-"""The plan on one screen: at most 60 lines of 100 columns."""
+"""The plan as text: at most 60 lines of 100 columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tpshard.plan.units import count, gib, plural, seconds
 
 WIDTH, HEIGHT = 100, 60
 STAGES = 4
-"""Of a pipeline, shown without --verbose."""
+"""Stages of a pipeline shown without --verbose."""
 COMPILED = {"blocks": "blocks compiled"}
 LABELS = {
     "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state",
@@ -49,10 +49,10 @@ def cut(text: str, width: int = WIDTH) -> str:
 
 
 def short(tensor: Tensor, home: str = "", room: float = math.inf) -> str:
-    """A reason without folders, and defaults by what they say: `heads: tp (default)`.
+    """The reason of a sharding in short: without folders, defaults as `heads: tp (default)`.
 
-    Where that takes more than `room`, places in the file `home` lose its name, and then all lose their words: what is
-    left is the lines to look at.
+    If it is longer than `room`, places in the file `home` lose the file's name, then all lose their words, so that only
+    line numbers remain.
     """
     if not tensor.told:
         return tensor.reason if len(tensor.reason) <= room else tensor.reason.partition(":")[0]
@@ -88,7 +88,7 @@ def label(report: Report, figure: str) -> str:
 
 
 def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
-    """The report as text without colour or markup. `verbose` lifts the limit on lines."""
+    """The report as text without colours or markup. `verbose` lifts the limit on lines."""
     job, times = report.job, report.pricing
     how = report.provenance
     head = [
@@ -132,14 +132,14 @@ def _limit(rows: list[str], room: int) -> list[str]:
 
 
 def home(report: Report) -> str:
-    """The file that most shardings were decided in, without its folder; "" where all of them are defaults."""
+    """The file that decided most shardings, without its folder; "" where all are defaults."""
     written = [told.source for tensor in report.tensors for told in tensor.told if told.line]
     found = Counter(source.rpartition("/")[2] for source in written if not source.startswith("<"))
     return min(found, key=lambda name: (-found[name], name), default="")
 
 
 def shardings(report: Report, width: float = math.inf) -> list[str]:
-    """A row for each kind of tensor: how it is spread, and why; `*` marks what the recipe says itself."""
+    """A row per kind of tensor with its sharding and reason; `*` marks those that the recipe annotates."""
     groups: dict[tuple[str, str, str], list[Tensor]] = {}
     for tensor in report.tensors:
         stored = spread(tensor.stored, tensor.dims) if tensor.stored is not None else ""
@@ -198,7 +198,7 @@ def _reshards(report: Report, verbose: bool) -> list[str]:
 
 
 def _pipeline(report: Report, verbose: bool) -> list[str]:
-    """What each stage takes and holds; `verbose`: and the schedule, a column per unit of time."""
+    """The time and memory of each stage; with `verbose` also the schedule, a column per unit of time."""
     found = report.pricing.pipeline
     if found is None:
         return []
@@ -238,7 +238,7 @@ def _slowest(found: Piped) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """`2 x 8, 7`: equal numbers in a row once, from four on."""
+    """Numbers as text; four or more equal ones in a row as `2 x 8`."""
     runs = [(number, len(list(same))) for number, same in groupby(numbers)]
     return ", ".join(f"{n} x {number}" if n > 3 else ", ".join([str(number)] * n) for number, n in runs)
 

@@ -1,6 +1,6 @@
 """Variants of a recipe, priced: edits that would fit, and the search over meshes.
 
-Every variant is built whole and priced as its own plan would be; `programs.variants` makes that fast.
+Every variant is built completely and priced like its own plan; `programs.variants` makes that fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tpshard.recipes.schema import Recipe
 
 @dataclass(frozen=True)
 class Quick:
-    """What a variant needs: memory of a device with everything reserved, and the time of a step."""
+    """The figures of a variant: reserved memory of a device, and the time of a step."""
 
     needed_bytes: int
     step_s: float
@@ -32,12 +32,12 @@ class Quick:
 
 
 def variant(recipe: Recipe, changes: Sequence[str]) -> Recipe:
-    """The recipe with `key.path=value` changes. Raises `Mistakes` where they do not go together."""
+    """The recipe with `key.path=value` changes. Raises `Mistakes` where they contradict each other."""
     return loads(recipe.to_yaml(), list(changes), file=recipe.name)
 
 
 def quick(recipe: Recipe, what: str = "train", variants: Variants | None = None) -> Quick:
-    """Prices a variant; `variants` knows those before it. Raises `Mistakes` where it does not fit together."""
+    """Prices a variant; `variants` reuses parts of earlier ones. Raises `Mistakes` where it does not fit together."""
     with make.uncollected():
         if what == "train":
             setting = Setting.of(recipe, devices_of(recipe))
@@ -50,9 +50,9 @@ def quick(recipe: Recipe, what: str = "train", variants: Variants | None = None)
 
 # ---- edits ----------------------------------------------------------------------------------------------------------
 def edits(report: Report, recipe: Recipe, wanted: int = 3, tries: int = 9) -> list[Edit]:
-    """The smallest edits that would fit, smallest first; where none does, those that come closest.
+    """The smallest edits that make the recipe fit, smallest first; if none does, those that come closest.
 
-    An edit that changes what a fitting one changes, and more or further, is tried only where others are too few.
+    An edit that extends a fitting one is tried only if there are too few others.
     """
     variants = Variants()
     done: list[Edit] = []
@@ -97,7 +97,7 @@ def _edit(recipe: Recipe, changes: Sequence[str], variants: Variants, what: str 
 
 
 def _smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
-    """Edits that need less memory, the least intrusive first."""
+    """Edits that reduce memory, the least intrusive first."""
     job, batch = report.job, report.job.per_device
     yield from search_pipelines.smaller(report, recipe, job.mesh)
     if recipe.fsdp.reshard_after_forward is not True:
@@ -142,10 +142,10 @@ def _wider(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 
 def _served_smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
-    """Edits of a server that need less memory, the least intrusive first."""
+    """Edits of a server that reduce memory, the least intrusive first."""
     tp, requests, length = report.job.mesh.get("tp", 1), recipe.serve.requests, recipe.model.seq_len
     cache = report.static_bytes()["cache"]
-    block = cache // (server.cache_blocks(recipe) + 1)  # one that no request takes comes on top of `cache_mb`
+    block = cache // (server.cache_blocks(recipe) + 1)  # block 0, for padding, comes on top of `cache_mb`
     left = cache - block - math.ceil(-report.spare_bytes / report.pricing.device.reserved)
     if left >= max(2**20, cache // 8):
         yield [f"serve.cache_mb={left // 2**20}"]
@@ -185,9 +185,9 @@ class Candidate:
 class SearchResult:
     candidates: list[Candidate] = field(default_factory=list)
     refused: int = 0
-    """Variants that do not fit together (divisibility) or do not fit the memory."""
+    """Variants that contradict themselves (divisibility) or exceed the memory."""
     closest: Candidate | None = None
-    """Of those that do not fit the memory the smallest."""
+    """The smallest of the variants that exceed the memory."""
 
     @property
     def best(self) -> Candidate | None:
@@ -195,10 +195,10 @@ class SearchResult:
 
 
 def search(recipe: Recipe, say: Callable[[str], None] | None = None) -> SearchResult:
-    """Tries meshes, micro-batches and recomputation on the recipe's devices; those that fit, fastest first.
+    """Tries meshes, micro-batches and recomputation on the recipe's devices; returns those that fit, fastest first.
 
-    Recomputation is tried from none upwards and only until it fits, a larger micro-batch only while a smaller one fits.
-    Raises `Mistakes` where no variant can be priced for something that is wrong with the recipe itself.
+    Recomputation is increased only until the step fits, the micro-batch only while it fits. Raises `Mistakes` if an
+    error in the recipe itself prevents pricing.
     """
     tried = _Search(recipe, say or (lambda _: None))
     whole = [] if recipe.pipeline is None else ["pipeline=null"]
@@ -301,7 +301,7 @@ def _tried(
 
 
 def _marked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Fastest first, with those marked that no other beats in both time and memory."""
+    """The candidates, fastest first, with those marked that no other beats in both time and memory."""
     ordered = sorted(candidates, key=lambda c: (c.found.step_s, c.found.needed_bytes))
     least = math.inf
     out = []
@@ -313,7 +313,7 @@ def _marked(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
-    """The Pareto table and the winner as a recipe."""
+    """The Pareto table, and the fastest variant as a recipe."""
     lines = [f"{len(result.candidates)} variants fit, {result.refused} do not; * no other is both faster and smaller"]
     lines.append(f"   {'mesh':<38} {'remat':<10} per_device     memory       step  tokens/s a device")
     for c in result.candidates[:rows]:
@@ -331,7 +331,7 @@ def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
 
 
 def winner(result: SearchResult, recipe: Recipe) -> str:
-    """The recipe of the fastest variant, as YAML; "" where none fits."""
+    """The fastest variant as a recipe in YAML; "" if none fits."""
     return variant(recipe, result.best.changes).to_yaml() if result.best is not None else ""
 
 

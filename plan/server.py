@@ -1,4 +1,4 @@
-"""Plans for serving: the steps of a server for a prompt (`prefill`) and for one token of each request (`decode`)."""
+"""Plans for serving: a server's steps for a prompt (`prefill`), and for one token of each request (`decode`)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tpshard.recipes.schema import Recipe
 def report(
     recipe: Recipe, what: str, source: str = "", accuracy: str = "", blocks: int | None = None, whole: bool = True
 ) -> Report:
-    """The plan of a server's steps, its cache as large as the server would make it, or of so many `blocks`.
+    """The plan of a server's steps, with the cache that the server would allocate, or one of `blocks` blocks.
 
-    All requests of a step are at `model.seq_len`, or as long as the cache holds them; a prompt is computed in as many
-    steps as the server needs for it. Not `whole`: without the programs of other sizes. Raises `Mistakes` (exit 4) where
+    All requests of a step have `model.seq_len` tokens, or as many as the cache holds; a prompt takes as many steps as
+    the server would use. With `whole` false the programs of other sizes are left out. Raises `Mistakes` (exit 4) where
     the mesh does not fit the heads.
     """
     device, _, per_host = cluster.device_of(recipe)
@@ -37,8 +37,8 @@ def report(
     blocks = cache_blocks(recipe, programs, device) if blocks is None else blocks
     each = -(-length // BLOCK_SIZE)
     used = min(each * sequences, blocks)
-    attended = used / sequences * (0.5 if what == "prefill" else 1)  # while a prompt grows, half of it
-    # of the cache, a program holds one block of each layer
+    attended = used / sequences * (0.5 if what == "prefill" else 1)  # half on average while a prompt grows
+    # a program holds one block of the cache per layer
     held = {"cache": blocks * programs.bytes("cache")}
     found = Cached(used, attended)
     parts = [
@@ -66,7 +66,7 @@ def report(
 
 
 def _steps(setting: ServeSetting, tokens: int) -> dict[int, int]:
-    """Rows of the programs that compute so many tokens, and how often each runs: as the server's scheduler does."""
+    """Rows of the programs that compute this many tokens, with their number of runs, as by the server's scheduler."""
     times, rest = divmod(tokens, setting.most)
     found = {setting.most: times} if times else {}
     if rest:
@@ -81,7 +81,7 @@ def _said(sizes: dict[int, int]) -> str:
 
 
 def cache_blocks(recipe: Recipe, programs: ServingPrograms | None = None, device: Device | None = None) -> int:
-    """Blocks of the cache that the server would make on each of the recipe's devices while nothing else is on them."""
+    """Blocks of the cache that the server would allocate on an otherwise empty device of the recipe."""
     found, _, per_host = cluster.device_of(recipe)
     device = device or found
     if programs is None:
@@ -92,12 +92,12 @@ def cache_blocks(recipe: Recipe, programs: ServingPrograms | None = None, device
 
 
 def processes(recipe: Recipe, ranks: int, per_host: int) -> int:
-    """Ranks of a server on one host."""
+    """The number of a server's ranks on one host."""
     return min(ranks, per_host) if recipe.cluster is not None else ranks
 
 
 def _too_few(blocks: int, requests: int, length: int, each: int) -> str:
-    """Says that a cache does not hold all `requests` of `length` tokens; empty where it does. `each`: bytes a block."""
+    """A warning if the cache does not hold `requests` requests of `length` tokens, else "". `each`: bytes per block."""
     held = blocks // -(-length // BLOCK_SIZE)
     if held >= requests:
         return ""

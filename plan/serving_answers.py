@@ -1,6 +1,6 @@
-"""How a server would answer: times of its tokens under a load, the most it can do, and what other servers would.
+"""The answers of a server under a load: latencies, maximal rates, and the best alternatives.
 
-The server's scheduler belongs to the server: whoever asks hands in what rehearses it (`Rehearse`).
+The caller passes in the function that simulates the server's scheduler (`Rehearse`), because plan cannot import serve.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tpshard.recipes.schema import Recipe
 
 Rehearse = Callable[[Room, Traffic, StepTime], Rehearsal]
 SHARE = 0.99
-"""Of the requests, that limits hold for."""
+"""The share of requests for which limits must hold."""
 FRONT_REQUESTS = (8, 32, 128, 512)
-"""`serve.requests` that a front tries."""
+"""The values of `serve.requests` that a front tries."""
 HALVINGS = 7
-"""Of the interval in which the highest rate is looked for: it is found to 1%."""
+"""Bisections of the search for the highest rate, which find it to 1%."""
 
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """What 99 of 100 requests may take, in seconds; None: no limit."""
+    """Limits for 99 of 100 requests, in seconds; None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -48,22 +48,22 @@ class TimeLimits:
 
 @dataclass(frozen=True)
 class Figures:
-    """One load, answered."""
+    """The figures of a server under one load."""
 
     rate: float
-    """Requests that came a second; as many as were answered where each client waited for its last."""
+    """Requests per second that arrived; in a closed loop, that were answered."""
     requests_a_second: float
     tokens_a_second: float
-    """Of answers."""
+    """Answer tokens per second."""
     ttft_s: tuple[float, float]
-    """To the first token: median and 99th percentile."""
+    """Seconds to the first token: median and 99th percentile."""
     tpot_s: tuple[float, float]
-    """Of each further token: median and 99th percentile."""
+    """Seconds per further token: median and 99th percentile."""
     mean_running: float
     refused: int
     preempted: int
     kept: bool
-    """Whether the limits hold, where there are any."""
+    """Whether the limits, if any, hold."""
 
     @staticmethod
     def of(found: Rehearsal, traffic: Traffic, limits: TimeLimits) -> Figures:
@@ -78,7 +78,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """A server that no other tried one beats both in tokens a second of a device and in the time of a token."""
+    """A server that no other tried one beats in both tokens per second and device, and time per token."""
 
     mesh: str
     requests: int
@@ -86,24 +86,24 @@ class FrontPoint:
     tpot_s: float
     ttft_s: float
     rate: float
-    """Requests a second: the most it can do, or the most that keeps the limits."""
+    """The highest rate in requests per second, within the limits if any."""
 
 
 @dataclass(frozen=True)
 class ServeAnswers:
-    """What a plan for a load says."""
+    """The plan of a server under a load."""
 
     server: PricedServer
     traffic: Traffic
     limits: TimeLimits
     at_rate: Figures | None
-    """Under the rate that was asked for."""
+    """Figures at the requested rate."""
     saturated: Figures
-    """With a client for each of `serve.requests`, which asks again as soon as it is answered."""
+    """Figures in a closed loop with `serve.requests` clients, each sending its next request after its last answer."""
     highest: Figures | None
-    """At the highest rate that keeps the limits; None without limits, or where no rate does."""
+    """Figures at the highest rate within the limits; None without limits, or if no rate keeps them."""
     curve: tuple[Figures, ...] = ()
-    """Of rates up to the most that the server can do."""
+    """Figures at rates up to the server's maximum."""
     front: tuple[FrontPoint, ...] = ()
     refused: tuple[str, ...] = ()
     """Meshes of the front that could not be built, and why."""
@@ -114,7 +114,8 @@ class ServeAnswers:
 
     @property
     def provenance(self) -> str:
-        """Of its times: a GPU's constants were fitted on training runs, which say nothing of a server's."""
+        """The basis of its times: a GPU's constants were fitted to training runs, and do not count as calibrated
+        here."""
         device = self.server.prices.device
         rests_on = ("matmul", "attention", "streaming", "inside")
         return "roofline" if device.kind == "gpu" or device.unfitted(rests_on) else "calibrated"
@@ -140,9 +141,10 @@ def answers(
     recipe: Recipe, traffic: Traffic, limits: TimeLimits, rehearse: Rehearse, *, curve: int = 0, front: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> ServeAnswers:  # fmt: skip
-    """Rehearses the recipe's server under the traffic. `curve`: so many rates up to the most; `front`: other servers.
+    """Simulates the recipe's server under the traffic.
 
-    Raises `Mistakes` (exit 4) where the server or one request does not fit.
+    curve: the number of rates up to the maximum. front: whether to try other servers. Raises `Mistakes` (exit 4) where
+    the server or a single request does not fit.
     """
     builder = ServerBuilder()
     server = builder.build(recipe)
@@ -174,7 +176,7 @@ def _full(traffic: Traffic, server: PricedServer) -> Traffic:
 
 
 def _highest(at: Callable[[float], Figures], full: Figures) -> Figures | None:
-    """The figures at the highest rate that keeps the limits; None where none does."""
+    """The figures at the highest rate within the limits; None if no rate keeps them."""
     low, high, best = 0.0, full.requests_a_second, None
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -190,7 +192,7 @@ def _front(
     recipe: Recipe, traffic: Traffic, limits: TimeLimits, builder: ServerBuilder,
     figures: Callable[[PricedServer, Traffic], Figures], note: Callable[[str], None],
 ) -> tuple[tuple[FrontPoint, ...], tuple[str, ...]]:  # fmt: skip
-    """The servers that no other beats, over sizes of the mesh's axis and `serve.requests`; and what does not fit."""
+    """The servers that no other beats, over sizes of the mesh's axis and `serve.requests`; and the refused ones."""
     found: list[FrontPoint] = []
     refused: dict[str, str] = {}
     for axis, ways in _meshes(recipe):
@@ -208,7 +210,7 @@ def _front(
                 break
             room = min(requests, server.fitting(traffic.prompt + traffic.answer))
             if room <= before or server.longest < traffic.prompt + traffic.answer:
-                break  # the cache holds no more than what was tried
+                break  # the cache holds no more requests than that
             before = room
             note(f"tried {mesh}, {plural(requests, 'request')} at once")
             full = best = figures(server, _full(traffic, server))
@@ -225,7 +227,7 @@ def _front(
 
 
 def unbeaten(points: Sequence[FrontPoint]) -> Iterator[FrontPoint]:
-    """Those that no other point beats in tokens of a device without a slower token, or the other way round."""
+    """The points that no other beats in both tokens per device and time per token."""
     for one in points:
         mine = (one.tokens_a_second_a_device, -one.tpot_s)
         if not any(
@@ -237,7 +239,7 @@ def unbeaten(points: Sequence[FrontPoint]) -> Iterator[FrontPoint]:
 
 
 def _meshes(recipe: Recipe) -> Iterator[tuple[str, int]]:
-    """(axis, size): powers of two up to the recipe's devices, along the largest axis of its server."""
+    """Pairs (axis, size): powers of two up to the recipe's devices, along the largest axis of its server."""
     axis = max(recipe.serve.mesh, key=lambda name: recipe.serve.mesh[name])
     most = max(recipe.serve.mesh[axis], 1)
     if recipe.cluster is not None:
@@ -269,12 +271,12 @@ def screen(made: ServeAnswers) -> str:
         seen = f"{traffic.rate:g} requests/s at random times, seed {traffic.seed}"
         lines += _row(seen, made.at_rate)
         if made.at_rate.requests_a_second < 0.9 * made.at_rate.rate:
-            lines.append("  ! more requests come than it can answer: the times grow for as long as that lasts")
+            lines.append("  ! more requests arrive than the server can answer: the times grow without bound")
         if made.limits:
             lines.append(
                 f"  limits {made.limits}: {'kept' if made.at_rate.kept else 'not kept'} for 99 of 100 requests"
             )
-    lines += _row(f"as fast as it can: {made.saturated.requests_a_second:.3g} requests/s", made.saturated)
+    lines += _row(f"maximum: {made.saturated.requests_a_second:.3g} requests/s", made.saturated)
     if made.highest is not None:
         lines += _row(f"highest within limits: {made.highest.rate:.3g} requests/s", made.highest)
     elif made.limits:
@@ -291,7 +293,7 @@ def screen(made: ServeAnswers) -> str:
                 f"{seconds(p.ttft_s):>14}{p.rate:13.3g}"
             )
         lines += [f"  left out: {one}" for one in made.refused]
-    lines.append("Network, tokenizing and choosing tokens are not in these times.")
+    lines.append("Network, tokenization and sampling are not included.")
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""A server's times over the rate of its requests, as an SVG."""
+"""A server's latencies over the rate of requests, as an SVG."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLORS = {"median": "#4e79a7", "99th percentile": "#e15759"}
 
 
 def drawn(made: ServeAnswers) -> str:
-    """TTFT above, TPOT below, each at the median and the 99th percentile; limits as lines."""
+    """The drawing: TTFT above, TPOT below, each at the median and the 99th percentile; limits as lines."""
     charts = [
         _chart("TTFT", [f.ttft_s for f in made.curve], made.curve, made.limits.ttft),
         _chart("TPOT", [f.tpot_s for f in made.curve], made.curve, made.limits.tpot),

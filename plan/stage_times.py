@@ -1,4 +1,4 @@
-"""A pipeline, priced: what each task of the schedule takes and holds, and how long the devices wait for each other."""
+"""Pricing a pipeline: the time and memory of each task of the schedule, and the waiting of the devices."""
 
 from __future__ import annotations
 
@@ -23,83 +23,83 @@ HELD = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimi
 
 @dataclass(frozen=True)
 class StagePrice:
-    """One stage of a pipeline."""
+    """The price of one stage of a pipeline."""
 
     stage: int
     device: int
-    """Its place on the pipeline's axis."""
+    """Its position on the pipeline's axis."""
     layers: int
     seconds: Mapping[str, float]
-    """Of each of its programs on one micro-batch, by kind of task."""
+    """Seconds of its programs on one micro-batch, by kind of task."""
     saved_bytes: int
-    """What one micro-batch leaves for the backward pass, on one device."""
+    """Bytes per device that one micro-batch saves for the backward pass."""
     sent_bytes: int
-    """What one micro-batch sends to other stages, from one device."""
+    """Bytes per device that one micro-batch sends to other stages."""
     late_s: float
-    """Until what it sends forward has come, after it is done."""
+    """Seconds after the task's end until its output has arrived at the next stage."""
 
 
 @dataclass(frozen=True)
 class DevicePrice:
-    """One place on the pipeline's axis."""
+    """The price of one position on the pipeline's axis."""
 
     busy_s: float
-    """Of the schedule, without waiting for other stages."""
+    """Seconds of its tasks in the schedule, without waiting."""
     once_s: float
-    """Of what runs once a step: the update and what it needs."""
+    """Seconds of the work done once per step: the update and its inputs."""
     peak_bytes: int
     held: int
-    """Micro-batches, times stages, whose activations it holds at most."""
+    """The maximal number of (micro-batch, stage) pairs whose activations it holds."""
 
 
 @dataclass
 class Piped:
-    """A step of a pipeline."""
+    """The price of a step of a pipeline."""
 
     table: Table
     slots: list[Slot]
-    """When every task runs, in seconds from the start of the step."""
+    """The time of every task, in seconds from the start of the step."""
     stages: list[StagePrice]
     devices: list[DevicePrice]
     parts: list[PricedPart]
-    """Of the slowest device."""
+    """The parts of the slowest device."""
     worst: PricedPart
-    """In which memory peaks, of all devices."""
+    """The part in which memory peaks, over all devices."""
     useful_flops: int
-    """Of all stages and micro-batches, recomputation left out."""
+    """FLOPs of all stages and micro-batches, without recomputation."""
     all_flops: int
     programs: StagedPrograms
     """What is priced."""
 
     @property
     def kinds(self) -> list[str]:
-        """What a stage runs on each micro-batch, in words."""
+        """The kinds of tasks that a stage runs on each micro-batch."""
         return [NAMES[kind] for kind in self.stages[0].seconds]
 
     @property
     def seconds(self) -> float:
-        """From the first task's start to the last one's end."""
+        """Seconds from the start of the first task to the end of the last."""
         return max(slot.end for slot in self.slots)
 
     @property
     def step_s(self) -> float:
-        """Then everything that runs once, which all devices do together."""
+        """Seconds of the schedule, plus the work done once, which all devices do together."""
         return self.seconds + max(device.once_s for device in self.devices)
 
     @property
     def bubble(self) -> float:
-        """Share of the devices' time in the schedule in which they wait for other stages."""
+        """The share of the devices' time in the schedule that they wait for other stages."""
         busy = sum(device.busy_s for device in self.devices)
         return 1.0 - busy / (len(self.devices) * self.seconds) if self.seconds else 0.0
 
     @property
     def slowest(self) -> int:
-        """The device that computes longest: the others wait for it."""
+        """The device with the most computation, for which the others wait."""
         return max(range(len(self.devices)), key=lambda i: self.devices[i].busy_s)
 
     @property
     def above_mean(self) -> float:
-        """How much longer the slowest device computes than they do on average, as a share of that."""
+        """How much longer the slowest device computes than the mean, as a share of the mean."""
         mean = sum(device.busy_s for device in self.devices) / len(self.devices)
         return self.devices[self.slowest].busy_s / mean - 1.0 if mean else 0.0
 
@@ -139,7 +139,7 @@ class Piped:
 
 
 def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, compiled: Compiled) -> Piped:
-    """Prices every program once, then runs the schedule with what they take."""
+    """Prices every program once, then simulates the schedule with these times."""
     table = pipeline.table
     runs: dict[tuple[str, int], tuple[Priced, Timeline]] = {}
     seen: dict[int, tuple[Priced, Timeline]] = {}
@@ -196,7 +196,7 @@ def _device(
     pipeline: StagedPrograms, place: int, runs: Mapping[tuple[str, int], tuple[Priced, Timeline]], device: Device,
     per_host: int, compiled: Compiled,
 ) -> tuple[list[PricedPart], PricedPart]:  # fmt: skip
-    """What one device runs in a step, and of it the part in which its memory peaks."""
+    """The programs that one device runs in a step, and the one in which its memory peaks."""
     table, mine = pipeline.table, pipeline.devices[place]
     rest = {HELD[kind]: _of_kind(mine.update, kind) for kind in ("parameter", "gradient", "optimizer")}
     if mine.gather is not None:
@@ -217,7 +217,7 @@ def _device(
             own[key] = memory.peak_bytes - others
             first[key] = PricedPart(part, priced, _trimmed(timeline), memory)
             parts.append(first[key])
-        more = max(0, held[task.stage, task.micro] - inside)  # kept for W while I runs
+        more = max(0, held[task.stage, task.micro] - inside)  # saved for W while I runs
         peak = own[key] + others + more
         if tallest is None or peak > tallest[0]:
             tallest = (peak, key, others + more)
@@ -250,7 +250,7 @@ def _once(pipeline: StagedPrograms, place: int) -> Iterator[tuple[str, Program]]
 
 
 def _beside(rest: Mapping[str, int], program: Program, activations: int) -> dict[str, int]:
-    """Bytes by category that are there while a program runs and that it does not take in."""
+    """Bytes by category in memory while a program runs that are not its inputs."""
     found = {name: size - sum(_of_kind(program, kind) for kind, is_ in HELD.items() if is_ == name)
              for name, size in rest.items()}  # fmt: skip
     found["activations"] = activations
@@ -262,18 +262,18 @@ def _of_kind(program: Program, kind: str, *, outputs: bool = False) -> int:
 
 
 def _flops(programs: tuple[Program, ...]) -> tuple[int, int]:
-    """(without recomputation, with it), of all devices together."""
+    """FLOPs of all devices (without recomputation, with it)."""
     nodes = [known(node) for program in programs for node in program.graph.nodes]
     return sum(n.global_flops for n in nodes if n.phase != "recompute"), sum(n.global_flops for n in nodes)
 
 
 def _until_handed_over(timeline: Timeline) -> float:
-    """When a program is done but for what it sends: that travels while the next one runs."""
+    """Seconds until a program is done except for its sends, which overlap with the next program."""
     return timeline.at[-1] if timeline.at else 0.0
 
 
 def _late(priced: Priced, timeline: Timeline) -> float:
-    """How long after the program is done what it sends has come."""
+    """Seconds after a program's end until what it sends has arrived."""
     sends = {i for i, kernel in enumerate(priced.kernels) if (c := known(kernel.node).comm) is not None and
              c.kind == "send"}  # fmt: skip
     ends = [event.end for event in timeline.events if event.task in sends]

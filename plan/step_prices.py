@@ -1,4 +1,4 @@
-"""What a server's steps take: its programs priced for any number of rows and any state of the cache."""
+"""The times of a server's steps: its programs, priced for any number of rows and any state of the cache."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 
 APART = math.sqrt(2)
-"""Between two states of the cache that are priced; those between them are interpolated."""
+"""The ratio of consecutive cache states that are priced; times between them are interpolated."""
 
 
 @dataclass
 class StepPrices:
-    """Seconds of a server's steps. Called with a step's rows and what they find in the cache."""
+    """The seconds of a server's steps, by the step's rows and what they read of the cache."""
 
     steps: Mapping[int, Program]
-    """Rows -> program, smallest first."""
+    """The program for each number of rows, smallest first."""
     device: Device
     per_host: int
     _known: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
     def __call__(self, rows: int, found: Cached) -> float:
-        """A step of so many rows, padded to the next size; padding attends to a block of its own."""
+        """Seconds of a step with this many rows, padded to the next size; padding reads a block of its own."""
         size = next(n for n in self.steps if n >= rows)
         by_row = (found.by_row * rows + size - rows) / size
         (b0, b1, b), (r0, r1, r) = _between(found.blocks), _between(by_row)
@@ -52,7 +52,7 @@ class StepPrices:
 
 
 def _between(value: float) -> tuple[int, int, float]:
-    """(lower, upper, how far from the lower one to the upper) of the powers of `APART` around a value."""
+    """(lower, upper, relative position between them) of the powers of `APART` around a value."""
     power = math.floor(math.log(max(1.0, value), APART) + 1e-9)
     low, high = APART**power, APART ** (power + 1)
     return power, power + 1, min(1.0, max(0.0, (value - low) / (high - low)))
@@ -60,7 +60,7 @@ def _between(value: float) -> tuple[int, int, float]:
 
 @dataclass(frozen=True)
 class PricedServer:
-    """A recipe's server before anything is loaded: its programs, its cache, and what its steps take."""
+    """A recipe's server before anything is loaded: its programs, its cache, and the times of its steps."""
 
     recipe: Recipe
     programs: ServingPrograms
@@ -74,7 +74,7 @@ class PricedServer:
 
     @property
     def longest(self) -> int:
-        """Most tokens of one request, prompt and answer."""
+        """The maximal number of tokens of a request, prompt plus answer."""
         return min(self.programs.setting.max_seq, self.room.blocks * BLOCK_SIZE)
 
     @property
@@ -82,18 +82,21 @@ class PricedServer:
         return self.programs.listed
 
     def fitting(self, tokens: int) -> int:
-        """Requests of so many tokens that the cache holds at once."""
+        """The number of requests with this many tokens that the cache holds at once."""
         return self.room.blocks // -(-tokens // BLOCK_SIZE)
 
 
 class ServerBuilder:
-    """Builds servers of variants of a recipe; programs that two variants share are built once."""
+    """Builds servers of variants of a recipe, and shares their equal programs."""
 
     def __init__(self) -> None:
         self._built: dict[tuple[object, ...], ServingPrograms] = {}
 
     def build(self, recipe: Recipe) -> PricedServer:
-        """`Mistakes` (exit 4) where the mesh does not fit the heads, or the weights not the device."""
+        """The server of a recipe.
+
+        `Mistakes` (exit 4) where the mesh does not fit the heads, or the weights the device.
+        """
         device, _, per_host = cluster.device_of(recipe)
         setting = ServeSetting.of(recipe, served(recipe, device.kind), device.kind)
         made = {rows: self._program(setting, rows) for rows in setting.rows}

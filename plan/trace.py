@@ -1,4 +1,4 @@
-"""A plan as a Chrome trace (chrome://tracing, Perfetto): a lane per resource, and the memory counters."""
+"""A plan as a Chrome trace (chrome://tracing, Perfetto): a lane per resource, and memory as counters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tpshard.plan.report import Report
 
 
 def lanes(part: PricedPart) -> list[str]:
-    """Names of the lanes that a part uses: computing first, then a lane per group of collectives."""
+    """The names of a part's lanes: computation first, then one per group of collectives."""
     found = {event.lane for event in part.timeline.events}
     return [lane for lane in ("compute", "wait") if lane in found] + sorted(found - {"compute", "wait"})
 
 
 def trace(report: Report) -> str:
-    """JSON of the trace-event format; times in microseconds, each part of a step once, one after the other; beside them
-    the schedule of a pipeline, as the whole step runs it."""
+    """JSON in the trace-event format, in microseconds. Parts of a step follow each other, each once; a pipeline's
+    schedule is shown as the whole step runs it."""
     events: list[dict[str, Any]] = []
     order: dict[str, int] = {}
     for part in report.pricing.parts:

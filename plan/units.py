@@ -1,4 +1,4 @@
-"""Numbers for people: bytes, seconds, counts; and the number of the plan's form."""
+"""Formatting of numbers for people (bytes, seconds, counts), and the version of the plan's format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ SCHEMA = 1
 
 
 def gib(n: float) -> str:
-    """Bytes for people: GiB with two digits, below that MiB or KiB."""
+    """Bytes as text: GiB with two decimals, or MiB or KiB."""
     for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(n) >= size or (unit == "GiB" and abs(n) >= 0.1 * size):
             return f"{n / size:.2f} {unit}" if abs(n) / size < 100 else f"{n / size:.0f} {unit}"
@@ -20,19 +20,19 @@ def plural(n: float, word: str) -> str:
 
 
 def bytes_axis(top: float) -> tuple[float, str]:
-    """(bytes of a unit, its name): one unit for all numbers of an axis that ends at `top` bytes."""
+    """(bytes per unit, the unit's name) for all labels of an axis that ends at `top` bytes."""
     units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
     return next((unit for unit in units if top >= unit[0]), units[-1])
 
 
 def seconds_axis(top: float) -> tuple[float, str]:
-    """(seconds of a unit, its name): one unit for all numbers of an axis that ends at `top` seconds."""
+    """(seconds per unit, the unit's name) for all labels of an axis that ends at `top` seconds."""
     units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
     return next((unit for unit in units if top >= unit[0]), units[-1])
 
 
 def seconds(s: float) -> str:
-    """Seconds for people."""
+    """Seconds as text, in a suitable unit."""
     if s == 0:
         return "0"
     if s < 1e-3:

@@ -1,1 +1,1 @@
-"""From a recipe to its programs: recipe -> model -> graph -> shardings -> Program, for all verbs alike."""
+"""Building programs from recipes: recipe -> model -> graph -> shardings -> Program, shared by all commands."""

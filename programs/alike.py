@@ -1,6 +1,6 @@
-"""The micro-batch's program of a deep model, made of that of a model with few layers where these are alike.
+"""Building the micro-batch's program of a deep model from that of a model with few layers, if the layers are equal.
 
-Made for prices alone: explanations are those of the model with few layers.
+For pricing only: explanations are those of the model with few layers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tpshard.programs.checks import traceable
 from tpshard.programs.setting import Setting
 
 STACK = "layers"
-"""What every family calls its layers."""
+"""The name of every family's list of layers."""
 
 
 def micro(setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False) -> Program:

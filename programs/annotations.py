@@ -1,4 +1,4 @@
-"""What a recipe says about shardings, as annotations on the values of a graph."""
+"""Turning a recipe's sharding section into annotations on the values of a graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCH_DIMS = ("batch", "seq")
 
 
 class Annotated(Protocol):
-    """What is to be annotated: a recipe's model on a mesh."""
+    """What annotating needs: a recipe's model on a mesh."""
 
     @property
     def recipe(self) -> Recipe: ...
@@ -37,13 +37,13 @@ def annotate(
     used: Mapping[str, Sequence[Value]] | None = None, serving: bool = False, by: Mapping[str, str] | None = None,
     fields: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[Value, Annotation]:  # fmt: skip
-    """Rules for parameters, the batch and what goes to experts, patterns for anything named, pins over all.
+    """Annotations from rules for parameters, batch and expert inputs, patterns for named values, and pins over all.
 
-    A dim whose name has a rule is closed; the others are left to propagation. `used`: per parameter the values that
-    rules are for, by default those at its boundaries. `by`: who named a parameter's dims. `fields`: names of the
-    batch's dims. Raises Mistakes (exit 4) for a dim that its axes do not divide where the recipe does not pad, (exit 3)
-    for a pin or pattern of another rank. In a server's step, whose rows and vocabulary need not divide, such a dim
-    stays whole, and patterns may mean what only training has.
+    A dim whose name has a rule is closed; others are left to propagation. used: the values of each parameter to which
+    rules apply, by default those at its boundaries. by: who named a parameter's dims. fields: names of the batch's
+    dims. Raises Mistakes (exit 4) for a dim that its axes do not divide unless the recipe pads, (exit 3) for a pin or
+    pattern of another rank. In a server's step such a dim stays whole, and patterns may name values that only training
+    has.
     """
     reader = _Reader(setting, serving)
     found: dict[Value, Annotation] = {}
@@ -54,7 +54,7 @@ def annotate(
     for value in batch:
         reader.rules(found, value, value.name, (fields or {}).get(value.name, BATCH_DIMS[: value.rank]))
     for value in graph.values():
-        if value.label and "expert" in value.dims:  # what goes to experts goes to where they are
+        if value.label and "expert" in value.dims:  # the inputs of experts are sharded like the experts
             reader.rules(found, value, value.label, [d if d == "expert" else "" for d in value.dims])
     for pattern, names in setting.recipe.sharding.annotate.items():
         for value in reader.found(_named(graph, used, pattern), pattern, f"sharding.annotate.{pattern}"):
@@ -83,13 +83,13 @@ def _name_dims(
 
 
 def _named(graph: Graph, parameters: Mapping[str, Sequence[Value]], pattern: str) -> list[Value]:
-    """Values that a pattern means: parameters (used, and their gradients), inputs, activations and their gradients."""
+    """The values that a pattern matches: parameters (used, and their gradients), inputs, activations and gradients."""
     used = {id(v): name for name, values in parameters.items() for v in values}
     found = []
     for value in graph.values():
         label = used.get(id(value)) or value.label or (value.name if value.producer is None else "")
         if label in parameters and id(value) not in used:
-            continue  # the stored one follows the used one
+            continue  # the stored form follows the used one
         if label and matches(pattern, label):
             found.append(value)
     return found
@@ -102,7 +102,7 @@ class _Reader:
         self.said: set[str] = set()
 
     def found(self, values: list[Value], pattern: str, path: str) -> list[Value]:
-        """The values of a pattern; a mistake where a module of the user's has none (presets are checked earlier)."""
+        """The values of a pattern; a mistake if there are none in a user's module (presets are checked earlier)."""
         if not values and self.setting.config is None and not self.serving:
             known = ", ".join(list(self.setting.dims)[:6])
             self.mistakes.append(
@@ -110,7 +110,7 @@ class _Reader:
                     f"`{pattern}` matches nothing in `{self.recipe.model.module or 'the model'}`",
                     exit=Exit.RECIPE,
                     where=self.recipe.where(path),
-                    why="the annotation would do nothing",
+                    why="the annotation would have no effect",
                     fix=f"its parameters are {known}, ...; activations are those that it names",
                 )
             )
@@ -144,7 +144,7 @@ class _Reader:
         found[value] = self.closed(value, axes, path, pattern)
 
     def closed(self, value: Value, axes: Sequence[Axes], path: str, pattern: str) -> Annotation:
-        """An activation's annotation comes after the parameters': it takes what their shardings leave."""
+        """An activation's annotation, applied after the parameters': it uses the axes that they leave."""
         later = (1,) * value.rank if value.producer is not None and value.label else None
         sharding = Sharding(tuple(axes), (False,) * value.rank, priority=later)
         return Annotation(sharding, (self.told(path, pattern),))
@@ -172,7 +172,7 @@ class _Reader:
         return True
 
     def fits(self, value: Value, dim: int, axes: Axes, name: str, path: str) -> Axes:
-        """The axes as they are if they divide the dim; a mistake (or, padding, what divides) where they do not."""
+        """The axes if they divide the dim; otherwise a mistake, or with padding the axes that divide it."""
         size = value.shape[dim]
         if size % size_of(axes) == 0:
             return axes
@@ -197,7 +197,7 @@ class _Reader:
 
 
 def told(recipe: Recipe, path: str, says: str) -> Told:
-    """What a key of a recipe says, and where."""
+    """A key of a recipe with its value and place, as the source of an annotation."""
     where = recipe.where(path)
     return Told(where.file, where.line, where.col, says, default=not where.line)
 

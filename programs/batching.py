@@ -1,4 +1,4 @@
-"""How a step's sequences are dealt out: to data ranks, and on each of them to micro-batches."""
+"""Dividing a step's sequences among data ranks, and each rank's among micro-batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tpshard.recipes.schema import Recipe
 
 MOST_BY_DEFAULT = 8
 FILLING = 4
-"""Micro-batches for each device of a pipeline, by default: a fifth of the step is then bubble."""
+"""Default micro-batches per device of a pipeline; the bubble is then a fifth of the step."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,16 @@ class BatchPlan:
 
     @property
     def micro_batches(self) -> int:
-        """Forward and backward passes a step: gradients are summed over them."""
+        """Forward and backward passes per step, over which gradients are summed."""
         return self.global_sequences // (self.data_ranks * self.per_device)
 
     @property
     def sequences_each(self) -> int:
-        """Sequences of a step that one data rank reads."""
+        """Sequences per step of one data rank."""
         return self.global_sequences // self.data_ranks
 
     def rows(self, data_rank: int) -> range:
-        """Rows of each global step that this data rank reads: contiguous, so that it opens the fewest files."""
+        """The rows of each global step that this data rank reads: contiguous, to open the fewest files."""
         return range(data_rank * self.sequences_each, (data_rank + 1) * self.sequences_each)
 
     def __str__(self) -> str:
@@ -42,13 +42,13 @@ class BatchPlan:
 
 
 def derive(recipe: Recipe, data_ranks: int, stages: int = 1) -> BatchPlan:
-    """The plan for so many data ranks, and devices of a pipeline.
+    """The plan for a number of data ranks, and of devices of a pipeline.
 
-    Without `batch.per_device` a micro-batch is the largest divisor of a data rank's sequences that is at most 8; in a
-    pipeline, unless it says how many micro-batches there are, so large that there still are four for each device.
+    Without `batch.per_device` a micro-batch is the largest divisor of a data rank's sequences up to 8. In a pipeline it
+    is `pipeline.micro_batches`, or the largest that gives four micro-batches per device.
 
     Raises:
-        Mistakes: exit 4; the sequences do not divide.
+        Mistakes: exit 4; the sequences are not divisible.
     """
     total, given = recipe.batch.global_sequences, recipe.batch.per_device
     if total % data_ranks:
@@ -77,7 +77,7 @@ def derive(recipe: Recipe, data_ranks: int, stages: int = 1) -> BatchPlan:
 
 
 def _in_pipeline(recipe: Recipe, whole: BatchPlan, devices: int) -> BatchPlan:
-    """`whole` in as many micro-batches as the pipeline says, or suit it."""
+    """`whole` with the number of micro-batches that the pipeline asks for or needs."""
     pipeline, each = recipe.pipeline, whole.sequences_each
     assert pipeline is not None
     micros, given = pipeline.micro_batches, recipe.batch.per_device

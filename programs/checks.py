@@ -1,4 +1,4 @@
-"""What is said of programs before they run: reshards that nothing asked for, dims cut unevenly."""
+"""Checks of programs before they run: unrequested reshards, and unevenly divided dims."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 2**20
 
 @contextmanager
 def traceable(setting: Setting) -> Iterator[None]:
-    """Turns what tracing a model of another's raises into a mistake (exit 3) that names the line of its code."""
+    """Turns an error of tracing a user's model into a mistake (exit 3) that names the line of its code."""
     try:
         yield
     except (ValueError, RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
@@ -36,12 +36,12 @@ def traceable(setting: Setting) -> Iterator[None]:
             exit=Exit.RECIPE,
             where=setting.recipe.where(f"model.{key}"),
             why=f"{line}: {(str(error).strip() or type(error).__name__).splitlines()[0]}",
-            fix="a subclass that computes this without looking at values, as `model.module`",
+            fix="as `model.module`, a subclass that computes this without reading values",
         ) from error
 
 
 def _line_of(error: BaseException | None) -> str | None:
-    """The innermost line of code, and its place, that is neither torch's nor this package's."""
+    """The innermost line of code, with its place, that is neither torch's nor this package's."""
     while error is not None:
         frames = [(str(f.f_globals.get("__name__")), f, line) for f, line in traceback.walk_tb(error.__traceback__)]
         foreign = [(f, line) for name, f, line in frames if name.partition(".")[0] not in ("torch", "tpshard")]
@@ -54,9 +54,9 @@ def _line_of(error: BaseException | None) -> str | None:
 
 
 def check_reshards(setting: Setting, programs: Iterable[Program]) -> None:
-    """`sharding.on_reshard`: a collective that no annotation asks for stops (error), is told (warn) or passes (allow).
+    """Applies `sharding.on_reshard` to collectives that no annotation asks for: error, warn or allow.
 
-    Raises Mistakes (exit 4), naming each with its reason.
+    Raises Mistakes (exit 4) that name each of them with its reason.
     """
     how = setting.recipe.sharding.on_reshard
     if how == "allow":
@@ -88,7 +88,7 @@ def _unasked(setting: Setting, comm: Collective) -> Diagnostic:
 
 
 def uneven_notes(annotations: dict[Value, Annotation]) -> list[str]:
-    """Dims that their axes do not divide (`on_uneven: pad`), and how much of each is padding."""
+    """Notes on dims that their axes do not divide (`on_uneven: pad`), with their share of padding."""
     notes = []
     for value, annotation in annotations.items():
         for dim, axes in enumerate(annotation.sharding.dims):

@@ -1,6 +1,6 @@
-"""What a recipe says of keeping and bucketing; and, where it leaves that open, what is chosen.
+"""The choices of recomputation and buckets: the recipe's, or where it leaves them open the best by price.
 
-Every choice is made by pricing the program that would run, on the recipe's device; nothing looks at the machine.
+Every choice is made by pricing the program that would run, on the recipe's device; the machine is never inspected.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from tpshard.recipes.schema import BucketFile, BucketSize, Recipe, RematEvery
 Groups = buckets.Groups
 
 CLEARLY = 0.98
-"""Share of the time per unit below which greedy buckets are chosen."""
+"""Share of the unit buckets' step time below which greedy buckets are chosen."""
 RESERVE = 0.08
-"""Share of a device's memory that is left to the allocator and the communication library."""
+"""Share of a device's memory reserved for the allocator and the communication library."""
 
 
 class Choices(NamedTuple):
-    """What the passes are told."""
+    """The settings of the passes."""
 
     reshard_after_forward: bool
     buckets: tuple[tuple[str, ...], ...]
-    """Parameter names in order of use."""
+    """Parameter names of each bucket, in order of use."""
 
 
 def choose(setting: Setting, program: Program, made: Callable[[Choices], Program]) -> Choices:
-    """For the step `program`; `made` is the program that runs with some choices.
+    """The choices for the step `program`; `made` returns the program that runs with some choices.
 
-    Raises Mistakes for a file or pattern of buckets that means nothing.
+    Raises Mistakes for a file or pattern of buckets that is invalid.
     """
     chooser, reshard = Chooser(setting), setting.recipe.fsdp.reshard_after_forward
 
@@ -62,13 +62,13 @@ def choose(setting: Setting, program: Program, made: Callable[[Choices], Program
 
 
 def compiled_by(recipe: Recipe) -> Compiled:
-    """What a compiler sees of a recipe's programs."""
+    """Which parts of the recipe's programs are compiled."""
     seen: dict[str, Compiled] = {"inductor": "all", "blocks": "layers", "eager": "none"}
     return seen[recipe.compile]
 
 
 def keep_of(setting: Setting) -> Keep:
-    """What the recipe's `remat` keeps for the backward pass."""
+    """The values that the recipe's `remat` keeps for the backward pass."""
     remat = setting.recipe.remat
     if remat == "none":
         return keep_all
@@ -82,7 +82,7 @@ def keep_of(setting: Setting) -> Keep:
 
 
 def _buckets(setting: Setting, chooser: Chooser, program: Program, made: Callable[[Groups], Program]) -> Groups:
-    """The recipe's buckets. Raises Mistakes for a file or pattern that means nothing."""
+    """The recipe's buckets. Raises Mistakes for an invalid file or pattern."""
     given = setting.recipe.fsdp.bucket
     used = buckets.in_order_of_use(program)
     ports = [port for port in program.inputs if port.kind == "parameter"]
@@ -113,7 +113,7 @@ def _from_file(setting: Setting, path: str, names: list[str]) -> Groups:
         ) from error
     rows = read.get("buckets") if isinstance(read, dict) else read
     if not isinstance(rows, list) or not all(isinstance(n, str) for row in rows for n in [*row]):
-        raise Mistakes.one(f"{path} holds no list of lists of parameter names", exit=Exit.RECIPE, where=where)
+        raise Mistakes.one(f"{path} is not a list of lists of parameter names", exit=Exit.RECIPE, where=where)
     unknown = [n for row in rows for n in row if n not in names]
     if unknown:
         raise Mistakes.one(f"{path} names parameters that the model does not have: {', '.join(unknown[:5])}",
@@ -122,7 +122,7 @@ def _from_file(setting: Setting, path: str, names: list[str]) -> Groups:
 
 
 class Chooser:
-    """Prices variants of one setting's programs."""
+    """Prices variants of the programs of one setting."""
 
     def __init__(self, setting: Setting):
         self.setting, recipe = setting, setting.recipe
@@ -140,13 +140,13 @@ class Chooser:
         return kernels(program, compiled=self.compiled)
 
     def peak(self, program: Program) -> int:
-        """Bytes at the peak of the step, with both moments of every parameter."""
+        """Peak bytes of the step, including both moments of every parameter."""
         moments = 2 * sum(port.local_bytes for port in program.inputs if port.kind == "parameter")
         return liveness(program, self.kernels(program), always={"optimizer": moments}).peak_bytes
 
     # ---- buckets --------------------------------------------------------------------------------------------
     def pieces(self, program: Program) -> list[buckets.Piece]:
-        """Every parameter, in order of use, with the computing from its first use to the next one's."""
+        """Every parameter in order of use, with the computation between its first use and the next one's."""
         order, parts = buckets.in_order_of_use(program), self.kernels(program)
         first = buckets.first_uses(program)
         starts = sorted((at, name) for name, at in first.items())
@@ -159,7 +159,7 @@ class Chooser:
         return [buckets.Piece(name, sizes[name], spent[name]) for name in order]
 
     def greedy(self, program: Program) -> Groups:
-        """SimpleFSDP's greedy auto-wrapping under time and memory."""
+        """Buckets by SimpleFSDP's greedy auto-wrapping under time and memory limits."""
         axis = self.setting.fsdp_axis
         if axis is None or not buckets.in_order_of_use(program):
             return [[port.name] for port in program.inputs if port.kind == "parameter"]
@@ -175,7 +175,8 @@ class Chooser:
         return buckets.greedy(pieces, gather_s, room)
 
     def best(self, program: Program, by_unit: Groups, made: Callable[[Groups], Program]) -> Groups:
-        """One bucket per unit, which users recognise, unless greedy ones are clearly sooner, or alone fit."""
+        """One bucket per unit, which users recognise, unless greedy ones are clearly faster or the only ones that
+        fit."""
         if self.setting.fsdp_axis is None or not buckets.in_order_of_use(program):
             return by_unit
         greedy = self.greedy(program)
@@ -186,7 +187,7 @@ class Chooser:
         return greedy if self.seconds(merged) < CLEARLY * self.seconds(plain) else by_unit
 
     def fits(self, program: Program) -> bool:
-        """Whether a step's memory does."""
+        """Whether the memory of a step fits the device."""
         return self.peak(program) <= self.memory
 
 

@@ -1,4 +1,4 @@
-"""The device that a recipe is for, which need not be here."""
+"""The device that a recipe targets, which may differ from this machine's."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tpshard.programs.setting import devices_of
 from tpshard.recipes.schema import Recipe
 
 ASSUMED = "cpu"
-"""Device of a recipe that names none: the machine that plans is never looked at."""
+"""The device of a recipe that names none; the planning machine is never inspected."""
 
 
 def device_of(recipe: Recipe) -> tuple[Device, int, int]:
-    """(device, hosts, devices on each) that a recipe asks for. Raises `Mistakes` for a device file that is wrong."""
+    """(device, hosts, devices per host) of a recipe. Raises `Mistakes` for an invalid device file."""
     if recipe.cluster is None:
         return device(ASSUMED), 1, devices_of(recipe)
     found = device(recipe.cluster.device, recipe.where("cluster.device"))

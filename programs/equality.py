@@ -1,7 +1,7 @@
-"""Whether two recipes that differ in mesh or policy train alike, and if not, from which operation on they differ.
+"""Comparing two recipes that differ in mesh or policy: whether they train alike, and else the first difference.
 
-Both run in this process, all ranks in lock-step, in float64: two orders of summing then differ by some 1e-15, and what
-differs by more than `BOUND` is wrong.
+Both run in this process, all ranks in lock-step, in float64: different orders of sums differ by about 1e-15, and a
+difference above `BOUND` is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tpshard.recipes.diagnostic import Exit, Mistakes
 
 @dataclass(frozen=True)
 class Distance:
-    """How far apart a value of the two is, relative in norm."""
+    """The difference of a value between the two, relative in norm."""
 
     name: str
     step: int
@@ -32,12 +32,12 @@ class Distance:
 
 @dataclass(frozen=True)
 class Compared:
-    """What `compare` found."""
+    """The result of `compare`."""
 
     losses: list[tuple[float, float]]
-    """Per step the loss a token of the one and of the other."""
+    """Per step the loss per token of each recipe."""
     distances: list[Distance]
-    """Losses, gradient norms, gradients, and the weights after the last step."""
+    """Differences of losses, gradient norms, gradients, and the weights after the last step."""
 
     @property
     def largest(self) -> Distance:
@@ -54,18 +54,21 @@ class FirstDifference:
     """The first operation, in execution order, whose results differ by more than rounding."""
 
     name: str
-    """Of the value."""
+    """Name of the operation's value."""
     apart: float
     op: str
     module: str
     phase: str
     """forward or backward."""
     shardings: tuple[str, str]
-    """How the value lies in the one and in the other, each with the causes, down to the recipe's line."""
+    """The shardings of the value in both, each with its causes down to the recipe's line."""
 
 
 def vocabulary(setting: Setting) -> int:
-    """Number of tokens that the model knows. Raises Mistakes for a module of the user's that does not name the dim."""
+    """The number of tokens of the model's vocabulary.
+
+    Raises Mistakes for a user's module that does not name the dim.
+    """
     if setting.config is not None:
         return setting.config.vocab
     for name, parameter in setting.model.named_parameters():
@@ -73,13 +76,13 @@ def vocabulary(setting: Setting) -> int:
             if dim == "vocab":
                 return int(size)
     raise Mistakes.one(
-        "no parameter of the module has a dim named `vocab`: it is not known which tokens it takes", exit=Exit.FIT,
+        "no parameter of the module has a dim named `vocab`, so its vocabulary is unknown", exit=Exit.FIT,
         where=setting.recipe.where("model.module"), fix="name the dims of its embedding (`dims` of the module)",
     )  # fmt: skip
 
 
 def compare(one: Setting, other: Setting, steps: int = 1) -> Compared:
-    """Trains both on the same tokens, from the same weights. Raises Mistakes where they are not the same training."""
+    """Trains both on the same tokens, from the same weights. Raises Mistakes where they train different models."""
     _check_same(one, other)
     vocab = vocabulary(one)
     runs = [_run(build(setting), vocab) for setting in (one, other)]
@@ -129,10 +132,10 @@ def _check_same(one: Setting, other: Setting) -> None:
 
 # ---- where a difference begins -------------------------------------------------------------------------------------
 def first_difference(one: Setting, other: Setting) -> FirstDifference | None:
-    """Compares every value of one micro-batch; both settings take a step's sequences at once.
+    """The first operation whose results differ, over all values of one micro-batch with a step's sequences.
 
-    The programs are as propagated and partitioned, before buckets, prefetching and recomputation: None means that what
-    differs comes from these, from the sum over micro-batches or from the update.
+    The programs are partitioned, but without buckets, prefetching and recomputation. None means that the difference
+    comes from these, from the sum over micro-batches or from the update.
     """
     programs = [micro_program(setting, watched=True) for setting in (one, other)]
     vocab = vocabulary(one)
@@ -168,7 +171,7 @@ def _watched(setting: Setting, program: Program, vocab: int) -> dict[str, Tensor
 
 
 def _made_by(program: Program, name: str) -> tuple[str, str, str]:
-    """Op, module and phase of the node that makes a value."""
+    """Op, module and phase of the node that computes a value."""
     for node in program.graph.nodes:
         if node.op == "call_function" and info(node).origin == name and info(node).comm is None:
             return str(node.target), info(node).module, info(node).phase

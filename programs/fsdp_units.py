@@ -1,4 +1,4 @@
-"""Which FSDP unit a parameter belongs to, by the patterns of `wrap`."""
+"""The FSDP unit of a parameter, by the patterns of `fsdp.wrap`."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Layouts of act-ordered weights as a rewrite of the captured program, for any products in it.
+"""Layouts of act-ordered weights, as a rewrite of the captured program that works for any linear layers.
 
-Rows of a weight that lie sorted by group want its inputs in the same order: `tpshard::reorder`, an operation of the
-program. Before a product whose inputs are spread over devices, the layout says which order that is, and with it where
-the partitioner must gather:
 
-    naive        one order over all rows: the permutation mixes shards, and is gathered for
-    local_sort   sorted within each device's rows: blocks that are spread, nothing is gathered
-    tp_aware     the one order, moved through what comes before into the columns of the products that make the inputs
-                 (`parallelism.absorb`): no operation is left. Where it cannot be moved, local_sort
+A weight whose rows are sorted by group needs its inputs in the same order: `tpshard::reorder`, an operation of the
+program. For a linear whose inputs are sharded, the layout decides that order, and so where the partitioner must gather:
 
-A device that holds all inputs of a product takes them in order by itself in every layout.
+    naive        one order over all rows: the permutation crosses shards, which requires a gather
+    local_sort   each device's rows sorted by themselves: a permutation in blocks, without a gather
+    tp_aware     the naive order, moved back into the columns of the linears that compute the inputs
+                 (`parallelism.absorb`), so that no operation is left; where that is impossible, local_sort
+
+A device that holds all inputs of a linear permutes them locally in every layout.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from tpshard.parallelism.rules.contraction import contract
 Layout = Literal["naive", "local_sort", "tp_aware"]
 LAYOUTS: tuple[Layout, ...] = ("naive", "local_sort", "tp_aware")
 Groups = Callable[[str], Tensor | None]
-"""A weight's `g_idx`, int32 [inputs]; None for a weight that is not quantized."""
+"""A function from a weight's name to its `g_idx`, int32 [inputs]; None for a dense weight."""
 
 
 @dataclass(frozen=True)
 class ActOrder:
-    """How the rows of a weight must be ordered for its groups to lie together."""
+    """The permutation of a weight's rows that makes its groups adjacent."""
 
     key: str
-    """Weights of one key have one order, and share the operation where they share the input."""
+    """Weights with one key have one order, and share the operation where they share the input."""
     blocks: int = 1
-    """The order stays within each of so many equal parts: heads, where it is head-local."""
+    """The order stays within each of this many equal parts, such as heads."""
     alike: int = 1
-    """So many neighbouring blocks are ordered alike: the query heads of a KV head."""
+    """This many neighbouring blocks have one order, such as the query heads of a KV head."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """An order as a program takes it: that of the rows of `weight`, within `blocks` equal parts."""
+    """An order in a program: that of the rows of `weight`, within `blocks` equal parts."""
 
     weight: str
     blocks: int
@@ -58,9 +58,9 @@ class Taken:
 
 @dataclass(frozen=True)
 class Turned:
-    """A parameter whose outputs are made in the order of the rows of `weight`.
+    """A parameter whose outputs are permuted to the order of the rows of `weight`.
 
-    `blocks` of the weight's rows, of which `kept` are told apart.
+    `blocks`: blocks of the weight's rows, of which `kept` have different orders.
     """
 
     weight: str
@@ -70,30 +70,30 @@ class Turned:
 
 @dataclass
 class Arrangement:
-    """What a program expects of its parameters, besides their sharding."""
+    """The permutations that a program expects of its parameters."""
 
     rows: dict[str, Taken] = field(default_factory=dict)
-    """Per act-ordered weight the order in which its rows lie."""
+    """The order of the rows of each act-ordered weight."""
     columns: dict[str, Turned] = field(default_factory=dict)
-    """Per parameter (weight or bias) of a product before one the order in which its outputs lie."""
+    """The order of the outputs of each parameter (weight or bias) of a preceding linear."""
     inputs: dict[str, Taken] = field(default_factory=dict)
-    """Per further input of the program, int64 [inputs], after all parameters, the order that it holds."""
+    """The order in each further input of the program, int64 [inputs]; these follow all parameters."""
     of: dict[str, str] = field(default_factory=dict)
-    """Weight -> the further input that its own inputs are taken by; a weight whose order was moved has none."""
+    """The further input by which a weight's inputs are permuted; none for a weight whose order was moved."""
 
     def order(self, taken: Taken, group: Groups) -> Tensor:
-        """The order [inputs] int64 within blocks."""
+        """The order [inputs] int64, within blocks."""
         found = group(taken.weight)
         assert found is not None, "only quantized weights are act-ordered"
         return reorder.sorting(found, taken.blocks)
 
     def rows_of(self, name: str, group: Groups) -> Tensor | None:
-        """The rows of a weight as they lie, int64 [inputs]; None where they stay."""
+        """The row order of a weight, int64 [inputs]; None if unchanged."""
         taken = self.rows.get(name)
         return None if taken is None else reorder.positions(self.order(taken, group), taken.blocks)
 
     def columns_of(self, name: str, group: Groups) -> Tensor | None:
-        """The outputs of a parameter as they lie, int64 [outputs]; None where they stay."""
+        """The output order of a parameter, int64 [outputs]; None if unchanged."""
         turned = self.columns.get(name)
         if turned is None:
             return None
@@ -104,10 +104,10 @@ class Arrangement:
 def arrange(
     graph: Graph, orders: Mapping[str, ActOrder], layout: Layout, shards: Mapping[str, int], parameters: Collection[str]
 ) -> Arrangement:
-    """Rewrites a captured graph for act-ordered weights [outputs, inputs], which are inputs of these names.
+    """Rewrites a captured graph for act-ordered weights [outputs, inputs], given by the names of its inputs.
 
-    `shards`: over how many devices the inputs of a row-parallel weight are spread; weights that it leaves out are
-    column-parallel. `parameters`: the inputs whose columns may be turned.
+    shards: the number of devices over which the inputs of a row-parallel weight are sharded; weights not in it are
+    column-parallel. parameters: the inputs whose columns may be permuted.
     """
     found = Arrangement()
     may_turn = {value for value in graph.inputs if value.name in parameters}
@@ -137,7 +137,7 @@ def arrange(
 
 
 def _products(graph: Graph, orders: Mapping[str, ActOrder]) -> dict[tuple[Value, str], list[tuple[str, Op]]]:
-    """Products with act-ordered weights, those together that take the same input in the same order."""
+    """Linears with act-ordered weights, grouped by their input and its order."""
     found: dict[tuple[Value, str], list[tuple[str, Op]]] = {}
     for op in graph.ops:
         if op.target is not contract:
@@ -151,7 +151,7 @@ def _products(graph: Graph, orders: Mapping[str, ActOrder]) -> dict[tuple[Value,
 
 
 def _insert(graph: Graph, x: Value, products: Sequence[tuple[str, Op]], blocks: int) -> Op:
-    """Lets the products read x in an order, a value that is to become an input of the graph."""
+    """Makes the linears read x permuted by an order, which becomes an input of the graph."""
     name, first = products[0]
     module = name.removesuffix(".weight")
     order = Value(f"{module}.order", x.shape[-1:], torch.int64)
@@ -171,14 +171,14 @@ def _insert(graph: Graph, x: Value, products: Sequence[tuple[str, Op]], blocks: 
 
 # ---- which weights are act-ordered ------------------------------------------------------------------------------
 def act_orders(model: nn.Module, config: ModelConfig, group: Groups) -> dict[str, ActOrder]:
-    """The act-ordered weights of a model, as their tensors say."""
+    """The act-ordered weights of a model, according to their tensors."""
     return orders_of(param_dims(model), (config.heads, config.kv_heads, config.head_dim), group)
 
 
 def orders_of(
     dims: Mapping[str, tuple[str, ...]], heads: tuple[int, int, int] | None, group: Groups
 ) -> dict[str, ActOrder]:
-    """Those of weights with these dims; `heads` are query heads, KV heads, numbers of a head."""
+    """The act-ordered weights with these dims. `heads`: query heads, KV heads, head size."""
     found = {}
     for name, named in dims.items():
         own = group(name) if len(named) == 2 else None
@@ -191,7 +191,7 @@ def orders_of(
 
 
 def planned_orders(config: ModelConfig, order: Order, group_size: int) -> dict[str, ActOrder]:
-    """The act-ordered weights of a model that `tpshard quantize` is yet to write with these settings.
+    """The act-ordered weights that `tpshard quantize` would write with these settings.
 
     Weights that share an input share its order (see `gptq_solver.ordering`).
     """

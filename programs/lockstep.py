@@ -1,4 +1,4 @@
-"""A training run of all ranks in this process, in lock-step and in float64: what two ways to train are compared by."""
+"""A training run of all ranks in this process, in lock-step and float64, for comparing two ways to train."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from tpshard.programs.step_programs import seeds
 from tpshard.programs.training import TrainingPrograms
 
 Parts = list[list[Tensor]]
-"""Per rank its local tensors."""
+"""The local tensors of each rank."""
 
 
 @dataclass(frozen=True)
 class StepValues:
-    """What one optimizer step came to, whole, in float64."""
+    """The results of one optimizer step as whole tensors, in float64."""
 
     loss: float
-    """Per target token."""
+    """Loss per target token."""
     grad_norm: float
     gradients: dict[str, Tensor]
 
 
 class Lockstep:
-    """All ranks of a training recipe, driven as the training loop drives one.
+    """All ranks of a training recipe, driven like the training loop.
 
-    Weights start as normal numbers of deviation 0.2, and tokens are uniform over `vocab`: the same for every mesh that
-    trains the same parameters and the same number of sequences a step.
+    Weights are normal random numbers of deviation 0.2, tokens are uniform over `vocab`; both are the same for every
+    mesh with the same parameters and sequences per step.
     """
 
     def __init__(self, programs: TrainingPrograms, vocab: int, seed: int = 0):
@@ -48,7 +48,7 @@ class Lockstep:
         self.number = 0
 
     def local(self, tensors: Sequence[Tensor], ports: Sequence[Port]) -> Parts:
-        """Every rank's parts of global tensors."""
+        """Every rank's shards of global tensors."""
         pairs = list(zip(tensors, ports, strict=True))
         return [[cut(t, p.layout, self.mesh, rank) for t, p in pairs] for rank in range(self.mesh.ranks)]
 
@@ -58,15 +58,17 @@ class Lockstep:
         return {name: join(port, self.mesh, [part[i] for part in parts]) for i, (name, port) in joined}
 
     def batches(self) -> Tensor:
-        """The next step's tokens and targets [2, micro-batches, rows, seq_len]: every data rank's own rows together,
-        in the same order on any mesh."""
+        """The next step's tokens and targets [2, micro-batches, rows, seq_len], all data ranks' rows together.
+
+        The order is the same on any mesh.
+        """
         plan, length = self.setting.batch, self.setting.seq_len
         step = torch.randint(0, self.vocab, (2, plan.global_sequences, length), generator=self.random)
         dealt = step.view(2, plan.data_ranks, plan.micro_batches, plan.per_device, length)
         return dealt.transpose(1, 2).reshape(2, plan.micro_batches, -1, length)
 
     def sums(self) -> tuple[Parts, float, int]:
-        """Gradients of one step's micro-batches, as the update takes them; loss sum and number of targets."""
+        """The gradients of one step, as inputs of the update; the summed loss and the number of targets."""
         count, made = len(self.names), self.programs
         used = self.params if made.gather is None else run(made.gather, self.params)
         shapes = [p.local for p in made.micro.inputs[count : 2 * count]]
@@ -98,11 +100,11 @@ class Lockstep:
         return StepValues(loss / targets, float(outs[0][3 * count]), gradients)
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters as they are, whole."""
+        """The current parameters as whole tensors."""
         return self.join(self.ports[: len(self.names)], self.params)
 
 
 def run(program: Program, arguments: Parts) -> Parts:
-    """Every rank's results, computed in float64."""
+    """Every rank's results of a program, computed in float64."""
     with float64():
         return run_lockstep(program, arguments)

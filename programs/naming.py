@@ -1,4 +1,4 @@
-"""How the dims of a transformers model get their names, and what a user is told of them."""
+"""The dim names of transformers' models, and notes for the user on how such a model is treated."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SHOWN = 4
 
 
 def of_architecture(recipe: Recipe, model: nn.Module) -> dict[str, Naming]:
-    """What the class tells, and over it what the recipe's `model.dims` tells; the rest is left to propagation.
+    """Dim names from the class's plan, overridden by the recipe's `model.dims`; other dims are left to propagation.
 
-    Raises Mistakes (exit 3) for a pattern that matches no parameter, or gives another number of dims.
+    Raises Mistakes (exit 3) for a pattern that matches no parameter or has another number of dims.
     """
     found = planned(model)
     parameters = dict(model.named_parameters())
@@ -33,7 +33,7 @@ def of_architecture(recipe: Recipe, model: nn.Module) -> dict[str, Naming]:
                     f"`{pattern}` matches no parameter of {type(model).__name__}",
                     exit=Exit.RECIPE,
                     where=recipe.where(path),
-                    why="the names would do nothing",
+                    why="the names would have no effect",
                     fix=f"did you mean {close}?" if close else f"its parameters are {_some(_patterns(parameters))}",
                 )
             )
@@ -45,7 +45,7 @@ def of_architecture(recipe: Recipe, model: nn.Module) -> dict[str, Naming]:
                     f"{list(parameters[wrong].shape)}",
                     exit=Exit.RECIPE,
                     where=recipe.where(path),
-                    fix=f"give {parameters[wrong].dim()} entries, null for what is left to propagation",
+                    fix=f"give {parameters[wrong].dim()} entries, null for dims left to propagation",
                 )
             )
         found |= {name: Naming(tuple(d or "" for d in dims), f"a dim by {recipe.where(path)}") for name in meant}
@@ -55,11 +55,12 @@ def of_architecture(recipe: Recipe, model: nn.Module) -> dict[str, Naming]:
 
 
 def notes(recipe: Recipe, architecture: Architecture, model: nn.Module, named: Mapping[str, Naming]) -> list[str]:
-    """Which class computes, which parameters it leaves to propagation, and what of its training is not done here."""
+    """Notes: the class that computes, the parameters left to propagation, and differences from its original
+    training."""
     told = []
     name = type(model).__name__
     if recipe.model.transformers is None:
-        told.append(f"no family of tpshard is a {architecture.model_type}: transformers' own {name} computes it")
+        told.append(f"tpshard has no family for {architecture.model_type}: transformers' {name} computes it")
     free = _patterns([n for n, _ in model.named_parameters() if not any(named.get(n, Naming((), "")).dims)])
     if free:
         told.append(f"nothing names the dims of {_some(free)} of {name}: their shardings are inferred (model.dims)")

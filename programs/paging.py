@@ -1,8 +1,8 @@
-"""What makes a server's step of a model's forward pass: rewrites of the captured graph, for any model.
+"""Turning a model's forward pass into a server's step: rewrites of the captured graph, for any model.
 
-A step's rows are tokens of many sequences. They meet in attention alone, which becomes attention to a paged cache: the
-cache belongs to the operation, and no model knows of it. All else must treat rows one by one, which the operations'
-factors tell.
+A step's rows are tokens of many sequences. They interact only in attention, which becomes attention to a paged cache
+that belongs to the operation: the model knows nothing of it. All other operations must treat rows independently, which
+their factors show.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tpshard.parallelism.rules.table import rule_for
 
 aten = torch.ops.aten
 ROWS = ("slots", "sequences", "tables")
-"""What attention to the cache is told of a step's rows, besides their positions."""
+"""Inputs that attention to the cache needs besides the rows' positions."""
 
 
 def page_attention(graph: Graph, positions: Value, block_size: int) -> list[Value]:
-    """Lets every attention of a graph store keys and values [1, rows, kv_heads, head_dim] in a cache of its own and
-    attend to that; returns the caches.
+    """Replaces every attention by one that stores keys and values [1, rows, kv_heads, head_dim] in its own cache, and
+    attends to that; returns the caches.
 
-    New inputs: ROWS, and per attention N `layers.N.cache.k` and `.v`, of one block; whoever runs says how many there
-    are. ValueError where attention is not causal over the whole sequence.
+    New inputs: ROWS, and `layers.N.cache.k` and `.v` per attention N, with one block; the executor chooses the number
+    of blocks. ValueError where attention is not causal over the whole sequence.
     """
     rows = positions.shape[1]
     shapes = {"slots": (1, rows), "sequences": (1, rows), "tables": (rows + 1, 1)}
@@ -36,7 +36,7 @@ def page_attention(graph: Graph, positions: Value, block_size: int) -> list[Valu
         if op.target is not ATTENTION:
             continue
         if len(op.operands) != 3:
-            raise ValueError(f"`{op.module}` attends within documents, and a sequence that is served has none")
+            raise ValueError(f"`{op.module}` attends within documents, which served sequences do not have")
         _, k, v = op.operands
         layer = len(pools) // 2
         own = [
@@ -55,10 +55,10 @@ def page_attention(graph: Graph, positions: Value, block_size: int) -> list[Valu
 
 
 def rows_of(graph: Graph, inputs: Mapping[Value, int]) -> dict[Value, int]:
-    """Value -> the dim that holds the step's rows; `inputs` says it of the inputs.
+    """The dim of each value that holds the step's rows; `inputs` gives it for the inputs.
 
-    ValueError where rows meet in another operation than attention to the cache, or one depends on a row's place in the
-    step.
+    ValueError where rows interact in another operation than attention to the cache, or a result depends on a row's
+    place in the step.
     """
     found = dict(inputs)
     for op in graph.ops:
@@ -85,8 +85,9 @@ def rows_of(graph: Graph, inputs: Mapping[Value, int]) -> dict[Value, int]:
 
 
 def take_wanted(graph: Graph, where: Mapping[Value, int], count: int) -> None:
-    """Lets only `count` rows go on, those that the new input `wanted` lists, from where no attention needs the others:
-    after the last one. `where` is what `rows_of` says; the graph's one output has rows.
+    """Keeps only the `count` rows listed in the new input `wanted`, from where no attention needs the others.
+
+    `where` is the result of `rows_of`; the graph's one output has rows.
     """
     (output,) = graph.outputs
     wanted = Value("wanted", (count,), torch.int64)
@@ -115,11 +116,11 @@ def take_wanted(graph: Graph, where: Mapping[Value, int], count: int) -> None:
 
 
 def _only_wanted(graph: Graph, where: Mapping[Value, int], output: Value) -> set[Value]:
-    """Values of which nothing reads other rows than the output's."""
+    """The values of which only the output's rows are read."""
     found: set[Value] = set()
 
     def onward(value: Value) -> bool:
-        """Whether all that reads a value is of wanted rows alone."""
+        """Whether all readers of a value need only wanted rows."""
         return all(user.target is not PAGED and found.issuperset(user.results) for user in value.users)
 
     for op in reversed(graph.ops):
@@ -140,7 +141,7 @@ def _select(value: Value, dim: int, wanted: Value) -> Op:
 
 
 def _shorten(op: Op, result: Value, dim: int, count: int) -> None:
-    """Gives a result `count` rows, also where the operation's arguments spell its shape."""
+    """Gives a result `count` rows, also where the operation's arguments contain its shape."""
     before, after = result.shape, (*result.shape[:dim], count, *result.shape[dim + 1 :])
 
     def spelt(arg: object) -> object:

@@ -1,6 +1,6 @@
-"""What makes of a partitioned step the one that runs: a list of passes, in the paper's order (SimpleFSDP, section 4).
+"""The passes that turn a partitioned step into the one that runs, in the paper's order (SimpleFSDP, section 4).
 
-A pass is one file in `parallelism/passes` and one line here.
+A pass is one file in `parallelism/passes`, and one line here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tpshard.programs.setting import Setting
 
 
 def passes(setting: Setting, chosen: Choices) -> list[Pass]:
-    """What the recipe says, with what was chosen where it leaves that open."""
+    """The passes of a recipe, with the choices that it leaves open."""
     return [remat(setting, chosen.reshard_after_forward), *scheduling(setting, chosen)]
 
 
@@ -30,7 +30,7 @@ def remat(setting: Setting, reshard_after_forward: bool) -> Pass:
 
 
 def scheduling(setting: Setting, chosen: Choices) -> list[Pass]:
-    """What follows recomputation: for a step, or for each part of a step that is cut into stages."""
+    """The passes after recomputation, for a step or for each part of a step in stages."""
     return [
         partial(bucket, groups=chosen.buckets),
         hoist_gradients,
@@ -42,7 +42,7 @@ def scheduling(setting: Setting, chosen: Choices) -> list[Pass]:
 
 
 def apply(setting: Setting, program: Program, watch: Watch | None = None) -> Program:
-    """The program as it will run. `watch` sees it between the passes."""
+    """The program as it will run. `watch` sees it after each pass."""
 
     @cache
     def made(chosen: Choices) -> Program:

@@ -1,4 +1,4 @@
-"""What a recipe's server serves: the model, the dtype, and how its weights are quantized."""
+"""The model that a recipe's server serves: configuration, dtype, and quantization."""
 
 from __future__ import annotations
 
@@ -31,24 +31,26 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class Coded:
-    """A weight that a `cpu` or `gpu` multiplies as codes: what a device holds of it."""
+    """A weight that a `cpu` or `gpu` multiplies as codes, as one device holds it."""
 
     settings: GPTQConfig
     kind: str
     ragged: bool
-    """Its rows on a device come from groups that others share."""
+    """Whether its rows on a device include parts of groups."""
     order: str
-    """Of its inputs; weights with one order are grouped alike."""
+    """The order of its inputs; weights with one order have the same groups."""
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """Weights of which this is the same can lie side by side."""
+        """Weights for which this is equal can be put side by side."""
         s = self.settings
         return s.bits, s.group_size, s.sym, self.order
 
     def row_bytes(self, whole: int, own: int) -> int:
-        """Bytes of one output, of whose `whole` inputs the device holds `own`: codes, scales, zeros. Groups that others
-        share are taken to have as many inputs each."""
+        """Bytes of one output (codes, scales, zeros) on a device with `own` of its `whole` inputs.
+
+        Groups that devices share are assumed to have equally many inputs on each.
+        """
         s = self.settings
         size = s.group_size if s.group_size > 0 else whole
         groups = min(-(-whole // size), own) if self.ragged else -(-own // size)
@@ -61,19 +63,19 @@ class Coded:
 
 @dataclass(frozen=True)
 class Quantization:
-    """Weights that are served quantized."""
+    """The quantized weights of a served model."""
 
     settings: GPTQConfig
     weights: Mapping[str, GPTQConfig]
-    """By parameter, the settings of its module."""
+    """The settings of each quantized parameter's module."""
     orders: Mapping[str, ActOrder]
-    """Of those that are act-ordered."""
+    """The act-orders of those that have one."""
     shared: int = 1
-    """So many inputs of `down` share scales (see `programs.padding`)."""
+    """The number of inputs of `down` that share scales (see `programs.padding`)."""
 
     @staticmethod
     def of_folder(folder: Path, config: ModelConfig) -> Quantization | None:
-        """What a folder holds; None where it holds a dense model. ValueError where it is not what it says."""
+        """The quantization of a folder; None for a dense model. ValueError where its files contradict each other."""
         settings = read_config(folder) if (folder / "config.json").is_file() else None
         if settings is None:
             return None
@@ -84,7 +86,7 @@ class Quantization:
 
     @staticmethod
     def of_theirs(folder: Path, architecture: Architecture) -> Quantization | None:
-        """What a folder of transformers holds, as `of_folder`."""
+        """The quantization of a folder computed by transformers' class, as `of_folder`."""
         settings = read_config(folder)
         if settings is None:
             return None
@@ -96,7 +98,7 @@ class Quantization:
 
     @staticmethod
     def planned(told: Quantize, config: ModelConfig) -> Quantization:
-        """What `tpshard quantize` will write for this section of a recipe."""
+        """The quantization that `tpshard quantize` would write for this section of a recipe."""
         settings = GPTQConfig(bits=told.bits, group_size=told.group_size, sym=told.sym, desc_act=told.order != "none")
         weights = dict.fromkeys(quantizable(config), settings)
         orders = planned_orders(config, told.order, told.group_size)
@@ -114,7 +116,7 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Served:
-    """A server's model before anything is loaded."""
+    """The model of a server, before anything is loaded."""
 
     blueprint: Blueprint
     dtype: str
@@ -124,9 +126,9 @@ class Served:
 
     @property
     def config(self) -> ModelConfig | None:
-        """The model's numbers, without a capacity of experts; None for a module of the user's.
+        """The model's configuration without expert capacity; None for a user's module.
 
-        What finds no slot is decided by a sequence's other tokens, later ones too: a server has not got them.
+        Which tokens exceed a capacity depends on later tokens of the sequence, which a server does not have.
         """
         found = self.blueprint.config
         return found if found is None or found.capacity is None else replace(found, capacity=None)
@@ -136,15 +138,15 @@ class Served:
         return {} if self.quantized is None else self.quantized.orders
 
     def model(self, config: ModelConfig | None) -> nn.Module:
-        """The module with these numbers, on `meta`, in the dtype that it computes in."""
+        """The module with this configuration, on `meta`, in its compute dtype."""
         return replace(self.blueprint, config=config, folder=None).build(dtype=DTYPES[self.dtype])
 
     def coded(self, kind: str, arrangement: Arrangement) -> dict[str, Coded]:
-        """The weights that a device of a kind multiplies as codes; the others are made dense as they are loaded."""
+        """The weights that a kind of device multiplies as codes; others are dequantized when loaded."""
         found = {}
         for name, settings in {} if self.quantized is None else dict(self.quantized.weights).items():
             taken, order = arrangement.rows.get(name), self.orders.get(name)
-            # heads keep their groups to themselves
+            # heads do not share groups
             ragged = taken is not None and order is not None and order.blocks % taken.blocks != 0
             if multiplies(settings.bits, DTYPES[self.dtype], kind):
                 found[name] = Coded(settings, kind, ragged, "" if order is None else order.key)
@@ -152,8 +154,10 @@ class Served:
 
 
 def serving_dtype(recipe: Recipe, quantized: Quantization | None, stored: str, kind: str) -> str:
-    """The dtype to compute in: `serve.dtype`, else the recipe's for its own checkpoint, else that of the folder; of
-    quantized weights on a `cpu` fp32, in which they are the file's to the bit."""
+    """The compute dtype: `serve.dtype`, else the recipe's for its own checkpoint, else the folder's.
+
+    For quantized weights on a `cpu` it is fp32, in which they equal the file's.
+    """
     if recipe.serve.dtype is not None:
         return recipe.serve.dtype
     if quantized is not None and kind == "cpu":
@@ -164,7 +168,7 @@ def serving_dtype(recipe: Recipe, quantized: Quantization | None, stored: str, k
 
 
 def stored_model(recipe: Recipe, blueprint: Blueprint, folder: Path, stored: str, kind: str) -> Served:
-    """What serving the model in a folder, stored in a dtype, means. Mistakes, exit 7, where it cannot be read."""
+    """The served form of the model in a folder. Mistakes, exit 7, where it cannot be read."""
     try:
         found = None if blueprint.config is None else Quantization.of_folder(folder, blueprint.config)
         if blueprint.architecture is not None and (folder / "config.json").is_file():
@@ -177,11 +181,11 @@ def stored_model(recipe: Recipe, blueprint: Blueprint, folder: Path, stored: str
 
 
 def served(recipe: Recipe, kind: str) -> Served:
-    """What `tpshard serve` would serve on a `cpu` or `gpu`.
+    """The model that `tpshard serve` would serve on a `cpu` or `gpu`.
 
-    Of a folder that is there the numbers and the orders of inputs are read, no weights. For one that is not, where the
-    recipe says how to quantize or lay out, what `tpshard quantize` would write is assumed. Mistakes, exit 7, for a
-    folder that cannot be read.
+    Of an existing folder only the configuration and the orders of inputs are read. For a missing one, if the recipe
+    says how to quantize or lay it out, the result of `tpshard quantize` is assumed. Mistakes, exit 7, for an unreadable
+    folder.
     """
     folder = Path(recipe.serve.checkpoint)
     if recipe.serve.checkpoint != LATEST and (folder / "config.json").is_file():
@@ -202,6 +206,6 @@ def served(recipe: Recipe, kind: str) -> Served:
     said = any(recipe.where(key).line for key in ("quantize", "serve.layout"))
     if recipe.serve.checkpoint != LATEST and not folder.exists() and said:
         planned = Quantization.planned(recipe.quantize, own)
-        note = f"{folder} is not there yet: planned as `tpshard quantize` would write it"
+        note = f"{folder} does not exist yet: planned as `tpshard quantize` would write it"
         return Served(Blueprint(own), serving_dtype(recipe, planned, "fp16", kind), planned, note)
     return Served(Blueprint(own), serving_dtype(recipe, None, own.dtype, kind))

@@ -1,9 +1,9 @@
-"""The programs of a server: one step over a paged cache for each of a few numbers of rows, made like a training step.
+"""The programs of a server: one step over a paged cache for each of several numbers of rows.
 
-A step's rows are tokens of any number of sequences: chunks of prompts and next tokens alike, so prefill and decode are
-the same function in different sizes. A program takes `STEP`, the model's parameters (as its kernels read them), the
-orders of act-ordered weights, and the cache; it gives logits [wanted, vocab], whole on every device. It is the same for
-a cache of any number of blocks: that number is the executor's.
+A step's rows are tokens of any number of sequences, chunks of prompts and next tokens alike, so prefill and decode are
+the same function in different sizes. Inputs are `STEP`, the parameters (in the kernels' layouts), the orders of
+act-ordered weights, and the cache; the output is logits [wanted, vocab], whole on every device. The programs work for
+any number of cache blocks, which the executor chooses.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from tpshard.recipes.schema import Recipe
 
 Kind = Literal["cpu", "gpu"]
 BLOCK_SIZE = 16
-"""Positions of a block of the cache."""
+"""Positions per block of the cache."""
 STEP = ("tokens", "positions", *ROWS, "wanted")
-"""What every step brings: tokens, positions, slots, sequences [1, rows], tables [rows + 1, blocks], wanted [n]."""
+"""Inputs of every step: tokens, positions, slots, sequences [1, rows], tables [rows + 1, blocks], wanted [n]."""
 LONGEST = {"cpu": 64, "gpu": 2048}
-"""Rows of the largest step by default. A CPU's products gain nothing beyond, and others wait for it."""
+"""Rows of the largest step by default. More rows gain nothing on a CPU, and delay other requests."""
 WHOLE = [Annotation(Sharding(((),) * rank, (False,) * rank), (Told("a server's rows are whole"),)) for rank in range(3)]
 """By rank: what every device has all of."""
 CACHE = Annotation(
@@ -65,27 +65,27 @@ CACHE = Annotation(
 )
 """Of a cache: attention writes to what a device holds, so that it must be what attention reads."""
 APART = {"cpu": 2, "gpu": 8}
-"""How much larger one step is than the one before: on a GPU the first dozens of rows cost as much as one."""
+"""The ratio of consecutive step sizes. On a GPU the first dozens of rows cost as much as one."""
 
 
 @dataclass(frozen=True)
 class ServeSetting:
-    """A recipe with everything that its server's programs need to be built."""
+    """A recipe with everything needed to build its server's programs."""
 
     recipe: Recipe
     mesh: Mesh
     served: Served
     kind: Kind
     padding: bool = True
-    """Whether an MLP is made as wide as the devices need it."""
+    """Whether the MLP is padded to a width that the devices divide."""
 
     @staticmethod
     def of(recipe: Recipe, served: Served, kind: Kind) -> ServeSetting:
-        """Mistakes (exit 4) where `serve.mesh` does not fit the model's heads."""
+        """The setting of a recipe. Mistakes (exit 4) where `serve.mesh` does not fit the model's heads."""
         if recipe.task != "lm":
             raise Mistakes.one(
-                f"a model that is trained for `{recipe.task}` is not served", exit=Exit.FIT, where=recipe.where("task"),
-                why="a server gives the next token",
+                f"a model with `task: {recipe.task}` cannot be served", exit=Exit.FIT, where=recipe.where("task"),
+                why="a server predicts the next token",
             )  # fmt: skip
         mesh = Mesh({axis: max(1, size) for axis, size in recipe.serve.mesh.items()})
         setting = ServeSetting(recipe, mesh, served, kind)
@@ -99,7 +99,7 @@ class ServeSetting:
         return setting
 
     def ways(self, dim: str) -> int:
-        """Over how many devices the recipe's rules spread a dim."""
+        """The number of devices over which the recipe's rules shard a dim."""
         ways = 1
         for axis in self.recipe.sharding.rules.get(dim, ()):
             ways *= self.mesh.axes.get(axis, 1)
@@ -107,7 +107,7 @@ class ServeSetting:
 
     @cached_property
     def config(self) -> ModelConfig | None:
-        """The model's numbers, its MLP as wide as the devices need it; None for a module of the user's."""
+        """The model's configuration with a padded MLP; None for a user's module."""
         found, quantized = self.served.config, self.served.quantized
         if found is None or not self.padding:
             return found
@@ -115,7 +115,7 @@ class ServeSetting:
 
     @cached_property
     def model(self) -> nn.Module:
-        """On `meta`, in the dtype that it computes in. Mistakes (exit 3) where a module of the user's is none."""
+        """The module on `meta`, in its compute dtype. Mistakes (exit 3) for an invalid user's module."""
         try:
             return self.served.model(self.config)
         except ValueError as error:
@@ -129,7 +129,7 @@ class ServeSetting:
 
     @property
     def invariant(self) -> bool:
-        """Whether a row's result may not depend on the others'."""
+        """Whether a row's result must not depend on the other rows."""
         told = self.recipe.serve.batch_invariant
         return self.kind == "cpu" if told is None else told
 
@@ -141,19 +141,19 @@ class ServeSetting:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The numbers of rows that there is a program for: a step is padded to the next one."""
+        """The numbers of rows with a program; a step is padded to the next one."""
         found = [TILE]
         while found[-1] < self.most:
             found.append(min(found[-1] * APART[self.kind], self.most))
         return tuple(found)
 
     def wanted(self, rows: int) -> int:
-        """Rows of a step whose logits can be asked for: a token of each request."""
+        """The maximal number of rows of a step with logits: one token per request."""
         return min(rows, _up(self.recipe.serve.requests))
 
     @property
     def max_seq(self) -> int:
-        """Longest sequence the model is made for."""
+        """The longest sequence that the model supports."""
         described = self.served.config or self.served.blueprint.architecture
         longest = None if described is None else described.max_seq
         return self.recipe.model.seq_len if longest is None else longest
@@ -165,34 +165,34 @@ def _up(rows: int) -> int:
 
 @dataclass(frozen=True)
 class ServingPrograms:
-    """What a server executes: for each number of rows the program, smallest first."""
+    """The programs of a server, one per number of rows, smallest first."""
 
     setting: ServeSetting
     steps: dict[int, Program]
     arrangement: Arrangement
-    """How the parameters lie that the programs take."""
+    """The permutations that the programs expect of the parameters."""
 
     @property
     def listed(self) -> list[dict[str, Any]]:
-        """Rows and fingerprint of every program, as JSON shows them."""
+        """Rows and fingerprint of every program, for JSON."""
         return [{"rows": rows, "fingerprint": program.fingerprint} for rows, program in self.steps.items()]
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parameters that the programs are written for, which a model that is stored may have smaller."""
+        """The shapes of the parameters in the programs; stored ones may be smaller."""
         return {name: tuple(p.shape) for name, p in self.setting.model.named_parameters()}
 
     def fitting(self, rows: int) -> int:
-        """The size of the program that runs so many rows."""
+        """The size of the program that runs this many rows."""
         return next(size for size in self.steps if size >= rows)
 
     @property
     def any(self) -> Program:
-        """One of them: inputs but those of `STEP` are alike in all."""
+        """One of the programs: all have the same inputs except those of `STEP`."""
         return next(iter(self.steps.values()))
 
     def bytes(self, kind: str) -> int:
-        """What one device holds of inputs of a kind; of the cache one block of all layers."""
+        """Bytes of one device's inputs of a kind; for the cache, of one block over all layers."""
         return sum(port.local_bytes for port in self.any.inputs if port.kind == kind)
 
     @property
@@ -201,7 +201,7 @@ class ServingPrograms:
 
     @property
     def notes(self) -> list[str]:
-        """What is not as the recipe or the devices would have it, in sentences."""
+        """Sentences on what differs from the recipe or does not suit the devices."""
         config, served = self.setting.config, self.setting.served
         padding = [] if config is None or served.config is None else notes(served.config, config, self.setting.ways)
         told = served.blueprint.config
@@ -211,11 +211,11 @@ class ServingPrograms:
         return [*([served.note] if served.note else []), *dropping, *padding]
 
     def cache_blocks(self, free_bytes: int) -> int:
-        """Blocks of the cache on one device with `free_bytes`: those of `serve.cache_mb`, else what `serve.requests` of
-        the model's longest length need, within a quarter of a CPU's free memory, which is not the server's alone, or
-        three quarters of what the weights leave of a GPU's. At least one sequence's worth of 256 tokens.
+        """The number of cache blocks on one device with `free_bytes`.
 
-        Ranks on a CPU share its memory: the caller divides.
+        `serve.cache_mb` decides, or else what `serve.requests` requests of the maximal length need, within a quarter of
+        a CPU's free memory, or three quarters of what the weights leave on a GPU. At least one sequence of 256 tokens.
+        Ranks on a CPU share its memory: the caller divides it.
         """
         told, each = self.setting.recipe.serve, max(1, self.bytes("cache"))
         if told.cache_mb is not None:
@@ -228,9 +228,9 @@ class ServingPrograms:
 
 
 def build_serving(setting: ServeSetting, rows: Sequence[int] = ()) -> ServingPrograms:
-    """Captures, partitions and passes the programs of a server; `rows` instead of those that it has.
+    """Captures and partitions the programs of a server, and applies their passes; `rows` overrides the sizes.
 
-    Raises Mistakes for what does not fit: exit 4.
+    Raises Mistakes (exit 4) for what does not fit.
     """
     made = {}
     arrangement = Arrangement()
@@ -247,7 +247,7 @@ def _step(setting: ServeSetting, rows: int) -> tuple[Program, Arrangement]:
     for value in graph.inputs:
         value.marked = names.get(value.name, "cache")
     annotations = _annotations(setting, graph)
-    # an order over all inputs is that of all devices; one within blocks lies where they do
+    # an order over all inputs is the same on all devices; one within blocks is sharded with them
     one_block = [name for name, taken in arrangement.inputs.items() if taken.blocks == 1]
     annotations |= {value: WHOLE[value.rank] for value in graph.inputs if value.name in one_block}
     program = partition_graph(propagate(graph, setting.mesh, annotations))
@@ -265,7 +265,7 @@ def _step(setting: ServeSetting, rows: int) -> tuple[Program, Arrangement]:
 
 
 def passes(setting: ServeSetting, arrangement: Arrangement, rows: int) -> list[Pass]:
-    """What gives a step its kernels, in order."""
+    """The passes that give a step its kernels, in order."""
     weights = setting.served.coded(setting.kind, arrangement)
     own = replace(setting, padding=False)
     wider = setting.config != own.config
@@ -310,13 +310,15 @@ def _captured(setting: ServeSetting, rows: int) -> tuple[Graph, Arrangement]:
 
 
 def _flops(graph: Graph) -> dict[str, int]:
-    """By operation."""
+    """FLOPs by operation."""
     return {op.name: rule_for(op).flops for op in graph.ops}
 
 
 def _annotations(setting: ServeSetting, graph: Graph) -> dict[Value, Annotation]:
-    """The recipe's, as in training; what they leave open of parameters and cache is propagated. A dim that its axes do
-    not divide stays whole, as do a step's rows where the recipe says nothing of them, and the logits."""
+    """The recipe's annotations, as in training; the rest of parameters and cache is propagated.
+
+    Dims that their axes do not divide stay whole, as do the logits, and a step's rows unless the recipe shards them.
+    """
     used = {value.name: [value] for value in graph.inputs if value.role == "parameter"}
     step = [value for value in graph.inputs if value.name in STEP]
     found = annotate(setting, graph, [v for v in step if v.name not in ("tables", "wanted")], used=used, serving=True)
@@ -327,12 +329,12 @@ def _annotations(setting: ServeSetting, graph: Graph) -> dict[Value, Annotation]
 
 
 def _check_axes(setting: ServeSetting, program: Program) -> None:
-    """Mistakes (exit 4) for an axis that nothing is spread over: its devices would all do the same."""
+    """Raises Mistakes (exit 4) for a mesh axis over which nothing is sharded."""
     used = {axis.name for port in program.inputs for axis in port.layout.axes}
     for axis, size in setting.mesh.axes.items():
         if size > 1 and axis not in used:
             raise Mistakes.one(
-                f"nothing in a server's step is spread over `{axis}`", exit=Exit.FIT,
-                where=setting.recipe.where("serve.mesh"), why="its devices would all do the same",
-                fix="an axis that sharding.rules gives heads, mlp or vocab; or several servers behind one address",
+                f"nothing in a server's step is sharded over `{axis}`", exit=Exit.FIT,
+                where=setting.recipe.where("serve.mesh"), why="its devices would all compute the same",
+                fix="an axis to which sharding.rules maps heads, mlp or vocab; or several servers behind one address",
             )  # fmt: skip

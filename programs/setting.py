@@ -1,4 +1,4 @@
-"""What a recipe settles before any graph: its model, mesh, dtypes, and how many sequences go where."""
+"""The settings of a recipe that precede any graph: model, mesh, dtypes, and the division of the batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def devices_of(recipe: Recipe) -> int:
-    """Devices that the recipe asks for: its cluster's, else what its mesh names; -1 without a cluster counts as 1."""
+    """The number of devices: the cluster's, else the mesh's; an axis of -1 without a cluster counts as 1."""
     if recipe.cluster is not None:
         return recipe.cluster.nodes * recipe.cluster.devices_per_node
     product = 1
@@ -40,7 +40,7 @@ def devices_of(recipe: Recipe) -> int:
 
 
 def model_config(recipe: Recipe) -> ModelConfig | None:
-    """The numbers of the recipe's model; None for a module of the user's, or of transformers."""
+    """The configuration of the recipe's model; None for a user's module and for transformers' classes."""
     model = recipe.model
     if model.module is not None or model.transformers is not None:
         return None
@@ -54,7 +54,7 @@ def model_config(recipe: Recipe) -> ModelConfig | None:
 
 
 def architecture(recipe: Recipe) -> Architecture | None:
-    """The class of transformers that a recipe asks for, or that its `hf` folder needs, where no family here has it."""
+    """The transformers class that a recipe asks for, or that its `hf` folder needs because tpshard has no family."""
     model = recipe.model
     key = "transformers" if model.transformers is not None else "hf"
     folder = model.transformers or model.hf
@@ -65,7 +65,7 @@ def architecture(recipe: Recipe) -> Architecture | None:
             return None
         if key == "hf" and (changed := list(model.overrides())):
             kind = Architecture.of(folder).model_type
-            raise ValueError(f"no family of tpshard is a {kind}; `{changed[0]}` can be changed in config.json alone")
+            raise ValueError(f"tpshard has no family for {kind}; change `{changed[0]}` in its config.json instead")
         found = Architecture.of(folder)
         if FolderWeights.there(folder):  # refuses pickles
             FolderWeights(folder, found, found.build(), values=False)
@@ -76,7 +76,7 @@ def architecture(recipe: Recipe) -> Architecture | None:
 
 @dataclass(frozen=True)
 class Setting:
-    """A recipe with everything that its programs need to be built."""
+    """A recipe with everything needed to build its programs."""
 
     recipe: Recipe
     mesh: Mesh
@@ -84,13 +84,16 @@ class Setting:
 
     @staticmethod
     def of(recipe: Recipe, devices: int | None = None) -> Setting:
-        """Raises Mistakes where the mesh does not fit the devices or the model does not exist."""
+        """The setting of a recipe.
+
+        Raises Mistakes where the mesh does not fit the devices or the model does not exist.
+        """
         sizes = recipe.mesh_on(devices if devices is not None else devices_of(recipe))
         return Setting(recipe, Mesh(sizes), model_config(recipe))
 
     @cached_property
     def model(self) -> nn.Module:
-        """On `meta`, in the master dtype; parameters are made shard by shard by whoever runs."""
+        """The module on `meta`, in the master dtype; the executor creates parameters shard by shard."""
         if self.config is not None:
             return build(self.config, dtype=self.master_dtype)
         try:
@@ -103,7 +106,7 @@ class Setting:
 
     @cached_property
     def task(self) -> Task:
-        """What the model is trained for."""
+        """The training task."""
         try:
             return task_of(self.recipe.task, self.seq_len)
         except ValueError as error:
@@ -111,29 +114,29 @@ class Setting:
 
     @cached_property
     def architecture(self) -> Architecture | None:
-        """The class of transformers that the model is; None for a model of tpshard or a module of the user's."""
+        """The model's transformers class; None for a model of tpshard or a user's module."""
         return architecture(self.recipe)
 
     @cached_property
     def named(self) -> dict[str, Naming]:
-        """The dims of parameters and who named them; all parameters, but for those of transformers."""
+        """The dim names of each parameter and their source; for transformers' models only the named ones."""
         if self.architecture is not None:
             return naming.of_architecture(self.recipe, self.model)
         return {name: Naming(dims, "") for name, dims in param_dims(self.model).items()}
 
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:
-        """The names of parameters' dims."""
+        """The dim names of each parameter."""
         return {name: named.dims for name, named in self.named.items()}
 
     @property
     def named_by(self) -> dict[str, str]:
-        """Who named them, for reasons."""
+        """The source of each parameter's dim names."""
         return {name: named.by for name, named in self.named.items() if named.by}
 
     @cached_property
     def notes(self) -> list[str]:
-        """What a user should know of how the model is taken."""
+        """Notes for the user on how the model is treated."""
         return naming.notes(self.recipe, self.architecture, self.model, self.named) if self.architecture else []
 
     @property
@@ -142,15 +145,15 @@ class Setting:
 
     @cached_property
     def balanced(self) -> dict[str, float]:
-        """The biases of experts among the parameters, and the steps they go: in fp32, as what they count is exact."""
+        """The balancing biases of experts with their step. They are fp32, so that their counts are exact."""
         return balanced(self.model)
 
     def used_dtype(self, name: str) -> torch.dtype:
-        """In which a parameter is computed with."""
+        """The dtype in which a parameter is used."""
         return torch.float32 if name in self.balanced else self.param_dtype
 
     def reduced_dtype(self, name: str) -> torch.dtype:
-        """In which a parameter's gradient is reduced."""
+        """The dtype in which a parameter's gradient is reduced."""
         return torch.float32 if name in self.balanced else self.reduce_dtype
 
     @property
@@ -172,12 +175,12 @@ class Setting:
 
     @property
     def pipeline_axis(self) -> Axis | None:
-        """The axis along which stages lie, where the recipe has a pipeline."""
+        """The axis of the pipeline's stages, if the recipe has a pipeline."""
         return self.mesh.axis("pp") if self.recipe.pipeline is not None and "pp" in self.mesh.axes else None
 
     @cached_property
     def data_axes(self) -> Axes:
-        """The axes over which the batch is spread, outer to inner."""
+        """The axes over which the batch is sharded, outer to inner."""
         names = self.recipe.sharding.rules.get("batch")
         if names is None:
             names = next((dims[0] for pattern, dims in self.recipe.sharding.pin.items() if pattern == "tokens"), ())

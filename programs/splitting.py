@@ -1,4 +1,4 @@
-"""How many layers each stage of a pipeline gets: as the recipe says, or as balances the stages' time."""
+"""The number of layers of each pipeline stage: as the recipe says, or so that the stages' times are balanced."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 ALIKE = 0.02
-"""Layers whose computing differs by no more than this share are one kind: they count as their mean."""
+"""Layers whose times differ by less than this share count as equal, with their mean."""
 TRIES = 4
-"""Splits that are built at most."""
+"""The maximal number of splits that are built."""
 
 
 def layers_of(setting: Setting, count: int, stages: int) -> list[int]:
-    """Of a model with `count` layers those of each stage: as `pipeline.split` says, else as even as can be. Raises
-    Mistakes (exit 4) with what would fit."""
+    """The layers of each stage of a model with `count` layers: `pipeline.split`, else an even split.
+
+    Raises Mistakes (exit 4) with possible splits.
+    """
     recipe = setting.recipe
     asked = recipe.pipeline
     assert asked is not None
@@ -58,8 +60,7 @@ def balanced(
     """The split that the recipe says, or else whose slowest device takes least, and its stages; `cut` makes those of a
     split, ready to run.
 
-    What the layers take is read off stages that are cut evenly, then off those of the split that is best by it, until
-    the split is one that was built before.
+    Layer times are measured on an even split, then on the best split by these times, until a split repeats.
     """
     asked = setting.recipe.pipeline
     if asked is not None and asked.split is not None:
@@ -81,7 +82,7 @@ def balanced(
 
 @dataclass
 class _Taken:
-    """Seconds of a stage on one micro-batch."""
+    """The seconds of a stage on one micro-batch."""
 
     layers: list[float]
     computing: list[float]
@@ -99,7 +100,7 @@ def _seconds(stage: Stage, chooser: Chooser) -> _Taken:
     found = _Taken([0.0] * len(stage.blocks), [0.0] * len(stage.blocks), 0.0)
     for program in stage.programs:
         priced = price(program, chooser.device, chooser.per_host, compiled=chooser.compiled)
-        counted = 0.0  # until the next node that computes: it is what is waited for
+        counted = 0.0  # until the next node that computes: the wait counts for it
         for kernel, task, at in zip(priced.kernels, priced.tasks, (timeline := priced.run()).at):
             if task.kind != "compute" or task.seconds == 0.0:
                 continue
@@ -115,7 +116,7 @@ def _seconds(stage: Stage, chooser: Chooser) -> _Taken:
 
 
 def _whole(taken: Sequence[_Taken]) -> tuple[list[float], float, float]:
-    """(seconds of every layer, before the first, after the last)"""
+    """Seconds of (every layer, the work before the first, the work after the last)."""
     seconds = [value for t in taken for value in t.layers]
     kinds: list[tuple[float, list[int]]] = []
     for i, computing in enumerate(value for t in taken for value in t.computing):
@@ -133,7 +134,7 @@ def _whole(taken: Sequence[_Taken]) -> tuple[list[float], float, float]:
 
 
 def _fair(layers: int, stages: int) -> list[int]:
-    """As even as can be, the first and the last stage with fewer: they have the embedding and the head as well."""
+    """An even split, with fewer layers in the first and last stage, which also have the embedding and the head."""
     each, more = divmod(layers, stages)
     inner = sorted(range(stages), key=lambda i: (i in (0, stages - 1), i))
     return [each + (i in inner[:more]) for i in range(stages)]

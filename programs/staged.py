@@ -1,4 +1,4 @@
-"""A training step in stages: what each device of a pipeline runs, cut out of the one program of a micro-batch."""
+"""A training step in pipeline stages: the programs of each device, cut from the micro-batch's program."""
 
 from __future__ import annotations
 
@@ -38,49 +38,49 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class DevicePrograms:
-    """What one device of a pipeline runs once a step, beside its stages."""
+    """The programs that one device of a pipeline runs once per step, besides its stages."""
 
     names: tuple[str, ...]
-    """Parameters of its stages, in the order of the whole program."""
+    """The parameters of its stages, in the order of the whole program."""
     totals: Program
-    """Gradient sums, and of each micro-batch loss, number of tokens and counts, which the last stage has -> the square
-    of the norm of those gradients that no device before this one has, the others on all devices."""
+    """(gradient sums; loss, token count and counters per micro-batch, from the last stage) -> (the squared norm of the
+    gradients that no earlier device has; the totals of the others on all devices)."""
     update: Program
-    """As that of `TrainingPrograms`, with the squares of all devices to add up as the last input."""
+    """The update of `TrainingPrograms`, with the devices' squared norms as an additional last input."""
     gather: Program | None = None
     reduce: Program | None = None
     exchange: Program | None = None
-    """Sums of parameters that other devices have too (tied embeddings) -> these devices' sums added up."""
+    """Adds up the sums of parameters that several devices have (tied embeddings)."""
 
 
 @dataclass(frozen=True)
 class StagedPrograms:
-    """A step in stages. Its programs run on the ranks with one index on `axis`."""
+    """A step in stages. Its programs run on the ranks with the same index on `axis`."""
 
     setting: Setting
     axis: Axis
     table: Table
     layers: tuple[int, ...]
-    """Of each stage."""
+    """Layers of each stage."""
     stages: tuple[Stage, ...]
     devices: tuple[DevicePrograms, ...]
     storage: Mapping[str, Layout]
 
     @property
     def balanced(self) -> bool:
-        """Whether layers are dealt out by what they take; else as the recipe says."""
+        """Whether the layers are split by their times; otherwise the recipe gives the split."""
         asked = self.setting.recipe.pipeline
         return asked is not None and asked.split is None
 
     @cached_property
     def evaluation(self) -> tuple[Stage, ...]:
-        """Forward alone; made when it is first asked for."""
+        """The forward stages of an evaluation, built on first use."""
         whole = step_programs.evaluate_program(self.setting, self.storage)
         return tuple(_finished(self.setting, stage) for stage in cut(whole, self.axis, self.layers))
 
     @cached_property
     def share(self) -> Program:
-        """Loss and number of tokens, which the last stage has -> the same on all devices."""
+        """(loss, token count) of the last stage -> the same on all devices."""
 
         def step(loss: Tensor, count: Tensor) -> Any:
             return [loss, count]
@@ -94,7 +94,7 @@ class StagedPrograms:
 
     @property
     def programs(self) -> dict[str, Program]:
-        """All that run in a step or an evaluation, by what they are."""
+        """All programs of a step or an evaluation, by role."""
         found: dict[str, Program] = {}
         for stage in self.stages:
             kinds = ("forward", "backward", "gradients of weights")
@@ -114,8 +114,10 @@ class StagedPrograms:
 
 
 def build(setting: Setting) -> tuple[Program, StagedPrograms]:
-    """The micro-batch's program of a recipe with a pipeline, and what it is cut into. Raises Mistakes where stages,
-    layers and micro-batches do not fit."""
+    """The micro-batch's program of a recipe with a pipeline, and its stages.
+
+    Raises Mistakes where stages, layers and micro-batches do not fit each other.
+    """
     table = table_of(setting)
     with traceable(setting):
         base = step_programs.micro_program(setting)
@@ -183,7 +185,7 @@ def device_programs(
 
 
 def table_of(setting: Setting) -> Table:
-    """The schedule of a recipe. Raises Mistakes (exit 4) where it cannot have as many micro-batches."""
+    """The schedule of a recipe. Raises Mistakes (exit 4) where it does not support the number of micro-batches."""
     asked, axis = setting.recipe.pipeline, axis_of(setting)
     assert asked is not None
     micros, rounds = setting.batch.micro_batches, asked.each
@@ -250,7 +252,7 @@ def _held(table: Table, stages: Sequence[Stage], device: int, names: Sequence[st
 
 # ---- what a device runs once a step ----------------------------------------------------------------------------------
 def summed(axis: Axis, value: Value) -> Annotation:
-    """An input that is to be added up over the devices of the pipeline."""
+    """The annotation of an input that is summed over the devices of the pipeline."""
     none: tuple[Any, ...] = ((),) * value.rank
     return Annotation(Sharding(none, (False,) * value.rank, unreduced=(axis,)), (Told(f"the sum over {axis.name}"),))
 
@@ -267,8 +269,10 @@ def stored(storage: Mapping[str, Layout], name: str) -> Annotation:
 def totals_program(
     setting: Setting, storage: Mapping[str, Layout], axis: Axis, names: Sequence[str], first: Sequence[str], noted: int
 ) -> Program:
-    """See `DevicePrograms.totals`. `first`: those of `names` whose gradients count here; `noted`: how many counts there
-    are."""
+    """The program `DevicePrograms.totals`.
+
+    first: the names whose gradients count on this device. noted: the number of counters.
+    """
     shapes = {name: p.shape for name, p in setting.model.named_parameters()}
     treated = treatments({name: tuple(shapes[name]) for name in first}, setting.balanced)
     micros = setting.batch.micro_batches
@@ -303,8 +307,10 @@ def exchange_program(
     setting: Setting, storage: Mapping[str, Layout], axis: Axis, me: int, held: Sequence[Sequence[str]],
     names: Sequence[str],
 ) -> Program:  # fmt: skip
-    """Sends the sums of shared parameters to the devices that have them too, and adds up all of them, in the devices'
-    order: the same bits everywhere."""
+    """Sends the sums of shared parameters to the other devices that have them, and adds them up.
+
+    The order of the sum is that of the devices, so that all get the same bits.
+    """
     mesh, dtype = setting.mesh, DTYPES[setting.recipe.fsdp.accumulate.dtype]
     shapes = {name: tuple(p.shape) for name, p in setting.model.named_parameters()}
     graph, inputs, outputs, place = fx.Graph(), [], [], Place(phase="update")

@@ -1,7 +1,7 @@
-"""Passes that say which kernels compute a server's step. Each keeps the values, but for the order of sums.
+"""Passes that choose the kernels of a server's step. They keep all values, except for the order of sums.
 
-They work on one device's program, before it is compared and run: nothing changes it afterwards. A weight that a kernel
-reads in a form of its own becomes an input that is held so (`program.Held`); whoever runs the program makes it.
+They rewrite one device's program before it is compared and run. A weight that a kernel reads in a special layout
+becomes an input that is held in it (`program.Held`); the executor converts it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Pass = Callable[[Program], Program]
 
 
 class _Edited:
-    """A copy of a program whose nodes and inputs a pass changes."""
+    """A copy of a program whose nodes and inputs a pass edits."""
 
     def __init__(self, program: Program) -> None:
         self.program, _ = copied(program)
@@ -34,21 +34,22 @@ class _Edited:
         feeds = [node for node in self.graph.nodes if node.op == "placeholder"]
         self.ports = dict(zip(feeds, program.inputs))
         self.further: dict[tuple[fx.Node, str], fx.Node] = {}
-        """The input that holds another one in a form, for those that are read as they are too."""
+        """The additional input that holds another one in a layout, where the plain one is read too."""
 
     @property
     def calls(self) -> list[fx.Node]:
         return [node for node in self.graph.nodes if node.op == "call_function"]
 
     def put(self, before: fx.Node, target: Any, args: Sequence[Any], like: Info) -> fx.Node:
-        """A node just before another, which knows what `like` does."""
+        """Inserts a node before another, with the same information as `like`."""
         with self.graph.inserting_before(before):
             made = self.graph.call_function(target, tuple(args))
         made.meta[INFO] = like
         return made
 
     def hold(self, weight: fx.Node, held: Held) -> fx.Node:
-        """The input that holds a weight in another form: itself, where nothing else reads it, else a further one."""
+        """The input that holds a weight in another layout: the weight's own, or a new one if other nodes read it
+        plain."""
         known = self.further.get((weight, held.form))
         if known is not None:
             return known
@@ -63,11 +64,11 @@ class _Edited:
         return weight
 
     def drop(self, feed: fx.Node) -> None:
-        """Takes an input away, which nothing that is used reads any more."""
+        """Removes an input that nothing reads."""
         del self.ports[feed]
 
     def done(self) -> Program:
-        """The program without what nothing reads."""
+        """The edited program without unused nodes."""
         for source, _ in self.further:
             if not source.users:
                 self.ports.pop(source, None)
@@ -81,7 +82,7 @@ class _Edited:
 
 
 def made_by(node: Any, place: int, *targets: Any) -> Any:
-    """The argument of a node (or None) at a place, where one of these operations made it; else None."""
+    """The argument of a node at an index, if one of these operations computed it; else None."""
     found = node.args[place] if isinstance(node, fx.Node) and len(node.args) > place else None
     return found if isinstance(found, fx.Node) and found.target in targets else None
 
@@ -92,7 +93,7 @@ def shape_of(node: Any) -> tuple[int, ...]:
 
 # ---- products and views ---------------------------------------------------------------------------------------------
 def merge_views(program: Program) -> Program:
-    """Views of views are one view, and those that change nothing none."""
+    """Merges views of views, and removes views that change nothing."""
     edited = _Edited(program)
     for node in edited.calls:
         if node.target is not aten.reshape.default:
@@ -107,7 +108,7 @@ def merge_views(program: Program) -> Program:
 
 
 def fold_linears(program: Program) -> Program:
-    """A product with a turned matrix, and the views around it, are one `linear` over any number of dims."""
+    """Turns a product with a transposed matrix, and the views around it, into one `linear` over any number of dims."""
     edited = _Edited(program)
     for node in edited.calls:
         turned = made_by(node, 1, aten.permute.default) if node.target is aten.mm.default else None
@@ -132,8 +133,10 @@ def fold_linears(program: Program) -> Program:
 
 
 def fix_rows(kind: str) -> Pass:
-    """Every linear multiplies a fixed number of rows at a time, so that no row depends on the others (see
-    `kernels.linear`). On a `cpu` their weights are held as its library packs them for that."""
+    """A pass after which every linear multiplies a fixed number of rows at a time, so that rows are independent.
+
+    See `kernels.linear`. On a `cpu` the weights are held as its library packs them.
+    """
 
     def fix_rows(program: Program) -> Program:
         edited = _Edited(program)
@@ -152,8 +155,7 @@ def fix_rows(kind: str) -> Pass:
 
 
 def count_useful(flops: Mapping[str, int]) -> Pass:
-    """Of operations that were made wider for the devices only these FLOPs are of use; devices compute all the same.
-    `flops`: by the operation of the captured graph that a node comes from."""
+    """A pass that sets the useful FLOPs of padded operations, by the operation of the captured graph."""
 
     def count_useful(program: Program) -> Program:
         edited = _Edited(program)
@@ -168,7 +170,7 @@ def count_useful(flops: Mapping[str, int]) -> Pass:
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
 def fuse_norms(program: Program) -> Program:
-    """x * rsqrt(mean(x * x) + eps) * weight, all but the last product in fp32, is one kernel (see `kernels.norm`)."""
+    """Fuses x * rsqrt(mean(x * x) + eps) * weight, fp32 up to the last product, into one kernel (`kernels.norm`)."""
     edited = _Edited(program)
     for node in edited.calls:
         if (found := _norm(node)) is not None:
@@ -178,7 +180,7 @@ def fuse_norms(program: Program) -> Program:
 
 
 def _norm(node: fx.Node) -> tuple[Any, ...] | None:
-    """The arguments of the norm that ends in a node; None where it ends none."""
+    """The arguments of the norm whose result a node is; None if it is none."""
     if node.target is not aten.mul.Tensor:
         return None
     narrowed = made_by(node, 0, aten._to_copy.default)
@@ -199,7 +201,7 @@ def _norm(node: fx.Node) -> tuple[Any, ...] | None:
 
 
 def store_norms_in_order(program: Program) -> Program:
-    """A norm that is read in one order only stores its result so."""
+    """Makes a norm that is read in only one order store its result in that order."""
     edited = _Edited(program)
     for node in edited.calls:
         norm = made_by(node, 0, NORM) if node.target is REORDER else None
@@ -212,8 +214,8 @@ def store_norms_in_order(program: Program) -> Program:
 
 # ---- quantized weights ----------------------------------------------------------------------------------------------
 def quantize(weights: Mapping[str, Coded], kind: str, invariant: bool) -> Pass:
-    """Linears of these parameters multiply the codes: on a `cpu` by torch's int4 product, on a `gpu` by our kernel,
-    with `invariant` in the same order for any number of rows."""
+    """A pass after which linears with these weights multiply codes: by torch's int4 product on a `cpu`, by Triton on a
+    `gpu`, with `invariant` in the same order of sums for any number of rows."""
 
     def quantize(program: Program) -> Program:
         edited = _Edited(program)
@@ -233,7 +235,8 @@ def quantize(weights: Mapping[str, Coded], kind: str, invariant: bool) -> Pass:
 
 
 def join_gates(weights: Mapping[str, Coded]) -> Pass:
-    """silu(x @ gate) * (x @ up), both multiplied as codes on a GPU, is one launch, their weights held side by side."""
+    """A pass that fuses silu(x @ gate) * (x @ up) of quantized weights on a GPU into one launch, weights side by
+    side."""
 
     def join_gates(program: Program) -> Program:
         edited = _Edited(program)

@@ -1,5 +1,4 @@
-"""What one device computes in a training step: a micro-batch, an optimizer update, an evaluation batch, and what goes
-between stored and gathered parameters."""
+"""The programs of a training step on one device: micro-batch, optimizer update, evaluation, gather and reduce."""
 
 from __future__ import annotations
 
@@ -74,9 +73,9 @@ def micro_program(
 ) -> Program:  # fmt: skip
     """Forward and backward of one micro-batch; gradients of the summed loss are added to the sums.
 
-    `gathered`: parameters come in used and cast, as `base` (the plain program) uses them. `unreduced`: the sums lie as
-    the gradients are made, whole on the data axes and not yet summed over them. `watched`: whatever an op makes of
-    floating-point numbers is an output too, in execution order, named `watched NAME`.
+    gathered: parameters are inputs in the form in which `base` (the plain program) uses them. unreduced: the sums are
+    laid out as gradients are computed, whole and partial over the data axes. watched: every floating-point result of an
+    op is also an output, in execution order, named `watched NAME`.
     """
     trail = Trail()
     names = list(_parameters(setting))
@@ -138,7 +137,7 @@ def _lies(layout: Layout, how: str) -> Annotation:
 def gather_program(
     setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str] | None = None
 ) -> Program:
-    """All parameters (or those of `names`), cast and gathered once for all micro-batches of a step."""
+    """All parameters (or `names`), cast and gathered once for all micro-batches of a step."""
 
     def step(params: dict[str, Tensor]) -> Any:
         return [boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()]
@@ -151,7 +150,7 @@ def gather_program(
 def reduce_program(
     setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str] | None = None
 ) -> Program:
-    """Gradient sums of all micro-batches, of all parameters or `names`, reduced and sharded once, after the last."""
+    """The gradient sums of all micro-batches, of all parameters or `names`, reduced and sharded once at the end."""
 
     def step(sums: dict[str, Tensor]) -> Any:
         return [boundary(s.to(setting.reduced_dtype(n)), "gradient", n).to(s.dtype) for n, s in sums.items()]
@@ -165,7 +164,7 @@ def _between(
     setting: Setting, step: Any, tensors: Mapping[str, Tensor], before: Mapping[str, Annotation],
     after: Mapping[str, Annotation],
 ) -> Program:  # fmt: skip
-    """A program that only brings each tensor from one layout to another."""
+    """A program that only moves each tensor from one layout to another."""
     graph = capture(step, (dict(tensors),), list(tensors))
     mark_outputs(graph)
     annotations: dict[Value, Annotation] = {}
@@ -228,9 +227,9 @@ def update_program(
     setting: Setting, storage: Mapping[str, Layout], names: Sequence[str] | None = None,
     *, squares: Callable[[Value], Annotation] | None = None,
 ) -> Program:  # fmt: skip
-    """AdamW on the shards, with the true global norm of the gradients.
+    """AdamW on the shards, with the global norm of all gradients.
 
-    `names`: a stage's parameters; then the last input is the square of the norm of all stages' gradients, and `squares`
+    names: a stage's parameters; the last input is then the squared norm of all stages' gradients, and `squares`
     annotates it.
     """
     o = setting.recipe.optimizer

@@ -1,4 +1,4 @@
-"""What clients send to a server, and when each of them was answered: plain values of plans and of servers."""
+"""The traffic of a server, and the times of its answers, as plain values for plans and servers."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from itertools import accumulate
 from tpshard.parallelism.fusion import Cached
 
 StepTime = Callable[[int, Cached], float]
-"""Seconds of a server's step by its rows and what they find in the cache."""
+"""A function from a step's rows and what they read of the cache to its seconds."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests of one size: `rate` of them a second at random times (Poisson), or, without a rate, `clients` that each
-    send their next request when the last is answered."""
+    """Requests of one size: `rate` per second at random times (Poisson), or without a rate from `clients` in a closed
+    loop, each sending its next request after its last answer."""
 
     prompt: int
-    """Tokens of a request, which no other request begins with."""
+    """Prompt tokens of a request; no two requests share a prefix."""
     answer: int
-    """Tokens of its answer."""
+    """Tokens of an answer."""
     rate: float | None = None
     clients: int = 1
     count: int = 1000
-    """Requests in all."""
+    """Number of requests."""
     seed: int = 0
 
     def arrivals(self) -> list[float]:
-        """Seconds from the start at which requests come; with `clients` all are there from the start."""
+        """Arrival times in seconds; with `clients`, all at the start."""
         if self.rate is None:
             return [0.0] * self.count
         draw = random.Random(self.seed)
@@ -38,23 +38,23 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Room:
-    """What a server has for requests."""
+    """The capacity of a server."""
 
     blocks: int
-    """Of its cache."""
+    """Blocks of its cache."""
     rows: int
-    """Of its largest step."""
+    """Rows of its largest step."""
     wanted: int
-    """Most rows of a step whose next token can be chosen."""
+    """Maximal rows of a step whose next token is chosen."""
     running: int
     """Requests answered at once."""
     queue: int
-    """Requests that may wait for that; more are refused."""
+    """Requests that may wait; more are refused."""
 
 
 @dataclass(frozen=True)
 class Answered:
-    """When a request came, and when the first and the last token of its answer were there, in seconds."""
+    """The times in seconds of a request, and of the first and last token of its answer."""
 
     came: float
     first: float
@@ -68,25 +68,25 @@ class Answered:
 
     @property
     def tpot(self) -> float:
-        """Seconds of each token after the first."""
+        """Seconds per token after the first."""
         return (self.last - self.first) / max(1, self.tokens - 1)
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """How a server answered its traffic."""
+    """The result of simulating or running a server under its traffic."""
 
     answers: tuple[Answered, ...]
-    """In the order in which the requests came."""
+    """Answers in the order of the requests' arrival."""
     refused: int
-    """Requests that found the queue full."""
+    """Requests refused because the queue was full."""
     preempted: int
-    """Times that a request gave its place in the cache back."""
+    """Number of preemptions."""
     steps: int
     seconds: float
-    """Until the last answer."""
+    """Seconds until the last answer."""
     mean_running: float
-    """Requests in a step, in the mean."""
+    """Mean number of requests per step."""
 
     @property
     def settled(self) -> tuple[Answered, ...]:
@@ -94,22 +94,22 @@ class Rehearsal:
         return self.answers[len(self.answers) // 5 :]
 
     def ttft(self, share: float) -> float:
-        """Seconds to the first token that a share of the requests does not exceed."""
+        """The quantile of the seconds to the first token."""
         return quantile([a.ttft for a in self.settled], share)
 
     def tpot(self, share: float) -> float:
-        """Seconds of each further token that a share of the requests does not exceed."""
+        """The quantile of the seconds per further token."""
         return quantile([a.tpot for a in self.settled], share)
 
     @property
     def requests_a_second(self) -> float:
-        """Answered once the server had filled, and before it emptied."""
+        """Answers per second between the filling and the emptying of the server."""
         ends = sorted(a.last for a in self.answers)
         some = ends[len(ends) // 5 : max(len(ends) * 4 // 5, len(ends) // 5 + 2)]
         return (len(some) - 1) / (some[-1] - some[0]) if len(some) > 1 and some[-1] > some[0] else 0.0
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The least of `values` that a share of them does not exceed; 0 where there are none."""
+    """The smallest of `values` that a share of them does not exceed; 0 for none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

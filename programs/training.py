@@ -27,35 +27,35 @@ from tpshard.programs.step_programs import (
 
 @dataclass
 class TrainingPrograms:
-    """What a run executes, step after step.
+    """The programs of a run.
 
-    `micro`: parameters, gradient sums, batch, and a seed where the model draws random numbers -> loss sum, token count,
-    new gradient sums (donated), and what the model counted, where it counts something.
-    `update`: parameters, gradient sums, both moments, loss sum, count, lr, number of the update -> new parameters and
-    moments (donated), gradient norm, whether all was finite. `evaluate`: parameters, batch -> loss sum, token count.
+    `micro`: (parameters, gradient sums, batch, a seed if the model draws random numbers) -> (loss sum, token count, new
+    gradient sums (donated), counters if any). `update`: (parameters, gradient sums, both moments, loss sum, count, lr,
+    number of the update) -> (new parameters and moments (donated), gradient norm, whether all is finite). `evaluate`:
+    (parameters, batch) -> (loss sum, token count).
     """
 
     setting: Setting
     micro: Program
     update: Program
-    """In a pipeline that of its first device."""
+    """In a pipeline, the update of its first device."""
     storage: dict[str, Layout]
-    """Per parameter how it, its summed gradient and its moments lie at rest."""
+    """The stored layout of each parameter, its summed gradient and its moments."""
     gather: Program | None = None
-    """`accumulate.gather: step`: stored parameters -> used ones, which then are what `micro` takes."""
+    """`accumulate.gather: step`: stored parameters -> gathered ones, which are then the inputs of `micro`."""
     reduce: Program | None = None
-    """`accumulate.reduce: last`: the sums, unsharded and unreduced, as `micro` leaves them -> stored sums."""
+    """`accumulate.reduce: last`: the unreduced sums that `micro` leaves -> stored sums."""
     pipeline: StagedPrograms | None = None
-    """What runs in place of all these where the model is cut into stages; `micro` then is what they are cut out of."""
+    """The programs that run instead where the model is in stages; `micro` is then the program they are cut from."""
 
     @cached_property
     def evaluate(self) -> Program:
-        """Made when it is first asked for: a plan of the training step does without."""
+        """The evaluation program, built on first use, because a plan of the training step does not need it."""
         return apply(self.setting, evaluate_program(self.setting, self.storage))
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Of everything that a run executes: equal on all ranks, or they would wait for each other for ever."""
+        """The fingerprints of all programs of a run. They must be equal on all ranks, or ranks would wait forever."""
         if self.pipeline is not None:
             return self.pipeline.fingerprints
         made = {"a micro-batch": self.micro, "an update": self.update, "an evaluation": self.evaluate}
@@ -63,12 +63,12 @@ class TrainingPrograms:
 
     @cached_property
     def counted(self) -> dict[str, int]:
-        """What the model counts, in the order of the last output of `micro`, and how many numbers each is."""
+        """The model's counters in the order of the last output of `micro`, with their number of values."""
         return counts.declared(self.setting.model)
 
     @property
     def names(self) -> list[str]:
-        """Parameters, in the order of the programs' inputs."""
+        """The parameters in the order of the programs' inputs."""
         return [p.name for p in self.micro.inputs if p.kind == "parameter"]
 
 

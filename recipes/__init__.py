@@ -1,1 +1,1 @@
-"""What a user writes: typed schema, loader with file:line:col, the shipped YAMLs. Never imports torch."""
+"""Recipes: the typed schema, the loader that reports file:line:col, and the shipped YAML files. Never imports torch."""

@@ -1,4 +1,4 @@
-"""A tree of nodes against the schema: values where they fit, and a mistake for each one that does not."""
+"""Checking a tree of nodes against the schema: returns the typed values, and a mistake for each wrong one."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class _Bad:
-    """Stands for a value that was refused; the mistake is already noted."""
+    """Stands for a refused value, whose mistake is already recorded."""
 
 
 BAD = _Bad()
 
 
 def expected(hint: Any) -> str:
-    """What may stand here, in words."""
+    """The values allowed for a type, as text."""
     words = [_words(base, constraints) for base, constraints in alternatives(hint)]
     return join(dict.fromkeys(words))
 
 
 @cache
 def homes() -> dict[str, list[str]]:
-    """Key to the paths at which it stands, to find a key that is written in the wrong section."""
+    """The paths at which each key exists, to recognise a key in the wrong section."""
     found: dict[str, list[str]] = {}
 
     def visit(cls: type[Section], prefix: str) -> None:
@@ -49,17 +49,17 @@ def homes() -> dict[str, list[str]]:
 
 
 class Checker:
-    """Walks one merged recipe. `mistakes` has everything that is wrong, `places` every key that was given."""
+    """Checks one merged recipe. `mistakes` collects all errors; `places` has the place of every written key."""
 
     def __init__(self, merged: Merged) -> None:
         self.merged = merged
         self.mistakes: list[Diagnostic] = list(merged.mistakes)
         self.places: dict[str, tuple[Source, Source]] = {}
-        """Path to where its key and its value stand."""
+        """For each path, the places of its key and its value."""
         self.bad: set[str] = {dotted(path) for path in merged.bad}
         """Paths whose value was refused."""
         self.told: set[Path] = set()
-        """Paths whose interpolation is told to be wrong."""
+        """Paths whose interpolation is already reported."""
 
     def wrong(self, path: str, message: str, where: Source, why: str = "", fix: str = "") -> _Bad:
         self.bad.add(path)
@@ -67,7 +67,7 @@ class Checker:
         return BAD
 
     def at(self, path: str) -> Any:
-        """The value at the path of a key, or BAD."""
+        """The checked value at the path of a key, or BAD."""
         hint: Any = schema.Recipe
         for key in path.split("."):
             inner = section_of(hint)
@@ -76,7 +76,7 @@ class Checker:
         return self.value(self.merged.node(tuple(path.split("."))), hint, path)
 
     def section(self, node: Node, cls: type[Section], path: str) -> Any:
-        """An instance of `cls`; a refused value leaves its default, so that the rest can still be checked."""
+        """An instance of `cls`. A refused value is replaced by its default, so that the rest can be checked."""
         given: dict[str, Any] = {}
         written: dict[str, Any] = {}
         known = hints(cls)
@@ -119,13 +119,13 @@ class Checker:
         return node.kind == "scalar" and scalar(node) is None and not self.interpolated(node)
 
     def raw(self, node: Node) -> Any:
-        """The value of a scalar in the merged recipe, where it stands there."""
+        """The value of a scalar in the merged recipe, if it is there."""
         if node.path is None or node.kind != "scalar":
             return None
         return self.merged.written(node.path)
 
     def interpolated(self, node: Node) -> bool:
-        """Whether text anywhere below is to be completed."""
+        """Whether any text below contains an interpolation."""
         below = (*node.items, *(value for _, value in node.entries))
         return "${" in str(self.raw(node)) or any(map(self.interpolated, below))
 
@@ -164,7 +164,7 @@ class Checker:
             best = max(sections, key=lambda cls: len(names & set(hints(cls))))
             if len(sections) > 1 and not names & set(hints(best)):
                 legal = join("{" + ", ".join(hints(cls)) + "}" for cls in sections)
-                return self.wrong(path, f"`{path}` is none of the maps that may stand here", node.source, fix=legal)
+                return self.wrong(path, f"`{path}` does not match any of the allowed maps", node.source, fix=legal)
             return self.section(node, best, path)
         if (pair := mapping_of(hint)) is not None:
             return self.mapping(node, pair, path)
@@ -205,7 +205,7 @@ class Checker:
         return BAD if any(value is BAD for value in found) else tuple(found)
 
     def plain(self, node: Node, path: str) -> Any:
-        """Data without a schema, such as a user's own arguments; only the traps are refused."""
+        """Data without a schema, such as the arguments of a user's module; only ambiguous scalars are refused."""
         if node.kind == "map":
             return self.mapping(node, (str, Any), path)
         if node.kind == "list":
@@ -227,7 +227,7 @@ class Checker:
             return self.completed(node, hint, path)
         if raw == "???":
             self.bad.add(path)
-            if node.source.line and node.path not in self.told:  # else a default that comes from a key which is wrong
+            if node.source.line and node.path not in self.told:  # otherwise a default derived from a wrong key
                 from tpshard.recipes.interpolation import to_be_given
 
                 self.told.add(node.path or ())
@@ -259,8 +259,10 @@ class Checker:
         return made
 
     def completed(self, node: Node, hint: Any, path: str) -> Any:
-        """What an interpolation stands for, checked as if it stood here. Text that the environment completes is kept
-        as written; anything else must be known now."""
+        """The value of an interpolation, checked as if written in its place.
+
+        Text that depends on the environment is kept as written; anything else must be known now.
+        """
         assert node.path is not None
         value, environment, error = self.merged.completed(node.path)
         bases = [base for base, _ in alternatives(hint)]
@@ -334,7 +336,7 @@ def _saved(cls: type[Section], key: str) -> bool:
 
 
 def _as(value: Any, base: Any, constraints: tuple[Constraint, ...]) -> Any:
-    """`value` as a `base`, or BAD."""
+    """`value` converted to type `base`, or BAD."""
     if get_origin(base) is Literal:
         same = [c for c in get_args(base) if c == value and type(c) is type(value)]
         return same[0] if same else BAD

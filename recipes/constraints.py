@@ -1,5 +1,5 @@
-"""What a value of the schema may be beyond its type. Each says whether a value is wrong, what is legal, and how
-JSON Schema writes it."""
+"""Constraints on the schema's values beyond their type: each checks a value, describes what is legal, and gives its
+JSON Schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Constraint(Protocol):
     def wrong(self, value: Any) -> bool: ...
 
     def legal(self) -> str:
-        """What would be legal, to stand after "must be"."""
+        """The legal values, as text after "must be"."""
 
     def json(self) -> dict[str, Any]: ...
 
@@ -61,7 +61,7 @@ def _number(bound: float) -> str:
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a mesh axis: at least 1, or -1 for "the rest"."""
+    """The size of a mesh axis: at least 1, or -1 for the remaining devices."""
 
     def wrong(self, value: Any) -> bool:
         return value != -1 and not 1 <= value <= 2**20
@@ -89,7 +89,7 @@ class GroupSize:
 
 @dataclass(frozen=True)
 class Alone:
-    """A list that may be written without brackets when it has one item, and as null when it has none."""
+    """A list that may be written without brackets if it has one item, and as null if it is empty."""
 
     def wrong(self, value: Any) -> bool:
         return False
@@ -103,7 +103,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class Form:
-    """Text of a given form; `said` is the form in words."""
+    """Text that matches a pattern; `said` describes it."""
 
     pattern: str
     said: str
@@ -120,7 +120,7 @@ class Form:
 
 @dataclass(frozen=True)
 class NameOrFile:
-    """One of the names shipped with the package, or a path to a file of one's own."""
+    """A shipped name, or the path of a user's file."""
 
     names: tuple[str, ...]
     suffix: str
@@ -144,7 +144,7 @@ _UNITS: Mapping[str, int] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Bytes:
-    """A number of bytes, or text such as 70GiB or 64 GB, read as a number of bytes."""
+    """A number of bytes, or text such as 70GiB or 64 GB that is read as one."""
 
     def wrong(self, value: Any) -> bool:
         return value <= 0

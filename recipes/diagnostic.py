@@ -1,4 +1,4 @@
-"""One type for everything that can be wrong with what a user gave; text, colour and JSON are renderers of it."""
+"""The type of every error in a user's input, and its rendering as text, in colour and as JSON."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ class Source:
     line: int
     col: int
     text: str
-    """The whole line, without its end."""
+    """The whole line, without its line end."""
     width: int = 1
-    """How many characters the caret underlines."""
+    """Number of characters that the caret underlines."""
     origins: tuple[tuple[Source, str], ...] = ()
-    """The places of the values that an interpolation here stands for, each with a few words."""
+    """The places of the values that an interpolation here refers to, each with a note."""
 
     def __str__(self) -> str:
-        """`file:line:col`; a value that nobody wrote (line 0) is named by `file` alone."""
+        """`file:line:col`, or only `file` for a default (line 0)."""
         return f"{self.file}:{self.line}:{self.col}" if self.line else self.file
 
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One mistake: what is wrong, where, why, and what would be legal."""
+    """One mistake: what is wrong, where, why, and how to fix it."""
 
     message: str
     exit: Exit = Exit.RECIPE
     where: Source | None = None
     why: str = ""
-    """A few words that stand beside the caret."""
+    """A note beside the caret."""
     fix: str = ""
     severity: Literal["error", "warning"] = "error"
     also: tuple[tuple[Source, str], ...] = ()
-    """Further places that take part in the mistake, each with a few words."""
+    """Further places of the mistake, each with a note."""
 
 
 class Mistakes(Exception):
-    """Everything that is wrong, found at once. The command line renders it to stderr and exits with `exit`."""
+    """All mistakes of an input, reported together. The command line prints them to stderr and exits with `exit`."""
 
     def __init__(self, diagnostics: Iterable[Diagnostic]):
         self.diagnostics: tuple[Diagnostic, ...] = tuple(diagnostics)
@@ -68,7 +68,7 @@ class Mistakes(Exception):
 
     @property
     def exit(self) -> Exit:
-        """The lowest of 2 to 5 among the errors; failing those, the lowest of what is there."""
+        """The lowest exit code of 2 to 5 among the errors; without one of these, the lowest of all."""
         codes = [d.exit for d in self.diagnostics if d.severity == "error"]
         static = [code for code in codes if Exit.USAGE <= code <= Exit.MACHINE]
         return min(static or codes, default=Exit.BUG)
@@ -81,12 +81,12 @@ _COLORS = {"error": "1;31", "warning": "1;33", "place": "36", "fix": "32"}
 
 
 def as_text(diagnostics: Sequence[Diagnostic], *, color: bool = False, width: int = 0) -> str:
-    """The screen: one block a diagnostic, like a compiler's. `width` cuts source lines around the caret; 0 does not."""
+    """The diagnostics as text, one block each, like a compiler's. `width` shortens source lines; 0 does not."""
     return "\n".join(_block(d, color, width) for d in diagnostics)
 
 
 def as_json(diagnostics: Sequence[Diagnostic]) -> list[dict[str, Any]]:
-    """The same for programs: positions from 1, `end_col` exclusive, null where there is no place."""
+    """The diagnostics as JSON values: positions from 1, `end_col` exclusive, null without a place."""
     return [
         {
             "severity": d.severity,
@@ -102,7 +102,7 @@ def as_json(diagnostics: Sequence[Diagnostic]) -> list[dict[str, Any]]:
 
 
 def dumps(diagnostics: Sequence[Diagnostic]) -> str:
-    """`as_json` as one document, with whether there is any error."""
+    """`as_json` as one document, with a flag for errors."""
     return json.dumps(
         {
             "schema": 1,
@@ -115,7 +115,7 @@ def dumps(diagnostics: Sequence[Diagnostic]) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` without anything a terminal would obey: a recipe of somebody else's must not move the cursor."""
+    """`text` with control characters escaped, so that another person's recipe cannot control the terminal."""
     return re.sub(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]", _escaped, text)
 
 
@@ -124,7 +124,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def _further(d: Diagnostic) -> list[tuple[Source, str]]:
-    """Every place of the mistake but the first, each once."""
+    """All places of the mistake except the first, each once."""
     pairs = [*d.also, *(d.where.origins if d.where else ())]
     return [pair for i, pair in enumerate(pairs) if pair[0] not in [source for source, _ in pairs[:i]]]
 
@@ -170,12 +170,12 @@ def _block(d: Diagnostic, color: bool, width: int) -> str:
 
 
 def _blank(text: str) -> str:
-    # tabs stay tabs, so that the caret lines up however wide the terminal draws them
+    # tabs stay tabs, so that the caret is aligned at any tab width
     return "".join("\t" if c == "\t" else " " for c in text)
 
 
 def _window(source: Source, width: int) -> tuple[str, int]:
-    """The part of the line to show, and at which character it starts."""
+    """The part of the line to show, and the index of its first character."""
     limit = max(width, 20) if width else 200
     if len(source.text) <= limit:
         return source.text, 0
@@ -190,7 +190,7 @@ def join(words: Iterable[str]) -> str:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """The one of `known` that `word` was probably meant to be, or nothing."""
+    """The name in `known` that is most similar to `word`; "" if none is similar."""
     names = list(known)
     begun = [name for name in names if len(word) > 2 and name.startswith(word.lower())]
     close = begun or difflib.get_close_matches(word.lower(), names, 1, 0.6)

@@ -1,4 +1,4 @@
-"""The schema for those who read it: documentation of each key, JSON Schema for editors, completion for shells."""
+"""Documentation generated from the schema: texts of keys, JSON Schema for editors, completion for shells."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tpshard.recipes.write import as_data
 
 @cache
 def texts() -> dict[str, dict[str, str]]:
-    """Section to key to the docstring under it in the schema's source."""
+    """For each section and key, the docstring below it in the schema's source."""
     found: dict[str, dict[str, str]] = {}
     for node in ast.parse(inspect.getsource(schema)).body:
         if isinstance(node, ast.ClassDef):
@@ -40,12 +40,15 @@ def _is_text(node: ast.stmt) -> bool:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of a recipe file, with the documentation of every key, as editors show it."""
+    """The JSON Schema (draft 2020-12) of a recipe file, with the documentation of every key for editors."""
     definitions: dict[str, Any] = {}
     top = _object(schema.Recipe, definitions)
-    extends = {"type": "string", "description": "A recipe to start from: a path beside this file, or a shipped name."}
+    extends = {
+        "type": "string",
+        "description": "The recipe to start from: a path relative to this file, or a shipped name.",
+    }
     top["properties"] = {"extends": extends, **top["properties"]}
-    top["required"] = []  # what `extends` may bring
+    top["required"] = []  # `extends` may supply them
     top["anyOf"] = [{"required": ["model"]}, {"required": ["extends"]}]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -81,7 +84,7 @@ def _object(cls: type[Section], definitions: dict[str, Any]) -> dict[str, Any]:
 def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     made = [_one(base, constraints, definitions) for base, constraints in alternatives(hint)]
     if hint is not Any and hint is not str:
-        made.append({"type": "string", "pattern": r"\$\{"})  # an interpolation stands for any value
+        made.append({"type": "string", "pattern": r"\$\{"})  # any value may be an interpolation
     return made[0] if len(made) == 1 else {"anyOf": made}
 
 
@@ -125,7 +128,7 @@ def _array(shape: tuple[Any, ...], definitions: dict[str, Any]) -> dict[str, Any
 
 @dataclass(frozen=True)
 class DocumentedKey:
-    """One key of the schema, as a reader needs it."""
+    """The documentation of one key."""
 
     path: str
     legal: str
@@ -134,7 +137,7 @@ class DocumentedKey:
 
 
 def keys(prefix: str = "") -> list[DocumentedKey]:
-    """Every key that holds a value, in the order of the schema, below `prefix`."""
+    """All keys with a value below `prefix`, in the order of the schema."""
     found: list[DocumentedKey] = []
 
     def visit(cls: type[Section], at: str) -> None:
@@ -153,7 +156,7 @@ def keys(prefix: str = "") -> list[DocumentedKey]:
 
 
 def legal(hint: Any) -> str:
-    """What a value may be, in words, limits included."""
+    """The allowed values of a type as text, limits included."""
     words = []
     for base, constraints in alternatives(hint):
         limits = [c.legal() for c in constraints]
@@ -168,8 +171,10 @@ def _plain(value: Any) -> str:
 
 
 def completions(incomplete: str) -> list[tuple[str, str]]:
-    """What may continue an override `key.path=value`, each with its documentation: keys one level at a time, and after
-    `=` the values of a key that has few."""
+    """Completions of an override `key.path=value`, with documentation.
+
+    Keys are completed one level at a time; after `=`, the values of a key with few of them.
+    """
     path, equals, value = incomplete.partition("=")
     parts = path.split(".")
     cls: type[Section] = schema.Recipe
@@ -193,7 +198,7 @@ def completions(incomplete: str) -> list[tuple[str, str]]:
 
 
 def _free(hint: Any, path: str, rest: list[str], incomplete: str) -> list[tuple[str, str]]:
-    """Names that usually stand where any may."""
+    """Common names for a key that allows any."""
     usual = {"mesh": ("dp", "fsdp", "tp"), "serve.mesh": ("tp",), "sharding.rules": tuple(DIMS)}.get(path, ())
     if mapping_of(hint) is None or len(rest) != 1 or "=" in incomplete:
         return []

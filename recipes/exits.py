@@ -1,4 +1,4 @@
-"""What a process says to whoever started it."""
+"""The exit codes of all commands."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from enum import IntEnum
 
 class Exit(IntEnum):
     DONE = 0
-    """All went well."""
+    """Success."""
     BUG = 1
-    """A mistake in tpshard: please report it. Or `tpshard check` found a difference that rounding does not explain."""
+    """A bug in tpshard: please report it. Or `tpshard check` found a difference that rounding does not explain."""
     USAGE = 2
-    """The command line is wrong: an unknown option, a file that is there already."""
+    """The command line is wrong: an unknown option, or an output that already exists."""
     RECIPE = 3
-    """The recipe is wrong by itself."""
+    """The recipe itself is wrong."""
     FIT = 4
     """Model, mesh and device do not fit each other."""
     MACHINE = 5
@@ -21,12 +21,12 @@ class Exit(IntEnum):
     DATA = 6
     """Text or tokenizer cannot be read."""
     CHECKPOINT = 7
-    """A checkpoint cannot be read or written, or is not of this run."""
+    """A checkpoint cannot be read or written, or belongs to another run."""
     NONFINITE = 8
     """The loss or a gradient was not finite, and `train.on_nonfinite` is stop."""
     WORKER_LOST = 9
-    """A worker ended or hung; the last line names it."""
+    """A worker was lost or hung; the last line names it."""
     PREEMPTED = 75
-    """SIGTERM or SIGUSR1: a checkpoint was saved, and the same command continues."""
+    """SIGTERM or SIGUSR1: a checkpoint was saved; the same command resumes."""
     INTERRUPTED = 130
-    """Ctrl-C: a checkpoint was saved, and the same command continues."""
+    """Ctrl-C: a checkpoint was saved; the same command resumes."""

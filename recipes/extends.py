@@ -1,4 +1,4 @@
-"""`extends`: the files that a recipe stands on, from the base to the recipe itself."""
+"""`extends`: the chain of files of a recipe, from the base to the recipe itself."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def builtins() -> dict[str, Path]:
 
 
 def layers(path: Path, found: list[Diagnostic]) -> list[Node]:
-    """The trees of the recipe and of what it extends, base first, `extends` itself taken out.
+    """The trees of the recipe and of the files it extends, base first, without the key `extends`.
 
-    Mistakes that leave a tree are added to `found`. Raises `Mistakes` when a file cannot be read, is no YAML, lies
-    outside the recipe's tree, or extends itself; the message shows the chain.
+    Mistakes that leave a usable tree are added to `found`. Raises `Mistakes`, with the chain, when a file cannot be
+    read, is not YAML, is outside the recipe's tree, or extends itself.
     """
     return _climb(path, _read(path, None, found), _roots(path), [path], found)
 
 
 def layers_of_text(text: str, file: str, found: list[Diagnostic]) -> list[Node]:
-    """The same for a recipe that is no file; what it extends is relative to where the command runs."""
+    """`layers` of a recipe given as text; its `extends` is relative to the working directory."""
     here = Path.cwd()
     return _climb(here / "text", compose(text, file, found), [here.resolve()], [Path(file)], found)
 
@@ -40,17 +40,17 @@ def _climb(path: Path, tree: Node, roots: list[Path], chain: list[Path], found: 
     rest = Node("map", tree.source, entries=tuple((k, v) for k, v in tree.entries if k.text != "extends"))
     if node.kind != "scalar" or not node.text:
         raise Mistakes.one(
-            "`extends` is the path of one file or the name of a shipped recipe",
+            "`extends` must be the path of one file, or the name of a shipped recipe",
             where=node.source,
             fix="for example `extends: llama3-8b` or `extends: ../base.yaml`",
         )
     base = _base(path, node, roots, chain)
     if any(_same(base, earlier) for earlier in chain):
         raise Mistakes.one(
-            f"`extends` goes round in a circle: {_shown([*chain, base])}", where=node.source, why="back to the start"
+            f"`extends` is circular: {_shown([*chain, base])}", where=node.source, why="back to the start"
         )
     if len(chain) >= MAX_CHAIN:
-        raise Mistakes.one(f"`extends` goes on for more than {MAX_CHAIN} files: {_shown(chain)}", where=node.source)
+        raise Mistakes.one(f"`extends` has a chain of more than {MAX_CHAIN} files: {_shown(chain)}", where=node.source)
     return [*_climb(base, _read(base, (node.source, chain), found), roots, [*chain, base], found), rest]
 
 
@@ -81,7 +81,7 @@ def _base(path: Path, node: Node, roots: list[Path], chain: list[Path]) -> Path:
 
 
 def _roots(path: Path) -> list[Path]:
-    """What counts as the recipe's tree: its folder, and those above it where the command runs or a project begins."""
+    """The roots of the recipe's tree: its folder, and the working directory and project folder above it."""
     folder = path.resolve().parent
     above = [folder, *folder.parents]
     here = Path.cwd().resolve()

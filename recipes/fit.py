@@ -1,7 +1,7 @@
-"""Whether a recipe fits its model and its mesh: patterns, ranks and divisibility, told before anything is built.
+"""Checking whether a recipe fits its model and its mesh: patterns, ranks and divisibility, before anything is built.
 
-Works on the plain description of a model, so it needs no torch. A module of the user's own has none; for it only `laws`
-hold, and building it tells the rest.
+Needs only the model's configuration, not torch. A user's module has none; then only `laws` are checked, and building it
+reveals the rest.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from tpshard.recipes.schema import AXES, Recipe
 
 
 def sizes(recipe: Recipe, c: ModelConfig) -> dict[str, int]:
-    """Dim to how many pieces it can be cut into: heads count as heads, not as columns."""
+    """The number of indivisible units of each dim: heads count as heads, not as columns."""
     return {"batch": recipe.batch.global_sequences, "seq": recipe.model.seq_len, **c.pieces}
 
 
 def devices(recipe: Recipe) -> int | None:
-    """How many devices the recipe is for, where it says; None where only the machine knows."""
+    """The number of devices that the recipe names; None where the machine decides."""
     if recipe.cluster is not None:
         return recipe.cluster.nodes * recipe.cluster.devices_per_node
     return None if -1 in recipe.mesh.values() else math.prod(recipe.mesh.values())
 
 
 def misfits(recipe: Recipe, c: ModelConfig | None, *, world: int | None = None) -> list[Diagnostic]:
-    """Every way in which recipe, model and mesh do not fit.
+    """All ways in which recipe, model and mesh do not fit each other.
 
-    `c` is None for a model whose numbers are not known. `world` is the number of devices where the recipe leaves it to
-    the machine; while it is not known either, axes of size -1 are taken to fit.
+    `c` is None for a model whose configuration is unknown. `world` is the number of devices if the machine decides it;
+    while it is unknown, axes of size -1 count as fitting.
     """
     world = devices(recipe) if world is None else world
     mesh = {axis: size for axis, size in recipe.mesh.items() if size != -1}
@@ -42,7 +42,7 @@ def misfits(recipe: Recipe, c: ModelConfig | None, *, world: int | None = None) 
     if world is not None and whole:
         mesh = recipe.mesh_on(world)
     mesh = dict.fromkeys(set(AXES) - set(recipe.mesh), 1) | mesh
-    # a mesh that the cluster refuses will change, and with it the number of data ranks
+    # a mesh that does not fit the cluster will change, and with it the number of data ranks
     found = list(_batch(recipe, mesh)) if whole else []
     if c is not None:
         fit = _Fit(recipe, c, mesh, world)
@@ -51,7 +51,7 @@ def misfits(recipe: Recipe, c: ModelConfig | None, *, world: int | None = None) 
 
 
 def _batch(recipe: Recipe, mesh: Mapping[str, int]) -> Iterator[Diagnostic]:
-    """A step's sequences are dealt to the data ranks in whole micro-batches."""
+    """Checks that a step's sequences divide among the data ranks into whole micro-batches."""
     axes = recipe.sharding.rules.get("batch", ())
     if any(axis not in mesh for axis in axes):
         return
@@ -63,7 +63,7 @@ def _batch(recipe: Recipe, mesh: Mapping[str, int]) -> Iterator[Diagnostic]:
             return
         below = total // ranks * ranks
         yield Diagnostic(
-            f"{total} sequences a step cannot be dealt evenly to {ranks} data ranks",
+            f"{total} sequences a step do not divide evenly among {ranks} data ranks",
             exit=Exit.FIT,
             where=recipe.where("batch.global_sequences"),
             why=f"{total} = {total // ranks} x {ranks} + {total % ranks}",
@@ -85,7 +85,7 @@ def _batch(recipe: Recipe, mesh: Mapping[str, int]) -> Iterator[Diagnostic]:
 
 @dataclass(frozen=True)
 class _Use:
-    """A dim that mesh axes cut, and who says so."""
+    """A dim that mesh axes shard, with the key that says so."""
 
     dim: str
     axes: tuple[str, ...]
@@ -94,7 +94,7 @@ class _Use:
 
 
 class _Fit:
-    """The checks that need the model's numbers."""
+    """The checks that need the model's configuration."""
 
     def __init__(self, recipe: Recipe, c: ModelConfig, mesh: Mapping[str, int], world: int | None):
         self.recipe, self.c, self.mesh, self.world = recipe, c, mesh, world
@@ -104,7 +104,7 @@ class _Fit:
         self.model = recipe.model.preset or recipe.model.stored()["hf"] or "the model"
 
     def names(self) -> Iterator[Diagnostic]:
-        """Patterns match something, and have as many entries as what they match has dims."""
+        """Checks that patterns match something, and have as many entries as the matched tensors have dims."""
         sharding = self.recipe.sharding
         given: list[tuple[str, str, Sequence[object]]] = []
         given += [(f"sharding.annotate.{pattern}", pattern, dims) for pattern, dims in sharding.annotate.items()]
@@ -125,7 +125,7 @@ class _Fit:
         yield from self.units()
 
     def units(self) -> Iterator[Diagnostic]:
-        """Patterns of `wrap` and `bucket` match modules or parameters. The default may speak of what is not there."""
+        """Checks that patterns of `wrap` and `bucket` match something; the default may name missing modules."""
         lists = {"fsdp.wrap": self.recipe.fsdp.wrap, "fsdp.bucket": self.recipe.fsdp.bucket}
         for path, units in lists.items():
             if not isinstance(units, tuple) or not self.recipe.where(path).line:
@@ -145,7 +145,7 @@ class _Fit:
         )
 
     def axes_once(self) -> Iterator[Diagnostic]:
-        """What the rules make of a tensor's dims cuts it over each axis once."""
+        """Checks that the rules shard no tensor twice over one axis."""
         told: set[tuple[str, str, str]] = set()
         for name, dims in {**self.parameters, **INPUTS}.items():
             if any(matches(p, name) for p in (*self.recipe.sharding.pin, *self.recipe.sharding.annotate)):
@@ -157,15 +157,17 @@ class _Fit:
                     if first != dim and (axis, first, dim) not in told and (axis, dim, first) not in told:
                         told.add((axis, first, dim))
                         yield Diagnostic(
-                            f"`{name}` would be cut over `{axis}` twice",
+                            f"`{name}` would be sharded over `{axis}` twice",
                             where=self.recipe.where(f"sharding.rules.{dim}"),
                             why=f"its dims are [{', '.join(dims)}]",
-                            fix=f"another axis for {first} or {dim}, or a pin for this tensor",
-                            also=((self.recipe.where(f"sharding.rules.{first}"), f"{first} is cut over {axis} too"),),
+                            fix=f"use another axis for {first} or {dim}, or pin this tensor",
+                            also=(
+                                (self.recipe.where(f"sharding.rules.{first}"), f"{first} is sharded over {axis} too"),
+                            ),
                         )
 
     def uses(self) -> Iterator[_Use]:
-        """Every computed dim that a rule, an annotation or a pin cuts."""
+        """Yields every computed dim that a rule, an annotation or a pin shards."""
         sharding = self.recipe.sharding
         ruled = {dim for dims in self.tensors.values() for dim in dims}
         for dim, axes in sharding.rules.items():
@@ -186,7 +188,7 @@ class _Fit:
         return [name for name, dims in self.tensors.items() if matches(pattern, name) and len(dims) == rank]
 
     def uneven(self) -> Iterator[Diagnostic]:
-        """Axes divide the dims that they cut; KV heads may be fewer than what cuts the heads, if that is a multiple."""
+        """Checks that axes divide the dims they shard. KV heads may be fewer than devices, if these are a multiple."""
         if self.recipe.sharding.on_uneven == "pad":
             return
         told: set[tuple[str, tuple[str, ...]]] = set()
@@ -220,7 +222,7 @@ class _Fit:
         return self.c.divides(dim, ways) if dim in self.c.pieces else self.sizes[dim] % ways == 0
 
     def legal(self, axis: str) -> list[int]:
-        """Sizes of an axis with which everything fits, those around the present one."""
+        """The sizes of an axis with which everything fits, near the present one."""
         uses = [use for use in self.uses() if axis in use.axes and all(a in self.mesh for a in use.axes)]
         others = {use: math.prod(self.mesh[a] for a in use.axes if a != axis) for use in uses}
         free = -1 in self.recipe.mesh.values()
@@ -239,7 +241,7 @@ class _Fit:
         if self.c.kv_heads < ways and self.c.divides("heads", ways):
             last = next(axis for axis in reversed(axes) if self.mesh.get(axis, 1) > 1)
             yield Diagnostic(
-                f"each of the {self.c.kv_heads} KV heads is kept by {ways // self.c.kv_heads} devices",
+                f"each of the {self.c.kv_heads} KV heads is replicated on {ways // self.c.kv_heads} devices",
                 where=self.recipe.where(f"mesh.{last}"),
                 why=f"{ways} ways, {self.c.heads} heads, {self.c.kv_heads} KV heads",
                 severity="warning",
@@ -248,7 +250,7 @@ class _Fit:
     def positions(self) -> Iterator[Diagnostic]:
         if self.c.described.positions == "learned" and self.recipe.model.seq_len > self.c.max_seq:
             yield Diagnostic(
-                f"sequences of {self.recipe.model.seq_len:,} tokens, and {self.model} has {self.c.max_seq:,} positions",
+                f"sequences of {self.recipe.model.seq_len:,} tokens, but {self.model} has {self.c.max_seq:,} positions",
                 exit=Exit.FIT,
                 where=self.recipe.where("model.seq_len"),
                 fix=f"model.seq_len: {self.c.max_seq}, or model.max_seq: {self.recipe.model.seq_len}",

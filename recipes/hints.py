@@ -1,4 +1,4 @@
-"""What the annotations of the schema say: the types that a value may have, and which sections and maps lie below."""
+"""Reading the schema's type annotations: the types of a value with their constraints, and nested sections and maps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tpshard.recipes.section import Section, field_names
 
 
 def hints(cls: type[Section]) -> dict[str, Any]:
-    """Field to type, with its constraints."""
+    """The type of each field, with its constraints."""
     return _hints(typing.cast(Any, cls))
 
 
@@ -24,7 +24,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def alternatives(hint: Any) -> list[tuple[Any, tuple[Constraint, ...]]]:
-    """The types a value may have, each with its constraints."""
+    """The alternative types of a value, each with its constraints."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return [found for part in get_args(hint) for found in alternatives(part)]
@@ -35,19 +35,19 @@ def alternatives(hint: Any) -> list[tuple[Any, tuple[Constraint, ...]]]:
 
 
 def section_of(hint: Any) -> type[Section] | None:
-    """The section that a map at this place is, if there is only one."""
+    """The section that a map here must be, if there is only one."""
     found = [base for base, _ in alternatives(hint) if isinstance(base, type) and issubclass(base, Section)]
     return found[0] if len(found) == 1 else None
 
 
 def wholly_section(hint: Any) -> type[Section] | None:
-    """The section that stands at this place and nothing else does, but for null."""
+    """The section here, if no other type but null is allowed."""
     bases = [base for base, _ in alternatives(hint) if base is not type(None)]
     return section_of(hint) if len(bases) == 1 else None
 
 
 def mapping_of(hint: Any) -> tuple[Any, Any] | None:
-    """Key and value type where free keys may stand."""
+    """The key and value types of a map with free keys, if one is allowed here."""
     for base, _ in alternatives(hint):
         if get_origin(base) in (Mapping, dict):
             return get_args(base)

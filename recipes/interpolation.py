@@ -1,5 +1,7 @@
-"""Interpolation by OmegaConf's grammar: other keys, the environment, text read as a value. Nothing else is resolved, so
-that no recipe imports a module, runs code or reads a file."""
+"""Interpolation in OmegaConf's grammar: other keys, the environment, and text decoded as a value.
+
+Other resolvers are refused, so that no recipe can import a module, run code or read a file.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ ALLOWED = ("oc.env", "oc.decode", "oc.select", "oc.dict.keys", "oc.dict.values")
 """Resolvers that a recipe may use. Others of OmegaConf, such as `oc.coerce`, import modules."""
 
 MAX_COMPLETED = 2_000
-"""Interpolations that a recipe may stand for when all that they refer to is written out."""
+"""The maximal number of interpolations of a recipe after expansion."""
 
 ERRORS = (OmegaConfBaseException, RecursionError, LookupError, AttributeError, TypeError, ValueError)
-"""What OmegaConf raises for an interpolation that cannot be completed."""
+"""The errors that OmegaConf raises for an interpolation that cannot be resolved."""
 
 _RESOLVER = re.compile(r"\$\{\s*([A-Za-z_][\w.-]*)\s*:")
 _KEY = re.compile(r"\$\{\s*(\.*)([^${}:]+?)\s*\}")
@@ -35,7 +37,7 @@ _LOCK = threading.RLock()
 
 @dataclass
 class Environment:
-    """The environment variables that completing a value asked for, and those among them that it cannot do without."""
+    """The environment variables that resolving a value read, and those that are unset and required."""
 
     read: list[str] = field(default_factory=list)
     unset: list[str] = field(default_factory=list)
@@ -43,10 +45,10 @@ class Environment:
 
 @contextmanager
 def only_allowed() -> Iterator[Environment]:
-    """OmegaConf with the allowed resolvers alone, whoever registered others; notes what they read."""
+    """A context in which OmegaConf has only the allowed resolvers; yields the environment variables they read."""
     seen = Environment()
     with _LOCK, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of an empty default, `${oc.env:NAME,}`
+        warnings.simplefilter("ignore")  # about an empty default, `${oc.env:NAME,}`
         every = BaseContainer._resolvers
 
         def environment(root: Any, parent: Any, node: Any, args: tuple[Any, ...], words: tuple[str, ...]) -> Any:
@@ -63,7 +65,7 @@ def only_allowed() -> Iterator[Environment]:
 
 
 def unreadable(text: str) -> str | None:
-    """What is wrong with the interpolations in `text`, whatever they refer to; None for nothing."""
+    """The error in the syntax of the interpolations in `text`; None if there is none."""
     refused = next((name for name in _RESOLVER.findall(text) if name not in ALLOWED), None)
     if refused is not None:
         return f"`{refused}` is not allowed; {', '.join(ALLOWED)} are"
@@ -75,14 +77,16 @@ def unreadable(text: str) -> str | None:
 
 
 def value_at(config: DictConfig, path: Path) -> Any:
-    """The value with all its interpolations completed, as maps, lists and scalars. Raises one of `ERRORS`; to be called
-    inside `only_allowed`."""
+    """The value with all interpolations resolved, as maps, lists and scalars.
+
+    Raises one of `ERRORS`. Call it inside `only_allowed`.
+    """
     value: Any = reduce(lambda inside, key: inside[key], path, config)
     return OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
 
 
 def written_at(raw: Any, path: Path) -> Any:
-    """The value at a path of plain data. Raises LookupError where there is none."""
+    """The value at a path of plain data. Raises LookupError if there is none."""
     for key in path:
         if isinstance(raw, list) and str(key).isdigit():
             raw = raw[int(key)]
@@ -94,7 +98,7 @@ def written_at(raw: Any, path: Path) -> Any:
 
 
 def or_none(raw: Any, path: Path) -> Any:
-    """The value at a path of plain data, None where there is none."""
+    """The value at a path of plain data, or None."""
     try:
         return written_at(raw, path)
     except LookupError:
@@ -102,7 +106,7 @@ def or_none(raw: Any, path: Path) -> Any:
 
 
 def keys_in(raw: Any, path: Path) -> list[Path]:
-    """The keys that the text at a path refers to, relative ones made absolute."""
+    """The keys to which the text at a path refers, as absolute paths."""
     text = or_none(raw, path)
     found: list[Path] = []
     for dots, key in _KEY.findall(text) if isinstance(text, str) else ():
@@ -110,16 +114,16 @@ def keys_in(raw: Any, path: Path) -> list[Path]:
         for part in re.findall(r"[^.\[\]]+", key):
             inside = or_none(raw, at)
             if isinstance(inside, str):
-                break  # an interpolation itself, which is followed in its turn
+                break  # the key is itself an interpolation, which is followed later
             at = (*at, int(part) if isinstance(inside, list) and part.isdigit() else part)
         found.append(at)
     return found
 
 
 def size(raw: Any, path: Path, known: dict[Path, int]) -> int:
-    """How many interpolations must be completed for the value at a path. `known` has those of paths asked before."""
+    """The number of interpolations to resolve for the value at a path. `known` caches earlier results."""
     if path not in known:
-        known[path] = 0  # for a circle, which is told by `cause`
+        known[path] = 0  # for a circle, which `cause` reports
         value = or_none(raw, path)
         inside = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
         keys = keys_in(raw, path)
@@ -128,7 +132,7 @@ def size(raw: Any, path: Path, known: dict[Path, int]) -> int:
 
 
 def mentioned(raw: Any, path: Path) -> list[Path]:
-    """Every key whose value takes part in the one at a path, each once, nearest first."""
+    """All keys that the value at a path depends on, each once, nearest first."""
     found: list[Path] = []
     todo = [path]
     while todo:
@@ -142,8 +146,10 @@ def mentioned(raw: Any, path: Path) -> list[Path]:
 def cause(
     raw: Any, path: Path, place: Callable[[Path], Source], fails: Callable[[Path], Exception | None]
 ) -> tuple[Path, Diagnostic]:
-    """The mistake that keeps the value at a path from being completed, and the path at which it was made: this one, or
-    one that it refers to. `fails` completes the value at a path and returns what that raises."""
+    """The mistake that prevents resolving the value at a path, and the path of that mistake.
+
+    The mistake may be in a value that this one refers to. `fails` resolves the value at a path and returns its error.
+    """
     chain = [path]
     while True:
         keys = keys_in(raw, chain[-1])
@@ -163,19 +169,19 @@ def cause(
         message, why = f"`{dotted(at)}: {text}` refers to `{dotted(missing)}`", "that key has no value"
         close = suggestion(dotted(missing), (dotted(p) for p in _all(raw) if p not in (at, missing)))
     else:
-        message, why = f"`{dotted(at)}: {text}` cannot be completed", str(fails(at) or "").partition("\n")[0]
+        message, why = f"`{dotted(at)}: {text}` cannot be resolved", str(fails(at) or "").partition("\n")[0]
         close = ""
     return at, Diagnostic(message, where=place(at), why=why, fix=f"did you mean `{close}`?" if close else "", also=also)
 
 
 def to_be_given(path: Path, where: Source, also: tuple[tuple[Source, str], ...] = ()) -> Diagnostic:
-    """The mistake that a value is still OmegaConf's `???`."""
+    """The mistake for a value that is still OmegaConf's `???`."""
     fix = "give it in a recipe that extends this one, or as an override"
-    return Diagnostic(f"`{dotted(path)}` must be given", where=where, why="`???` is no value", fix=fix, also=also)
+    return Diagnostic(f"`{dotted(path)}` must be given", where=where, why="`???` means no value", fix=fix, also=also)
 
 
 def _given(raw: Any, path: Path, place: Callable[[Path], Source]) -> bool:
-    """Whether somebody wrote text at a path that may itself be what is wrong."""
+    """Whether the text at a path was written by the user, and may itself be wrong."""
     text = or_none(raw, path)
     return isinstance(text, str) and (text != "???" or place(path).line > 0)
 
@@ -194,10 +200,10 @@ def _circle(paths: list[Path], place: Callable[[Path], Source]) -> tuple[Path, D
     words = " -> ".join(f"`{dotted(path)}`" for path in (first, *rest, first))
     also = tuple((place(path), "and here") for path in rest)
     fix = "give one of them a value of its own" if rest else "give it a value"
-    return first, Diagnostic(f"interpolation in a circle: {words}", where=place(first), fix=fix, also=also)
+    return first, Diagnostic(f"circular interpolation: {words}", where=place(first), fix=fix, also=also)
 
 
 def unset(name: str, where: Source | None) -> Diagnostic:
-    """The mistake that a value needs an environment variable which is not set."""
+    """The mistake for a value that needs an unset environment variable."""
     fix = f"export {name}=..., or give a default: ${{oc.env:{name},default}}"
     return Diagnostic(f"the environment variable {name} is not set", where=where, why="needed now", fix=fix)

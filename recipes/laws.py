@@ -1,5 +1,5 @@
-"""What must hold between the keys of one recipe. Each law is a function that yields mistakes; `check` runs those whose
-keys are sound, so that one mistake is told once."""
+"""Constraints between the keys of one recipe. Each law is a function that yields mistakes; `check` runs those whose
+keys are valid, so that a mistake is reported only once."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ Law = Callable[[Recipe], Iterator[Diagnostic]]
 
 
 def check(recipe: Recipe, bad: Collection[str]) -> list[Diagnostic]:
-    """Every broken law, but for those that read a key in `bad` (already reported)."""
+    """All broken laws, without those that read a key in `bad`, which is already reported."""
     found: list[Diagnostic] = []
     for law, keys in LAWS:
         if not touches(keys, bad):
             try:
                 found += law(recipe)
-            except Mistakes as unset:  # it needs a value that the environment does not have
+            except Mistakes as unset:  # it needs a value that the environment lacks
                 found += [d for d in unset.diagnostics if d not in found]
     return found
 
 
 def touches(keys: tuple[str, ...], bad: Collection[str]) -> bool:
-    """Whether one of the bad paths lies on the way to, or under, one of the keys."""
+    """Whether one of the bad paths is a prefix of one of the keys, or below it."""
     return any(b == k or b.startswith(k + ".") or k.startswith(b + ".") for k in keys for b in bad)
 
 
 def one_model(recipe: Recipe) -> Iterator[Diagnostic]:
-    """Exactly one of preset, hf and module; args only for a module."""
+    """Requires exactly one of preset, hf, transformers and module; args only for a module."""
     model = recipe.model
     named = [key for key in model.exclusive if model.stored()[key] is not None]
     if not named:
@@ -49,35 +49,35 @@ def one_model(recipe: Recipe) -> Iterator[Diagnostic]:
         yield Diagnostic("`model.args` are for `model.module`", where=recipe.where("model.args"), why="no module here")
     if model.dims and (model.preset is not None or model.module is not None):
         yield Diagnostic(
-            "`model.dims` are for `model.transformers`",
+            "`model.dims` is only for `model.transformers`",
             where=recipe.where("model.dims"),
             why="other models name their dims themselves",
             fix="sharding.annotate names the dims of any tensor",
         )
     for key in model.overrides() if model.stored()["transformers"] is not None else ():
         yield Diagnostic(
-            f"`model.{key}` changes a dimension of the models of tpshard",
+            f"`model.{key}` changes a dimension, which only tpshard's own models allow",
             where=recipe.where(f"model.{key}"),
-            why="a `transformers` model is what its config.json says",
+            why="a `transformers` model is defined by its config.json",
             fix="change config.json",
         )
 
 
 def one_rest(recipe: Recipe) -> Iterator[Diagnostic]:
-    """At most one axis is the rest."""
+    """Allows at most one axis of size -1."""
     for path, mesh in (("mesh", recipe.mesh), ("serve.mesh", recipe.serve.mesh)):
         rest = [axis for axis, size in mesh.items() if size == -1]
         if len(rest) > 1:
             yield Diagnostic(
                 f"{len(rest)} axes of `{path}` are -1",
                 where=recipe.where(f"{path}.{rest[1]}"),
-                why="only one can be the rest",
+                why="only one axis can take the remaining devices",
                 also=((recipe.where(f"{path}.{rest[0]}"), "the first"),),
             )
 
 
 def mesh_on_cluster(recipe: Recipe) -> Iterator[Diagnostic]:
-    """The mesh uses the devices of the cluster, all of them."""
+    """Requires that the mesh uses all devices of the cluster."""
     if recipe.cluster is not None and sum(size == -1 for size in recipe.mesh.values()) <= 1:
         nodes, each = recipe.cluster.nodes, recipe.cluster.devices_per_node
         also = ((recipe.where("cluster"), f"{nodes} x {each} devices"),)
@@ -87,7 +87,7 @@ def mesh_on_cluster(recipe: Recipe) -> Iterator[Diagnostic]:
 
 
 def known_axes(recipe: Recipe) -> Iterator[Diagnostic]:
-    """Rules, pins and fsdp.axis name axes of the mesh."""
+    """Requires that rules, pins and fsdp.axis name axes of the mesh."""
     uses = [(f"sharding.rules.{name}", axes) for name, axes in recipe.sharding.rules.items()]
     uses += [
         (f"sharding.pin.{name}", tuple(a for dim in dims for a in dim)) for name, dims in recipe.sharding.pin.items()
@@ -107,25 +107,25 @@ def known_axes(recipe: Recipe) -> Iterator[Diagnostic]:
 
 
 def used_axes(recipe: Recipe) -> Iterator[Diagnostic]:
-    """An axis that nothing uses would waste its devices."""
+    """Requires that every axis is used; an unused one would waste its devices."""
     used = {axis for axes in recipe.sharding.rules.values() for axis in axes} | {recipe.fsdp.axis}
     used |= {axis for dims in recipe.sharding.pin.values() for dim in dims for axis in dim}
     used |= {"pp"} if recipe.pipeline is not None else set()
     if not used <= {*recipe.mesh, *AXES}:
-        return  # an axis misspelt where it is used would be told twice
+        return  # a misspelt axis would be reported twice
     for axis, size in recipe.mesh.items():
         if axis not in used and not (axis in ("pp", "dp", "fsdp", "tp") and size == 1):
             yield Diagnostic(
                 f"nothing uses the mesh axis `{axis}`",
                 where=recipe.where(f"mesh.{axis}"),
-                why="its devices would all do the same",
+                why="its devices would all compute the same",
                 fix="add pipeline: {schedule: 1f1b}" if axis == "pp" else
                 f"name it in sharding.rules, sharding.pin or fsdp.axis, as in rules: {{batch: [dp, fsdp, {axis}]}}",
             )  # fmt: skip
 
 
 def known_logical_axes(recipe: Recipe) -> Iterator[Diagnostic]:
-    """A rule is for a dim that tensors have; names of one's own come from annotations, or from one's own module."""
+    """Requires that rules name dims that exist; a recipe's own names come from annotations or its own module."""
     if recipe.model.stored()["module"] is not None:
         return
     annotated = {name for names in recipe.sharding.annotate.values() for name in names if name}
@@ -136,7 +136,7 @@ def known_logical_axes(recipe: Recipe) -> Iterator[Diagnostic]:
             yield Diagnostic(
                 f"no tensor has a dim called `{name}`",
                 where=recipe.where(f"sharding.rules.{name}"),
-                why="the rule would do nothing",
+                why="the rule would have no effect",
                 fix=f"did you mean {close}?" if close else f"dims are {', '.join(DIMS)}, or those in annotate",
             )
     for pattern, names in recipe.sharding.annotate.items():
@@ -144,28 +144,28 @@ def known_logical_axes(recipe: Recipe) -> Iterator[Diagnostic]:
             if name not in DIMS and name not in recipe.sharding.rules:
                 close = suggestion(name, [*DIMS, *recipe.sharding.rules])
                 yield Diagnostic(
-                    f"the logical axis `{name}` has no rule and is no dim of the model",
+                    f"the logical axis `{name}` has no rule and is not a dim of the model",
                     where=recipe.where(f"sharding.annotate.{pattern}"),
-                    why="the annotation would do nothing",
+                    why="the annotation would have no effect",
                     fix=f"did you mean {close}?" if close else f"add a rule: {name}: tp",
                 )
 
 
 def axis_once(recipe: Recipe) -> Iterator[Diagnostic]:
-    """A mesh axis cuts a tensor once: in a rule, in a pin, and in what the rules make of an annotation."""
+    """Requires that a mesh axis shards a tensor only once: in a rule, in a pin, and in the rules of an annotation."""
     rules = recipe.sharding.rules
     for name, axes in rules.items():
         for axis in sorted({a for a in axes if axes.count(a) > 1}):
             yield Diagnostic(
-                f"`{axis}` stands twice in the rule for `{name}`", where=recipe.where(f"sharding.rules.{name}")
+                f"`{axis}` occurs twice in the rule for `{name}`", where=recipe.where(f"sharding.rules.{name}")
             )
     for pattern, dims in recipe.sharding.pin.items():
         flat = [axis for dim in dims for axis in dim]
         for axis in sorted({a for a in flat if flat.count(a) > 1}):
             yield Diagnostic(
-                f"`{axis}` stands twice in the pin of `{pattern}`",
+                f"`{axis}` occurs twice in the pin of `{pattern}`",
                 where=recipe.where(f"sharding.pin.{pattern}"),
-                why="an axis cuts one dim of a tensor",
+                why="an axis shards only one dim of a tensor",
             )
     for pattern, names in recipe.sharding.annotate.items():
         seen: dict[str, str] = {}
@@ -175,9 +175,11 @@ def axis_once(recipe: Recipe) -> Iterator[Diagnostic]:
                     first = seen[axis]
                     twice = f"`{first}` twice" if first == name else f"`{first}` and `{name}`"
                     yield Diagnostic(
-                        f"`{pattern}` would be cut over `{axis}` twice",
+                        f"`{pattern}` would be sharded over `{axis}` twice",
                         where=recipe.where(f"sharding.annotate.{pattern}"),
-                        why=f"{twice} are both cut over {axis}" if first != name else f"{twice}, cut over {axis}",
+                        why=f"{twice} are both sharded over {axis}"
+                        if first != name
+                        else f"{twice}, sharded over {axis}",
                         fix="give one of its dims another rule, or null here",
                         also=tuple(
                             (recipe.where(f"sharding.rules.{n}"), f"{n} -> {', '.join(rules[n])}")
@@ -199,7 +201,7 @@ def steps_hold_warmup(recipe: Recipe) -> Iterator[Diagnostic]:
 
 
 def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:
-    """The stages of a pipeline lie along `pp`, which cuts nothing else."""
+    """Requires a mesh axis `pp` for a pipeline's stages, which shards nothing else."""
     asked, size = recipe.pipeline, recipe.mesh.get("pp", 1)
     if asked is None:
         return
@@ -213,15 +215,15 @@ def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:
         )
     elif stages is not None and size != -1 and stages != size:
         yield Diagnostic(
-            f"`pipeline.stages: {stages}` is not the size of `mesh.pp`",
+            f"`pipeline.stages: {stages}` must be the size of `mesh.pp`",
             where=recipe.where("pipeline.stages"),
-            why=f"stages lie along the axis, which has {size} devices",
+            why=f"stages are along the axis, which has {size} devices",
             fix=f"pipeline.stages: {size}, or leave it out",
             also=((recipe.where("mesh"), "the mesh"),),
         )
     if asked.rounds is not None and asked.rounds > 1 and asked.schedule not in ("circular", "interleaved_1f1b"):
         yield Diagnostic(
-            f"`pipeline.rounds: {asked.rounds}` is not for {asked.schedule}, whose devices have one stage each",
+            f"`pipeline.rounds: {asked.rounds}` does not suit {asked.schedule}, whose devices have one stage each",
             where=recipe.where("pipeline.rounds"),
             fix="schedule: interleaved_1f1b or circular",
         )
@@ -231,9 +233,9 @@ def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:
     for path, axes in [*uses, ("fsdp.axis", (recipe.fsdp.axis,))]:
         if "pp" in axes:
             yield Diagnostic(
-                f"`{path}` cuts over `pp`, along which the pipeline's stages lie",
+                f"`{path}` shards over `pp`, the axis of the pipeline's stages",
                 where=recipe.where(path),
-                why="a parameter lies on its stage alone; every stage reads the whole micro-batch",
+                why="a parameter is only on the devices of its stage, and every stage reads the whole micro-batch",
                 fix="another axis",
                 also=((recipe.where("pipeline"), "the pipeline"),),
             )

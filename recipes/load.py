@@ -1,4 +1,4 @@
-"""From a file, a shipped name and overrides to a checked `Recipe`, or to every mistake in them."""
+"""Loading recipes: from a file, a shipped name and overrides to a checked `Recipe`, or to all their mistakes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Examined:
-    """What came of a recipe. With errors among the diagnostics, `recipe` has defaults in place of what was refused."""
+    """The result of examining a recipe. If there are errors, `recipe` has defaults in place of refused values."""
 
     recipe: Recipe
     diagnostics: tuple[Diagnostic, ...]
     bad: frozenset[str]
-    """Paths whose value was refused; nothing that depends on them can be told."""
+    """Paths whose value was refused; checks that depend on them are skipped."""
 
     def sound(self, *keys: str) -> bool:
         """Whether nothing under these keys was refused."""
@@ -38,24 +38,23 @@ class Examined:
 
 
 def load(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a file, in a run's folder, or shipped under a name, with `key.path=value` overrides put on top.
+    """The recipe in a file, in a run's folder, or shipped under a name, with `key.path=value` overrides applied.
 
-    Raises `Mistakes` with everything that is wrong with the recipe by itself; what needs the model or the machine is
-    checked by whoever has them.
+    Raises `Mistakes` with all errors in the recipe itself; callers check what depends on the model or the machine.
     """
     return _sound(examine(path_or_builtin, overrides))
 
 
 def loads(text: str, overrides: Sequence[str] = (), *, file: str = "<text>") -> Recipe:
-    """The recipe in `text`; `file` is what its places are called. Named `recipe` unless it says otherwise."""
+    """The recipe in `text`; `file` is its name in error messages. Its default name is `recipe`."""
     found: list[Diagnostic] = []
     return _sound(_examined(extends.layers_of_text(text, file, found), overrides, "recipe", found))
 
 
 def examine(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Examined:
-    """As `load`, but mistakes are handed over with what is left, for those who can tell more of it.
+    """`load` for callers with further checks: returns the mistakes together with the usable rest.
 
-    Still raises `Mistakes` when nothing is left: no file, no YAML, another schema.
+    Still raises `Mistakes` when nothing is usable: no file, no YAML, another schema.
     """
     path = find(os.fspath(path_or_builtin))
     found: list[Diagnostic] = []
@@ -63,7 +62,7 @@ def examine(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = 
 
 
 def in_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
-    """From top to bottom, file by file, overrides last."""
+    """The diagnostics from top to bottom, file by file, overrides last."""
     found = list(diagnostics)
     files = {file: i for i, file in enumerate(dict.fromkeys(d.where.file for d in found if d.where))}
 
@@ -77,7 +76,7 @@ def in_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
 
 
 def find(name: str) -> Path:
-    """The file that a command line means: a path, a folder that holds a recipe.yaml, or a shipped recipe."""
+    """The file named on a command line: a path, a folder with a recipe.yaml, or a shipped recipe."""
     path = Path(name)
     if path.is_dir() and (path / "recipe.yaml").is_file():
         return path / "recipe.yaml"
@@ -97,7 +96,7 @@ def find(name: str) -> Path:
 
 
 def _name_of(path: Path) -> str:
-    # a run's folder is named after its recipe
+    # the folder of a run has the name of its recipe
     return path.resolve().parent.name if path.name == "recipe.yaml" and path.parent.name else path.stem
 
 
@@ -156,7 +155,7 @@ def _version(layer: Node) -> None:
 
 
 def _override(text: str, number: int) -> Node:
-    """`key.path=value` as a tree with one leaf. OmegaConf reads the path: dots, brackets, `\\.` for a dot in a key."""
+    """`key.path=value` as a tree with one leaf. OmegaConf parses the path: dots, brackets, `\\.` for a dot in a key."""
     from omegaconf import OmegaConf
 
     file = f"<override {number}>"
@@ -189,13 +188,13 @@ def _override(text: str, number: int) -> Node:
     where = Source(file, 1, 1, text, len(key))
     if rest[0].strip():
         leaf = compose(rest[0], file, shown=text, offset=len(key) + 1, mapping=False)
-    else:  # a shell's `key=` is empty text, and no null
+    else:  # a shell's `key=` is empty text, not null
         leaf = Node("scalar", Source(file, 1, len(key) + 1, text, 1))
     return _nested(parts, leaf, Recipe, where)
 
 
 def _nested(parts: list[str], leaf: Node, hint: Any, where: Source) -> Node:
-    """The maps around the leaf. Inside a map of free keys the rest of the path is one key (`layers.*.residual`)."""
+    """The maps around the leaf. In a map with free keys the rest of the path is one key (`layers.*.residual`)."""
     inner = section_of(hint)
     if inner is not None and (len(parts) == 1 or parts[0] not in hints(inner)):
         name, value = parts[0], leaf
@@ -205,7 +204,7 @@ def _nested(parts: list[str], leaf: Node, hint: Any, where: Source) -> Node:
         name, value = ".".join(parts), leaf
     else:
         raise Mistakes.one(
-            f"nothing lies below `{where.text[: where.width].removesuffix('.' + '.'.join(parts))}`",
+            f"there are no keys below `{where.text[: where.width].removesuffix('.' + '.'.join(parts))}`",
             where=where,
             fix="give the whole value: key=[a, b] or key={a: b}",
         )
@@ -213,7 +212,7 @@ def _nested(parts: list[str], leaf: Node, hint: Any, where: Source) -> Node:
 
 
 def _derive(merged: Merged, name: str) -> None:
-    """Fill in the defaults that come from other keys; one that comes from a key which is wrong stays missing."""
+    """Sets the defaults derived from other keys; one derived from a wrong key stays missing."""
     checker = Checker(merged)
 
     def read(key: str) -> Any:
@@ -257,7 +256,7 @@ def _put_on(merged: Merged, layer: Node) -> None:
 
 
 def _complete(mesh: Mapping[str, Any]) -> dict[str, Any]:
-    """The mesh with dp, fsdp and tp of size 1 where they are left out, each outside of those that follow it."""
+    """The mesh with omitted dp, fsdp and tp added with size 1, each outside of those that follow it."""
     names = list(mesh)
     usual = ("dp", "fsdp", "tp")
     for axis in reversed(usual):

@@ -1,4 +1,4 @@
-"""The layers of a recipe on top of each other: values merged by OmegaConf, and beside them where each was written."""
+"""Merging the layers of a recipe by OmegaConf, while recording where each value was written."""
 
 from __future__ import annotations
 
@@ -34,43 +34,43 @@ _SHELL = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
 
 
 class Merged:
-    """The recipe that layers make together. Mistakes are of single texts; `bad` has the paths at which they stand."""
+    """The recipe merged from layers. `mistakes` are those of single texts; `bad` has their paths."""
 
     def __init__(self) -> None:
         self.config = OmegaConf.create()
         self.places: dict[Path, tuple[Node, Node]] = {}
-        """Path to the key and the value that were written there last."""
+        """For each path, the key and value nodes written there last."""
         self.mistakes: list[Diagnostic] = []
         self.bad: set[Path] = set()
 
     @cached_property
     def raw(self) -> Any:
-        """The values as plain data, interpolations as written."""
+        """The values as plain data, with interpolations as written."""
         return OmegaConf.to_container(self.config, resolve=False)
 
     def add(self, layer: Node) -> None:
-        """Put a layer on top: maps key by key where the schema has a map of known or free keys, else replaced."""
+        """Adds a layer on top: maps are merged where the schema has a map, everything else is replaced."""
         self.places[()] = (layer, layer)
         self._make_way(layer, Recipe, (), self.raw)
         self._merge(self._values(layer, ()))
 
     def fill(self) -> None:
-        """Add the schema's defaults for what is not there."""
+        """Adds the schema's defaults for missing keys."""
         self._merge(_defaults(Recipe, self.raw))
 
     def put(self, path: Path, value: Any) -> None:
-        """Set a value that nobody wrote."""
+        """Sets a value that is in no file."""
         parent: Any = reduce(lambda inside, key: inside[key], path[:-1], self.config)
         parent[path[-1]] = value
         written_at(self.raw, path[:-1])[path[-1]] = value
 
     def drop(self, path: Path) -> None:
-        """Take a value out."""
+        """Removes a value."""
         self.put(path, None)
         self.places = {p: nodes for p, nodes in self.places.items() if p[: len(path)] != path}
 
     def node(self, path: Path = ()) -> Node:
-        """The value at a path, and all below it, as nodes that know where they were written."""
+        """The value at a path as nodes that know where they were written."""
         value = written_at(self.raw, path)
         if not isinstance(value, dict):
             return _at(self.places[path][1], path) if path in self.places else as_node(value, self.place(path), path)
@@ -82,14 +82,13 @@ class Merged:
         return Node("map", self.place(path), entries=tuple(entries), path=path)
 
     def place(self, path: Path) -> Source:
-        """Where the value at a path was written; a source without a line for a default."""
+        """The place where the value at a path was written; a default's has no line."""
         if path in self.places:
             return self.places[path][1].source
         return Source(f"<default {dotted(path)}>", 0, 0, dotted(path))
 
     def completed(self, path: Path) -> tuple[Any, Environment, Exception | None]:
-        """The value at a path with its interpolations completed, what it read of the environment, and what kept it from
-        being completed."""
+        """(the value at a path with interpolations resolved, the environment variables it read, the error if any)."""
         with only_allowed() as environment:
             try:
                 return value_at(self.config, path), environment, None
@@ -97,11 +96,11 @@ class Merged:
                 return None, environment, error
 
     def written(self, path: Path) -> Any:
-        """The value at a path as it was written, `~` and `$NAME` in paths as interpolations."""
+        """The value at a path as written, with `~` and `$NAME` in paths as interpolations."""
         return written_at(self.raw, path)
 
     def bounded(self) -> None:
-        """Raises `Mistakes` for interpolations that grow without end when they are written out."""
+        """Raises `Mistakes` for interpolations that expand without end."""
         known: dict[Path, int] = {}
         if size(self.raw, (), known) > MAX_COMPLETED:
             texts = [path for path in known if isinstance(or_none(self.raw, path), str)]
@@ -110,15 +109,15 @@ class Merged:
                 key=known.__getitem__,
                 default=max(texts, key=known.__getitem__),
             )
-            why = f"more than {MAX_COMPLETED:,} interpolations once they are written out"
+            why = f"more than {MAX_COMPLETED:,} interpolations after expansion"
             raise Mistakes.one(f"`{dotted(at)}` stands for too much", where=self.place(at), why=why)
 
     def origins(self, path: Path) -> tuple[tuple[Source, str], ...]:
-        """The places of the values that take part in the one at `path`."""
+        """The places of the values that the one at `path` depends on."""
         return tuple((self.place(p), f"the value of `{dotted(p)}`") for p in mentioned(self.raw, path))
 
     def why(self, path: Path, environment: Environment) -> tuple[Path, Diagnostic]:
-        """The mistake that keeps the value at a path from being completed, and the path at which it was made."""
+        """The mistake that prevents resolving the value at a path, and the path of that mistake."""
         at, mistake = cause(self.raw, path, self.place, lambda p: self.completed(p)[2])
         if environment.unset:
             return at, replace(unset(environment.unset[0], mistake.where), also=mistake.also)
@@ -132,7 +131,7 @@ class Merged:
         self.bounded()
 
     def _make_way(self, over: Node, hint: Any, path: Path, below: Any) -> None:
-        """Take out what the layer replaces as a whole, and write out interpolated maps that it changes."""
+        """Removes what the layer replaces as a whole, and expands interpolated maps that it changes."""
         inner = section_of(hint)
         pair = mapping_of(hint) if inner is None else None
         mergeable = over.kind == "map" and (inner is not None or pair is not None)
@@ -157,7 +156,7 @@ class Merged:
                 self._make_way(value, hint_inside, (*path, key.text), below[key.text])
 
     def _values(self, node: Node, path: Path) -> Any:
-        """The layer as plain data; notes where its keys and values stand, and text that OmegaConf cannot read."""
+        """The layer as plain data; records the places of keys and values, and text that OmegaConf cannot parse."""
         if node.kind == "list":
             self.places |= {(*path, i): (item, item) for i, item in enumerate(node.items)}
             return [self._values(item, (*path, i)) for i, item in enumerate(node.items)]
@@ -175,7 +174,7 @@ class Merged:
         text = scalar(node)
         if isinstance(text, str) and "${" in text and (why := unreadable(text)):
             keys = tuple(key for key in path if isinstance(key, str))
-            message = f"`{dotted(keys)}: {node.text}` is no interpolation that a recipe may have"
+            message = f"`{dotted(keys)}: {node.text}` is not a valid interpolation"
             fix = 'write "${oc.env:NAME,default}" or "${key.path}"; a default with signs in it needs quotes of its own'
             self.mistakes.append(Diagnostic(message, where=node.source, why=why, fix=fix))
             self.bad.add(keys)
@@ -184,7 +183,7 @@ class Merged:
 
 
 def _at(node: Node, path: Path) -> Node:
-    """The node with its path, and so all below it."""
+    """The node and all nodes below it, with their paths."""
     entries = tuple((key, _at(value, (*path, key.text))) for key, value in node.entries)
     return replace(node, path=path, entries=entries, items=tuple(_at(v, (*path, i)) for i, v in enumerate(node.items)))
 
@@ -212,7 +211,7 @@ def _plain(value: Any) -> Any:
 
 
 def shell_paths(merged: Merged, cls: type[Section] = Recipe, path: Path = ()) -> None:
-    """`~` and `$NAME` in the keys that name files, as interpolations of the environment."""
+    """Turns `~` and `$NAME` in keys that name files into interpolations of the environment."""
     for key, hint in hints(cls).items():
         value = written_at(merged.raw, path).get(key)
         inner = section_of(hint)

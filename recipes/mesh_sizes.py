@@ -9,7 +9,7 @@ from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
 
 
 def mesh_on(mesh: Mapping[str, int], devices: int, where: Source) -> dict[str, int]:
-    """The mesh with -1 replaced by what is left of `devices`. Raises `Mistakes` (exit 5) when they do not fit."""
+    """The mesh with -1 replaced by the remaining `devices`. Raises `Mistakes` (exit 5) when they do not fit."""
     wrong = misfit(mesh, devices, where)
     if wrong is not None:
         raise Mistakes([wrong])
@@ -20,7 +20,7 @@ def mesh_on(mesh: Mapping[str, int], devices: int, where: Source) -> dict[str, i
 def misfit(
     mesh: Mapping[str, int], world: int, where: Source, also: tuple[tuple[Source, str], ...] = ()
 ) -> Diagnostic | None:
-    """The mistake that a mesh has another number of devices than `world`; `where` the mesh stands."""
+    """The mistake of a mesh with another number of devices than `world`; None if it fits. `where`: the mesh's place."""
     product = math.prod(size for size in mesh.values() if size != -1)
     rest = -1 in mesh.values()
     if world % product == 0 if rest else product == world:

@@ -1,7 +1,7 @@
-"""YAML text to a tree in which every key and value knows its place. Nothing is constructed, so nothing can run.
+"""Parsing YAML into a tree of nodes that know their place. No objects are constructed, so no code can run.
 
-Only the part of YAML that all of its versions read alike is taken: plain scalars follow the core schema of YAML 1.2,
-and one that YAML 1.1 would read as something else is a mistake (`trap`), not a surprise.
+Only YAML that all versions read alike is accepted: plain scalars follow the core schema of YAML 1.2, and one that YAML
+1.1 would read differently is a mistake (`trap`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Node:
-    """One value of the file. A list has `items`, a map `entries`, a scalar its `text` and whether it is `plain`."""
+    """One value of a file: a list has `items`, a map `entries`, a scalar `text` and whether it is `plain`
+    (unquoted)."""
 
     kind: Literal["scalar", "list", "map"]
     source: Source
@@ -32,15 +33,18 @@ class Node:
     items: tuple[Node, ...] = ()
     entries: tuple[tuple[Node, Node], ...] = ()
     path: Path | None = None
-    """Keys and indices that lead to the value in the merged recipe; None for a node that stands outside of it."""
+    """Keys and indices of the value in the merged recipe; None for a node outside of it."""
 
     def get(self, key: str) -> Node | None:
         return next((value for name, value in self.entries if name.text == key), None)
 
 
 def read(data: bytes, file: str, mistakes: list[Diagnostic] | None = None) -> Node:
-    """The tree of a recipe file. Raises `Mistakes` with every mistake that can be told without the schema; those that
-    leave a tree to go on with are added to `mistakes` instead, where it is given."""
+    """The tree of a recipe file.
+
+    Raises `Mistakes` with all errors that need no schema; those that leave a usable tree are appended to `mistakes`
+    instead, if it is given.
+    """
     return compose(_decode(data, file), file, mistakes)
 
 
@@ -55,8 +59,8 @@ def compose(
 ) -> Node:
     """The tree of YAML `text`; mistakes as in `read`.
 
-    `shown` is the line to show where the text is only a part of it (an override), which starts `offset` characters in.
-    With `mapping`, anything but a map at the top is a mistake.
+    shown: the line to show in errors if the text is a part of it (an override), starting at character `offset`.
+    mapping: whether anything but a map at the top is a mistake.
     """
     place = _Places(text, file, shown, offset)
     tree = _Tree(place)
@@ -68,7 +72,7 @@ def compose(
         before = text[: error.position] if isinstance(error.position, int) else ""
         where = place.at(before.count("\n") + 1, len(before) - before.rfind("\n"))
         raise Mistakes.one(
-            f"the character U+{ord(text[error.position]):04X} may not stand in YAML",
+            f"the character U+{ord(text[error.position]):04X} is not allowed in YAML",
             where=where,
             fix='write it as an escape between double quotes, such as "\\x07"',
         ) from None
@@ -93,7 +97,7 @@ def _must_be_map(top: Node) -> None:
 
 
 def trap(node: Node) -> str | None:
-    """What YAML 1.1 reads this plain scalar as, if that is not what it says; None for an honest one."""
+    """How YAML 1.1 reads this plain scalar, if differently; None if it is unambiguous."""
     if not node.plain:
         return None
     text, value = node.text, scalar(node)
@@ -115,7 +119,7 @@ _YAML_1_1 = yaml.SafeLoader("")
 
 
 def scalar(node: Node) -> bool | int | float | str | None:
-    """The value of a scalar by the core schema of YAML 1.2; `1_000` is a number too. Quoted is always text."""
+    """The value of a scalar by YAML 1.2's core schema; `1_000` is a number too. A quoted scalar is always text."""
     text = node.text
     if not node.plain:
         return text
@@ -125,7 +129,7 @@ def scalar(node: Node) -> bool | int | float | str | None:
         return True
     if text in ("false", "False", "FALSE"):
         return False
-    # int() and float() take underscores where Python does, and nothing else gets here; digits are ASCII by the pattern
+    # int() and float() accept underscores; the pattern allows no other extra characters, and ASCII digits only
     if re.fullmatch(r"[-+]?[0-9]+(?:_[0-9]+)*", text):
         return int(text) if len(text) < 400 else float(text)
     if re.fullmatch(r"0x[0-9a-fA-F]+", text):
@@ -140,19 +144,19 @@ def scalar(node: Node) -> bool | int | float | str | None:
 
 
 def dotted(path: Path) -> str:
-    """A path as overrides and messages write it."""
+    """A path as in overrides and messages, with dots."""
     return ".".join(map(str, path))
 
 
 def data(node: Node) -> Any:
-    """The node as maps, lists and scalars."""
+    """The node's value as maps, lists and scalars."""
     if node.kind == "map":
         return {key.text: data(value) for key, value in node.entries}
     return [data(item) for item in node.items] if node.kind == "list" else scalar(node)
 
 
 def as_node(value: Any, where: Source, path: Path | None = None) -> Node:
-    """The node of a value that no file holds: a default, or what an interpolation stands for."""
+    """The node of a value that is in no file: a default, or the value of an interpolation."""
 
     def below(key: str | int) -> Path | None:
         return None if path is None else (*path, key)
@@ -170,10 +174,10 @@ def as_node(value: Any, where: Source, path: Path | None = None) -> Node:
 
 
 class _Places:
-    """Marks of the parser to sources."""
+    """Converts the parser's marks to sources."""
 
     def __init__(self, text: str, file: str, shown: str | None, offset: int):
-        # YAML and editors end lines here and nowhere else; str.splitlines knows eight more ends
+        # YAML and editors end lines only here; str.splitlines has eight more line ends
         self.lines = re.split(r"\r\n|\r|\n|\x85|\u2028|\u2029", text)
         self.file, self.shown, self.offset = file, shown, offset
 
@@ -191,8 +195,7 @@ class _Places:
 
 
 class _Composer(yaml.SafeLoader):
-    """PyYAML's composer, which refuses tags, and stops at what is nested too deep: its time grows with the square of
-    the depth."""
+    """PyYAML's composer, which refuses tags and deep nesting: its time grows with the square of the depth."""
 
     def __init__(self, text: str, place: _Places, mistakes: list[Diagnostic]):
         super().__init__(text)
@@ -217,8 +220,8 @@ class _Composer(yaml.SafeLoader):
 
 
 class _Tree:
-    """PyYAML's nodes to `Node`s, aliases written out, with a mistake for each key that YAML allows and a recipe does
-    not."""
+    """Converts PyYAML's nodes to `Node`s with aliases expanded; keys that YAML allows but recipes do not are
+    mistakes."""
 
     def __init__(self, place: _Places):
         self.place = place
@@ -226,8 +229,8 @@ class _Tree:
         self.done: dict[int, tuple[Node, int] | None] = {}
 
     def node(self, from_: yaml.Node) -> tuple[Node, int]:
-        """The node, and how many nodes it holds when aliases are written out."""
-        end = from_.end_mark if isinstance(from_, yaml.ScalarNode) else None  # of a list or map the opening alone
+        """The node, and its number of nodes with aliases expanded."""
+        end = from_.end_mark if isinstance(from_, yaml.ScalarNode) else None  # for a list or map only its opening
         where = self.place.of(from_.start_mark, end)
         if id(from_) in self.done:
             done = self.done[id(from_)]
@@ -253,7 +256,7 @@ class _Tree:
                     entries.append((key, value))
             node = Node("map", where, entries=tuple(entries))
         if count > MAX_NODES:
-            message = f"more than {MAX_NODES:,} values once its aliases are written out"
+            message = f"more than {MAX_NODES:,} values after expanding aliases"
             raise Mistakes.one(message, where=where, fix="write the values themselves, or use `extends`")
         self.done[id(from_)] = node, count
         return node, count
@@ -262,7 +265,9 @@ class _Tree:
         if key.kind != "scalar":
             self.wrong("a key must be text", key.source)
         elif key.plain and key.text == "<<":
-            self.wrong("merge keys are not read", key.source, why="not part of YAML 1.2", fix="use `extends: FILE`")
+            self.wrong(
+                "merge keys are not supported", key.source, why="not part of YAML 1.2", fix="use `extends: FILE`"
+            )
         elif (read_as := trap(key)) is not None:
             self.wrong(
                 f"unquoted `{key.text}` is read as {read_as} by YAML 1.1",
@@ -272,7 +277,7 @@ class _Tree:
             )
         elif key.text in first:
             self.wrong(
-                f"the key `{key.text}` stands twice in one map",
+                f"the key `{key.text}` occurs twice in one map",
                 key.source,
                 why="the second",
                 fix="keep one of them",
@@ -323,9 +328,9 @@ def _syntax(error: yaml.MarkedYAMLError, place: _Places) -> Diagnostic:
     problem = error.problem or "cannot be read"
     message, fix = f"not YAML: {problem}", ""
     if "'\\t'" in problem or where.text[where.col - 1 : where.col] == "\t":
-        message, fix = "a tab where YAML wants spaces", "indent with spaces"
+        message, fix = "a tab where YAML requires spaces", "indent with spaces"
     elif problem == "but found another document":
-        message, fix = "a second document begins", "remove `---`, or put the second recipe into a file of its own"
+        message, fix = "a second document begins", "remove `---`, or put the second recipe into its own file"
         return Diagnostic(message, where=where, why="a recipe is one document", fix=fix)
     elif problem.startswith("found undefined alias"):
         message = f"the alias `*{problem.split(chr(39))[1]}` names no anchor before it"

@@ -1,4 +1,4 @@
-"""Name patterns: what `annotate`, `pin`, `wrap` and `bucket` select by. Dot-separated; `*` stays inside its segment."""
+"""Name patterns of `annotate`, `pin`, `wrap` and `bucket`: dot-separated; `*` matches within one segment."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from tpshard.recipes.diagnostic import suggestion
 
 
 def matches(pattern: str, name: str) -> bool:
-    """`layers.*.residual` matches `layers.3.residual`, not `layers.3.mlp.residual`."""
+    """Whether a pattern matches a name: `layers.*.residual` matches `layers.3.residual`, not
+    `layers.3.mlp.residual`."""
     want, have = pattern.split("."), name.split(".")
     return len(want) == len(have) and all(fnmatchcase(h, w) for h, w in zip(have, want))
 
 
 def covers(pattern: str, name: str) -> bool:
-    """Whether `pattern` matches `name` or a module that it is in: `layers.*` covers `layers.3.mlp.up.weight`."""
+    """Whether `pattern` matches `name` or a module above it: `layers.*` covers `layers.3.mlp.up.weight`."""
     have = name.split(".")
     depth = len(pattern.split("."))
     return depth <= len(have) and matches(pattern, ".".join(have[:depth]))
 
 
 def nearest(pattern: str, names: Iterable[str], *, modules: bool) -> str:
-    """The pattern over `names`, or with `modules` over what they are in, that `pattern` was probably meant to be."""
+    """The pattern most similar to `pattern` among `names`, or with `modules` among the modules that contain them."""
     known: dict[str, None] = {}
     for name in names:
         parts = re.sub(r"\.\d+(?=\.|$)", ".*", name).split(".")

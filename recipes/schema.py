@@ -1,6 +1,6 @@
-"""Every key of a recipe: its type, its default, what it may be. The text under a field is its documentation.
+"""All keys of a recipe with type, default and allowed values. The docstring below a field is its documentation.
 
-`tpshard recipes keys` prints it, `tpshard recipes schema` as JSON Schema; docs/recipes.md tells the rest.
+`tpshard recipes keys` prints it, `tpshard recipes schema` as JSON Schema; docs/recipes.md explains recipes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Positive = Annotated[float, Range(above=0, most=1e12)]
 NonNegative = Annotated[float, Range(least=0, most=1e12)]
 Share = Annotated[float, Range(least=0, most=1)]
 AXES = ("pp", "dp", "fsdp", "ep", "spatial", "tp")
-"""Mesh axes that rules may speak of though a mesh does not name them: they have size 1 there."""
+"""Mesh axes that rules may name even if the mesh does not have them: they then have size 1."""
 Dtype = Literal["fp32", "bf16", "fp16"]
 AxisName = Annotated[str, Form(r"[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and underscores")]
 AxisSize = Annotated[int, Size()]
@@ -38,113 +38,112 @@ Axes = Annotated[tuple[AxisName, ...], Alone()]
 
 @section
 class Cluster(Section):
-    """The machines that the recipe is meant for: what `plan` prices, and `train` checks against the one it is on."""
+    """The machines that the recipe is for: `plan` prices them, and `train` compares its machine with them."""
 
     paths: ClassVar[tuple[str, ...]] = ("device",)
 
     device: Annotated[str, NameOrFile(DEVICES, ".yaml")]
-    """A kind of device by name, or a file that describes one."""
+    """The name of a device, or a file that describes one."""
     nodes: Annotated[int, Range(least=1, most=2**17)] = 1
-    """Machines."""
+    """Number of hosts."""
     devices_per_node: Annotated[int, Range(least=1, most=1024)] = derived(default="what the mesh asks for", saved=False)
-    """Devices in each of them."""
+    """Devices per host."""
 
 
 @section
 class RopeScalingSection(Section):
-    """Rotary wavelengths stretched as in Llama 3: long ones by `factor`, short ones not."""
+    """Llama 3's scaling of rotary wavelengths: long ones grow by `factor`, short ones stay."""
 
     factor: Annotated[float, Range(least=1, most=1e6)]
-    """How far."""
+    """Factor of the long wavelengths."""
     low_freq_factor: Positive = 1.0
-    """Wavelengths above original_max_seq / this are stretched whole."""
+    """Wavelengths above original_max_seq / this grow by the whole factor."""
     high_freq_factor: Positive = 4.0
-    """Wavelengths below original_max_seq / this are left alone."""
+    """Wavelengths below original_max_seq / this do not change."""
     original_max_seq: Count = 8192
-    """Longest sequence before stretching."""
+    """Longest sequence without scaling."""
 
 
 @section
 class Model(Section):
-    """What is computed. Exactly one of `preset`, `hf`, `transformers` and `module`; the other keys change its
-    dimensions."""
+    """The model. Exactly one of `preset`, `hf`, `transformers` and `module`; the other keys change its dimensions."""
 
     exclusive: ClassVar[tuple[str, ...]] = ("preset", "hf", "transformers", "module")
     paths: ClassVar[tuple[str, ...]] = ("hf", "transformers")
 
     preset: Preset | None = None
-    """A model known by name. tiny: 4 layers, width 128, 8 heads, 4 KV heads, mlp 384, vocab 2048, seq_len 256, fp32."""
+    """The name of a model. tiny: 4 layers, width 128, 8 heads, 4 KV heads, mlp 384, vocab 2048, seq_len 256, fp32."""
     hf: str | None = None
-    """A folder in Hugging Face format (config.json and safetensors), relative to where the command runs."""
+    """A folder in Hugging Face format (config.json and safetensors), relative to the working directory."""
     transformers: str | None = None
-    """A folder with a config.json, with or without safetensors: transformers' own class for it, as a language model."""
+    """A folder with a config.json, with or without safetensors, whose model transformers' own class computes."""
     dims: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
-    """Names of a `transformers` model's dims by pattern of its parameters, over what its class tells; null is left to
+    """Dim names of a `transformers` model by parameter pattern, in addition to its class's; null: left to
     propagation."""
     module: Annotated[str, Form(r"[\w.]+:[\w.]+", "package:Class")] | None = None
-    """A module of your own that names its dims, as package:Class."""
+    """Your own module that names its dims, as package:Class."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of `module`."""
     seq_len: Annotated[int, Range(least=1, most=2**26)] = derived(
         default="the preset's: 256 for tiny ones, 8192 for others; else 2048"
     )
-    """Tokens in a sequence."""
+    """Tokens per sequence."""
     dtype: Dtype = derived(default="the preset's: fp32 for tiny ones; else bf16")
-    """Type of the computation."""
+    """dtype of the computation."""
     layers: Annotated[int, Range(least=1, most=10_000)] | None = None
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     width: Annotated[int, Range(least=1, most=2**20)] | None = None
     """Width of the residual stream."""
     heads: Annotated[int, Range(least=1, most=2**16)] | None = None
-    """Query heads."""
+    """Number of query heads."""
     kv_heads: Annotated[int, Range(least=1, most=2**16)] | None = None
-    """Key and value heads; fewer than `heads` is grouped-query attention, 1 is multi-query."""
+    """Number of key and value heads; fewer than `heads` is grouped-query attention, 1 is multi-query."""
     head_dim: Annotated[int, Range(least=2, most=2**14)] | None = None
-    """Width of a head; need not be width / heads."""
+    """Size of a head; need not be width / heads."""
     mlp: Annotated[int, Range(least=1, most=2**24)] | None = None
-    """Width inside the MLP."""
+    """Hidden size of the MLP."""
     vocab: Annotated[int, Range(least=1, most=2**26)] | None = None
-    """Rows of the embedding; at least as many as the tokenizer has tokens."""
+    """Size of the vocabulary; at least as many as the tokenizer has tokens."""
     experts: Annotated[int, Range(least=1, most=2**16)] | None = None
-    """Experts of a layer; for presets that are mixtures."""
+    """Routed experts per layer; for mixture presets."""
     top_k: Annotated[int, Range(least=1, most=2**16)] | None = None
-    """Experts that compute each token."""
+    """Routed experts that compute each token."""
     shared_experts: Annotated[int, Range(least=0, most=2**10)] | None = None
     """Experts that compute every token."""
     capacity: Annotated[float, Range(above=0, most=2**16)] | None = None
-    """Tokens that an expert takes of a sequence, as a multiple of the mean; what is beyond is dropped. Without one
-    nothing is dropped."""
+    """Tokens that an expert accepts of a sequence, as a multiple of the mean; the rest are dropped. null: none are
+    dropped."""
     routing: Literal["softmax", "sigmoid"] | None = None
-    """What makes scores of the router's logits."""
+    """How the router's logits become scores."""
     norm_top_k: bool | None = None
-    """Whether the scores of a token's experts are scaled to sum up to 1."""
+    """Whether the scores of a token's experts are normalized to sum to 1."""
     route_scale: Positive | None = None
-    """What these scores are multiplied by."""
+    """Factor of these scores."""
     balance: Literal["bias", "loss", "none"] | None = None
-    """How experts come to get as many tokens: a bias in choosing alone, an auxiliary loss, or nothing."""
+    """How the experts' load is balanced: by a bias used only to choose, by an auxiliary loss, or not at all."""
     balance_rate: Positive | None = None
     """Step of the bias, or weight of the loss."""
     tie_embeddings: bool | None = None
-    """Whether the output projection is the embedding."""
+    """Whether the output projection shares the embedding's matrix."""
     rope_theta: Annotated[float, Range(above=0, most=1e15)] | None = None
     """Base of the rotary frequencies."""
     rope_scaling: RopeScalingSection | None = None
-    """Llama 3's stretching of long rotary wavelengths."""
+    """Llama 3's scaling of long rotary wavelengths."""
     max_seq: Annotated[int, Range(least=1, most=2**30)] | None = None
-    """Longest sequence that positions are made for."""
+    """Longest sequence that the positions support."""
     attention_bias: bool | None = None
-    """Whether the projections of attention add a bias."""
+    """Whether attention's projections have a bias."""
     mlp_bias: bool | None = None
-    """Whether the projections of the MLP add a bias."""
+    """Whether the MLP's projections have a bias."""
     window: Annotated[int, Range(least=1, most=2**30)] | None = None
     """Positions, its own included, that a token attends to (sliding-window attention)."""
     full_layers: tuple[CountOrZero, ...] | None = None
-    """Layers, counted from 0, that attend to all positions in spite of `window`."""
+    """Layers, counted from 0, that ignore `window` and attend to all positions."""
     norm_eps: Annotated[float, Range(above=0, most=1)] | None = None
-    """Added under the root of the normalisation."""
+    """Added under the root of the normalization."""
 
     def overrides(self) -> dict[str, Any]:
-        """The dimensions that the recipe changes, by the names of `ModelConfig`."""
+        """The dimensions that the recipe changes, by the names in `ModelConfig`."""
         others = (*self.exclusive, "dims", "args", "seq_len", "dtype")
         values = {name: getattr(self, name) for name in self.stored() if name not in others}
         if self.rope_scaling is not None:
@@ -154,36 +153,37 @@ class Model(Section):
 
 @section
 class ShardingSection(Section):
-    """Annotate a little; the rest is propagated."""
+    """How tensors are sharded: annotate a few, the rest is propagated."""
 
     rules: Mapping[str, Axes] = field(
         default_factory=lambda: {
             "batch": ("dp", "fsdp"), "vocab": ("tp",), "heads": ("tp",), "mlp": ("tp",)
         }
     )  # fmt: skip
-    """Logical axis of a tensor to mesh axes (a list is outer to inner). Absent or null: left to propagation. Where the
-    mesh has an axis `ep` and no rules are given, they are also {batch: [dp, fsdp, ep], expert: ep}."""
+    """For each dim name, the mesh axes that shard it (a list is outer to inner). Absent or null: left to propagation.
+    If the mesh has an axis `ep`, the defaults also have {batch: [dp, fsdp, ep], expert: ep}."""
     annotate: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
-    """Logical axes for tensors or activations by name pattern; null is left to propagation."""
+    """Dim names for parameters or activations by name pattern; null: left to propagation."""
     pin: Mapping[str, tuple[Axes, ...]] = field(default_factory=dict)
-    """The paper's dims_mapping: exact mesh axes per dim, no rule applies; null is replicated, read as ()."""
+    """Exact mesh axes per dim by name pattern, as the paper's dims_mapping, without rules; null: replicated."""
     on_uneven: Literal["error", "pad"] = "error"
-    """A computed dim (heads, mlp, vocab, batch, ...) that its axes do not divide. Storage over `fsdp` may be uneven."""
+    """What happens if axes do not divide a computed dim (heads, mlp, vocab, batch, ...). Storage over `fsdp` may be
+    uneven."""
     on_reshard: Literal["error", "warn", "allow"] = "warn"
-    """A collective that nothing in the recipe asks for."""
+    """What happens if a collective is needed that nothing in the recipe asks for."""
 
     def cuts(self, dims: Sequence[str]) -> list[tuple[str, ...]]:
-        """The axes that rules cut a tensor's dims over; columns of experts over those that the experts leave."""
+        """The axes over which rules shard a tensor's dims; columns of experts use those that the experts leave."""
         taken = self.rules.get("expert", ()) if "expert" in dims else ()
         return [tuple(a for a in self.rules.get(d, ()) if d != "mlp" or a not in taken) for d in dims]
 
 
 @section
 class BucketSize(Section):
-    """Merge neighbours up to a size."""
+    """Merge neighbouring collectives up to a size."""
 
     mb: Positive
-    """Megabytes (10^6 bytes) a bucket."""
+    """Megabytes (10^6 bytes) per bucket."""
 
 
 @section
@@ -199,11 +199,11 @@ class Accumulate(Section):
     """How gradient accumulation treats sharded parameters."""
 
     gather: Literal["microbatch", "step"] = "microbatch"
-    """Parameters are gathered for each micro-batch, or once a step and kept."""
+    """Whether parameters are gathered for each micro-batch, or once per step and kept."""
     reduce: Literal["each", "last"] = "each"
-    """Gradients are reduced after each micro-batch, or kept unsharded and reduced after the last."""
+    """Whether gradients are reduced after each micro-batch, or kept unsharded and reduced after the last."""
     dtype: Dtype = "fp32"
-    """Type in which gradients are summed."""
+    """dtype in which gradients are summed."""
 
 
 @section
@@ -211,23 +211,23 @@ class Fsdp(Section):
     """SimpleFSDP: parameters, gradients and optimizer state stored in shards, gathered where they are used."""
 
     axis: AxisName = "fsdp"
-    """The mesh axis they are sharded over; hybrid with dp > 1."""
+    """The mesh axis that shards them; with dp > 1 this is hybrid sharding."""
     wrap: tuple[str | tuple[str, ...], ...] = ("layers.*", ("tok_embed",), ("norm", "output"))
-    """The units: one all-gather each (a list shares one)."""
+    """The units, gathered by one all-gather each (a list is one unit)."""
     bucket: Literal["none", "wrap", "greedy", "auto"] | BucketSize | BucketFile | tuple[tuple[str, ...], ...] = "auto"
     """Which collectives are merged: a policy, a size, or lists of name patterns."""
     memory_limit: Annotated[int, Bytes()] | None = None
-    """Bytes per device (text such as 70GiB is read); null: the device's memory less a reserve."""
+    """Bytes per device, or text such as 70GiB; null: the device's memory less a reserve."""
     prefetch: Annotated[int, Range(least=0, most=10_000)] = 1
-    """Units gathered ahead."""
+    """Units gathered ahead of their use."""
     reshard_after_forward: bool | Literal["auto"] = True
-    """Whether a unit is given back after forward; auto keeps it gathered while memory_limit allows, and says so."""
+    """Whether a unit is freed after the forward pass; auto keeps it gathered while memory_limit allows, and says so."""
     master_dtype: Dtype = "fp32"
-    """Type of parameters and optimizer state at rest."""
+    """dtype of stored parameters and optimizer state."""
     param_dtype: Dtype = derived(default="model.dtype")
-    """Type in which parameters are gathered."""
+    """dtype in which parameters are gathered."""
     reduce_dtype: Dtype = "fp32"
-    """Type in which gradients are reduced."""
+    """dtype in which gradients are reduced."""
     accumulate: Accumulate = field(default_factory=Accumulate)
     """How gradient accumulation treats sharded parameters."""
 
@@ -242,24 +242,25 @@ class RematEvery(Section):
 
 @section
 class Pipeline(Section):
-    """Layers in stages, each on the devices with one index on the mesh axis `pp`."""
+    """Pipeline parallelism: the layers in stages along the mesh axis `pp`."""
 
     schedule: Literal["gpipe", "circular", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b"
-    """Order of forward and backward passes: all forward first, in one round or several (circular); one of each in turn,
-    with one stage a device or several (interleaved_1f1b); the same with the backward pass in two (zero_bubble)."""
+    """Order of forward and backward passes. gpipe: all forward first; circular: the same in several rounds; 1f1b: one
+    of each in turn; interleaved_1f1b: with several stages per device; zero_bubble: with the backward pass in two
+    parts."""
     stages: Annotated[int, Range(least=2, most=1024)] | None = None
-    """Devices in a row; by default, and always, the size of mesh.pp."""
+    """Number of devices along the pipeline; must be the size of mesh.pp, which is the default."""
     rounds: Annotated[int, Range(least=1, most=64)] | None = None
-    """Stages of each device (i is on device i mod `stages`); by default 2 for circular and interleaved_1f1b, else 1."""
+    """Stages per device (stage i is on device i mod `stages`). Default: 2 for circular and interleaved_1f1b, else 1."""
     micro_batches: Count | None = None
-    """Micro-batches of a step; by default what batch.per_device makes, else four for each of the `stages`, or more."""
+    """Micro-batches per step. Default: what batch.per_device gives, else at least four per device."""
     split: tuple[Count, ...] | None = None
-    """Layers of each of the `stages` x `rounds` stages; by default those whose slowest device is the fastest, by the
-    plan's own prices of layers, embedding, head and loss."""
+    """Layers of each of the `stages` x `rounds` stages. Default: the split with the fastest slowest device, by the
+    plan's prices of layers, embedding, head and loss."""
 
     @property
     def each(self) -> int:
-        """Stages of each device."""
+        """Stages per device."""
         return self.rounds or (2 if self.schedule in ("circular", "interleaved_1f1b") else 1)
 
 
@@ -270,27 +271,27 @@ class Data(Section):
     paths: ClassVar[tuple[str, ...]] = ("source", "tokenizer")
 
     source: str = "sample"
-    """c4, a directory or glob of C4-format *.json.gz, or sample (made on this machine)."""
+    """c4, a directory or glob of C4-format *.json.gz, or sample (generated on this machine)."""
     tokenizer: str | None = derived(default='its own for sample, else "${oc.env:TOKENIZER_DIR}"')
-    """Folder of a Hugging Face tokenizer, resolved when a command needs it; null for the sample's own."""
+    """Folder of a Hugging Face tokenizer, read when a command needs it; null: the sample's own."""
     bad_rows: Share = 0.01
     """Share of unreadable rows that stops the run."""
 
 
 @section
 class Batch(Section):
-    """How many sequences a step takes. Gradient accumulation is derived, and printed."""
+    """The batch of a step. The number of micro-batches follows from it."""
 
     global_sequences: Annotated[int, Range(least=1, most=2**30)] = 128
-    """Sequences a step, over all devices."""
+    """Sequences per step, over all devices."""
     per_device: Annotated[int, Range(least=1, most=2**20)] | None = None
-    """Sequences of one micro-batch on one data rank. Default: the largest divisor of global_sequences / data ranks
-    that is at most 8."""
+    """Sequences of one micro-batch on one data rank. Default: the largest divisor of global_sequences / data ranks up
+    to 8."""
 
 
 @section
 class Optimizer(Section):
-    """How gradients become updates."""
+    """The optimizer."""
 
     name: Literal["adamw"] = "adamw"
     """The algorithm."""
@@ -306,7 +307,7 @@ class Optimizer(Section):
 
 @section
 class Schedule(Section):
-    """The learning rate over the steps."""
+    """The learning rate schedule."""
 
     name: Literal["cosine", "constant"] = "cosine"
     """Shape after the warm-up."""
@@ -318,14 +319,14 @@ class Schedule(Section):
 
 @section
 class Train(Section):
-    """The loop."""
+    """The training loop."""
 
     steps: Count = 200_000
     """Optimizer steps."""
     clip_grad_norm: Positive | None = 1.0
-    """Global gradient norm that updates are scaled down to; null: off."""
+    """Global norm to which gradients are clipped; null: off."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """What a loss or gradient that is not finite does, on all ranks alike and before any update."""
+    """What happens if a loss or gradient is not finite; decided on all ranks alike, before any update."""
 
 
 @section
@@ -333,14 +334,14 @@ class Evaluate(Section):
     """Loss on held-out text."""
 
     every_steps: CountOrZero = 500
-    """Steps between evaluations; 0 never. A run also evaluates at its end."""
+    """Steps between evaluations; 0: never. A run also evaluates at its end."""
     sequences: Count = 64
-    """Held-out sequences an evaluation reads."""
+    """Held-out sequences per evaluation."""
 
 
 @section
 class Timeout(Section):
-    """Seconds after which a worker that does not answer is lost."""
+    """Seconds after which a worker that does not answer counts as lost."""
 
     start: Positive = 600
     """Until the first step is done."""
@@ -350,11 +351,11 @@ class Timeout(Section):
 
 @section
 class Launch(Section):
-    """The workers that `train` starts by itself, on one host."""
+    """The workers that `train` starts on one host."""
 
     restarts: Annotated[int, Range(least=0, most=1000)] = 1
-    """How often they are started again from the last checkpoint after one of them crashed (SIGSEGV, SIGABRT, SIGBUS);
-    at least 100 steps after the crash before."""
+    """How often workers are restarted from the last checkpoint after one crashed (SIGSEGV, SIGABRT, SIGBUS), at least
+    100 steps after the previous crash."""
 
 
 @section
@@ -364,39 +365,39 @@ class Run(Section):
     paths: ClassVar[tuple[str, ...]] = ("dir",)
 
     dir: str = "runs/${name}"
-    """Folder of the run, relative to where the command runs; ${name} is the recipe's name, and ~ and $NAME are what a
-    shell makes of them."""
+    """Folder of the run, relative to the working directory; ${name} is the recipe's name, ~ and $NAME are expanded as
+    by a shell."""
 
 
 @section
 class Checkpoint(Section):
-    """Saving and resuming."""
+    """Saving checkpoints and resuming from them."""
 
     every_steps: CountOrZero = 500
-    """Steps between checkpoints; 0 saves none."""
+    """Steps between checkpoints; 0: none are saved."""
     keep_last: Count = 3
-    """Checkpoints kept."""
+    """Number of checkpoints kept."""
     resume: Literal["auto", "never", "force"] = "auto"
-    """auto continues a stopped run, never refuses to touch one, force continues whatever changed in the recipe."""
+    """auto resumes a stopped run, never refuses to continue an existing run, force resumes despite any change."""
     on_error: Literal["warn", "stop"] = "warn"
-    """What a checkpoint that cannot be written does."""
+    """What happens if a checkpoint cannot be written."""
 
 
 @section
 class Wandb(Section):
-    """Weights & Biases, a sink that can never stop a run."""
+    """Weights & Biases; its failures never stop a run."""
 
     project: str = "tpshard"
-    """Project the run goes to."""
+    """Project of the run."""
     entity: str | None = None
-    """Team or user; null: the login's own."""
+    """Team or user; null: the login's default."""
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto is online with a login and offline without."""
 
 
 @section
 class Logging(Section):
-    """What a run says while it runs. The first and the last step are always logged."""
+    """What a run logs. The first and the last step are always logged."""
 
     every_steps: Count = 10
     """Steps between rows of metrics.jsonl."""
@@ -406,7 +407,7 @@ class Logging(Section):
 
 @section
 class Calibration(Section):
-    """What a quantizer looks at."""
+    """The calibration text of quantization."""
 
     sequences: Count = 128
     """Sequences of the training text."""
@@ -414,121 +415,122 @@ class Calibration(Section):
 
 @section
 class Quantize(Section):
-    """What `tpshard quantize` does."""
+    """The settings of `tpshard quantize`."""
 
     method: Literal["gptq"] = "gptq"
     """The algorithm."""
     bits: Literal[2, 3, 4, 8] = 4
-    """Bits a weight."""
+    """Bits per weight."""
     group_size: Annotated[int, GroupSize()] = 128
-    """Rows that share a scale; -1: all."""
+    """Inputs that share a scale; -1: all."""
     order: Literal["global", "head_local", "none"] = "head_local"
-    """Act-order over all rows, within heads (so that o_proj's order can be absorbed into V), or none."""
+    """Act-order over all inputs (global), within heads, so that wo's order can be absorbed into V (head_local), or
+    none."""
     sym: bool = True
-    """Symmetric: the zero point is the middle."""
+    """Whether the zero point is the middle code (symmetric quantization)."""
     calibration: Calibration = field(default_factory=Calibration)
-    """What the quantizer looks at."""
+    """The calibration text."""
 
 
 @section
 class Serve(Section):
-    """What `tpshard serve` does."""
+    """The settings of `tpshard serve`."""
 
     paths: ClassVar[tuple[str, ...]] = ("checkpoint",)
 
     checkpoint: str = "latest"
-    """latest of this run; or a directory in Hugging Face format, GPTQ or not."""
+    """latest: this run's newest checkpoint; or a checkpoint's folder, or a Hugging Face folder, GPTQ or not."""
     mesh: Mapping[AxisName, AxisSize] = field(default_factory=lambda: {"tp": 4})
-    """Axes and sizes to serve on."""
+    """Mesh axes and sizes of the server."""
     dtype: Dtype | None = None
-    """What it computes in; null: the checkpoint's, for quantized weights on a CPU fp32, where bf16 multiplies them as
-    codes."""
+    """Compute dtype; null: the checkpoint's. For quantized weights on a CPU null is fp32; with bf16 they are multiplied
+    as codes."""
     layout: Literal["tp_aware", "local_sort", "naive"] = "tp_aware"
     """How act-ordered GPTQ weights are laid out over `tp`."""
     batch_invariant: bool | None = None
-    """Whether a request's tokens do not depend on what runs beside it; default: true on a CPU."""
+    """Whether a request's tokens do not depend on other requests; default: true on a CPU."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, Range(least=0, most=65535)] = 8000
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 chooses a free one."""
     api_key: str | None = None
-    """Key that clients must send, best as "${oc.env:NAME}"; null: $TPSHARD_API_KEY, and without one only loopback is
-    served."""
+    """Key that clients must send, best written as "${oc.env:NAME}"; null: $TPSHARD_API_KEY. Without a key only loopback
+    is served."""
     cache_mb: Annotated[int, Range(least=1)] | None = None
-    """MiB per device for keys and values; null: what `requests` of full length need, at most a quarter of the memory
-    that is free, on a GPU three quarters of what the weights leave."""
+    """MiB per device for the KV cache; null: what `requests` of full length need, up to a quarter of the free memory,
+    or on a GPU three quarters of what the weights leave."""
     requests: Annotated[int, Range(least=1, most=1024)] = 64
     """Answers computed at once."""
     step_tokens: Annotated[int, Range(least=8, most=65536)] | None = None
-    """Most tokens computed in one step; a longer prompt takes several. null: 64 on a CPU, 2048 on a GPU, and at least
-    `requests`."""
+    """Maximal tokens computed in one step; a longer prompt takes several. null: 64 on a CPU, 2048 on a GPU, and at
+    least `requests`."""
     queue: Annotated[int, Range(least=0, most=100000)] = 256
-    """Answers that may wait for that; more are refused with 429."""
+    """Answers that may wait; more are refused with 429."""
     request_s: Annotated[float, Range(above=0)] = 600.0
-    """Longest a request may take, waiting included, in seconds."""
+    """Maximal duration of a request in seconds, waiting included."""
     grace_s: Annotated[float, Range(least=0)] = 30.0
-    """Time that running requests have to end after SIGTERM, in seconds."""
+    """Seconds that running requests have to finish after SIGTERM."""
 
 
 @section
 class Recipe(Section):
-    """What a user writes, complete. Everything but `model` has a default."""
+    """A complete recipe. Everything except `model` has a default."""
 
     schema: int = SCHEMA_VERSION
     """Version of these keys."""
     name: Annotated[str, Form(r"[^/\\\x00-\x1f]+", "a name without slashes")] = derived(default="the file's name")
     """Name of the run."""
     seed: Annotated[int, Range(least=0, most=2**63 - 1)] = 42
-    """Of initialisation, data order and sampling."""
+    """Seed of initialization, data order and sampling."""
     cluster: Cluster | None = None
-    """The machines it is meant for. Default: this machine, as many devices as the mesh asks for."""
+    """The machines it is for. Default: this machine, with as many devices as the mesh needs."""
     mesh: Mapping[AxisName, AxisSize] = field(default_factory=lambda: {"dp": 1, "fsdp": -1, "tp": 1})
-    """axis: size, outer to inner; -1 is the rest. dp, fsdp and tp have size 1 where they are left out."""
+    """The size of each mesh axis, outer to inner; -1: all remaining devices. Omitted dp, fsdp and tp have size 1."""
     model: Model
-    """What is computed."""
+    """The model."""
     task: Annotated[str, Form(r"lm|mlm|frames|volumes|[\w.]+:[\w.]+", "lm, mlm, frames, volumes or package:Class")] = (
         "lm"
     )
-    """What it is trained for: the next token, masked tokens, classes of frames, classes of voxels, or a task of your
-    own, as package:Class; frames and volumes are made on the machine, seq_len long."""
+    """The training task: next token, masked tokens, classes of frames, classes of voxels, or your own task as
+    package:Class. Frames and volumes are generated, seq_len long."""
     sharding: ShardingSection = field(default_factory=ShardingSection)
-    """How it is spread."""
+    """How tensors are sharded."""
     fsdp: Fsdp = field(default_factory=Fsdp)
-    """Sharded parameters."""
+    """Fully sharded parameters."""
     remat: Literal["none", "full", "selective"] | RematEvery | tuple[str, ...] = "selective"
-    """What is recomputed in the backward pass: nothing, everything, all but matmul and attention outputs, every n-th
-    layer, or all but a list of operations to keep."""
+    """What is recomputed in the backward pass: nothing, everything, everything except matmul and attention outputs,
+    every n-th layer, or everything except a list of operations."""
     compile: Literal["inductor", "blocks", "eager"] = "inductor"
-    """What torch's compiler sees of a device's program: all of it; its layers, while the rest (the loss, the optimizer)
-    runs operation by operation; or nothing."""
+    """What is compiled of a device's program: all of it; only its layers, while the rest (the loss, the optimizer) runs
+    eagerly; or nothing."""
     pipeline: Pipeline | None = None
-    """Layers in stages; needs a mesh axis `pp`."""
+    """Pipeline stages; needs a mesh axis `pp`."""
     data: Data = field(default_factory=Data)
-    """Where the text comes from."""
+    """The training text."""
     batch: Batch = field(default_factory=Batch)
-    """How many sequences a step takes."""
+    """The batch of a step."""
     optimizer: Optimizer = field(default_factory=Optimizer)
-    """How gradients become updates."""
+    """The optimizer."""
     schedule: Schedule = field(default_factory=Schedule)
-    """The learning rate over the steps."""
+    """The learning rate schedule."""
     train: Train = field(default_factory=Train)
-    """The loop."""
+    """The training loop."""
     evaluate: Evaluate = field(default_factory=Evaluate)
     """Loss on held-out text."""
     timeout_s: Timeout = field(default_factory=Timeout)
-    """Seconds after which a worker is lost."""
+    """Seconds after which a worker counts as lost."""
     launch: Launch = field(default_factory=Launch)
-    """Workers that crash."""
+    """Restarting crashed workers."""
     run: Run = field(default_factory=Run)
-    """Where a run leaves its files."""
+    """The folder of the run."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    """Saving and resuming."""
+    """Saving checkpoints and resuming from them."""
     logging: Logging = field(default_factory=Logging)
-    """What a run says."""
+    """What a run logs."""
     quantize: Quantize = field(default_factory=Quantize)
-    """What `tpshard quantize` does."""
+    """The settings of `tpshard quantize`."""
     serve: Serve = field(default_factory=Serve)
-    """What `tpshard serve` does."""
+    """The settings of `tpshard serve`."""
 
     _places: ClassVar[Mapping[str, tuple[Source, Source]]] = {}
     _file: ClassVar[str] = ""
@@ -536,12 +538,14 @@ class Recipe(Section):
 
     @property
     def warnings(self) -> tuple[Diagnostic, ...]:
-        """What is odd about the recipe without being wrong."""
+        """Diagnostics for suspicious settings that are not errors."""
         return self._warnings
 
     def where(self, key: str) -> Source:
-        """Where a key got its value: the value itself where it is short, the key where it spans lines. For a key that
-        nobody wrote, a source without a line that names the default."""
+        """The place where a key got its value: the value, or the key if the value spans lines.
+
+        For a default, a source without a line that names it.
+        """
         if key in self._places:
             name, value = self._places[key]
             return value if value.line == name.line and value.text == name.text else name
@@ -549,12 +553,15 @@ class Recipe(Section):
 
     @property
     def file(self) -> str:
-        """The file the recipe was read from."""
+        """The file from which the recipe was read."""
         return self._file
 
     def to_yaml(self, *, resolved: bool = False) -> str:
-        """The recipe as a file that loads to the same: complete, interpolations kept, or `resolved` to the values that
-        are known here; secrets masked."""
+        """The recipe as YAML that loads to the same: complete, with interpolations, or `resolved` to their known
+        values.
+
+        Secrets are masked.
+        """
         from tpshard.recipes.write import to_yaml
 
         return to_yaml(self, resolved)
@@ -566,5 +573,5 @@ class Recipe(Section):
         return to_yaml(self, pins=pins)
 
     def mesh_on(self, devices: int) -> dict[str, int]:
-        """The mesh with -1 replaced by what is left of `devices`. Raises `Mistakes` (exit 5) when they do not fit."""
+        """The mesh with -1 replaced by the remaining `devices`. Raises `Mistakes` (exit 5) when they do not fit."""
         return mesh_on(self.mesh, devices, self.where("mesh"))

@@ -1,4 +1,4 @@
-"""What all parts of a recipe share: derived defaults, and text that the environment completes when it is read."""
+"""The base of all parts of a recipe: derived defaults, and text that is completed from the environment when read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from tpshard.recipes.nodes import Path
 
 
 def derived(*, default: str, saved: bool = True) -> Any:
-    """A default that the loader works out from other keys, told in words. Not `saved`: it is left to be worked out
-    again when a saved recipe is loaded with changes."""
+    """A default that the loader derives from other keys, described by `default`.
+
+    With `saved` false a saved recipe omits it, so that it is derived again when that recipe is loaded with changes.
+    """
     return field(default=None, metadata={"derived": default, "saved": saved})
 
 
 def default_of(item: Field[Any]) -> Any:
-    """The default of a field of a section; `MISSING` where there is none."""
+    """The default of a section's field; `MISSING` if there is none."""
     return item.default if not callable(item.default_factory) else item.default_factory()
 
 
@@ -26,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(field, derived))
 def section(cls: type[T]) -> type[T]:
-    """A frozen dataclass of keywords that leaves repr and equality to `Section`."""
+    """A frozen, keyword-only dataclass whose repr and equality come from `Section`."""
     return dataclass(frozen=True, kw_only=True, repr=False, eq=False)(cls)
 
 
@@ -36,8 +38,7 @@ def field_names(cls: type[Section]) -> tuple[str, ...]:
 
 
 class Pending(str):
-    """Text as written, which the environment completes each time it is read. `path` is where it stands in the merged
-    recipe."""
+    """Text as written, completed from the environment each time it is read. `path`: its path in the merged recipe."""
 
     path: Path
     source: Source
@@ -52,21 +53,20 @@ class Pending(str):
 
 
 class Section:
-    """A part of a recipe: a frozen dataclass whose values may be interpolated.
+    """A part of a recipe: a frozen dataclass whose values may contain interpolations.
 
-    Text that the environment completes is kept as written and completed each time the attribute is read, so that a
-    command which does not need the value does not need the environment either. Reading it raises `Mistakes` when the
-    variable is not set.
+    Text that depends on the environment is completed each time the attribute is read, so that a command that does not
+    need the value does not need the environment. Reading it raises `Mistakes` when the variable is not set.
     """
 
     paths: ClassVar[tuple[str, ...]] = ()
-    """Keys that name files or folders: `~` and `$NAME` in them are what a shell makes of them."""
+    """Keys that name files or folders, in which `~` and `$NAME` are expanded as by a shell."""
     _config: ClassVar[Any] = None
-    """The merged recipe, where a value waits for the environment."""
+    """The merged recipe, if a value depends on the environment."""
     _written: ClassVar[Mapping[str, Any]] = {}
-    """Values with interpolations, as plain data as they were written."""
+    """Values with interpolations, as written, as plain data."""
     _unsaved: ClassVar[frozenset[str]] = frozenset()
-    """Derived values that a saved recipe leaves out."""
+    """Derived values that a saved recipe omits."""
 
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)
@@ -77,10 +77,10 @@ class Section:
         return value
 
     def stored(self) -> dict[str, Any]:
-        """Field to value as written, nothing interpolated."""
+        """The value of each field as written, without interpolation."""
         return {name: self._written.get(name, self.__dict__[name]) for name in field_names(type(self))}
 
-    # as written: a repr ends up in logs and equality in caches, and the environment's values must not
+    # as written: reprs go to logs and equality to caches, where the environment's values must not appear
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.stored().items())})"
 
@@ -89,14 +89,14 @@ class Section:
 
 
 def waits(value: Any) -> bool:
-    """Whether the environment completes text anywhere in a value."""
+    """Whether a value contains text that depends on the environment."""
     if isinstance(value, Mapping):
         return any(map(waits, value.values()))
     return any(map(waits, value)) if isinstance(value, tuple) else isinstance(value, Pending)
 
 
 def completed(value: Any, config: Any) -> Any:
-    """`value` with the environment's values put in. Raises `Mistakes` when a variable without default is not set."""
+    """`value` completed from the environment. Raises `Mistakes` for an unset variable without default."""
     if isinstance(value, Mapping):
         return {key: completed(item, config) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -112,5 +112,5 @@ def completed(value: Any, config: Any) -> Any:
             if environment.unset:
                 raise Mistakes([interpolation.unset(environment.unset[0], value.source)]) from None
             why = str(error).partition("\n")[0]
-            raise Mistakes.one(f"`{value}` cannot be completed", where=value.source, why=why) from None
+            raise Mistakes.one(f"`{value}` cannot be resolved", where=value.source, why=why) from None
     return None if text is None else str(text)

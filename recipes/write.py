@@ -1,4 +1,4 @@
-"""A recipe back to YAML: complete, interpolations as written, secrets masked."""
+"""Writing a recipe as YAML: complete, interpolations as written, secrets masked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def to_yaml(recipe: Section, resolved: bool = False, pins: Mapping[str, Any] | N
 
 
 def as_data(value: Any, name: str = "", resolved: bool = False) -> Any:
-    """A recipe or a part of it as maps, lists and scalars; keys that are null by default and unset are left out."""
+    """A recipe or a part of it as maps, lists and scalars; unset keys whose default is null are omitted."""
     if isinstance(value, Section):
         items = (value.stored() | (_known(value) if resolved else {})).items()
         fields = type(value).__dataclass_fields__  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ def as_data(value: Any, name: str = "", resolved: bool = False) -> Any:
 
 
 def _known(section: Section) -> dict[str, Any]:
-    """The values of a section that need nothing of the environment which is not set."""
+    """The values of a section that depend on no unset environment variable."""
     found = {}
     for key in section.stored():
         with contextlib.suppress(Mistakes):
@@ -53,7 +53,7 @@ def _known(section: Section) -> dict[str, Any]:
 
 
 def _literal(value: Any) -> Any:
-    """The value so that nothing in it is read as an interpolation."""
+    """The value escaped, so that nothing in it is read as an interpolation."""
     if isinstance(value, Mapping):
         return {k: _literal(v) for k, v in value.items()}
     if isinstance(value, tuple):
@@ -62,20 +62,20 @@ def _literal(value: Any) -> Any:
 
 
 def looks_secret(key: str) -> bool:
-    """Whether a key by its name holds something that must not be saved: `api_key`, `hfToken`, `PASSWORD`."""
+    """Whether a key's name suggests a secret: `api_key`, `hfToken`, `PASSWORD`."""
     words = re.findall(r"[a-z]+|[A-Z]+(?![a-z])|[A-Z][a-z]*", key)
     return any(_SECRET.fullmatch(word.lower()) for word in words)
 
 
 def masked(value: Any) -> Any:
-    """An interpolation keeps its name and loses its default; anything else is hidden."""
+    """An interpolation without its default; anything else is hidden."""
     if isinstance(value, str) and (found := re.fullmatch(r"\$\{(oc\.env:[A-Za-z0-9_]+)(,.*)?\}", value, re.DOTALL)):
         return f"${{{found[1]}{',' + MASK if found[2] else ''}}}"
     return MASK
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what any version of YAML reads alike."""
+    """A YAML dumper whose output all versions of YAML read alike."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -1,1 +1,1 @@
-"""The verb `serve`: engine, cache, HTTP."""
+"""The command `serve`: engine, KV cache and HTTP server."""

@@ -1,4 +1,4 @@
-"""Who may ask, and how much: the key, the size and the patience, checked before anything else reads the request."""
+"""Checks of a request before anything reads it: API key, size of the body, and time to receive it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = ("/health", "/ready")
-"""Paths that need no key, and tell nothing but a word."""
+"""Paths that need no key; they reveal only one word."""
 
 
 class KeyGate:
-    """ASGI middleware: 401 on every path but OPEN without `Authorization: Bearer KEY`."""
+    """ASGI middleware that answers 401 without `Authorization: Bearer KEY`, on every path but OPEN."""
 
     def __init__(self, app: App, key: str | None) -> None:
         self.app = app
@@ -35,14 +35,14 @@ class KeyGate:
             given = dict(scope["headers"]).get(b"authorization", b"")
             kind, _, key = given.partition(b" ")
             if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.key):
-                refusal = Refused("no or a wrong API key was given", code="invalid_api_key", status=401)
+                refusal = Refused("no API key, or a wrong one, was given", code="invalid_api_key", status=401)
                 await refuse(refusal, send)
                 return
         await self.app(scope, receive, send)
 
 
 async def refuse(refusal: Refused, send: Send) -> None:
-    """Answers with the refusal, in OpenAI's shape."""
+    """Sends a refusal in OpenAI's format."""
     body = json.dumps(refusal.body()).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if refusal.status == 401:
@@ -50,13 +50,13 @@ async def refuse(refusal: Refused, send: Send) -> None:
     if refusal.retry_after is not None:
         headers.append((b"retry-after", str(refusal.retry_after).encode()))
     if refusal.status in (408, 413):
-        headers.append((b"connection", b"close"))  # the rest of the body is not waited for
+        headers.append((b"connection", b"close"))  # the rest of the body is not read
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
-    """The body, within its limits of size and time. Refused; Gone where the client has left."""
+    """The request's body, within the limits of size and time. Raises Refused, or Gone if the client has left."""
     length = dict(scope["headers"]).get(b"content-length")
     if length is not None and length.isdigit() and int(length) > limits.body_bytes:
         raise _too_large(limits)
@@ -78,7 +78,7 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
 
 
 class Gone(Exception):
-    """The client has left."""
+    """The client has closed the connection."""
 
 
 def _too_large(limits: Limits) -> Refused:

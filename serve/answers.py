@@ -1,4 +1,4 @@
-"""From an order to an answer: sequences, their growing texts, and OpenAI's JSON for them."""
+"""Answers of requests: their sequences, their growing text, and the JSON that OpenAI's API defines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 def sequences(order: Order, prompts: Iterable[tuple[int, ...]], tokenizer: Tokenizer, limit: int) -> list[Sequence]:
-    """The sequences of an order whose prompts are tokens. Refused where one does not fit `limit` tokens."""
+    """The sequences of an order with tokenized prompts. Refused where one does not fit `limit` tokens."""
     ends = frozenset(order.stop_token_ids) | (frozenset() if order.ignore_eos else tokenizer.stop_tokens)
     made = []
     for tokens in prompts:
@@ -25,7 +25,7 @@ def sequences(order: Order, prompts: Iterable[tuple[int, ...]], tokenizer: Token
         most = default if order.max_tokens is None else order.max_tokens
         if most > room or room <= 0 < max(most, order.max_tokens is None):
             raise Refused(
-                f"the prompt has {len(tokens)} tokens and up to {max(most, 1)} more are asked for; this model's "
+                f"the prompt has {len(tokens)} tokens and up to {max(most, 1)} more are requested; this model's "
                 f"context is {limit} tokens",
                 param="messages" if order.chat else "prompt",
                 code="context_length_exceeded",
@@ -41,7 +41,7 @@ def sequences(order: Order, prompts: Iterable[tuple[int, ...]], tokenizer: Token
 
 
 def check_tokens(order: Order, prompts: Iterable[tuple[int, ...]], vocab: int) -> None:
-    """Refused where a token id is beyond the vocabulary."""
+    """Raises Refused if a token id is outside the vocabulary."""
     for key, ids in (
         *(("prompt", p) for p in prompts),
         ("logit_bias", tuple(token for token, _ in order.sampling.logit_bias)),
@@ -54,7 +54,7 @@ def check_tokens(order: Order, prompts: Iterable[tuple[int, ...]], vocab: int) -
 
 @dataclass
 class Choice:
-    """One answer: what the client has seen, and what is not sent yet."""
+    """One choice of an answer: the text sent to the client, and the text not sent yet."""
 
     index: int
     sequence: Sequence
@@ -62,12 +62,12 @@ class Choice:
     echo: str | None
     finish: str | None = None
     counted: int = 0
-    """Tokens that the model gave, the ending one included."""
+    """Tokens that the model generated, including the end token."""
     fresh: list[Logprob] = field(default_factory=list)
     _pending: str = ""
 
     def take(self, event: Event) -> None:
-        """Adds an event; afterwards `finish` says whether the answer has ended."""
+        """Adds an event; `finish` then says whether the choice has ended."""
         if self.finish is not None:
             return
         if self.echo is not None:
@@ -85,7 +85,7 @@ class Choice:
             self.finish = event.finish
 
     def flush(self) -> tuple[str, list[Logprob]]:
-        """What is to be sent now."""
+        """The text and log-probabilities to send now."""
         out = self._pending, self.fresh
         self._pending, self.fresh = "", []
         return out
@@ -98,7 +98,7 @@ class Answer:
         self.order, self.tokenizer = order, tokenizer
         self.id = f"{'chatcmpl' if order.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        # A chat's answer begins anew, a completion goes on from its prompt.
+        # a chat's answer starts its own text, a completion continues its prompt
         contexts = [() if order.chat else s.prompt for s in made]
         self.choices = [
             Choice(i, s, Writer(tokenizer, order.stop, context), echoes[i // order.n] if order.echo else None)
@@ -106,7 +106,7 @@ class Answer:
         ]
         self._by_sequence = {c.sequence.id: c for c in self.choices}
         self._places = [Writer(tokenizer, context=() if order.echo else context) for context in contexts]
-        """By choice the text so far of the tokens whose log-probabilities were told."""
+        """Per choice the text of the tokens whose log-probabilities were sent."""
         self._told_prompt: set[int] = set()
 
     @property
@@ -118,7 +118,7 @@ class Answer:
         return sum(len(c.sequence.prompt) for c in self.choices[:: self.order.n])
 
     def take(self, event: Event) -> Choice | None:
-        """The choice that an event belongs to, grown by it; Refused (503 or 400) where it is an error."""
+        """Adds an event to its choice and returns the choice. Refused (503 or 400) for an error event."""
         if event.error is not None:
             raise Refused(event.error, status=503, kind="server_error", code="engine_failed", retry_after=2)
         choice = self._by_sequence.get(event.sequence.id)
@@ -136,19 +136,19 @@ class Answer:
         }
 
     def whole(self) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
+        """The JSON of a response without streaming."""
         kind = "chat.completion" if self.order.chat else "text_completion"
         choices = [self._whole(c) for c in self.choices]
         return self._head(kind) | {"choices": choices, "usage": self.usage()}
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """What a stream begins with: the role, for chats."""
+        """The first events of a stream: the role, for chats."""
         if self.order.chat:
             for c in self.choices:
                 yield self._chunk({"index": c.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None})
 
     def chunk(self, choice: Choice) -> dict[str, Any] | None:
-        """What is new of a choice, as one event of a stream; None where nothing is."""
+        """The new text of a choice as one event of a stream; None if there is none."""
         text, fresh = choice.flush()
         if not text and choice.finish is None and not fresh:
             return None
@@ -157,7 +157,7 @@ class Answer:
         return self._chunk(body | {"logprobs": self._logprobs(choice, fresh), "finish_reason": choice.finish})
 
     def closing(self) -> Iterator[dict[str, Any]]:
-        """What a stream ends with: usage, where asked for."""
+        """The last events of a stream: the usage, if requested."""
         if self.order.include_usage:
             yield self._chunk(None) | {"usage": self.usage()}
 
@@ -211,7 +211,7 @@ class Answer:
         }
 
     def _top(self, x: Logprob) -> dict[str, float]:
-        """The likeliest tokens and the chosen one, by text; of two with one text the likelier counts."""
+        """Log-probabilities of the likeliest tokens and the chosen one, by text; of equal texts the likelier one."""
         found: dict[str, float] = {}
         for token, value in (*x.top, (x.token, x.logprob)):
             text = self.tokenizer.token_text(token)
@@ -220,5 +220,5 @@ class Answer:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinities: OpenAI's -9999 stands for them."""
+    """The log-probability; -9999, as in OpenAI's API, for -inf, which JSON lacks."""
     return max(logprob, -9999.0)

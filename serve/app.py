@@ -1,4 +1,4 @@
-"""The HTTP side: OpenAI's routes over a Service."""
+"""The HTTP application: OpenAI's routes over a Service."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from tpshard.serve.service import Full, Service, Unavailable
 from tpshard.serve.text import Tokenizer
 
 READ = ["GET", "HEAD"]
-"""Methods of what is only read: load balancers ask with HEAD, and get what GET would, without its body."""
+"""Methods of read-only routes. Load balancers use HEAD, which returns GET's headers."""
 
 
 @dataclass
 class Server:
-    """What the routes need."""
+    """What the routes need: the service, the tokenizer, and the model's name."""
 
     model: str
-    """The name it goes by; requests must use it."""
+    """The model's name, which requests must use."""
     service: Service
     tokenizer: Tokenizer
     template: ChatTemplate | None
     programs: Sequence[Mapping[str, Any]] = ()
-    """Rows and fingerprint of every program that answers."""
+    """Rows and fingerprint of every program."""
     created: int = 0
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class Server:
 
     # ---- an order's way ------------------------------------------------------------------------------------
     async def order(self, scope: Scope, receive: Receive, parse: Callable[[dict[str, Any]], Order]) -> Answer:
-        """Reads, checks and tokenizes one request. Refused, or Gone."""
+        """Reads, checks and tokenizes one request. Raises Refused or Gone."""
         self._room(1)
         body = fields.parse(await read_body(scope, receive, self.service.limits))
         order = parse(body)
@@ -65,7 +65,7 @@ class Server:
         return Answer(order, made, self.tokenizer, echoes)
 
     def _tokens(self, order: Order, limit: int) -> tuple[list[tuple[int, ...]], list[str]]:
-        """The prompts as tokens, and as text where they are to be echoed."""
+        """The prompts as tokens, and as text for `echo`."""
         texts: list[str | tuple[int, ...]] = list(order.prompts)
         if order.chat:
             if self.template is None:
@@ -96,7 +96,7 @@ class Server:
             self.service.check(count)
         except Full as error:
             raise Refused(
-                "too many requests wait already", status=429, kind="rate_limit_error", code="queue_full", retry_after=1
+                "too many requests are waiting", status=429, kind="rate_limit_error", code="queue_full", retry_after=1
             ) from error
         except ValueError as error:
             raise Refused(str(error), param="n", code="invalid_value") from error
@@ -104,11 +104,11 @@ class Server:
             raise _unavailable() from error
 
     async def run(self, answer: Answer) -> AsyncGenerator[Event, None]:
-        """The events of an answer as they come; leaving the loop, by whatever way, ends its sequences."""
+        """The events of an answer as they arrive. Leaving the loop, in any way, ends its sequences."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[Event]]()
 
         def deliver(events: list[Event]) -> None:
-            with suppress(RuntimeError):  # the loop has ended: nobody listens any more
+            with suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(queue.put_nowait, events)
 
         made = [c.sequence for c in answer.choices]
@@ -130,7 +130,7 @@ def _unavailable() -> Refused:
 
 
 class Reply:
-    """An ASGI response that makes its answer while it listens for the client's leaving."""
+    """An ASGI response that computes its answer while it watches for the client's disconnect."""
 
     def __init__(self, server: Server, parse: Callable[[dict[str, Any]], Order]) -> None:
         self.server, self.parse = server, parse
@@ -166,7 +166,7 @@ class Reply:
             else:
                 await send(_data(error.body(), more=False))
         except OSError:
-            return  # the connection broke while something was sent
+            return  # the connection broke while sending
 
     async def _whole(self, answer: Answer, send: Send) -> None:
         async with aclosing(self.server.run(answer)) as events:
@@ -181,7 +181,7 @@ class Reply:
         async with aclosing(self.server.run(answer)) as events:
             async for event in events:
                 choice = self._take(answer, event)
-                if not started:  # only now: what fails before the first token is answered with its status
+                if not started:  # not earlier: errors before the first token are answered with their status
                     started = True
                     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -197,7 +197,7 @@ class Reply:
     def _take(self, answer: Answer, event: Event) -> Choice | None:
         choice = answer.take(event)
         if choice is not None and choice.finish is not None and not event.sequence.done:
-            self.server.service.cancel([choice.sequence], "stop")  # a stop string: the engine knows nothing of them
+            self.server.service.cancel([choice.sequence], "stop")  # the engine does not know stop strings
         return choice
 
 
@@ -211,7 +211,7 @@ async def _left(receive: Receive) -> None:
 
 
 class Raw(Response):
-    """Lets a route answer by ASGI itself."""
+    """A FastAPI response that lets a Reply answer by ASGI."""
 
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
@@ -222,7 +222,7 @@ class Raw(Response):
 
 
 def make_app(server: Server, key: str | None) -> App:
-    """The ASGI application."""
+    """The ASGI application of a server."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
     @app.post("/v1/completions")
@@ -266,7 +266,7 @@ def make_app(server: Server, key: str | None) -> App:
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        refusal = Refused("the server has a bug; its log says more", kind="server_error", status=500)
+        refusal = Refused("internal error; see the server's log", kind="server_error", status=500)
         return JSONResponse(refusal.body(), status_code=500)
 
     return KeyGate(app, key)  # type: ignore[arg-type]

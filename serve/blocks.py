@@ -1,4 +1,4 @@
-"""The paged cache's book-keeping: which block belongs to whom, and what computed blocks can be used again."""
+"""Block management of the paged cache: which sequences hold a block, and which computed blocks can be reused."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ ROOT: Digest = b""
 
 
 def chain(parent: Digest, tokens: Sequence[int]) -> Digest:
-    """Names a full block by its tokens and everything before them. A cryptographic hash: one client's prompt must
-    not be able to collide with another's."""
+    """The digest of a full block, from its tokens and its parent's digest.
+
+    The hash is cryptographic: one client's prompt must not be able to collide with another's.
+    """
     return hashlib.blake2b(parent + struct.pack(f"<{len(tokens)}q", *tokens), digest_size=16).digest()
 
 
@@ -27,10 +29,10 @@ def chains(tokens: Sequence[int], block_size: int) -> list[Digest]:
 
 
 class BlockPool:
-    """`total` usable blocks, numbered from 1 (block 0 takes the padding rows).
+    """The blocks of a cache: `total` usable ones, numbered from 1 (block 0 receives the padding rows).
 
-    A block is held (by one or more sequences), cached (by nobody, its content still known by digest, reused or evicted
-    in least-recently-used order), or free.
+    A block is held by one or more sequences, or cached (held by none, but its content can be reused by digest until it
+    is evicted, least recently used first), or free.
     """
 
     def __init__(self, total: int, block_size: int) -> None:
@@ -53,11 +55,11 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that can be taken now: free ones, and cached ones by evicting them."""
+        """Blocks that can be taken now: free ones, and cached ones, which are evicted."""
         return len(self._free) + len(self._cached)
 
     def known(self, digests: Sequence[Digest]) -> int:
-        """How many leading digests have their block here."""
+        """The number of leading digests whose blocks are in the cache."""
         count = 0
         for digest in digests:
             if digest not in self._block_of:
@@ -66,7 +68,7 @@ class BlockPool:
         return count
 
     def reuse(self, digests: Sequence[Digest]) -> list[int]:
-        """Takes the blocks of known digests."""
+        """Takes the cached blocks of these digests."""
         blocks = [self._block_of[digest] for digest in digests]
         for block in blocks:
             self._cached.pop(block, None)
@@ -74,7 +76,7 @@ class BlockPool:
         return blocks
 
     def take(self, count: int) -> list[int] | None:
-        """`count` blocks of unknown content, or None, and nothing taken, where there are not as many."""
+        """Takes `count` blocks of undefined content; None, without taking any, if there are too few."""
         if count > self.available:
             return None
         blocks = []
@@ -89,13 +91,13 @@ class BlockPool:
         return blocks
 
     def publish(self, block: int, digest: Digest) -> None:
-        """Says what a held block now contains; kept under the first block published for a digest."""
+        """Records the digest of a held block's content; the first block published for a digest is kept."""
         if digest not in self._block_of and block not in self._digest_of:
             self._block_of[digest] = block
             self._digest_of[block] = digest
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Gives blocks back, the last ones first to be evicted: a prefix outlives its continuations."""
+        """Releases blocks. The last ones are evicted first, so that a prefix outlives its continuations."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block]:

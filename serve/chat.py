@@ -1,4 +1,4 @@
-"""Chat templates, run where they can do no harm: a sandbox, a second, a mebibyte."""
+"""Chat templates, rendered in a sandboxed process with limits of one second and one mebibyte of output."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _SCRIPT = "from tpshard.serve.chat import _child; _child()"
 
 
 class TemplateError(ValueError):
-    """The template refuses these messages, or ran out of its bounds; the message says which."""
+    """The template refuses these messages or exceeds its limits; the message says which."""
 
 
 class ChatTemplate:
-    """Renders messages to a prompt with a model's own jinja2 template, in a process of its own.
+    """Renders messages to a prompt with a model's jinja2 template, in a separate process.
 
-    A sandbox alone cannot stop `{% for i in range(10**9) %}`: the process is killed where a request takes longer than
-    a second, and its memory is bounded. It serves one request at a time and ends with this one.
+    A sandbox cannot stop `{% for i in range(10**9) %}`, so the process is killed after a second per request, and its
+    memory is limited. It serves one request at a time and ends with this one.
     """
 
     def __init__(self, source: str, variables: dict[str, str]) -> None:
@@ -37,7 +37,7 @@ class ChatTemplate:
         self._lock = threading.Lock()
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt, ending where the assistant begins. TemplateError; never anything else of the template's."""
+        """The prompt, up to where the assistant's answer begins. Raises only TemplateError."""
         job = {"source": self.source, "messages": messages, "variables": self.variables}
         with self._lock:
             answer = self._ask(json.dumps(job).encode() + b"\n")
@@ -78,12 +78,12 @@ class ChatTemplate:
                 stderr=subprocess.DEVNULL, env=environment, start_new_session=True,
             )  # fmt: skip
             assert self._process.stdout is not None
-            _line(self._process.stdout.fileno(), 30.0)  # it says when it is ready: starting does not count
+            _line(self._process.stdout.fileno(), 30.0)  # it says when it is ready; the limit excludes starting
         return self._process
 
 
 def _line(fd: int, seconds: float) -> bytes | None:
-    """A line, what there is before the end, or None where the time is over."""
+    """A line, or the rest before the end of the stream; None after the time limit."""
     deadline, parts = time.monotonic() + seconds, b""
     while not parts.endswith(b"\n"):
         ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
@@ -97,7 +97,7 @@ def _line(fd: int, seconds: float) -> bytes | None:
 
 
 def render_here(source: str, messages: list[dict[str, Any]], variables: dict[str, str]) -> str:
-    """The template in this process: sandboxed, its output bounded, its time not. TemplateError."""
+    """The template rendered in this process: sandboxed, with limited output but unlimited time. TemplateError."""
     from jinja2 import TemplateError as JinjaError
 
     given = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None} | variables
@@ -119,12 +119,12 @@ def render_here(source: str, messages: list[dict[str, Any]], variables: dict[str
 
 
 def _environment() -> Any:
-    """The sandbox, with what transformers gives a template: models' own ones rely on it."""
+    """The jinja2 sandbox, with the functions that transformers gives to templates."""
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}`, which marks what training learns from: its content as it is."""
+        """The `{% generation %}` block of training templates, rendered as its content."""
 
         tags = {"generation"}
 
@@ -154,7 +154,7 @@ def _child() -> None:
     sys.stdout.flush()
     for line in sys.stdin.buffer:
         job = json.loads(line)
-        signal.alarm(5)  # its end, where the server is gone and nobody else kills it
+        signal.alarm(5)  # ends the process if the server is gone
         try:
             answer = {"text": render_here(job["source"], job["messages"], job["variables"])}
         except TemplateError as error:

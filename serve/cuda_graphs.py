@@ -1,4 +1,4 @@
-"""CUDA graphs for decoding: a step of few rows is thousands of small launches, replayed as one."""
+"""CUDA graphs for decoding: a step of few rows is thousands of small kernel launches, replayed as one."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 MOST_ROWS = 64
-"""Steps with more rows keep the device busy without it."""
+"""Steps with more rows keep the device busy without graphs."""
 _WARM = 3
 
 
 class Captured:
-    """A program of one size, captured at its first call: static inputs, and the output that every replay writes.
+    """A program of one size, captured at its first call, with static inputs and outputs.
 
-    `brought`: places of the inputs that change from call to call; the others are as they were. `tables`, one of them,
-    gets as many columns as the longest sequence has blocks.
+    `brought`: indices of the inputs that change between calls. `tables`: the index of the block tables, which get as
+    many columns as the longest sequence has blocks.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Captured:
         self._output: list[Tensor] = []
 
     def __call__(self, *inputs: Any) -> list[Tensor]:
-        """inputs: those of the program, on the device"""
+        """Runs the program on its inputs, which are on the device."""
         if self._graph is None:
             self._capture(inputs)
         assert self._graph is not None
@@ -44,16 +44,16 @@ class Captured:
 
     def _capture(self, inputs: Sequence[Any]) -> None:
         self._inputs = list(inputs)
-        for i in self._brought:  # zeros: rows of block 0, which is nobody's
+        for i in self._brought:  # zeros: rows of block 0, which belongs to no sequence
             self._inputs[i] = torch.zeros_like(inputs[i])
         tables = inputs[self._tables]
-        # a step of these rows is of as many sequences at most, and one of padding
+        # a step with this many rows has at most this many sequences, plus one for padding
         rows = inputs[self._brought[0]].shape[1]
         self._inputs[self._tables] = tables.new_zeros(rows + 1, self._width)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(_WARM):  # kernels are compiled and measured before anything is captured
+            for _ in range(_WARM):  # compiles and measures kernels before the capture
                 self._run(*self._inputs)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, one step at a time. No threads, no network, no tokenizer."""
+"""The inference engine: takes requests and returns tokens, step by step. It has no threads, network or tokenizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Engine:
 
     @property
     def limit(self) -> int:
-        """Most tokens of one sequence, prompt and answer."""
+        """The maximal number of tokens of a sequence, prompt plus answer."""
         return min(self.runner.max_seq, self.pool.total * self.pool.block_size)
 
     @property
@@ -40,8 +40,8 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def add(self, sequence: Sequence) -> None:
-        """ValueError where the sequence cannot fit the cache or the model, whatever else is running."""
-        # The last token's key and value are never needed, so a prompt of `limit` tokens can still be scored.
+        """Adds a sequence. ValueError if it cannot fit the cache or the model, even alone."""
+        # the last token's key and value are never needed, so a prompt of `limit` tokens can still be scored
         if not sequence.prompt or len(sequence.prompt) + sequence.max_tokens > self.limit:
             raise ValueError(
                 f"a prompt of {len(sequence.prompt)} tokens and {sequence.max_tokens} new ones do not fit "
@@ -50,13 +50,13 @@ class Engine:
         self.scheduler.add(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """Forgets a sequence and takes its blocks back; one that has ended is left as it is."""
+        """Removes a sequence and releases its blocks; does nothing if it has ended."""
         if not sequence.done:
             sequence.finish = "abort"
             self.scheduler.remove(sequence)
 
     def abort_all(self) -> list[Sequence]:
-        """Forgets everything, the cached blocks too: what a lost runner leaves."""
+        """Removes all sequences and the cached blocks, after the runner was lost."""
         lost = [*self.scheduler.running, *self.scheduler.waiting]
         for sequence in lost:
             sequence.finish = "error"
@@ -67,7 +67,7 @@ class Engine:
         return lost
 
     def step(self) -> list[Event]:
-        """Computes one step and says what came of it. WorkerLost passes through."""
+        """Computes one step and returns its events. Raises WorkerLost."""
         slices = self.scheduler.schedule()
         if not slices:
             return []
@@ -96,15 +96,15 @@ class Engine:
         return StepInput(flat[0], flat[1], flat[2], flat[3], tables, flat[4])
 
     def _receive(self, slices: list[Slice], logits: Tensor) -> Iterator[Event]:
-        """logits: [wanted, vocab], in the order of the slices"""
+        """The events of a step. logits: [wanted, vocab], in the order of the slices."""
         choosing: list[tuple[Sequence, int]] = []
         sound = torch.isfinite(logits.amax(-1)).tolist()
         row = 0
         for piece in slices:
             s, wanted, ends = piece.sequence, piece.wanted, piece.ends
-            if not all(sound[row : row + wanted]):  # this sequence's fault alone: the others go on
+            if not all(sound[row : row + wanted]):  # only this sequence fails
                 row += wanted
-                yield self._end(s, None, "error", error="the model gave numbers that are not finite")
+                yield self._end(s, None, "error", error="the model computed values that are not finite")
                 continue
             if piece.scores:
                 for offset in range(wanted):

@@ -1,4 +1,4 @@
-"""The listening socket, the event loop, and how a server ends."""
+"""The server's socket, event loop and shutdown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_key(file: Path | None = None, given: str | None = None) -> str | None:
-    """The API key: from a file, the recipe, or TPSHARD_API_KEY; None where none is set. Mistakes where it is empty."""
+    """The API key from a file, the recipe or TPSHARD_API_KEY; None if none is set. Raises Mistakes if it is empty."""
     if file is not None:
         try:
             key: str | None = file.read_text("utf-8").strip()
@@ -40,14 +40,14 @@ def read_key(file: Path | None = None, given: str | None = None) -> str | None:
         key = given if given is not None else os.environ.get("TPSHARD_API_KEY")
     if key is not None and (not key.strip() or not key.isascii() or not key.isprintable()):
         raise Mistakes.one(
-            "the API key is empty or holds what a header cannot carry", exit=Exit.USAGE,
+            "the API key is empty or has characters that a header cannot carry", exit=Exit.USAGE,
             fix="set TPSHARD_API_KEY to printable ASCII, or leave it unset",
         )  # fmt: skip
     return key.strip() if key is not None else None
 
 
 def check_exposure(host: str, key: str | None, insecure: bool, where: Source | None = None) -> None:
-    """Mistakes where the server would be open to the network without a key."""
+    """Raises Mistakes if the server would be open to the network without a key."""
     if not is_loopback(host) and key is None and not insecure:
         raise Mistakes.one(
             f"`serve.host: {host}` can be reached from other machines, and no API key is set", exit=Exit.USAGE,
@@ -56,7 +56,7 @@ def check_exposure(host: str, key: str | None, insecure: bool, where: Source | N
 
 
 def bind(host: str, port: int, where: Source | None = None) -> socket.socket:
-    """The socket, bound and not yet listening. Mistakes (exit 5) where that is not possible."""
+    """The bound socket. Raises Mistakes (exit 5) if it cannot be bound."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -67,7 +67,7 @@ def bind(host: str, port: int, where: Source | None = None) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(1024)  # bind alone lets a second server bind as well
+        sock.listen(1024)  # binding alone would let a second server bind too
     except OSError as error:
         sock.close()
         raise _cannot_bind(host, port, error, where) from error
@@ -87,15 +87,15 @@ def _cannot_bind(host: str, port: int, error: OSError, where: Source | None) -> 
 
 
 def run(app: App, service: Service, sock: socket.socket, announce: Callable[[], None]) -> int:
-    """Serves until SIGTERM or SIGINT, then lets running requests end. Returns the exit code: 0, or 130 for Ctrl-C."""
+    """Serves until SIGTERM or SIGINT, then lets running requests finish. Returns 0, or 130 for Ctrl-C."""
     return asyncio.run(_run(app, service, sock, announce))
 
 
 class Patience(H11Protocol):
-    """A connection that has asked for nothing is closed after a while, whether bytes come on it or not.
+    """A connection that is closed when no complete request arrives in time.
 
-    uvicorn's own clock is for a connection without any bytes, after its first request. Bytes of a header that does not
-    end would stop it for ever, as would those of a body that nobody reads: one that was answered 401 already.
+    uvicorn's own timeout ends with the first byte. Bytes of a header that never ends would keep a connection open
+    forever, as would those of a body that nobody reads after a 401.
     """
 
     _clock: asyncio.TimerHandle | None = None
@@ -114,7 +114,7 @@ class Patience(H11Protocol):
 
     def _watch(self) -> None:
         if self.conn.our_state not in (h11.IDLE, h11.DONE):
-            self._stop()  # a request is being answered; from here on its own limits count
+            self._stop()  # a request is being answered; its own limits apply
         elif self._clock is None:
             self._clock = self.loop.call_later(self.timeout_keep_alive, self._end)
 
@@ -131,7 +131,7 @@ class Patience(H11Protocol):
 
 
 def configured(app: App, limits: Limits) -> uvicorn.Config:
-    """How uvicorn serves the app."""
+    """uvicorn's configuration for the app."""
     return uvicorn.Config(
         app, http=Patience, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=limits.header_s,
         server_header=False, h11_max_incomplete_event_size=1 << 16, backlog=1024,
@@ -148,14 +148,14 @@ async def _run(app: App, service: Service, sock: socket.socket, announce: Callab
 
     def ask(number: int) -> None:
         if number == signal.SIGINT and signal.SIGINT in received:
-            # the second Ctrl-C is an order; a second SIGTERM may be a wrapper's copy of the first
+            # a second Ctrl-C ends at once; a second SIGTERM may be a wrapper's copy of the first
             os._exit(Exit.INTERRUPTED)
         received.append(number)
         service.draining = True
         asked.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):  # instead of uvicorn's own, which close connections
+    for number in (signal.SIGTERM, signal.SIGINT):  # replaces uvicorn's handlers, which close connections
         loop.add_signal_handler(number, ask, number)
     announce()
     waiting = asyncio.ensure_future(asked.wait())

@@ -1,4 +1,4 @@
-"""What a worker is told, and how parent and worker speak: frames of plain bytes and JSON over a socket pair."""
+"""The protocol between server and workers: the job as JSON, then frames of bytes over a socket pair."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _LARGEST = 1 << 28
 
 JOB, READY, STEP, DONE, QUIT = (bytes([c]) for c in b"JRSDQ")
 CHANNEL, LOGITS = "TPSHARD_CHANNEL", "TPSHARD_LOGITS"
-"""Variables with a worker's descriptors: of its end of the socket pair, and of memory where rank 0 leaves results."""
+"""Environment variables with a worker's descriptors: its socket, and the shared memory for rank 0's results."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that all ranks are told alike. Plain data: it travels as JSON."""
+    """The job that all ranks receive, as plain data that travels as JSON."""
 
     recipe: str
-    """As text, complete."""
+    """The complete recipe as text."""
     source: str
-    """The folder of weights: a checkpoint of ours, or one in Hugging Face format."""
+    """The folder of the weights: a checkpoint or a Hugging Face folder."""
     programs: tuple[dict[str, Any], ...]
-    """Rows and fingerprint of every program: what the ranks build must be these."""
+    """Rows and fingerprint of every program; the ranks' programs must match."""
     world: int
     blocks: int
     vocab: int
@@ -37,12 +37,12 @@ class Job:
     max_wanted: int
     device: str = "cpu"
     step_s: float = 60.0
-    """A step that takes longer means that a rank hangs."""
+    """Seconds after which a rank that computes a step counts as hung."""
     start_s: float = 600.0
 
     @staticmethod
     def of(programs: ServingPrograms, source: str, blocks: int) -> Job:
-        """What serves these programs with the weights in a folder."""
+        """The job that serves these programs with the weights of a folder."""
         setting = programs.setting
         told, most = setting.recipe.timeout_s, setting.most
         return Job(
@@ -62,11 +62,11 @@ class Job:
 
 
 class Closed(OSError):
-    """The other side is gone."""
+    """The other side has closed the channel."""
 
 
 def send(channel: socket.socket, kind: bytes, body: bytes = b"") -> None:
-    """One frame. Closed where nobody reads any more, or not within the socket's timeout."""
+    """Sends one frame. Raises Closed if the other side does not read within the socket's timeout."""
     try:
         channel.sendall(_HEAD.pack(kind, len(body)) + body)
     except OSError as error:
@@ -74,7 +74,7 @@ def send(channel: socket.socket, kind: bytes, body: bytes = b"") -> None:
 
 
 def receive(channel: socket.socket) -> tuple[bytes, bytes]:
-    """One frame: its kind and its body. Closed at the end, ValueError where it is no frame."""
+    """Receives one frame: its kind and body. Raises Closed at the end, ValueError for an invalid frame."""
     kind, size = _HEAD.unpack(_exactly(channel, _HEAD.size))
     if kind not in (JOB, READY, STEP, DONE, QUIT) or size > _LARGEST:
         raise ValueError(f"a frame of kind {kind!r} and {size} bytes")

@@ -1,4 +1,4 @@
-"""What a server tells Prometheus, and wandb where the recipe says so."""
+"""The metrics of a server for Prometheus, and for wandb if the recipe asks for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
-    """Counters that outlive a lost runner, and a view on the engine of the moment."""
+    """Counters that survive a restart of the engine, and gauges of the current engine."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -32,13 +32,13 @@ class Metrics:
         self.first_token = histogram("time_to_first_token", "From a request's arrival to its first token.")
         self.between_tokens = histogram("time_between_tokens", "Between two tokens of one answer.")
         self.whole = histogram("request", "From a request's arrival to its end.")
-        self.tokens = Counter("tpshard_generated_tokens", "Tokens given to clients.", registry=self.registry)
+        self.tokens = Counter("tpshard_generated_tokens", "Tokens sent to clients.", registry=self.registry)
         self.prompt_tokens = Counter("tpshard_prompt_tokens", "Tokens of prompts.", registry=self.registry)
         self.finished = Counter("tpshard_requests_finished", "Ended sequences.", ["reason"], registry=self.registry)
         self.refused = Counter("tpshard_requests_refused", "Refused requests.", ["status"], registry=self.registry)
 
     def observe(self, engine: Engine) -> None:
-        """Reads this engine from now on; what the last one counted stays counted."""
+        """Reads this engine from now on; counts of earlier engines are kept."""
         if self._engine is not None:
             self._preemptions += self._engine.scheduler.preemptions
             self._prefix_hits += self._engine.scheduler.prefix_hit_tokens
@@ -79,15 +79,17 @@ class Metrics:
             requests.add_metric([state], value)
         yield blocks
         yield requests
-        yield CounterMetricFamily("tpshard_preemptions", "Sequences computed again for want of blocks.", preemptions)
+        yield CounterMetricFamily(
+            "tpshard_preemptions", "Sequences recomputed because the cache was full.", preemptions
+        )
         yield CounterMetricFamily("tpshard_prefix_hit_tokens", "Prompt tokens found in the cache.", hits)
 
     def text(self) -> bytes:
-        """The exposition format."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def snapshot(self) -> dict[str, float]:
-        """The same as plain numbers, without the histograms' buckets."""
+        """The metrics as plain numbers, without the histograms' buckets."""
         found: dict[str, float] = {}
         for metric in self.registry.collect():
             for sample in metric.samples:

@@ -1,4 +1,4 @@
-"""What serving would take, said before anything is loaded: memory, cache, kernels, collectives."""
+"""The requirements of a server, computed before anything is loaded: memory, cache, kernels, collectives."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tpshard.programs.serving import BLOCK_SIZE, ServingPrograms
 _MEANING = {
     "naive": "activations of all ranks gathered before each row-parallel one",
     "local_sort": "sorted within each rank",
-    "tp_aware": "written by the products before",
+    "tp_aware": "written by the linears before",
 }
 
 
 @dataclass(frozen=True)
 class Need:
-    """What one device of a server holds and does."""
+    """The memory and programs of one device of a server."""
 
     programs: ServingPrograms
     blocks: int
@@ -30,7 +30,7 @@ class Need:
 
     @property
     def collectives(self) -> list[dict[str, Any]]:
-        """Of the smallest step, in which a token is decoded."""
+        """The collectives of the smallest step, which decodes a token."""
         found = self.programs.any.collectives
         counted = Counter((c.kind, ", ".join(map(str, c.axes)), c.bytes) for c in found)
         return [
@@ -39,11 +39,11 @@ class Need:
 
     @property
     def kernels(self) -> dict[str, str]:
-        """What computes the products, and how often in a step; and how quantized weights lie."""
+        """The kernels that compute matrix products, with calls per step, and how quantized weights are laid out."""
         setting, served = self.programs.setting, self.programs.setting.served
         found = {"kernels": ", ".join(f"{count} {name}" for name, count in kernels(self.programs.any).items())}
         if served.quantized is not None:
-            how = "" if served.coded(setting.kind, self.programs.arrangement) else ", made dense as they are loaded"
+            how = "" if served.coded(setting.kind, self.programs.arrangement) else ", dequantized when loaded"
             meaning = _meaning(self.programs.arrangement, setting.recipe.serve.layout)
             found["quantized weights"] = f"{served.quantized}{how}; {meaning}"
         return found
@@ -76,12 +76,12 @@ class Need:
 
 
 def need(programs: ServingPrograms, free_bytes: int) -> Need:
-    """What one device of a server takes of one with so much free memory."""
+    """The requirements of one device with this much free memory."""
     return Need(programs, programs.cache_blocks(free_bytes))
 
 
 def kernels(program: Program) -> dict[str, int]:
-    """The kernels that are named in a program rather than torch's own operations, and how often they run."""
+    """The number of calls of each custom kernel in a program; torch's own operations are left out."""
     found: Counter[str] = Counter()
     for node in program.graph.nodes:
         name = str(node.target) if "tpshard." in str(node.target) else getattr(node.target, "__name__", "")
@@ -91,10 +91,10 @@ def kernels(program: Program) -> dict[str, int]:
 
 
 def _meaning(arrangement: Arrangement, layout: str) -> str:
-    """What a layout makes of the act-order, in words."""
+    """A text on what a layout does with the act-order."""
     if not arrangement.rows:
         return "in order as they come"
     local = [name for name in arrangement.of if arrangement.rows[name].blocks > 1]
     if layout == "tp_aware" and local:
-        return f"{layout}: written by the products before, {len(local)} sorted within each rank"
+        return f"{layout}: written by the linears before, {len(local)} sorted within each rank"
     return f"{layout}: {_MEANING[layout]}"

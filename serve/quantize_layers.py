@@ -1,8 +1,8 @@
-"""Quantizing a model layer by layer: from its dense values and some text to a GPTQ folder and a report.
+"""Quantizing a model layer by layer, from its dense values and some text to a GPTQ folder and a report.
 
 One layer is in memory at a time. Three streams of activations pass through the model: the calibration text through the
-layers quantized so far, so that each layer is fitted to what it will see, and held-out text through the dense and
-through the quantized layers, so that the loss before and after comes from the same pass.
+layers quantized so far, so that each layer is fitted to its actual inputs, and held-out text through the dense and
+through the quantized layers, so that both losses come from the same pass.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Method = Literal["gptq", "nearest"]
 
 @dataclass(frozen=True)
 class Sequences:
-    """Text as rows of tokens; all [sequences, seq] int64. `targets` is -100 where there is none."""
+    """Text as rows of tokens, all [sequences, seq] int64. `targets` is -100 where there is none."""
 
     tokens: Tensor
     targets: Tensor
@@ -68,19 +68,19 @@ class Sequences:
 
 @dataclass(frozen=True)
 class LinearResult:
-    """What became of one linear. Errors are ||(W - Q) X|| / ||W X|| over the calibration text."""
+    """The errors of one quantized linear, ||(W - Q) X|| / ||W X|| over the calibration text."""
 
     name: str
     shape: tuple[int, int]
     error: float
     nearest_error: float
-    """Of round-to-nearest, for comparison."""
+    """The error of round-to-nearest, for comparison."""
     seconds: float
 
 
 @dataclass
 class Quantizing:
-    """What quantizing did; complete when the last layer is through. Losses are nats a token of held-out text."""
+    """The report of quantizing, complete after the last layer. Losses are in nats per token of held-out text."""
 
     bits: int
     group_size: int
@@ -99,13 +99,13 @@ class Quantizing:
 
 
 class Quantizer:
-    """Quantizes a model as its layers are asked for.
+    """Quantizes a model, one layer per iteration of `run`.
 
     Args:
-        config: the model; `read(name)` gives a parameter's dense values.
-        calibration, held_out: text; held_out None leaves the losses out.
+        config: the model; `read(name)` returns a parameter's dense values.
+        calibration, held_out: text; without held_out no losses are computed.
         order: see `gptq_solver.ordering`.
-        method: `nearest` is the control, round-to-nearest with the same groups.
+        method: `nearest` is the baseline, round-to-nearest with the same groups.
         dtype: of the activations; weights are solved in fp32.
         step: called before each linear with (done, of, name).
 
@@ -144,7 +144,7 @@ class Quantizer:
 
     @torch.no_grad()
     def run(self) -> Iterator[tuple[str, Quantized]]:
-        """(module's name in the folder, its quantized linear), layer by layer."""
+        """Yields (module's name in the folder, its quantized linear), layer by layer."""
         layers = list(self.layers)
         self._load(self.model, "", skip="layers.")
         streams = {"calibration": self._inputs(self.calibration)}
@@ -171,7 +171,7 @@ class Quantizer:
             self.report.loss_before, self.report.loss_after = before, after
 
     def dense(self) -> Iterator[tuple[str, Tensor]]:
-        """(tensor's name in the folder, fp16 values) of everything that is not quantized."""
+        """Yields (tensor's name in the folder, fp16 values) of everything that is not quantized."""
         quantized = {name for name in self.linears if self.fits[self.homes[name].module]}
         names = [name for name in self.parameters if name.rpartition(".")[0] not in quantized]
         for tensor, parts in hf_tensors(self.config, names).items():
@@ -191,7 +191,7 @@ class Quantizer:
                 setattr(module.get_submodule(owner), leaf, loaded)
 
     def _inputs(self, batches: Sequence[Sequences]) -> list[_Call]:
-        """What the first layer is called with for each batch."""
+        """The calls of the first layer, one per batch."""
         catcher = _Catcher()
         self.model.layers = nn.ModuleList([catcher])
         for batch in batches:
@@ -213,7 +213,7 @@ class Quantizer:
     def _quantize_layer(
         self, layer: nn.Module, prefix: str, calls: Sequence[_Call], dense: nn.Module, references: Sequence[_Call]
     ) -> dict[str, Quantized]:
-        """Linears that share an input share its Hessian and their order; later ones see the earlier ones quantized."""
+        """Quantizes a layer. Linears with one input share Hessian and order; later ones see earlier ones quantized."""
         found: dict[str, Quantized] = {}
         for together in _shared_inputs(layer, calls[0]):
             names = [name for name in together if self.fits[self.homes[prefix + name].module]]
@@ -262,7 +262,7 @@ class Quantizer:
         return Heads(c.heads, c.kv_heads, c.head_dim) if dims.get("weight", ())[1:] == ("heads",) else None
 
     def _joined(self, found: Mapping[str, Quantized]) -> Iterator[tuple[str, Quantized]]:
-        """As the folder holds them: linears that share a matrix there are put side by side, in its order of outputs."""
+        """The linears as the folder stores them: those that share a matrix side by side, in its order of outputs."""
         shared: dict[str, list[tuple[str, Home]]] = {}
         for name in found:
             shared.setdefault(self.homes[name].module, []).append((name, self.homes[name]))
@@ -277,12 +277,12 @@ class Quantizer:
 
 
 class _Caught(Exception):
-    """Ends a forward pass that has shown what it was run for."""
+    """Ends a forward pass early, once the needed values are captured."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What a layer is called with: the residual stream and all that goes with it unchanged."""
+    """The arguments of a layer: the residual stream, and others passed unchanged."""
 
     x: Tensor
     rest: tuple[Any, ...]
@@ -312,7 +312,7 @@ class _Replay(nn.Module):
 
 
 def _input_of(layer: nn.Module, name: str, call: _Call) -> Tensor:
-    """What the linear `name` is given when the layer is called."""
+    """The input of the linear `name` when the layer is called."""
     seen: list[Tensor] = []
 
     def see(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
@@ -334,13 +334,13 @@ def _through(layer: nn.Module, call: _Call) -> _Call:
 
 
 def _is_linear(name: str, module: nn.Module) -> bool:
-    """The matrices inside the layers: not the embedding, the norms and the head."""
+    """Whether a module is a matrix inside the layers, which excludes embedding, norms and head."""
     weight = getattr(module, "weight", None)
     return name.startswith("layers.") and isinstance(weight, Tensor) and weight.dim() == 2
 
 
 def _shared_inputs(layer: nn.Module, call: _Call) -> list[list[str]]:
-    """The layer's linears as they are run, those with the same input together."""
+    """The layer's linears in the order they run, grouped by their input."""
     order: list[tuple[str, Tensor]] = []
     handles = [
         module.register_forward_pre_hook(lambda _, arguments, name=name: order.append((name, arguments[0])))
@@ -371,9 +371,9 @@ def write(
     token_ids: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Quantizing:
-    """Quantize and write the folder; it appears whole, or not at all.
+    """Quantizes the model and writes the folder, complete or not at all.
 
-    Raises FileExistsError where `out` holds something, OSError where it cannot be written, ValueError as `Quantizer`.
+    FileExistsError if `out` is not empty, OSError if it cannot be written, ValueError as for `Quantizer`.
     """
     settings, config = quantizer.settings, quantizer.config
     gptq = GPTQConfig(

@@ -1,8 +1,8 @@
-"""A runner whose steps are computed by worker processes, one a rank.
+"""A runner whose steps are computed by worker processes, one per rank.
 
-Workers are told steps as plain bytes over a socket pair; rank 0 leaves the logits in memory that both sides map. They
-are started and watched as those of a training run are (`parallelism.runtime.workers`). One that dies, fails or hangs
-ends them all, and the step raises WorkerLost: whoever owns the runner makes a new one.
+Workers receive steps as bytes over a socket pair; rank 0 leaves the logits in shared memory. Workers are started and
+watched as those of a training run (`parallelism.runtime.workers`). If one dies, fails or hangs, all are ended and the
+step raises WorkerLost; the owner then creates a new runner.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tpshard.serve.job import CHANNEL, DONE, JOB, LOGITS, QUIT, READY, STEP, Clo
 from tpshard.serve.step import StepInput, WorkerLost
 
 _LOOK_S = 1.0
-"""How often a silent worker is looked at."""
+"""Seconds between checks of a silent worker."""
 
 
 class Ranks:
     """`job.world` worker processes that run `command`.
 
-    Raises WorkerLost where they do not become ready; their own error is its message. On a CPU the process that samples
-    should have one thread: torch's idle ones spin for milliseconds, on cores that the workers compute on.
+    Raises WorkerLost with their own error if they do not become ready. On a CPU the sampling process should use one
+    thread: torch's idle threads spin for milliseconds, on the workers' cores.
     """
 
     block_size = BLOCK_SIZE
@@ -61,7 +61,7 @@ class Ranks:
     def step(self, batch: StepInput) -> Tensor:
         message = batch.encode()
         for channel in self._channels:
-            with contextlib.suppress(Closed):  # its end is noticed below
+            with contextlib.suppress(Closed):  # noticed below
                 send(channel, STEP, message)
         self._await(DONE, {0}, self._job.step_s)
         shape = (len(batch.wanted), self.vocab)
@@ -103,7 +103,7 @@ class Ranks:
                 send(channel, JOB, self._job.encode())
 
     def _await(self, kind: bytes, ranks: set[int], seconds: float) -> None:
-        """Waits for one frame of a kind from each of these ranks, and meanwhile for anything that goes wrong."""
+        """Waits for one frame of a kind from each of these ranks; raises WorkerLost if anything goes wrong."""
         deadline = time.monotonic() + seconds
         missing = set(ranks)
         while missing:
@@ -113,7 +113,7 @@ class Ranks:
                 try:
                     got, _ = receive(self._channels[rank])
                 except (Closed, ValueError):
-                    self._workers.forget(self._channels[rank])  # why, it says itself or its end does
+                    self._workers.forget(self._channels[rank])  # its message or its exit says why
                     continue
                 if got == kind:
                     missing.discard(rank)
@@ -123,13 +123,13 @@ class Ranks:
                 self._look(min(missing), left, seconds)
 
     def _look(self, rank: int, left: float, seconds: float) -> None:
-        """At workers that have been silent for a while."""
+        """Checks workers that have been silent for a while."""
         for worker in self._workers.living:
             if _is_stopped(worker.process.pid):
                 self._end(f"rank {worker.rank} was lost: it was stopped by a signal")
         for worker in self._workers.all:
             if worker.died and not self._workers.troubled:
-                self._end(f"rank {worker.rank} was lost: it ended without being asked to")
+                self._end(f"rank {worker.rank} was lost: it exited unexpectedly")
         if left <= 0:
             self._end(f"rank {rank} did not answer within {seconds:g} s; the workers were ended")
 
@@ -144,7 +144,7 @@ class Ranks:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal (SIGSTOP) keeps the process from running."""
+    """Whether a signal (SIGSTOP) has stopped the process."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     return False

@@ -1,4 +1,4 @@
-"""A server without a model: its own scheduler over its own blocks, with the time of each step looked up."""
+"""Simulating a server without a model: the real scheduler and blocks, with the time of each step looked up."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tpshard.serve.scheduler import Scheduler, Slice
 
 
 def rehearse(room: Room, traffic: Traffic, step_s: StepTime) -> Rehearsal:
-    """Answers all of the traffic. A request that comes during a step is seen after it, as a server sees it.
+    """Simulates all of the traffic. A request that arrives during a step is seen after it, as in a server.
 
-    ValueError where one request alone does not fit the cache.
+    ValueError if a single request does not fit the cache.
     """
     if traffic.prompt + traffic.answer > room.blocks * BLOCK_SIZE:
         raise ValueError(f"{traffic.prompt + traffic.answer} tokens do not fit a cache of {room.blocks * BLOCK_SIZE}")
@@ -29,7 +29,7 @@ class _Stage:
         self.scheduler = Scheduler(pool, room.rows, room.wanted, min(room.running, room.wanted))
         self.coming = deque(enumerate(traffic.arrivals()))
         self.here: set[int] = set()
-        """The requests that are in the server, by number, which is their sequence's id."""
+        """Numbers of the requests in the server, which are their sequences' ids."""
         self.came: dict[int, float] = {}
         self.first: dict[int, float] = {}
         self.last: dict[int, float] = {}
@@ -80,7 +80,7 @@ class _Stage:
 
 
 def found(slices: list[Slice]) -> Cached:
-    """What a step's rows read of the cache: the blocks of all its sequences, and those before a row, in the mean."""
+    """What a step reads of the cache: all blocks of its sequences, and the mean number of blocks before a row."""
     blocks = rows = 0
     attended = 0.0
     for piece in slices:

@@ -1,4 +1,4 @@
-"""What a client asked for, and what became of it so far."""
+"""A client's request: its sampling settings, its sequences, and the events of their steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tpshard.serve.blocks import Digest
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Temperature 0 is greedy; the draws depend on (seed, choice, position) alone."""
+    """How the next token is chosen. Temperature 0 is greedy; draws depend only on (seed, choice, position)."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -27,12 +27,12 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     logprobs: int | None = None
-    """How many of the likeliest tokens to report beside the chosen one; None: no log-probabilities at all."""
+    """How many of the likeliest tokens to report besides the chosen one; None: no log-probabilities."""
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probabilities under the model itself, before penalties and temperature."""
+    """Log-probabilities of the model itself, before penalties and temperature."""
 
     token: int
     logprob: float
@@ -41,8 +41,10 @@ class Logprob:
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer in the making: the prompt, what was added to it, and where its keys and values lie. Two are never
-    equal, though they ask for the same."""
+    """One answer being generated: its prompt, its tokens, and its cache blocks.
+
+    Two sequences are never equal, even for the same request.
+    """
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -50,22 +52,22 @@ class Sequence:
     choice: int = 0
     stop_tokens: frozenset[int] = frozenset()
     prompt_logprobs: bool = False
-    """Whether log-probabilities of the prompt are wanted as well (echo)."""
+    """Whether to score the prompt too (echo)."""
     id: int = field(default_factory=itertools.count().__next__)
     arrived: float = field(default_factory=time.monotonic)
 
     tokens: list[int] = field(default_factory=list)
-    """Prompt and answer."""
+    """Tokens of prompt and answer."""
     computed: int = 0
     """Leading tokens whose keys and values are in the cache."""
     blocks: list[int] = field(default_factory=list)
     digests: list[Digest] = field(default_factory=list)
-    """Of the full blocks of `tokens`, as far as they were needed."""
+    """Digests of the full blocks of `tokens`, as far as needed."""
     published: int = 0
     finish: str | None = None
-    """stop, length, abort or error."""
+    """Why it ended: stop, length, abort or error."""
     prompt_scores: list[Logprob] = field(default_factory=list)
-    """Of prompt tokens 1, 2, ..., when wanted."""
+    """Log-probabilities of prompt tokens 1, 2, ..., if requested."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -76,12 +78,12 @@ class Sequence:
 
     @property
     def left(self) -> int:
-        """Tokens still to be computed before the next one can be chosen."""
+        """Tokens to compute before the next one can be chosen."""
         return len(self.tokens) - self.computed
 
     @property
     def unscored(self) -> bool:
-        """Whether log-probabilities of the prompt are wanted and not complete."""
+        """Whether prompt scores are requested and incomplete."""
         return self.prompt_logprobs and len(self.prompt_scores) < len(self.prompt) - 1
 
     @property
@@ -91,11 +93,11 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Event:
-    """What one step gave one sequence."""
+    """The result of one step for one sequence."""
 
     sequence: Sequence
     token: int | None
-    """The new token; None where the event only says how it ended."""
+    """The new token; None if the event only ends the sequence."""
     logprob: Logprob | None = None
     finish: str | None = None
     error: str | None = None

@@ -1,4 +1,4 @@
-"""One rank of a server: its programs, over its blocks of the weights and its part of the cache."""
+"""One rank of a server: runs its programs on its shards of the weights and of the cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tpshard.serve.weights import Filler, Weights
 
 
 class ProgramRunner:
-    """Computes steps as one rank; a server of one rank in this process is one as it is (see `step.Runner`)."""
+    """Computes steps as one rank. Used directly for a server of one rank in this process (see `step.Runner`)."""
 
     block_size = BLOCK_SIZE
 
@@ -34,7 +34,7 @@ class ProgramRunner:
             rows: [None if port.name in STEP else fill(port) for port in program.inputs]
             for rows, program in programs.steps.items()
         }
-        """Per size the inputs of its program; None for those that each step brings."""
+        """The inputs of the program of each size; None for those that change with every step."""
         self._run: dict[int, Callable[..., list[Tensor]]] = {
             rows: Executor(program, context) for rows, program in programs.steps.items()
         }
@@ -59,9 +59,9 @@ class ProgramRunner:
         return cut(whole, port.layout, self._programs.setting.mesh, self._rank) if port.layout.axes else whole
 
     def warm(self) -> None:
-        """A step of every size: what is compiled, measured or probed at first use is so before the first request."""
+        """Runs a step of every size, so that compilation and measurements happen before the first request."""
         for size in self._run:
-            none = np.zeros(size, dtype=np.int64)  # block 0 is nobody's
+            none = np.zeros(size, dtype=np.int64)  # block 0 belongs to no sequence
             last = np.arange(self._programs.setting.wanted(size))
             self.step(StepInput(none, none, none, none, np.zeros((1, 1), dtype=np.int64), last))
 
@@ -70,7 +70,7 @@ class ProgramRunner:
         self._run.clear()
 
     def _capture(self) -> None:
-        """Small steps become CUDA graphs at their first use."""
+        """Prepares small steps to be captured as CUDA graphs at first use."""
         width, pool = -(-self.max_seq // self.block_size), None
         for size, run in self._run.items():
             if size <= MOST_ROWS:

@@ -1,4 +1,4 @@
-"""From logits to the next token. Every row is treated by itself, so that its token depends on nothing else.
+"""Choosing the next token from logits. Each row is computed by itself, so that its token depends on nothing else.
 
 A draw is a function of (seed, choice, position), not of a generator's state: a request that was preempted, batched
 differently or sent again with its seed gets the same tokens.
@@ -22,7 +22,7 @@ def draw(seed: int, choice: int, position: int) -> float:
 
 
 def is_plain(s: Sampling) -> bool:
-    """Whether the likeliest token under the model itself is the answer."""
+    """Whether the model's likeliest token is always chosen, without penalties."""
     return s.temperature == 0 and not is_shaped(s)
 
 
@@ -31,7 +31,7 @@ def is_shaped(s: Sampling) -> bool:
 
 
 def choose(logits: Tensor, sequences: Many[Sequence]) -> list[tuple[int, Logprob | None]]:
-    """logits: [sequences, vocab] fp32, the next token's -> token and, where asked for, its log-probability."""
+    """The next token of each row of logits [sequences, vocab] fp32, with log-probabilities where requested."""
     likeliest = logits.argmax(-1).tolist()
     out: list[tuple[int, Logprob | None]] = []
     for row, (sequence, greedy) in enumerate(zip(sequences, likeliest)):
@@ -42,24 +42,27 @@ def choose(logits: Tensor, sequences: Many[Sequence]) -> list[tuple[int, Logprob
 
 
 def choose_one(logits: Tensor, sequence: Sequence) -> int:
-    """logits: [vocab] -> token"""
+    """The next token of logits [vocab]."""
     s = sequence.sampling
     logits = shape(logits, sequence) if is_shaped(s) else logits
     if s.temperature == 0:
         return int(logits.argmax())
     logits = logits.double()
-    # Relative to the likeliest: a temperature near zero gives zeros and -inf, not inf - inf.
+    # relative to the maximum: a temperature near zero gives zeros and -inf, not inf - inf
     probabilities, tokens = nucleus((logits - logits.max()) / s.temperature, s)
     threshold = draw(s.seed, sequence.choice, len(sequence.tokens)) * float(probabilities.sum())
     index = int(torch.searchsorted(probabilities.cumsum(0), threshold, right=True))
     index = min(index, len(probabilities) - 1)
-    while probabilities[index] == 0:  # a threshold that rounded up beyond the last probable token
+    while probabilities[index] == 0:  # rounding placed the threshold beyond the last probable token
         index -= 1
     return int(tokens[index]) if tokens is not None else index
 
 
 def shape(logits: Tensor, sequence: Sequence) -> Tensor:
-    """Penalties and bias; a new tensor. Repetition counts prompt and answer, presence and frequency the answer."""
+    """The logits with penalties and bias, as a new tensor.
+
+    Repetition counts prompt and answer; presence and frequency count the answer.
+    """
     s, logits = sequence.sampling, logits.clone()
     if s.repetition_penalty != 1:
         seen = torch.tensor(sorted(set(sequence.tokens)), dtype=torch.int64)
@@ -76,9 +79,9 @@ def shape(logits: Tensor, sequence: Sequence) -> Tensor:
 
 
 def nucleus(logits: Tensor, s: Sampling) -> tuple[Tensor, Tensor | None]:
-    """What may be drawn: (probabilities, their tokens, or None where all tokens are in order).
+    """The candidates to draw from: (probabilities, their tokens, or None for all tokens in order).
 
-    top-k first, then top-p over what is left (the smallest set that reaches p), then min-p against the likeliest.
+    Applies top-k, then top-p to the rest (the smallest set that reaches p), then min-p relative to the likeliest.
     """
     if not s.top_k and s.top_p >= 1:
         probabilities = torch.softmax(logits, -1)
@@ -94,7 +97,7 @@ def nucleus(logits: Tensor, s: Sampling) -> tuple[Tensor, Tensor | None]:
 
 
 def score(logits: Tensor, token: int, top: int) -> Logprob:
-    """The log-probability of `token` and of the `top` likeliest, under the model itself."""
+    """The model's log-probability of `token` and of the `top` likeliest tokens."""
     logprobs = torch.log_softmax(logits.double(), -1)
     values, tokens = logprobs.topk(min(top, len(logprobs)))
     return Logprob(token, float(logprobs[token]), tuple(zip(tokens.tolist(), values.tolist())))

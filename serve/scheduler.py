@@ -1,7 +1,7 @@
-"""Which rows the next step computes: running sequences first, then chunks of prompts, oldest first.
+"""Choosing the rows of the next step: running sequences first, then chunks of prompts, oldest first.
 
-When the cache is full the youngest running sequence gives its blocks back and is computed again later, from whatever
-of its prefix is still cached by then.
+When the cache is full, the youngest running sequence releases its blocks and is recomputed later, from the part of its
+prefix that is still cached.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tpshard.serve.request import Sequence
 
 @dataclass(frozen=True)
 class Slice:
-    """Tokens start .. start + count of a sequence, computed in this step."""
+    """Tokens start .. start + count of a sequence, computed in one step."""
 
     sequence: Sequence
     start: int
@@ -23,18 +23,18 @@ class Slice:
 
     @property
     def ends(self) -> bool:
-        """Whether the next token can be chosen after it."""
+        """Whether the next token can be chosen after this slice."""
         return self.start + self.count == len(self.sequence.tokens)
 
     @property
     def wanted(self) -> int:
-        """Rows whose logits are needed."""
+        """The number of rows whose logits are needed."""
         s = self.sequence
         return self.count if self.scores else int(self.ends and s.max_tokens > 0)
 
     @property
     def scores(self) -> bool:
-        """Whether the prompt's own log-probabilities are wanted of these rows."""
+        """Whether these rows' logits score the prompt."""
         return self.sequence.unscored
 
 
@@ -52,7 +52,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self) -> list[Slice]:
-        """The next step's slices; empty where nothing is to be done."""
+        """The slices of the next step; empty if there is nothing to do."""
         slices: list[Slice] = []
         rows, wanted = self.max_rows, min(self.max_wanted, self.max_rows)
         answering = [s for s in self.running if s.left == 1]
@@ -67,7 +67,7 @@ class Scheduler:
         return slices + self._admit(rows, wanted)
 
     def advance(self, piece: Slice) -> None:
-        """Notes that a slice was computed, and publishes the blocks that it filled."""
+        """Marks a slice as computed, and publishes the blocks that it filled."""
         s, size = piece.sequence, self.pool.block_size
         s.computed = piece.start + piece.count
         while (s.published + 1) * size <= s.computed:
@@ -75,7 +75,7 @@ class Scheduler:
             s.published += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is, and its blocks back."""
+        """Removes a sequence, running or waiting, and releases its blocks."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -89,7 +89,7 @@ class Scheduler:
         return Slice(s, s.computed, count)
 
     def _room(self, s: Sequence, piece: Slice, slices: list[Slice]) -> bool:
-        """Makes sure of the blocks of a slice, taking them from younger sequences if need be."""
+        """Reserves the blocks of a slice, preempting younger sequences if needed."""
         need = -(-(piece.start + piece.count) // self.pool.block_size) - len(s.blocks)
         while need > 0:
             taken = self.pool.take(need)
@@ -125,7 +125,7 @@ class Scheduler:
             digests = [self._digest(s, i) for i in range(reusable)]
             known = self.pool.known(digests)
             if known < reusable and digests[known] in pending:
-                continue  # a running sequence computes just this block: wait for it instead of computing it twice
+                continue  # a running sequence computes this block: wait for it instead of computing it twice
             reused = self.pool.reuse(digests[:known])
             s.blocks, s.computed, s.published = reused, known * self._size, known
             piece = self._slice(s, rows, wanted)

@@ -1,4 +1,4 @@
-"""One rank of a server: told by its parent what to compute, until the parent says so or is gone."""
+"""One rank of a server: computes the steps that its parent sends, until it is told to quit or the parent is gone."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tpshard.serve.step import StepInput
 from tpshard.serve.weights import Weights
 
 Prepare = Callable[[Job], tuple[ServingPrograms, Weights]]
-"""The programs of a job and the weights they take."""
+"""A function from a job to its programs and weights."""
 
 
 def work(place: WorkerPlace, prepare: Prepare) -> int:
-    """The worker's life. Returns the exit code."""
+    """Runs the worker and returns its exit code."""
     channel = socket.socket(fileno=int(os.environ[CHANNEL]))
     try:
         kind, body = receive(channel)
         if kind != JOB:
-            raise ValueError(f"a frame of kind {kind!r} where a job was due")
+            raise ValueError(f"received a frame of kind {kind!r} instead of a job")
         job = Job.decode(body)
         programs, weights = prepare(job)
         mesh = programs.setting.mesh
@@ -40,7 +40,7 @@ def work(place: WorkerPlace, prepare: Prepare) -> int:
             context.agree({"programs": fingerprints, "version of torch": torch.__version__})
             if programs.listed != list(job.programs):
                 raise WorkerFault(
-                    "the programs of the recipe are not those that were planned", exit=Exit.MACHINE,
+                    "this rank's programs differ from the server's", exit=Exit.MACHINE,
                     fix="start the server again: the recipe, the folder or an installed version has changed",
                 )  # fmt: skip
             runner = ProgramRunner(context, programs, weights, job.blocks)
@@ -48,26 +48,26 @@ def work(place: WorkerPlace, prepare: Prepare) -> int:
             _answer(channel, runner, mmap.mmap(int(os.environ[LOGITS]), 0) if place.rank == 0 else None)
         return Exit.DONE
     except Closed:
-        # the parent is gone; the other ranks may be stuck, and leaving politely would wait for them
+        # the parent is gone; other ranks may be stuck, and a regular exit would wait for them
         os._exit(Exit.DONE)
 
 
 def describe(error: BaseException) -> tuple[str, int]:
-    """A line for the parent; the rest goes to stderr here."""
+    """A line about the error for the parent; the trace goes to stderr."""
     traceback.print_exception(error, file=sys.stderr)
     sys.stderr.flush()
     return (str(error) or type(error).__name__).splitlines()[0][:500], Exit.WORKER_LOST
 
 
 def _answer(channel: socket.socket, runner: ProgramRunner, memory: mmap.mmap | None) -> None:
-    """Computes steps until told to quit; with `memory`, results are left there and announced."""
+    """Computes steps until told to quit; results go to `memory`, if given, and are announced."""
     send(channel, READY)
     while True:
         kind, body = receive(channel)
         if kind == QUIT:
             return
         if kind != STEP:
-            raise ValueError(f"a frame of kind {kind!r} where a step was due")
+            raise ValueError(f"received a frame of kind {kind!r} instead of a step")
         logits = runner.step(StepInput.decode(body))
         if memory is not None:
             flat = np.frombuffer(memory, dtype="<f4")

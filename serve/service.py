@@ -1,4 +1,5 @@
-"""The engine in its thread: requests come in from the network's loop, events go back, a lost runner is replaced."""
+"""The engine in a thread of its own: it receives requests from the event loop, returns events, and replaces a lost
+runner."""
 
 from __future__ import annotations
 
@@ -23,21 +24,21 @@ Deliver = Callable[[list[Event]], None]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server takes on."""
+    """The limits of a server: sequences and seconds."""
 
     running: int = 64
     """Sequences computed at once."""
     queue: int = 256
-    """Sequences that may wait for that."""
+    """Sequences that may wait."""
     request_s: float = 600.0
-    """Longest a request may take, waiting included."""
+    """Maximal duration of a request, waiting included."""
     header_s: int = 30
-    """Longest a request's header may take to arrive, and longest a connection may rest after an answer."""
+    """Maximal time for a request's header to arrive, and for a connection to be idle after an answer."""
     body_bytes: int = 1 << 20
     body_s: float = 30.0
-    """Longest a request's body may take to arrive."""
+    """Maximal time for a request's body to arrive."""
     grace_s: float = 30.0
-    """Longest that running requests may take once the server is asked to end."""
+    """Maximal time for running requests to finish after the server is asked to end."""
 
     @property
     def most(self) -> int:
@@ -50,24 +51,24 @@ class Full(Exception):
 
 
 class Unavailable(Exception):
-    """The engine cannot take requests now: it starts, recovers, or ends."""
+    """The engine cannot accept requests: it is starting, recovering or ending."""
 
 
 class Service:
-    """Owns the runner and the engine; everything that touches them runs in one thread."""
+    """Owns the runner and the engine; one thread does all work on them."""
 
     def __init__(self, make_runner: Callable[[], Runner], limits: Limits, metrics: Metrics) -> None:
         self.limits, self.metrics = limits, metrics
         self.state: State = "starting"
         self.draining = False
         self.cause: BaseException | None = None
-        """Why it is broken or could not start."""
+        """Why the engine is broken or could not start."""
         self._make_runner = make_runner
         self._engine: Engine | None = None
         self._inbox: deque[tuple[str, Sequence]] = deque()
-        """("add", or why a sequence ends before its time; the sequence)"""
+        """("add", or the reason to end a sequence early; the sequence)"""
         self._open: dict[int, tuple[Sequence, Deliver]] = {}
-        """By id the sequences that somebody waits for."""
+        """Sequences with a waiting client, by id."""
         self._wake = threading.Condition()
         self._started = threading.Event()
         self._closing = False
@@ -75,7 +76,7 @@ class Service:
 
     # ---- from other threads --------------------------------------------------------------------------------
     def start(self, wait: bool = True) -> None:
-        """Loads the runner; with `wait`, returns when it is ready and raises what keeps it from that."""
+        """Loads the runner. With `wait`, returns when it is ready, and raises its error."""
         self._thread.start()
         if wait:
             self._started.wait()
@@ -84,7 +85,7 @@ class Service:
 
     @property
     def limit(self) -> int:
-        """Most tokens of one sequence; Unavailable before the first runner is ready."""
+        """The maximal number of tokens of a sequence. Raises Unavailable before the first runner is ready."""
         return self._known().limit
 
     @property
@@ -104,16 +105,16 @@ class Service:
         return not self._open and not self._inbox
 
     def check(self, sequences: int) -> None:
-        """Full or Unavailable where so many more sequences cannot be taken now, ValueError where they never can."""
+        """Raises Full or Unavailable if this many more sequences do not fit now, ValueError if they never can."""
         if not self.ready:
             raise Unavailable()
         if sequences > self.limits.most:
-            raise ValueError(f"{sequences} answers at once are more than the {self.limits.most} that fit this server")
+            raise ValueError(f"{sequences} answers at once are more than this server's limit of {self.limits.most}")
         if len(self._open) + sequences > self.limits.most:
             raise Full()
 
     def submit(self, sequences: Iterable[Sequence], deliver: Deliver) -> None:
-        """`deliver` is called in the engine's thread with the events of these sequences."""
+        """Adds sequences; `deliver` is called with their events in the engine's thread."""
         with self._wake:
             if not self.ready:
                 raise Unavailable()
@@ -123,7 +124,7 @@ class Service:
             self._wake.notify()
 
     def cancel(self, sequences: Iterable[Sequence], reason: str = "abort") -> None:
-        """Ends sequences without an event; those that have ended are left as they are. `reason` is what metrics say."""
+        """Ends sequences without an event; ended ones are ignored. `reason` is for the metrics."""
         with self._wake:
             for s in sequences:
                 self._open.pop(s.id, None)
@@ -131,7 +132,7 @@ class Service:
             self._wake.notify()
 
     def close(self) -> None:
-        """Ends the thread and the runner; what is running is told so."""
+        """Ends the thread and the runner; running sequences get an error event."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -155,7 +156,7 @@ class Service:
                     self.state = "broken"
                     self._started.set()
                     return
-                log.error("the model could not be started again: %s", error)
+                log.error("the model could not be restarted: %s", error)
                 self._pause(delay)
                 delay = min(delay * 2, 30.0)
                 continue
@@ -171,7 +172,7 @@ class Service:
         self._fail_all("the server ends")
 
     def _serve(self, engine: Engine) -> None:
-        """Steps until the server closes or the runner is lost."""
+        """Runs steps until the server closes or the runner is lost."""
         while True:
             with self._wake:
                 while not (self._inbox or engine.busy or self._closing):
@@ -187,7 +188,7 @@ class Service:
                 log.error("%s", error)
                 self.state, self.cause = "broken", error
                 engine.abort_all()
-                self._fail_all("a worker was lost; the model is being started again")
+                self._fail_all("a worker was lost; the model is being restarted")
                 return
             except Exception:
                 log.exception("a step failed")

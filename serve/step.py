@@ -1,4 +1,4 @@
-"""One step of the engine as plain data: what every rank computes, as bytes that any rank can read back."""
+"""The input of one engine step as plain data, which travels to every rank as bytes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _MAGIC = b"tps1"
 
 @dataclass(frozen=True)
 class StepInput:
-    """Rows (tokens) of several sequences at once; every array is int64."""
+    """Rows (tokens) of several sequences; every array is int64."""
 
     tokens: np.ndarray
     """[rows]"""
     positions: np.ndarray
     """[rows]"""
     slots: np.ndarray
-    """[rows]: block * block_size + offset where the row's key and value go."""
+    """[rows]: block * block_size + offset of the row's key and value."""
     sequences: np.ndarray
-    """[rows]: the row of `tables` that lists the blocks of its sequence."""
+    """[rows]: the row of `tables` with the blocks of its sequence."""
     tables: np.ndarray
     """[sequences, blocks], padded with 0."""
     wanted: np.ndarray
-    """[wanted]: the rows whose logits are asked for."""
+    """[wanted]: the rows whose logits are needed."""
 
     def __post_init__(self) -> None:
         rows = len(self.tokens)
@@ -44,18 +44,18 @@ class StepInput:
 
     @staticmethod
     def decode(message: bytes) -> StepInput:
-        """ValueError where the bytes are not exactly one step."""
+        """The step in a message. ValueError unless the bytes are exactly one step."""
         if len(message) < _HEAD.size:
-            raise ValueError("a step's message ends within its head")
+            raise ValueError("a step's message ends within its header")
         magic, rows, m, w, wanted = _HEAD.unpack_from(message)
         if magic != _MAGIC or len(message) != _HEAD.size + 8 * (4 * rows + m * w + wanted):
-            raise ValueError(f"a step's message of {len(message)} bytes does not fit its head")
+            raise ValueError(f"a step's message of {len(message)} bytes does not match its header")
         flat = np.frombuffer(message, dtype="<i8", offset=_HEAD.size)
         t, p, s, q, tables, last = np.split(flat, np.cumsum([rows, rows, rows, rows, m * w]))
         return StepInput(t, p, s, q, tables.reshape(m, w), last)
 
     def padded(self, rows: int, wanted: int) -> StepInput:
-        """The same step with more rows: padding writes to block 0 and attends to nothing but itself."""
+        """The step padded to more rows; padding writes to block 0 and attends only to itself."""
         more = rows - len(self.tokens)
         fill = np.zeros(more, dtype=np.int64)
         tables = np.concatenate([self.tables, np.zeros((1, self.tables.shape[1]), dtype=np.int64)])
@@ -70,24 +70,24 @@ class StepInput:
 
 
 class WorkerLost(RuntimeError):
-    """A rank that the step needed has died, hangs, or failed; the message says which and why."""
+    """A rank of the runner has died, hangs, or failed; the message says which and why."""
 
 
 class Runner(Protocol):
-    """Computes steps. The engine knows nothing of devices, ranks or programs beyond this."""
+    """The interface of a runner, which computes steps for the engine on any number of ranks."""
 
     blocks: int
     """Usable cache blocks."""
     block_size: int
     max_rows: int
-    """Most rows in a step."""
+    """Maximal rows of a step."""
     max_wanted: int
-    """Most rows of a step whose logits can be asked for."""
+    """Maximal rows of a step with logits."""
     vocab: int
     max_seq: int
 
     def step(self, batch: StepInput) -> Tensor:
-        """Logits [wanted, vocab] in fp32, on the CPU. WorkerLost where a rank is gone."""
+        """Logits [wanted, vocab] in fp32, on the CPU. Raises WorkerLost if a rank is gone."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Between text and tokens: a tokenizer folder, text that grows token by token, stop strings."""
+"""Conversion between text and tokens: a tokenizer folder, text that grows token by token, stop strings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tokenizers import Tokenizer as Rust
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _CONTEXT = 6
-"""Tokens of a prompt that an answer's first ones are decoded with: more than a character spans."""
+"""Prompt tokens decoded together with an answer's first ones: more than a character spans."""
 
 
 def _byte_names() -> dict[str, int]:
-    """How byte-level BPE spells bytes in its vocabulary: what prints as itself, the rest from U+0100 on (GPT-2)."""
+    """The names of bytes in byte-level BPE vocabularies: printable ones as themselves, others from U+0100 (GPT-2)."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [b for b in range(256) if b not in printed]
     return {chr(b): b for b in printed} | {chr(256 + i): b for i, b in enumerate(rest)}
@@ -29,8 +29,8 @@ _BYTES = _byte_names()
 class Tokenizer:
     """A Hugging Face tokenizer folder: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`.
 
-    Read as data; nothing in the folder is executed (the chat template runs sandboxed, see chat.py). ValueError where
-    the folder holds no tokenizer that can be read so.
+    Nothing in the folder is executed (the chat template runs sandboxed, see chat.py). ValueError if the folder has no
+    readable tokenizer.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,14 +53,14 @@ class Tokenizer:
         self._plain = self.encode("a", special=False)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """`special` adds what the tokenizer adds to a document (a beginning)."""
+        """The token ids of a text; with `special` also the tokens that start a document."""
         return list(self._rust.encode(text, add_special_tokens=special).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._rust.decode(list(ids), skip_special_tokens=True))
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token adds to a text, in UTF-8: perhaps a part of a character. A special token's is its name."""
+        """The UTF-8 bytes that a token adds to a text, possibly a part of a character; a special token's name."""
         name = self._rust.id_to_token(token) or ""
         known = self.decode(self._plain)  # a decoder may strip the space that a text begins with
         text = self.decode([*self._plain, token])[len(known) :] or name
@@ -71,7 +71,7 @@ class Tokenizer:
         return bytes(_BYTES[c] for c in name) if all(c in _BYTES for c in name) else text.encode()
 
     def token_text(self, token: int) -> str:
-        """How one token is shown beside its log-probability: part of a character as `bytes:\\xe2\\x82`."""
+        """The text of a token beside its log-probability; part of a character as `bytes:\\xe2\\x82`."""
         raw = self.token_bytes(token)
         try:
             return raw.decode()
@@ -79,7 +79,7 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
 
     def too_long(self, text: str, tokens: int) -> bool:
-        """Whether the text is surely more than so many tokens, judged by its length alone."""
+        """Whether the text certainly has more than this many tokens, judged by its length."""
         return len(text) > tokens * max(self._longest, 1)
 
     def _stop_tokens(self, folder: Path) -> set[int]:
@@ -116,37 +116,37 @@ def _template(folder: Path, config: dict[str, Any]) -> str | None:
 
 @dataclass
 class Writer:
-    """The text of one answer as it grows: only what can no longer change is given out.
+    """The text of an answer as it grows; returns only text that can no longer change.
 
-    A character that spans tokens waits for its last byte. What may turn out to be the start of a stop string waits
-    until it is sure, so that no part of a stop string ever leaves. `context` are the tokens that the text goes on
-    from: some decoders strip the space that a text begins with.
+    A character of several tokens waits for its last byte. Text that may begin a stop string waits until it is decided,
+    so that no part of a stop string is ever sent. `context`: the tokens that the text continues; some decoders strip
+    the space that a text begins with.
     """
 
     tokenizer: Tokenizer
     stop: Sequence[str] = ()
     context: Sequence[int] = ()
     text: str = ""
-    """Given out so far."""
+    """The text returned so far."""
     stopped: bool = False
     tokens: list[int] = field(default_factory=list)
     _held: str = ""
     _start: int = 0
-    """First token of the window that is decoded together with the newest."""
+    """The first token of the window that is decoded together with the newest."""
     _read: int = 0
 
     def __post_init__(self) -> None:
         before = list(self.context[-_CONTEXT:])
-        if not self.tokenizer.decode(before).endswith("�"):  # half a character would swallow the first ones
+        if not self.tokenizer.decode(before).endswith("�"):  # half a character would swallow the first tokens
             self.tokens, self._read = before, len(before)
 
     def add(self, token: int, last: bool = False) -> str:
-        """The text that this token lets out; with `last`, all that is left."""
+        """Adds a token and returns the text that became final; with `last`, all remaining text."""
         self.tokens.append(token)
         return self._give(self._grown(last), last)
 
     def end(self) -> str:
-        """What was still held back, where nothing more comes."""
+        """Returns the text that was held back, after the last token."""
         return self._give(self._grown(True), True)
 
     def _grown(self, last: bool) -> str:
@@ -173,5 +173,5 @@ class Writer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """The length of the longest suffix of `text` that begins `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""A device's memory for a server's programs: each input as its port says that it lies there and is held."""
+"""Loading a server's weights into a device's memory: each input in the layout that its port describes."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from tpshard.parallelism.simulate import block
 from tpshard.programs.layouts import Arrangement
 
 ReadBlock = Callable[[str, Sequence[int], Sequence[int]], Tensor]
-"""(name, starts, sizes) -> that block of a dense parameter."""
+"""A function (name, starts, sizes) -> that block of a dense parameter."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A model whose parameters can be read by blocks."""
+    """A model's weights, readable by blocks."""
 
     shapes: Mapping[str, Sequence[int]]
-    """As they are stored; a program's may be larger, by zeros."""
+    """Shapes as stored; a program's shapes may be larger, padded with zeros."""
     block: ReadBlock
     quantized: Callable[[str], Quantized | None] = lambda _name: None
-    """A parameter's quantized form, whole; None for one that is dense."""
+    """The whole quantized form of a parameter; None for a dense one."""
     group: Callable[[str], Tensor | None] = lambda _name: None
-    """Which group each input of a quantized parameter belongs to, int32 [inputs]; None for one that is dense."""
+    """The group of each input of a quantized parameter, int32 [inputs]; None for a dense one."""
 
 
 @dataclass
 class Filler:
-    """Makes the inputs of one device, by port. Each is made once: programs of all sizes share it."""
+    """Builds the inputs of one device, by port. Each is built once and shared by the programs of all sizes."""
 
     weights: Weights
     arrangement: Arrangement
     shapes: Mapping[str, Sequence[int]]
-    """Of the parameters that the programs are written for."""
+    """Shapes of the parameters in the programs."""
     mesh: Mesh
     rank: int
     device: torch.device
     blocks: int
-    """Usable blocks of the cache, beside block 0."""
+    """Usable blocks of the cache, besides block 0."""
     made: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # a linear's group and its codes are asked for one after the other
+        # a linear's group and codes are read one after the other
         quantized, group = lru_cache(maxsize=2)(self.weights.quantized), lru_cache(maxsize=None)(self.weights.group)
         self.weights = replace(self.weights, quantized=quantized, group=group)
 
@@ -75,7 +75,7 @@ class Filler:
         return prepare(parts[0] if len(parts) == 1 else concatenate(parts), self.device)
 
     def _dense(self, port: Port, name: str, place: Sequence[tuple[int, int]]) -> Tensor:
-        """A block of a parameter, its outputs and inputs in the program's order."""
+        """A block of a parameter, with outputs and inputs in the program's order."""
         if self.weights.quantized(name) is not None:
             return self._coded(port, name, place).dequantize(torch.float32).T.to(self.device, port.dtype).contiguous()
         (start, size), *rest = place
@@ -87,7 +87,7 @@ class Filler:
         return value.to(self.device, port.dtype).contiguous()
 
     def _stored(self, name: str, place: Sequence[tuple[int, int]]) -> Tensor:
-        """A block, with zeros where it goes beyond what is stored."""
+        """A block of a parameter, with zeros beyond what is stored."""
         there = [max(0, min(size, n - start)) for n, (start, size) in zip(self.weights.shapes[name], place)]
         if 0 in there:
             return torch.zeros([size for _, size in place])
@@ -101,10 +101,10 @@ class Filler:
         columns, rows = self.arrangement.columns_of(name, self._group), self.arrangement.rows_of(name, self._group)
         outputs, inputs = self.shapes[name]
         own = whole.padded(inputs, outputs).take_columns(_cut(columns, place[0])).take_rows(_cut(rows, place[1]))
-        return replace(own, bias=None)  # which is a parameter of its own
+        return replace(own, bias=None)  # the bias is a parameter of its own
 
     def _group(self, name: str) -> Tensor | None:
-        """As `Weights.group`, of as many inputs as the program has."""
+        """`Weights.group`, extended to the program's number of inputs."""
         found = self.weights.group(name)
         return None if found is None else longer(found, self.shapes[name][1])
 
@@ -115,5 +115,5 @@ def _cut(order: Tensor | None, part: tuple[int, int]) -> Tensor:
 
 
 def _packed(value: Tensor) -> Tensor:
-    """As the CPU's library packs it, where this machine's can."""
+    """The tensor packed by the CPU's library, where this machine supports it."""
     return linear.pack(value) if linear.can_pack(value.dtype) else value

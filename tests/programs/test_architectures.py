@@ -85,7 +85,7 @@ def test_experts_are_named_and_go_to_their_axis(tmp_path: Path) -> None:
 def test_an_unknown_folder_falls_to_transformers_and_says_so(tmp_path: Path) -> None:
     setting = setting_of(architectures.folder(tmp_path / "neox", "gpt_neox"), {}, key="hf")
     assert setting.config is None and type(setting.model).__name__ == "GPTNeoXForCausalLM"
-    assert any("no family of tpshard is a gpt_neox" in note for note in setting.notes)
+    assert any("tpshard has no family for gpt_neox" in note for note in setting.notes)
     assert setting_of(architectures.folder(tmp_path / "llama", "llama"), {}, key="hf").architecture is None
 
 

@@ -155,4 +155,4 @@ def test_only_language_models_are_served() -> None:
     recipe = load("conformer")
     with pytest.raises(Mistakes) as error:
         ServeSetting.of(recipe, served(recipe, "cpu"), "cpu")
-    assert error.value.exit == Exit.FIT and "trained for `frames` is not served" in str(error.value)
+    assert error.value.exit == Exit.FIT and "with `task: frames` cannot be served" in str(error.value)

@@ -53,7 +53,7 @@ def test_sizes_offered_fit() -> None:
 def test_kv_heads_may_be_fewer_than_tp_and_it_is_said() -> None:
     recipe = loads("model: {preset: llama3-8b}\nmesh: {tp: 16}")
     (note,) = misfits(recipe, PRESETS["llama3-8b"])
-    assert (note.severity, note.message) == ("warning", "each of the 8 KV heads is kept by 2 devices")
+    assert (note.severity, note.message) == ("warning", "each of the 8 KV heads is replicated on 2 devices")
     assert "12 heads" in errors("mesh: {tp: 6}", heads=12, kv_heads=4, vocab=2052)[0].message
 
 
@@ -185,7 +185,7 @@ def test_the_rest_is_what_is_left() -> None:
     with pytest.raises(Mistakes) as caught:
         recipe.mesh_on(6)
     assert caught.value.exit == Exit.MACHINE
-    assert "one can be the rest" in law("mesh: {dp: -1, fsdp: -1}")[0].why
+    assert "one axis can take the remaining devices" in law("mesh: {dp: -1, fsdp: -1}")[0].why
 
 
 def test_a_batch_that_cannot_be_dealt_comes_with_numbers() -> None:

@@ -133,7 +133,7 @@ def test_a_key_without_a_value_is_one_mistake_however_many_need_it() -> None:
 )  # fmt: skip
 def test_a_circle_is_one_mistake_that_shows_all_of_it(text: str, at: list[str]) -> None:
     (found,) = wrong(text)
-    assert "in a circle" in found.message
+    assert "circular interpolation" in found.message
     assert places(found) == at
 
 

@@ -133,8 +133,8 @@ def test_a_model_named_anew_replaces_the_one_below(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"a": "./b.yaml", "b": "./a.yaml"}, ["circle", "a.yaml -> ", "b.yaml -> "]),
-        ({"a": "./a.yaml"}, ["circle"]),
+        ({"a": "./b.yaml", "b": "./a.yaml"}, ["circular", "a.yaml -> ", "b.yaml -> "]),
+        ({"a": "./a.yaml"}, ["circular"]),
         ({"a": "./gone.yaml"}, ["gone.yaml", " -> "]),
         ({"a": "./b.yaml", "b": "./gone.yaml"}, ["a.yaml -> ", "b.yaml -> ", "gone.yaml"]),
         ({"a": "../outside.yaml"}, ["out of the recipe's tree", " -> "]),

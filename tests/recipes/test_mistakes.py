@@ -218,7 +218,7 @@ def test_another_schema_names_the_supported_one(version: str) -> None:
         ("a.=1", Exit.USAGE, "empty part"),
         ("train steps=1", Exit.USAGE, "space"),
         ("train.stepz=1", Exit.RECIPE, "unknown key"),
-        ("train.steps.x=1", Exit.RECIPE, "nothing lies below"),
+        ("train.steps.x=1", Exit.RECIPE, "there are no keys below"),
         ("train.steps=x", Exit.RECIPE, "`train.steps: x`"),
         ("train.steps=[1", Exit.RECIPE, "not YAML"),
         ("train.steps=010", Exit.RECIPE, "read as 8"),
