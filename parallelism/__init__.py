@@ -1,4 +1,4 @@
-"""How it is spread: mesh, sharding, op rules, capture, propagate, partition, passes, runtime."""
+"""Parallelism: mesh, shardings, op rules, capture, propagation, partitioner, passes, runtime."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HOMES |= dict.fromkeys(set(__all__) - set(_HOMES), "manual_regions")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what needs torch when it is asked for: the launcher of a run starts without it."""
+    """Imports a name that needs torch on first use: the launcher of a run starts without torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

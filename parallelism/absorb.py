@@ -1,11 +1,11 @@
-"""Moving a permutation of activations offline: back through what acts on each position alone, into the parameters.
+"""Moving a permutation of activations offline, back through operations that commute with it, into the parameters.
 
     y = f(x @ A + a, x @ B)[..., P] @ C   ->   y = f(x @ A[:, P] + a[P], x @ B[:, P]) @ C
 
-Pointwise operations, products, views and a selection along another dim commute with a permutation of a dim that they
-pass through; attention commutes with one of the positions within V's heads. What cannot be passed leaves the operation
-where it is.
-("TP-aware dequantization", Hoque et al. 2024, for any function between two products.)
+Pointwise operations, matrix products, views, and a selection along another dim commute with a permutation of a dim that
+they pass through; attention commutes with one of the positions within V's heads. Where an operation does not commute,
+the permutation stays where it is. Source: "TP-aware dequantization" (Hoque et al. 2024), here for any function between
+two matrix products.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tpshard.parallelism.rules.table import entry_of, rule_for
 
 @dataclass(frozen=True)
 class Reordered:
-    """A dim whose positions are permuted within `blocks` equal parts: of itself, or for each index of dim `outer`."""
+    """A permuted dim: within `blocks` equal parts, of the dim itself or for each index of dim `outer`."""
 
     dim: int
     blocks: int = 1
@@ -30,10 +30,11 @@ class Reordered:
 
 
 def absorb(graph: Graph, op: Op, parameters: Collection[Value], alike: int = 1) -> dict[Value, Reordered] | None:
-    """Removes `op`, a `tpshard::reorder`, where parameters that its operand is computed with can be permuted instead.
+    """Removes `op`, a `tpshard::reorder`, if the parameters that compute its operand can be permuted instead.
 
-    Returns those to permute, and along which dim; their blocks may be fewer, where every `alike` neighbouring blocks
-    have one order. None, and the graph as it was, where something in between mixes positions or is read by others too.
+    Returns these parameters with their permuted dim; they may have fewer blocks, if every `alike` neighbouring blocks
+    have one order. Returns None and leaves the graph unchanged if an operation in between mixes positions, or its
+    result has other readers.
     """
     x = op.operands[0]
     blocks = op.args[2]
@@ -65,7 +66,7 @@ def absorb(graph: Graph, op: Op, parameters: Collection[Value], alike: int = 1) 
 
 
 def _behind(op: Op, place: Reordered, alike: int) -> list[tuple[Value, Reordered, int]] | None:
-    """Where the operands of `op` must be permuted for its result to be; None where that is not the same."""
+    """The permutations of the operands of `op` that permute its result; None if there are none."""
     entry = entry_of(op.target)
     if entry.carries is not None:
         value = op.operands[entry.carries]
@@ -80,7 +81,7 @@ def _behind(op: Op, place: Reordered, alike: int) -> list[tuple[Value, Reordered
     found = []
     for value, dims in zip(op.operands, rule.operands):
         if not passed & {f for dim in dims for f in dim}:
-            continue  # broadcast along it
+            continue  # broadcast along the dim
         there = _through(rule, dims, place)
         if there is None:
             return None
@@ -89,13 +90,15 @@ def _behind(op: Op, place: Reordered, alike: int) -> list[tuple[Value, Reordered
 
 
 def _through(rule: Rule, dims: tuple[Dim, ...], place: Reordered) -> Reordered | None:
-    """The same positions in an operand of those dims."""
+    """The permutation in terms of an operand with those dims; None if it has none."""
     where: Mapping[Dim, int] = {dim: i for i, dim in enumerate(dims) if dim}
     inner = rule.results[0][place.dim]
     if place.outer is None:
         if inner in where:
             return replace(place, dim=where[inner])
-        for i, (first, second) in enumerate(itertools.pairwise(dims)):  # the blocks have a dim of their own there
+        for i, (first, second) in enumerate(
+            itertools.pairwise(dims)
+        ):  # the blocks are a dim of their own in the operand
             if first + second == inner and math.prod(rule.sizes[f] for f in first) == place.blocks:
                 return Reordered(i + 1, place.blocks, i)
         return None

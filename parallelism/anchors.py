@@ -1,4 +1,4 @@
-"""Identities of the global graph that hold an annotation: results, boundaries, `mesh_split`, the model's names."""
+"""Identity ops of the global graph that carry an annotation: results, boundaries, `mesh_split`, named activations."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from tpshard.parallelism.graph import Op
 
 
 def output(x: Any) -> Any:
-    """Marks a result of the function, so that its annotation is its own and not its producer's."""
+    """Marks a result of the function, so that its annotation is separate from its producer's."""
     return x
 
 
 def is_named(op: Op) -> bool:
-    """Whether the model names an activation here: `named(x, name, dims)`."""
+    """Whether the op names an activation of the model: `named(x, name, dims)`."""
     return str(op.target) == "tpshard.named.default"
 
 
 def is_split(op: Op) -> bool:
-    """Whether the model annotates an activation here: `mesh_split(x, axes, dims_mapping)`."""
+    """Whether the op annotates an activation inside the function: `mesh_split(x, axes, dims_mapping)`."""
     return str(op.target) == "tpshard.mesh_split.default"
 
 
 def is_boundary(op: Op) -> bool:
-    """Whether a parameter leaves its storage here, or a gradient enters it: `boundary(x, kind, name)`."""
+    """Whether a parameter leaves its storage, or a gradient enters it, at this op: `boundary(x, kind, name)`."""
     return str(op.target) == "tpshard.boundary.default"
 
 
@@ -33,10 +33,10 @@ def is_grouped(op: Op) -> bool:
 
 
 def is_role(op: Op) -> bool:
-    """Whether it is said here what a value is: `role(x, role)`."""
+    """Whether the op states the role of a value in a step: `role(x, role)`."""
     return str(op.target) == "tpshard.role.default"
 
 
 def is_anchor(op: Op) -> bool:
-    """Whether the result has exactly the sharding that it was given."""
+    """Whether the op's result has exactly the sharding of its annotation."""
     return op.target is output or is_split(op) or is_boundary(op)

@@ -1,5 +1,4 @@
-"""What is said of a tensor inside a function: `mesh_split`, GSPMD's annotation; the boundary between stored and used
-parameters; its role in a step."""
+"""Annotations inside a function: `mesh_split` for shardings, `boundary` between stored and used parameters, `role`."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 class _Split(torch.autograd.Function):
-    """Identity whose gradient is annotated alike."""
+    """An identity whose gradient has the same annotation."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axes: list[str], mapping: list[int]) -> torch.Tensor:
@@ -40,7 +39,7 @@ def _split(x: torch.Tensor, axes: list[str], mapping: list[int]) -> torch.Tensor
 
 
 class _Role(torch.autograd.Function):
-    """Identity whose gradient has the same role."""
+    """An identity whose gradient has the same role."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, role: str) -> torch.Tensor:
@@ -82,9 +81,9 @@ _library.impl("grouped", _in_group, "Autograd")
 
 
 def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[int]) -> torch.Tensor:
-    """Annotates a tensor, and its gradient (GSPMD, section 3.1): per dim -1 (replicated) or the index of a mesh axis.
+    """Annotates a tensor and its gradient (GSPMD, section 3.1): per dim -1 (replicated) or the index of a mesh axis.
 
-    Full length: one entry per dim. Outside of `partition` it changes nothing. ValueError where it does not fit.
+    `dims_mapping` has one entry per dim. Outside of `partition` this does nothing. ValueError for an invalid mapping.
     """
     names = list(mesh.axes)
     mapping = list(dims_mapping)
@@ -125,10 +124,11 @@ def split_as(tensor: torch.Tensor, mesh: Mesh, mapping: Sequence[int]) -> torch.
 
 
 def boundary(tensor: torch.Tensor, kind: str, name: str) -> torch.Tensor:
-    """Where the parameter `name` leaves its storage (`kind` "parameter") or its gradient enters it ("gradient")."""
+    """Marks where the parameter `name` leaves its storage (`kind` "parameter") or its gradient enters it
+    ("gradient")."""
     return torch.ops.tpshard.boundary(tensor, kind, name)
 
 
 def role(tensor: torch.Tensor, role: str) -> torch.Tensor:
-    """Says what a tensor, and its gradient, is in a step: `logits`. Plans tell its memory apart."""
+    """States the role of a tensor and its gradient in a step, such as `logits`, for the plan's memory categories."""
     return torch.ops.tpshard.role(tensor, role)

@@ -1,4 +1,4 @@
-"""How many of a model's layers each stage of a pipeline gets, so that its slowest device is as fast as can be."""
+"""Splitting a model's layers into pipeline stages so that the slowest device is as fast as possible."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from itertools import accumulate
 
 
 def balance(layers: Sequence[float], before: float, after: float, devices: int, rounds: int = 1) -> list[int]:
-    """Layers of each of `devices` x `rounds` stages, at least one each; stage i lies on device i mod `devices`.
+    """The number of layers of each of `devices` x `rounds` stages, at least one each; stage i is on device i mod
+    `devices`.
 
-    `layers`: seconds of each, in order; `before` and `after`: those of what the first and the last stage have besides.
-    With one round no other split has a faster slowest device; with several that holds for layers that are alike.
-    Among such splits the other devices are as fast as can be, and the first ones, which hold most micro-batches, have
-    the fewest layers.
+    layers: seconds of each, in order. before, after: seconds of the other work of the first and the last stage. With
+    one round no split has a faster slowest device; with several, this holds for equal layers. Among such splits the
+    other devices are as fast as possible, and the first ones, which hold the most micro-batches, have the fewest
+    layers.
     """
     stages = devices * rounds
     if not 0 < stages <= len(layers):
         raise ValueError(f"{len(layers)} layers are not enough for {stages} stages")
     counts = _least_slowest(layers, before, after, stages)
     upto = [0.0, *accumulate(layers)]
-    unit = (upto[-1] + before + after) * 1e-9 or 1.0  # sums of the same numbers in another order are equal
+    unit = (upto[-1] + before + after) * 1e-9 or 1.0  # sums of the same numbers in another order count as equal
 
     def slowness(counts: Sequence[int]) -> tuple[list[int], list[int], Sequence[int]]:
         ends = list(accumulate(counts))
@@ -44,7 +45,7 @@ def balance(layers: Sequence[float], before: float, after: float, devices: int, 
 
 
 def _least_slowest(layers: Sequence[float], before: float, after: float, stages: int) -> list[int]:
-    """The split whose slowest stage is fastest: over how many stages and layers the rest is the same problem."""
+    """The split with the fastest slowest stage, by dynamic programming over stages and layers."""
     upto = [0.0, *accumulate(layers)]
     upto = [0.0, *(before + seconds for seconds in upto[1:-1]), before + upto[-1] + after]
     best = [0.0, *[math.inf] * len(layers)]

@@ -1,6 +1,7 @@
-"""Rewrites on the captured graph that make shardings pass: products over any number of dims, few kinds of views.
+"""Rewriting the captured graph so that shardings propagate: matrix products over any number of dims, few kinds of
+views.
 
-`F.linear` on [batch, seq, embed] arrives as view + mm + view, and no sharding of seq passes a view that merges
+`F.linear` on [batch, seq, embed] is recorded as view + mm + view, and a sharding of seq cannot pass a view that merges
 [batch, seq]. Folding the views into one contraction `bsk,nk->bsn` keeps every dim visible, for any module's code.
 """
 
@@ -21,7 +22,7 @@ aten = torch.ops.aten
 
 
 def canonicalize(graph: Graph) -> None:
-    """Brings a captured graph into canonical form, in place; its meaning stays."""
+    """Rewrites a captured graph into canonical form, in place; it computes the same."""
     take_roles(graph)
     remove_identities(graph)
     unify(graph)
@@ -34,14 +35,14 @@ def canonicalize(graph: Graph) -> None:
 
 
 def take_roles(graph: Graph) -> None:
-    """What is said of a value goes with it, whatever it is replaced by."""
+    """Moves the roles of values to the values that replace them."""
     for op in graph.ops:
         if is_role(op):
             op.results[0].marked = op.args[1]
 
 
 def spread_roles(graph: Graph) -> None:
-    """What is said of a view holds for what it looks at."""
+    """Gives a view the role of the value that it views, and the other way round."""
     for op in reversed(graph.ops):
         if op.results and op.results[0].marked and entry_of(op.target).view is not None:
             op.operands[0].marked = op.operands[0].marked or op.results[0].marked
@@ -57,7 +58,7 @@ def remove_identities(graph: Graph) -> None:
 
 
 def unify(graph: Graph) -> None:
-    """One spelling of an op: transpose and t become permute, reshape becomes view."""
+    """Replaces synonyms by one op: transpose and t become permute, reshape becomes view."""
     for op in graph.ops:
         canonical = entry_of(op.target).canonical
         if canonical is not None:
@@ -65,14 +66,14 @@ def unify(graph: Graph) -> None:
 
 
 class Unmerged:
-    """A 2-d or 3-d operand of a product seen through views: its dims as groups of the dims of `base`."""
+    """A 2-d or 3-d operand of a product, seen through views: each of its dims is a group of dims of `base`."""
 
     def __init__(self, base: Value, groups: list[tuple[int, ...]]):
         self.base, self.groups = base, groups
 
 
 def unmerge(value: Value) -> Unmerged:
-    """Follows permutes, dim-merging views and broadcasts of size-1 steps back to the value that still has every dim."""
+    """Follows permutes, dim-merging views and broadcasts of size-1 dims back to the value that still has every dim."""
     groups: list[tuple[int, ...]] = [(d,) for d in range(value.rank)]
     while value.producer is not None and len(value.producer.operands) == 1:
         op = value.producer
@@ -97,7 +98,8 @@ def unmerge(value: Value) -> Unmerged:
 
 
 def merge_map(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-    """For a view that merges neighbouring dims or adds dims of size 1: each target dim's source dims; else None."""
+    """For a view that merges neighbouring dims or adds dims of size 1, each target dim's source dims; otherwise
+    None."""
     out: list[tuple[int, ...]] = []
     i = 0
     for position, size in enumerate(target):
@@ -117,7 +119,7 @@ def merge_map(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[in
 
 
 def fold_contractions(graph: Graph) -> None:
-    """mm and bmm with their surrounding views become `contract` with an equation over all dims."""
+    """Turns mm and bmm with their surrounding views into `contract`, with an equation over all dims."""
     ops: list[Op] = []
     for op in graph.ops:
         equation = entry_of(op.target).equation
@@ -134,7 +136,7 @@ def fold_contractions(graph: Graph) -> None:
 
 
 def _fold_added(graph: Graph, op: Op, equation: str, ops: list[Op]) -> None:
-    """beta a + alpha (b @ c) -> a product and a sum."""
+    """Splits beta a + alpha (b @ c) into a product and a sum."""
     added, result, alpha, beta = op.operands[0], op.results[0], op.kwargs.get("alpha", 1), op.kwargs.get("beta", 1)
 
     def step(name: str, target: Any, operands: list[Value], args: tuple[Any, ...], **kwargs: Any) -> Op:
@@ -158,7 +160,7 @@ def _result(ops: list[Op]) -> Value:
 
 
 def _add_before_view(graph: Graph, op: Op, ops: list[Op]) -> None:
-    """view(x) + bias -> view(x + bias): the bias meets the dims that the product kept apart."""
+    """Rewrites view(x) + bias to view(x + bias), so that the bias is added to the dims that the product kept apart."""
     view = ops[-1]
     if view.target is aten.view.default and op.operands[1].rank == 1:
         base, old = view.operands[0], op.results[0]
@@ -175,7 +177,7 @@ def _add_before_view(graph: Graph, op: Op, ops: list[Op]) -> None:
 
 
 def _fold_sum(graph: Graph, op: Op, ops: list[Op]) -> None:
-    """A sum over merged dims (the gradient of a bias) becomes a sum over the dims themselves."""
+    """Turns a sum over merged dims (the gradient of a bias) into a sum over the dims themselves."""
     ops.append(op)
     source = op.operands[0]
     seen = unmerge(source)
@@ -199,7 +201,7 @@ def _fold_sum(graph: Graph, op: Op, ops: list[Op]) -> None:
 
 
 def _fold(graph: Graph, op: Op, equation: str, ops: list[Op]) -> None:
-    """One product, its operands seen through views, appended to `ops` (followed by a view to its own shape)."""
+    """Appends one product to `ops`, with its operands seen through views, followed by a view to the original shape."""
     a: Unmerged | None
     b: Unmerged | None
     a, b = (unmerge(v) for v in op.operands)
@@ -243,7 +245,7 @@ def _fold(graph: Graph, op: Op, equation: str, ops: list[Op]) -> None:
 
 
 def _squeezed(side: Unmerged, op: Op, ops: list[Op]) -> Unmerged:
-    """The same operand without dims of size 1."""
+    """The operand without dims of size 1."""
     shape = side.base.shape
     if 1 not in shape:
         return side
@@ -260,7 +262,7 @@ def _agree(a: Unmerged, of_a: tuple[int, ...], b: Unmerged, of_b: tuple[int, ...
 
 
 def _merged(side: Unmerged | None, group: tuple[int, ...], op: Op, ops: list[Op]) -> Unmerged | None:
-    """The same operand with one group of neighbouring dims merged by a view; None where they are no neighbours."""
+    """The operand with one group of neighbouring dims merged by a view; None if they are not neighbours."""
     if side is None or len(group) == 1:
         return side
     if not group:
@@ -294,7 +296,7 @@ def _letters(side: Unmerged, roles: str, names: dict[str, str]) -> str:
 
 
 def merge_views(graph: Graph) -> None:
-    """view(view(x)) -> view(x); a view to its source's own shape disappears; so do permutes that cancel."""
+    """Merges views of views; removes views that change nothing, and permutes that cancel."""
     for op in graph.ops:
         if op.target is aten.view.default:
             source = op.operands[0]
@@ -322,8 +324,10 @@ def merge_views(graph: Graph) -> None:
 
 
 def split_constants(graph: Graph) -> None:
-    """Gives every reader of what is made of nothing (a filled tensor, positions, views of these) one of its own: two
-    readers that share zeros say nothing about each other's sharding."""
+    """Gives every reader of a value without inputs (a filled tensor, positions, views of these) a copy of its own.
+
+    Readers that share zeros should not affect each other's sharding.
+    """
     constant: set[Value] = set()
     for op in graph.ops:
         entry = entry_of(op.target)
@@ -351,7 +355,7 @@ def split_constants(graph: Graph) -> None:
 
 
 def rename(graph: Graph) -> None:
-    """Values named by the model get that name, prefixed by the module's path; their gradients end in `.grad`.
+    """Gives values named by the model that name, prefixed by the module's path; their gradients end in `.grad`.
 
     At a boundary the used parameter is `NAME.used`, its gradient `NAME.grad`, and the stored one `NAME.grad.stored`.
     """

@@ -1,4 +1,4 @@
-"""capture: any traceable function of tensors -> the global `Graph`, in ATen ops with global shapes."""
+"""Capturing a traceable function of tensors as a global `Graph` of ATen ops with global shapes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from tpshard.parallelism.rules.strides import contiguous
 
 
 class Trail:
-    """Knows, while tracing, where the ops that run come from.
+    """Records, while tracing, the module of every op.
 
-    Forward ops are told by module hooks; backward ops by the sequence number of the autograd node that runs, which
-    lies between those at the module's entry and exit.
+    Forward ops get it from module hooks. Backward ops get it from the sequence number of the running autograd node,
+    which is between those at the module's entry and exit.
     """
 
     def __init__(self) -> None:
         self.stack = [Place()]
         self.spans: list[tuple[int, int, Place]] = []
-        """(first, last + 1) sequence number of what ran in a place, inner places first."""
+        """(first, last + 1) sequence numbers of the ops of a place, inner places first."""
 
     @property
     def here(self) -> Place:
@@ -38,7 +38,7 @@ class Trail:
 
     @contextlib.contextmanager
     def inside(self, place: Place) -> Iterator[None]:
-        """Notes that what is traced in the context comes from there."""
+        """A context whose traced ops belong to the given place."""
         start = self._enter(place)
         try:
             yield
@@ -54,7 +54,7 @@ class Trail:
 
     @contextlib.contextmanager
     def watch(self, module: nn.Module) -> Iterator[None]:
-        """Notes the module of what is traced while `module` runs."""
+        """A context that records the module of every op traced while `module` runs."""
         starts: list[int] = []
         handles = []
         for name, layer, child in _with_layers(module):
@@ -74,12 +74,12 @@ class Trail:
 
     @contextlib.contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
-        """Notes the module of what `torch.autograd.grad(loss, ...)` traces."""
+        """A context that records the module of every op of `torch.autograd.grad(loss, ...)`."""
         handles = []
         seen: set[Any] = set()
         queue = [loss.grad_fn]
         places: dict[int, Place] = {}
-        for start, end, place in self.spans:  # inner modules end first, so the first to claim a number is innermost
+        for start, end, place in self.spans:  # inner modules end first, so the first span of a number is the innermost
             for number in range(start, end):
                 places.setdefault(number, place)
         while queue:
@@ -98,13 +98,13 @@ class Trail:
         try:
             yield
         finally:
-            self.stack[-1] = Place(phase="backward")  # what follows is made of gradients
+            self.stack[-1] = Place(phase="backward")  # later ops are computed from gradients
             for handle in handles:
                 handle.remove()
 
 
 def _with_layers(module: nn.Module) -> Iterator[tuple[str, Layer | None, nn.Module]]:
-    """Every module with its path and the outermost layer that it belongs to."""
+    """Every module with its path and the outermost layer that contains it."""
     stacks = (nn.ModuleList, nn.Sequential)
     layers: dict[str, Layer] = {}
     for path, child in module.named_modules():
@@ -123,11 +123,11 @@ def capture(
     trail: Trail | None = None,
     rows: int = 0,
 ) -> Graph:
-    """Traces `fn(*args)`, tensors real or meta, into a canonical global graph.
+    """Traces `fn(*args)`, with real or meta tensors, into a canonical global graph.
 
-    `names` names the flattened tensor arguments (default `arg0`, `arg1`, ...). Where the function draws random numbers
-    the graph has one input more, `seed`; for the `rows` of a batch they go by the row's place in a step (see `draws`).
-    Raises ValueError where the function does what a static graph cannot hold: control flow that depends on data.
+    names: names of the flattened tensor arguments (default `arg0`, `arg1`, ...). If the function draws random numbers,
+    the graph has one more input, `seed`; for the `rows` of a batch they depend on the row's place in a step (see
+    `draws`). Raises ValueError for control flow that depends on data, which a static graph cannot hold.
     """
     leaves, in_tree = pytree.tree_flatten(tuple(args))
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -156,6 +156,6 @@ def capture(
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A stand-in without storage, on the CPU device."""
+    """A fake tensor without storage, on the CPU device."""
     like = Like(tuple(tensor.shape), contiguous(tuple(tensor.shape)), tensor.dtype, torch.device("cpu"))
     return fake(mode, like).requires_grad_(tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""How each op is computed: one sharding of its factors, chosen by what it costs to bring everything there."""
+"""Choosing the sharding in which each op is computed: that of its factors with the least resharding and computation."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tpshard.parallelism.rules.rule import Kind, Rule, Window
 from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size
 
 FLOPS_PER_BYTE = 1000.0
-"""Floating-point operations that a device does while it sends a byte; weighs replicated work against resharding."""
+"""FLOPs that a device computes while it sends a byte; weighs replicated work against resharding."""
 
 Choice = dict[int, Cut]
-"""Per factor how it is cut; factors that are not are left out."""
+"""The cut of each sharded factor."""
 
 
 NEEDY = (Kind.WHOLE, Kind.PERMUTE)
-"""Kinds of factors that cost something where they are cut."""
+"""Kinds of factors that cost communication if they are sharded."""
 
 INTENT = 100.0
-"""How much dearer it is to move an operand away from where an annotation put it: parameters stay where they are."""
+"""Factor on the cost of moving an operand away from its annotation, so that parameters stay in place."""
 
 
 def choose(
@@ -35,14 +35,13 @@ def choose(
     there: Sequence[Collection[Layout]] = (),
     latency: int = LATENCY_BYTES,
 ) -> tuple[Rule, Choice]:
-    """One common factor sharding for an op, and the one of its rules that computes in it.
+    """A common factor sharding for an op, and the one of its rules that computes in it.
 
-    `homes`: the layouts that the operands have; `wanted`: the propagated layouts of the results. Where all agree that
-    is the choice; else the cheapest of: each tensor's own sharding, completed by the others'. A factor that needs its
-    whole dim gives its axes to a free batch dim where that is cheaper than gathering and computing it everywhere.
-    `fixed` marks operands that lie where an annotation put them. `there`: layouts of the operands
-    that another op fetches anyway. What several ops read is resharded once for all. `latency`: of a collective, in
-    bytes.
+    homes: the layouts of the operands. wanted: the propagated layouts of the results. If all agree, that is the choice;
+    otherwise it is the cheapest of: each tensor's own sharding, completed by the others'. A factor that needs its whole
+    dim gives its axes to a free batch dim where that is cheaper than gathering and replicated computing. fixed: the
+    operands placed by an annotation. there: layouts of the operands that another op fetches anyway. The cost of
+    resharding a value is shared by its readers. latency: of a collective, in bytes.
     """
     candidates: list[tuple[Rule, Choice]] = []
     for way in (rule, *rule.others):
@@ -70,16 +69,16 @@ def _candidates(op: Op, rule: Rule, projected: Sequence[Mapping[int, Cut]], busy
             if i < len(bases):
                 least = min(least, share(rule, sane))
                 yield sane
-            elif share(rule, sane) <= least:  # never cheaper by having every device compute more
+            elif share(rule, sane) <= least:  # never reduce communication by more replicated work
                 yield sane
 
 
 TRIED = 32
-"""Ways to give factors what they have in some tensor that are looked at for one op."""
+"""The maximal number of combinations tried for one op."""
 
 
 def _combined(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]) -> list[Choice]:
-    """Every factor as some tensor has it, or the major part of that, or whole: in all ways that fit together."""
+    """All compatible choices in which every factor is cut as in some tensor, or by the major part of that, or whole."""
     cuts: dict[int, list[Cut]] = {}
     for tensor in projected:
         for f, (axes, grain) in tensor.items():
@@ -121,7 +120,8 @@ def _agree(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Ax
 
 
 def _merge(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]) -> Choice:
-    """First come, first served; a longer list of the same factor may extend a shorter one."""
+    """One choice from all tensors: the first to use an axis keeps it; a longer list of one factor extends a shorter
+    one."""
     out: Choice = {}
     for tensor in projected:
         for f, cut in tensor.items():
@@ -142,7 +142,7 @@ def _merge(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Ax
 
 
 def _moved(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) -> list[Choice]:
-    """Choices in which the axes of a factor that must be whole go to a free factor instead."""
+    """Choices in which the axes of a factor that must be whole move to a free factor."""
     out: list[Choice] = []
     used = [a for cut in base.values() for a in cut.axes]
     for tensor in projected:
@@ -159,7 +159,7 @@ def _moved(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) -> 
 
 
 def _spread(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) -> Choice:
-    """The axes of all factors that must be whole, each on the first free factor that it divides."""
+    """The choice with the axes of all whole factors moved, each to the first free factor that it divides."""
     out = dict(base)
     for tensor in projected:
         for f, (axes, _) in tensor.items():
@@ -175,7 +175,7 @@ def _spread(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) ->
 
 
 def computable(op: Op, rule: Rule, choice: Choice) -> Choice:
-    """Only factors that may be cut, and within a dim none after one that is not fully sharded."""
+    """The choice reduced to factors that may be cut, and within a dim to none after one that is not fully sharded."""
     out: Choice = {}
     for f, (axes, grain) in choice.items():
         if not _may_cut(op, rule, f, axes, grain):
@@ -196,7 +196,7 @@ def computable(op: Op, rule: Rule, choice: Choice) -> Choice:
             for f in members:
                 axes = out.get(f, WHOLE).axes
                 joined = len(merge((*outer, *axes))) < len(outer) + len(axes)
-                # parts of one axis that join on a dim cut it at once: elsewhere than one by one, where there is padding
+                # parts of one axis, joined on a dim, cut it at once: with padding, elsewhere than one by one
                 if not full or (joined and not even(rule.sizes[f], axes)):
                     out.pop(f, None)
                 outer = out.get(f, WHOLE).axes
@@ -231,7 +231,7 @@ def layout_of(rule: Rule, dims: Sequence[tuple[int, ...]], choice: Choice, resul
 
 
 def share(rule: Rule, choice: Choice) -> float:
-    """The part of the op's work that a device does, padding included."""
+    """The share of the op's work that one device does, padding included."""
     part = 1.0
     for f in rule.work:
         if f in choice:
@@ -273,7 +273,7 @@ def _cost(
         if exchange.factor in choice:
             rest = {f: cut for f, cut in choice.items() if f != exchange.factor}
             members = size_of(choice[exchange.factor].axes)
-            if exchange.rotating:  # a hop for each other device, each behind the computing of a part
+            if exchange.rotating:  # one hop per other device, each overlapped with computing a part
                 sent = (members - 1) / members * exchange.bytes * share(rule, rest)
                 hidden = rule.flops * share(rule, choice) / FLOPS_PER_BYTE
                 total += (members - 1) * exchange.collectives * latency + max(0.0, sent - hidden)
@@ -290,7 +290,7 @@ def _cost(
 
 
 def regrained(shape: Sequence[int], want: Layout, made: Layout) -> Layout:
-    """A propagated layout, whose grains are free, with those of the layout that the value is made in."""
+    """A propagated layout, whose grains are free, with the grains of the layout in which the value is computed."""
     if not made.grains:
         return want
     fitting = [starts_with(a, b) or starts_with(b, a) for a, b in zip(want.dims, made.dims)]

@@ -1,7 +1,7 @@
-"""What one operation or collective costs on a named device: plain numbers in, seconds out.
+"""The cost model: seconds of one operation or collective on a device, from plain numbers.
 
-Everything that prices anything reads this: the planner, automatic bucketing, the search. A `Device` is data (read from
-a file by whoever may read files); nothing here looks at the machine it runs on.
+The planner, automatic bucketing and the search all price by it. A `Device` is plain data; this machine is never
+inspected.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from tpshard.parallelism.rules.entry import Work
 
 @dataclass(frozen=True)
 class Crowd:
-    """What one of so many processes at once on a host reaches, each computing, moving or sending the same.
+    """What each of several processes reaches when all run on one host: rates, overheads and communication.
 
-    They share cores, caches and memory, and above the number of cores they take turns: shares of an even part of the
-    host's rates, a multiple of what an operation costs besides its work, and what a process sends to the others.
+    They share cores, caches and memory, and take turns if there are more processes than cores. Rates are shares of an
+    even part of the host's; overheads are multiples.
     """
 
     compute: float = 1.0
     memory: float = 1.0
     growth: float | None = None
-    """Of `Cpu.growth`; None: as of the memory's bandwidth."""
+    """Share of `Cpu.growth`; None: the share of the memory bandwidth."""
     overhead: float = 1.0
     bandwidth: float = 0.0
     """Bytes/s that one process sends; 0: an even part of the host's."""
     latency_s: float = 0.0
-    """Of one hop; 0: `inside`'s, times the turns that processes take."""
+    """Seconds per hop; 0: `inside`'s, times the turns that processes take."""
     skew_s: float = 0.0
-    """Of a collective, however little it sends: until the system has given each member its turn."""
+    """Fixed seconds of a collective, until every member has had its turn."""
     spread: float = 0.0
-    """Of a collective, as a share of what was computed since the last: until the last of its members has come."""
+    """Delay of the last member of a collective, as a share of the compute time since the previous one."""
     slowdown: float | None = None
-    """Share of its computing rate that a process loses beside a collective; None: `inside`'s."""
+    """Share of its compute rate that a process loses during a collective; None: `inside`'s."""
 
 
 @dataclass(frozen=True)
@@ -49,26 +49,26 @@ class Efficiency:
     """Shares of a device's rates that operations reach."""
 
     matmul: float = 0.75
-    """Of the dense rate: large matrix products."""
+    """Share of the dense rate that large matrix products reach."""
     attention: float = 0.5
-    """Of the dense rate: fused attention, forward."""
+    """Share of the dense rate that fused attention reaches, forward."""
     attention_backward: float = 0.4
     streaming: float = 0.85
-    """Of the memory bandwidth: pointwise operations and reductions."""
+    """Share of the memory bandwidth that pointwise operations and reductions reach."""
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Times that do not depend on how much is computed."""
+    """Times that do not depend on the amount of computation."""
 
     op_s: float = 4e-6
-    """Least time of one operation run from a compiled graph."""
+    """Minimal seconds of one operation of a compiled graph."""
     eager_op_s: float = 8e-6
-    """Least time of one operation issued by the interpreter."""
+    """Minimal seconds of one operation issued by the interpreter."""
     issue_s: float = 2e-5
-    """Time that issuing a collective and waiting for it takes from the computing lane."""
+    """Seconds of the compute lane for issuing a collective and waiting for it."""
     step_s: float = 0.0
-    """What a training step costs besides its operations: data, metrics, the host's loop."""
+    """Seconds of a training step besides its operations: data, metrics, the host's loop."""
 
     def times(self, factor: float) -> Overhead:
         return Overhead(*(factor * seconds for seconds in astuple(self)))
@@ -76,40 +76,39 @@ class Overhead:
 
 @dataclass(frozen=True)
 class Cpu:
-    """What only a CPU has: processes that share its cores, and costs that a GPU hides behind its kernels."""
+    """Constants that only a CPU has: processes share its cores, and overheads are not hidden behind kernels."""
 
     cores: int = 0
-    """Of the host, shared by its processes; the device's rates are the whole host's."""
+    """Cores of the host, shared by its processes; the device's rates are the whole host's."""
     packing: float = 1.0
     """Share of the memory bandwidth at which a matrix product reads its operands and writes its result."""
     exponential: float = 0.0
-    """What an element's exponential costs (of `exp`, `silu`, ...), in bytes of pointwise operations."""
+    """Cost of an element's exponential (of `exp`, `silu`, ...), in bytes of pointwise operations."""
     softmax: float = 0.0
-    """What the softmax of a score costs, in dims of a head: attention's FLOPs count 1 + softmax / head_dim times."""
+    """Cost of a score's softmax, in dims of a head: attention's FLOPs count 1 + softmax / head_dim times."""
     view_s: float = 0.0
-    """Time the interpreter takes for an operation that moves nothing: a view."""
+    """Seconds of the interpreter for an operation that moves nothing, such as a view."""
     growth: float = 0.0
-    """Bytes/s at which the memory that a program takes and gives back is made ready; 0: at no cost."""
+    """Bytes/s at which the system provides the memory that a program allocates and frees; 0: at no cost."""
     skew_s: float = 0.0
-    """What a collective waits, however little it sends, until each member has its turn; of a process that has been
-    given its share, from `crowds`."""
+    """Fixed seconds of a collective, until every member has had its turn; set from `crowds` for a process's share."""
     spread: float = 0.0
-    """What ranks drift apart while they compute, and a collective waits for, as a share of what was computed since the
-    last; of a process that has been given its share, from `crowds`."""
+    """Delay of the last member of a collective, as a share of the compute time since the previous one; set from
+    `crowds` for a process's share."""
     crowds: Mapping[int, Crowd] = field(default_factory=dict)
-    """By number of processes on a host; between two of them the smaller one's is taken."""
+    """By number of processes on a host; between two entries the smaller one counts."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator (or one CPU process) and the host and network it sits in. Rates in FLOP/s, sizes in bytes."""
+    """One accelerator (or one CPU process) with its host and network. Rates in FLOP/s, sizes in bytes."""
 
     name: str
     kind: Literal["gpu", "cpu"]
     backend: Literal["nccl", "gloo"]
     memory_bytes: int
     context_bytes: int
-    """Taken before the first tensor: driver context, communication library, compiled kernels."""
+    """Bytes taken before the first tensor: driver context, communication library, compiled kernels."""
     memory_bandwidth: float
     rates: Mapping[str, float]
     """Dense FLOP/s by dtype name (`bf16`, `fp16`, `fp32`, `fp8`)."""
@@ -119,12 +118,12 @@ class Device:
     efficiency: Efficiency = Efficiency()
     overhead: Overhead = Overhead()
     reserved: float = 1.05
-    """Bytes the allocator reserves for each byte allocated at the peak."""
+    """Bytes the allocator reserves per byte allocated at the peak."""
     cpu: Cpu = Cpu()
     levels: tuple[Level, ...] = ()
     """Of the network, from the nearest; empty where `inside` and `across` are all of it."""
     fitted: Mapping[str, str] = field(default_factory=dict)
-    """Constant -> how it was fitted. A figure that rests on one of them is `calibrated`, else `roofline`."""
+    """How each fitted constant was fitted. Figures that depend on one are `calibrated`, others `roofline`."""
 
     @cached_property
     def network(self) -> tuple[Level, ...]:
@@ -142,10 +141,10 @@ class Device:
         return self.memory_bandwidth * self.efficiency.streaming
 
     def shared_by(self, processes: int) -> Device:
-        """The device that one of `processes` on a host has. Only a CPU's cores and memory are shared.
+        """The share of the device that one of `processes` on a host has. Only a CPU's cores and memory are shared.
 
-        What they lose to each other besides is in `cpu.crowds`; where that says nothing, overheads grow with the turns
-        that more processes than cores take.
+        `cpu.crowds` describes their further contention; without it, overheads grow with the turns that more processes
+        than cores take.
         """
         own = self.cpu
         if self.kind != "cpu" or (processes <= 1 and 1 not in own.crowds):
@@ -153,7 +152,7 @@ class Device:
         turns = max(1.0, processes / max(1, own.cores))
         measured = max((n for n in own.crowds if n <= processes), default=0)
         crowd = own.crowds.get(measured, Crowd())
-        # beyond the largest crowd that was measured, and without any, overheads grow as the turns do
+        # beyond the largest measured crowd, and without any, overheads grow like the turns
         more = turns / max(1.0, measured / max(1, own.cores))
         inside = replace(
             self.inside,
@@ -181,7 +180,7 @@ class Device:
         )
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s of a matrix product in `dtype`; the next wider dtype's where the device has none of its own."""
+        """FLOP/s of a matrix product in `dtype`; if the device has no rate for it, the next wider dtype's."""
         for known in (_SHORT.get(dtype, dtype), "bf16" if dtype in _HALF else "fp32", "fp32"):
             if known in self.rates:
                 return self.rates[known]
@@ -208,15 +207,15 @@ class CommCost:
 
 
 def wire_bytes(kind: str, buffer: int, members: int, backend: str = "nccl") -> int:
-    """Bytes one device sends for a collective whose buffer (see `program.Collective.bytes`) has `buffer` bytes.
+    """Bytes one device sends for a collective with a buffer (see `program.Collective.bytes`) of `buffer` bytes.
 
-    gloo's own reduce-scatter is an all-reduce of which each rank keeps its part, hence twice the ring's bytes.
+    gloo's reduce-scatter is an all-reduce of which each rank keeps its part, so it sends twice a ring's bytes.
     """
     if members <= 1:
         return 0
     if kind in ("permute", "send"):
         return buffer
-    if kind == "recv":  # counted where it is sent
+    if kind == "recv":  # counted at the sender
         return 0
     rounds = 2 if kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo") else 1
     return rounds * buffer * (members - 1) // members
@@ -265,10 +264,10 @@ def operation(
     device: Device, work: Work, flops: int, moved: int, dtype: str, *, eager: bool, head_dim: int = 0,
     exponentials: int = 0,
 ) -> float:  # fmt: skip
-    """Seconds of one kernel: the larger of computing and moving bytes (the roofline), at the device's efficiencies.
+    """Seconds of one kernel by the roofline: the larger of computing and moving bytes, at the device's efficiencies.
 
-    `moved` counts bytes read and written in the device's memory; `head_dim` is attention's; `exponentials` counts the
-    elements of a stream that take one. A CPU computes and moves in turn: there the two add up.
+    moved: bytes read and written in the device's memory. head_dim: attention's. exponentials: elements of a stream that
+    need one. A CPU computes and moves in turn, so that the two add up.
     """
     if work == "free":
         return 0.0

@@ -1,16 +1,16 @@
-"""Random numbers that are the same on every mesh: an element's number depends on the seed, on which draw of the
-function it belongs to, and on its global position, not on the device that makes it.
+"""Random numbers that are the same on every mesh: an element's number depends only on the seed, the draw within the
+function, and the element's global position.
 
     tpshard::random(seed [] int64, number, size, begins, strides, dtype, row) -> [size]
 
 Draw `number` is the stream of SplitMix64 (Steele, Lea and Flood, 2014) whose state is a hash of the seed and the
-number; the element at global position p is the stream's p-th number. `begins` is where the part begins in each dim of
-the whole, `strides` how far apart neighbours of a dim lie in the row-major order of the whole. Floating types give
-numbers in [0, 1) with all the bits of their mantissa, int64 gives 63 bits.
+number; the element at global position p gets the stream's p-th number. `begins` is where the part begins in each dim of
+the whole; `strides` are the row-major strides of the whole. Floating dtypes give numbers in [0, 1) with all bits of
+their mantissa, int64 gives 63 bits.
 
-A step of training runs in micro-batches, and another mesh deals its rows to other ones. What is drawn for the rows of a
-batch therefore goes by the row's place in the step: `row` is how many positions of dim 0 belong to one row (0: dim 0 is
-not of rows), and the seed has five numbers, see `step_seed`.
+A training step runs in micro-batches, and other meshes divide its rows differently. A draw for the rows of a batch
+therefore depends on the row's place in the step: `row` is the number of positions of dim 0 per row (0: dim 0 is not
+made of rows), and the seed has five numbers, see `step_seed`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _library.define(
     "random(Tensor seed, int number, int[] size, int[] begins, int[] strides, ScalarType dtype, int row=0) -> Tensor"
 )
 DRAW = torch.ops.tpshard.draw.default
-"""What decompositions call; while a function is captured, the next draw from its seed."""
+"""The op that decompositions call; during capture it becomes the next draw from the seed."""
 RANDOM = torch.ops.tpshard.random.default
 SEED = "seed"
-"""Name of the input of a program that draws."""
+"""The name of the seed input of a program that draws."""
 
 _CHUNK = 1 << 16
-"""Elements whose steps stay in a core's cache."""
+"""Elements computed at a time, so that intermediates stay in a core's cache."""
 _MASK = (1 << 64) - 1
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.int64: 63}
 
 
 def mixed(*numbers: int) -> int:
-    """One int64 for several, each of which changes all of its bits: the seed of a step's micro-batch."""
+    """One int64 from several, each of which changes all its bits: the seed of a step's micro-batch."""
     state = 0
     for number in numbers:
         state = (state + number + _GAMMA) & _MASK
@@ -52,8 +52,8 @@ def mixed(*numbers: int) -> int:
 
 
 def step_seed(seed: int, micro: int, rows: int, apart: int) -> Tensor:
-    """Of a step's micro-batch: keys of the step and of the micro-batch; how many rows of it a data rank has; how
-    far apart the rows of two data ranks lie in the step; which of a data rank's is its first here."""
+    """The seed of a step's micro-batch, five int64: keys of the step and of the micro-batch, rows of a data rank in it,
+    the distance between two data ranks' rows in the step, and the first row of the data rank."""
     return torch.tensor([mixed(seed), mixed(seed, micro), rows, apart, micro * rows])
 
 
@@ -62,7 +62,7 @@ def _signed(number: int) -> int:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """x >> bits of 64 bits without a sign."""
+    """x >> bits as for unsigned 64-bit words."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -76,7 +76,7 @@ def random(
     seed: Tensor, number: int, size: Sequence[int], begins: Sequence[int], strides: Sequence[int], dtype: torch.dtype,
     row: int = 0,
 ) -> Tensor:  # fmt: skip
-    """`tpshard::random` in torch's own operations, which a compiler fuses."""
+    """`tpshard::random` in torch's own operations, which a compiler can fuse."""
     state = seed if not seed.dim() else seed[0 if row else 1]
     key = _mix(_mix(state + _signed(_GAMMA)) + _signed(number * _GAMMA & _MASK))
     place = torch.ones((), dtype=torch.int64, device=seed.device)
@@ -86,7 +86,7 @@ def random(
             rows, apart, first = (seed[i] * row for i in (2, 3, 4))
             along = along // rows * apart + first + along % rows
         place = place.unsqueeze(-1) + along * stride
-    # the key first: inductor takes products of positions for addresses, and its kernels fail where they overflow
+    # the key first: inductor treats products of positions as addresses, and its kernels fail where they overflow
     bits = _shifted(_mix((place + key) * _signed(_GAMMA)), 64 - _BITS[dtype])
     if dtype is torch.int64:
         return bits
@@ -98,7 +98,7 @@ def _in_pieces(
     seed: Tensor, number: int, size: Sequence[int], begins: Sequence[int], strides: Sequence[int], dtype: torch.dtype,
     row: int = 0,
 ) -> Tensor:  # fmt: skip
-    """`random`, in pieces that stay in the cache."""
+    """`random` computed in pieces that stay in the cache."""
     d = next((d for d, n in enumerate(size) if n > 1), None)
     if seed.device.type != "cpu" or d is None or math.prod(size) <= _CHUNK:
         return random(seed, number, size, begins, strides, dtype, row)
@@ -125,5 +125,5 @@ def _(seed: Tensor, number: int, size: Any, begins: Any, strides: Any, dtype: to
 
 
 def strides_of(shape: Sequence[int]) -> list[int]:
-    """How far apart neighbours of each dim lie in row-major order."""
+    """The row-major strides of a shape."""
     return [math.prod(shape[d + 1 :]) for d in range(len(shape))]

@@ -1,24 +1,24 @@
-"""Collectives that ranks of a CPU carry out as one exchange: each sends to every other at once, and adds up what comes.
+"""Collectives that CPU ranks run as one all-to-all with a local sum (a one-shot all-reduce or reduce-scatter).
+
 
 gloo's reduce-scatter is an all-reduce of which each rank keeps its part: an exchange sends half as much. Its all-reduce
-is a ring of 2 (n - 1) messages that wait for each other; for the few KiB of a decoded token these waits are all that it
-takes, and an exchange has one. (What others call a one-shot all-reduce.) Both then sum in rank order, the same bits on
-every rank.
+is a ring of 2 (n - 1) dependent messages; for the few KiB of a decoded token this latency dominates, and an exchange
+has one round. Both sum in rank order, so that every rank gets the same bits.
 """
 
 from __future__ import annotations
 
 LEAST_BYTES = 32
-"""A scalar goes round gloo's ring in one piece, which is as fast."""
+"""Bytes up to which gloo sends a scalar in one piece, which is as fast."""
 MOST_BYTES = 128 << 10
-"""Of more than two ranks: of more, the fewer bytes of a ring outweigh its waits, on slow links sooner."""
+"""With more than two ranks: above this many bytes the ring's fewer bytes outweigh its latency."""
 MOST_SENT = 1 << 20
-"""By one rank, to all others together. Two ranks send no more than in a ring, but hold what is sent twice."""
+"""Bytes that one rank sends to all others together. Two ranks send no more than a ring, but hold the data twice."""
 
 
 def exchanged(kind: str, buffer: int, members: int) -> bool:
-    """Whether a collective whose buffer (see `program.Collective.bytes`) has `buffer` bytes is sent as an all-to-all on
-    a CPU."""
+    """Whether a collective with a buffer (see `program.Collective.bytes`) of `buffer` bytes runs as an all-to-all on a
+    CPU."""
     if kind == "reduce_scatter":
         return True
     small = buffer >= LEAST_BYTES and (members - 1) * buffer <= MOST_SENT
@@ -26,7 +26,7 @@ def exchanged(kind: str, buffer: int, members: int) -> bool:
 
 
 def carried(kind: str, buffer: int, members: int) -> tuple[str, int]:
-    """The kind that a collective is on a CPU's wires, and the bytes that a rank hands over for it."""
+    """The kind of collective that a CPU sends, and the bytes of a rank's input to it."""
     if not exchanged(kind, buffer, members):
         return kind, buffer
     return "all_to_all", buffer * (members if kind == "all_reduce" else 1)

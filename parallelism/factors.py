@@ -1,4 +1,4 @@
-"""Between the dims of a tensor and the factors of a rule: which axes lie on which, and what fits."""
+"""Conversion between the shardings of a tensor's dims and those of a rule's factors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tpshard.parallelism.sharding import Layout, even_grains
 
 
 class Cut(NamedTuple):
-    """How a factor is spread: its axes, outer to inner, and the number of neighbours that no cut separates."""
+    """The sharding of a factor: its axes, outer to inner, and its grain, the number of elements never separated."""
 
     axes: Axes = ()
     grain: int = 1
@@ -27,20 +27,20 @@ def divisor(axis: Axis, room: int) -> Axis | None:
 
 
 class FactorAxes(NamedTuple):
-    """What a tensor's sharding says of one factor."""
+    """A tensor's sharding of one factor."""
 
     axes: Axes
     open: bool
     overflow: Axes
-    """Axes of its dim that neither it nor a later factor can take: they do not divide it."""
+    """Axes of its dim that neither it nor a later factor can have, because they do not divide it."""
     last: bool
-    """The dim's minor-most factor: the only one that axes need not divide."""
+    """Whether it is the dim's minor-most factor, the only one that axes need not divide."""
 
 
 def parts(
     dims: Sequence[Axes], opens: Sequence[bool], rule_dims: Sequence[tuple[int, ...]], sizes: Sequence[int]
 ) -> dict[int, FactorAxes]:
-    """A tensor's sharding per factor: each dim's axes fill its factors, major to minor."""
+    """A tensor's sharding per factor: each dim's axes fill its factors from major to minor."""
     out: dict[int, FactorAxes] = {}
     for axes, is_open, members in zip(dims, opens, rule_dims):
         if len(members) == 1:
@@ -68,13 +68,16 @@ def parts(
 
 
 def project(dims: Sequence[Axes], rule_dims: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> dict[int, Axes]:
-    """The axes per factor of a tensor's dims."""
+    """The axes of each factor of a tensor's dims."""
     return {f: part.axes for f, part in parts(dims, (True,) * len(dims), rule_dims, sizes).items()}
 
 
 def extension(part: FactorAxes, axes: Axes, size: int, barred: Iterable[Axis]) -> Axes:
-    """`axes` as far as a factor of `size` can take them beyond what it has: it must be open and not overflow, and all
-    but the last factor of a dim are divided evenly (by a sub-axis where the whole axis does not)."""
+    """The part of `axes` that a factor of `size` can have in addition to its own.
+
+    It must be open and not overflow. All factors of a dim except the last must be divided evenly, by a sub-axis if the
+    whole axis does not divide them.
+    """
     mine = part.axes
     if not starts_with(axes, mine):
         return axes
@@ -97,7 +100,8 @@ def extension(part: FactorAxes, axes: Axes, size: int, barred: Iterable[Axis]) -
 
 
 def unproject(members: Sequence[int], factors: Mapping[int, Axes], sizes: Sequence[int]) -> Axes:
-    """Factor axes concatenated, up to the first factor that is not fully sharded: no strided layouts."""
+    """The factors' axes concatenated, up to the first factor that is not fully sharded, so that no layout is
+    strided."""
     out: list[Axis] = []
     for f in members:
         out.extend(factors.get(f, ()))
@@ -107,11 +111,11 @@ def unproject(members: Sequence[int], factors: Mapping[int, Axes], sizes: Sequen
 
 
 def cuts(layout: Layout, rule_dims: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> dict[int, Cut]:
-    """A layout as a cut per factor: `project`, for dims that may be cut unevenly."""
+    """A layout as a cut per factor; like `project`, for dims that may be cut unevenly."""
     out: dict[int, Cut] = {}
     for dim, (axes, members) in enumerate(zip(layout.dims, rule_dims)):
         grain, last = layout.grain(dim), len(members) - 1
-        if grain > 1:  # the major-most factor whose elements the grains are multiples of takes what is uneven
+        if grain > 1:  # the uneven part belongs to the major-most factor whose elements the grains are multiples of
             minor = [math.prod(sizes[f] for f in members[i + 1 :]) for i in range(len(members))]
             fitting = [
                 i for i, f in enumerate(members) if grain % minor[i] == 0 and sizes[f] % (grain // minor[i]) == 0
@@ -126,7 +130,7 @@ def cuts(layout: Layout, rule_dims: Sequence[tuple[int, ...]], sizes: Sequence[i
 
 
 def layout_of(dims: Sequence[tuple[int, ...]], cut: Mapping[int, Cut], sizes: Sequence[int]) -> Layout:
-    """Inverse of `cuts`: the layout of a tensor whose factors are cut so; axes that no layout can hold are left out."""
+    """The layout of a tensor with these cuts, the inverse of `cuts`; axes that no layout can represent are left out."""
     out: list[Axes] = []
     grains: list[int] = []
     for members in dims:

@@ -1,4 +1,4 @@
-"""Runs what is written for float32 in float64: a test can ask for 1e-10, far above rounding and far below a fault."""
+"""Running float32 programs in float64, so that tests can require 1e-10: far above rounding, far below an error."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BOUND = 1e-10
-"""Relative distance between two ways to compute the same in float64: orders of sums differ by some 1e-15."""
+"""Relative distance of two equal computations in float64: orders of sums differ by about 1e-15."""
 
 
 class _Wide(TorchDispatchMode):
-    """Every operation that asks for float32 gets float64."""
+    """A dispatch mode that gives float64 to every operation that asks for float32."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map(_wide_dtype, (args, kwargs or {}))
@@ -29,7 +29,7 @@ def _wide_dtype(argument: Any) -> Any:
 
 @contextmanager
 def float64() -> Iterator[None]:
-    """Within it models and programs of float32 compute in float64; tensors that come in must be float64 themselves."""
+    """A context in which float32 models and programs compute in float64; their inputs must be float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

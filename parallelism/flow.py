@@ -1,4 +1,4 @@
-"""Where the values of a program lie: operands of every node, which results are views, whose storage they share."""
+"""The data flow of a program's values: operands of every node, and views with the storage they share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EMPTY = Info(())
 
 
 def op_name(node: fx.Node) -> str:
-    """`mm`, `view`, `all_gather_into_tensor`, ...: the operation without namespace and overload."""
+    """The operation's name without namespace and overload: `mm`, `view`, `all_gather_into_tensor`, ..."""
     return _target_name(node.target)
 
 
@@ -29,26 +29,26 @@ def _target_name(target: Any) -> str:
 
 
 def known(node: fx.Node) -> Info:
-    """A node's `Info`, or an empty one."""
+    """The `Info` of a node, or an empty one."""
     found = node.meta.get(INFO)
     return found if isinstance(found, Info) else _EMPTY
 
 
 @dataclass(frozen=True)
 class Flow:
-    """What is asked of every node again and again, found once for a program."""
+    """Facts about all nodes of a program, computed once."""
 
     nodes: list[fx.Node]
     sources: dict[fx.Node, list[fx.Node]]
-    """Operands, each once."""
+    """Operands of each node, each once."""
     info: dict[fx.Node, Info]
     name: dict[fx.Node, str]
     bytes: dict[fx.Node, int]
-    """Of a node's results, on one device."""
+    """Bytes of each node's results on one device."""
     views: set[fx.Node]
-    """Nodes whose result lies in their first operand's storage."""
+    """Nodes whose result shares their first operand's storage."""
     root: dict[fx.Node, fx.Node]
-    """The node whose storage a node's result lies in: itself, or the source of a chain of views and waits."""
+    """The node that owns the storage of each node's result: itself, or the source of a chain of views and waits."""
 
     @staticmethod
     def of(program: Program) -> Flow:
@@ -68,9 +68,9 @@ def _flow(nodes: list[fx.Node]) -> Flow:
 
 
 def _views(nodes: Sequence[fx.Node], sources: dict[fx.Node, list[fx.Node]], infos: dict[fx.Node, Info]) -> set[fx.Node]:
-    """A reshape that cannot be a view copies, as in torch."""
+    """The nodes that are views. A reshape that cannot be a view copies, as in torch."""
     found: set[fx.Node] = set()
-    strides: dict[fx.Node, tuple[int, ...]] = {}  # of what is not contiguous
+    strides: dict[fx.Node, tuple[int, ...]] = {}  # of non-contiguous values
     for node in nodes:
         view = entry_of(node.target).view
         if view is None or node.op != "call_function" or not sources[node]:

@@ -1,7 +1,7 @@
-"""functionalize: a recorded graph in which ops write into tensors -> one in which every op makes new ones.
+"""Functionalization: turns a recorded graph with in-place writes into one in which every op makes new tensors.
 
-A write may be seen through any view of what is written, of a tensor whose views it goes through, or through several
-names of one tensor. torch's own functionalization knows; it is run on the recorded ops, below autograd.
+A write may be visible through any view of the tensor, or through other names of it. torch's own functionalization
+handles these; it runs on the recorded ops, below autograd.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ aten = torch.ops.aten
 
 
 def writes(op: Op) -> bool:
-    """Whether an op changes one of its operands."""
+    """Whether an op modifies one of its operands."""
     schema = getattr(op.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
 
 
 def writes_own_inputs(op: Op) -> bool:
-    """Whether an op changes nothing but inputs of the graph that no other op reads, as a cache is, and gives back
-    something else: that may stay."""
+    """Whether an op modifies only graph inputs that no other op reads, such as a cache, and returns something else.
+
+    Such an op may stay.
+    """
     schema = op.target._schema
     if any(result.alias_info is not None for result in schema.returns):
         return False
@@ -39,9 +41,9 @@ def writes_own_inputs(op: Op) -> bool:
 
 
 def functionalize(graph: Graph) -> Graph:
-    """The same function without writes; the graph itself where there are none.
+    """The same function without writes; the graph itself if it has none.
 
-    Raises ValueError where an argument or a constant of the function is changed, whose change would be lost.
+    Raises ValueError where an argument or a constant of the function is modified, since that change would be lost.
     """
     if not any((writes(op) and not writes_own_inputs(op)) or op.target is aten.as_strided.default for op in graph.ops):
         return graph
@@ -49,7 +51,7 @@ def functionalize(graph: Graph) -> Graph:
 
 
 class _Functional(Recorder):
-    """Records views by strides as look-ups: after functionalization nothing is written through them."""
+    """Records views by strides as lookups: after functionalization nothing is written through them."""
 
     def __init__(self, place: Callable[[], Place]):
         super().__init__(place)
@@ -59,7 +61,7 @@ class _Functional(Recorder):
 
 
 class _Replay:
-    """Runs a graph's ops again, on fake tensors wrapped for functionalization, under a new recorder."""
+    """Replays a graph's ops on fake tensors wrapped for functionalization, under a new recorder."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -68,7 +70,7 @@ class _Replay:
         self.recorder = _Functional(lambda: self.place)
         self.env: dict[Value, Any] = {}
         self.reshaping = any(torch.Tag.inplace_view in getattr(op.target, "tags", ()) for op in graph.ops)
-        """Whether an op changes a tensor's shape in place: then another name of it is another tensor."""
+        """Whether an op changes a tensor's shape in place: other names of the tensor are then different tensors."""
 
     def run(self) -> Graph:
         held: list[tuple[Value, Tensor]] = []
@@ -87,13 +89,13 @@ class _Replay:
             changed = [value.name for value, plain in held if self._plain(value) is not plain]
         if changed:
             raise ValueError(
-                f"the function changes `{changed[0]}`, which it is given, in place: that change would be lost. Work on "
+                f"the function modifies its argument `{changed[0]}` in place, and that change would be lost. Work on "
                 f"a copy (`{changed[0]}.clone()`) and return it"
             )
         made = self.recorder.graph(outputs)
         left = next((op for op in made.ops if writes(op) and not writes_own_inputs(op)), None)
         if left is not None:
-            raise ValueError(f"`{left.target}` writes into a tensor in a way that is not known")
+            raise ValueError(f"`{left.target}` writes into a tensor in an unsupported way")
         made.in_tree, made.out_tree = self.graph.in_tree, self.graph.out_tree
         made.seed = None if self.graph.seed is None else made.inputs[-1]
         return made
@@ -103,7 +105,7 @@ class _Replay:
         return fake(self.mode, like)
 
     def _plain(self, value: Value) -> Tensor:
-        """The tensor that a wrapped one stands for now, with all writes done."""
+        """The current tensor behind a wrapped one, with all writes done."""
         wrapped = self.env[value]
         torch._sync(wrapped)
         return torch._from_functional_tensor(wrapped)
@@ -113,7 +115,7 @@ class _Replay:
         if op.target in (aten.alias.default, aten.detach.default) and not self.reshaping:
             self.env[op.results[0]] = self.env[op.operands[0]]
             return
-        if op.target is aten.lift_fresh_copy.default:  # of a constant: written to, it is another tensor
+        if op.target is aten.lift_fresh_copy.default:  # a constant: once written to, it is another tensor
             self.env[op.results[0]] = torch._to_functional_tensor(self._plain(op.operands[0]))
             return
         if op.target.namespace == "aten" or op.target.namespace == "prims":
@@ -122,11 +124,11 @@ class _Replay:
                 made = op.target(*args, **kwargs)
             except RuntimeError as error:
                 reason = str(error).strip().splitlines()[0]
-                raise ValueError(f"`{op.target}` writes into a tensor in a way that is not known: {reason}") from error
+                raise ValueError(f"`{op.target}` writes into a tensor in an unsupported way: {reason}") from error
             results = list(made) if isinstance(made, (list, tuple)) else [made]
-        else:  # torch cannot functionalize custom ops: they see plain tensors
+        else:  # torch cannot functionalize custom ops, so they get plain tensors
             if writes(op) and not writes_own_inputs(op):
-                raise ValueError(f"`{op.target}` changes a tensor in place that other operations read")
+                raise ValueError(f"`{op.target}` modifies a tensor in place that other operations read")
             args, kwargs = self._arguments(op, self._plain)
             with _wrapping(False):
                 made = op.target(*args, **kwargs)
@@ -157,12 +159,12 @@ def _strided_scatter(
 
 
 def _flat(x: Tensor) -> tuple[Tensor, list[int]]:
-    """The elements of a tensor as they lie in memory, and its dims in that order."""
+    """The elements of a tensor in memory order, and its dims in that order."""
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda d: (-strides[d], -x.shape[d]))
     stored = x.permute(order)
     if not stored.is_contiguous() or x.untyped_storage().nbytes() != x.numel() * x.itemsize:
-        raise ValueError("`aten.as_strided.default` of a tensor that is itself a part of another")
+        raise ValueError("`aten.as_strided.default` of a tensor that is a part of another one is not supported")
     return stored.reshape(-1), order
 
 
@@ -175,7 +177,7 @@ def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int |
 
 @contextmanager
 def _wrapping(on: bool = True) -> Iterator[None]:
-    """Turns functionalization on (or off, inside of it) for what runs in the context."""
+    """A context with functionalization switched on, or off inside of it."""
     enable, disable = (lambda: torch._enable_functionalization(reapply_views=True)), torch._disable_functionalization
     first, last = (enable, disable) if on else (disable, enable)
     first()

@@ -1,7 +1,7 @@
-"""What the nodes of a program cost as kernels: which values reach memory, how many bytes each node moves.
+"""The kernels of a program: which values are written to memory, and how many bytes each node moves.
 
-Run by the interpreter every node is a kernel and every result is written. Compiled, pointwise operations and
-reductions between two matrix products (or collectives) become one kernel, and only what others read is written.
+Run by the interpreter, every node is a kernel and every result is written. Compiled, pointwise operations and
+reductions between two matrix products (or collectives) form one kernel, and only values with other readers are written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tpshard.parallelism.rules.entry import Work
 from tpshard.parallelism.rules.table import entry_of
 
 _MOST_READS = 2
-"""Operands of its size from which on a value with several readers is written rather than computed again."""
+"""A value with several readers and at least this many operands of its size is written rather than recomputed."""
 
 
 @dataclass
@@ -32,28 +32,28 @@ class Kernel:
     moved: int
     """Bytes read and written in the device's memory."""
     written: int
-    """Bytes of new storage: 0 for views and for values that stay inside a fused kernel."""
+    """Bytes of new storage: 0 for views, and for values inside a fused kernel."""
     dtype: str
     counts: bool
-    """Whether it has a kernel launch of its own (the first of a fused group has)."""
+    """Whether it has its own kernel launch (the first node of a fused group has)."""
     compiled: bool = False
     exponentials: int = 0
-    """Elements that take one."""
+    """Elements that need an exponential."""
 
 
 def classify(node: fx.Node, is_view: bool) -> Work:
-    """What bounds a node's kernel; the integers that the executor evaluates from the rank have none."""
+    """What bounds a node's kernel; integers that the executor computes from the rank have no kernel."""
     if node.op != "call_function" or is_view or known(node).comm is not None or not known(node).specs:
         return "free"
     return entry_of(node.target).work
 
 
 Compiled = Literal["all", "layers", "rest", "none"]
-"""What a compiler sees: the whole program, the layers (`layers.3...`), all but them, or nothing."""
+"""The part of a program that is compiled: all of it, the layers (`layers.3...`), all but the layers, or none."""
 
 
 def sees(compiled: Compiled, here: Info) -> bool:
-    """Whether the compiler sees a node."""
+    """Whether a node is compiled."""
     if compiled in ("all", "none"):
         return compiled == "all"
     return (compiled == "layers") == (here.place.layer is not None)
@@ -61,8 +61,7 @@ def sees(compiled: Compiled, here: Info) -> bool:
 
 @dataclass(frozen=True)
 class Cached:
-    """What a step finds in a server's cache: the blocks of each layer that it reads, and how many of them a row attends
-    to, in the mean."""
+    """What a step reads of a server's cache: blocks per layer, and the mean number of blocks that a row attends to."""
 
     blocks: float = 1.0
     by_row: float = 1.0
@@ -72,7 +71,7 @@ NONE = Cached()
 
 
 def kernels(program: Program, *, compiled: Compiled, cached: Cached = NONE) -> list[Kernel]:
-    """A `Kernel` for every node of the program, in issue order."""
+    """The kernel of every node of the program, in issue order."""
     return program.derived(("kernels", compiled, cached), lambda: _kernels(Flow.of(program), compiled, cached))
 
 
@@ -98,7 +97,7 @@ def _kernels(flow: Flow, compiled: Compiled, cached: Cached) -> list[Kernel]:
         read = 0
         if not inside:
             for source, shown in _sources(flow, node, fused):
-                # within one fused kernel a value is read once; a view reads no more than it shows
+                # a fused kernel reads a value once; a view reads no more than its own elements
                 if (mine, source) not in seen:
                     seen.add((mine, source))
                     read += shown
@@ -125,7 +124,7 @@ def _elements(here: Info) -> int:
 
 
 class _Unfused:
-    """What the interpreter makes of a program: every node is a kernel of its own."""
+    """The interpreter's kernels: every node is one."""
 
     def __init__(self) -> None:
         self.group: dict[fx.Node, fx.Node] = {}
@@ -133,7 +132,7 @@ class _Unfused:
 
 
 def _sources(flow: Flow, node: fx.Node, fused: _Unfused) -> list[tuple[fx.Node, int]]:
-    """(storage, bytes read of it) behind a node's operands, through what is inlined into it."""
+    """(storage, bytes read of it) behind a node's operands, through values inlined into it."""
     root, size, inlined, group = flow.root, flow.bytes, fused.inlined, fused.group
     found: dict[fx.Node, int] = {}
     queue = [(source, root[source]) for source in flow.sources[node]]
@@ -147,19 +146,18 @@ def _sources(flow: Flow, node: fx.Node, fused: _Unfused) -> list[tuple[fx.Node, 
                 queue.extend([(s, root[s]) for s in flow.sources[base]])
             continue
         if mine is not None and base is not node and group.get(base) is mine:
-            continue  # stays in registers, though it may be written too
+            continue  # stays in registers, though it may also be written
         shown = min(size[source], max(size[base], 1))
         found[base] = max(found.get(base, 0), shown)
     return list(found.items())
 
 
 class _Fused(_Unfused):
-    """What a compiler does to pointwise operations and reductions.
+    """A compiler's kernels of pointwise operations and reductions.
 
-    A pointwise value is computed again in each kernel that reads it (`inlined`) unless something else than such a
-    kernel reads it, or it has several readers and takes several operands (one, where the backward pass reads it: one
-    value is kept then, not two). What is left forms kernels (`group`): connected, with as many matrix products or
-    collectives behind them.
+    A pointwise value is recomputed in each kernel that reads it (`inlined`), unless a non-fused kernel reads it, or it
+    has several readers and several operands (one, if the backward pass reads it: then one value is saved, not two). The
+    others form kernels (`group`): connected nodes with equally many matrix products or collectives before them.
     """
 
     def __init__(self, flow: Flow, works: dict[fx.Node, Work], seen_by: dict[fx.Node, bool]):
@@ -191,7 +189,7 @@ class _Fused(_Unfused):
 
 
 def _readers(flow: Flow) -> dict[fx.Node, list[fx.Node]]:
-    """Per storage the nodes that read it, through views."""
+    """For each storage, the nodes that read it, also through views."""
     readers: dict[fx.Node, list[fx.Node]] = {}
     for node in flow.nodes:
         if node not in flow.views:
@@ -201,7 +199,7 @@ def _readers(flow: Flow) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _groups(flow: Flow, works: dict[fx.Node, Work], seen_by: dict[fx.Node, bool]) -> dict[fx.Node, fx.Node]:
-    """Fused kernel of each stream node: connected ones of one phase with as many barriers behind them."""
+    """The fused kernel of each pointwise node: connected ones of one phase with equally many barriers before them."""
     depth: dict[fx.Node, int] = {}
     parent: dict[fx.Node, fx.Node] = {}
 
@@ -213,7 +211,7 @@ def _groups(flow: Flow, works: dict[fx.Node, Work], seen_by: dict[fx.Node, bool]
 
     infos = flow.info
     barriers = ("matmul", "attention", "attention_backward")
-    beyond: dict[fx.Node, int] = {}  # depth of what reads a node
+    beyond: dict[fx.Node, int] = {}  # depth of a node's readers
     for node in flow.nodes:
         sources = flow.sources[node]
         level = max([beyond[source] for source in sources], default=0)
@@ -231,7 +229,7 @@ def _groups(flow: Flow, works: dict[fx.Node, Work], seen_by: dict[fx.Node, bool]
 
 
 def _dtype(flow: Flow, node: fx.Node) -> str:
-    """Dtype that the operation computes in: that of its first tensor operand."""
+    """The compute dtype of a node: that of its first tensor operand."""
     for source in flow.sources[node]:
         for spec in flow.info[source].specs:
             return _dtype_name(spec.dtype)
@@ -246,10 +244,10 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def seconds(kernel: Kernel, device: Device) -> float:
-    """Time of one kernel on `device`."""
+    """Seconds of one kernel on `device`."""
     node, here = kernel.node, known(kernel.node)
     if kernel.work == "free":
-        # what the interpreter dispatches though it moves nothing; a compiler leaves no trace of it
+        # the interpreter dispatches it though it moves nothing; a compiler removes it
         dispatched = node.op == "call_function" and here.specs and here.comm is None
         return device.cpu.view_s if dispatched and not kernel.compiled else 0.0
     if kernel.work == "stream" and not kernel.counts:

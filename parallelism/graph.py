@@ -1,4 +1,4 @@
-"""The global graph: what is computed, with global shapes, before anything is spread."""
+"""The global graph: a function as ATen ops on global shapes, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ class Ref(NamedTuple):
 
 
 Role = str
-"""What a tensor is in a step: parameter, gradient, optimizer, batch, seed, cache, order, scalar, logits or loss; ""."""
+"""The role of a tensor in a step: parameter, gradient, optimizer, batch, seed, cache, order, scalar, logits, loss or
+none ("")."""
 
 
 class Layer(NamedTuple):
-    """One of a model's stack of alike modules."""
+    """One of a model's stack of equal modules."""
 
     stack: str
     number: int
@@ -30,15 +31,15 @@ class Layer(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where in the model and in the step an op stands."""
+    """The place of an op in the model and in the step."""
 
     module: str = ""
-    """Its path, `layers.3.mlp`."""
+    """The module's path, such as `layers.3.mlp`."""
     layer: Layer | None = None
     phase: str = "forward"
     """forward, backward, recompute or update."""
     role: Role = ""
-    """Of what is computed there."""
+    """The role of values computed there."""
 
 
 ANYWHERE = Place()
@@ -53,19 +54,19 @@ class Value:
     dtype: torch.dtype
     producer: Op | None = None
     index: int = 0
-    """Which of the producer's results, or which input."""
+    """Index among the producer's results, or among the inputs."""
     users: list[Op] = field(default_factory=list)
-    """One entry for each operand that reads it."""
+    """The readers, once per operand."""
     label: str = ""
-    """The model's own name for an activation, shared by its gradient; what annotations by pattern match."""
+    """The model's name for an activation, shared by its gradient; annotation patterns match it."""
     dims: tuple[str, ...] = ()
-    """Names of its dims, where the model gave them."""
+    """The names of its dims, if the model gives them."""
     marked: Role = ""
-    """What the value is, where that was said of it."""
+    """The role stated for this value, if any."""
 
     @property
     def role(self) -> Role:
-        """What the value is: as marked, else as everything where it is made."""
+        """The value's role: as stated, else that of its place."""
         return self.marked or (self.producer.place.role if self.producer is not None else "")
 
     @property
@@ -89,7 +90,7 @@ class Value:
 
 @dataclass(eq=False)
 class Op:
-    """One operation: `target(*args, **kwargs)` where a tensor argument is a `Ref` to an operand."""
+    """One operation, `target(*args, **kwargs)`; tensor arguments are `Ref`s to operands."""
 
     name: str
     target: Any
@@ -113,7 +114,7 @@ class Op:
 
 @dataclass
 class Graph:
-    """Inputs, ops in execution order, outputs (a value, or a constant that the function returned)."""
+    """Inputs, ops in execution order, and outputs (values, or constants that the function returned)."""
 
     inputs: list[Value]
     ops: list[Op]
@@ -122,7 +123,7 @@ class Graph:
     out_tree: Any = None
     in_tree: Any = None
     seed: Value | None = None
-    """The last input, where random numbers are drawn."""
+    """The last input, if random numbers are drawn."""
 
     def values(self) -> Iterator[Value]:
         yield from self.inputs
@@ -132,7 +133,7 @@ class Graph:
             yield from op.results
 
     def refresh_users(self) -> None:
-        """Recounts every value's users, after ops were added, removed or rewired."""
+        """Recomputes every value's users after ops were added, removed or rewired."""
         for value in self.values():
             value.users = []
         for op in self.ops:
@@ -140,7 +141,7 @@ class Graph:
                 operand.users.append(op)
 
     def replace(self, old: Value, new: Value) -> None:
-        """Lets everything that reads `old` read `new`."""
+        """Makes all readers of `old` read `new`."""
         new.marked = new.marked or old.marked
         for op in set(old.users):
             op.operands = [new if operand is old else operand for operand in op.operands]
@@ -149,7 +150,7 @@ class Graph:
         self.outputs = [new if output is old else output for output in self.outputs]
 
     def drop_dead(self) -> None:
-        """Removes ops whose results nothing reads."""
+        """Removes ops whose results are never read."""
         needed = {id(output) for output in self.outputs if isinstance(output, Value)}
         kept: list[Op] = []
         for op in reversed(self.ops):
@@ -166,13 +167,13 @@ class Graph:
 
 
 def mark(values: Iterable[Any], role: Role) -> None:
-    """Says of values what they are."""
+    """Sets the role of values."""
     for value in values:
         value.marked = role
 
 
 def map_refs(tree: Any, change: Callable[[Ref], Any]) -> Any:
-    """Rebuilds an argument tree with every `Ref` changed."""
+    """An argument tree with every `Ref` changed by `change`."""
     if isinstance(tree, Ref):
         return change(tree)
     if isinstance(tree, (list, tuple)):

@@ -1,8 +1,7 @@
-"""Neighbours: what a device reads beyond its own part of a dim, and how it gets it (GSPMD, section 4.3).
+"""Halo exchange: how a device gets elements beyond its shard of a dim from its neighbours (GSPMD, section 4.3).
 
-A convolution, a slice, a shift read a window of the operand for every position of the result. Cut over devices, the
-window of a part overhangs the operand's part; the overhang comes from the neighbours by `permute`, a hop for each
-neighbour that it reaches into.
+A convolution, a slice or a shift reads a window of the operand for every position of the result. With a sharded dim,
+the window of a shard overhangs it; the overhang is sent by `permute`, one hop for each neighbour that it reaches.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ aten = torch.ops.aten
 
 
 class Halo(NamedTuple):
-    """How every device of a dim finds its window. Counts are elements along the dim; tables go by place on the axes.
+    """How every device of a sharded dim gets its window. Counts are elements along the dim; tables are by position on
+    the axes.
 
-    The device lays [padding, left, its part, right, padding] side by side and cuts its window out of that.
+    A device concatenates [padding, left, its shard, right, padding] and slices its window from that.
     """
 
     part: int
@@ -32,24 +32,26 @@ class Halo(NamedTuple):
     right: int
     padding: tuple[int, int]
     starts: tuple[int, ...]
-    """Where the window begins in what is laid side by side."""
+    """Where the window begins in the concatenation, per device."""
     length: int
     begins: tuple[int, ...]
-    """The same as a position of the whole operand, which may have no such position."""
+    """Where the window begins in the whole operand, per device; possibly outside of it."""
     outside: bool
-    """Whether a position of the result reads what the operand does not have."""
+    """Whether a window has positions outside of the operand."""
 
     def hops(self) -> Iterator[tuple[int, int]]:
-        """(distance, width) of each permute: from the left, distances are positive."""
+        """(distance, width) of each permute; positive distances are from the left."""
         for total, sign in ((self.left, 1), (self.right, -1)):
             for hop in range(1, -(-total // self.part) + 1):
                 yield sign * hop, min(self.part, total - (hop - 1) * self.part)
 
 
 def halo_of(operand: int, result: int, axes: Axes, window: Window) -> Halo | None:
-    """The halo of a window, both dims (of sizes `operand` and `result`) cut over `axes`; None where parts do not lie
-    side by side, or a window goes around the end of a padded dim."""
-    # Only the outermost axis may leave padding, or there would be some between parts.
+    """The halo of a window, with both dims (of sizes `operand` and `result`) sharded over `axes`.
+
+    None where the shards are not adjacent, or a window wraps around the end of a padded dim.
+    """
+    # Only the outermost axis may leave padding; otherwise padding would separate shards.
     adjoining = (even(local_size(n, axes[:1]), axes[1:]) for n in (operand, result))
     if not all(adjoining) or (window.cyclic and not even(operand, axes)):
         return None
@@ -69,7 +71,7 @@ def halo_of(operand: int, result: int, axes: Axes, window: Window) -> Halo | Non
             left, right = max(left, r * part - begin), max(right, end - (r + 1) * part)
     starts = [begin - r * part + left for r, begin in enumerate(begins)]
     read = [starts[r] for r in reading] or [0]
-    # A device that reads nothing of the operand takes its window anywhere.
+    # A device that reads nothing of the operand may take its window anywhere.
     starts = [min(max(start, min(read)), max(read)) for start in starts]
     padding = (max(0, -min(starts)), max(0, max(starts) + length - (left + part + right)))
     starts = [start + padding[0] for start in starts]
@@ -77,7 +79,7 @@ def halo_of(operand: int, result: int, axes: Axes, window: Window) -> Halo | Non
 
 
 def price(halo: Halo, part_bytes: int, latency: float) -> float:
-    """Bytes that a device sends for its neighbours' windows, latencies included."""
+    """The bytes that a device sends for its neighbours' windows, plus latencies in bytes."""
     return sum(latency + part_bytes * width / halo.part for _, width in halo.hops())
 
 
@@ -85,9 +87,9 @@ def window(
     emitter: Emitter, node: fx.Node, dim: int, size: int, axes: Axes, halo: Halo, fill: float | None,
     why: dict[str, Any],
 ) -> fx.Node:  # fmt: skip
-    """A device's window of an operand of which it holds `node`; `size` is the operand's along `dim`.
+    """A device's window of an operand of which it holds the shard `node`; `size` is the operand's along `dim`.
 
-    Positions that the operand does not have hold `fill`; anything where that is None.
+    Positions outside of the operand hold `fill`, or anything if that is None.
     """
     pieces = {0: node}
     for hop, width in halo.hops():
@@ -108,9 +110,9 @@ def window(
 def fold(
     emitter: Emitter, node: fx.Node, dim: int, size: int, axes: Axes, halo: Halo, why: dict[str, Any]
 ) -> fx.Node:  # fmt: skip
-    """Transpose of `window`: of a gradient of the window the gradient of the device's part.
+    """The transpose of `window`: from a gradient of the window to the gradient of the device's shard.
 
-    What belongs to neighbours is sent to them and added there.
+    Parts that belong to neighbours are sent to them and added there.
     """
     if halo.outside:
         outside = _outside(emitter, node, dim, size, axes, halo)
@@ -134,20 +136,20 @@ def fold(
 
 
 def mirror(emitter: Emitter, node: fx.Node, dim: int, axes: Axes, why: dict[str, Any]) -> fx.Node:
-    """A device's part of a flipped dim, which the axes cut evenly."""
+    """A device's shard of a flipped dim, which the axes divide evenly."""
     members = size_of(axes)
     came = emitter.send(node, axes, [members - 1 - i for i in range(members)], why)
     return emitter.move(aten.flip.default, came, _shape(came), [dim])
 
 
 def shift(emitter: Emitter, node: fx.Node, axes: Axes, hop: int, why: dict[str, Any]) -> fx.Node:
-    """What the device `hop` places before this one along the axes holds; the first follow the last."""
+    """The shard of the device `hop` places before this one along the axes, cyclically."""
     members = size_of(axes)
     return emitter.send(node, axes, [(i + hop) % members for i in range(members)], why)
 
 
 def _outside(emitter: Emitter, node: fx.Node, dim: int, size: int, axes: Axes, halo: Halo) -> fx.Node:
-    """Mask of the window's positions that an operand of `size` does not have."""
+    """A mask of the window's positions outside of an operand of `size`."""
     spec = (halo.length,)
     begin = emitter.ranked_number(pick, axes, halo.begins)
     places = emitter.number(aten.arange.default, spec, torch.int64, halo.length)
@@ -175,7 +177,7 @@ def _narrow(emitter: Emitter, node: fx.Node, dim: int, start: Any, length: int) 
 
 
 def _pad(emitter: Emitter, node: fx.Node, dim: int, before: Any, after: Any, total: int | None = None) -> fx.Node:
-    """Adds zeros; `total` is the length then, where the widths are numbers of the rank."""
+    """Pads with zeros; `total` is the resulting length if the widths depend on the rank."""
     have = _shape(node)
     if before == after == 0:
         return node

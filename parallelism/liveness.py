@@ -1,7 +1,7 @@
-"""How much memory one device holds at each node of a program, by category, from the life of every value.
+"""The memory of one device at each node of a program, by category, from the lifetimes of all values.
 
-A value is allocated when its node runs and freed after its last reader; what a collective reads or writes lives until
-its wait. Inputs belong to the caller and live throughout. Views hold what they look at.
+A value is allocated when its node runs and freed after its last reader; inputs and outputs of a collective live until
+its wait. Program inputs belong to the caller and live throughout. Views keep their storage alive.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Memory:
 
     peak_bytes: int
     peak_index: int
-    """Index of the node at which the peak is reached."""
+    """Index of the node with the peak."""
     at_peak: dict[str, int]
     curve: list[int]
     """Bytes held while each node runs."""
@@ -48,7 +48,7 @@ class Memory:
     alive: list[Living] = field(default_factory=list)
     """At the peak, largest first."""
     results: list[int] = field(default_factory=list)
-    """Bytes of every value that takes memory and is no input, in the order in which they are made."""
+    """Bytes of every value that is allocated and is not an input, in order."""
 
     @property
     def largest(self) -> list[tuple[str, str, int]]:
@@ -57,10 +57,10 @@ class Memory:
 
 
 def liveness(program: Program, kernels: Sequence[Kernel], *, always: Mapping[str, int] | None = None) -> Memory:
-    """Memory over the program's nodes, in their order.
+    """Memory over the program's nodes, in order.
 
-    `always`: bytes by category that live throughout and are no inputs of the program (optimizer state, accumulated
-    gradients). A compiled pointwise kernel may write over an operand that it is the last to read.
+    always: bytes by category that live throughout and are not inputs (optimizer state, accumulated gradients). A
+    compiled pointwise kernel may overwrite an operand that it is the last to read.
     """
     flow = Flow.of(program)
     nodes = flow.nodes
@@ -106,7 +106,7 @@ def liveness(program: Program, kernels: Sequence[Kernel], *, always: Mapping[str
 def _lives(
     program: Program, kernels: Sequence[Kernel], flow: Flow
 ) -> tuple[dict[fx.Node, int], dict[fx.Node, int], dict[fx.Node, int], dict[fx.Node, str]]:
-    """Per storage: index of the node that allocates it, of its last use, its bytes and its category."""
+    """For each storage: the index of the node that allocates it, of its last use, its bytes, and its category."""
     nodes, sources, root = flow.nodes, flow.sources, flow.root
     end = len(nodes)
     birth: dict[fx.Node, int] = {}
@@ -136,7 +136,7 @@ def _lives(
                 readers.setdefault(base, []).append(node)
         if flow.name[node] == "wait_tensor":
             for issued in sources[node]:
-                for source in sources[issued]:  # what is being sent must stay until it has been
+                for source in sources[issued]:  # data being sent must stay alive until the wait
                     if root[source] in death:
                         death[root[source]] = max(death[root[source]], i)
     results: dict[fx.Node, str] = {}
@@ -150,7 +150,7 @@ def _lives(
         if node.op == "placeholder" and node in death:
             death[node] = end
     for output in program.donated:
-        # the output's storage is the input's: it takes no room of its own
+        # the output uses the input's storage and allocates nothing
         if output < len(ends) and root[ends[output]] in size and root[ends[output]].op != "placeholder":
             size[root[ends[output]]] = 0
     for base in birth:
@@ -160,7 +160,8 @@ def _lives(
 
 
 def _run_at(kernels: Sequence[Kernel], flow: Flow) -> dict[fx.Node, int]:
-    """When a node's operands are read: what stays inside a fused kernel is computed where the kernel writes."""
+    """The index at which a node's operands are read: a value inside a fused kernel is computed where that kernel
+    writes."""
     root = flow.root
     run = {node: i for i, node in enumerate(flow.nodes)}
     inner = {k.node for k in kernels if k.work == "stream" and not k.written}
@@ -198,7 +199,7 @@ def _category(base: fx.Node, readers: Sequence[fx.Node], flow: Flow) -> str:
                 return "gathered"
     sources = [known[flow.root[source]].comm for source in flow.sources[base]]
     if sources and all(c is not None and c.kind == "all_gather" and c.of == "parameter" for c in sources):
-        return "gathered"  # a copy into the parameter's shape
+        return "gathered"  # a copy in the parameter's shape
     if here.phase == "forward" and any(known[reader].phase in ("backward", "recompute") for reader in readers):
         return "activations"
     return "activations" if here.phase == "recompute" else "temporary"

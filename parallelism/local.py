@@ -1,4 +1,4 @@
-"""One op on one device, with the axes of its factors chosen: what a rule's `local` sees."""
+"""One op on one device, with the axes of its factors chosen: the object that a rule's `local` receives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 class LocalPart:
-    """One op on one device: what a rule's `local` sees (`rules.rule.LocalOp`)."""
+    """One op on one device: what a rule's `local` receives (`rules.rule.LocalOp`)."""
 
     def __init__(self, emitter: Emitter, op: Op, rule: Rule, choice: Choice, inputs: list[fx.Node]):
         self.emitter, self.op, self.rule, self.choice = emitter, op, rule, choice
@@ -36,7 +36,7 @@ class LocalPart:
         self.flops, self.global_flops = round(rule.flops * share(rule, choice)), rule.flops
 
     def _dense(self, node: fx.Node) -> fx.Node:
-        """The same tensor, in memory as the op's kernel reads it."""
+        """The tensor with the memory layout that the op's kernel needs."""
         (spec,) = info(node).specs
         if not spec.shape:
             return node
@@ -115,7 +115,7 @@ class LocalPart:
                 size = self._tensor(read).shape[window.dim]
                 made = self._tensor(reader).shape[window.reader_dim] // window.scale
                 plan = halo.halo_of(size, made, self.axes(f), window)
-                assert plan is not None, "a choice cuts a window that has no halo"
+                assert plan is not None, "a choice shards a window that has no halo"
                 yield f, self.axes(f), plan, window
 
     def _near(self, place: int) -> dict[str, Any]:
@@ -132,9 +132,9 @@ class LocalPart:
     def emit(
         self, target: Any, *args: Any, shape: Sequence[int], dtype: Any = None, work: bool = False, **kwargs: Any
     ) -> fx.Node:
-        """A node of the local op; `work` marks the one that does the op's FLOPs (default: none but `same`'s).
+        """Adds a node of the local op; `work` marks the node that does the op's FLOPs (by default only `same`'s).
 
-        `dtype` is the result's; an op that takes one is told.
+        dtype: the result's, passed to ops with a dtype argument.
         """
         spec = Spec(tuple(shape), dtype or self.op.results[0].dtype)
         if dtype is not None and takes_dtype(target):

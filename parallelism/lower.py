@@ -1,4 +1,4 @@
-"""Lowering: resharding steps as `_c10d_functional` nodes, and the nodes of one device's graph."""
+"""Lowering of resharding steps to `_c10d_functional` nodes of one device's graph."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ KINDS = {"gather": "all_gather", "scatter": "reduce_scatter", "reduce": "all_red
 
 
 def transfers(axes: Axes, table: tuple[int, ...], length: int, receive: bool) -> list[int]:
-    """Split sizes of a permute as an all-to-all: this device sends its whole part to one other of its group.
+    """Split sizes of a permute as an all-to-all, in which a device sends its whole shard to one other of its group.
 
-    `table[i]` is where member i (in mesh order) sends to. Evaluated, as `offset` is, where the rank is known.
+    `table[i]` is the target of member i (in mesh order). Evaluated where the rank is known, like `offset`.
     """
     raise RuntimeError("a program's split sizes are evaluated by the executor or the simulation, which know the rank")
 
 
 def valid(axes: Axes, size: int, grain: int) -> int:
-    """How much of this device's part of a dim of `size` cut over `axes` is not padding; evaluated as `offset` is."""
+    """The number of elements of this device's shard of a dim that are not padding; evaluated like `offset`."""
     raise RuntimeError("a program's valid sizes are evaluated by the executor or the simulation, which know the rank")
 
 
 def pick(axes: Axes, table: tuple[int, ...]) -> int:
-    """The entry of a table for this device's place on `axes`, outer to inner; evaluated as `offset` is."""
+    """The table's entry for this device's position on `axes`, outer to inner; evaluated like `offset`."""
     raise RuntimeError("a program's tables are read by the executor or the simulation, which know the rank")
 
 
 def is_first(position: int) -> int:
-    """1 on the first coordinate, else 0: keeps a replicated value on one of the devices that will be summed."""
+    """1 on the first coordinate, else 0: keeps a replicated value on one of the devices that are summed."""
     return int(position == 0)
 
 
@@ -52,11 +52,11 @@ class Emitter:
         self.origin = ""
         self.place = Place()
         self.ranked: dict[tuple[Any, ...], fx.Node] = {}
-        """Numbers that depend on the rank, by what they are."""
+        """Nodes of numbers that depend on the rank, by function and arguments."""
         self.prologue: fx.Node | None = None
 
     def at(self, origin: str, place: Place) -> None:
-        """Where the nodes that follow come from."""
+        """Sets the origin and place of the following nodes."""
         self.origin, self.place = origin, place
 
     def input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
@@ -76,7 +76,7 @@ class Emitter:
         return self.call(target, (node, *args), [Spec(tuple(shape), info(node).specs[0].dtype)])
 
     def number(self, target: Any, shape: Sequence[int], dtype: torch.dtype, *args: Any) -> fx.Node:
-        """A node without a leading operand whose dtype it has."""
+        """A node whose dtype is given instead of inherited from an operand."""
         return self.call(target, args, [Spec(tuple(shape), dtype)])
 
     def reshape(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
@@ -90,7 +90,8 @@ class Emitter:
         return self.move(aten.permute.default, node, [shape[d] for d in order], list(order))
 
     def offset(self, axes: Axes, size: int, grain: int = 1) -> Any:
-        """Node of the first global index of this device's part of a dim of `size` cut over `axes`; 0 without axes."""
+        """A node with the first global index of this device's shard of a dim of `size` sharded over `axes`; 0 without
+        axes."""
         strides = []
         for axis in axes:
             size = local_size(size, (axis,), grain)
@@ -98,15 +99,15 @@ class Emitter:
         return self.ranked_number(offset, axes, tuple(strides)) if axes else 0
 
     def position(self, axes: Axes) -> Any:
-        """Node of this device's index in the row-major order of `axes`; 0 without axes."""
+        """A node with this device's index in the row-major order of `axes`; 0 without axes."""
         return self.offset(axes, size_of(axes))
 
     def valid(self, axes: Axes, size: int, grain: int = 1) -> Any:
-        """Node of how many elements of this device's part of a dim are not padding."""
+        """A node with the number of elements of this device's shard that are not padding."""
         return self.ranked_number(valid, axes, size, grain)
 
     def ranked_number(self, target: Any, axes: Axes, *args: Any) -> fx.Node:
-        """Node of a number that depends on the device's place on `axes`: `offset`, `valid` or `pick`."""
+        """A node with a number that depends on the device's position on `axes`: `offset`, `valid` or `pick`."""
         key = (target, axes, *args)
         if key not in self.ranked:
             with self.graph.inserting_after(self.prologue) if self.prologue else self.graph.inserting_before(None):
@@ -118,7 +119,7 @@ class Emitter:
         return self.ranked[key]
 
     def padding(self, axes: Axes, size: int, grain: int, rank: int, dim: int) -> fx.Node:
-        """Node of a mask, True where this device's part of a dim is padding; it broadcasts along `dim` of `rank`."""
+        """A mask node, true where this device's shard of a dim is padding; it broadcasts along `dim` of `rank` dims."""
         local = local_size(size, axes, grain)
         places = self.call(aten.arange.default, (local,), [Spec((local,), torch.int64)])
         beyond = self.call(aten.ge.Scalar, (places, self.valid(axes, size, grain)), [Spec((local,), torch.bool)])
@@ -126,7 +127,7 @@ class Emitter:
 
     # ---- one resharding step ------------------------------------------------------------------------------
     def step(self, node: fx.Node, step: ReshardStep, shape: Sequence[int], **why: Any) -> fx.Node:
-        """Emits one step; `shape` is global. `why` goes into the collective's record."""
+        """Emits one resharding step; `shape` is global. `why` goes into the collective's record."""
         run = {
             "gather": self._gather, "scatter": self._scatter, "reduce": self._reduce, "exchange": self._exchange,
             "slice": self._slice, "mask": self._mask, "permute": self._permute,
@@ -148,9 +149,9 @@ class Emitter:
         return self._joined(got, local.shape, step, shape)
 
     def _joined(self, node: fx.Node, part: Sequence[int], step: ReshardStep, shape: tuple[int, ...]) -> fx.Node:
-        """The pieces [members of the group, *part] that a step brought, put together along the dims that gave them.
+        """The pieces [members of the group, *part] that a step received, joined along their dims.
 
-        Inner axes are merged before outer ones, and the padding of each is cut off at once.
+        Inner axes are joined before outer ones, and the padding of each is removed at once.
         """
         given = {
             d: _by_layout([a for a, source, _ in step.parts if source == d], step.before.dims[d])
@@ -165,8 +166,8 @@ class Emitter:
         node = self.permute(spread, order)
         wanted = local_shape(shape, step.after)
         have = list(info(node).specs[0].shape)
-        for at, axes in given.items():  # dims before `at` are merged already
-            lengths = [wanted[at]]  # of the dim before each axis cut it, outer to inner
+        for at, axes in given.items():  # dims before `at` are joined already
+            lengths = [wanted[at]]  # the dim's size before each axis divided it, outer to inner
             for axis in axes:
                 lengths.append(local_size(lengths[-1], (axis,), step.grain(at)))
             if all(long == axis.size * short for axis, long, short in zip(axes, lengths, lengths[1:])):
@@ -186,7 +187,7 @@ class Emitter:
         return self.move(aten.slice.Tensor, node, (*have[:d], size, *have[d + 1 :]), d, 0, size)
 
     def _grow(self, node: fx.Node, d: int, size: int) -> fx.Node:
-        """Pads the end of a dim that is about to be cut unevenly."""
+        """Pads the end of a dim that is about to be divided unevenly."""
         have = info(node).specs[0].shape
         if have[d] == size:
             return node
@@ -194,8 +195,11 @@ class Emitter:
         return self.move(aten.constant_pad_nd.default, node, (*have[:d], size, *have[d + 1 :]), widths, 0)
 
     def _cut(self, node: fx.Node, step: ReshardStep) -> tuple[fx.Node, tuple[int, ...]]:
-        """Cuts dims that receive axes into [axes..., part] and brings the axes to the front, in group order, as one
-        dim; with the shape of a part."""
+        """Splits dims that receive axes into [axes..., part] and moves the axes to the front as one dim, in group
+        order.
+
+        Returns the node and the shape of a part.
+        """
         single: list[Axis] = []
         have = list(info(node).specs[0].shape)
         where: dict[Axis, int] = {}
@@ -270,7 +274,7 @@ class Emitter:
         return self._send(node, axes, table, why)
 
     def stack(self, node: fx.Node, axes: Axes, why: dict[str, Any]) -> fx.Node:
-        """What all devices of the group over `axes` hold, outer to inner, along a new first dim."""
+        """The shards of all devices of the group over `axes`, outer to inner, stacked along a new first dim."""
         local, members = info(node).specs[0], self.mesh.sorted(axes)
         n = size_of(axes)
         node = self.reshape(node, (1, *local.shape))
@@ -285,7 +289,8 @@ class Emitter:
         return self.reshape(self.permute(spread, [*(group.index(a) for a in inner), *rest]), out.shape)
 
     def send(self, node: fx.Node, axes: Axes, to: Sequence[int], why: dict[str, Any]) -> fx.Node:
-        """What another device of the group over `axes` (outer to inner) holds: device i sends its part to `to[i]`."""
+        """The shard of another device of the group over `axes` (outer to inner): device i sends its shard to
+        `to[i]`."""
         members = self.mesh.sorted(axes)
         cuts = atoms((axes, members))
         inner, group = split(axes, cuts), split(members, cuts)
@@ -308,14 +313,14 @@ class Emitter:
 
 
 def _place(index: int, order: Axes, group: Axes) -> int:
-    """Of a place in the row-major order of `order` the place in that of `group`, the same axes."""
+    """The place in the row-major order of `group` of a place in that of `order`, the same axes in another order."""
     at = dict(zip(order, _unravel(index, [a.size for a in order])))
     return _ravel([(at[axis], axis.size) for axis in group])
 
 
 def permutation_table(before: Layout, after: Layout, axes: Axes) -> tuple[int, ...]:
-    """Where each member of the group over `axes` sends its piece. A piece that several hold goes from each of them to
-    one of as many; those who have what they need keep it."""
+    """The target of each member of the group over `axes`. If several hold a piece, each sends it to one receiver;
+    devices that have their piece keep it."""
     moved = moved_places(before.dims, after.dims)
     members = split(axes, atoms((axes, *(side for pair in moved for side in pair))))
     sizes = [a.size for a in members]
@@ -354,7 +359,7 @@ def _unravel(index: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _by_layout(axes: Sequence[Axis], order: Axes) -> Axes:
-    """Axes of one dim in the order, outer to inner, in which the dim's layout has them; parts of one axis joined."""
+    """The axes of one dim, outer to inner as in the dim's layout, with parts of one axis joined."""
 
     def key(axis: Axis) -> tuple[int, int]:
         for i, placed in enumerate(order):

@@ -1,4 +1,4 @@
-"""The device mesh: ordered, named axes with sizes, and the algebra of (sub-)axes. Needs no process group."""
+"""The device mesh: ordered, named axes with sizes, and operations on (sub-)axes. Needs no process group."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 
 class Axis(NamedTuple):
-    """A mesh axis, or a part of it: the axis of `n` devices seen as [pre, size, n // (pre * size)].
+    """A mesh axis or a part of it: the axis of `n` devices viewed as [pre, size, n // (pre * size)].
 
-    The whole axis is `(name, 1, n)`. Sub-axes make views free: a dim of 16 on 8 devices viewed as [2, 8] is the first
-    dim on x:(1)2 and the second on x:(2)4.
+    The whole axis is `(name, 1, n)`. Sub-axes let shardings pass views: a dim of 16 on 8 devices viewed as [2, 8] has
+    its first dim on x:(1)2 and its second on x:(2)4.
     """
 
     name: str
@@ -22,17 +22,17 @@ class Axis(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Devices of the axis covered by this part and everything outside of it."""
+        """The product of this part's size and everything outside of it."""
         return self.pre * self.size
 
     def overlaps(self, other: Axis) -> bool:
-        """Whether no tensor can use both: parts that overlap, or that no one factorization of the axis has (of six
-        devices x:(1)2 and x:(3)2)."""
+        """Whether no tensor can use both: the parts overlap, or no factorization of the axis has both (on six devices,
+        x:(1)2 and x:(3)2)."""
         return self.name == other.name and bool(other.pre % self.end and self.pre % other.end)
 
 
 Axes = tuple[Axis, ...]
-"""Axes of one dim, outer (major) to inner (minor)."""
+"""The axes of one dim, outer (major) to inner (minor)."""
 
 
 class Mesh:
@@ -68,7 +68,7 @@ class Mesh:
         return hash(tuple(self.axes.items()))
 
     def axis(self, ref: str | Sequence[object] | Axis) -> Axis:
-        """An axis by name, or a sub-axis as (name, pre, size). ValueError where the mesh has no such axis."""
+        """The axis of a name, or a sub-axis given as (name, pre, size). ValueError if the mesh does not have it."""
         name, *part = (ref,) if isinstance(ref, str) else tuple(ref)
         if name not in self.axes:
             raise ValueError(f"the mesh has no axis `{name}`; its axes are {', '.join(self.axes) or 'none'}")
@@ -83,19 +83,19 @@ class Mesh:
         return Axis(str(name), pre, sub)
 
     def index(self, axis: Axis, rank: int) -> int:
-        """Position of device `rank` along a (sub-)axis."""
+        """The position of device `rank` along a (sub-)axis."""
         whole = (rank // self.stride[axis.name]) % self.axes[axis.name]
         return (whole // (self.axes[axis.name] // axis.end)) % axis.size
 
     def linear_index(self, axes: Sequence[Axis], rank: int) -> int:
-        """Position of device `rank` in the row-major order of `axes`."""
+        """The position of device `rank` in the row-major order of `axes`."""
         position = 0
         for axis in axes:
             position = position * axis.size + self.index(axis, rank)
         return position
 
     def key(self, axis: Axis) -> tuple[int, int]:
-        """Sorts axes in mesh order: the order in which ranks of a group are numbered."""
+        """A sort key for axes in mesh order, in which the ranks of a group are numbered."""
         return (self.order[axis.name], axis.pre)
 
     def sorted(self, axes: Iterable[Axis]) -> Axes:
@@ -111,7 +111,7 @@ class Mesh:
 
 
 def size_of(axes: Iterable[Axis]) -> int:
-    """Number of devices that a list of axes spreads over."""
+    """The number of devices over which these axes shard."""
     return math.prod(axis.size for axis in axes)
 
 
@@ -133,7 +133,7 @@ def overlap(axis: Axis, axes: Iterable[Axis]) -> bool:
 
 
 def atoms(lists: Iterable[Iterable[Axis]]) -> dict[str, list[int]]:
-    """Per axis name the sorted cut points (pre and end of every part) of all lists."""
+    """For each axis name, the sorted boundaries (pre and end of every part) in all lists."""
     cuts: dict[str, set[int]] = {}
     for axes in lists:
         for axis in axes:
@@ -142,7 +142,7 @@ def atoms(lists: Iterable[Iterable[Axis]]) -> dict[str, list[int]]:
 
 
 def split(axes: Iterable[Axis], cuts: Mapping[str, Sequence[int]]) -> Axes:
-    """Cuts every axis at the given points, so that two lists become comparable part by part."""
+    """Divides every axis at the given boundaries, so that two lists can be compared part by part."""
     out: list[Axis] = []
     for axis in axes:
         points = [p for p in cuts.get(axis.name, ()) if axis.pre <= p <= axis.end] or [axis.pre, axis.end]
@@ -167,7 +167,7 @@ def difference(axes: Iterable[Axis], gone: Iterable[Axis]) -> Axes:
 
 
 def covers(wide: Sequence[Axis], narrow: Sequence[Axis]) -> bool:
-    """Whether every part of `narrow` lies in `wide`, whatever the order."""
+    """Whether every part of `narrow` is in `wide`, in any order."""
     cuts = atoms((wide, narrow))
     return set(split(narrow, cuts)) <= set(split(wide, cuts))
 
@@ -177,7 +177,7 @@ def common_prefix(a: Sequence[Axis], b: Sequence[Axis]) -> Axes:
     return _common_prefix(tuple(a), tuple(b))
 
 
-@lru_cache(maxsize=1 << 14)  # a program of thousands of operations asks the same few questions
+@lru_cache(maxsize=1 << 14)  # a program of thousands of operations has few different arguments
 def _common_prefix(a: Axes, b: Axes) -> Axes:
     cuts = atoms((a, b))
     prefix = []
@@ -193,7 +193,7 @@ def starts_with(longer: Sequence[Axis], shorter: Sequence[Axis]) -> bool:
 
 
 def remainder(longer: Sequence[Axis], prefix: Sequence[Axis]) -> Axes:
-    """What is left of `longer` after its prefix `prefix`."""
+    """The rest of `longer` after its prefix `prefix`."""
     return _remainder(tuple(longer), tuple(prefix))
 
 
@@ -204,7 +204,7 @@ def _remainder(longer: Axes, prefix: Axes) -> Axes:
 
 
 def without(axes: Sequence[Axis], taken: Iterable[Axis]) -> Axes:
-    """The longest prefix of `axes` free of `taken`; cuts a sub-axis where only its minor part is taken."""
+    """The longest prefix of `axes` without `taken`; divides an axis if only its minor part is taken."""
     return _without(tuple(axes), tuple(taken))
 
 

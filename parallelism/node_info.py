@@ -1,4 +1,4 @@
-"""What a program's nodes carry: results as a device holds them, where they come from, what they send; and its ports."""
+"""The metadata of a program's nodes (shapes, origin, collectives), and the program's ports."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from tpshard.parallelism.sharding import Layout, local_shape
 from tpshard.parallelism.why import Demand
 
 INFO = "tpshard"
-"""Key of `Info` in a node's meta."""
+"""The key of `Info` in a node's meta."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of the program, as one device sees it.
+    """One collective of the program, as one device runs it.
 
-    `bytes` is the buffer that the ring cost multiplies: an all-gather's output, a reduce-scatter's input, an
-    all-reduce's tensor, what one device holds before an all-to-all, what it sends in a permute.
+    bytes: the buffer that the ring cost multiplies: an all-gather's output, a reduce-scatter's input, an all-reduce's
+    tensor, a device's shard before an all-to-all, what it sends in a permute.
     """
 
     kind: str
-    """all_gather, reduce_scatter, all_reduce, all_to_all or permute; between stages of a pipeline send or recv."""
+    """all_gather, reduce_scatter, all_reduce, all_to_all or permute; between pipeline stages send or recv."""
     axes: tuple[Any, ...]
-    """Names of the axes it runs over; a sub-axis is (name, pre, size)."""
+    """Names of its axes; a sub-axis is (name, pre, size)."""
     refs: Axes
-    """The same as (sub-)axes, in mesh order."""
+    """Its (sub-)axes, in mesh order."""
     bytes: int
     dtype: str
     value: tuple[str, ...] = ()
-    """Global values that it moves: several in a bucket."""
+    """The global values it moves: several in a bucket."""
     of: Role = ""
-    """parameter, gradient, logits, loss, scalar or activation: what is moved."""
+    """The role of these values: parameter, gradient, logits, loss, scalar or activation."""
     asked: bool = True
-    """False for a reshard that nothing in the annotations asks for."""
+    """False for a reshard that no annotation asks for."""
     why: tuple[Demand, ...] = ()
-    """Why it is there, for each value."""
+    """The reasons, one per value."""
 
     @property
     def reason(self) -> str:
-        """Why it is there: the operation, the value, both layouts and the annotation behind them."""
+        """The reason as text: the operation, the value, both layouts and the annotation behind them."""
         return words.reason(self.why)
 
     @property
     def members(self) -> int:
-        """Values moved by it: more than one in a bucket."""
+        """The number of values it moves: more than one in a bucket."""
         return len(self.value)
 
     @property
     def size(self) -> int:
-        """Devices in its group."""
+        """The number of devices in its group."""
         n = 1
         for axis in self.refs:
             n *= axis.size
@@ -65,7 +65,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Spec:
-    """Shape (of one device's part) and dtype of a value."""
+    """Local shape and dtype of a value on one device."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -80,24 +80,24 @@ class Spec:
 
 @dataclass(frozen=True)
 class Info:
-    """What a node of `Program.graph` knows of itself, in `node.meta[INFO]`; see `info(node)`."""
+    """The metadata of a node of `Program.graph`, in `node.meta[INFO]`; see `info(node)`."""
 
     specs: tuple[Spec, ...]
-    """One for each result, as one device holds it."""
+    """One per result, as one device holds it."""
     origin: str = ""
-    """Operation (or value) of the global graph it comes from."""
+    """The operation (or value) of the global graph that it comes from."""
     place: Place = ANYWHERE
-    """Where in the model and in the step."""
+    """Its place in the model and in the step."""
     flops: int = 0
-    """Floating-point operations of one device."""
+    """FLOPs of one device."""
     global_flops: int = 0
-    """Of the whole operation, all devices together; 0 for nodes that only move data."""
+    """FLOPs of the whole operation on all devices; 0 for nodes that only move data."""
     comm: Collective | None = None
-    """On the node that issues a collective; None on its wait."""
+    """The collective, on the node that issues it; None on its wait."""
     unit: str = ""
-    """FSDP unit of a gather or reduce-scatter."""
+    """The FSDP unit of a gather or reduce-scatter."""
     saved: bool = False
-    """Output of a matmul or attention: what selective recomputation keeps."""
+    """Whether it is an output of a matmul or attention, which selective recomputation keeps."""
 
     @property
     def module(self) -> str:
@@ -109,7 +109,7 @@ class Info:
 
     @cached_property
     def bytes(self) -> int:
-        """Of all results, on one device."""
+        """Bytes of all results on one device."""
         return sum([spec.bytes for spec in self.specs])
 
 
@@ -119,13 +119,13 @@ def info(node: fx.Node) -> Info:
 
 @dataclass(frozen=True)
 class Held:
-    """How a device holds an input that is no plain tensor to it."""
+    """How a device holds an input that is not a plain tensor."""
 
     form: str
-    """What the kernels that read it call it."""
+    """The name of the form, as its kernels call it."""
     bytes: int
     of: tuple[str, ...]
-    """The parameters that it is made of, side by side."""
+    """The parameters in it, side by side."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,10 @@ class Port:
     dtype: torch.dtype
     layout: Layout
     kind: str = "tensor"
-    """parameter, gradient, optimizer, batch, cache, order, scalar or tensor; in a stage of a pipeline also received,
-    sent or saved."""
+    """parameter, gradient, optimizer, batch, cache, order, scalar or tensor; in a pipeline stage also received, sent or
+    saved."""
     free: tuple[int, ...] = ()
-    """Dims whose size whoever runs the program chooses: blocks of a cache. `shape` says 1 there."""
+    """Dims whose size the executor chooses, such as the blocks of a cache; `shape` has 1 there."""
     held: Held | None = None
 
     @property
@@ -150,23 +150,23 @@ class Port:
 
     @property
     def local_bytes(self) -> int:
-        """What a device holds of it; of one that is free, a piece of size 1."""
+        """Bytes that a device holds of it; for free dims, with size 1."""
         return Spec(self.local, self.dtype).bytes if self.held is None else self.held.bytes
 
 
 def offset(axes: Axes, strides: tuple[int, ...]) -> int:
-    """Sum of the rank's position along each axis times its stride; a node of the program, evaluated where the rank is
+    """The sum of the rank's position along each axis times its stride; a node that is evaluated where the rank is
     known."""
     raise RuntimeError("a program's offsets are evaluated by the executor or the simulation, which know the rank")
 
 
 def group_name(axes: Sequence[Axis]) -> str:
-    """Name of the process group over `axes` in a graph: `fsdp`, `dp+fsdp`, `tp:(1)2`."""
+    """The name of the process group over `axes` in a graph: `fsdp`, `dp+fsdp`, `tp:(1)2`."""
     return "+".join(f"{a.name}:({a.pre}){a.size}" for a in axes)
 
 
 def parse_group(name: str) -> Axes:
-    """Inverse of `group_name`."""
+    """The axes of a group name, the inverse of `group_name`."""
     axes = []
     for part in name.split("+"):
         axis, _, tail = part.rpartition(":(")

@@ -1,7 +1,7 @@
-"""partition: a graph and its shardings -> one device's `Program`, with every collective in it.
+"""The partitioner: turns a graph and its shardings into one device's `Program`, with all its collectives.
 
-Each op is computed in one common sharding of its factors; operands are resharded to it once per value and layout;
-sums stay partial while that pays, decided once per value for all that read it. (GSPMD, section 4.)
+Each op is computed in one common sharding of its factors. Operands are resharded to it, once per value and layout.
+Partial sums are kept while that pays, decided once per value for all its readers. (GSPMD, section 4.)
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def partition(
     names: Sequence[str] | None = None,
     latency: int = 0,
 ) -> Program:
-    """Makes the per-device program of any traceable function of tensors (real or meta).
+    """The per-device program of any traceable function of tensors (real or meta).
 
-    `in_shardings` and `out_shardings` have an entry per tensor, in the order of the flattened arguments or results:
-    None (free), or a tuple, closed, with per dim None, an axis or a tuple of axes; dims left out at the end are
-    replicated. No result is left partial. `latency`: what starting a collective costs, in the bytes that could be
-    sent meanwhile; 0 counts bytes alone, and more gathers what is small rather than sending it in several steps.
-    Where the function draws random numbers, the program's last input is a `seed` (see `Program.local`), and every mesh
-    draws the same. Raises ValueError where a sharding does not fit its tensor or the mesh.
+    in_shardings and out_shardings have an entry per tensor, in the order of the flattened arguments or results: None
+    (free), or a tuple (closed) with None, an axis or a tuple of axes per dim; omitted trailing dims are replicated. No
+    result is left partial. latency: the cost of starting a collective, in bytes that could be sent meanwhile; 0 counts
+    only bytes, and a larger value gathers small tensors rather than sending them in several steps. If the function
+    draws random numbers, the program's last input is a `seed` (see `Program.local`), and every mesh draws the same
+    numbers. Raises ValueError where a sharding does not fit its tensor or the mesh.
     """
     return partition_captured(capture(fn, args, names), mesh, in_shardings, out_shardings, latency=latency)
 
@@ -60,9 +60,9 @@ def partition_captured(
     graph: Graph, mesh: Mesh, in_shardings: Sequence[Any] | None = None, out_shardings: Sequence[Any] | None = None,
     told: Sequence[tuple[Told, ...]] = (), latency: int = LATENCY_BYTES,
 ) -> Program:  # fmt: skip
-    """`partition` of a function that is captured, and perhaps rewritten, already.
+    """`partition` for a function that is already captured, and possibly rewritten.
 
-    `told` says for each of `in_shardings` who asks for it; where nobody is named it is its place in the list.
+    `told` names the source of each of `in_shardings`; by default it is its index in the list.
     """
     mark_outputs(graph)
     annotations: dict[Value, Annotation] = dict(split_annotations(graph, mesh))
@@ -90,7 +90,7 @@ def partition_captured(
 
 
 def mark_outputs(graph: Graph) -> None:
-    """Ends every result in an identity of its own, named `return[i]`."""
+    """Ends every result in an identity op of its own, named `return[i]`."""
     marked: list[Value | Any] = []
     for i, out in enumerate(graph.outputs):
         if not isinstance(out, Value):
@@ -106,7 +106,7 @@ def mark_outputs(graph: Graph) -> None:
 
 
 def split_annotations(graph: Graph, mesh: Mesh) -> Mapping[Value, Annotation]:
-    """The shardings of `mesh_split` inside the function."""
+    """The annotations from `mesh_split` calls inside the function."""
     found = {}
     for op in graph.ops:
         if is_split(op):
@@ -118,8 +118,11 @@ def split_annotations(graph: Graph, mesh: Mesh) -> Mapping[Value, Annotation]:
 
 
 def partition_graph(shardings: Shardings, latency: int = LATENCY_BYTES, apart: Sequence[str] = ()) -> Program:
-    """The program of a propagated graph; `latency` is what starting a collective costs, in bytes, and `apart` are the
-    mesh axes along which devices will run different parts of the program."""
+    """The program of a propagated graph.
+
+    latency: the cost of starting a collective, in bytes. apart: mesh axes along which devices will run different parts
+    of the program.
+    """
     return _Partitioner(shardings, latency, apart).run()
 
 
@@ -135,26 +138,26 @@ class _Partitioner:
         self.warnings: list[str] = []
         self.reasons = Reasons(shardings)
         self.asked: dict[Value, set[Layout]] = {}
-        """Layouts that products with parameters fetch of a value."""
+        """Layouts of each value that products with parameters fetch."""
         self.partial: dict[Value, Axes] = {}
-        """Values that are partial sums as their op makes them."""
+        """Values that are partial sums when their op computes them, with the axes."""
         self.kept: dict[Value, Axes] = {}
-        """Those that stay so until an op or anchor further on."""
+        """Values that stay partial until a later op or anchor, with the axes."""
         self.zeros: dict[fx.Node, frozenset[int]] = {}
         """Dims whose padding is known to be 0."""
         self.propagated = {v: Layout(s.dims) for v, s in shardings.of.items()}
 
-    # ---- deciding: shardings of factors, and which sums stay partial ----------------------------------------
+    # ---- deciding: factor shardings of ops, and which sums stay partial ---------------------------------------
     def decide(self) -> None:
-        """Forward passes choosing every op's factor sharding; then which partial sums are carried.
+        """Chooses every op's factor sharding in forward order, then which partial sums are kept.
 
-        The first pass finds what the products with parameters fetch; the second lets all others use it.
+        The first pass finds the layouts that products with parameters fetch; the second lets all others use them.
         """
         self._choose_all(first=True)
         self.kept = self._carried(self._choose_all(first=False))
 
     def _is_fixed(self, value: Value) -> bool:
-        """A used parameter: it lies where an annotation put it, and is meant to be used there."""
+        """Whether a value is a used parameter, which stays where its annotation put it."""
         return value.producer is not None and is_boundary(value.producer) and value.producer.args[1] == "parameter"
 
     def _choose_all(self, first: bool) -> dict[Value, tuple[Axes, str]]:
@@ -173,7 +176,7 @@ class _Partitioner:
                 continue
             homes = [self.home[v] for v in op.operands]
             fixed = [self._is_fixed(v) for v in op.operands]
-            # What another op has fetched already costs nothing more.
+            # a layout that another op has fetched costs nothing more
             there = [() if first else self.asked.get(v, ()) for v in op.operands]
             wanted = [self.propagated[r] for r in op.results]
             rule, choice = choose(op, self.s.rules[op], homes, wanted, fixed, there, self.latency)
@@ -194,13 +197,13 @@ class _Partitioner:
         return natural
 
     def _pinned(self, value: Value) -> Layout | None:
-        """Where an annotation that leaves nothing open puts a value between two operations."""
+        """The layout of a value with a fully closed annotation between two operations."""
         if value not in self.s.annotated or any(self.s.annotated[value].sharding.open) or not value.rank:
             return None
         return self.propagated[value]
 
     def rule(self, op: Op) -> Rule:
-        """The rule that the op is computed by: one of its own, once it is chosen."""
+        """The rule by which the op is computed; the chosen one once there is a choice."""
         return self.rules.get(op, self.s.rules[op])
 
     def _anchor_layout(self, op: Op) -> Layout:
@@ -213,15 +216,16 @@ class _Partitioner:
         return regrained(value.shape, self.propagated[value], self.home[op.operands[0]])
 
     def _resolved(self, value: Value, made: Layout) -> Layout:
-        """Where a partial value goes when it is summed: what propagation gave it, without losing what it has."""
+        """The layout of a partial value after its reduction: the propagated one, without losing its own axes."""
         want = regrained(value.shape, self.propagated[value], made)
         return want if any(want.dims) or not any(made.dims) else made.whole()
 
     def _carried(self, natural: dict[Value, tuple[Axes, str]]) -> dict[Value, Axes]:
-        """The values that stay partial sums, and over which axes.
+        """The values that stay partial sums, with the axes.
 
-        Carried only by an op that is linear in it and its only reader, to a result that is no larger (or, for a
-        widening cast, on its way to a gradient's storage), or read by an anchor, which resolves it where it belongs.
+        A value stays partial through an op that is linear in it and its only reader, if the result is not larger (or,
+        for a widening cast, on its way to a gradient's storage), or if an anchor reads it, which reduces it to its
+        layout.
         """
         refused: set[Value] = set()
         while True:
@@ -301,7 +305,7 @@ class _Partitioner:
         if rule.additive and len(op.results) == 1 and op.results[0] in self.partial:
             own = layout_of(rule, rule.results[0], choice, True).partial
             carried = difference(self.partial[op.results[0]], own)
-            # A partial sum lies whole on its axes: they cannot shard a dim of it as well.
+            # a partial sum is whole over its axes, so they cannot also shard a dim of it
             choice = {f: Cut(kept, cut.grain) for f, cut in choice.items() if (kept := without(cut.axes, carried))}
             choice = computable(op, rule, choice)
         inputs = []
@@ -332,12 +336,12 @@ class _Partitioner:
                 self.home[result] = pinned
 
     def _filled(self, node: fx.Node, op: Op, rule: Rule, choice: Choice, operand: int, layout: Layout) -> fx.Node:
-        """An operand whose padding holds what the op can compute with (see `Rule.fill`)."""
+        """An operand whose padding holds a value with which the op can compute (see `Rule.fill`)."""
         value = op.operands[operand]
         for d in _padded(value.shape, layout):
             axes, grain = layout.dims[d], layout.grain(d)
             members = [f for f in rule.operands[operand][d] if f in choice]
-            # The minor-most factor that is cut is the one whose last part is padded.
+            # the minor-most sharded factor is the one whose last shard is padded
             fill = rule.fill(operand, members[-1])
             zeros = self.zeros.get(node, frozenset())
             if fill is None or (fill == 0 and d in zeros):
@@ -352,7 +356,7 @@ class _Partitioner:
         return node
 
     def _zeros(self, op: Op, rule: Rule, inputs: Sequence[fx.Node], result: int, layout: Layout) -> frozenset[int]:
-        """The dims of a result whose padding is 0, because it is of all that the op is linear in."""
+        """The dims of a result whose padding is 0, because the padding of all linear operands is."""
         unclean = {f for f, kind in enumerate(rule.kinds) if kind is Kind.PERMUTE}
         held: set[int] = set()
         for i, (node, dims) in enumerate(zip(inputs, rule.operands)):
@@ -368,11 +372,11 @@ class _Partitioner:
         )  # fmt: skip
 
     def _at(self, op: Op, value: Value) -> None:
-        """The nodes that follow are made for `op`, and hold `value`."""
+        """Sets the origin of the following nodes to `op` and `value`."""
         self.emitter.at(op.name, op.place._replace(role=value.role))
 
     def get(self, value: Value, layout: Layout, reader: Op) -> fx.Node:
-        """The node that holds `value` in `layout`: made once, by the cheapest way from a copy there is."""
+        """The node that holds `value` in `layout`, emitted once, by the cheapest way from an existing copy."""
         copies = self.copies[value]
         if layout not in copies and (seen := self._viewed(value, layout, reader)) is not None:
             copies[layout] = seen
@@ -393,14 +397,14 @@ class _Partitioner:
         for step in steps:
             zeros = self.zeros.get(node, frozenset())
             node = self.emitter.step(node, step, value.shape, **self.reasons.why(value, step, reader))
-            # What a step cuts anew it pads with 0; of a dim that was padded before the padding stays what it was.
+            # a step that divides anew pads with 0; padding that existed before stays as it was
             before = (even(n // step.grain(d), step.before.dims[d]) for d, n in enumerate(value.shape))
             self.zeros[node] = frozenset(d for d, clean in enumerate(before) if clean or d in zeros)
         copies[layout] = node
         return node
 
     def _viewed(self, value: Value, layout: Layout, reader: Op) -> fx.Node | None:
-        """The value in a layout as a view of what it is a view of: that is resharded, once for all views of it."""
+        """The value in a layout as a view of its source: the source is resharded once for all its views."""
         op = value.producer
         if op is None or len(op.operands) != 1 or entry_of(op.target).view is None or layout.partial:
             return None
@@ -444,7 +448,7 @@ class _Partitioner:
         )  # fmt: skip
 
     def _done(self) -> dict[str, Info]:
-        """What the nodes of each op compute, by its name."""
+        """The nodes of each op, by its name, with what they compute."""
         found: dict[str, Info] = {}
         for known in (node.meta[INFO] for node in self.emitter.graph.nodes):
             if known.flops:
@@ -465,12 +469,12 @@ class _Partitioner:
 
 
 def _padded(shape: Sequence[int], layout: Layout) -> list[int]:
-    """The dims whose last parts are padded."""
+    """The dims whose last shards are padded."""
     return [d for d, n in enumerate(shape) if not even(n // layout.grain(d), layout.dims[d])]
 
 
 def _drop_dead(graph: fx.Graph) -> None:
-    """Removes what nothing reads; a collective that nothing reads is removed too, alike on every rank."""
+    """Removes unread nodes, collectives included, in the same way on every rank."""
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op not in ("placeholder", "output"):
             graph.erase_node(node)

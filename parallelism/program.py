@@ -1,7 +1,7 @@
-"""`Program`: the one truth. One device's graph with its collectives, read by planner, executor, resharder, report.
+"""`Program`: one device's graph with its collectives, which planner, executor, resharder and report all read.
 
-It is the same on every rank: what differs between ranks are the results of `offset`, a function of the rank that
-the executor (or the simulation) evaluates. It saves as JSON and compares by `fingerprint`.
+It is the same on every rank: only the results of `offset` and similar functions of the rank differ, which the executor
+or the simulation evaluates. It can be saved as JSON and compared by `fingerprint`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ValueRecord:
-    """What became of one named value of the global graph."""
+    """The layout and names of one named value of the global graph."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout
     annotated: bool
-    """An axis of it was told for the value itself."""
+    """Whether an axis of it was annotated for the value itself."""
     role: Role = ""
     label: str = ""
     """What the model, or the step, calls it: of a parameter in any form its name, of an activation and its gradient the
@@ -56,10 +56,10 @@ class ValueRecord:
 
 @dataclass
 class Program:
-    """One device's graph and what it means globally.
+    """One device's graph, with its global meaning.
 
-    `graph` is an FX graph whose collectives are `_c10d_functional` ops on groups named by `group_name`; every node
-    carries an `Info`. Passes are functions from a Program to a Program.
+    `graph` is an FX graph whose collectives are `_c10d_functional` ops on groups named by `group_name`; every node has
+    an `Info`. Passes are functions from a Program to a Program.
     """
 
     mesh: Mesh
@@ -68,19 +68,19 @@ class Program:
     outputs: tuple[Port, ...]
     records: dict[str, ValueRecord] = field(default_factory=dict)
     donated: dict[int, int] = field(default_factory=dict)
-    """output index -> input index whose storage it takes over."""
+    """For each donated output index, the index of the input whose storage it reuses."""
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     in_tree: Any = None
     out_tree: Any = None
     explanation: Callable[[str], Explanation] | None = None
-    """Why a value of `records` is sharded as it is; None where that is not known, as for a program that was read."""
+    """Returns the explanation of a value of `records`; None for a program that was loaded from JSON."""
     _derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def derived(self, key: Any, make: Callable[[], T]) -> T:
-        """What `make()` finds out about the program, made once for a key.
+        """The result of `make()`, a function of the program, cached under a key.
 
-        A program does not change once the pass that makes it has returned it: passes work on a copy of their own.
+        A program does not change after the pass that returned it: passes work on copies.
         """
         if key not in self._derived:
             self._derived[key] = make()
@@ -93,7 +93,7 @@ class Program:
         return list(self.graph.nodes)
 
     def issues(self) -> Iterator[tuple[fx.Node, Collective]]:
-        """Nodes that issue a collective, in issue order."""
+        """Nodes that issue a collective, with it, in issue order."""
         for node in self.graph.nodes:
             found = node.meta.get(INFO)
             if found is not None and found.comm is not None:
@@ -112,11 +112,11 @@ class Program:
         return [public(port.layout, self.mesh) for port in self.outputs]
 
     def sharding_of(self, name: str) -> tuple[Any, ...]:
-        """Per dim None, an axis, or a tuple of axes. KeyError names what there is."""
+        """The sharding of a value: per dim None, an axis, or a tuple of axes. KeyError lists similar names."""
         return public(self._record(name).layout, self.mesh)
 
     def explain(self, name: str) -> str:
-        """Why a value is sharded as it is: a line per step, the last one the annotation."""
+        """Why a value has its sharding, as text: a line per step, the last one the annotation."""
         record = self._record(name)
         lines = words.explanation(self.explained(name))
         size = "x".join(map(str, record.shape))
@@ -124,7 +124,7 @@ class Program:
         return "\n".join([head, *(f"  {line}" for line in lines)])
 
     def explained(self, name: str) -> Explanation:
-        """The same as values."""
+        """Why a value has its sharding, as data."""
         return self.explanation(name) if self.explanation is not None else Explanation()
 
     def _record(self, name: str) -> ValueRecord:
@@ -134,18 +134,18 @@ class Program:
         return self.records[name]
 
     def local(self, rank: int, *global_args: Any, seed: int | torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Device `rank`'s arguments, flattened, of the given global ones.
+        """Device `rank`'s shards of the given global arguments, flattened.
 
-        `seed`: of the random numbers that the program draws, if it does; the same on every rank. Another seed for each
-        step draws other numbers. Default: what `torch.manual_seed` was given last, in this process; ValueError where
-        there are others, which may have been given another.
+        seed: for the random numbers that the program draws, if any; the same on every rank, and another one for each
+        step. Default: the last `torch.manual_seed` in this process. ValueError in a multi-process run without a seed,
+        since other processes may have another default.
         """
         return simulate.local_arguments(self, rank, global_args, seed)
 
     def simulate(self, *global_args: Any, seed: int | torch.Tensor | None = None) -> list[torch.Tensor]:
         """Runs the graph of every device in this process, in lock-step, and returns the global results.
 
-        `seed` as for `local`. Like any function of its arguments, it draws the same again for the same seed.
+        `seed` as for `local`: the same seed draws the same numbers.
         """
         return simulate.simulate(self, global_args, seed)
 
@@ -161,8 +161,8 @@ class Program:
 
     # ---- comparing and saving -----------------------------------------------------------------------------
     def to_json(self, *, why: bool = True) -> dict[str, Any]:
-        """Everything as plain data: nodes, ports, records. Same program, same bytes; without `why` no reasons, which
-        say where in which file something stands."""
+        """The program as plain data: nodes, ports, records. The same program gives the same bytes; `why` adds the
+        reasons, which contain file positions."""
         return {
             "mesh": self.mesh.axes,
             "inputs": [_port_json(p, self.mesh) for p in self.inputs],
@@ -173,7 +173,7 @@ class Program:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of `to_json` without its reasons: equal on all ranks, or they would hang."""
+        """The sha256 of `to_json` without reasons. Ranks with different ones would hang."""
         return hashlib.sha256(json.dumps(self.to_json(why=False), sort_keys=True).encode()).hexdigest()
 
     def replace_graph(self, graph: fx.Graph) -> Program:
@@ -181,7 +181,7 @@ class Program:
 
 
 def public(layout: Layout, mesh: Mesh) -> tuple[Any, ...]:
-    """A layout in the public form: None, an axis, or a tuple of axes per dim."""
+    """A layout in the public form: per dim None, an axis, or a tuple of axes."""
 
     def one(axis: Axis) -> Any:
         return axis.name if axis.size == mesh.axes[axis.name] else tuple(axis)

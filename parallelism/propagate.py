@@ -1,8 +1,8 @@
-"""propagate: a few annotations -> a sharding for every value of the graph, each with its cause.
+"""Propagation: extends a few annotations to a sharding for every value of the graph, each with its cause.
 
-The algorithm is Shardy's (openxla/shardy, `propagation/`): an op's shardings are projected onto the factors of its
-rule, merged there, and projected back, to a fixpoint, in four nested loops: user priority > op priority >
-aggressive > basic. Both directions, through the whole training graph (GSPMD, section 3.5).
+The algorithm is Shardy's (openxla/shardy, `propagation/`): the shardings of an op are projected onto the factors of its
+rule, merged there, and projected back, until nothing changes, in four nested loops: user priority > op priority >
+aggressive > basic. It works in both directions, through the whole training graph (GSPMD, section 3.5).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tpshard.parallelism.why import TIE, Through, through
 
 
 class Direction(IntFlag):
-    """Where an op carries a factor's axes."""
+    """The directions in which an op propagates a factor's axes."""
 
     NONE = 0
     BACKWARD = 1
@@ -45,18 +45,18 @@ class Direction(IntFlag):
 
 
 class Loop(NamedTuple):
-    """One of the inner loops: the ops that take part (0 to 4, see `_directions`), and how conflicts are met."""
+    """One of the inner loops: the ops that take part (0 to 4, see `_directions`), and how conflicts are resolved."""
 
     level: int
     aggressive: bool
 
 
 LOOPS = tuple(Loop(level, aggressive) for level in range(5) for aggressive in (False, True))
-"""What every user priority runs, each to a fixpoint."""
+"""The loops of every user priority, each run to a fixpoint."""
 
 
 class Tie:
-    """Values that are to share one sharding: a parameter, its gradient, its optimizer state."""
+    """Values with one common sharding: a parameter, its gradient, its optimizer state."""
 
     name = "tie"
     target = "tie"
@@ -71,46 +71,46 @@ class Tie:
 
 @dataclass(eq=False)
 class Edge:
-    """One op (or tie) as propagation sees it: its tensors and their factors."""
+    """One op (or tie) for propagation: its tensors and their factors."""
 
     op: Op | Tie
     rule: Rule
     tensors: list[Value]
     form: int
-    """Equal for edges that propagation cannot tell apart: the layers of a model are alike."""
+    """Equal for edges that propagation cannot distinguish, such as those of equal layers."""
     pointwise: bool
     directions: tuple[tuple[Direction, ...], ...]
-    """Per level, per factor."""
+    """The direction per level and factor."""
 
 
 class Moved(NamedTuple):
-    """What visiting an edge does, whatever its tensors are called."""
+    """The result of visiting an edge, independent of the names of its tensors."""
 
     factors: tuple[tuple[int, dict[int, Axes]], ...]
-    """(tensor, its axes per factor) where they change."""
+    """Changes as (tensor, its axes per factor)."""
     sources: dict[tuple[int, int], int]
-    """(tensor, factor) -> tensor that its axes came from."""
+    """The tensor from which the axes of each (tensor, factor) came."""
     conflicts: tuple[tuple[int, Axes, Axes], ...]
-    """(tensor, axes it did not get, what was in their way)."""
+    """Conflicts as (tensor, axes it did not get, axes that prevented it)."""
 
 
 def propagate(
     graph: Graph, mesh: Mesh, annotations: Mapping[Value, Annotation], ties: Sequence[Sequence[Value]] = (),
     rules: Mapping[Op, Rule] | None = None, loops: Sequence[Loop] = LOOPS,
 ) -> Shardings:  # fmt: skip
-    """Extends `annotations` over the whole graph. Deterministic, idempotent; a closed dim is never touched.
+    """Extends `annotations` over the whole graph. Deterministic and idempotent; closed dims never change.
 
-    `ties`: values that are to lie alike. `rules`: those of the graph's ops, where an earlier propagation of the same
-    graph has made them. `loops`: the inner loops, for tests of one of them.
+    ties: groups of values with one sharding. rules: the rules of the graph's ops, if an earlier propagation computed
+    them. loops: the inner loops, for tests of a single one.
     """
     return _Propagation(graph, mesh, annotations, ties, rules, loops).run()
 
 
 def _directions(rule: Rule, single_use: bool, broadcasts: bool) -> tuple[tuple[Direction, ...], ...]:
-    """Per level and factor the direction in which an op takes part; levels accumulate.
+    """The direction in which an op propagates each factor, per level; levels accumulate.
 
-    0: pass-through ops whose operands nothing else reads. 1: all pass-through ops. 2: factors that pass, of any op;
-    broadcasts only backward. 3: all factors. 4: broadcasts forward too.
+    0: pass-through ops whose operands have no other reader. 1: all pass-through ops. 2: factors that pass through, of
+    any op; broadcasts only backward. 3: all factors. 4: broadcasts forward too.
     """
     backward = Direction.BACKWARD if broadcasts else Direction.BOTH
     passing = tuple(backward if kind is Kind.PASS else Direction.NONE for kind in rule.kinds)
@@ -130,7 +130,7 @@ class _Propagation:
         self.mesh, self.graph, self.loops = mesh, graph, loops
         self.shardings: dict[Sharding, Sharding] = {}
         self.state: dict[Value, Sharding] = {}
-        """Equal shardings are one object, so that what visits depend on is compared by identity."""
+        """The current shardings. Equal ones are one object, so that visits can be cached by identity."""
         for value in graph.values():
             self._set(value, Sharding.unknown(value.rank))
         self.causes: dict[tuple[Value, int], list[tuple[Axis, Cause]]] = {}
@@ -145,7 +145,7 @@ class _Propagation:
         self.edges: list[Edge] = []
         self.forms: dict[tuple[object, ...], int] = {}
         self.moves: dict[tuple[object, ...], Moved | None] = {}
-        """What is known of visits: None where nothing comes of one."""
+        """Cached results of visits; None for a visit without effect."""
         members: list[Op | Tie] = [*graph.ops, *map(Tie, ties)]
         for op in members:
             rule = op.rule if isinstance(op, Tie) else self.rules[op]
@@ -160,7 +160,8 @@ class _Propagation:
         self.results = [edge for edge in self.edges if edge.op.target is output]
         self.ties: dict[Value, Edge] = {v: e for e in self.edges if isinstance(e.op, Tie) for v in e.tensors}
         self.touching: dict[Value, list[Edge]] = {}
-        """The op that makes a value, then its readers from last to first: what is notified last is visited first."""
+        """The op that computes a value, then its readers from last to first: the last to be notified is visited
+        first."""
         for edge in reversed(self.edges):
             for value in dict.fromkeys(edge.tensors):
                 if edge.op.target is not output and not isinstance(edge.op, Tie):
@@ -188,7 +189,7 @@ class _Propagation:
         )
 
     def _park(self, value: Value, wanted: Sharding) -> None:
-        """Dims of a later priority start empty and closed, and no other dim of the value may take their axes."""
+        """Empties and closes dims of a later priority, and keeps their axes off the value's other dims."""
         assert wanted.priority is not None
         later = [priority > 0 for priority in wanted.priority]
         axes = [axis for dim, parked in zip(wanted.dims, later) if parked for axis in dim]
@@ -199,7 +200,7 @@ class _Propagation:
         ))  # fmt: skip
 
     def _restore(self, value: Value, wanted: Sharding, current: int) -> None:
-        """Brings dims of priority `current` to what the user wrote."""
+        """Sets dims of priority `current` to what the user wrote."""
         assert wanted.priority is not None
         now = self.state[value]
         back = [priority == current > 0 for priority in wanted.priority]
@@ -211,8 +212,10 @@ class _Propagation:
         ))  # fmt: skip
 
     def _to_fixpoint(self, loop: Loop) -> None:
-        """Visits every edge that takes part, top down; what a change touches comes next. The function's results take
-        part before and after."""
+        """Visits every participating edge from top to bottom; edges affected by a change come next.
+
+        The function's results are visited before and after.
+        """
         self._visit_results(loop)
         stack = [edge for edge in reversed(self.edges) if any(edge.directions[loop.level])]
         active = set(stack)
@@ -233,7 +236,7 @@ class _Propagation:
 
     # ---- one op -------------------------------------------------------------------------------------------
     def _visit(self, edge: Edge, loop: Loop) -> list[Value]:
-        """Carries axes between an edge's tensors; returns the values that changed, tied ones included."""
+        """Propagates axes between an edge's tensors; returns the changed values, tied ones included."""
         shardings = [self.state[v] for v in edge.tensors]
         key = (edge.form, loop, *map(id, shardings))
         if key not in self.moves:
@@ -276,7 +279,7 @@ class _Propagation:
             if new == old or not starts_with(new, old):
                 continue
             others = [a for d, axes in enumerate(self.state[value].dims) if d != dim for a in axes]
-            if any(overlap(a, others) for a in remainder(new, old)):  # the same value is two operands of this op
+            if any(overlap(a, others) for a in remainder(new, old)):  # one value is two operands of this op
                 continue
             self._set(value, self.state[value].with_dim(dim, new))
             for f in members:
@@ -291,7 +294,7 @@ class _Propagation:
 
 
 class _Step:
-    """The factors of one edge's tensors, and how axes move along them."""
+    """One step on the factors of an edge's tensors."""
 
     def __init__(self, edge: Edge, shardings: list[Sharding], loop: Loop):
         rule = edge.rule
@@ -304,7 +307,7 @@ class _Step:
         self.conflicts: list[tuple[int, Axes, Axes]] = []
 
     def basic(self) -> None:
-        """Per factor what all tensors agree on and can take; any conflict, in any tensor, truncates it for all."""
+        """Per factor, the axes on which all tensors agree; a conflict in any tensor truncates them for all."""
         for f in range(len(self.sizes)):
             axes = self.compatible(f)
             for t in range(len(self.parts)) if axes else ():
@@ -317,8 +320,11 @@ class _Step:
                 self.expand(t, f, axes)
 
     def aggressive(self) -> None:
-        """Per tensor what it can take, results before operands; where factors want the same axes, the first in order
-        wins: largest source tensor, for pointwise ops the most axes, lowest tensor, lowest factor."""
+        """Per tensor, the axes that it can have, results before operands.
+
+        If factors compete for an axis, the order decides: largest source tensor, for pointwise ops the most axes,
+        lowest tensor, lowest factor.
+        """
         wanted = [self.compatible(f) for f in range(len(self.sizes))]
         if not any(wanted):
             return
@@ -350,8 +356,10 @@ class _Step:
                 self.expand(t, f, axes)
 
     def compatible(self, f: int) -> Axes:
-        """The longest list of major axes of a factor on which its tensors agree. In one direction only those in front
-        add to it; the others may still shorten it."""
+        """The longest list of major axes of a factor on which its tensors agree.
+
+        In a one-directional step only the source tensors extend it; the others may shorten it.
+        """
         direction = self.directions[f]
         if direction is Direction.NONE:
             return ()
@@ -372,7 +380,7 @@ class _Step:
         return agreed
 
     def others(self, t: int, f: int) -> Axes:
-        """Axes that the other factors of a tensor have."""
+        """The axes of a tensor's other factors."""
         return tuple(a for g, part in self.parts[t].items() if g != f for a in (*part.axes, *part.overflow))
 
     def expand(self, t: int, f: int, axes: Axes) -> None:
@@ -386,7 +394,7 @@ class _Step:
 
 
 def size_of_factors(sizes: Sequence[int], tensor: Mapping[int, FactorAxes]) -> int:
-    """Elements of a tensor, counted by its factors."""
+    """The number of elements of a tensor, from its factors."""
     return math.prod(sizes[f] for f in tensor)
 
 

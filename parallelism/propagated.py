@@ -1,4 +1,4 @@
-"""What propagation starts from and what it gives: annotations, and a sharding for every value, each with its cause."""
+"""The input and output of propagation: annotations, and a sharding for every value with its cause."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tpshard.parallelism.why import Explanation, Hop, Through, Told
 
 @dataclass(frozen=True)
 class Annotation:
-    """What the user wrote for one value: a sharding, and where."""
+    """The user's annotation of one value: a sharding, and where it was written."""
 
     sharding: Sharding
     told: tuple[Told, ...] = ()
-    """Who asks for it; nobody where only axes are kept off."""
+    """The sources of the annotation; empty if it only excludes axes."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a dim got axes: they came from `source`'s dim through `op`, or were told."""
+    """Why a dim has axes: they came from `source`'s dim through `op`, or from an annotation."""
 
     op: Through | None
     source: Value | None
@@ -32,7 +32,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Conflict:
-    """An axis that two tensors of one op wanted on different dims."""
+    """An axis that two tensors of one op need on different dims."""
 
     op: str
     value: Value
@@ -46,7 +46,7 @@ class Conflict:
 
 @dataclass
 class Shardings:
-    """A sharding per value, with its reason."""
+    """The sharding of every value, with its reason."""
 
     mesh: Mesh
     graph: Graph
@@ -57,7 +57,7 @@ class Shardings:
     conflicts: list[Conflict] = field(default_factory=list)
 
     def explain(self, value: Value) -> Explanation:
-        """A chain for each axis, each ending at what was told."""
+        """The reasons of a value's sharding: one chain per axis, each ending at an annotation."""
         given = self.annotated.get(value)
         annotated = given.sharding.notation(self.mesh, value.dims) if given is not None and given.told else ""
         links = [
@@ -84,7 +84,7 @@ class Shardings:
         return links
 
     def told(self, value: Value) -> bool:
-        """Whether an axis of a value was told for that value itself."""
+        """Whether an axis of a value was annotated for the value itself."""
         axes = ((dim, axis) for dim, axes in enumerate(self.of[value].dims) for axis in axes)
         causes = (self.cause(value, dim, axis) for dim, axis in axes)
         return any(cause is not None and cause.source is None for cause in causes)

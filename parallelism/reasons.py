@@ -1,4 +1,4 @@
-"""Why a collective is there: the operation, the value, both layouts, and what was told behind them."""
+"""Recording why a collective exists: the operation, the value, both layouts, and the annotation behind them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.why import Demand, Told, through
 
 FAR = 8
-"""Producers to look behind for an axis that a partial sum no longer shows."""
+"""How many producers to search for the origin of an axis that a partial sum no longer shows."""
 
 
 class Reasons:
@@ -24,7 +24,7 @@ class Reasons:
         self.roots: dict[tuple[Value, int, str], tuple[tuple[Told, ...], bool]] = {}
 
     def why(self, value: Value, step: ReshardStep, reader: Op) -> dict[str, Any]:
-        """What a `Collective` records of a resharding step that brings `value` to `reader`."""
+        """The reason of a resharding step that brings `value` to `reader`, as arguments of a `Collective`."""
         of, asked, mixes, by = what_moves(value, reader), True, "", reader
         kind: Literal["sum", "given", "storage", "operand"]
         if step.kind in ("reduce", "scatter"):
@@ -50,10 +50,10 @@ class Reasons:
         return {"why": (need,), "value": (name,), "of": of, "asked": asked}
 
     def root(self, value: Value, dim: int, axis: Axis) -> tuple[tuple[Told, ...], bool]:
-        """What was told that an axis of a dim comes from, and whether it was of an activation.
+        """(the annotation that an axis of a dim comes from, whether it was of an activation).
 
-        Who annotates an activation asks for what brings it there; a parameter's annotation asks for no reshard.
-        Memoized along the chain.
+        An annotation of an activation asks for reshards towards it; one of a parameter does not. Memoized along the
+        chain.
         """
         trail = []
         answer: tuple[tuple[Told, ...], bool] = ((), False)
@@ -94,7 +94,7 @@ class Reasons:
 
 
 def what_moves(value: Value, reader: Op) -> Role:
-    """parameter or gradient, at the boundary with its storage; else logits, loss, scalar or activation."""
+    """The role of the moved value: parameter or gradient at a boundary, else logits, loss, scalar or activation."""
     if is_boundary(reader):
         return "gradient" if reader.args[1] == "gradient" else "parameter"
     if value.role in ("logits", "loss"):

@@ -1,6 +1,6 @@
-"""Records what a function runs: every ATen op on fake tensors, below autograd, as an `Op` of the global graph.
+"""Recording the ops that a function runs, on fake tensors and below autograd, as `Op`s of the global graph.
 
-It does what `make_fx` does and makes our graph at once: no proxies, and no second graph to translate.
+It does the work of `make_fx` without proxies and without a second graph to translate.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ aten = torch.ops.aten
 
 @functools.cache
 def decompositions() -> dict[Any, Any]:
-    """How the ops that are recorded as others split, by overload: what the table says, and of ops of which it knows
-    nothing what torch says."""
+    """The decompositions of ops that are recorded as others, by overload: the op table's, and torch's for unknown
+    ops."""
     found: dict[Any, Any] = {}
     for func, split in decomposition_table.items():
         if isinstance(func, torch._ops.OpOverload) and entry_of(func) is OTHER and not _is_view_or_composite(func):
@@ -50,15 +50,15 @@ def _is_view_or_composite(func: Any) -> bool:
 
 
 def _named(name: str) -> Any:
-    """`aten.add`, with all its overloads, or one: `aten.add.Tensor`."""
+    """An op by name: `aten.add` with all its overloads, or one, `aten.add.Tensor`."""
     return functools.reduce(getattr, name.split("."), torch.ops)
 
 
 class Recorder(TorchDispatchMode):
-    """To be entered inside a `FakeTensorMode`. `place` is asked whenever an op runs."""
+    """Records ops as they run, inside a `FakeTensorMode`. `place` returns the place of the running op."""
 
     supports_higher_order_operators = True
-    """So that they come here, to be refused."""
+    """Set so that higher-order operators arrive here and are refused."""
 
     def __init__(self, place: Callable[[], Place] | None = None) -> None:
         super().__init__()
@@ -69,31 +69,31 @@ class Recorder(TorchDispatchMode):
         self.decompositions = decompositions()
         self.names = _Namespace()
         self.known: dict[int, tuple[Value, Tensor]] = {}
-        """By identity of the tensor, which is kept alive: its value, the newest where it was changed in place."""
+        """For each tensor by identity (kept alive): its value, the newest one if it was changed in place."""
         self.composite: dict[Any, bool] = {}
         self.splitting: list[Any] = []
-        """Ops whose decompositions run."""
+        """Ops whose decompositions are running."""
         self.shapes = Shapes()
         self.seed: Tensor | None = None
-        """Of what the function draws: an input of its own, behind all others, where it draws anything."""
+        """The seed input, after all others, if the function draws random numbers."""
         self.drawn = 0
         self.rows = 0
-        """Of the batch, where draws for them go by their place in a step (see `draws`)."""
+        """Rows of the batch, if draws for them depend on their place in a step (see `draws`)."""
 
     def input(self, name: str, fake: Tensor) -> None:
-        """Takes the next argument of the function."""
+        """Adds the function's next argument."""
         value = Value(name, tuple(fake.shape), fake.dtype, None, len(self.inputs))
         self.inputs.append(value)
         self.known[id(fake)] = (value, fake)
 
     def constant(self, name: str, tensor: Tensor, fake: Tensor) -> None:
-        """Takes a constant of the function, for which `fake` stands."""
+        """Adds a constant of the function, which `fake` stands for."""
         value = Value(name, tuple(tensor.shape), tensor.dtype)
         self.constants[name] = (value, tensor)
         self.known[id(fake)] = (value, fake)
 
     def graph(self, outputs: list[Any]) -> Graph:
-        """What has run, with these results of the function."""
+        """The graph of the recorded ops, with these results of the function."""
         results = [self.value(o) if isinstance(o, Tensor) else o for o in outputs]
         graph = Graph(self.inputs, self.ops, results, self.constants)
         graph.seed = None if self.seed is None else self.known[id(self.seed)][0]
@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):
         return graph
 
     def value(self, tensor: Tensor) -> Value:
-        """The value of a tensor; one that no op has made is a constant."""
+        """The value of a tensor; one that no op has produced is a constant."""
         known = self.known.get(id(tensor))
         if known is None:
             name = f"_tensor_constant{len(self.constants)}"
@@ -114,22 +114,22 @@ class Recorder(TorchDispatchMode):
         if func is DRAW:
             return self._draw(*args)
         if not isinstance(func, torch._ops.OpOverload):
-            raise ValueError(f"`{func}` is not an ATen op: it cannot be partitioned")
+            raise ValueError(f"`{func}` is not an ATen op and cannot be partitioned")
         if entry_of(func).recorded == "answered":
             if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
-                return args[0].fake_device  # what asking gives, without asking: autograd wants it of every tensor
+                return args[0].fake_device  # answered without dispatch, because autograd asks it of every tensor
             return func(*args, **kwargs)
         decomposition = self.decompositions.get(func)
         if decomposition is None and func.namespace == "prims":  # an op by another name
             decomposition = getattr(func, "impl_aten", None)
         if decomposition is not None and func not in self.splitting:
-            self.splitting.append(func)  # a decomposition may end in the op itself, on other types
+            self.splitting.append(func)  # a decomposition may call the op itself, with other dtypes
             try:
                 with self:
                     made = decomposition(*args, **kwargs)
             finally:
                 self.splitting.pop()
-            if made is not NotImplemented:  # as a decomposition says that it does not know these operands
+            if made is not NotImplemented:  # a decomposition returns it for operands it does not support
                 return made
         operands: list[Tensor] = []
         refs = _refs(args, operands)
@@ -137,13 +137,13 @@ class Recorder(TorchDispatchMode):
         if self._is_composite(func, operands):
             with self:
                 return func.decompose(*args, **kwargs)
-        if func is aten.lift_fresh.default:  # what is lifted may be changed in place later: the constant stays
+        if func is aten.lift_fresh.default:  # the result may be changed in place later; the constant stays
             func = aten.lift_fresh_copy.default
-        # before the op runs: it may change a tensor that it reads
+        # before the op runs, since it may change a tensor that it reads
         values = [self.value(tensor) for tensor in operands]
         made = self.shapes.run(func, args, kwargs, (refs, keywords), operands)
         if isinstance(made, (int, float, bool)):
-            return made  # of a constant: known while tracing
+            return made  # of a constant: its value is known while tracing
         self._record(func, refs, keywords, values, made)
         return made
 
@@ -157,7 +157,7 @@ class Recorder(TorchDispatchMode):
             return RANDOM(self.seed, self.drawn, list(size), [0] * len(size), strides_of(size), dtype, row)
 
     def _is_composite(self, func: Any, operands: list[Tensor]) -> bool:
-        """Whether eager mode would run other ops instead, had autograd seen the op."""
+        """Whether eager mode would run other ops instead, if autograd had seen the op."""
         known = self.composite.get(func)
         if known is None:
             implicit = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
@@ -185,7 +185,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _refs(arg: Any, operands: list[Tensor]) -> Any:
-    """An argument with a `Ref` for every tensor, which is appended to `operands`."""
+    """An argument with a `Ref` for every tensor; the tensors are appended to `operands`."""
     if isinstance(arg, Tensor):
         operands.append(arg)
         return Ref(len(operands) - 1)

@@ -1,4 +1,4 @@
-"""What ops make of operands of known shapes. The layers of a model are alike: a fake tensor mode is asked only once."""
+"""A cache of op results by shapes: equal layers ask the fake tensor mode only once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tpshard.parallelism.graph import Ref
 
 
 class Like(NamedTuple):
-    """All that is known of a fake tensor whose content is not."""
+    """The metadata of a fake tensor with unknown content."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -21,18 +21,18 @@ class Like(NamedTuple):
 
 
 class Shapes:
-    """Runs ops on fake tensors, and remembers what came out.
+    """Runs ops on fake tensors, and caches their results.
 
-    Only for ops that change nothing in place, and for fake tensors of unknown content. A view shares its source's
-    storage, as autograd expects of what is written to: it is not remembered but made at once, of meta tensors.
+    Only for ops that change nothing in place, on fake tensors of unknown content. Views are not cached: they share
+    their source's storage, as autograd expects, and are made directly from meta tensors.
     """
 
     def __init__(self) -> None:
         self.known: dict[Any, tuple[type | None, list[Like]]] = {}
-        """By op and arguments: the type of the sequence that is returned, if one is, and the tensors."""
+        """By op and arguments: the type of the returned sequence, if it is one, and the tensors."""
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any], refs: Any, operands: list[Tensor]) -> Any:
-        """`func(*args, **kwargs)`. `refs`: all arguments, with a `Ref` for each tensor, of `operands`."""
+        """`func(*args, **kwargs)`. refs: all arguments, with a `Ref` for each tensor in `operands`."""
         key = _key(func, refs, operands)
         if key is None:
             return func(*args, **kwargs)
@@ -54,7 +54,7 @@ class Shapes:
 
 
 def _key(func: Any, refs: Any, operands: list[Tensor]) -> Any:
-    """What the shapes of an op's results depend on; None where more than shapes counts."""
+    """The cache key of an op's results; None where they depend on more than shapes."""
     likes = [_like(operand) for operand in operands]
     if not likes or None in likes or func._schema.is_mutable:
         return None
@@ -67,7 +67,7 @@ def _key(func: Any, refs: Any, operands: list[Tensor]) -> Any:
 
 
 def _like(tensor: Any) -> Like | None:
-    """None for what is no fake tensor, for one whose content is known, and for what may be conjugated (complex)."""
+    """The metadata of a tensor; None if it is not fake, its content is known, or it may be conjugated (complex)."""
     if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.dtype.is_complex:
         return None
     return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device)
@@ -75,13 +75,13 @@ def _like(tensor: Any) -> Like | None:
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Whether an op of torch gives back a view of its operand, and nothing else."""
+    """Whether an op of torch returns only a view of its operand."""
     returns = func._schema.returns
     return func.namespace == "aten" and bool(returns) and all(r.alias_info is not None for r in returns)
 
 
 def _view(func: Any, args: Any, kwargs: Any, source: Any) -> Any:
-    """A view of a fake tensor, whichever modes look on."""
+    """A view of a fake tensor, made below all dispatch modes."""
     unseen, below = torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd()
     try:
         made = func(*args, **kwargs)
@@ -93,9 +93,9 @@ def _view(func: Any, args: Any, kwargs: Any, source: Any) -> Any:
 
 
 def _exact(arg: Any, ours: bool) -> Any:
-    """An argument as a key: 1, 1.0 and True are equal in Python, but promote types differently.
+    """An argument as a cache key: 1, 1.0 and True are equal in Python, but promote dtypes differently.
 
-    `ours`: of an op of this project, whose texts are names of values.
+    ours: whether the op belongs to tpshard, whose strings are names of values.
     """
     if isinstance(arg, Ref):
         return arg
@@ -109,9 +109,9 @@ def _exact(arg: Any, ours: bool) -> Any:
 
 
 def fake(mode: FakeTensorMode, like: Like) -> Tensor:
-    """A new fake tensor, whichever modes look on.
+    """A new fake tensor, made below all dispatch modes.
 
-    Of a meta tensor of its own: fake tensors that share one share its version too, and autograd would take a change
+    It has its own meta tensor: fake tensors that share one also share its version, so that autograd would take a change
     of one for a change of all.
     """
     unseen = torch._C._DisableTorchDispatch()

@@ -1,4 +1,4 @@
-"""What devices compute more than once: the ops that they do alike, what that costs, why, and what mends it."""
+"""Warnings about replicated computation: ops that several devices compute alike, their cost, cause and remedy."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import name_of
 
 SHARE = 0.01
-"""Of a device's FLOPs: what is repeated for less is not told."""
+"""The share of a device's FLOPs from which replicated computation is reported."""
 
 
 @dataclass
 class Repeated:
-    """Ops of one kind, in layers alike, that several devices compute alike."""
+    """Ops of one kind, in equal layers, that several devices compute alike."""
 
     op: Op
     idle: Axes
     count: int = 0
     flops: float = 0.0
-    """That a device does of them beyond its share."""
+    """FLOPs of a device on them beyond its share."""
 
 
 def repeated(
@@ -36,9 +36,11 @@ def repeated(
     done: Mapping[str, Info],
     apart: Sequence[str] = (),
 ) -> list[str]:
-    """A warning for every op (for those of layers alike, one) that devices do alike and that is more than 1% of what a
-    device computes; what happens to parameters after a step is not counted. `done`: by an op's name, the FLOPs of one
-    device and of all work. `apart`: axes along which devices run different parts of the program."""
+    """A warning for every op (one for equal layers) whose replicated work exceeds 1% of what a device computes.
+
+    Work on parameters after a step is not counted. done: the FLOPs of one device and of all work, by the op's name.
+    apart: axes along which devices run different parts of the program.
+    """
     every = tuple(Axis(name, 1, size) for name, size in mesh.axes.items() if size > 1 and name not in apart)
     total = sum(info.flops for info in done.values())
     found: dict[tuple[str, ...], Repeated] = {}
@@ -90,7 +92,7 @@ def _cause(one: Repeated, rule: Rule, choice: Choice, axes: str) -> tuple[str, s
                 else:
                     return f"nothing shards {what}", f"shard it over {axes}: the sum over it is one all-reduce"
     if needy:
-        return f"the op needs {needy} whole", f"shard another dim of it, as the batch, over {axes}"
+        return f"the op needs {needy} whole", f"shard another of its dims, such as the batch, over {axes}"
     if small:
         return f"{small} has fewer than {members} parts", f"make {axes} smaller, or that dim larger"
     return "its dims are sharded over other axes already", f"give {axes}'s devices to an axis that shards it"

@@ -1,7 +1,7 @@
-"""From one layout to another: the cheapest sequence of collectives, by Dijkstra over layouts.
+"""Resharding: the cheapest sequence of collectives from one layout to another, by Dijkstra's algorithm over layouts.
 
-Moves are all-gather, slice (free), all-to-all, reduce-scatter, all-reduce and permute; the cost of each is a latency
-plus its ring bytes. Moves of one kind that follow each other become one collective over several axes and dims.
+Moves are all-gather, slice (free), all-to-all, reduce-scatter, all-reduce and permute. Each costs a latency plus its
+ring bytes. Consecutive moves of one kind become one collective over several axes and dims.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tpshard.parallelism.mesh import Axes, Axis, atoms, merge, overlap, size_of,
 from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size, refines
 
 LATENCY_BYTES = 20_000
-"""What starting a collective costs, in bytes that could be sent meanwhile; only compares plans."""
+"""The cost of starting a collective, in bytes that could be sent meanwhile; used only to compare plans."""
 
 
 @dataclass(frozen=True)
 class ReshardStep:
-    """One move. `parts`: (axis, from dim, to dim); -1 where there is no such dim."""
+    """One move. `parts`: (axis, from dim, to dim), with -1 for no dim."""
 
     kind: str
     """gather, scatter (reduce-scatter), reduce (all-reduce), exchange (all-to-all), slice, mask or permute."""
@@ -30,14 +30,14 @@ class ReshardStep:
     before: Layout
     after: Layout
     grains: tuple[int, ...] = ()
-    """Of both layouts, also of dims that one of them cuts evenly."""
+    """Grains of both layouts per dim, also of dims that one of them divides evenly."""
 
     def grain(self, dim: int) -> int:
         return self.grains[dim] if self.grains else 1
 
 
 def cost(steps: Sequence[ReshardStep], shape: Sequence[int], itemsize: int, latency: int = LATENCY_BYTES) -> float:
-    """Bytes that one device's ring sends, latencies included."""
+    """Bytes that one device sends in a ring, plus latencies."""
     return sum(
         _price(s.kind, s.parts, local_bytes(shape, s.before, itemsize), local_bytes(shape, s.after, itemsize), latency)
         for s in steps
@@ -45,7 +45,7 @@ def cost(steps: Sequence[ReshardStep], shape: Sequence[int], itemsize: int, late
 
 
 def _price(kind: str, parts: Parts, held: int, made: int, latency: int = LATENCY_BYTES) -> float:
-    """Of one move; `held` and `made` are the bytes of a device's part before and after."""
+    """The cost of one move; `held` and `made` are the bytes of a device's shard before and after."""
     if kind in ("slice", "mask"):
         return 0.001
     n = size_of(axis for axis, _, _ in parts)
@@ -63,22 +63,22 @@ def redistribution(
 ) -> tuple[ReshardStep, ...]:
     """The cheapest steps from `source` to `target`.
 
-    The target's partial axes must be among the source's, or be unused by it (a replicated value becomes partial by a
-    mask: kept on one coordinate). `latency` in bytes; 0 where the collectives will share buckets.
+    The target's partial axes must be among the source's, or unused by it (a replicated value becomes partial by a mask
+    that keeps it on one coordinate). latency: in bytes; 0 for collectives that will share buckets.
     """
     source = _normal(shape, source)
     target = _normal(shape, target)
     if source == target:
         return ()
     grains, apart = _grains(shape, source, target)
-    if apart:  # dims that both cut, but between other elements, are made whole first
+    if apart:  # dims that both shard, but at different elements, are made whole first
         dims = tuple(() if d in apart else axes for d, axes in enumerate(source.dims))
         between = _normal(shape, Layout(dims, source.partial, source.kind, source.grains))
         return (
             *redistribution(shape, source, between, itemsize, latency),
             *redistribution(shape, between, target, itemsize, latency),
         )
-    # A dim with a grain is a dim of fewer and larger elements.
+    # a dim with a grain is a dim of fewer, larger elements
     blocks = tuple(n // g for n, g in zip(shape, grains))
     steps = _join(_search(blocks, source, target, itemsize * math.prod(grains), latency))
     if not any(g > 1 for g in grains):
@@ -97,7 +97,7 @@ def _normal(shape: Sequence[int], layout: Layout) -> Layout:
 
 
 def _grains(shape: Sequence[int], source: Layout, target: Layout) -> tuple[tuple[int, ...], list[int]]:
-    """Per dim the grain in which both layouts cut it; and the dims for which there is none."""
+    """Per dim, the grain at which both layouts divide it; and the dims for which there is none."""
     grains: list[int] = []
     apart: list[int] = []
     for d, (size, a, b) in enumerate(zip(shape, source.dims, target.dims)):
@@ -118,7 +118,7 @@ Move = tuple[str, Parts, State]
 
 
 def _search(shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int) -> list[ReshardStep]:
-    """The cheapest way; where that replicates what need not be, also among ways that exchange axes' places."""
+    """The cheapest sequence; if it replicates needlessly, also searches sequences that swap axes between dims."""
     cuts = atoms((*source.dims, source.partial, *target.dims, target.partial))
     bound = max(_held(shape, source.dims, itemsize), _held(shape, target.dims, itemsize))
     best = _cheapest(shape, source, target, itemsize, latency, cuts, bound, False)
@@ -126,16 +126,16 @@ def _search(shape: tuple[int, ...], source: Layout, target: Layout, itemsize: in
     sent = [s for s in _join(best[1]) if s.kind not in ("slice", "mask")]
     least = _held(shape, target.dims, itemsize)
     swells = any(s.kind == "gather" and _held(shape, s.after.dims, itemsize) > least for s in sent)
-    # Every partial axis has to be summed: ways that only do that have no exchange of places to gain from. Others have
-    # a permute, and something before or after it.
+    # Every partial axis must be reduced, so sequences that only reduce gain nothing from swaps. Others have a permute
+    # and a move before or after it.
     needed = len(sent) < 2 or all(s.kind in ("scatter", "reduce") for s in sent)
-    apart = any(b % a for points in cuts.values() for a, b in itertools.pairwise(points))  # parts of no one axis
+    apart = any(b % a for points in cuts.values() for a, b in itertools.pairwise(points))  # parts of different axes
     if (needed and not swells) or best[0] <= 2 * latency or apart:
         return best[1]
     tried: list[Mapping[str, Sequence[int]]] = []
     for order in (1, -1):
         fine = {name: _primes(points, order) for name, points in cuts.items()}
-        if fine not in tried:  # equal ones, as of a power of two, make the same search
+        if fine not in tried:  # equal refinements, as for a power of two, give the same search
             tried.append(fine)
             best = min(best, _relaid(shape, source, target, itemsize, latency, fine, bound) or best, key=_first)
             best = _cheapest(shape, source, target, itemsize, latency, fine, bound, True, best[0]) or best
@@ -150,7 +150,7 @@ def _relaid(
     shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int,
     cuts: Mapping[str, Sequence[int]], bound: int,
 ) -> tuple[float, list[ReshardStep]] | None:  # fmt: skip
-    """Slices over what the target has and the source does not, one permute, and what is then left to do."""
+    """Slices over the axes that only the target has, one permute, and the remaining steps."""
     goal = tuple(split(d, cuts) for d in target.dims)
     dims = tuple(split(d, cuts) for d in source.dims)
     partial = split(source.partial, cuts)
@@ -186,7 +186,7 @@ def _held(shape: tuple[int, ...], dims: tuple[Axes, ...], itemsize: int) -> int:
 
 
 def _primes(points: Sequence[int], order: int) -> list[int]:
-    """Cut points refined to prime parts: any two axes then have parts that can change places."""
+    """Boundaries refined to prime parts, so that any two axes have parts that can be swapped."""
     out = list(points[:1])
     for a, b in itertools.pairwise(points):
         rest, factors = b // a, []
@@ -200,16 +200,16 @@ def _primes(points: Sequence[int], order: int) -> list[int]:
 
 
 TRIES = 200
-"""Layouts looked at in a search among ways that exchange axes' places."""
+"""The maximal number of layouts visited in a search with swaps."""
 
 
 def _cheapest(
     shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int,
     cuts: Mapping[str, Sequence[int]], bound: int, swaps: bool, limit: float = math.inf,
 ) -> tuple[float, list[ReshardStep]] | None:  # fmt: skip
-    """Dijkstra over (layout, last kind of move); with its price, in which memory beyond `bound` counts.
+    """Dijkstra over (layout, last kind of move). The returned price counts memory beyond `bound`.
 
-    None where every way costs `limit` or more, or none is found in time.
+    None if every sequence costs `limit` or more, or none is found within TRIES.
     """
     start: State = (tuple(split(d, cuts) for d in source.dims), split(source.partial, cuts))
     goal: State = (tuple(split(d, cuts) for d in target.dims), split(target.partial, cuts))
@@ -222,7 +222,7 @@ def _cheapest(
     came: dict[tuple[State, str], tuple[tuple[State, str], Move]] = {}
     counter = itertools.count()
     heap = [(0.0, next(counter), first)]
-    bytes_of: dict[tuple[Axes, ...], int] = {}  # many ways lead to the same layout
+    bytes_of: dict[tuple[Axes, ...], int] = {}  # many sequences lead to the same layout
 
     def held_by(dims: tuple[Axes, ...]) -> int:
         if dims not in bytes_of:
@@ -246,7 +246,7 @@ def _cheapest(
             made = held_by(after[0])
             price = _price(what, parts, held, made, latency)
             if last == what and what == "permute":
-                price = 0.001  # two permutes are one
+                price = 0.001  # two permutes merge into one
             elif last == what and what not in ("slice", "mask") and _joinable_parts(what, came[here][1][1], parts):
                 price -= latency * 0.999
             over = made - bound
@@ -270,7 +270,7 @@ def _cheapest(
 
 
 SWELLING = 2.0
-"""Weight of a byte held beyond what source and target hold, against a byte sent."""
+"""The weight of a byte held beyond source and target, relative to a byte sent."""
 
 
 def _layout(state: State, kind: str) -> Layout:
@@ -288,20 +288,19 @@ def _moves(
         return (*rest[:d], axes, *rest[d + 1 :])
 
     def cuts_on(d: int, outer: Axes, axes: Axes) -> bool:
-        """Whether a dim cut over `outer` is cut over `axes` as well by cutting its pieces."""
+        """Whether a dim sharded over `outer` becomes sharded over `axes` by dividing its pieces."""
         return refines(shape[d], merge(axes), merge(outer))
 
     def fits(d: int, axes: Axes) -> bool:
-        """Whether a dim may come to be cut over `axes`: evenly, or as the target has it."""
+        """Whether a dim may become sharded over `axes`: evenly, or as in the target."""
         return even(shape[d], axes) or (axes == goal[0][d][: len(axes)] and on_the_way(d, len(axes)))
 
     def on_the_way(d: int, n: int) -> bool:
-        """Whether the target's first `n` parts follow from those there are, and the target from them."""
+        """Whether the target's first `n` parts extend the present ones, and lead to the target."""
         return cuts_on(d, dims[d], goal[0][d][:n]) and cuts_on(d, goal[0][d][:n], goal[0][d])
 
     def added(d: int, among: Iterable[Axis]) -> Iterator[Axes]:
-        """What may be added to a dim at once: an axis that cuts it evenly, or the target's next parts, cut as it has
-        them."""
+        """What can be added to a dim in one move: an axis that divides it evenly, or the target's next parts."""
         among = set(among)
         yield from ((axis,) for axis in sorted(among) if even(shape[d], (*dims[d], axis)))
         have = len(dims[d])
@@ -322,7 +321,7 @@ def _moves(
         if axes != goal[0][d][: len(axes)] or not cuts_on(d, axes, goal[0][d]):
             n = next(n for n in range(1, len(axes) + 1) if cuts_on(d, axes[:-n], axes))
             yield "gather", tuple((a, d, -1) for a in axes[-n:]), (put(d, axes[:-n]), partial)
-        for n in range(1, len(axes) + 1):  # the innermost n axes, together, so that their order stays
+        for n in range(1, len(axes) + 1):  # the innermost n axes together, so that their order is kept
             block = axes[-n:]
             if block[0] not in wanted:
                 break
@@ -355,7 +354,7 @@ def _moves(
 
 
 def _swaps(shape: tuple[int, ...], dims: tuple[Axes, ...], partial: Axes, unused: set[Axis]) -> Iterator[Move]:
-    """Two axes of one size that change places, or one that takes the place of another."""
+    """Two axes of one size that are swapped, or an axis that replaces another."""
     places = [(d, i, axis) for d, axes in enumerate(dims) for i, axis in enumerate(axes)]
 
     def put(rows: list[list[Axis]]) -> Iterator[Move]:
@@ -377,7 +376,8 @@ def _swaps(shape: tuple[int, ...], dims: tuple[Axes, ...], partial: Axes, unused
 
 
 def _towards(dims: tuple[Axes, ...], goal: tuple[Axes, ...], partial: Axes) -> tuple[Axes, ...] | None:
-    """The dims cut as finely, over as many of the goal's axes as fit, filled up with axes that are to go."""
+    """The dims with as many axes of the goal as fit, filled up with axes that will leave, so that shards stay as
+    small."""
     rows: list[list[Axis]] = []
     for axes, want in zip(dims, goal):
         row: list[Axis] = []
@@ -400,8 +400,7 @@ def _towards(dims: tuple[Axes, ...], goal: tuple[Axes, ...], partial: Axes) -> t
 
 
 def moved_places(before: Sequence[Axes], after: Sequence[Axes]) -> list[tuple[Axes, Axes]]:
-    """Per dim that a permute changes the axes over which its pieces change places: those there were and those there
-    are, without what both have in front and behind."""
+    """For each dim that a permute changes, the axes before and after, without their common prefix and suffix."""
     cuts = atoms((*before, *after))
     out = []
     for one, other in zip(before, after):

@@ -1,7 +1,7 @@
-"""Pipeline schedules as tables: which device runs which stage of the model on which micro-batch, in which order.
+"""Pipeline schedules as tables: which device runs which stage on which micro-batch, in which order.
 
-A table is plain data: it is made, checked for deadlock, timed and drawn before anything runs. Layers are cut into
-`devices x rounds` stages, and stage i lies on device i mod devices.
+A table is plain data: it is built, checked for deadlock, timed and drawn before anything runs. The layers are divided
+into `devices x rounds` stages; stage i is on device i mod devices.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
-"""Forward; backward; or the backward in two: gradients of the stage's inputs, then those of its weights."""
+"""F: forward. B: backward. I and W: the backward pass in two, gradients of the stage's inputs and of its weights."""
 
 SCHEDULES = ("gpipe", "circular", "1f1b", "interleaved_1f1b", "zero_bubble")
 ROUNDS = ("circular", "interleaved_1f1b")
-"""Schedules whose devices hold several stages."""
+"""Schedules with several stages per device."""
 
 
 class StageTask(NamedTuple):
-    """One stage's work on one micro-batch."""
+    """A stage's work on one micro-batch."""
 
     kind: Kind
     stage: int
@@ -31,7 +31,7 @@ class StageTask(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """When a task ran, in seconds from the start of the step."""
+    """The time of a task, in seconds from the start of the step."""
 
     task: StageTask
     start: float
@@ -40,24 +40,24 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """What each device of a pipeline runs, in order. `make` builds one, `check` says whether it can run."""
+    """The tasks of each device of a pipeline, in order. `make` builds a table; `check` verifies that it can run."""
 
     schedule: str
     devices: int
     stages: int
-    """Of all devices together."""
+    """The number of stages on all devices together."""
     micro_batches: int
     rows: tuple[tuple[StageTask, ...], ...]
-    """Per device."""
+    """The tasks of each device."""
 
     @property
     def rounds(self) -> int:
-        """Stages that a device holds."""
+        """The number of stages per device."""
         return self.stages // self.devices
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are tasks of their own."""
+        """Whether gradients of inputs and of weights are separate tasks."""
         return any(task.kind == "W" for row in self.rows for task in row)
 
     def device_of(self, stage: int) -> int:
@@ -67,7 +67,7 @@ class Table:
         return range(device, self.stages, self.devices)
 
     def needs(self, task: StageTask) -> Iterator[StageTask]:
-        """The tasks whose results this one reads."""
+        """The tasks whose results this task reads."""
         kind, stage, micro = task
         back: Kind = "I" if self.splits_backward else "B"
         if kind == "F" and stage:
@@ -81,17 +81,20 @@ class Table:
 
     @cached_property
     def in_order(self) -> tuple[StageTask, ...]:
-        """All tasks, each after what it needs and in its device's order. ValueError where there is no such order."""
+        """All tasks in a valid order: after the tasks they need, and in their device's order.
+
+        ValueError if there is none.
+        """
         return tuple(slot.task for slot in self.timed(lambda task: 1.0))
 
     def timed(
         self, seconds: Callable[[StageTask], float], late: Callable[[StageTask], float] = lambda task: 0.0
     ) -> list[Slot]:
-        """When every task runs if it takes `seconds(task)`, and its result `late(task)` more to reach another device;
-        by start.
+        """The times of all tasks, by start, if each takes `seconds(task)`, and its result `late(task)` more to another
+        device.
 
-        A device runs its row in order, each task once what it needs is there. ValueError for a deadlock, with who
-        waits for what.
+        A device runs its row in order, each task as soon as its inputs are there. ValueError for a deadlock, with the
+        tasks that wait.
         """
         ended: dict[StageTask, float] = {}
         slots: list[Slot] = []
@@ -122,13 +125,14 @@ class Table:
         return " and ".join(str(n) for n in self.needs(task) if n not in ended)
 
     def bubble(self, seconds: Callable[[StageTask], float]) -> float:
-        """Share of the devices' time in which they wait, from the first task's start to the last one's end."""
+        """The share of the devices' time that they wait, between the first task's start and the last one's end."""
         slots = self.timed(seconds)
         busy, last = sum(slot.end - slot.start for slot in slots), max(slot.end for slot in slots)
         return 1.0 - busy / (self.devices * last) if last else 0.0
 
     def held(self, device: int) -> int:
-        """Micro-batches (times stages) whose activations a device holds at most: from F to the end of B, or W."""
+        """The maximal number of (micro-batch, stage) pairs whose activations a device holds: from F to the end of B, or
+        W."""
         now = most = 0
         for task in self.rows[device]:
             now += task.kind == "F"
@@ -137,7 +141,7 @@ class Table:
         return most
 
     def __str__(self) -> str:
-        """A line per device, a column per unit of time; F and I and W take one, B two. `.` is idle."""
+        """A line per device, a column per unit of time; F, I and W take one unit, B two. `.` is idle."""
         width = len(str(self.micro_batches - 1)) + 1 + (self.rounds > 1) * (len(str(self.stages - 1)) + 1)
         lines = [[""] * 0 for _ in range(self.devices)]
         for task, start, end in self.timed(lambda task: 2.0 if task.kind == "B" else 1.0):
@@ -151,7 +155,7 @@ class Table:
 
 
 def make(schedule: str, devices: int, micro_batches: int, rounds: int = 1) -> Table:
-    """The table of a schedule by name, checked. ValueError for numbers that it cannot have; see `refusal`."""
+    """The checked table of a schedule by name. ValueError for unsupported numbers; see `refusal`."""
     if why := refusal(schedule, devices, micro_batches, rounds):
         raise ValueError(why)
     rows = _MAKERS[schedule](devices, micro_batches, rounds)
@@ -161,9 +165,9 @@ def make(schedule: str, devices: int, micro_batches: int, rounds: int = 1) -> Ta
 
 
 def refusal(schedule: str, devices: int, micro_batches: int, rounds: int = 1) -> str:
-    """Why a schedule cannot have these numbers; empty where it can."""
+    """Why a schedule does not support these numbers; "" if it does."""
     if schedule not in _MAKERS:
-        return f"no schedule is called `{schedule}`; there are {', '.join(SCHEDULES)}"
+        return f"there is no schedule `{schedule}`; the schedules are {', '.join(SCHEDULES)}"
     if rounds > 1 and schedule not in ROUNDS:
         return f"{schedule} has one round: {' and '.join(ROUNDS)} have several"
     if schedule != "gpipe" and micro_batches < devices:
@@ -174,11 +178,11 @@ def refusal(schedule: str, devices: int, micro_batches: int, rounds: int = 1) ->
 
 
 def check(table: Table) -> None:
-    """ValueError where a table is no whole step, deadlocks, or receives in another order than is sent.
+    """Raises ValueError if a table is incomplete, deadlocks, or receives in another order than it sends.
 
-    A device has to run every stage of its own, and no other, forward and backward on every micro-batch once. Between
-    two devices the tensors of one direction have to arrive in the order in which they are needed: communication
-    libraries match sends and receives by their order.
+    A device must run each of its stages, and no other, forward and backward on every micro-batch once. Between two
+    devices the tensors of one direction must arrive in the order in which they are read, since communication libraries
+    match sends and receives by order.
     """
     for device, row in enumerate(table.rows):
         backward: tuple[Kind, ...] = ("I", "W") if table.splits_backward else ("B",)
@@ -210,8 +214,8 @@ def check(table: Table) -> None:
 
 # ---- the schedules ---------------------------------------------------------------------------------------------------
 def _all_forward_first(devices: int, micro_batches: int, rounds: int) -> list[list[StageTask]]:
-    """GPipe (Huang et al. 2019), and with several rounds GSPMD's circular pipeline (section 3.3): a micro-batch goes
-    around the devices once a round."""
+    """GPipe (Huang et al. 2019), and with several rounds GSPMD's circular pipeline (section 3.3), in which a
+    micro-batch passes around the devices once per round."""
     micros = range(micro_batches)
     rows = []
     for device in range(devices):
@@ -222,8 +226,11 @@ def _all_forward_first(devices: int, micro_batches: int, rounds: int) -> list[li
 
 
 def _one_forward_one_backward(devices: int, micro_batches: int, rounds: int) -> list[list[StageTask]]:
-    """1F1B (Narayanan et al. 2021): as few forward passes ahead as fill the pipeline, then one of each in turn. With
-    several rounds the devices' stages take turns, a group of `devices` micro-batches each."""
+    """1F1B (Narayanan et al. 2021): as few forward passes as fill the pipeline, then one forward and one backward in
+    turn.
+
+    With several rounds the device's stages take turns, with groups of `devices` micro-batches.
+    """
 
     def forward(k: int, device: int) -> StageTask:
         group, rest = divmod(k, devices * rounds)
@@ -249,11 +256,11 @@ def _one_forward_one_backward(devices: int, micro_batches: int, rounds: int) -> 
 
 
 def _zero_bubble(devices: int, micro_batches: int, rounds: int) -> list[list[StageTask]]:
-    """ZB-H1 (Qi et al. 2023): 1F1B with gradients of weights put where a device would wait.
+    """ZB-H1 (Qi et al. 2023): 1F1B with gradients of weights computed where a device would wait.
 
-    Device d takes the gradients of weights d micro-batches after those of inputs: what it does not wait for lies where
-    the first devices fill and the last ones drain the pipeline. Every device then holds as many micro-batches as
-    1F1B's first one.
+    Device d computes the gradients of weights d micro-batches after those of inputs. This work fills the waiting time
+    at the start of the first devices and at the end of the last ones. Every device then holds as many micro-batches as
+    the first one in 1F1B.
     """
     rows = []
     for device in range(devices):

@@ -1,4 +1,4 @@
-"""How a value is spread: `Sharding` while propagating (open or closed dims), `Layout` once it is placed."""
+"""The sharding of a value: `Sharding` during propagation (open or closed dims), `Layout` in the program."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ LEGAL = (
     'None (free), a tuple with per dim None, an axis, a sub-axis (name, pre, size), "?" (open) or a tuple of these, '
     'a text such as "[{x,?} {y}] replicated={z}", or a Sharding'
 )
-"""What a sharding may be given as."""
+"""The forms in which a user may give a sharding."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Per dim a list of axes, outer to inner, and whether propagation may extend it (`open`).
+    """The axes of each dim, outer to inner, and whether propagation may extend them (`open`).
 
-    What the user writes is closed, what is inferred is open. `replicated` axes may never shard the value; `priority`
-    (per dim, or None) parks a dim until its round. Text form: `[{a,?} {b:(1)2}p1] replicated={c} unreduced={d}`.
+    Annotations are closed, inferred shardings open. `replicated` axes never shard the value. `priority` (per dim, or
+    None) delays a dim until its round. Text form: `[{a,?} {b:(1)2}p1] replicated={c} unreduced={d}`.
     """
 
     dims: tuple[Axes, ...]
@@ -58,7 +58,7 @@ class Sharding:
     replicated: frozenset[Axis] = frozenset()
     priority: tuple[int, ...] | None = None
     unreduced: Axes = ()
-    """Axes over which the value is a sum still to be made: gradient sums between micro-batches. They shard no dim."""
+    """Axes over which the value is an unreduced sum, such as gradient sums between micro-batches. They shard no dim."""
 
     @staticmethod
     def unknown(rank: int) -> Sharding:
@@ -66,8 +66,10 @@ class Sharding:
 
     @staticmethod
     def of(mesh: Mesh, given: object, rank: int) -> Sharding:
-        """From what a user gives (`LEGAL`); dims left out at the end are replicated. ValueError where it does not
-        fit the mesh or a tensor of `rank` dims."""
+        """The sharding that a user gives (see `LEGAL`); omitted trailing dims are replicated.
+
+        ValueError if it does not fit the mesh or a tensor of `rank` dims.
+        """
         if isinstance(given, Sharding):
             made = given
         elif isinstance(given, str):
@@ -76,7 +78,7 @@ class Sharding:
             dims = [parse_dim(mesh, dim) for dim in given]
             made = Sharding(tuple(axes for axes, _ in dims), tuple(is_open for _, is_open in dims))
         else:
-            raise ValueError(f"{given!r} is no sharding: give {LEGAL}")
+            raise ValueError(f"{given!r} is not a sharding: give {LEGAL}")
         if len(made.dims) > rank:
             raise ValueError(f"a sharding of {len(made.dims)} dims was given for a tensor of {rank} dims: {given!r}")
         missing = rank - len(made.dims)
@@ -93,7 +95,7 @@ class Sharding:
 
     @property
     def barred(self) -> Axes:
-        """Axes that may shard no dim: those to stay replicated, and those of a sum still to be made."""
+        """Axes that may not shard any dim: replicated and unreduced ones."""
         return (*self.replicated, *self.unreduced)
 
     def with_dim(self, dim: int, axes: Axes) -> Sharding:
@@ -129,19 +131,22 @@ def parse_dim(mesh: Mesh, dim: object) -> tuple[Axes, bool]:
     if isinstance(dim, str) or (isinstance(dim, (tuple, list)) and len(dim) == 3 and isinstance(dim[1], int)):
         dim = (dim,)
     if not isinstance(dim, (tuple, list)):
-        raise ValueError(f"{dim!r} is no sharding of a dim: give {LEGAL}")
+        raise ValueError(f"{dim!r} is not the sharding of a dim: give {LEGAL}")
     is_open = bool(dim) and dim[-1] == "?"
     for part in dim[: len(dim) - is_open]:
         if not isinstance(part, (str, tuple, list)) or part == "?":
-            raise ValueError(f"{part!r} is no mesh axis in {dim!r}: give {LEGAL}")
+            raise ValueError(f"{part!r} is not a mesh axis in {dim!r}: give {LEGAL}")
     axes = tuple(mesh.axis(part) for part in dim[: len(dim) - is_open])
     check_disjoint((axes,))
     return merge(axes), is_open
 
 
 def parse(text: str, mesh: Mesh) -> Sharding:
-    """Reads the text form, `[{a,?} {b:(1)2@p1}] replicated={c} unreduced={d}`: a `{}` per dim, `?` where it is open,
-    `x:(pre)size` a sub-axis, `@p1` (or `p1` behind the dim) a priority. ValueError names what is wrong."""
+    """Parses the text form, `[{a,?} {b:(1)2@p1}] replicated={c} unreduced={d}`.
+
+    A `{}` per dim, `?` for an open dim, `x:(pre)size` for a sub-axis, `@p1` (or `p1` after the dim) for a priority.
+    ValueError names the error.
+    """
 
     def refuse(why: str) -> ValueError:
         return ValueError(f'{why} in the sharding {text!r}: give, for example, "[{{x,?}} {{y}}] replicated={{z}}"')
@@ -177,7 +182,7 @@ def parse(text: str, mesh: Mesh) -> Sharding:
 
 
 def _groups(text: str, pattern: str, refuse: Callable[[str], ValueError]) -> Iterator[tuple[str, str]]:
-    """Both groups of each match; nothing but blanks may lie between matches."""
+    """Both groups of each match; only blanks may be between matches."""
     at = 0
     for found in re.finditer(pattern, text):
         if text[at : found.start()].strip():
@@ -210,16 +215,16 @@ def check_disjoint(dims: Sequence[Axes]) -> None:
 
 
 class Layout(NamedTuple):
-    """Where the parts of a value lie: axes per dim, and the axes over which it is an unreduced sum (or maximum)."""
+    """The placement of a value: axes per dim, and the axes over which it is an unreduced sum (or maximum)."""
 
     dims: tuple[Axes, ...]
     partial: Axes = ()
     kind: str = "sum"
     grains: tuple[int, ...] = ()
-    """Per dim the number of neighbouring elements that no cut separates; empty where that is 1 for every dim.
+    """Per dim, the number of neighbouring elements that are never separated; empty if that is 1 for every dim.
 
-    It matters for uneven dims alone: [4, 128] on 3 devices, viewed as [512], is cut into 256, 256 and 0 elements,
-    a grain of 128, where [512] by itself is cut into 171, 171 and 170. `even_grains` brings it to its normal form.
+    It matters only for uneven dims: [4, 128] on 3 devices, viewed as [512], is divided into 256, 256 and 0 elements,
+    with a grain of 128; [512] by itself is divided into 171, 171 and 170. `even_grains` gives the normal form.
     """
 
     @property
@@ -246,11 +251,11 @@ class Layout(NamedTuple):
         return self.grains[dim] if self.grains else 1
 
     def whole(self) -> Layout:
-        """The same without its unreduced axes."""
+        """The layout without its unreduced axes."""
         return Layout(self.dims, grains=self.grains)
 
     def summed(self, partial: Axes, kind: str = "sum") -> Layout:
-        """The same as an unreduced sum over `partial`."""
+        """The layout as an unreduced sum over `partial`."""
         return Layout(self.dims, partial, kind, self.grains)
 
 
@@ -259,9 +264,10 @@ def replicated(rank: int) -> Layout:
 
 
 def local_size(size: int, axes: Sequence[Axis], grain: int = 1) -> int:
-    """Length of one device's part of a dim: each axis, outer to inner, cuts into equal pieces, the last one padded.
+    """The length of one device's shard of a dim: each axis, outer to inner, divides into equal pieces, the last one
+    padded.
 
-    Pieces are multiples of `grain`, which divides `size`. On every device the elements that are not padding come first.
+    Pieces are multiples of `grain`, which divides `size`. On every device the padding comes last.
     """
     size //= grain
     for axis in axes:
@@ -276,16 +282,16 @@ def local_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
 
 
 def even_grains(shape: Sequence[int], dims: Sequence[Axes], grains: Sequence[int]) -> tuple[int, ...]:
-    """`Layout.grains` in normal form: 1 wherever the grains are cut evenly, empty where all are 1."""
+    """`Layout.grains` in normal form: 1 where the grains are divided evenly, empty if all are 1."""
     out = tuple(1 if not axes or even(n // g, axes) else g for n, axes, g in zip(shape, dims, grains))
     return out if any(g > 1 for g in out) else ()
 
 
 def refines(size: int, fine: Axes, coarse: Axes) -> bool:
-    """Whether cutting a dim over `fine` only cuts the pieces of `coarse` further; both merged, `coarse` the major part.
+    """Whether `fine` divides a dim at all places where `coarse` does; both merged, `coarse` the major part.
 
-    True for whole axes, since each axis cuts the padded pieces of those before it; a part of an axis cuts elsewhere
-    than the whole axis where pieces are padded: 10 over x:(1)2 begins at 0 and 5, over x of 4 at 0, 3, 6 and 9.
+    True for whole axes, since each axis divides the padded pieces of those before it. A part of an axis divides padded
+    pieces elsewhere than the whole axis: 10 over x:(1)2 at 0 and 5, over x of 4 at 0, 3, 6 and 9.
     """
     if fine[: len(coarse)] == coarse:
         return True

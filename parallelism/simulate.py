@@ -1,4 +1,4 @@
-"""All devices of a program in one process, in lock-step: the reference that real processes must equal bit for bit."""
+"""Running all devices of a program in one process, in lock-step: the reference for real processes, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ISSUING = {
 }  # fmt: skip
 
 RANKED = (offset, transfers, valid, pick)
-"""Functions of the rank: what differs between the devices' runs of one graph."""
+"""Functions of the rank, in which the devices' runs of one graph differ."""
 
 
 def evaluate(target: Any, args: tuple[Any, ...], mesh: Mesh, rank: int) -> Any:
-    """A number, or numbers, that depend on the rank: what the `RANKED` functions stand for."""
+    """The value of a `RANKED` function on a rank."""
     axes = tuple(Axis(*a) for a in args[0])
     if target is offset:
         return sum(mesh.index(axis, rank) * stride for axis, stride in zip(axes, args[1]))
@@ -47,7 +47,7 @@ def evaluate(target: Any, args: tuple[Any, ...], mesh: Mesh, rank: int) -> Any:
 def simulate(
     program: Program, global_args: Sequence[Any], seed: int | torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Runs every device's graph on its part of the arguments and joins the results."""
+    """Runs every device's graph on its shards of the arguments, and joins the results into global tensors."""
     mesh = program.mesh
     seed = torch.initial_seed() if seed is None else seed
     arguments = [local_arguments(program, rank, global_args, seed) for rank in range(mesh.ranks)]
@@ -66,8 +66,8 @@ def run_lockstep(
 ) -> list[list[torch.Tensor]]:
     """The local results of every device, from the local arguments of every device.
 
-    `observe(node, operands, results)` sees every node that issues a collective, with the tensors of all ranks.
-    `ranks`: those that run the program, where not all do (a stage of a pipeline); arguments and results are theirs.
+    observe(node, operands, results): called for every node that issues a collective, with the tensors of all ranks.
+    ranks: the ranks that run the program, if not all do (a pipeline stage); arguments and results are theirs.
     """
     mesh = program.mesh
     ranks = range(mesh.ranks) if ranks is None else ranks
@@ -152,7 +152,7 @@ def _collective(op: Any, given: list[Any]) -> list[torch.Tensor]:
 
 
 def _combine(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
-    """In rank order, as the executor's fixed-order reductions do."""
+    """The reduction of tensors in rank order, as in the executor's fixed-order reductions."""
     total = tensors[0]
     for tensor in tensors[1:]:
         total = (
@@ -169,12 +169,12 @@ def _combine(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
 def local_arguments(
     program: Program, rank: int, global_args: Sequence[Any], seed: int | torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Device `rank`'s parts of the tensors among `global_args`, flattened, padded where storage is uneven; and the
-    seed, where the program has one."""
+    """Device `rank`'s shards of the tensors in `global_args`, flattened, padded where storage is uneven; and the seed,
+    if the program has one."""
     leaves = [leaf for leaf in pytree.tree_leaves(tuple(global_args)) if isinstance(leaf, torch.Tensor)]
     own = [port for port in program.inputs if port.kind != SEED]
     if len(leaves) != len(own):
-        raise ValueError(f"{len(leaves)} tensors were given to a program of {len(own)} inputs")
+        raise ValueError(f"{len(leaves)} tensors were given to a program with {len(own)} inputs")
     parts = [cut(leaf, port.layout, program.mesh, rank) for leaf, port in zip(leaves, own)]
     if not draws(program):
         return parts
@@ -186,12 +186,12 @@ def local_arguments(
 
 
 def draws(program: Program) -> bool:
-    """Whether a program draws random numbers: then its last input is their seed."""
+    """Whether a program draws random numbers, so that its last input is a seed."""
     return bool(program.inputs) and program.inputs[-1].kind == SEED
 
 
 def _seed() -> int:
-    """What `torch.manual_seed` was given last."""
+    """The seed last given to `torch.manual_seed`."""
     if (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()
@@ -202,7 +202,7 @@ def _seed() -> int:
 
 
 def cut(tensor: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    """One device's part of a global tensor; zeros where the last part is short."""
+    """One device's shard of a global tensor, padded with zeros."""
     for dim, axes in enumerate(layout.dims):
         for axis in axes:
             size = local_size(tensor.shape[dim], (axis,), layout.grain(dim))
@@ -217,7 +217,7 @@ def cut(tensor: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Te
 
 
 def join(port: Port, mesh: Mesh, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The global tensor of all devices' parts: inverse of `cut`."""
+    """The global tensor of all devices' shards, the inverse of `cut`."""
     out = parts[0].new_zeros(port.shape)
     for rank in range(mesh.ranks):
         blocks = block(port.shape, port.layout, mesh, rank)
@@ -231,11 +231,11 @@ def join(port: Port, mesh: Mesh, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def block(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[int, int], ...]:
-    """Per dim the (start, size) of one device's part in the global tensor, without padding."""
+    """The (start, size) per dim of one device's shard in the global tensor, without padding."""
     out = []
     for dim, (size, axes) in enumerate(zip(shape, layout.dims)):
         start, piece, end = 0, size, size
-        for axis in axes:  # the next axis cuts the padded piece, as `cut` and `local_size` do
+        for axis in axes:  # the next axis divides the padded piece, as in `cut` and `local_size`
             piece = local_size(piece, (axis,), layout.grain(dim))
             start += mesh.index(axis, rank) * piece
             end = min(end, start + piece)

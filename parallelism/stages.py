@@ -1,8 +1,9 @@
-"""Stages of a pipeline: the program of a training step, cut where one layer hands the residual stream to the next.
+"""Cutting the program of a training step into pipeline stages, where one layer passes its result to the next.
 
-The whole step is captured, propagated and partitioned once, as if every device held all layers; then each stage gets
-the nodes of its layers, forward and backward in programs of their own. What crosses a cut is sent, what the backward
-pass reads of the forward pass is kept. One stage's programs run on the devices with its index on the pipeline's axis.
+The whole step is captured, propagated and partitioned once, as if every device held all layers. Each stage then gets
+the nodes of its layers, with separate programs for forward and backward. Values that cross a cut are sent; values of
+the forward pass that the backward pass reads are saved. A stage's programs run on the devices with its index on the
+pipeline's axis.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from tpshard.parallelism.why import Demand, Through
 aten = torch.ops.aten
 Run = Literal["F", "B", "I", "W"]
 MANY = -1
-"""A node that leads to several results."""
+"""The index of a node with several results."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The programs of one stage.
+    """The programs of one stage, whose ports are joined by name.
 
-    Ports are joined by name. Inputs of kind `received` come from the stage before (in `backward` from the one behind),
-    `saved` from an earlier program of the same stage; outputs have the same kinds, and `sent`.
+    Inputs of kind `received` come from the previous stage (in `backward` from the next one), those of kind `saved` from
+    an earlier program of the same stage. Outputs have the kinds `sent` and `saved`.
     """
 
     index: int
     blocks: tuple[str, ...]
-    """Its layers, `layers.0`, ..."""
+    """Its layers: `layers.0`, ..."""
     forward: Program
     backward: tuple[Program, ...]
-    """One program; two where gradients of inputs come apart from those of weights; none where nothing is trained."""
+    """One program; two if gradients of inputs and of weights are separate; none without training."""
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -52,23 +53,23 @@ class Stage:
 
     @property
     def parameters(self) -> list[str]:
-        """Of its programs, in the order of the whole program."""
+        """The parameters of its programs, in the order of the whole program."""
         found = {p.name: None for program in self.programs for p in program.inputs if p.kind == "parameter"}
         return list(found)
 
 
 def blocks_of(program: Program) -> list[str]:
-    """The repeated layers of a program, in the order in which they run: `layers.0`, `layers.1`, ..."""
+    """The repeated layers of a program in execution order: `layers.0`, `layers.1`, ..."""
     found = (_block_of(n) for n in program.graph.nodes if n.op == "call_function" and info(n).phase == "forward")
     return list(dict.fromkeys(block for block in found if block))
 
 
 def cut(program: Program, axis: Axis, layers: Sequence[int], *, split_backward: bool = False) -> tuple[Stage, ...]:
-    """The stages of a program that is recomputed, but not yet bucketed or scheduled.
+    """The stages of a program after recomputation, before bucketing and scheduling.
 
-    `layers`: how many of `blocks_of` each stage has; what comes before them belongs to the first stage, what comes
-    after to the last. `axis`: the mesh axis along which stages lie, over which nothing in the program is cut.
-    ValueError where a stage would read what a later one computes.
+    layers: how many of `blocks_of` each stage has; earlier operations belong to the first stage, later ones to the
+    last. axis: the mesh axis of the stages, which shards nothing in the program. ValueError if a stage would read what
+    a later one computes.
     """
     blocks = blocks_of(program)
     if sum(layers) != len(blocks):
@@ -83,11 +84,11 @@ def cut(program: Program, axis: Axis, layers: Sequence[int], *, split_backward: 
 
 
 class _Home(NamedTuple):
-    """Where a node is computed."""
+    """The stages in which a node is computed."""
 
     run: Run
     stages: tuple[int, ...]
-    """One; several for what sums a gradient that several stages contribute to."""
+    """One stage; several for the sum of a gradient to which several stages contribute."""
 
 
 @dataclass
@@ -98,9 +99,9 @@ class _Part:
     stage: int
     own: list[fx.Node]
     made: set[fx.Node] = field(default_factory=set)
-    """Those, and what is made again for them."""
+    """Its nodes, including recomputed ones."""
     reads: set[fx.Node] = field(default_factory=set)
-    """What is computed elsewhere."""
+    """Values computed elsewhere."""
     received: list[fx.Node] = field(default_factory=list)
     sent: list[fx.Node] = field(default_factory=list)
     saved: list[fx.Node] = field(default_factory=list)
@@ -126,8 +127,10 @@ class _Cutter:
 
     # ---- where nodes belong ------------------------------------------------------------------------------------------
     def _floating(self) -> set[fx.Node]:
-        """Inputs, and what is made of the batch alone, of parameters alone or of gradient sums alone: no stage's own,
-        but there wherever it is read."""
+        """Inputs, and values computed only from the batch, only from parameters, or only from gradient sums.
+
+        They belong to no stage, and are computed wherever they are read.
+        """
         kinds: dict[fx.Node, str] = {}
         for node in self.nodes[:-1]:
             if node in self.port:
@@ -139,7 +142,7 @@ class _Cutter:
         return set(kinds)
 
     def _home_of(self, node: fx.Node) -> _Home:
-        """A layer's stage; outside of layers as late as the forward operands, as early as the backward ones."""
+        """A layer's stage; outside of layers, as late as the forward operands, as early as the backward ones."""
         phase, block = info(node).phase, _block_of(node)
         before = [self.home[n] for n in node.all_input_nodes if n in self.home]
         run: Run = "F" if phase == "forward" else "B"
@@ -154,8 +157,10 @@ class _Cutter:
         return _Home(run, min(behind) if summed else min(behind)[:1])
 
     def _is_sum(self, node: fx.Node) -> bool:
-        """Whether a node adds parts of one parameter's gradient, or carries their sum to where it is stored, and that
-        alone: then each stage that contributes can sum its own part."""
+        """Whether a node only adds parts of one parameter's gradient, or carries their sum to its storage.
+
+        Each contributing stage can then sum its own part.
+        """
         here = node
         if node.target is not aten.add.Tensor and len(node.all_input_nodes) != 1:
             return False
@@ -176,7 +181,8 @@ class _Cutter:
         return False
 
     def _split(self) -> None:
-        """Backward nodes that lead to the gradient of one parameter alone can wait: `W`. All others are `I`."""
+        """Marks backward nodes that lead only to the gradient of one parameter as `W`, since they can wait; others as
+        `I`."""
         reach: dict[fx.Node, int] = {}
         for i, result in enumerate(self.results):
             reach[result] = i if result not in reach else MANY
@@ -210,14 +216,14 @@ class _Cutter:
         return tuple(stages)
 
     def _operands(self, node: fx.Node, stage: int) -> list[fx.Node]:
-        """What a node reads on a stage: of the parts of a gradient only that stage's."""
+        """The operands of a node on a stage: of a gradient's parts only that stage's."""
         home = self.home.get(node)
         if home is None or len(home.stages) == 1:
             return node.all_input_nodes
         return [n for n in node.all_input_nodes if n not in self.home or stage in self.home[n].stages]
 
     def _close(self, part: _Part, forward: _Part | None) -> None:
-        """Finds what a part makes again, and what it reads of others."""
+        """Determines the nodes that a part recomputes, and the values it reads from others."""
         part.made.update(part.own)
         stack = list(part.own)
         while stack:
@@ -234,8 +240,8 @@ class _Cutter:
                     part.reads.add(operand)
 
     def _connect(self, parts: Mapping[tuple[Run, int], _Part]) -> None:
-        """Every value that is read on another stage travels over all stages between; what the backward pass reads of
-        the forward pass is kept on its own stage."""
+        """Sends values read on another stage through all stages between, and saves forward values that the backward
+        pass of the same stage reads."""
         back: Run = self.runs[1] if len(self.runs) > 1 else "F"
         crossing: dict[tuple[Run, int], set[fx.Node]] = {}
         keeping: dict[tuple[Run, int], set[fx.Node]] = {}
@@ -249,7 +255,7 @@ class _Cutter:
                 by: Run = "F" if source.run == "F" else back
                 if start > stage if by == "F" else start < stage:
                     raise ValueError(
-                        f"`{info(node).origin}` of stage {start} is read on stage {stage}: a pipeline's stages hand "
+                        f"`{info(node).origin}` of stage {start} is read on stage {stage}: a pipeline's stages pass "
                         f"values on in one direction"
                     )
                 way = range(start, stage) if by == "F" else range(start, stage, -1)
@@ -350,7 +356,7 @@ class _Cutter:
         return moved
 
     def _port(self, node: fx.Node, kind: str) -> Port:
-        """A value's port; one that is not laid out as its record says is told by a device's part alone."""
+        """A value's port; if its layout differs from its record's, the port describes only a device's shard."""
         (spec,) = info(node).specs
         record = self.program.records.get(info(node).origin)
         if record is not None and not record.layout.partial and local_shape(record.shape, record.layout) == spec.shape:
@@ -359,13 +365,13 @@ class _Cutter:
 
 
 def _block_of(node: fx.Node) -> str:
-    """The layer that a node belongs to; "" outside of layers."""
+    """The layer of a node; "" outside of layers."""
     layer = layer_of(node)
     return "" if layer is None else str(layer)
 
 
 def _live(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that something reads, in order."""
+    """The nodes whose results are read, in order."""
     needed: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op in ("output", "placeholder") or node in needed:
@@ -375,7 +381,7 @@ def _live(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_whole_view(node: fx.Node) -> bool:
-    """A view that shows all of what it looks at: made again where it is read, so that one tensor is kept for both."""
+    """Whether a node is a view of all of its operand; it is repeated where it is read, so that one tensor is kept."""
     if node.op != "call_function" or entry_of(node.target).view is None or len(node.all_input_nodes) != 1:
         return False
     source = known(node.all_input_nodes[0])

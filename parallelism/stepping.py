@@ -1,4 +1,4 @@
-"""One step of a pipeline, walked along its table: what each program of a stage is given, and where its results go."""
+"""Running one step of a pipeline by its table: feeds the programs of each stage, and passes on their results."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ T = TypeVar("T")
 
 
 class Carrier(Protocol[T]):
-    """How a device's stages send to, and receive from, their neighbours."""
+    """The interface for sending to and receiving from other stages."""
 
     def receive(self, task: StageTask, port: Port) -> T:
-        """What a program is given for a `received` input."""
+        """The value of a `received` input."""
         ...
 
     def sent(self, task: StageTask, port: Port, value: T) -> None:
-        """Takes a `sent` output."""
+        """Sends a `sent` output."""
         ...
 
 
 class Walk(Generic[T]):
-    """A device's part of a step, task by task in the order of its row.
+    """One device's part of a step, task by task in the order of its row.
 
-    `T` is a tensor, or in a simulation one of each rank of the stage. `call(program, task, inputs)` runs a program.
+    `T` is a tensor, or in a simulation a list with one per rank of the stage. `call(program, task, inputs)` runs a
+    program.
     """
 
     def __init__(
         self, table: Table, stages: Sequence[Stage], call: Callable[[Program, StageTask, list[T]], list[T]],
         mail: Carrier[T], params: Mapping[str, T], sums: dict[str, T], batches: Sequence[Mapping[str, T]],
     ):  # fmt: skip
-        """`params` by name; `sums` by port (`NAME.grad_sum`), updated in place; `batches`: one a micro-batch, with
-        its seed where a program has one."""
+        """params: by name. sums: by port (`NAME.grad_sum`), updated in place. batches: one per micro-batch, with its
+        seed if a program has one."""
         self.table, self.stages, self.call, self.mail = table, stages, call, mail
         self.params, self.sums, self.batches = params, sums, batches
         self.saved: dict[tuple[int, int], dict[str, T]] = {}
-        """By stage and micro-batch what its backward pass will read."""
+        """By stage and micro-batch, the values that its backward pass reads."""
         self.scalars: dict[int, list[T]] = {}
-        """By micro-batch the scalar results of the last stage: loss and number of tokens."""
+        """By micro-batch, the scalar results of the last stage: loss and number of tokens."""
 
     def do(self, task: StageTask) -> None:
         program = program_of(self.stages, task)
@@ -77,19 +78,19 @@ class Walk(Generic[T]):
         return self.saved[task.stage, task.micro][port.name]
 
     def _read_later(self, task: StageTask) -> set[str]:
-        """Of what is kept already, what programs after this one read."""
+        """The saved values that later programs read."""
         later = self.stages[task.stage].backward[1:] if task.kind == "I" else ()
         return {port.name for program in later for port in program.inputs if port.kind == "saved"}
 
 
 def program_of(stages: Sequence[Stage], task: StageTask) -> Program:
-    """What a task runs."""
+    """The program of a task."""
     stage = stages[task.stage]
     return stage.forward if task.kind == "F" else stage.backward[1 if task.kind == "W" else 0]
 
 
 def neighbour(task: StageTask) -> int:
-    """The stage that reads what a task sends."""
+    """The stage that receives what a task sends."""
     return task.stage + (1 if task.kind == "F" else -1)
 
 
@@ -99,7 +100,7 @@ Parts = list[Tensor]
 
 
 class _Box:
-    """Mail within one process."""
+    """Mail between stages within one process."""
 
     def __init__(self) -> None:
         self.waiting: dict[tuple[str, str, int, int], Parts] = {}
@@ -119,10 +120,10 @@ def simulate_step(
     table: Table, stages: Sequence[Stage], axis: Axis, params: Sequence[Mapping[str, Parts]],
     sums: Sequence[dict[str, Parts]], batches: Sequence[Sequence[Mapping[str, Parts]]],
 ) -> dict[int, list[Parts]]:  # fmt: skip
-    """Runs a whole step in this process, all ranks of a stage in lock-step; the scalar results by micro-batch.
+    """Runs a whole step in this process, all ranks of a stage in lock-step; returns the scalar results by micro-batch.
 
-    `params`, `sums` (updated in place) and `batches` are those of each device of the table, a tensor for each of its
-    ranks: `ranks_of` says which. RuntimeError where something was sent that nobody read.
+    params, sums (updated in place) and batches are those of each device of the table, with a tensor per rank (see
+    `ranks_of`). RuntimeError if a sent value is never received.
     """
     mesh, box = stages[0].forward.mesh, _Box()
     walks = []
@@ -138,12 +139,12 @@ def simulate_step(
         walks[table.device_of(task.stage)].do(task)
     left = [*box.waiting, *(key for walk in walks for key in walk.saved)]
     if left:
-        raise RuntimeError(f"nothing read {left[0]}")
+        raise RuntimeError(f"{left[0]} was sent but never received")
     return walks[table.device_of(table.stages - 1)].scalars
 
 
 def ranks_of(mesh: Mesh, axis: Axis, device: int) -> list[int]:
-    """The ranks at one place on the pipeline's axis."""
+    """The ranks at one position on the pipeline's axis."""
     return [rank for rank in range(mesh.ranks) if mesh.index(axis, rank) == device]
 
 

@@ -1,7 +1,8 @@
-"""Stored and used: a parameter lies sharded over the FSDP axis and is used without it, and so is its gradient made.
+"""Stored and used parameters: a parameter and its gradient are stored sharded over the FSDP axis, and used without it.
 
-Propagation keeps the data axes off both used values, or it would gather activations instead; storage gets the FSDP
-axis afterwards. The gathers and reduce-scatters then are ordinary reshards at the boundaries. (SimpleFSDP, section 3.)
+Propagation excludes the data axes from both used values, or it would gather activations instead; the storage gets the
+FSDP axis afterwards. All-gathers and reduce-scatters are then ordinary reshards at the boundaries. (SimpleFSDP,
+section 3.)
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from tpshard.parallelism.why import Told
 
 
 def boundaries(graph: Graph, kind: str) -> dict[str, tuple[Value, Value]]:
-    """Per parameter name (before, after) of its boundary of this kind, `parameter` or `gradient`."""
+    """For each parameter name, (before, after) of its boundary of kind `parameter` or `gradient`."""
     return {op.args[2]: (op.operands[0], op.results[0]) for op in graph.ops if is_boundary(op) and op.args[1] == kind}
 
 
 def used_values(graph: Graph) -> dict[str, list[Value]]:
-    """Per parameter the values that are free of the data axes: the used one, and the gradient before its storage."""
+    """For each parameter, the values without data axes: the used one, and the gradient before its storage."""
     found = {name: [after] for name, (_, after) in boundaries(graph, "parameter").items()}
     for name, (before, _) in boundaries(graph, "gradient").items():
         found.setdefault(name, []).append(before)
@@ -40,9 +41,9 @@ def propagate_stored(
     fsdp: Axis | None,
     told: tuple[Told, ...],
 ) -> Shardings:
-    """Propagates with `data_axes` kept off used parameters and gradients, then stores them over `fsdp`.
+    """Propagates with `data_axes` excluded from used parameters and gradients, then stores these over `fsdp`.
 
-    `stored`: per parameter the graph's inputs that lie as it does (itself, gradient sums, moments). `told` asks for
+    stored: for each parameter, the graph inputs with its layout (itself, gradient sums, moments). told: the source of
     the FSDP axis.
     """
     kept_off = frozenset(data_axes) | (frozenset((fsdp,)) if fsdp is not None else frozenset())
@@ -67,7 +68,7 @@ def propagate_stored(
     for name, (_, after) in boundaries(graph, "gradient").items():
         given[after] = Annotation(given[stored[name][0]].sharding, told)
     final = propagate(graph, mesh, given, ties, free.rules)
-    # Axes that were found without the storage keep their reasons: only what it adds is explained by `told`.
+    # axes found without the storage keep their reasons; `told` explains only what the storage adds
     for place, found in free.causes.items():
         there = [axis for axis, _ in found]
         final.causes[place] = found + [pair for pair in final.causes.get(place, ()) if not overlap(pair[0], there)]
@@ -75,7 +76,8 @@ def propagate_stored(
 
 
 def storage_layout(shape: Sequence[int], used: Layout, fsdp: Axis) -> Layout:
-    """`used` with `fsdp` appended, minor-most, on the first dim that it divides; else padded on the largest."""
+    """`used` with `fsdp` appended as the minor-most axis of the first dim that it divides; else of the largest,
+    padded."""
     if not shape or overlap(fsdp, used.axes):
         return used
     for d, (size, axes) in enumerate(zip(shape, used.dims)):

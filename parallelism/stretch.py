@@ -1,7 +1,7 @@
-"""The program of a deep model from that of a shallow one: where layers are alike, one stands for all in between.
+"""Building the program of a deep model from that of a shallow one with equal layers, by repeating one layer.
 
-Capturing, propagating and partitioning say of each such layer the same again. Whether they do is looked at, not
-assumed: a layer is repeated only where it and the one before it are the same program, node by node.
+Capturing, propagating and partitioning would give the same for each of these layers. This is checked, not assumed: a
+layer is repeated only if it and the previous one are the same program, node by node.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from torch import fx
 from tpshard.parallelism.program import INFO, Collective, Info, Port, Program, info
 
 FEW = 4
-"""Layers of a program that can be stretched: two ends, and two in between that are compared."""
+"""Layers of a program that can be stretched: two ends, and two between them that are compared."""
 SAME, ALIKE, LAST = 1, 2, 3
-"""The layer that is compared, the one that is repeated, and the last one."""
+"""The compared layer, the repeated one, and the last one."""
 
 
 def stretched(program: Program, stack: str, layers: int) -> Program | None:
-    """A partitioned step of `FEW` layers `stack.N`, no pass done yet, as that of `layers`; None where the layers in
-    between are not alike.
+    """A partitioned step of `FEW` layers `stack.N`, before any pass, as that of `layers` layers (at least `FEW`).
 
-    `layers` is at least `FEW`. Values have the names that they have in the deep model's program; `records` and
-    explanations are those of the shallow one.
+    Returns None if the layers between the ends differ. Values have their names in the deep model's program; `records`
+    and explanations are those of the shallow one.
     """
     try:
         return _Stretch(program, stack, layers).run()
@@ -38,11 +37,11 @@ class _Unlike(Exception):
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbouring nodes of the repeated layer."""
+    """Consecutive nodes of the repeated layer."""
 
     nodes: tuple[fx.Node, ...]
     rising: bool
-    """Layers come in their order, as in the forward pass."""
+    """Whether layers come in ascending order, as in the forward pass."""
 
 
 class _Stretch:
@@ -54,9 +53,9 @@ class _Stretch:
         self.port = dict(zip(feeds, program.inputs, strict=True))
         self.layer = self._layers()
         self.twin: dict[fx.Node, fx.Node] = {}
-        """A node of the compared layer -> the same of the repeated one."""
+        """For each node of the compared layer, the corresponding one of the repeated layer."""
         self.back: dict[fx.Node, fx.Node] = {}
-        """A node of the last layer that the repeated one reads -> the same of the repeated one."""
+        """For each node of the last layer that the repeated one reads, the corresponding one of the repeated layer."""
         self.runs = self._runs()
         for node, other in self.twin.items():
             self._compare(node, other)
@@ -64,7 +63,7 @@ class _Stretch:
 
     # ---- what belongs where ------------------------------------------------------------------------------------------
     def _layers(self) -> dict[fx.Node, int | None]:
-        """By its place, by its parameter, or by all that it reads; None for what is outside of layers."""
+        """The layer of every node, by its place, its parameter, or its operands; None outside of layers."""
         found: dict[fx.Node, int | None] = {}
         for node in self.nodes:
             layer = info(node).place.layer if node.op == "call_function" else None
@@ -80,7 +79,7 @@ class _Stretch:
         return found
 
     def _runs(self) -> list[_Run]:
-        """Of the repeated layer; each lies between one of the compared layer and one of the last."""
+        """The runs of the repeated layer; each is between one of the compared layer and one of the last."""
         cut: list[tuple[int | None, list[fx.Node]]] = []
         for node in self.nodes:
             if not cut or cut[-1][0] != self.layer[node]:
@@ -131,7 +130,7 @@ class _Stretch:
             raise _Unlike
 
     def _compare_read(self, mine: fx.Node, theirs: fx.Node) -> None:
-        """What a node reads and what its twin reads: the same, or the same of the next layer."""
+        """Compares the operands of a node and its twin: they must be equal, or correspond in the next layer."""
         here, there = self.layer[mine], self.layer[theirs]
         if mine is theirs and here not in (SAME, ALIKE, LAST):
             return
@@ -145,7 +144,8 @@ class _Stretch:
             raise _Unlike
 
     def _check_readers(self) -> None:
-        """The repeated layer is read by itself, its neighbours and the results alone, and no layer skips it."""
+        """Checks that only itself, its neighbours and the results read the repeated layer, and that no layer skips
+        it."""
         for node in self.nodes:
             layer = self.layer[node]
             for operand in node.all_input_nodes if node.op != "output" else ():
@@ -160,7 +160,7 @@ class _Stretch:
 
     @staticmethod
     def _bare(known: Info) -> Info:
-        """Without what says only where it comes from."""
+        """The metadata without its origin."""
         comm = known.comm
         if comm is not None:
             comm = replace(comm, why=(), value=tuple(map(_bare_name, comm.value)))
@@ -227,7 +227,7 @@ class _Stretch:
         return operand, 0
 
     def _outputs(self, node: fx.Node) -> list[tuple[int, int]]:
-        """Results in the deep program's order, as (index in the shallow one's, copy)."""
+        """The results in the deep program's order, as (index in the shallow program's, copy)."""
         layers = [self.layer[result] for result in node.args[0]]  # type: ignore[index,union-attr]
         mine = [i for i, layer in enumerate(layers) if layer == ALIKE]
         if not mine:

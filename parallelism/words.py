@@ -1,4 +1,4 @@
-"""Words for what a program knows of itself: the one place that makes text of `parallelism.why`."""
+"""Turning reasons (`parallelism.why`) into text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from tpshard.parallelism.why import TIE, Demand, Explanation, Hop, Through, Told
 
 Name = Callable[[str], str]
-"""How a value is called: by its own name, or by a pattern for all like it."""
+"""A function that returns the displayed name of a value: its own, or a pattern."""
 
 
 def place(told: Told) -> str:
-    """`recipe.yaml:3:4 (heads: tp)`"""
+    """A source as text: `recipe.yaml:3:4 (heads: tp)`"""
     at = f"{told.source}:{told.line}:{told.col}" if told.line else told.source
     return f"{at} ({told.says})" if told.says else at
 
@@ -21,7 +21,7 @@ def places(told: Iterable[Told]) -> str:
 
 
 def op(through: Through) -> str:
-    """`mm `mm_3` in layers.0.mlp`"""
+    """An op as text: `mm `mm_3` in layers.0.mlp`"""
     if through == TIE:
         return "a sharding group (parameter, gradient and optimizer state)"
     return f"{through.target} `{through.name}`" + (f" in {through.module}" if through.module else "")
@@ -35,13 +35,13 @@ def link(step: Hop) -> str:
 
 
 def explanation(found: Explanation) -> list[str]:
-    """A line per step, the last of each chain the annotation."""
+    """A line per step; the last of each chain is the annotation."""
     lines = [f"annotated {found.annotated} at {places(found.told)}"] if found.told else []
     return [*lines, *map(link, found.links)] or ["replicated: no annotation reaches it"]
 
 
 def cause(need: Demand, name: Name = str) -> str:
-    """What needs it, in a few words."""
+    """The need behind a collective, as a short text."""
     if need.kind == "sum":
         return f"`{name(need.op.name)}` sums over a sharded dim"
     if need.kind == "given":
@@ -67,7 +67,7 @@ def way(need: Demand) -> str:
 
 
 def reason(needs: Sequence[Demand]) -> str:
-    """Why a collective is there; of a bucket's members the first's."""
+    """The reason of a collective as text; for a bucket, the first member's."""
     if not needs:
         return ""
     first = ": ".join(filter(None, (cause(needs[0]), way(needs[0]))))

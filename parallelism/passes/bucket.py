@@ -1,4 +1,4 @@
-"""Bucketing: the all-gathers (and reduce-scatters) of several parameters as one (SimpleFSDP, section 4.1)."""
+"""Bucketing: merges the all-gathers (and reduce-scatters) of several parameters (SimpleFSDP, section 4.1)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def bucket(program: Program, groups: Sequence[Sequence[str]]) -> Program:
     """Merges the parameter and gradient collectives of each group of parameter names into one.
 
     One all-gather per group, phase, dtype and set of axes; likewise one reduce-scatter and, for replicas, one
-    all-reduce of shards. Members keep the group's order, which fixes the order of reduction. Values do not change, but
-    for the summation order of low-precision reductions that the backend chooses by buffer.
+    all-reduce of shards. Members keep the group's order, which fixes the order of reduction. Values do not change,
+    except for the summation order of low-precision reductions, which the backend chooses by buffer.
     """
     unit = {name: i for i, group in enumerate(groups) for name in group}
     rank = {name: i for i, group in enumerate(groups) for i, name in enumerate(group)}
@@ -48,7 +48,7 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], kind: str, unit: str) -> None:
     first = info(nodes[0])
     waits = [next(iter(n.users)) for n in nodes]
     n = comms[0].size
-    last = max(nodes)  # nodes of a graph compare by their place in it
+    last = max(nodes)  # nodes compare by their position in the graph
 
     def call(target: Any, args: tuple[Any, ...], shape: tuple[int, ...], comm: Collective | None = None) -> fx.Node:
         node = graph.call_function(target, args)
@@ -66,7 +66,7 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], kind: str, unit: str) -> None:
         why=tuple(need for c in comms for need in c.why),
     )
     with graph.inserting_after(last):
-        anchor = graph.call_function(len)  # a place to insert before; erased below
+        anchor = graph.call_function(len)  # a position to insert before; erased below
     with graph.inserting_before(anchor):
         if kind == "reduce_scatter":
             flat = [call(aten.reshape.default, (node.args[0], [n, k]), (n, k)) for node, k in zip(nodes, lengths)]

@@ -1,4 +1,4 @@
-"""Which parameters share a bucket: by unit, by size, or greedily under time and memory (SimpleFSDP, section 4.4)."""
+"""Grouping parameters into buckets: by unit, by size, or greedily by time and memory (SimpleFSDP, section 4.4)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def by_unit(names: Sequence[str], unit_of: Callable[[str], str]) -> Groups:
 
 
 def by_size(names: Sequence[str], sizes: Mapping[str, int], limit: float) -> Groups:
-    """Neighbours in order of use, as many as fit into `limit` bytes of gathered parameters; at least one each."""
+    """Neighbours in order of use, up to `limit` bytes of gathered parameters per bucket; at least one each."""
     groups: Groups = []
     held = 0
     for name in names:
@@ -33,7 +33,7 @@ def by_size(names: Sequence[str], sizes: Mapping[str, int], limit: float) -> Gro
 
 
 def first_uses(program: Program) -> dict[str, int]:
-    """Per parameter the index of the first operation that reads it gathered."""
+    """For each parameter, the index of the first operation that reads it gathered."""
     first: dict[str, int] = {}
     names: dict[fx.Node, tuple[str, ...]] = {}
     stored = {port.name for port in program.inputs if port.kind == "parameter"}
@@ -62,22 +62,22 @@ def in_order_of_use(program: Program) -> list[str]:
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter to a bucket-chooser: what its gather and its computing cost."""
+    """One parameter for `greedy`: its gathered bytes and the computation after it."""
 
     name: str
     bytes: int
-    """Gathered."""
+    """Bytes when gathered."""
     compute_s: float
-    """Of the operations from its first use to the next parameter's, forward."""
+    """Seconds of the forward operations from its first use to the next parameter's."""
 
 
 def greedy(pieces: Sequence[Piece], gather_s: Callable[[int], float], memory: float) -> Groups:
-    """Merges neighbours while the bucket's gather hides behind the computing of the bucket before it, and fits.
+    """Merges neighbours while the bucket's gather is hidden by the computation of the previous bucket, and fits.
 
-    SimpleFSDP's auto-wrapper: a parameter joins the open bucket if the bucket's gather then still takes no longer than
-    the computing it is issued behind, and the gathered bytes of both stay within `memory`; merging saves the latency
-    of one collective. Where nothing hides the gather, merging is kept only while the latency saved is worth it:
-    the first bucket, which nothing hides, stays small.
+    SimpleFSDP's auto-wrapper: a parameter joins the open bucket if the bucket's gather then takes no longer than the
+    computation it overlaps with, and the gathered bytes of both buckets stay within `memory`. Merging saves one
+    latency. A gather that nothing hides is merged only while the saved latency is worth it, so that the first bucket
+    stays small.
     """
     groups: Groups = []
     previous_compute = 0.0
@@ -88,7 +88,7 @@ def greedy(pieces: Sequence[Piece], gather_s: Callable[[int], float], memory: fl
         hidden = gather_s(int(open_bytes + piece.bytes)) <= previous_compute
         apart = gather_s(int(open_bytes)) + gather_s(piece.bytes) if open_bytes else 0.0
         together = gather_s(int(open_bytes + piece.bytes))
-        # Exposed either way: worth it if what is sent on its own would cost more than it hides.
+        # exposed either way: merge if a gather of its own would cost more than it hides
         cheaper = bool(groups) and len(groups) > 1 and apart - together > piece.compute_s
         if groups and fits and (hidden or cheaper):
             groups[-1].append(piece.name)

@@ -1,4 +1,4 @@
-"""Copying a program's graph, so that a pass changes its own."""
+"""Copying a program's graph, so that a pass edits its own copy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tpshard.parallelism.program import Program
 
 
 def copied(program: Program) -> tuple[Program, dict[fx.Node, fx.Node]]:
-    """The same program on a graph of its own, and where each node went."""
+    """(the program on a new graph, the copy of each node)."""
     made: dict[fx.Node, fx.Node] = {}
     graph = fx.Graph()
     for node in program.graph.nodes:

@@ -1,4 +1,4 @@
-"""Parameters are gathered where they are used."""
+"""A pass that moves gathers of parameters to their first use."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from tpshard.parallelism.program import Program
 
 
 def gather_late(program: Program) -> Program:
-    """Every gather, with the casts before it and the copies behind it, comes just before what first computes with it.
+    """Moves every gather, with its casts and copies, directly before the first computation that needs it.
 
-    So does what is made again for the backward pass. What computes stays in its order; gradients are packed, reduced
-    and summed behind it all.
+    Recomputed operations move likewise. Computing operations keep their order; gradients are packed, reduced and summed
+    after all of them.
     """
     found, order = moves(program), NodeOrder(program.graph)
     for node in order.old:

@@ -1,4 +1,4 @@
-"""Gradients are finished where they are made."""
+"""A pass that finishes gradients where they are computed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tpshard.parallelism.program import Program, info
 
 
 def hoist_gradients(program: Program) -> Program:
-    """Casts and sums that only a gradient waits for follow their operands.
+    """Moves casts and sums that only serve a gradient directly behind their operands.
 
-    They are traced behind the whole backward pass: left there, every gradient would live until then unsharded. All
-    else stays in its order.
+    They are traced after the whole backward pass; left there, every unsharded gradient would live until then. All other
+    nodes keep their order.
     """
     found, nodes = moves(program), list(program.graph.nodes)
     tail: set[fx.Node] = set()

@@ -1,4 +1,4 @@
-"""Which nodes of a step bring parameters together and gradients apart, and which only serve those."""
+"""Classifying a step's nodes: those that gather parameters or reduce gradients, and those that only serve these."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ wait = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass(frozen=True)
 class Moves:
-    """Sets of `call_function` nodes; those in none of them compute."""
+    """Sets of `call_function` nodes; nodes in none of them compute."""
 
     gathers: frozenset[fx.Node]
     """All-gathers of parameters."""
     casts: frozenset[fx.Node]
-    """What serves nothing but gathers: casts and copies in front of them."""
+    """Nodes that serve only gathers: casts and copies before them."""
     gathered: frozenset[fx.Node]
-    """Waits for gathers; views and copies of what was gathered, and of nothing else."""
+    """Waits for gathers, and views and copies of gathered values alone."""
     reductions: frozenset[fx.Node]
     """Reduce-scatters of gradients, and all-reduces among replicas."""
     packing: frozenset[fx.Node]
-    """Copies into a bucket: no work, read by reductions and their packing alone."""
+    """Copies into a bucket, read only by reductions and their packing."""
     reduced: frozenset[fx.Node]
-    """What follows a reduction: its wait, the sum into the stored gradient. Nothing that computing waits for."""
+    """Nodes after a reduction: its wait, and the sum into the stored gradient. No computation waits for them."""
 
     def computes(self, node: fx.Node) -> bool:
         sets = (self.gathers, self.casts, self.gathered, self.reductions, self.packing, self.reduced)
@@ -57,7 +57,7 @@ def moves(program: Program) -> Moves:
 
 
 def _only_for(nodes: list[fx.Node], ends: Collection[fx.Node]) -> set[fx.Node]:
-    """Those that serve nothing but `ends`."""
+    """The nodes that serve nothing but `ends`."""
     found: set[fx.Node] = set()
     for node in reversed(nodes):
         if node.users and all(user in ends or user in found for user in node.users):

@@ -1,4 +1,4 @@
-"""The order of a graph's nodes, made anew node by node."""
+"""Reordering the nodes of a graph."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import fx
 
 
 def reorder(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
-    """Brings the nodes of a pass's own graph into `order`, which holds every node but the output once."""
+    """Reorders the nodes of a pass's own graph; `order` holds every node except the output once."""
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     for node in order:
         output.prepend(node)
 
 
 class NodeOrder:
-    """A new order of a graph's nodes: each comes after what it reads."""
+    """A new order of a graph's nodes, in which each comes after its operands."""
 
     def __init__(self, graph: fx.Graph, ahead: Callable[[fx.Node], Iterable[fx.Node]] | None = None):
-        """`ahead`: what comes before a node although the node does not read it."""
+        """ahead: further nodes that must come before a node, besides its operands."""
         self.graph, self.ahead = graph, ahead
         self.old = [node for node in graph.nodes if node.op != "output"]
         self.new: list[fx.Node] = []
@@ -28,7 +28,7 @@ class NodeOrder:
                 self._add(node)
 
     def add(self, node: fx.Node) -> None:
-        """Adds a node, behind everything that it needs and that is not there yet."""
+        """Adds a node, after the missing nodes that it needs."""
         stack = [node]
         while stack:
             here = stack[-1]
@@ -45,11 +45,11 @@ class NodeOrder:
             self._add(here)
 
     def can(self, node: fx.Node) -> bool:
-        """Whether everything is there that a node reads."""
+        """Whether all operands of a node are added."""
         return self.done.issuperset(node.all_input_nodes)
 
     def apply(self) -> None:
-        """Gives the graph this order; what was not added follows, as it was."""
+        """Gives the graph this order; nodes that were not added follow in their old order."""
         for node in self.old:
             self.add(node)
         reorder(self.graph, self.new)

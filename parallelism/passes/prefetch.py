@@ -1,4 +1,4 @@
-"""Gathers are issued ahead of their use (SimpleFSDP, section 4.2)."""
+"""A pass that issues gathers ahead of their use (SimpleFSDP, section 4.2)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tpshard.parallelism.program import Program
 def prefetch(program: Program, units: int = 1) -> Program:
     """Issues each bucket's all-gather `units` buckets before its first use; waits stay at the first use.
 
-    Memory grows by at most `units` gathered buckets. The order of collectives is the same on every rank: it depends on
-    the program alone.
+    Memory grows by at most `units` gathered buckets. The order of collectives depends only on the program, and is the
+    same on every rank.
     """
     gathers = moves(program).gathers
     waits = [node for node in program.graph.nodes if node.target is wait and node.all_input_nodes[0] in gathers]

@@ -1,4 +1,5 @@
-"""Recomputation: what the backward pass makes again instead of keeping (Chen et al. 2016; SimpleFSDP, section 4.3)."""
+"""Recomputation: what the backward pass computes again instead of saving (Chen et al. 2016; SimpleFSDP, section
+4.3)."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ from tpshard.parallelism.graph import Layer
 from tpshard.parallelism.program import INFO, Program, info
 
 Keep = Callable[[fx.Node], bool]
-"""Whether a forward value that the backward pass reads is kept."""
+"""Whether to save a forward value that the backward pass reads."""
 
 
 def recompute(program: Program, keep: Keep, reshard_after_forward: bool = True) -> Program:
-    """Lets the backward pass make again every forward value that `keep` refuses, from those that are kept.
+    """Makes the backward pass recompute every forward value that `keep` refuses, from those that are saved.
 
-    With `reshard_after_forward` gathered parameters are never kept: the whole chain (cast, all-gather, wait, views) is
-    repeated, as SimpleFSDP does. What is made again is marked with phase `recompute`; where it is computed is the
-    business of later passes. Results do not change by a bit.
+    With `reshard_after_forward` gathered parameters are never saved: the whole chain (cast, all-gather, wait, views) is
+    repeated, as in SimpleFSDP. Recomputed nodes have the phase `recompute`; later passes decide their position. Results
+    do not change by a bit.
     """
     graph = program.graph
     gathered = parameter_values(program)
@@ -52,7 +53,7 @@ def _make_again(
     clones: dict[fx.Node, fx.Node],
     position: dict[fx.Node, int],
 ) -> None:
-    """Clones `node` and what it needs of `again`, before `reader`."""
+    """Clones `node`, and the nodes of `again` that it needs, before `reader`."""
     chain: list[fx.Node] = []
     queue = [node]
     seen: set[fx.Node] = set()
@@ -67,13 +68,13 @@ def _make_again(
         for here in sorted(chain, key=position.__getitem__):
             copy = graph.node_copy(here, lambda n: clones.get(n, n))
             known = info(here)
-            # Work that is done a second time counts for the device, not for the model.
+            # repeated work counts for the device, but not as useful work of the model
             copy.meta[INFO] = replace(known, place=known.place._replace(phase="recompute"), global_flops=0)
             clones[here] = copy
 
 
 def parameter_values(program: Program) -> set[fx.Node]:
-    """Gathered parameters: their all-gathers, waits, and everything made of parameters alone."""
+    """Gathered parameters: their all-gathers, waits, and values computed from parameters alone."""
     kinds = [port.kind for port in program.inputs]
     feeds = [n for n in program.graph.nodes if n.op == "placeholder"]
     pure = {feed for feed, kind in zip(feeds, kinds) if kind == "parameter"}
@@ -89,7 +90,7 @@ def parameter_values(program: Program) -> set[fx.Node]:
 
 # ---- what to keep ------------------------------------------------------------------------------------------------
 def layer_of(node: fx.Node) -> Layer | None:
-    """The layer that a node belongs to; None outside of layers."""
+    """The layer of a node; None outside of layers."""
     return info(node).place.layer if node.op == "call_function" else None
 
 
@@ -99,12 +100,12 @@ def leaves_layer(node: fx.Node) -> bool:
 
 
 def keep_all(node: fx.Node) -> bool:
-    """remat: none."""
+    """Saves everything (remat: none)."""
     return True
 
 
 def keep_layer_inputs(every: int = 1) -> Keep:
-    """remat: full, or {every: n}: of every n-th layer nothing but its input is kept."""
+    """Saves only the input of every n-th layer (remat: full, or {every: n})."""
 
     def keep(node: fx.Node) -> bool:
         layer = layer_of(node)
@@ -114,9 +115,9 @@ def keep_layer_inputs(every: int = 1) -> Keep:
 
 
 def keep_selected(names: Collection[str] = ()) -> Keep:
-    """remat: selective, or a list: products, attention and what was sent for them are kept.
+    """Saves outputs of matrix products and attention, and what was communicated for them (remat: selective, or a list).
 
-    `names` are operations (`mm`, `attention`) or the modules whose product is kept (`wq`, `gate`).
+    names: operations (`mm`, `attention`), or the modules whose product is saved (`wq`, `gate`).
     """
 
     def keep(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Gradients are reduced where they are made (SimpleFSDP, section 4.2)."""
+"""A pass that reduces gradients where they are computed (SimpleFSDP, section 4.2)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from tpshard.parallelism.program import Program
 
 
 def reduce_early(program: Program) -> Program:
-    """Issues each reduction of gradients as soon as all of its gradients are there; what follows it stays behind all
-    that computes.
+    """Issues each reduction as soon as all its gradients are computed; its wait stays after all computation.
 
-    The order of collectives is the same on every rank: it depends on the program alone.
+    The order of collectives depends only on the program, and is the same on every rank.
     """
     found, order = moves(program), NodeOrder(program.graph)
     missing: dict[fx.Node, int] = {}

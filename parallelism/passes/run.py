@@ -1,4 +1,4 @@
-"""Passes in order: they change when things happen and what is kept, never what comes out."""
+"""Running passes in order. They change when operations run and what is stored, never the results."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from tpshard.parallelism.passes.copy import copied
 from tpshard.parallelism.program import Program
 
 Pass = Callable[[Program], Program]
-"""Changes the program that it is given, which is nobody else's, and returns it. Its name is its function's."""
+"""A function that edits its own copy of a program and returns it, named like the pass."""
 
 
 class Passed(NamedTuple):
-    """A program as a pass left it."""
+    """A program after a pass."""
 
     name: str
-    """The pass's; "" where none has run."""
+    """The pass's name; "" before the first pass."""
     settings: dict[str, Any]
-    """What the pass was told."""
+    """The arguments of the pass."""
     program: Program
-    """The next pass changes it: whoever watches looks at it at once."""
+    """The program; the next pass edits it, so observers must read it at once."""
     seconds: float
-    """What the pass took."""
+    """Seconds that the pass took."""
 
 
 Watch = Callable[[Passed], None]
 
 
 def run(passes: Sequence[Pass], program: Program, watch: Watch | None = None) -> Program:
-    """A program, changed by passes one after the other; the given one stays as it is."""
+    """The program after all passes in order; the given one is not changed."""
     program, _ = copied(program)
     if watch is not None:
         watch(Passed("", {}, program, 0.0))
@@ -39,7 +39,7 @@ def run(passes: Sequence[Pass], program: Program, watch: Watch | None = None) ->
         started = time.perf_counter()
         made = one(program)
         seconds = time.perf_counter() - started
-        program = made.replace_graph(made.graph)  # nothing derived from it before holds still
+        program = made.replace_graph(made.graph)  # cached facts of the old graph are invalid
         if watch is not None:
             watch(Passed(*_called(one), program, seconds))
     return program

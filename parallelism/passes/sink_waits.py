@@ -1,4 +1,4 @@
-"""Waits for reduced gradients sink behind what is computed meanwhile (SimpleFSDP, section 4.2)."""
+"""A pass that moves waits for reduced gradients behind later computation (SimpleFSDP, section 4.2)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tpshard.parallelism.program import Program
 
 
 def sink_waits(program: Program, in_flight: int = 1) -> Program:
-    """Each reduction is waited for, and its shard summed, when `in_flight` later ones have been issued.
+    """Waits for each reduction, and sums its shard, once `in_flight` later ones have been issued.
 
-    That bounds the gradients that wait unsharded. A reduction of shards among replicas is issued there too.
+    This bounds the number of unsharded gradients. The reduction of shards among replicas is issued there too.
     """
     found, order = moves(program), NodeOrder(program.graph)
     sinking = _Sinking(found, order, in_flight)
@@ -32,7 +32,7 @@ class _Sinking:
         self.running: deque[fx.Node] = deque()
 
     def issue(self, reduction: fx.Node) -> None:
-        """Issues a reduction whose operands are there, and waits for the oldest if too many run."""
+        """Issues a reduction whose operands are ready, and waits for the oldest one if too many are in flight."""
         if reduction in self.order.done or not self.order.can(reduction):
             return
         self.order.add(reduction)
@@ -41,8 +41,8 @@ class _Sinking:
             self.finish(self.running.popleft())
 
     def finish(self, reduction: fx.Node) -> None:
-        """Waits for a reduction and does what follows from it, as far as that needs no other one."""
-        queue = deque(sorted(reduction.users))  # in the order of the graph
+        """Waits for a reduction and runs what follows it, except for nodes that need another reduction."""
+        queue = deque(sorted(reduction.users))  # in graph order
         seen: set[fx.Node] = set()
         while queue:
             node = queue.popleft()

@@ -1,1 +1,1 @@
-"""Rules: one per op, as a table of factors."""
+"""Sharding rules: one entry per op, in a table with a file for each theme."""

@@ -1,4 +1,4 @@
-"""Attention as one op, forward and backward, with grouped queries: ours, which is causal, and torch's."""
+"""Rules of attention as one op, forward and backward, with grouped queries: tpshard's causal op, and torch's."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def attention_backward(op: Op) -> Rule:
 
 
 def _products(op: Op, q: Value, k: Value, window: int) -> int:
-    """Multiplications of queries and keys that count: half of all, as rows see none after them, or those of a window,
-    which is argument `window`."""
+    """The number of query-key products that count: half of all, since rows see no later keys, or those within the
+    window, which is argument `window`."""
     keys = k.shape[1]
     seen = op.args[window] if len(op.args) > window and op.args[window] is not None else keys
     if seen >= keys:
@@ -75,10 +75,11 @@ BACKWARD = "q q k v q l m -> q k v"
 
 
 def of_torch(op: Op, text: str = FORWARD) -> Rule:
-    """torch's own attention: `q[b (kv g) s d], k[b kv t d], v[b kv t d]`, a mask that broadcasts to `[b (kv g) s t]`.
+    """Torch's own attention: `q[b (kv g) s d], k[b kv t d], v[b kv t d]`, and a mask that broadcasts to `[b (kv g) s
+    t]`.
 
-    Rows of queries may be spread unless each sees other keys (causal). The gradients of keys and values are summed over
-    the queries of a group.
+    Queries may be sharded unless each sees other keys (causal). The gradients of keys and values are summed over the
+    queries of a group.
     """
     operands, results = (side.split() for side in text.split(" -> "))
     given = dict(zip(operands, tensors(op)))

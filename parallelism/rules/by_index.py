@@ -1,7 +1,7 @@
-"""x[i, j, ...] and x[i, j, ...] = v, with tensors of indices.
+"""Rules of x[i, j, ...] and x[i, j, ...] = v, with index tensors.
 
-A device of a sharded dim reads or writes what it owns and leaves the rest to others. Indices that count along one of
-their own dims (`arange`) pair that dim with the one that they index: both shard alike, and nothing is exchanged.
+A device of a sharded dim reads or writes its own elements. Indices that count along one of their own dims (`arange`)
+pair that dim with the one they index: both are sharded alike, without communication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def counts_along(value: Value) -> int | None:
-    """The dim along which a value is 0, 1, 2, ... and along all others equal; None where that is not seen."""
+    """The dim along which a value is 0, 1, 2, ... and constant along all others; None if that cannot be seen."""
     op = value.producer
     if op is None:
         return None
@@ -50,7 +50,7 @@ def counts_along(value: Value) -> int | None:
 
 
 def _of_piece(source: Value, dim: int, index: int) -> int | None:
-    """The same of one position along a dim, also of parts that were put together along it."""
+    """`counts_along` for one position along a dim, also of concatenated parts."""
     joined = source.producer
     if joined is not None and str(joined.target) == "aten.cat.default":
         along = (joined.args[1] if len(joined.args) > 1 else 0) % source.rank
@@ -67,29 +67,29 @@ def _of_piece(source: Value, dim: int, index: int) -> int | None:
 
 @dataclass
 class Lookup:
-    """The factors of one call."""
+    """The factors of one indexing call."""
 
     at: list[int]
-    """Indexed dims, in the order of the tensors of indices."""
+    """Indexed dims, in the order of the index tensors."""
     dims: tuple[Dim, ...]
-    """Of x."""
+    """Dims of x."""
     picked: tuple[Dim, ...]
-    """Of the dims that the indices have together."""
+    """Dims of the broadcast indices."""
     of: list[tuple[Dim, ...]]
-    """Of each tensor of indices."""
+    """Dims of each index tensor."""
     out: tuple[Dim, ...]
-    """Of x[indices]."""
+    """Dims of x[indices]."""
     counted: list[bool]
-    """Per tensor of indices, whether it counts along a dim."""
+    """For each index tensor, whether it counts along a dim."""
 
     @property
     def owner(self) -> list[int | None]:
-        """Per tensor of indices the factor of the dim that it indexes."""
+        """For each index tensor, the factor of the dim that it indexes."""
         return [self.dims[d][0] if self.dims[d] else None for d in self.at]
 
 
 def lookup(op: Op, factors: Factors, kind: Kind) -> Lookup:
-    """Indexed dims are of `kind`, but for those that are counted along."""
+    """The factors of a call. Indexed dims are of `kind`, except those that are counted along."""
     x, slots = op.operands[0], op.args[1]
     at = [d for d, s in enumerate(slots) if isinstance(s, Ref)]
     indices = [op.operands[s.index] for s in slots if isinstance(s, Ref)]
@@ -115,7 +115,7 @@ def lookup(op: Op, factors: Factors, kind: Kind) -> Lookup:
 
 
 def _own(at: LocalOp, found: Lookup, rank: int) -> tuple[list[Any], Any, tuple[int, ...]]:
-    """The slots of indices into a device's part, and the mask of those that others own (None: none) with its shape."""
+    """The indices relative to a device's shard, the mask of foreign ones (None: none), and its shape."""
     slots: list[Any] = [None] * rank
     foreign, shape = None, ()
     for i, (d, f, counted) in enumerate(zip(found.at, found.owner, found.counted)):
@@ -136,7 +136,7 @@ def _own(at: LocalOp, found: Lookup, rank: int) -> tuple[list[Any], Any, tuple[i
 
 
 def index(op: Op) -> Rule:
-    """x[i, j, ...]: where indexed dims are sharded the result is a sum, to which every device adds what it owns."""
+    """x[i, j, ...]: if indexed dims are sharded, the result is a sum to which every device adds its own elements."""
     factors = Factors()
     x, out = op.operands[0], op.results[0]
     found = lookup(op, factors, Kind.WHOLE if x.dtype == torch.bool else Kind.REDUCE)
@@ -161,7 +161,7 @@ def index(op: Op) -> Rule:
 
 
 def index_put(op: Op) -> Rule:
-    """x.index_put(indices, values): a device of a sharded dim writes only what it owns."""
+    """x.index_put(indices, values): a device of a sharded dim writes only its own elements."""
     factors = Factors()
     x, values = op.operands[0], op.operands[op.args[2].index]
     found = lookup(op, factors, Kind.PASS)
@@ -188,7 +188,7 @@ def index_put(op: Op) -> Rule:
             full = tuple(torch.broadcast_shapes(view, at.operand_shape(1 + len(found.of))))
             kept = at.emit(aten.masked_fill.Scalar, value, mask, 0, shape=full)
             return at.emit(op.target, target, slots, kept, *rest, shape=at.shape())
-        # One row more than owned: what belongs to others is written there and cut off.
+        # one more row than owned: foreign values are written there and cut off
         d, f = next((d, f) for d, f, c in zip(found.at, found.owner, found.counted) if f is not None and at.axes(f)
                     and not c)  # fmt: skip
         grown = tuple(n + 1 if i == d else n for i, n in enumerate(at.shape()))

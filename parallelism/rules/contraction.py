@@ -1,4 +1,4 @@
-"""Products: contractions over any number of dims, and convolution."""
+"""Rules of matrix products: contractions over any number of dims."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ aten = torch.ops.aten
 
 
 def contract(a: Any, b: Any, equation: str) -> Any:
-    """The contraction `torch.einsum(equation, a, b)`; a target in the global graph only."""
+    """The contraction `torch.einsum(equation, a, b)`; exists only in the global graph."""
     return torch.einsum(equation, a, b)
 
 
 def contraction(op: Op, equation: str) -> Rule:
-    """`bsk,nk->bsn`: letters are factors, those not in the result are summed."""
+    """The rule of an equation such as `bsk,nk->bsn`: letters are factors, those not in the result are summed."""
     inputs, out = equation.split("->")
     left, right = inputs.split(",")
     a, b = op.operands
@@ -37,7 +37,7 @@ def contraction(op: Op, equation: str) -> Rule:
 
 
 def product_of(local: LocalOp, equation: str) -> Any:
-    """Lowers an equation to views and one mm (or bmm): what a product costs least as."""
+    """Lowers an equation to views and one mm (or bmm), in the arrangement with the fewest copies."""
     inputs, out = equation.split("->")
     left, right = inputs.split(",")
     batch = [c for c in out if c in left and c in right]
@@ -76,7 +76,7 @@ def product_of(local: LocalOp, equation: str) -> Any:
 
 
 def einsum(equation: str, **facts: Any) -> Entry:
-    """A product of two operands; to one of three, the first is added."""
+    """The entry of a product of two operands; with three, the first is added."""
     rule = partial(contraction, equation=equation)
     return Entry(rule, equation=equation, work="matmul", saved=True, commutes=True, **facts)
 

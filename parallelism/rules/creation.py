@@ -1,4 +1,4 @@
-"""Ops without tensor operands: each device makes its own part."""
+"""Rules of ops without tensor operands: each device creates its own shard."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ aten = torch.ops.aten
 
 
 def explicit(op: Op) -> dict[str, Any]:
-    """Keyword arguments of what is made: its type, which torch infers from a whole call, and a device to replace."""
+    """Keyword arguments of a creation op: the dtype, which torch infers from the whole call, and a placeholder
+    device."""
     return {**op.kwargs, "dtype": op.results[0].dtype, "device": op.kwargs.get("device") or torch.device("cpu")}
 
 
 def filled(op: Op) -> Rule:
-    """full, zeros, ones, empty: the sizes become local."""
+    """full, zeros, ones, empty: created with local sizes."""
     factors = Factors()
     dims = factors.dims(op.results[0].shape)
 
@@ -30,7 +31,7 @@ def filled(op: Op) -> Rule:
 
 
 def new(value: float | None, target: Any = aten.full.default) -> Callable[[Op], None]:
-    """x.new_zeros(size) is made by itself: of x only the dtype matters, which the result has."""
+    """Rewrites x.new_zeros(size) to zeros(size): of x only the dtype matters."""
 
     def canonical(op: Op) -> None:
         filling = () if target is not aten.full.default else (op.args[2] if value is None else value,)
@@ -41,7 +42,7 @@ def new(value: float | None, target: Any = aten.full.default) -> Callable[[Op], 
 
 
 def arange(op: Op) -> Rule:
-    """arange(start, end, step): a device's part is counted from its offset, in integers, as far as the type allows."""
+    """arange(start, end, step): a device counts from its offset, in integers where the dtype allows."""
     factors = Factors()
     dims = factors.dims(op.results[0].shape)
     kind = op.results[0].dtype
@@ -67,7 +68,7 @@ def arange(op: Op) -> Rule:
 
 
 def without_strides(op: Op) -> None:
-    """empty_strided(size, stride): parts are dense."""
+    """Rewrites empty_strided(size, stride) without strides: shards are contiguous."""
     op.target, op.args = aten.empty.memory_format, (op.args[0],)
 
 

@@ -1,7 +1,6 @@
-"""Ops that graphs hold as others, which shard better than the whole: vocabulary-parallel softmax, for one.
+"""Ops that are recorded as others, which shard better, such as a softmax over a sharded vocabulary.
 
-An op of which no table knows anything is split as torch splits it, where torch does; here are those that the project
-splits itself.
+An op that is in no table is decomposed by torch, if torch can; this file has those that tpshard decomposes itself.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ aten = torch.ops.aten
 
 
 OPS: Table = {
-    # pointwise, and so known, but shorter as what they are made of
+    # pointwise, but shorter as its parts
     aten.addcmul: decomposed,
     aten.addcdiv: decomposed,
     aten.logit_backward: decomposed,

@@ -1,4 +1,4 @@
-"""How ops split that torch does not split, or not into what shards: statistics as plain sums over dims."""
+"""Decompositions that torch lacks, or that shard better than torch's: statistics as plain sums over dims."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 def variance(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Tensor:
-    """var.correction, as the mean of squared differences."""
+    """var.correction as the mean of squared differences."""
     dims = list(range(x.dim())) if not dim else [d % x.dim() for d in dim]
     count = math.prod(x.shape[d] for d in dims)
     apart = x - x.mean(dims, keepdim=True)
@@ -31,7 +31,7 @@ def variance_and_mean(
 
 
 def _over(x: Tensor) -> list[int]:
-    """The dims over which a channel's statistics go."""
+    """The dims over which a channel's statistics are taken."""
     return [d for d in range(x.dim()) if d != 1]
 
 
@@ -43,7 +43,7 @@ def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     training: bool, momentum: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """native_batch_norm: the statistics are those of the whole batch, on whatever devices it lies."""
+    """native_batch_norm, with statistics of the whole batch over all devices."""
     computed = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(computed)
     if training:
@@ -100,7 +100,7 @@ def batch_norm_backward(
 def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, channels: int, rest: int, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """native_group_norm: every dim of a group is kept apart, so that each may be sharded."""
+    """native_group_norm: the dims of a group are kept apart, so that each can be sharded."""
     computed = torch.promote_types(x.dtype, torch.float32)
     parts = x.to(computed).view(n, groups, channels // groups, *x.shape[2:])
     over = list(range(2, parts.dim()))
@@ -150,14 +150,14 @@ def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim:
 
 
 def overwritten(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """copy, which reads nothing of what it writes to."""
+    """copy, which reads nothing of its target."""
     if x.shape != source.shape or x.stride() != source.stride():
         return NotImplemented
     return source if source.dtype == x.dtype else source.to(x.dtype)
 
 
 def put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
-    """index_put where all that is indexed by is one mask and one value is written: `where`."""
+    """index_put with one mask and one value as `where`."""
     masks = [i for i in indices if i is not None]
     if len(masks) != 1 or masks[0].dtype not in (torch.bool, torch.uint8) or values.numel() != 1:
         return NotImplemented
@@ -170,7 +170,7 @@ def put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate:
 def slice_backward(
     grad: Tensor, sizes: Sequence[int], dim: int, start: int | None, stop: int | None, step: int
 ) -> Tensor:
-    """slice_backward: zeros around the gradient, of which partial sums are partial sums."""
+    """slice_backward: the gradient padded with zeros, which keeps partial sums partial."""
     if step != 1:
         return aten.slice_scatter.default(grad.new_zeros(sizes), grad, dim, start, stop, step)
     begin, _, _ = slice(start, stop).indices(sizes[dim])
@@ -188,7 +188,7 @@ def _around(x: Tensor, dim: int, before: int, after: int) -> Tensor:
 
 
 def addmm(c: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """addmm: with its factors, a product, and a sum; without, a graph holds it as that anyway."""
+    """addmm with its factors as a product and a sum; without factors it is recorded so anyway."""
     if alpha == beta == 1:
         return NotImplemented
     return aten.mm.default(x, y) * alpha + (c * beta if beta else torch.zeros_like(c))
@@ -204,8 +204,8 @@ def convolution_backward(
     padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """convolution_backward: of x a convolution the other way around, of the bias a sum, and of the weight what reads
-    of the weight no more than its shape."""
+    """convolution_backward: a transposed convolution for x, a sum for the bias, and for the weight an op that reads
+    only the weight's shape."""
     to_x = to_weight = to_bias = None
     sizes, back = list(zip(x.shape[2:], grad.shape[2:])), [0] * (x.dim() - 2)
     if wanted[0] and not transposed:
@@ -228,7 +228,7 @@ def convolution_backward(
 
 
 def _ratios(small: Sequence[int], large: Sequence[int], scales: Sequence[float | None]) -> list[int] | None:
-    """How often each position is repeated; None where that differs from one to another."""
+    """How often each position is repeated; None where that differs between positions."""
     if any(n % m for m, n in zip(small, large)):
         return None
     ratios = [n // m for m, n in zip(small, large)]
@@ -236,7 +236,7 @@ def _ratios(small: Sequence[int], large: Sequence[int], scales: Sequence[float |
 
 
 def nearest(x: Tensor, size: Sequence[int], *scales: float | None) -> Tensor:
-    """upsample_nearest of whole ratios: every position is repeated."""
+    """upsample_nearest with integer ratios: every position is repeated."""
     ratios = _ratios(x.shape[2:], size, scales)
     if ratios is None:
         return NotImplemented
@@ -246,7 +246,7 @@ def nearest(x: Tensor, size: Sequence[int], *scales: float | None) -> Tensor:
 
 
 def nearest_backward(grad: Tensor, size: Sequence[int], shape: Sequence[int], *scales: float | None) -> Tensor:
-    """upsample_nearest_backward of whole ratios: every position gets the sum."""
+    """upsample_nearest_backward with integer ratios: every position gets the sum."""
     ratios = _ratios(shape[2:], size, scales)
     if ratios is None:
         return NotImplemented
@@ -322,7 +322,7 @@ def repeated_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor
 
 
 def _parts_of(x: Tensor, size: Sequence[int]) -> list[int] | None:
-    """The windows of adaptive pooling, where all are of one size."""
+    """The window sizes of adaptive pooling, if all windows are equal."""
     into = x.shape[x.dim() - len(size) :]
     return None if any(n % m for n, m in zip(into, size)) else [n // m for n, m in zip(into, size)]
 

@@ -1,4 +1,5 @@
-"""Random ops, all made of uniform draws by global position (see `draws`), so that every mesh draws the same numbers."""
+"""Random ops, all built on uniform draws by global position (see `draws`), so that every mesh draws the same
+numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tpshard.parallelism.rules.rule import Factors, LocalOp, Rule
 
 aten = torch.ops.aten
 Distribution = Callable[..., Tensor]
-"""(a tensor like the result, parameters) -> draws."""
+"""A function (a tensor like the result, parameters) -> draws."""
 
 
 def random(op: Op) -> Rule:
@@ -45,7 +46,7 @@ def _moved(x: Tensor, by: Any, scale: Any) -> Tensor:
 
 
 def _positive(x: Tensor) -> Tensor:
-    """In (0, 1], whose logarithm is finite."""
+    """Draws in (0, 1], whose logarithm is finite."""
     return 1 - _uniform(x)
 
 
@@ -61,7 +62,7 @@ def _bernoulli(x: Tensor, p: Any = 0.5) -> Tensor:
 
 
 def _integers(x: Tensor, *bounds: int | None, low: int = 0, high: int | None = None) -> Tensor:
-    """Of [low, high), or [0, high); without bounds all that the type has room for, of floating types its mantissa."""
+    """Integers in [low, high), or [0, high); without bounds all that the dtype holds, for floats its mantissa."""
     if bounds:
         low, high = bounds if len(bounds) == 2 else (0, bounds[0])  # type: ignore[assignment]
     if high is None:
@@ -91,7 +92,7 @@ def _geometric(x: Tensor, p: float) -> Tensor:
 
 # ---- how ops call them -----------------------------------------------------------------------------------------------
 def _parameters(given: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of a distribution, out of those of an op. ValueError for a generator."""
+    """The keyword arguments of a distribution, from those of an op. ValueError for a generator."""
     if given.pop("generator", None) is not None:
         raise ValueError(
             "a `torch.Generator` draws on one device, from its own state: leave it out, and seed the program instead"
@@ -102,7 +103,7 @@ def _parameters(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _made(draw: Distribution, kind: torch.dtype | None = None) -> Callable[..., Tensor]:
-    """Of an op that makes a tensor: the distribution's parameters, then the size."""
+    """The decomposition of an op that creates a tensor: the distribution's parameters, then the size."""
 
     def split(*args: Any, **given: Any) -> Tensor:
         *parameters, size = args
@@ -113,7 +114,7 @@ def _made(draw: Distribution, kind: torch.dtype | None = None) -> Callable[..., 
 
 
 def _like(draw: Distribution) -> Callable[..., Tensor]:
-    """Of an op that makes a tensor like its first argument."""
+    """The decomposition of an op that creates a tensor like its first argument."""
 
     def split(x: Tensor, *parameters: Any, **given: Any) -> Tensor:
         dtype = given.get("dtype")
@@ -124,12 +125,12 @@ def _like(draw: Distribution) -> Callable[..., Tensor]:
 
 
 def _written(draw: Distribution) -> Callable[..., Tensor]:
-    """Of an op that fills its first argument."""
+    """The decomposition of an op that fills its first argument."""
     return lambda x, *parameters, **given: x.copy_(draw(x, *parameters, **_parameters(given)))
 
 
 def _of_tensors(mean: Any, std: Any = 1.0, *rest: Any, **given: Any) -> Tensor:
-    """normal, where mean or deviation is a tensor; otherwise a size follows."""
+    """normal with a tensor as mean or deviation; otherwise a size follows."""
     tensors = [x for x in (mean, std) if isinstance(x, Tensor)]
     shape = torch.broadcast_shapes(*(x.shape for x in tensors)) if tensors else rest[0]
     dtype = given.get("dtype") or (tensors[0].dtype if tensors else torch.get_default_dtype())
@@ -137,12 +138,12 @@ def _of_tensors(mean: Any, std: Any = 1.0, *rest: Any, **given: Any) -> Tensor:
 
 
 def _probabilities(x: Tensor, p: Any = None, **given: Any) -> Tensor:
-    """bernoulli: of x the probabilities, unless they are given."""
+    """bernoulli: x holds the probabilities, unless they are given."""
     return _bernoulli(x, x if p is None else p, **_parameters(given))
 
 
 def _permutation(n: int, **given: Any) -> Tensor:
-    """randperm: the order of as many draws."""
+    """randperm: the order of n draws."""
     dtype = given.get("dtype") or torch.int64
     _parameters(given)
     return torch.argsort(DRAW([n], torch.int64), stable=True).to(dtype)

@@ -1,4 +1,4 @@
-"""Pointwise ops, with broadcasting."""
+"""Rules of pointwise ops, with broadcasting."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tpshard.parallelism.rules.shape import as_view
 
 aten = torch.ops.aten
 Sums = Callable[[Op], tuple[int, ...]]
-"""The operands in which a call is jointly linear, so that partial sums pass."""
+"""The operands in which a call is jointly linear, so that partial sums pass through."""
 
 
 def broadcast_dims(
     factors: Factors, shapes: Sequence[tuple[int, ...]], out: tuple[int, ...]
 ) -> tuple[list[tuple[Dim, ...]], tuple[Dim, ...]]:
-    """Factors of operands that broadcast (aligned at the last dim) to `out`."""
+    """The factors of operands that broadcast (aligned at the last dim) to `out`."""
     result = factors.dims(out, ones=True)
     operands = []
     for shape in shapes:
@@ -31,7 +31,7 @@ def broadcast_dims(
 
 
 def elements(op: Op, additive: tuple[int, ...] = (), fills: tuple[tuple[int, float], ...] = ()) -> Rule:
-    """One result element from one element of each operand; operands of size 1 broadcast."""
+    """The rule of a result whose elements depend on one element of each operand; size-1 dims broadcast."""
     factors = Factors()
     operands, result = broadcast_dims(factors, [v.shape for v in op.operands], op.results[0].shape)
     return factors.rule(
@@ -50,19 +50,19 @@ def first(op: Op) -> tuple[int, ...]:
 
 
 def cast(op: Op) -> tuple[int, ...]:
-    """A sum of parts that are rounded is rounded; of parts that are cut to integers it is another."""
+    """A cast to floating point is linear up to rounding; one to integers is not linear."""
     return (0,) if op.results[0].dtype.is_floating_point or op.operands[0].dtype == op.results[0].dtype else ()
 
 
 def added(op: Op) -> tuple[int, ...]:
-    """a + alpha b: a sum of partial sums is one; with a plain number added it is not."""
+    """a + alpha b is linear in both tensors jointly; with a plain number it is not linear."""
     tensors = [a for a in op.args[:2] if isinstance(a, Ref)]
     both = len(tensors) == 2 and op.operands[0].shape == op.operands[1].shape
     return (0, 1) if both else ()
 
 
 def scaled(op: Op) -> tuple[int, ...]:
-    """a * b and a / b: linear in `a` where `b` is a number or a tensor of no dims."""
+    """a * b and a / b are linear in `a` if `b` is a number or a tensor without dims."""
     if op.kwargs.get("rounding_mode") is not None:
         return ()
     number = len(op.operands) == 1 or (op.operands[1].rank == 0 and op.operands[0].rank > 0)
@@ -70,40 +70,40 @@ def scaled(op: Op) -> tuple[int, ...]:
 
 
 def zeroed(op: Op) -> tuple[int, ...]:
-    """masked_fill(x, mask, value): every part would be filled, so the value must be its own sum."""
+    """masked_fill(x, mask, value) is linear only for value 0, since every partial sum would be filled."""
     return (0,) if op.args[2] == 0 else ()
 
 
 def divisor(op: Op) -> tuple[tuple[int, float], ...]:
-    """Whole numbers cannot be divided by the 0 that padding may hold."""
+    """Integers must not be divided by the 0 that padding may hold."""
     by = op.args[1]
     return ((by.index, 1),) if isinstance(by, Ref) and not op.results[0].dtype.is_floating_point else ()
 
 
 def copied(op: Op) -> None:
-    """A copy in another memory format is a view to graphs, which do not say how values lie in memory."""
+    """Rewrites a copy in another memory format as a view: graphs do not record memory formats."""
     if op.kwargs.get("memory_format") is not None:
         as_view(op)
 
 
 def pointwise(sums: Sums = nothing, *, divides: bool = False, exponentials: int = 0, **facts: Any) -> Entry:
-    """An op whose result has one element for each element of its (broadcast) operands."""
+    """The entry of an op whose result has one element per element of its (broadcast) operands."""
     return Entry(
         lambda op: elements(op, sums(op), divisor(op) if divides else ()),
         inlined=True, commutes=True, exponentials=exponentials, **facts,
     )  # fmt: skip
 
 
-# ---- results that a tensor only lends its shape to ------------------------------------------------------------------
+# ---- results that only take the shape of a tensor --------------------------------------------------------------
 def shape_of(op: Op) -> Rule:
-    """ones_like and its kin."""
+    """ones_like and similar ops."""
     factors = Factors()
     dims = factors.dims(op.results[0].shape)
     return factors.rule([dims], [dims], priority=0)
 
 
 def number(value: float | None) -> Callable[[Op], None]:
-    """A number like another is itself: the other, which devices may have to sum, is not read."""
+    """Rewrites full_like of a number to full: the tensor, which might be a partial sum, is not read."""
 
     def canonical(op: Op) -> None:
         if op.results[0].rank == 0 and op.operands and op.operands[0].rank == 0:
@@ -145,4 +145,4 @@ OPS: Table = {
     aten.full_like: replace(like, canonical=number(None)),
     aten.empty_like: like,
 }
-"""Any other op that torch tags as pointwise is one too, partial sums excepted."""
+"""Ops that torch tags as pointwise are treated as such, without passing partial sums."""

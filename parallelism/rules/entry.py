@@ -1,7 +1,7 @@
-"""What is known of an op wherever it is called: one line of the table.
+"""The facts about an op that do not depend on its operands: one entry of the op table.
 
-What depends on the operands of a call (factors, FLOPs, which sums may stay partial) is in the `Rule` that the entry's
-`rule` makes for it.
+Facts that depend on a call's operands (factors, FLOPs, which sums may stay partial) are in the `Rule` that the entry's
+`rule` builds for it.
 """
 
 from __future__ import annotations
@@ -16,63 +16,63 @@ from tpshard.parallelism.rules.rule import Rule, whole
 Builder = Callable[[Op], Rule]
 Shape = tuple[int, ...]
 Strides = Callable[[tuple[Any, ...], Shape, Shape, Shape], Shape | None]
-"""(arguments, operand's shape, operand's strides, result's shape) -> result's strides; None where it has to copy."""
+"""A function (arguments, operand's shape, operand's strides, result's shape) -> result's strides; None for a copy."""
 Work = Literal["matmul", "attention", "attention_backward", "stream", "free"]
-"""What bounds the kernel of an op: arithmetic, or memory ("stream"); "free": there is no kernel."""
+"""What bounds an op's kernel: arithmetic, or memory ("stream"); "free": there is no kernel."""
 Recorded = Literal["itself", "decomposed", "operand", "answered"] | Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The facts of one op."""
+    """The facts about one op."""
 
     rule: Builder = whole
-    """Its factors, for one call."""
+    """Builds the rule of one call."""
 
     # ---- how a graph holds it: record, canonical ----
     recorded: Recorded = "itself"
-    """"decomposed": as the ops that torch decomposes it into, where these shard better, or a function: as what that
-    calls; "operand": as what it reads; "answered": a question about a tensor, which tracing answers."""
+    """How the op is recorded. "decomposed": as torch's decomposition, if that shards better; a function: as the ops
+    that it calls; "operand": as its operand; "answered": not at all, since tracing answers it."""
     canonical: Callable[[Op], None] | None = None
-    """Rewrites the op, in place, to the form in which graphs hold it."""
+    """Rewrites the op in place to its canonical form."""
     equation: str = ""
-    """Of a product: `mk,kn->mn`. Graphs hold it as a `contract` over all dims that views have merged."""
+    """The equation of a product, `mk,kn->mn`. Graphs hold it as a `contract` over all dims that views have merged."""
     random: bool = False
-    """Its result depends on a generator, so on the device."""
+    """Whether the result depends on a random generator, and so on the device."""
 
-    # ---- what its result is: flow, absorb, executor ----
+    # ---- its result: flow, absorb, executor ----
     view: Strides | None = None
-    """The result lies in the first operand's storage: its strides there."""
+    """The strides of a result that shares the first operand's storage; None for other ops."""
     commutes: bool = False
-    """A permutation along a dim that the op passes may come before it or after it."""
+    """Whether a permutation along a dim that passes can be applied before or after the op."""
     carries: int | None = None
     """The operand whose positions in the last dim are the result's."""
     mixes: int | None = None
-    """The operand for whose sake the dims are whole that otherwise would pass."""
+    """The operand because of which dims must be whole that would otherwise pass."""
     broadcasts: bool = False
-    """Its result is larger than its operand only because it repeats it."""
+    """Whether the result is larger than its operand only by repetition."""
 
     dense: Literal["", "last", "all"] = ""
-    """The dims of its operands that must lie densely: its kernels read them so. torch's own layers see to that before
-    they call such an op; on a device it gets parts, which may lie otherwise."""
+    """The dims of its operands that must be contiguous, because its kernels require it. Torch's layers ensure that
+    before they call such an op, but a device's shards may be laid out otherwise."""
 
-    # ---- what it costs: fusion, recomputation ----
+    # ---- its cost: fusion, recomputation ----
     work: Work = "stream"
-    """Products and attention are kernels of their own; streams between them fuse."""
+    """Products and attention are separate kernels; streams between them fuse."""
     inlined: bool = False
-    """A compiler computes an element of the result where it is read, rather than writing it."""
+    """Whether a compiler computes an element of the result where it is read, instead of writing it."""
     lookup: bool = False
-    """It reads no more of its operands than it returns."""
+    """Whether it reads no more of its operands than it returns."""
     exponentials: int = 0
-    """For each element of the result."""
+    """Exponentials per element of the result."""
     cached: tuple[int, ...] = ()
-    """Operands that are a cache of as many blocks as there are: FLOPs, and what is read of them, are of one."""
+    """Operands that are a cache with a free number of blocks: FLOPs and bytes read are those of one block."""
     saved: bool = False
-    """Dear to make again: selective recomputation keeps it."""
+    """Whether it is expensive to recompute, so that selective recomputation keeps it."""
 
 
 Table = dict[Any, Entry]
-"""By op (all overloads), one overload, function, or qualified name where its room need not be imported."""
+"""Entries by op (all overloads), one overload, a function, or a qualified name that avoids an import."""
 
 decomposed = Entry(recorded="decomposed")
 operand = Entry(recorded="operand")

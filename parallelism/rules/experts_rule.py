@@ -1,4 +1,4 @@
-"""Experts over the tokens that were sent to them, as one op, forward and backward; and tokens to slots and back."""
+"""Rules of expert ops: experts over their tokens, forward and backward, and copies between tokens and slots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ aten = torch.ops.aten
 def experts(op: Op) -> Rule:
     """`x[... m], ids[... k], weights[... k], gate, up[e h m], down[e m h] -> [... m]`: e and h are summed.
 
-    A device that holds some of the experts sees the tokens of all that share them, and gives its experts' share.
+    A device with some of the experts sees the tokens of all devices that share them, and returns its experts' partial
+    sum.
     """
     return _rule(op, forward=True)
 
@@ -37,7 +38,7 @@ def _rule(op: Op, forward: bool) -> Rule:
     inward, outward = ((e,), (h,), (m,)), ((e,), (m,), (h,))
 
     def local(at: LocalOp) -> Any:
-        """Ids count from this device's first expert: those of others are below 0 or beyond its last."""
+        """Shifts ids to this device's first expert: those of other devices' experts are then out of range."""
         if not at.axes(e):
             return at.same()
         shape = at.operand_shape(where)
@@ -46,16 +47,17 @@ def _rule(op: Op, forward: bool) -> Rule:
 
     given = [row, choice, choice, inward, inward, outward]
     made = [row] if forward else [row, choice, inward, inward, outward]
-    products = 3 if forward else 8  # the backward pass makes the hidden values again
+    products = 3 if forward else 8  # the backward pass recomputes the hidden values
     flops = 2 * products * product(ids.shape) * gate.shape[1] * gate.shape[2]
     work = (*(f for dim in tokens for f in dim), e, h)
     return factors.rule(given if forward else [row, *given], made, flops=flops, work=work, local=local, guarded=(e,))
 
 
 def _slots(op: Op, tensors: str) -> Rule:
-    """Tokens `s` and slots `n` of a sequence `b`: any token goes to any slot; sequences and columns `m` pass.
+    """The rule for tokens `s` and slots `n` of a sequence `b`: any token goes to any slot; sequences and columns `m`
+    pass.
 
-    `tensors`: the dims of operands, and of the result.
+    tensors: the dims of the operands and of the result.
     """
     given, made = tensors.split("->")
     operands = given.split(",")[: len(op.operands)]

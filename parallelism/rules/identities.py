@@ -1,4 +1,4 @@
-"""Identities that carry a name, an annotation or a boundary: no work, and partial sums pass."""
+"""Rules of identity ops that carry a name, an annotation or a boundary: no work; partial sums pass."""
 
 from __future__ import annotations
 

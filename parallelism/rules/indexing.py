@@ -1,4 +1,4 @@
-"""Look-ups and updates by index: each device masks the indices that it does not own."""
+"""Rules of lookups and updates by index: each device masks the indices that it does not own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def owned(at: LocalOp, index: Any, factor: int, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Indices relative to this device's part, foreign ones set to 0, and the mask of the foreign ones."""
+    """Indices relative to this device's shard with foreign ones set to 0, and the mask of the foreign ones."""
     shifted = at.emit(aten.sub.Tensor, index, at.offset(factor), shape=shape, dtype=torch.int64)
     below = at.emit(aten.lt.Scalar, shifted, 0, shape=shape, dtype=torch.bool)
     above = at.emit(aten.ge.Scalar, shifted, at.valid(factor), shape=shape, dtype=torch.bool)
@@ -28,7 +28,7 @@ def _unsqueezed(at: LocalOp, mask: Any, shape: tuple[int, ...], dim: int) -> tup
 
 
 def embedding(op: Op) -> Rule:
-    """`vd,...->...d`: v is summed (masked): offset, mask, look-up, and a partial sum."""
+    """`vd,...->...d`: v is summed; each device masks foreign indices, looks up, and returns a partial sum."""
     table, index = op.operands
     factors = Factors()
     v = factors.new(table.shape[0], Kind.REDUCE)
@@ -48,9 +48,9 @@ def embedding(op: Op) -> Rule:
 
 
 def embedding_backward(op: Op) -> Rule:
-    """Rows are summed into the table's gradient; a device of a sharded vocabulary adds only its own rows.
+    """Sums rows into the table's gradient; a device of a sharded vocabulary adds only its own rows.
 
-    Where a row's sum is divided by how often it is looked up (`scale_grad_by_freq`), all look-ups are counted.
+    With `scale_grad_by_freq`, which divides a row's sum by its number of lookups, all lookups are counted.
     """
     grad, index = op.operands
     out = op.results[0]
@@ -66,7 +66,7 @@ def embedding_backward(op: Op) -> Rule:
             return at.with_args(Ref(0), Ref(1), at.size(v), padding, scale)
         shape = at.operand_shape(1)
         mine, foreign = owned(at, at.inputs[1], v, shape)
-        if padding >= 0:  # a row of the whole table, which gets no gradient
+        if padding >= 0:  # an index into the whole table, whose row gets no gradient
             unlearned = at.emit(aten.eq.Scalar, at.inputs[1], padding, shape=shape, dtype=torch.bool)
             foreign = at.emit(aten.logical_or.default, foreign, unlearned, shape=shape, dtype=torch.bool)
         mask, _ = _unsqueezed(at, foreign, shape, len(shape))
@@ -79,7 +79,7 @@ def embedding_backward(op: Op) -> Rule:
 
 
 def index_select(op: Op) -> Rule:
-    """x.index_select(dim, index): like an embedding along any dim."""
+    """x.index_select(dim, index): an embedding lookup along any dim."""
     x, index = op.operands
     dim = op.args[1] % max(x.rank, 1)
     factors = Factors()
@@ -103,7 +103,7 @@ def index_select(op: Op) -> Rule:
 
 
 def gather(op: Op) -> Rule:
-    """x.gather(dim, index): masked where the dim is sharded, as for the target logit of a sharded vocabulary."""
+    """x.gather(dim, index): masked if the dim is sharded, as for the target's logit of a sharded vocabulary."""
     x, index = op.operands
     if x.rank == 0 or index.rank == 0:
         return whole(op, [], additive=())
@@ -135,7 +135,7 @@ def gather(op: Op) -> Rule:
 
 
 def scatter(op: Op) -> Rule:
-    """scatter and scatter_add along a dim: a device of a sharded dim writes only what it owns."""
+    """scatter and scatter_add along a dim: a device of a sharded dim writes only its own elements."""
     x, index = op.operands[:2]
     src = op.operands[2] if len(op.operands) > 2 else None
     if x.rank == 0 or (src is not None and src.shape != index.shape):
@@ -166,7 +166,7 @@ def scatter(op: Op) -> Rule:
         if adds:
             kept = at.emit(aten.masked_fill.Scalar, at.inputs[2], foreign, 0, shape=at.operand_shape(2))
             return at.emit(op.target, at.inputs[0], dim, mine, kept, shape=at.shape())
-        # One row more than owned: what belongs to others is written there and cut off.
+        # one more row than owned: foreign values are written there and cut off
         edge = at.emit(aten.masked_fill.Scalar, mine, foreign, at.size(v), shape=shape, dtype=torch.int64)
         grown = tuple(n + 1 if d == dim else n for d, n in enumerate(at.shape()))
         widths = [0, 0] * (x.rank - 1 - dim) + [0, 1]

@@ -1,4 +1,4 @@
-"""Kernels that passes give the nodes of a program: what they cost. Nothing is propagated through them."""
+"""Entries with the costs of kernels that passes insert into programs. Propagation never sees them."""
 
 from __future__ import annotations
 

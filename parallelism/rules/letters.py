@@ -1,8 +1,8 @@
-"""Rules written as letters: `...HW,oIKL->...YZ` says which dims of an op's tensors belong together.
+"""Rules written as letters: `...HW,oIKL->...YZ` says which dims of an op's tensors correspond.
 
-A small letter is a factor, wherever it stands; one that some result lacks is summed there. A capital is a dim that must
-be whole. `...` are the leading dims, which all tensors that have it share. Tensors are those of the op's schema, in its
-order, also those that a call leaves out.
+A small letter is a factor; one that some result lacks is summed there. A capital is a dim that must be whole. `...` are
+the leading dims, shared by all tensors that have it. Tensors are those of the op's schema in order, including those
+that a call omits.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ def letters(
     text: str, flops: Flops | None = None, local: Callable[[LocalOp], Any] | None = None, linear: str = "",
     same: str = "", **facts: Any,
 ) -> Entry:  # fmt: skip
-    """The entry of an op by its letters. `linear`: places of the tensors in which it is jointly linear, as digits.
-    `same`: letters of which a result that lacks them does not depend: every device makes the same."""
+    """The entry of an op by its letters.
+
+    linear: indices of the tensors in which it is jointly linear, as digits. same: letters on which a result that lacks
+    them does not depend, because every device computes the same.
+    """
     return Entry(lambda op: rule_of(op, text, flops, local, linear, same), **facts)
 
 
 def rule_of(op: Op, text: str, flops: Flops | None = None, local: Any = None, linear: str = "", same: str = "") -> Rule:
-    """The rule of one call; everything whole where its shapes do not fit the letters."""
+    """The rule of one call; everything whole if its shapes do not fit the letters."""
     left, right = (side.split(",") for side in text.split("->"))
     given = tensors(op)
     factors = Factors()
@@ -52,7 +55,7 @@ def rule_of(op: Op, text: str, flops: Flops | None = None, local: Any = None, li
 
 
 def tensors(op: Op) -> list[int | None]:
-    """For each tensor of the op's schema the operand that is given for it; None where there is none."""
+    """For each tensor of the op's schema, the index of its operand; None if it is omitted."""
     found: list[int | None] = []
     for position, argument in enumerate(op.target._schema.arguments):
         if "Tensor" not in str(argument.type):
@@ -72,7 +75,7 @@ def _dims(value: Value, spelled: str, factors: Factors, shared: dict[str, int]) 
         raise ValueError(f"`{spelled}` does not fit {value}")
     out: list[Dim] = []
     for d, size in enumerate(value.shape):
-        name = f"{d - lead}" if d < lead else names[d - lead]  # leading dims are counted from the letters
+        name = f"{d - lead}" if d < lead else names[d - lead]  # leading dims are counted back from the letters
         if size == 1:
             out.append(())
         elif name.isupper():

@@ -1,4 +1,4 @@
-"""Look-ups in a whole dim: reductions by index, sorted rows that are searched, bags of embeddings."""
+"""Rules of lookups in a whole dim: reductions by index, binary search in sorted rows, bags of embeddings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 def reduced_by_index(op: Op) -> Rule:
-    """scatter_reduce(x, dim, index, source), index_reduce: the dim is whole, others pass where all tensors agree."""
+    """scatter_reduce(x, dim, index, source), index_reduce: the dim is whole; others pass if all tensors have them."""
     x = op.operands[0]
     dim = op.args[1] % max(x.rank, 1)
     factors = Factors()
@@ -32,14 +32,14 @@ def reduced_by_index(op: Op) -> Rule:
 
 
 def searched(op: Op) -> Rule:
-    """searchsorted(sorted, values): values are looked up one by one, in a row of their own or in one for all."""
+    """searchsorted(sorted, values): each value is searched separately, in its own row or in one common row."""
     alone = op.operands[0].rank == 1
     return rule_of(op, "N,...->..." if alone else "...N,...m->...m")
 
 
 def bags(op: Op) -> Rule:
-    """_embedding_bag(weight, indices, offsets, ...) -> bags, and of every look-up its bag, every bag its size and its
-    largest: the width passes."""
+    """_embedding_bag(weight, indices, offsets, ...) -> bags, the bag of every lookup, and size and maximum of every
+    bag: the width passes."""
     largest = "Bd" if op.results[3].rank == 2 else "L"
     return rule_of(op, f"Vd,I,O,I->Bd,X,Y,{largest}", same="d")
 

@@ -1,6 +1,6 @@
-"""Linear algebra and Fourier transforms: matrices and transformed dims are whole, batches pass.
+"""Rules of linear algebra and Fourier transforms: matrices and transformed dims are whole, batch dims pass.
 
-An axis that shards a dim that must be whole moves to a free one by an all-to-all, where there is one.
+An axis on a dim that must be whole moves to a free dim by an all-to-all, if there is one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def transform(op: Op) -> Rule:
 
 
 def solve(op: Op) -> Rule:
-    """_linalg_solve_ex(A, B, left): right sides are solved one by one; a vector, or vectors, has none."""
+    """_linalg_solve_ex(A, B, left): columns of B are independent; a vector has none."""
     a, b = op.operands
     left = op.kwargs.get("left", op.args[2] if len(op.args) > 2 else True)
     side = "...N" if b.rank < a.rank else "...Nk" if left else "...kN"

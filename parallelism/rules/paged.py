@@ -1,4 +1,4 @@
-"""Attention over a paged cache as one op: heads may be spread, rows and blocks not."""
+"""The rule of attention over a paged cache: heads may be sharded, rows and blocks not."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from tpshard.parallelism.rules.rule import Factors, Kind, Rule
 def paged_attention(op: Op) -> Rule:
     """`q[b t (kv g) d], k, v[b t kv d], pools[n s kv d], positions, slots, sequences[b t], tables[m w] -> q`.
 
-    Rows write to the pools, so every device that holds a KV head sees all rows. More devices than KV heads shard g and
-    replicate the KV heads and their pools. FLOPs are those of the blocks that there are, one where their number is left
-    open.
+    Rows write to the pools, so every device with a KV head sees all rows. More devices than KV heads shard g and
+    replicate the KV heads with their pools. FLOPs are those of the present blocks, or of one if their number is free.
     """
     q, k, _, pool = op.operands[:4]
     factors = Factors()

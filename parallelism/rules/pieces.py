@@ -1,6 +1,6 @@
-"""Pieces of a dim: slices, padding, shifts, and tensors put one after the other.
+"""Rules of slices, padding, shifts, and concatenation along a dim.
 
-Cut over devices, a piece reads its neighbours (`Rule.windows`); the whole dim is gathered where that is cheaper.
+If the dim is sharded, devices read their neighbours (`Rule.windows`); it is gathered whole where that is cheaper.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def windowed(rule: Rule, windows: Sequence[Window]) -> Rule:
-    """A rule whose tensors read others through windows."""
+    """The rule with windows through which tensors read others."""
     with_factor: list[tuple[int, Window]] = []
     for window in windows:
         members = rule.tensors[window.read][window.dim]
@@ -30,7 +30,7 @@ def windowed(rule: Rule, windows: Sequence[Window]) -> Rule:
 
 
 def cut_dims(at: LocalOp, rule: Rule, operand: int = 0) -> set[int]:
-    """The dims of an operand that are cut and moved along."""
+    """The dims of an operand that are sharded and moved along."""
     return {
         d for d, members in enumerate(rule.operands[operand])
         for f in members if at.axes(f) and rule.kinds[f] is Kind.PERMUTE
@@ -39,7 +39,7 @@ def cut_dims(at: LocalOp, rule: Rule, operand: int = 0) -> set[int]:
 
 # ---- slices ---------------------------------------------------------------------------------------------------------
 def bounds(op: Op, position: int) -> tuple[int, int, int, int]:
-    """(dim, start, end, step) of a slice whose dim is argument `position`; of a length known from the shapes."""
+    """(dim, start, end, step) of a slice whose dim is argument `position`, or of one whose length is in the shapes."""
     given = (*op.args[position : position + 4], *(None,) * 4)
     dim, start, end, step = (given[0] or 0) % op.operands[0].rank, given[1] or 0, given[2], given[3] or 1
     size = op.operands[0].shape[dim]
@@ -67,7 +67,7 @@ def slice_rule(op: Op) -> Rule:
 
 
 def picked(op: Op, dim: int, positions: range) -> Rule:
-    """The same positions of a dim, whole, as a sum: every device fills in those that it has."""
+    """Selected positions of a dim, whole, as a sum: every device fills in those it has."""
     x, out = op.operands[0], op.results[0]
     keep = out.rank == x.rank
     factors = Factors()
@@ -94,7 +94,7 @@ def picked(op: Op, dim: int, positions: range) -> Rule:
 
 
 def select(op: Op) -> Rule:
-    """x[:, i]: the device that has the position gives it to all."""
+    """x[:, i]: the device with the position sends it to all."""
     x = op.operands[0]
     dim = op.args[1] % x.rank
     index = op.args[2] % x.shape[dim]
@@ -102,7 +102,7 @@ def select(op: Op) -> Rule:
 
 
 def unbind(op: Op) -> Rule:
-    """All positions of a dim, each by itself: the dim must be whole."""
+    """All positions of a dim as separate results: the dim must be whole."""
     factors = Factors()
     source = op.operands[0].shape
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(source)
@@ -112,7 +112,7 @@ def unbind(op: Op) -> Rule:
 
 
 def split(op: Op) -> Rule:
-    """A slice for each result."""
+    """split and chunk, as one slice per result."""
     dim = (op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0)) % op.operands[0].rank
     starts = [0]
     for result in op.results:
@@ -129,7 +129,7 @@ def split(op: Op) -> Rule:
 
 # ---- shifts ---------------------------------------------------------------------------------------------------------
 def pad(op: Op) -> Rule:
-    """constant_pad_nd(x, widths, value); a negative width cuts off."""
+    """constant_pad_nd(x, widths, value); a negative width crops."""
     rank, widths = op.operands[0].rank, [*op.args[1]]
     value = (op.args[2] if len(op.args) > 2 else op.kwargs.get("value", 0)) or 0
     before = {rank - 1 - i // 2: widths[i] for i in range(0, len(widths), 2) if widths[i] or widths[i + 1]}
@@ -147,11 +147,11 @@ def pad(op: Op) -> Rule:
 
 
 def roll(op: Op) -> Rule:
-    """roll(x, shifts, dims): the way around that is shorter."""
+    """roll(x, shifts, dims), in the shorter direction."""
     x = op.operands[0]
     given = op.args[2] if len(op.args) > 2 else op.kwargs.get("dims", ())
     shifts = [op.args[1]] if isinstance(op.args[1], int) else [*op.args[1]]
-    if not given and x.rank != 1:  # of all elements in a row
+    if not given and x.rank != 1:  # rolls the flattened tensor
         return whole(op, range(x.rank))
     moved: dict[int, int] = {}
     for d, n in zip([d % x.rank for d in given] or [0], shifts):
@@ -169,7 +169,7 @@ def roll(op: Op) -> Rule:
 
 
 def flip(op: Op) -> Rule:
-    """Devices change places in pairs, and each turns its own part around."""
+    """flip: devices swap their shards in pairs, and each flips its own."""
     dims = [d % op.operands[0].rank for d in op.args[1]]
 
     def local(at: LocalOp) -> Any:
@@ -184,7 +184,7 @@ def flip(op: Op) -> Rule:
 
 # ---- tensors put together -------------------------------------------------------------------------------------------
 def cat(op: Op) -> Rule:
-    """Every device brings in what its part of the result has of each operand."""
+    """cat: every device contributes the part of each operand that belongs to its shard of the result."""
     out = op.results[0]
     dim = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % out.rank
     if any(v.shape == (0,) for v in op.operands):
@@ -207,7 +207,7 @@ def cat(op: Op) -> Rule:
 
 
 def without_empty(op: Op) -> None:
-    """Operands with nothing along the dim that they are joined along are left out."""
+    """Removes operands that are empty along the concatenated dim."""
     dim = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % op.results[0].rank
     kept = [value for value in op.operands if value.rank > dim and value.shape[dim]]
     alike = all(value.dtype == op.results[0].dtype for value in op.operands)
@@ -218,7 +218,7 @@ def without_empty(op: Op) -> None:
 
 
 def from_on(at: LocalOp, factor: int, dim: int, start: int) -> Any:
-    """Mask of the positions of this device's part of the result, along a dim, that are `start` or behind it."""
+    """A mask of the positions of this device's shard of the result that are at `start` or after it, along a dim."""
     shape = at.shape()
     count = (shape[dim],)
     places = at.emit(aten.arange.default, shape[dim], shape=count, dtype=torch.int64)
@@ -246,7 +246,7 @@ def slice_scatter(op: Op) -> Rule:
 
 
 def triangle(op: Op) -> Rule:
-    """tril and triu: the diagonal of a part is the whole one's, seen from where the part begins."""
+    """tril and triu: the diagonal of a shard is the whole one's, relative to the shard's start."""
     factors = Factors()
     dims = factors.dims(op.operands[0].shape)
     diagonal = op.args[1] if len(op.args) > 1 else op.kwargs.get("diagonal", 0)
@@ -264,7 +264,7 @@ def triangle(op: Op) -> Rule:
 
 
 def seen_from(diagonal: int, row: int, column: int) -> int:
-    """The number of a diagonal in a part that begins at a row and a column."""
+    """The index of a diagonal within a part that starts at a row and a column."""
     return diagonal + row - column
 
 

@@ -1,6 +1,6 @@
-"""Pooling: a window for every position of the result, and back.
+"""Rules of pooling over windows, forward and backward.
 
-A device that has a part of a spatial dim pools it and what neighbours have of the windows at its ends.
+A device with a shard of a spatial dim pools it together with its neighbours' parts of the windows at its ends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Pooling:
         return [*x[: self.lead], *self.sliding.window(at, x[self.lead :], out[self.lead :])]
 
     def moved(self, at: LocalOp, index: Any, read: int, source: Sequence[int], target: Sequence[int], sign: int) -> Any:
-        """Places in a device's window, of this spatial size, as places in the whole plane (`sign` 1), or back (-1)."""
+        """Converts indices in a device's window, of this spatial size, to the whole plane (`sign` 1), or back (-1)."""
         shape, total = at.shape_of(index), None
         for d, f in enumerate(self.sliding.factors):
 
@@ -115,7 +115,7 @@ def largest_backward(rank: int) -> Callable[[Op], Rule]:
 
 
 def _even(given: Sequence[Any], rank: int) -> bool:
-    """Whether every window of average pooling is divided by the same, of: padding, ceil_mode, count_include_pad,
+    """Whether all windows of average pooling have the same divisor, given padding, ceil_mode, count_include_pad and
     divisor."""
     padding, ceil, count, divisor = (*given, *(None,) * 4)[:4]
     return bool(divisor) or (not ceil and (count is not False or not any(spread(padding, rank, 0))))
@@ -163,7 +163,7 @@ def average_backward(rank: int) -> Callable[[Op], Rule]:
 
 
 def _adaptive(name: str, spelled: str, back: str, recorded: tuple[Any, Any], linear: str = "") -> Table:
-    """Adaptive pooling, of whole dims; into parts of one size it is recorded as pooling."""
+    """Adaptive pooling of whole dims; with equal windows it is recorded as pooling."""
     made: Table = {}
     for rank, (before, after) in {2: ("HW", "YZ"), 3: ("DHW", "XYZ")}.items():
         for text, suffix, one in ((spelled, "", recorded[0]), (back, "_backward", recorded[1])):

@@ -1,4 +1,4 @@
-"""Sums, maxima, and ops that need a whole dim."""
+"""Rules of reductions, and of ops that need a whole dim."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _reduced(op: Op, position: int = 1) -> tuple[list[int], bool]:
 
 
 def reduce(op: Op, reduction: str = "sum", sharded: Kind = Kind.REDUCE, position: int = 1, local: Any = None) -> Rule:
-    """Combines over dims; where one of them is sharded the result is partial."""
+    """A reduction over dims; if one of them is sharded, the result is partial."""
     chosen, keep = _reduced(op, position)
     factors = Factors()
     source = op.operands[0].shape
@@ -39,7 +39,7 @@ def reduce(op: Op, reduction: str = "sum", sharded: Kind = Kind.REDUCE, position
 
 
 def mean(op: Op) -> Rule:
-    """A mean over a sharded dim is the sum of the parts' sums over the whole length."""
+    """A mean over a sharded dim is the sum of the shards' sums, divided by the whole length."""
     chosen, _ = _reduced(op)
     count = 1
     for d in chosen:
@@ -58,7 +58,7 @@ def mean(op: Op) -> Rule:
 
 
 def whole_reduction(op: Op) -> Rule:
-    """argmax, prod, any: computed on the whole dim."""
+    """argmax, prod, any: computed on whole dims."""
     return reduce(op, sharded=Kind.WHOLE)
 
 
@@ -73,23 +73,23 @@ def along(op: Op, position: int = 1, default: int = -1) -> Rule:
 
 
 def reduction(kind: str) -> Entry:
-    """One element of many, combined by `kind`: a partial result where one of their dims is sharded."""
+    """The entry of a reduction by `kind`, whose result is partial if a reduced dim is sharded."""
     return Entry(lambda op: reduce(op, kind))
 
 
 def ranked(op: Op, position: int = 1) -> Rule:
-    """median, mode, kthvalue along a dim: values, and where they are."""
+    """median, mode, kthvalue along a dim: values and their indices."""
     given = op.args[position] if len(op.args) > position else op.kwargs.get("dim", -1)
     return reduce(replace(op, args=(op.args[0], given)), sharded=Kind.WHOLE)
 
 
 def counted(op: Op) -> Rule:
-    """histc(x, bins, min, max): what parts count adds up, where the range is given and not found in them."""
+    """histc(x, bins, min, max): counts of shards add up if the range is given, and not taken from the data."""
     low, high = (op.args[i] if len(op.args) > i else op.kwargs.get(name, 0) for i, name in ((2, "min"), (3, "max")))
     factors = Factors()
     x = factors.dims(op.operands[0].shape, Kind.REDUCE if low != high else Kind.WHOLE)
     result = factors.dims(op.results[0].shape, Kind.WHOLE)
-    return factors.rule([x], [result], fills=((0, high + 1),))  # out of the range: not counted
+    return factors.rule([x], [result], fills=((0, high + 1),))  # outside of the range, so not counted
 
 
 by_whole = Entry(whole_reduction)

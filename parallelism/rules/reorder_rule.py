@@ -1,4 +1,4 @@
-"""The act-order of a linear's inputs: positions within blocks."""
+"""The rule of the act-order of a linear's inputs: a permutation within blocks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule
 
 
 def reorder(op: Op) -> Rule:
-    """`x[... (b s)], order[(b s)] -> [... (b s)]`: any position of a block may go to any other, so that a block must be
-    whole; blocks may be spread.
+    """`x[... (b s)], order[(b s)] -> [... (b s)]`: positions of a block are permuted, so a block must be whole; blocks
+    may be sharded.
 
-    Rows may not: a device sees every row of a step, and the paper's naive layout, which this is, gathers.
+    Rows may not be sharded: in the paper's naive layout every device sees all rows of a step, and gathers.
     """
     x = op.operands[0]
     blocks = op.args[2]

@@ -1,7 +1,7 @@
-"""What a rule is: one call of an op described like an einsum, by factors.
+"""The rule of one op call, which describes it by factors like an einsum.
 
-Three readers: propagation projects shardings onto factors and back, the partitioner picks one sharding of the factors
-and computes locally, the cost model reads FLOPs and bytes off the same factors. (Shardy: `sdy.op_sharding_rule`.)
+Propagation projects shardings onto factors and back, the partitioner chooses one sharding of the factors and computes
+locally, and the cost model reads FLOPs and bytes from the same factors. (Shardy: `sdy.op_sharding_rule`.)
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from tpshard.parallelism.graph import Op
 from tpshard.parallelism.mesh import Axes
 
 Dim = tuple[int, ...]
-"""The factors that one dim is made of, major to minor."""
+"""The factors of one dim, major to minor."""
 
 
 class Kind(Enum):
     PASS = "pass"
-    """Sharding it shards the work, nothing else."""
+    """Sharding it only divides the work."""
     REDUCE = "reduce"
-    """Summed over: results without it are partial where it is sharded."""
+    """Summed: results without it are partial if it is sharded."""
     WHOLE = "whole"
     """The computation needs the whole dim (sort, cumulative sum)."""
     PERMUTE = "permute"
-    """Elements change places along it (slice, pad, roll, a convolution's window): a device needs its neighbours', as
-    the rule's windows say; the whole dim where it has none."""
+    """Elements move along it (slice, pad, roll, a convolution's window): a device needs its neighbours' elements, as
+    the rule's windows say, or the whole dim without windows."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """What one tensor of an op reads of another along a dim: position `o` of the reader reads the positions from
-    `stride * o + first` on, `span` of them. Tensors are counted: operands, then results."""
+    """The positions that one tensor reads of another along a dim: position `o` of the reader reads `span` positions
+    from `stride * o + first` on. Tensors are numbered: operands, then results."""
 
     read: int
     dim: int
@@ -44,7 +44,7 @@ class Window:
     stride: int = 1
     span: int = 1
     fill: float | None = None
-    """What positions that do not exist hold; None: what is read there is not used."""
+    """The value of positions that do not exist; None: what is read there is not used."""
     cyclic: bool = False
     """Whether the first position follows the last."""
     scale: int = 1
@@ -53,58 +53,57 @@ class Window:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a rule's own `local` gathers where a factor is cut."""
+    """What a rule's own `local` gathers if a factor is sharded."""
 
     factor: int
     bytes: int
-    """That every device contributes, were nothing else cut; of what is rotated, of all devices together."""
+    """Bytes that every device contributes if nothing else is sharded; for a rotation, of all devices together."""
     collectives: int
     rotating: bool = False
-    """Whether it goes around a ring, a hop at a time, while devices compute with what they have."""
+    """Whether it moves around a ring hop by hop, while devices compute with what they have."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Factors of every operand and result dim of one op."""
+    """The factors of every operand and result dim of one op."""
 
     operands: tuple[tuple[Dim, ...], ...]
     results: tuple[tuple[Dim, ...], ...]
     sizes: tuple[int, ...]
     kinds: tuple[Kind, ...]
     reduction: str = "sum"
-    """How partial results combine: sum, max or min."""
+    """How partial results are combined: sum, max or min."""
     additive: tuple[int, ...] = ()
-    """Operands in which the op is jointly linear: where all of them are partial sums, so is the result."""
+    """Operands in which the op is jointly linear: if all of them are partial sums, so is the result."""
     flops: int = 0
-    """Of the whole op; a device does its share, by the factors in `work`."""
+    """FLOPs of the whole op; a device does its share by the factors in `work`."""
     work: tuple[int, ...] = ()
-    """The factors that make up the work; sharding one of them divides it."""
+    """The factors whose sharding divides the work."""
     local: Callable[[LocalOp], Any] | None = None
-    """Emits the op on one device's parts; None: the same op with the operands replaced."""
+    """Emits the op on one device's shards; None: the same op on the local operands."""
     known: bool = True
-    """False for the rule of an op without one: everything whole."""
+    """False for an op without a rule, whose dims are all whole."""
     priority: int = 2
-    """0: pass-through ops (pointwise, views), propagated first; 2: the rest."""
+    """0: pass-through ops (pointwise, views), propagated first; 2: all others."""
     even: bool = False
-    """Cannot compute with padding: its factors are cut evenly or not at all."""
+    """Whether it cannot handle padding, so that its factors are divided evenly or not at all."""
     fills: tuple[tuple[int, float], ...] = ()
-    """(operand, what its padding must hold): indices that are looked up, divisors."""
+    """(operand, value that its padding must hold): lookup indices, divisors."""
     guarded: tuple[int, ...] = ()
     """Summed factors whose padding the rule's own `local` does not read."""
     windows: tuple[tuple[int, Window], ...] = ()
-    """(factor, window): how tensors read others along factors of kind PERMUTE, or of windowed sums."""
+    """(factor, window): how tensors read others along factors of kind PERMUTE, or along windowed sums."""
     mirrored: tuple[int, ...] = ()
-    """Factors that are read from end to start."""
+    """Factors that are read in reverse."""
     exchanged: tuple[Exchange, ...] = ()
-    """What `local` gathers by itself."""
+    """The communication inside of `local`."""
     others: tuple[Rule, ...] = ()
-    """Other ways to compute the op in parts; the partitioner takes the cheapest."""
+    """Other ways to compute the op on shards; the partitioner chooses the cheapest."""
 
     def fill(self, operand: int, factor: int) -> float | None:
-        """What the padding of an operand must hold along a factor; None where anything is right.
+        """The value that an operand's padding must hold along a factor; None if any will do.
 
-        Padding along a factor that passes stays padding. Along one that is summed (or maximized, minimized) it must be
-        neutral.
+        Padding along a factor that passes stays padding. Along a reduced factor it must be the neutral element.
         """
         for index, value in self.fills:
             if index == operand:
@@ -119,11 +118,11 @@ class Rule:
 
 
 class LocalOp(Protocol):
-    """What a rule's `local` sees: one op, on one device, with the factors' axes chosen."""
+    """The interface that a rule's `local` receives: one op on one device, with the factors' axes chosen."""
 
     op: Op
     inputs: list[Any]
-    """Nodes of the operands' local parts."""
+    """Nodes of the operands' local shards."""
 
     def emit(self, target: Any, *args: Any, shape: Sequence[int], dtype: Any = None, **kwargs: Any) -> Any:
         """Adds a node; `shape` is its local shape."""
@@ -135,29 +134,29 @@ class LocalOp(Protocol):
         """A factor's local size."""
 
     def position(self, factor: int) -> Any:
-        """Node (or 0) of this device's place along a factor's axes."""
+        """A node (or 0) with this device's position along a factor's axes."""
 
     def several(
         self, target: Any, *args: Any, like: Sequence[tuple[Sequence[int], Any]], work: float | None = None
     ) -> list[Any]:
-        """Adds a node with several results, of these local shapes and dtypes; returns a node for each.
+        """Adds a node with several results of these local shapes and dtypes; returns a node for each.
 
-        `work`: the part of the op's FLOPs that it does, where several nodes share them."""
+        work: the share of the op's FLOPs that it does, if several nodes share them."""
 
     def members(self, factor: int) -> int:
-        """Devices along a factor's axes."""
+        """The number of devices along a factor's axes."""
 
     def pick(self, factor: int, table: Sequence[int]) -> Any:
-        """Node of the table's entry for this device's place along a factor's axes."""
+        """A node with the table's entry for this device's position along a factor's axes."""
 
     def shifted(self, node: Any, factor: int) -> Any:
-        """What the device before this one along a factor's axes has; the first follows the last."""
+        """The value of the previous device along a factor's axes, cyclically."""
 
     def dtype(self, result: int) -> Any:
         """Dtype of a result."""
 
     def gathered(self, node: Any, factor: int) -> Any:
-        """What all devices along a factor's axes have, in their order, along a new first dim."""
+        """The values of all devices along a factor's axes in order, along a new first dim."""
 
     def shape_of(self, node: Any) -> tuple[int, ...]: ...
 
@@ -169,29 +168,29 @@ class LocalOp(Protocol):
     def operand_shape(self, operand: int) -> tuple[int, ...]: ...
 
     def offset(self, factor: int) -> Any:
-        """Node (or 0) of this device's first global index along a factor."""
+        """A node (or 0) with this device's first global index along a factor."""
 
     def valid(self, factor: int) -> Any:
-        """Node (or number) of how many indices of this device's part of a factor are not padding."""
+        """A node (or number) with the number of indices of this device's shard that are not padding."""
 
     def first(self, factor: int) -> Any:
-        """Node (or 1) that is 1 on the first device along a factor's axes and 0 on the others."""
+        """A node (or 1) that is 1 on the first device along a factor's axes and 0 on the others."""
 
     def window(self, operand: int, reader: int | None = None) -> Any:
-        """Node of what this device reads of an operand for its part of the reader (the first result); the operand
-        where no window is cut."""
+        """A node with the part of an operand that this device reads for its shard of the reader (the first result); the
+        operand itself if no window is sharded."""
 
     def fold(self, node: Any, read: int, reader: int) -> Any:
-        """Transpose of `window`: from what a part of the reader adds to its window, summed, this device's part."""
+        """The transpose of `window`: sums what all windows' gradients add to this device's shard."""
 
     def begin(self, factor: int, read: int) -> Any:
-        """Node (or 0) of the position of a tensor at which this device's window along a factor begins."""
+        """A node (or 0) with the position of a tensor at which this device's window along a factor begins."""
 
     def mirror(self, operand: int) -> Any:
-        """Node of this device's part of the operand flipped along the mirrored factors that are cut."""
+        """A node with this device's shard of the operand, flipped along the sharded mirrored factors."""
 
     def same(self, **kwargs: Any) -> Any:
-        """The same op on the local parts, with its keyword arguments updated."""
+        """The same op on the local shards, with updated keyword arguments."""
 
     def with_args(self, *args: Any, **kwargs: Any) -> Any:
         """The same op with other arguments; a `Ref` in them stands for an operand."""
@@ -210,8 +209,9 @@ class Factors:
         return len(self.sizes) - 1
 
     def dims(self, shape: Sequence[int], kind: Kind = Kind.PASS, ones: bool = False) -> tuple[Dim, ...]:
-        """A factor of its own for each dim; for dims of size 1 only where `ones` is set: what passes every dim passes
-        them too, when a slice of one row lies on the device that has it."""
+        """One factor per dim; for dims of size 1 only if `ones` is set.
+
+        An op in which every dim passes also passes these: a slice of one row may be on the device that has it."""
         return tuple((self.new(n, kind),) if n != 1 or ones else () for n in shape)
 
     def rule(self, operands: Sequence[tuple[Dim, ...]], results: Sequence[tuple[Dim, ...]], **rest: Any) -> Rule:
@@ -228,7 +228,7 @@ class Factors:
 
 
 def whole(op: Op) -> Rule:
-    """Every dim whole: right for any op, sharded for none."""
+    """The rule with every dim whole: correct for any op, sharded for none."""
     factors = Factors()
     operands = [factors.dims(v.shape, Kind.WHOLE) for v in op.operands]
     results = [factors.dims(v.shape, Kind.WHOLE) for v in op.results]

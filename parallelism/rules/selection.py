@@ -1,7 +1,7 @@
-"""One of many along a dim, and running sums: by each device's own result and a small exchange.
+"""Rules of argmax, top-k and cumulative sums over a sharded dim, by local results and a small exchange.
 
-The largest of all is the largest of every part's largest; of top-k as well. Each rule here is a second way beside the
-one that needs the whole dim, which is cheaper where another dim can take the axes.
+The maximum of all elements is the maximum of the shards' maxima; likewise for top-k. Each rule here is an alternative
+to the one that needs the whole dim, which is cheaper if another dim can take the axes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tpshard.parallelism.rules.rule import Dim, Exchange, Factors, LocalOp, Rule
 
 aten = torch.ops.aten
 INDEX = torch.int32
-"""Of indices on their way: half of what torch counts with, and enough for any dim."""
+"""The dtype of exchanged indices: half the size of torch's, and large enough for any dim."""
 
 
 def _argument(op: Op, position: int, name: str, default: Any) -> Any:
@@ -26,7 +26,7 @@ def _argument(op: Op, position: int, name: str, default: Any) -> Any:
 
 
 def _parted(op: Op, dim: int, kept: int, collectives: int, **rest: Any) -> Rule:
-    """A dim that every device reduces to `kept` elements of its part, which it sends to the others."""
+    """The rule of a dim that every device reduces to `kept` elements of its shard, which it sends to the others."""
     x = op.operands[0]
     factors = Factors()
     dims: list[Dim] = [(factors.new(n),) if n != 1 else () for n in x.shape]
@@ -45,7 +45,7 @@ def _parted(op: Op, dim: int, kept: int, collectives: int, **rest: Any) -> Rule:
 
 
 def extreme(op: Op) -> Rule:
-    """argmax, argmin, and max and min along a dim with their index; of several equal ones the first."""
+    """argmax, argmin, and max and min along a dim with their index; of equal elements the first."""
     x = op.operands[0]
     dim = _argument(op, 1, "dim", None)
     main = whole_reduction(op)
@@ -79,7 +79,7 @@ def extreme(op: Op) -> Rule:
 
 
 def topk(op: Op) -> Rule:
-    """topk(x, k, dim, largest, sorted); of several equal ones any, as torch leaves open."""
+    """topk(x, k, dim, largest, sorted); of equal elements any, as in torch."""
     x = op.operands[0]
     main = along(op, 2)
     if x.rank == 0:
@@ -111,14 +111,14 @@ def topk(op: Op) -> Rule:
 
 
 def _placed(at: LocalOp, index: Any, factor: int) -> Any:
-    """Indices of a part as those of the whole dim."""
+    """Indices into a shard as indices into the whole dim."""
     shape = at.shape_of(index)
     index = at.emit(aten.add.Tensor, index, at.offset(factor), shape=shape, dtype=torch.int64)
     return at.emit(aten._to_copy.default, index, shape=shape, dtype=INDEX)
 
 
 def _in_a_row(at: LocalOp, node: Any, dim: int) -> Any:
-    """[members, ..., n, ...] -> [..., members * n, ...] along `dim` of the part."""
+    """[members, ..., n, ...] -> [..., members * n, ...] along `dim` of the shard."""
     have = at.shape_of(node)
     order = [*range(1, dim + 1), 0, *range(dim + 1, len(have))]
     turned = [have[d] for d in order]
@@ -129,7 +129,7 @@ def _in_a_row(at: LocalOp, node: Any, dim: int) -> Any:
 
 
 def running_sum(op: Op) -> Rule:
-    """cumsum: to the sums of a part comes what all parts before it sum to."""
+    """cumsum: the cumulative sums of a shard plus the total of all shards before it."""
     x, out = op.operands[0], op.results[0]
     main = along(op, 1)
     if x.rank == 0 or x.shape[op.args[1]] == 1:

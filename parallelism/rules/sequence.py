@@ -1,7 +1,7 @@
-"""Attention over a sequence that is cut: beside giving the axes to heads (two all-to-alls), two more ways.
+"""Alternative rules of attention over a sharded sequence, besides moving the axes to heads by two all-to-alls.
 
-Every device keeps its queries. Either it gathers all keys and values, or these go around in a ring while the device
-computes with those that it has (Liu et al. 2023): as many bytes, hidden behind the computing, and never held at once.
+Every device keeps its queries. Either it gathers all keys and values, or these rotate in a ring while the device
+computes with those it has (Liu et al. 2023): the same bytes, overlapped with computation, and never all in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ aten = torch.ops.aten
 
 
 class _Factors:
-    """Batch, queries, KV heads, query heads of each, head dim: `q[b s (kv g) d]`, `k[b t kv d]`, `lse[b (kv g) s]`."""
+    """Batch, queries, KV heads, query heads per KV head, head dim: `q[b s (kv g) d]`, `k[b t kv d]`, `lse[b (kv g)
+    s]`."""
 
     def __init__(self, q: Value, k: Value):
         self.all = Factors()
@@ -92,7 +93,7 @@ def _backward(op: Op, flops: int, ring: bool) -> Rule:
     t = at_.s if ring else at_.all.new(k.shape[1], Kind.WHOLE)
     at_.all.kinds[at_.g] = Kind.REDUCE
     if not ring:
-        at_.all.kinds[at_.s] = Kind.REDUCE  # every device has its queries' share of the gradients of all keys
+        at_.all.kinds[at_.s] = Kind.REDUCE  # every device has its queries' share of all keys' gradients
     scale, window, softcap = _how(op, 7)
 
     def local(at: LocalOp) -> Any:
@@ -122,7 +123,7 @@ def _backward(op: Op, flops: int, ring: bool) -> Rule:
                 at.emit(aten.add.Tensor, mine, theirs, shape=at.shape_of(mine), dtype=at.dtype_of(mine))
                 for mine, theirs in zip((dq, dk, dv), parts)
             )
-        if ring:  # home from the last device that added to them
+        if ring:  # from the last device that added to them back to their own
             dk, dv = (at.shifted(node, at_.s) for node in (dk, dv))
         return [dq, *(_cast(at, node, at.shape(i), at.dtype(i)) for i, node in ((1, dk), (2, dv)))]
 
@@ -136,13 +137,13 @@ def _backward(op: Op, flops: int, ring: bool) -> Rule:
 
 
 def _how(op: Op, first: int) -> tuple[float, int | None, float | None]:
-    """Scale, window and softcap, of which the first is argument `first`."""
+    """Scale, window and softcap; the first is argument `first`."""
     scale, window, softcap = (*op.args[first:], None, None)[:3]
     return scale, window, softcap
 
 
 def _rotated(values: list[Value], factor: int) -> tuple[Exchange, ...]:
-    """What goes around: every device sends its part of these on to the next, and so do all others."""
+    """The rotated values: every device sends its shard of these to the next one, once for each other device."""
     return (Exchange(factor, sum(value.bytes for value in values), len(values), rotating=True),)
 
 
@@ -159,7 +160,7 @@ def _own(at: LocalOp, factor: int, rest: list[Any], ring: bool) -> Any:
 
 
 def _merged(at: LocalOp, out: Any, lse: Any, more: Any, more_lse: Any) -> tuple[Any, Any]:
-    """Two shares of the softmax's sum as one."""
+    """Merges two partial softmax sums."""
     (b, h, s), dtype, wide = at.shape_of(lse), at.dtype_of(out), at.dtype_of(lse)
     total = at.emit(aten.logaddexp.default, lse, more_lse, shape=(b, h, s), dtype=wide)
 

@@ -1,4 +1,4 @@
-"""Views, permutations, broadcasts: ops that move data and compute nothing."""
+"""Rules of views, permutations and broadcasts: ops that move data and compute nothing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ aten = torch.ops.aten
 def reshape_factors(
     factors: Factors, source: Sequence[int], target: Sequence[int]
 ) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
-    """The factors of two shapes of one view, from a walk over both, major to minor.
+    """The factors of a view's two shapes, by walking over both from major to minor.
 
-    Where both have covered the same number of elements they share a factor, the gcd of what is left of their dims;
-    where they have not ([2, 3] seen as [3, 2]) the one behind gets factors of its own, which must be whole, so that
-    they meet again as soon as they can.
+    Where both have covered equally many elements they share a factor, the gcd of the rest of their dims. Otherwise ([2,
+    3] viewed as [3, 2]) the one behind gets factors of its own, which must be whole, so that they match again soon.
     """
     dims: tuple[list[list[int]], ...] = ([[] for _ in source], [[] for _ in target])
     left_of = [[n for n in source if n != 1], [n for n in target if n != 1]]
@@ -87,7 +86,7 @@ def expand(op: Op) -> Rule:
 
 
 def alike(op: Op, dims: Sequence[int], kind: Kind, additive: tuple[int, ...] = (0,), **rest: Any) -> Rule:
-    """All dims of operands and results correspond; `dims`, which may differ in length, are factors of `kind`."""
+    """The rule of an op whose dims all correspond; `dims`, which may differ in length, are factors of `kind`."""
     factors = Factors()
     rank = op.results[0].rank
     tensors = [v for v in (*op.operands, *op.results) if v.rank == rank]
@@ -107,12 +106,12 @@ def alike(op: Op, dims: Sequence[int], kind: Kind, additive: tuple[int, ...] = (
 
 
 def whole(op: Op, dims: Sequence[int], additive: tuple[int, ...] = (0,)) -> Rule:
-    """All dims correspond, but for `dims`, which must be whole (sort, cumulative sum)."""
+    """The rule of an op whose dims all correspond, and whose `dims` must be whole (sort, cumulative sum)."""
     return alike(op, dims, Kind.WHOLE, additive)
 
 
 def _without(op: Op, *gone: int) -> tuple[Factors, list[Dim], list[Dim]]:
-    """Factors of the first operand, with the dims that an op rearranges whole, and those of the other dims."""
+    """The factors of the first operand, with rearranged dims whole; and those of the other dims."""
     factors = Factors()
     shape = op.operands[0].shape
     changed = {d % len(shape) for d in gone}
@@ -123,7 +122,7 @@ def _without(op: Op, *gone: int) -> tuple[Factors, list[Dim], list[Dim]]:
 
 
 def _diagonal_of(op: Op, position: int) -> tuple[int, int]:
-    """The two dims of a diagonal, given after its offset."""
+    """The two dims of a diagonal, which follow its offset in the arguments."""
     given = [*op.args[position + 1 : position + 3], *(0, 1)[max(0, len(op.args) - position - 1) :]]
     return op.kwargs.get("dim1", given[0]), op.kwargs.get("dim2", given[1])
 
@@ -159,7 +158,7 @@ def diagonal_backward(op: Op) -> Rule:
 
 
 def unfold(op: Op) -> Rule:
-    """unfold(x, dim, size, step): windows of a dim, their elements last."""
+    """unfold(x, dim, size, step): windows of a dim, with their elements in a new last dim."""
     factors, dims, _ = _without(op, op.args[1])
     dim = op.args[1] % max(op.operands[0].rank, 1)
     count, window = (factors.dims([n], Kind.WHOLE)[0] for n in (op.results[0].shape[dim], op.results[0].shape[-1]))
@@ -168,12 +167,12 @@ def unfold(op: Op) -> Rule:
 
 
 def reread(op: Op) -> Rule:
-    """view(x, dtype): the bits of x as another type, of which more or fewer may fit into the last dim."""
+    """view(x, dtype): the bits of x as another dtype, which may change the size of the last dim."""
     alike = op.operands[0].shape == op.results[0].shape
     return rule_of(op, "...->..." if alike else "...N->...M")
 
 
-# ---- other spellings, which graphs hold as view and permute ---------------------------------------------------------
+# ---- synonyms, which graphs hold as view and permute -------------------------------------------------------------
 def as_view(op: Op) -> None:
     op.target, op.args, op.kwargs = aten.view.default, (Ref(0), op.results[0].shape), {}
 
@@ -189,7 +188,7 @@ def as_permute(op: Op) -> None:
 
 
 def as_conjugated(op: Op) -> None:
-    """Collectives send bits: what is conjugated by a flag alone would arrive as it was."""
+    """Rewrites a lazy conjugation as a real one: collectives send bits and would lose the flag."""
     if op.operands:
         op.target = aten._conj_physical.default
 
@@ -199,7 +198,7 @@ def as_negated(op: Op) -> None:
 
 
 def looks(rule: Builder, at: Strides, **facts: Any) -> Entry:
-    """A view: it moves no data and computes nothing."""
+    """The entry of a view: it moves no data and computes nothing."""
     return Entry(rule, view=at, commutes=True, **facts)
 
 

@@ -1,4 +1,4 @@
-"""Where the result of a view lies in its operand's storage: the strides that torch gives it."""
+"""The strides of a view's result in its operand's storage, as torch computes them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def expanded(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape |
 
 
 def piece(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """Part of a dim, every element of it."""
+    """A contiguous part of a dim."""
     return strides
 
 
@@ -52,7 +52,7 @@ def sliced(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | N
 
 
 def selected(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """One index of a dim, which disappears."""
+    """One index of a dim, which is removed."""
     dim = (args[1] if len(args) > 1 else 0) % len(before)
     return tuple(s for d, s in enumerate(strides) if d != dim)
 
@@ -80,7 +80,7 @@ def reshaped(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape |
 
 
 def of_pairs(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """Pairs of numbers seen as complex ones."""
+    """Pairs of numbers viewed as complex numbers."""
     return tuple(s // 2 for s in strides[:-1])
 
 
@@ -89,7 +89,7 @@ def into_pairs(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape
 
 
 def dense(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """contiguous(x): nothing where it is."""
+    """contiguous(x): a view if x is contiguous."""
     return strides if strides == contiguous(before) else None
 
 
@@ -98,13 +98,13 @@ def last_dense(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape
 
 
 def dense_last(x: Tensor) -> Tensor:
-    """The same tensor, copied where the elements of its last dim do not lie side by side."""
+    """The tensor, copied if the elements of its last dim are not adjacent."""
     return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
 
 
 @cache
 def contiguous(shape: Shape) -> Shape:
-    """Strides of a contiguous tensor."""
+    """The strides of a contiguous tensor."""
     out, step = [], 1
     for size in reversed(shape):
         out.append(step)
@@ -114,10 +114,10 @@ def contiguous(shape: Shape) -> Shape:
 
 @cache
 def without_copy(before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """Strides of `before` seen as `after` without a copy, or None (the rule of torch's `view`)."""
+    """The strides of `before` viewed as `after` without a copy, or None (the rule of torch's `view`)."""
     if 0 in before:
         return contiguous(after)
-    chunks: list[tuple[int, int]] = []  # (elements, stride of the last), each contiguous in itself
+    chunks: list[tuple[int, int]] = []  # (elements, stride of the last), each contiguous
     for size, stride in zip(before, strides):
         if size == 1:
             continue

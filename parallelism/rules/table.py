@@ -1,4 +1,4 @@
-"""The table: one entry per op, in a file for each theme. A new op is one line in one of them."""
+"""The op table: one entry per op, in a file for each theme. A new op is one line in one of them."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ THEMES = (
     kernel_costs,
 )  # fmt: skip
 OTHER = Entry(dense="all")
-"""What is known of an op that is not in the table."""
+"""The entry of an op that is not in the table."""
 
 
 def name_of(target: Any) -> str:
-    """`aten.mm` of an op, `aten.max.dim` of one overload, `contract` of a function."""
+    """The name of a target: `aten.mm` for an op, `aten.max.dim` for one overload, `contract` for a function."""
     return str(target) if isinstance(target, (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket)) else (
         getattr(target, "__name__", str(target))
     )  # fmt: skip
@@ -55,10 +55,10 @@ TABLE: dict[str, Entry] = {name_of(key): entry for theme in THEMES for key, entr
 
 @cache
 def entry_of(target: Any) -> Entry:
-    """The facts of an op, or of a function that is the target of a node.
+    """The entry of an op, or of a function that is the target of a node.
 
-    Where the table has none: pointwise and random ops are told by torch's tags; one that works in place is as the one
-    that does not; of others nothing is known.
+    Without an entry, torch's tags identify pointwise and random ops, and an in-place op gets the entry of its
+    out-of-place form; other ops get `OTHER`.
     """
     if not isinstance(target, torch._ops.OpOverload):
         return OTHER if isinstance(target, str) else TABLE.get(name_of(target), OTHER)
@@ -74,7 +74,7 @@ def entry_of(target: Any) -> Entry:
 
 
 def rule_for(op: Op) -> Rule:
-    """The rule of an op; everything whole (and `known` False) for an op that the table does not have."""
+    """The rule of an op; everything whole (and `known` False) for an op without an entry."""
     if any(0 in value.shape for value in (*op.operands, *op.results)):
         return whole(op)
     return entry_of(op.target).rule(op)

@@ -1,7 +1,7 @@
-"""Convolution, resizing, padding by neighbours.
+"""Rules of convolution, resizing, and padding by neighbours.
 
-Cut along a spatial dim, a device convolves its part and what neighbours have of the windows at its ends. What resizes
-or pads has its spatial dims whole, but for what is recorded as views (`rules.decompositions`).
+With a sharded spatial dim, a device convolves its shard and its neighbours' parts of the windows at its ends. Resizing
+and padding need whole spatial dims, except where they are recorded as views (`rules.decompositions`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def spread(numbers: Any, rank: int, otherwise: Any = 1) -> list[int]:
-    """An argument of a layer for each spatial dim: it may be one for all, or left out."""
+    """A layer's argument for each spatial dim: it may be one number for all, or omitted."""
     given = [numbers] if isinstance(numbers, int) else list(numbers if numbers is not None else ())
     return list(otherwise) if not given and not isinstance(otherwise, int) else (given or [otherwise]) * (
         rank if len(given) < 2 else 1
@@ -29,9 +29,9 @@ def spread(numbers: Any, rank: int, otherwise: Any = 1) -> list[int]:
 
 
 class Sliding:
-    """The spatial dims of two tensors of which one reads the other through windows.
+    """The spatial dims of two tensors, of which one reads the other through windows.
 
-    A dim of size 1 on either side is whole: there is nothing to share. `lead`: dims before the spatial ones.
+    A dim of size 1 on either side is whole, since it cannot be shared. `lead`: dims before the spatial ones.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Sliding:
         )
 
     def windows(self, read: int, reader: int, fill: float | None = None) -> tuple[tuple[int, Window], ...]:
-        """Of the tensors at these places."""
+        """The windows between the tensors with these numbers."""
         return tuple(
             (f, Window(read, dim, reader, dim, -self.padding[d], self.stride[d], self.spans[d], fill))
             for d, f in enumerate(self.factors) if f is not None and self.kind is not Kind.WHOLE
@@ -64,11 +64,11 @@ class Sliding:
         return [f is not None and bool(at.axes(f)) for f in self.factors]
 
     def padded(self, at: LocalOp, padding: Sequence[int] | None = None) -> list[int]:
-        """What a device pads itself: where a dim is cut, its window has the padding."""
+        """The padding that a device adds itself: none where a dim is sharded, since its window includes the padding."""
         return [0 if cut else n for cut, n in zip(self.cut(at), padding or self.padding)]
 
     def window(self, at: LocalOp, read: Sequence[int], reader: Sequence[int]) -> list[int]:
-        """The spatial sizes of a device's window, of local sizes of what is read and of what reads."""
+        """The spatial sizes of a device's window, from the local sizes of the tensor read and of the reader."""
         return [
             (made - 1) * step + span if cut else size
             for cut, size, made, step, span in zip(self.cut(at), read, reader, self.stride, self.spans)
@@ -76,10 +76,10 @@ class Sliding:
 
 
 class Channels:
-    """The factors of a convolution: batch, groups, the channels of a group, of what comes in and of what goes out, and
-    the spatial dims, of which one side reads the other's through windows.
+    """The factors of a convolution: batch, groups, input and output channels per group, and the spatial dims, of which
+    one side reads the other through windows.
 
-    `x[n (g i) ...]`, `weight[(g o) i ...]` (transposed: `[(g i) o ...]`), `out[n (g o) ...]`. `geometry`: stride,
+    `x[n (g i) ...]`, `weight[(g o) i ...]` (transposed: `[(g i) o ...]`), `out[n (g o) ...]`. geometry: stride,
     padding, dilation.
     """
 
@@ -120,7 +120,7 @@ def convolution(op: Op) -> Rule:
 
     def local(at: LocalOp) -> Any:
         bias = op.args[2]
-        if isinstance(bias, Ref) and at.axes(at_.i):  # added once to what is still to be summed
+        if isinstance(bias, Ref) and at.axes(at_.i):  # added only once to the partial sum
             once = at.emit(aten.mul.Tensor, at.inputs[2], at.first(at_.i), shape=at.operand_shape(2))
             at.inputs[2] = once
         padding = sliding.padded(at)
@@ -147,9 +147,10 @@ def convolution(op: Op) -> Rule:
 
 
 def convolution_backward(op: Op) -> Rule:
-    """convolution_backward(grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups,
-    [False, True, False]): the gradient of the weight, summed over batch and spatial dims. Others are convolutions and
-    sums (`rules.decompositions`)."""
+    """convolution_backward(..., output_mask [False, True, False]): the gradient of the weight.
+
+    It is summed over batch and spatial dims. The other gradients are convolutions and sums (`rules.decompositions`).
+    """
     grad, x, weight = op.operands
     transposed = op.args[7]
     at_ = Channels(x, weight, grad, transposed, op.args[9], op.args[4:7], Kind.REDUCE)
@@ -167,12 +168,12 @@ def convolution_backward(op: Op) -> Rule:
 
 
 def sized(position: int) -> Callable[[LocalOp], Any]:
-    """Of an op whose argument at `position` is the result's size."""
+    """The local form of an op whose argument at `position` is the result's size."""
     return lambda at: at.with_args(*at.op.args[:position], list(at.shape()), *at.op.args[position + 1 :])
 
 
 SPATIAL = {1: ("W", "Z"), 2: ("HW", "YZ"), 3: ("DHW", "XYZ")}
-"""Whole dims of what comes in and of what goes out, by their number."""
+"""The letters of the whole spatial dims of input and output, by their number."""
 OPS: Table = {
     aten.convolution: Entry(convolution, work="matmul", saved=True),
     aten.convolution_backward: Entry(convolution_backward, work="matmul", recorded=by.convolution_backward),
@@ -187,9 +188,10 @@ def _each(
     names: str, forward: str, backward: str = "", *, linear: str = "", size: int | None = None,
     recorded: Sequence[Any] = ("itself", "itself"),
 ) -> None:  # fmt: skip
-    """Adds ops, `{}` in a name for the number of spatial dims, and their backward ops. In letters `in` and `out` are
-    the spatial dims of what goes in and comes out; `size`: place of the backward's argument with the input's size;
-    `recorded`: of both."""
+    """Adds ops with `{}` in their name for the number of spatial dims, and their backward ops.
+
+    In letters `in` and `out` are the spatial dims of input and output. size: the index of the backward's argument with
+    the input's size. recorded: how each of the two is recorded."""
     for name in names.split():
         for rank, (before, after) in SPATIAL.items():
 

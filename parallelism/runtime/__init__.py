@@ -1,1 +1,1 @@
-"""Processes, process groups and the execution of a Program."""
+"""The runtime: worker processes, process groups, and the execution of a Program."""

@@ -1,4 +1,4 @@
-"""`compile: inductor`: one rank's graph through torch's compiler, in the order that the schedule gave it."""
+"""`compile: inductor`: compiles one rank's graph by torch's compiler, keeping the scheduled order."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tpshard.parallelism.draws import RANDOM, random
 
 Boxed = Callable[[list[Tensor]], list[Tensor]]
-"""Takes a list of tensors, which it empties, and returns a list."""
+"""A function that takes a list of tensors, empties it, and returns a list."""
 
 KEEP_ORDER: dict[str, Any] = {
     "reorder_for_peak_memory": False,
     "reorder_for_compute_comm_overlap": False,
     "allow_buffer_reuse": False,
 }
-"""What would undo prefetching: inductor moves a gather to its use, and lets buffers of running collectives go."""
+"""Settings against optimizations that would undo prefetching: moving a gather to its use, and reusing its buffers."""
 
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Boxed:
     """Compiles a localized graph, or a part of one, for tensors like `inputs`.
 
-    The graph is traced again, into the decompositions that inductor's lowerings expect; results lie in memory as those
-    of the graph do. Raises RuntimeError with inductor's own words where it cannot compile (no C++ compiler, for one).
+    The graph is traced again into the decompositions that inductor expects; results keep the graph's memory layouts.
+    Raises RuntimeError with inductor's message if it cannot compile (for example without a C++ compiler).
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner

@@ -1,4 +1,4 @@
-"""`Context`: one worker of a run. Rank, device, process groups, and what all ranks have to agree on."""
+"""The `Context` of a worker: rank, device, process groups, and agreement among ranks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tpshard.recipes.exits import Exit
 
 @dataclass
 class Context:
-    """One worker among `world`, connected to the others.
+    """One of `world` workers, connected to the others.
 
-    Collectives of a program run on `groups`; decisions of the loop (`any`, `stop`, `agree`) run on the CPU over the
-    default group, whatever the device.
+    A program's collectives run on `groups`. The training loop's decisions (`any`, `stop`, `agree`) run on the CPU over
+    the default group, whatever the device.
     """
 
     rank: int
@@ -49,11 +49,11 @@ class Context:
 
     @property
     def is_main(self) -> bool:
-        """Rank 0 writes what is written once."""
+        """Whether this is rank 0, which writes files that are written once."""
         return self.rank == 0
 
     def largest(self, number: int) -> int:
-        """The largest of all ranks' numbers. Collective."""
+        """The largest of all ranks' numbers. Every rank must call it."""
         if self.world == 1:
             return number
         shared = torch.tensor(number)
@@ -61,15 +61,15 @@ class Context:
         return int(shared)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank. Collective."""
+        """Whether the flag is set on any rank. Every rank must call it."""
         return self.largest(int(flag)) > 0
 
     def stop(self) -> int:
-        """Exit code (75, or 130 for Ctrl-C) once any rank was asked to stop, else 0; the same on all. Collective."""
+        """The exit code (75, or 130 for Ctrl-C) once any rank was asked to stop, else 0. Every rank must call it."""
         return exit_code(self.largest(self.stopping.urgency))
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value (plain data), by rank. Collective."""
+        """Every rank's value (plain data), by rank. Every rank must call it."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -77,7 +77,7 @@ class Context:
         return values
 
     def from_main(self, value: Any) -> Any:
-        """Rank 0's value (plain data) on every rank. Collective."""
+        """Rank 0's value (plain data) on every rank. Every rank must call it."""
         if self.world == 1:
             return value
         shared = [value]
@@ -85,26 +85,26 @@ class Context:
         return shared[0]
 
     def barrier(self) -> None:
-        """Returns when every rank got here; over the CPU, so that it works while a device is out of memory."""
+        """Returns when every rank has called it; on the CPU, so that it works when a device is out of memory."""
         self.largest(0)
 
     def agree(self, values: Mapping[str, str]) -> None:
-        """Checks before the first step that all ranks run the same thing. Collective.
+        """Checks before the first step that all ranks run the same program. Every rank must call it.
 
-        `values` maps what is compared (recipe, program, torch) to its hash or version. WorkerFault (exit 5), the same
-        on every rank, names what differs and the ranks that differ from the majority.
+        values: the hash or version of each compared item (recipe, program, torch). WorkerFault (exit 5), the same on
+        every rank, names the items that differ and the ranks that differ from the majority.
         """
         everyone = self.gather((dict(values), socket.gethostname()))
         if text := disagreement([one for one, _ in everyone], [host for _, host in everyone]):
             raise WorkerFault(
                 text,
                 exit=Exit.MACHINE,
-                why="ranks that run different programs wait for each other for ever",
+                why="ranks that run different programs would wait for each other forever",
                 fix="install the same versions everywhere, and start every worker with the same recipe",
             )
 
     def close(self) -> None:
-        """Leaves the run in good order. Call it on all ranks, after the last collective."""
+        """Leaves the run. Every rank must call it, after the last collective."""
         self.watchdog.close()
         self.stopping.close()
         self.groups.close()
@@ -113,13 +113,13 @@ class Context:
 
 
 def alone(device: torch.device | str = "cpu") -> Context:
-    """A run of this process alone: it meets nobody, and nothing is watched."""
+    """The context of a single process, without other workers or a watchdog."""
     groups, watchdog = Groups(Mesh({})), Watchdog(0, float("inf"))
     return Context(0, 1, 0, torch.device(device), "", dist.HashStore(), groups, watchdog)
 
 
 def disagreement(values: list[Mapping[str, str]], hosts: list[str]) -> str:
-    """What differs between ranks, in a sentence; empty when nothing does."""
+    """A sentence on what differs between ranks; empty if nothing does."""
     for key in values[0]:
         seen = [one.get(key, "missing") for one in values]
         usual = max(Counter(seen).items(), key=lambda item: (item[1], item[0] == seen[0]))[0]
@@ -160,7 +160,7 @@ def connect(
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     _choose_interface(place)
     store = _store(place, start_s)
-    # The watchdog names the collective that hangs; the backend's own timeout, which does not, comes later.
+    # the watchdog names the collective that hangs; the backend's own timeout, which does not, comes later
     limit = timedelta(seconds=max(start_s, step_s) + 60)
     try:
         dist.init_process_group(
@@ -171,7 +171,7 @@ def connect(
         raise WorkerFault(
             f"rank {place.rank} could not join the {place.world} workers within {start_s:g} s: {error}",
             exit=Exit.WORKER_LOST,
-            fix="see whether all workers were started, and whether they can reach each other",
+            fix="check whether all workers were started, and whether they can reach each other",
         ) from error
     watchdog = Watchdog(place.rank, start_s)
     groups = Groups(mesh, backend="nccl" if chosen.type == "cuda" else None)
@@ -182,7 +182,7 @@ def connect(
     if watch:
         watchdog.start()
     yield context
-    # Only on the good path: after an error the others are gone or stuck, and leaving politely would wait for them.
+    # only without an error: after one, other ranks are gone or stuck, and a regular exit would wait for them
     watchdog.doing = Doing("leaving the run")
     context.close()
 
@@ -217,7 +217,8 @@ def _store(place: WorkerPlace, start_s: float) -> dist.Store:
 
 
 def _tcp_store(host: str, port: int, place: WorkerPlace, start_s: float) -> dist.Store:
-    """Rank 0 listens on the rendezvous address alone (a TCPStore would listen on all); the others retry until then."""
+    """The store of a run. Rank 0 listens only on the rendezvous address (a TCPStore would listen on all); others
+    retry."""
     patience = timedelta(seconds=start_s)
     if place.rank == 0:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -244,7 +245,7 @@ def _tcp_store(host: str, port: int, place: WorkerPlace, start_s: float) -> dist
         except (RuntimeError, dist.DistError) as error:
             if time.monotonic() > deadline:
                 raise WorkerFault(
-                    f"rank {place.rank} found nobody at {host}:{port} within {start_s:g} s",
+                    f"rank {place.rank} could not connect to {host}:{port} within {start_s:g} s",
                     exit=Exit.WORKER_LOST,
                     why=str(error).splitlines()[0],
                     fix="start the first host (node rank 0), and let the others reach that address and port",
@@ -253,9 +254,9 @@ def _tcp_store(host: str, port: int, place: WorkerPlace, start_s: float) -> dist
 
 
 def _choose_interface(place: WorkerPlace) -> None:
-    """Binds gloo and NCCL to loopback when all ranks are local, else to the interface that reaches the rendezvous.
+    """Binds gloo and NCCL to loopback if all ranks are local, else to the interface that reaches the rendezvous.
 
-    Left to themselves both go by the host's name, which need not resolve, and listen where it leads.
+    By default both use the host's name, which may not resolve, and listen on the address it resolves to.
     """
     if place.all_local:
         name = loopback()
@@ -275,7 +276,7 @@ def loopback() -> str:
 
 
 def interface_towards(host: str) -> str:
-    """Name of the interface whose address this host uses to talk to `host`; empty when that cannot be told."""
+    """The name of the interface through which this host reaches `host`; empty if unknown."""
     import psutil
 
     try:

@@ -1,4 +1,4 @@
-"""Crashes: workers that a fault of native code ends, what they leave, and how often a run goes on. Knows no torch."""
+"""Crashes of workers in native code: their stacks, and the limit on restarts. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
-"""How native code ends that went wrong. SIGKILL is no crash: somebody, or the kernel for want of memory, meant it."""
+"""Signals of failing native code. SIGKILL is not one: a user or the kernel (out of memory) sent it."""
 
 APART = 100
-"""Steps between two restarts of a run, at least: a run that crashes again so soon would crash for ever."""
+"""The minimal number of steps between two restarts; a run that crashes again sooner would do so forever."""
 
 RESTARTS = "TPSHARD_RESTARTS"
-"""Tells workers how often their launcher has started the run again."""
+"""The environment variable with the number of restarts by the launcher."""
 
 _HEAD = b"Fatal Python error:"
 _LINES = 40
@@ -22,15 +22,15 @@ _LINES = 40
 
 @dataclass
 class Restarts:
-    """How often a run is started again after a crash, and how often it was."""
+    """The number of restarts after crashes, allowed and done."""
 
     most: int = 0
     done: int = 0
     _step: int = 0
-    """Where the last crash was."""
+    """The step of the last crash."""
 
     def refusal(self, step: int) -> str:
-        """Why a crash after `step` finished steps ends the run that was to survive some; else ""."""
+        """Why a crash after `step` finished steps ends a run that allows restarts; "" if it does not."""
         if self.done and step - self._step < APART:
             return f"the crash before was after step {self._step}, and {APART} steps are asked for between two"
         if self.most and self.done >= self.most:
@@ -38,16 +38,16 @@ class Restarts:
         return ""
 
     def allowed(self, step: int) -> bool:
-        """Whether a run that crashes after `step` finished steps is to be started again."""
+        """Whether a run that crashes after `step` finished steps is restarted."""
         return self.done < self.most and not self.refusal(step)
 
     def count(self, step: int) -> None:
-        """The run is started again."""
+        """Counts a restart."""
         self.done, self._step = self.done + 1, step
 
 
 def restarts(env: Mapping[str, str] = os.environ) -> int:
-    """How often the launcher of this worker has started the run again."""
+    """The number of times that this worker's launcher has restarted the run."""
     return int(env.get(RESTARTS, "0"))
 
 

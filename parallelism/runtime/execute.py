@@ -1,4 +1,4 @@
-"""Runs a `Program` on this rank: the graph interpreted as it stands, collectives asynchronous until their wait."""
+"""Executing a `Program` on this rank: interprets its graph, with collectives asynchronous until their wait."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ COMPUTING = Doing("computing")
 
 
 class Executor:
-    """Calls this rank's part of a program.
+    """Runs this rank's part of a program.
 
-    `executor(*inputs)` takes the local tensors of `program.inputs` and returns those of `program.outputs`, in order.
-    A gradient sum that the program donates is added to in place; other results are new tensors.
+    `executor(*inputs)` takes the local tensors of `program.inputs` and returns those of `program.outputs`, in order. A
+    donated gradient sum is updated in place; other results are new tensors.
 
-    On a CPU reduce-scatters and small all-reduces are sent as an all-to-all and summed here, in rank order (see
-    `parallelism.exchange`). `exchange=False` leaves them to the backend. Torch's compiler sees the whole graph
-    (`compiled="all"`), its layers (see `regions`) or nothing. `mail` carries what a stage of a pipeline sends and
-    receives: at its place in the graph, or for a whole compiled graph before and after it.
+    On a CPU reduce-scatters and small all-reduces are sent as an all-to-all and summed locally, in rank order (see
+    `parallelism.exchange`); `exchange=False` leaves them to the backend. `compiled`: "all" compiles the whole graph,
+    "layers" its layers (see `regions`), "none" nothing. `mail` sends and receives for a pipeline stage: at the graph's
+    nodes, or for a compiled graph before and after it.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Executor:
     ):  # fmt: skip
         self.program, self.context, self.mail = program, context, mail
         self.waited_s = 0.0
-        """Seconds spent waiting for collectives; on CUDA waiting happens on the device and is not seen here."""
+        """Seconds spent waiting for collectives; waits on a CUDA device are not included."""
         context.groups.ensure(comm.refs for comm in program.collectives if comm.kind not in ("send", "recv"))
         context.watchdog.describe = describe
         if exchange is None:
@@ -58,7 +58,7 @@ class Executor:
             self.module = with_blocks(self.module)
         self.received, self.sent = positions(program) if mail is not None and whole else ((), ())
         self.run: Callable[..., list[Tensor]] | None = None if whole else self.module
-        """None: to be compiled at the first call, for tensors like those."""
+        """None: compiled at the first call, for tensors like its inputs."""
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         with torch.no_grad():
@@ -73,7 +73,7 @@ class Executor:
             return made
 
     def transfer(self, value: Tensor, node: fx.Node) -> Tensor:
-        """Starts to send a value, or waits for one; meanwhile the watchdog knows for which."""
+        """Starts to send a value, or waits for a received one, while the watchdog knows which."""
         assert self.mail is not None
         if node.target is send:
             return self.mail.start(value, node)
@@ -86,7 +86,7 @@ class Executor:
         return done
 
     def wait(self, started: Tensor, node: fx.Node) -> Tensor:
-        """Waits for a collective; meanwhile the watchdog knows for which."""
+        """Waits for a collective, while the watchdog knows which."""
         self.context.watchdog.doing = node
         begun = time.perf_counter()
         done = funcol.wait_tensor.default(started)
@@ -97,7 +97,7 @@ class Executor:
 
 
 def describe(doing: object) -> Doing:
-    """What the watchdog says of a node that is being waited for."""
+    """The watchdog's description of a node that is waited for."""
     if isinstance(doing, fx.Node):
         known = info(doing)
         if known.comm is not None:
@@ -108,7 +108,7 @@ def describe(doing: object) -> Doing:
 
 
 def over(comm: Collective) -> str:
-    """`fsdp, tp`"""
+    """The axes of a collective as text: `fsdp, tp`"""
     return ", ".join(show_axis(axis) for axis in comm.refs)
 
 
@@ -120,11 +120,11 @@ def localize(
     exchange: bool,
     transfer: Callable[[Tensor, fx.Node], Tensor] | None = None,
 ) -> fx.GraphModule:
-    """The program's graph as one rank runs it: what depends on the rank is filled in, waits go through `wait`, sends
-    and receives through `transfer`.
+    """The program's graph for one rank: numbers that depend on the rank are filled in, waits call `wait`, and sends and
+    receives call `transfer`.
 
-    Without `wait` the graph is for a compiler: waits stay as they are, and nothing is done in place. Without
-    `transfer` it neither sends nor receives.
+    Without `wait` the graph is for a compiler: waits are unchanged, and nothing is done in place. Without `transfer` it
+    neither sends nor receives.
     """
     graph = fx.Graph()
     made: dict[fx.Node, Any] = {}
@@ -163,7 +163,7 @@ def localize(
 
 
 def _issued(graph: fx.Graph, node: fx.Node, exchange: bool) -> None:
-    """Collectives want memory without gaps; some travel as an all-to-all."""
+    """Makes a collective's input contiguous, and turns some collectives into an all-to-all."""
     sent = node.args[0]
     exchange = exchange and _exchanged(node)
     with graph.inserting_before(node):
@@ -232,12 +232,12 @@ _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def copies(tensor: Tensor, count: int) -> Tensor:
-    """[...] -> [count * n]: one for each of `count` ranks."""
+    """`count` copies of a tensor along dim 0, one for each rank: [...] -> [count * n]"""
     return tensor.reshape(1, -1).expand(count, -1).reshape(-1)
 
 
 def reduce_pieces(tensor: Tensor, count: int, how: str) -> Tensor:
-    """[count * n, ...] -> [n, ...]: the pieces of all ranks reduced in rank order, as the simulation does."""
+    """Reduces the pieces of all ranks in rank order, like the simulation: [count * n, ...] -> [n, ...]"""
     reduce = _REDUCE[how]
     first, *rest = tensor.chunk(count)
     total = first
@@ -247,7 +247,7 @@ def reduce_pieces(tensor: Tensor, count: int, how: str) -> Tensor:
 
 
 def _sums_in_place(program: Program) -> set[fx.Node]:
-    """Additions to a donated input that nothing else reads: they may write where the sum lies."""
+    """Additions to a donated input without other readers, which can be done in place."""
     feeds = [node for node in program.graph.nodes if node.op == "placeholder"]
     results = _results(program.graph)
     found = set()
@@ -260,9 +260,9 @@ def _sums_in_place(program: Program) -> set[fx.Node]:
 
 
 def _taken_over(program: Program, in_place: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Results that go where a donated input lies, once nothing reads it any more: new weights over old ones.
+    """Results that reuse the storage of a donated input after its last reader, such as new weights over old ones.
 
-    An update so needs no second copy of parameters and moments, only of the one at work.
+    An update therefore needs no second copy of all parameters and moments.
     """
     feeds = [node for node in program.graph.nodes if node.op == "placeholder"]
     position = {node: i for i, node in enumerate(program.graph.nodes)}
@@ -279,7 +279,7 @@ def _taken_over(program: Program, in_place: set[fx.Node]) -> dict[fx.Node, fx.No
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a node looks at an input's storage for as long as its result lives."""
+    """Whether a node's result shares an input's storage."""
     return entry_of(node.target).view is not None
 
 

@@ -1,4 +1,4 @@
-"""All-gathers on gloo, by the one of torch's two ops that its threads can run at the same time."""
+"""All-gathers on gloo, by the op that torch's gloo threads can run concurrently."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ funcol = torch.ops._c10d_functional
 
 
 def all_gather(sent: Tensor, members: int, group: str) -> Tensor:
-    """Starts a gather over `group`: [n, ...] of each of `members` ranks -> [members * n, ...], to be waited for.
+    """Starts an all-gather over `group`: [n, ...] of each of `members` ranks -> [members * n, ...].
 
     `all_gather_into_tensor` without `out` corrupts the heap. After each collective, a thread of torch's gloo (a group
-    has two) moves the collective's name into a string that they share, without a lock (`ProcessGroupGloo::runLoop`,
-    `lastCompletedWorkName`; torch 2.11 to 2.13). That op's name is ALLGATHER_COALESCED, of more characters than a
-    string holds in itself, so that two threads which end at the same time both free the memory of the name before. The
-    names of all other collectives that a program issues have at most 15 characters: they are copied within the string
-    and own no memory. `benchmarks/torch_gloo_heap.py` shows it without tpshard.
+    has two) moves the collective's name, without a lock, into a string that they share (`ProcessGroupGloo::runLoop`,
+    `lastCompletedWorkName`; torch 2.11 to 2.13). That op's name, ALLGATHER_COALESCED, is allocated on the heap, so that
+    two threads can both free the previous name. The names of all other collectives of a program have at most 15
+    characters and are stored inside the string. `benchmarks/torch_gloo_heap.py` shows this without tpshard.
     """
     room = sent.new_empty((members * sent.shape[0], *sent.shape[1:]))
     return funcol.all_gather_into_tensor_out.default(sent, members, group, out=room)

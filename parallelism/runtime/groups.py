@@ -1,4 +1,4 @@
-"""Process groups: one for each set of (sub-)axes of the mesh, under the name by which a program's graph calls it."""
+"""Process groups, one for each set of mesh (sub-)axes, under the name that a program's graph uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch._C import _distributed_c10d as c10d
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.parallelism.program import group_name
 
-# Typed with a NewType of str in some versions of torch and with str in others.
+# a NewType of str in some versions of torch, and str in others
 _register: Callable[[str, dist.ProcessGroup], None] = c10d._register_process_group  # type: ignore[assignment]
 _unregister: Callable[[str], None] = c10d._unregister_process_group  # type: ignore[assignment]
 
@@ -33,7 +33,7 @@ class Groups:
         self._made: dict[Axes, dist.ProcessGroup] = {}
 
     def ensure(self, wanted: Iterable[Sequence[Axis]]) -> None:
-        """Creates the groups over these axes that do not exist yet. Collective: all ranks ask for the same set."""
+        """Creates the missing groups over these axes. Every rank must call it with the same set."""
         missing = {axes for axes in map(self.mesh.sorted, wanted) if axes and axes not in self._made}
         for axes in sorted(missing, key=lambda axes: [self.mesh.key(axis) + (axis.size,) for axis in axes]):
             mine = None
@@ -46,7 +46,7 @@ class Groups:
             self._made[axes] = mine
 
     def get(self, axes: Sequence[Axis]) -> dist.ProcessGroup:
-        """The group over `axes`, in any order. KeyError when `ensure` was not asked for it."""
+        """The group over `axes`, in any order. KeyError if `ensure` did not create it."""
         key = self.mesh.sorted(axes)
         if key not in self._made:
             raise KeyError(f"no process group over {group_name(key)}: `ensure` makes groups, on all ranks together")
@@ -57,7 +57,7 @@ class Groups:
         return self.mesh.linear_index(self.mesh.sorted(axes), dist.get_rank())
 
     def close(self) -> None:
-        """Forgets the groups, so that another mesh may use the same names."""
+        """Forgets the groups, so that another mesh can use the same names."""
         for axes in self._made:
             _unregister(group_name(axes))
         self._made.clear()

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline send each other, over real connections: receives are posted ahead of their use."""
+"""Communication between pipeline stages over real connections; receives are posted ahead of their use."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def transfers(program: Program) -> list[fx.Node]:
 class Mail:
     """This rank's sends and receives along one mesh axis.
 
-    A value is known by its name and by a number that its two ends agree on (the micro-batch). Values that go up the
-    axis and those that go down travel in groups of their own, so that neither waits for the other. Collective: all
-    ranks make it together, from the same programs.
+    A value is identified by its name and a number on which both ends agree (the micro-batch). Values up the axis and
+    down it use separate groups, so that they do not wait for each other. Every rank must create it, from the same
+    programs.
     """
 
     def __init__(self, context: Context, axis: Axis, programs: Iterable[Program]):
@@ -33,7 +33,7 @@ class Mail:
         self.stride, self.place = mesh.stride[axis.name], mesh.index(axis, context.rank)
         names = sorted({_moved(node) for program in programs for node in transfers(program)})
         self.numbers = {name: i for i, name in enumerate(names)}
-        """Tags: a library without any matches values by their order, which a schedule's check has found to agree."""
+        """Message tags. A library without tags matches by order, which the check of a schedule guarantees."""
         self.groups: dict[bool, Any] = {}
         for up in (True, False):
             for ranks in mesh.groups((axis,)):
@@ -41,9 +41,9 @@ class Mail:
                 if context.rank in ranks:
                     self.groups[up] = group
         self.number = 0
-        """Of what programs that run now send."""
+        """The number of messages sent by the running programs."""
         self.sent_bytes = 0
-        """So far."""
+        """Bytes sent so far."""
         self._coming: dict[tuple[str, int], tuple[Tensor, Any]] = {}
         self._arriving: dict[int, Any] = {}
         self._leaving: list[tuple[Any, Tensor]] = []
@@ -57,7 +57,7 @@ class Mail:
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
     def expect(self, program: Program, number: int) -> None:
-        """Starts to receive what a program will read, if that is not begun."""
+        """Posts the receives of a program, unless they are posted already."""
         ports = {port.name: port for port in program.inputs}
         for node in transfers(program):
             name = _moved(node)
@@ -65,24 +65,24 @@ class Mail:
                 continue
             port, offset = ports[name], _offset(node)
             room = torch.empty(port.local, dtype=port.dtype, device=self.context.device)
-            # A value comes from the side it is sent from: what goes up comes from below.
+            # a value comes from the side of its sender: from below if it goes up
             work = dist.irecv(room, self._peer(offset), self.groups[offset < 0], self._tag(name, number))
             self._coming[name, number] = (room, work)
 
     def take(self, name: str, number: int) -> Tensor:
-        """Where an expected value lies, or will: its program waits for it."""
+        """The buffer of an expected value; its program waits for it."""
         room, work = self._coming.pop((name, number))
         self._arriving[room.data_ptr()] = work
         return room
 
     def wait(self, room: Tensor) -> Tensor:
-        """Returns once the value has come."""
+        """Returns when the value has arrived."""
         self._arriving.pop(room.data_ptr()).wait()
         return room
 
     # ---- sending -----------------------------------------------------------------------------------------------------
     def start(self, value: Tensor, node: fx.Node) -> Tensor:
-        """Starts to send what a node of a program sends."""
+        """Starts the send of a program's node."""
         self._leaving = [(work, kept) for work, kept in self._leaving if not work.is_completed()]
         offset, packed = _offset(node), value.contiguous()
         self.sent_bytes += packed.numel() * packed.itemsize
@@ -91,7 +91,7 @@ class Mail:
         return value
 
     def finish(self) -> None:
-        """Returns once all that was sent has left."""
+        """Returns when all sends are complete."""
         for work, _ in self._leaving:
             work.wait()
         self._leaving.clear()
@@ -113,7 +113,7 @@ Places = Sequence[tuple[int, fx.Node]]
 
 
 def positions(program: Program) -> tuple[Places, Places]:
-    """Which inputs are received, and which outputs sent, by which nodes."""
+    """The nodes that receive each received input, and those that send each sent output."""
     feeds = [node for node in program.graph.nodes if node.op == "placeholder"]
     (end,) = (node for node in program.graph.nodes if node.op == "output")
     results = [o for o in end.args[0] if isinstance(o, fx.Node)]  # type: ignore[union-attr]

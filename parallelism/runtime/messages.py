@@ -1,4 +1,4 @@
-"""What a worker tells its launcher over a pipe: that it is ready, that it stalls, how it failed. Knows no torch."""
+"""Messages of a worker to its launcher over a pipe: ready, stalled, failed. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 REPORT_FD = "TPSHARD_REPORT_FD"
-"""Number of the pipe's writing end, set by tpshard's own launcher."""
+"""The environment variable with the number of the pipe's write end, set by tpshard's launcher."""
 
 Kind = Literal["ready", "failed", "secondary", "stalled", "log", "step"]
-"""`log` says in which file the worker's output continues, `step` which one is done."""
+"""`log` names the file of the worker's output, `step` the finished step."""
 
 
 class WorkerFault(RuntimeError):
-    """A fault of the run rather than of one computation: a full sentence, an exit code, and what to do about it."""
+    """An error of the run rather than of one computation: a sentence, an exit code, and how to fix it."""
 
     def __init__(self, message: str, *, exit: int, why: str = "", fix: str = ""):
         super().__init__(message)
@@ -34,19 +34,19 @@ class WorkerMessage:
     text: str = ""
     exit: int = 0
     time: float = 0.0
-    """Seconds of the monotonic clock, which all processes of a host share."""
+    """Seconds of the monotonic clock, which is the same for all processes of a host."""
     progress: int = 0
-    """Of a stalled worker: how many steps and collectives it got through. Of a log: the bytes that it held before. Of a
-    step: its number."""
+    """For a stalled worker, the number of finished steps and collectives; for a log, its previous size in bytes; for a
+    step, its number."""
     waiting: bool = False
-    """Of a stalled worker: it is inside a collective, so others may be to blame."""
+    """Whether a stalled worker is inside a collective, so that others may be at fault."""
 
     def line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
 def parse(line: bytes) -> WorkerMessage | None:
-    """A report, or None where a dying worker left half a line."""
+    """The message in a line; None for half a line of a dying worker."""
     try:
         return WorkerMessage(**json.loads(line))
     except (ValueError, TypeError):
@@ -56,9 +56,9 @@ def parse(line: bytes) -> WorkerMessage | None:
 def send(
     kind: Kind, *, text: str = "", exit: int = 0, progress: int = 0, waiting: bool = False, droppable: bool = False
 ) -> bool:
-    """Tells the launcher, if there is one of ours. True when it takes over telling the user.
+    """Sends a message to tpshard's launcher, if there is one. Returns whether the launcher will inform the user.
 
-    What is `droppable` is left out while the pipe is full, as it becomes when the launcher was stopped (Ctrl-Z).
+    `droppable` messages are omitted while the pipe is full, as when the launcher is suspended (Ctrl-Z).
     """
     fd = os.environ.get(REPORT_FD)
     if fd is None or (droppable and not select.select([], [int(fd)], [], 0)[1]):
@@ -82,7 +82,7 @@ _LOST_PEER = re.compile(
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error only says that another worker went away: the consequence of a failure, not its cause."""
+    """Whether an error only says that another worker is gone: a consequence of a failure, not its cause."""
     if isinstance(error, WorkerFault):
         return False
     name = type(error).__name__

@@ -1,7 +1,7 @@
-"""`compile: blocks`: the operations of every layer through torch's compiler, all others as they stand.
+"""`compile: blocks`: compiles the operations of every layer by torch's compiler, and leaves all others as they are.
 
-Collectives and their waits keep their order and stay asynchronous: they are never part of what is compiled. Layers that
-compute the same are compiled once.
+Collectives and their waits keep their order and stay asynchronous: they are never compiled. Equal layers are compiled
+once.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tpshard.parallelism.runtime.compiled import Boxed, compile_graph
 aten = torch.ops.aten
 
 Key = tuple[Layer, bool]
-"""A layer, and whether it is the forward pass: what is compiled together is of one."""
+"""A layer, and whether it is the forward pass: a region belongs to one key."""
 WRITES = (aten.add_.Tensor, aten.copy_.default)
-"""What the executor does in place."""
+"""The executor's in-place operations."""
 
 
 def with_blocks(module: fx.GraphModule) -> fx.GraphModule:
-    """The same function, with the operations of each layer replaced by regions, each compiled when it is first run.
+    """The same function with the operations of each layer replaced by regions, which are compiled at their first run.
 
-    `module` is one rank's graph as the interpreter runs it (`execute.localize`).
+    `module`: one rank's graph for the interpreter (`execute.localize`).
     """
     return _Cut(module).run()
 
@@ -37,7 +37,7 @@ def with_blocks(module: fx.GraphModule) -> fx.GraphModule:
 class CompiledRegion:
     """Operations of a layer that run as one, called with a list of tensors that it empties.
 
-    `shared` holds what was compiled, by code and by what it was compiled for: regions of alike layers find it there.
+    `shared` caches compiled code by code and inputs, so that regions of equal layers share it.
     """
 
     __name__ = "compiled_region"
@@ -56,18 +56,18 @@ class CompiledRegion:
 
 
 def boxed(*tensors: Tensor) -> list[Tensor]:
-    """A list that alone holds them, so that whoever empties it frees them."""
+    """A list that holds the only references to its tensors, so that emptying it frees them."""
     return list(tensors)
 
 
 @dataclass
 class _Open:
-    """A region whose operations are being collected."""
+    """A region that is still collecting operations."""
 
     key: Key
     nodes: list[fx.Node] = field(default_factory=list)
     after: list[fx.Node] = field(default_factory=list)
-    """Other operations that read it, and so come after it."""
+    """Other operations that read it, and must follow it."""
 
 
 class _Cut:
@@ -77,11 +77,11 @@ class _Cut:
         self.shared: dict[Any, Boxed] = {}
         self.open: _Open | None = None
         self.inside: set[fx.Node] = set()
-        """Of the open region."""
+        """Nodes of the open region."""
         self.parts: set[fx.Node] = set()
-        """Results of what has several: they are taken with it."""
+        """Nodes that select one of several results; they move with their operation."""
         self.held: set[fx.Node] = set()
-        """Those that wait for its end."""
+        """Nodes that wait for the region's end."""
 
     def run(self) -> fx.GraphModule:
         for node in self.module.graph.nodes:
@@ -103,7 +103,7 @@ class _Cut:
         return fx.GraphModule(self.module, self.graph)
 
     def _key(self, node: fx.Node) -> Key | None:
-        """The region of an operation; None for what is not compiled."""
+        """The region key of an operation; None if it is not compiled."""
         here = node.meta.get(INFO)
         if node.op != "call_function" or here is None or here.comm is not None or here.place.layer is None:
             return None
@@ -135,7 +135,7 @@ class _Cut:
         self.made[node] = self.graph.node_copy(node, self.made.__getitem__)
 
     def _close(self) -> None:
-        """Puts the open region where the graph has come to, and behind it what waits for it."""
+        """Places the open region at the current position, followed by the nodes that wait for it."""
         if self.open is None:
             return
         region, inside = self.open, self.inside

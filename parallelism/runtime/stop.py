@@ -1,4 +1,4 @@
-"""Requests to stop, which arrive as signals and are honoured between steps."""
+"""Requests to stop, which arrive as signals and are handled between steps."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ POLITE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
-    """Remembers the first request to stop; a second Ctrl-C ends the process at once."""
+    """Records the first request to stop; a second Ctrl-C ends the process at once."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def listen(self) -> None:
-        """Installs the handlers (main thread only) and lets in what arrived while the process was starting."""
+        """Installs the handlers (main thread only), and unblocks signals that arrived during start-up."""
         for number in POLITE:
             self._before[number] = signal.signal(number, self._receive)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, POLITE)
 
     def close(self) -> None:
-        """Restores the handlers found by `listen`."""
+        """Restores the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()

@@ -1,4 +1,4 @@
-"""What a rank really sends and holds while it runs: counted as operations are dispatched, to be held against a plan."""
+"""Counting the bytes that a rank sends and holds while it runs, for comparison with the plan."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ _KINDS = {"all_gather_into_tensor": "all_gather", "all_reduce": "all_reduce", "r
 
 
 class Tally(TorchDispatchMode):
-    """Counts while it is entered. It may be entered several times; what is freed in between counts as freed.
+    """Counts bytes while it is entered. It may be entered several times; tensors freed in between count as freed.
 
-    `held`: tensors that are there already. Code that a compiler made allocates without dispatching: its memory is not
-    seen, its collectives are.
+    held: existing tensors. Compiled code allocates without dispatching: its memory is not counted, its collectives are.
     """
 
     def __init__(self, held: Iterable[Tensor]):
         super().__init__()
         self.sent_bytes = 0
-        """To other ranks, by all collectives, as `cost.wire_bytes` counts them."""
+        """Bytes sent to other ranks by all collectives, as `cost.wire_bytes` counts them."""
         self.collectives = 0
-        """Issued, not those that the host's loop uses."""
+        """Number of collectives, without those of the training loop."""
         self.held_bytes = self.peak_bytes = 0
-        """Of the storages of all tensors seen, now and at most."""
+        """Bytes of the storages of all counted tensors, current and maximal."""
         self._live: dict[int, int] = {}
         self._take(held)
 
@@ -61,7 +60,7 @@ class Tally(TorchDispatchMode):
 
 def _sent(name: str, args: Any, made: Any) -> int:
     """Bytes that this rank sends for a collective of `_c10d_functional`; 0 for a wait."""
-    name = name.removesuffix("_out").removesuffix("_")  # as a compiler writes them
+    name = name.removesuffix("_out").removesuffix("_")  # variants that a compiler uses
     if name == "wait_tensor":
         return 0
     group = distributed_c10d._resolve_process_group(args[-1])

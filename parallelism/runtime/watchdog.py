@@ -1,4 +1,4 @@
-"""The watchdog: a worker that makes no progress says where it is stuck, with its stacks, and ends."""
+"""The watchdog: reports where a worker without progress is stuck, with its stacks, and ends it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tpshard.recipes.exits import Exit
 
 @dataclass(frozen=True)
 class Doing:
-    """What the worker is at: an operation of the program, and the module of the model that it belongs to."""
+    """The current activity of a worker: an operation of the program, and its module."""
 
     what: str
     module: str = ""
     waiting: bool = False
-    """True inside a collective, where others may be the ones to blame."""
+    """Whether it is inside a collective, so that others may be at fault."""
 
     def __str__(self) -> str:
         return f"{self.what} of {self.module}" if self.module else self.what

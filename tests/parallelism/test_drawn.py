@@ -106,7 +106,7 @@ def test_the_seed_decides() -> None:
     assert (first == other).float().mean() < 0.01
     parts = run_lockstep(program, [program.local(rank, x, seed=4) for rank in range(2)])
     assert torch.equal(torch.cat([part[0] for part in parts]), other)
-    with pytest.raises(ValueError, match="2 tensors were given to a program of 1 inputs"):
+    with pytest.raises(ValueError, match="2 tensors were given to a program with 1 inputs"):
         program.simulate(x, torch.tensor(4))
 
 

@@ -91,7 +91,7 @@ def test_what_cannot_run_is_said_before_it_runs() -> None:
         (("zero_bubble", 4, 3, 1), "at least 4 micro-batches, not 3"),
         (("interleaved_1f1b", 2, 5, 2), "a multiple of its 2 stages"),
         (("1f1b", 2, 4, 2), "1f1b has one round"),
-        (("2f2b", 2, 4, 1), "no schedule is called `2f2b`"),
+        (("2f2b", 2, 4, 1), "there is no schedule `2f2b`"),
     ],
 )
 def test_numbers_that_a_schedule_cannot_have_are_refused(asked: tuple[str, int, int, int], why: str) -> None:
