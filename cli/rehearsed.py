@@ -1,4 +1,4 @@
-"""`tpshard plan --for serve`: hands the server's own scheduler to the plan."""
+"""`tpshard plan --for serve`: plans a server under a load, by simulating its own scheduler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Load:
-    """What the command line says of a server's load; times in seconds."""
+    """The options that describe a server's load; times in seconds."""
 
     prompt: int
     answer: int
@@ -26,7 +26,7 @@ class Load:
 
 
 def rehearsed(recipe: Recipe, load: Load, *, search: bool, as_json: bool, svg: Path | None) -> int:
-    """Prints how the recipe's server would answer, and draws it into `svg`."""
+    """Prints the plan of the recipe's server under the load, and draws it into `svg`."""
     from tpshard.plan import save, serving_answers
     from tpshard.plan.serving_picture import drawn
     from tpshard.programs.traffic import Traffic

@@ -1,7 +1,7 @@
-"""Attention of the classes that do not ask transformers' interface for one: Falcon and Bloom, by our operation.
+"""tpshard's attention operation for classes without transformers' attention interface: Falcon and Bloom.
 
-Bloom adds to a score a slope for each head times the key's position (ALiBi, Press et al. 2022). That is a product too:
-queries get columns with the slope, keys get columns with their position.
+Bloom adds to each score a slope per head times the key's position (ALiBi, Press et al. 2022). That is a product too:
+queries get extra columns with the slope, keys get extra columns with their position.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import Tensor, nn
 from tpshard.kernels.attention import attention
 
 _EXACT = 256
-"""Whole numbers up to this are exact in bf16: a position is told as multiples of it, and the rest."""
+"""Integers up to this are exact in bf16: a position is written as a multiple of it, and the rest."""
 _COLUMNS = 8
-"""Columns that a head gets for its positions: fast kernels want multiples of as many."""
+"""Extra columns per head for positions: fast kernels need multiples of this."""
 
 
 @dataclass
 class Step:
-    """What a model's caller says of its tokens, [batch, seq] each."""
+    """The tokens' documents and positions, as given by the model's caller, [batch, seq] each."""
 
     documents: Tensor | None = None
     positions: Tensor | None = None
 
 
 def take_place(model: nn.Module) -> Step | None:
-    """Lets such modules of a model compute by our operation; the step that they read, None where there are none."""
+    """Makes such modules of a model compute by tpshard's operation; returns the step they read, or None without any."""
     step, found = Step(), False
     for module in model.modules():
         forward = _OWN.get(type(module).__name__)
@@ -42,7 +42,7 @@ def take_place(model: nn.Module) -> Step | None:
 
 
 def placed(model: nn.Module) -> bool:
-    """Whether `take_place` found such modules."""
+    """Whether `take_place` changed modules of the model."""
     return any("forward" in vars(module) for module in model.modules())
 
 
@@ -85,7 +85,7 @@ def _bloom_forward(
 
 
 def _parted(fused: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[batch, seq, columns], for every KV head its queries, key and value -> each [batch, seq, heads, head_dim]"""
+    """Splits [batch, seq, columns], ordered by KV head, into queries, keys and values [batch, seq, heads, head_dim]."""
     each = heads // kv_heads + 2
     parts = fused.unflatten(-1, (kv_heads, each, -1))
     return parts[..., :-2, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :]
@@ -95,4 +95,4 @@ _OWN: dict[str, Callable[[Any, Step], Callable[..., Any] | None]] = {
     "FalconAttention": _falcon,
     "BloomAttention": _bloom,
 }
-"""By the class of a module: its new forward, None where it stays as it is."""
+"""For each class of module, its new forward; None to leave it unchanged."""

@@ -1,9 +1,10 @@
-"""Programs as JSON that they can be read back from, alone or inside other plain values.
+"""Saving programs as JSON, alone or inside other plain values, and loading them.
 
-`Program.to_json` says what a program is, for people and for its fingerprint; this says everything: types of arguments,
-constants, why each value is sharded as it is. `dump` gives {"pool": [...], "value": ...}: what is equal stands in the
-pool once and is referred to by its number. Whatever is no number, text, true, false or null is a list that begins with
-what it is: `["tuple", ...]`, `["op", "aten.mm.default"]`, `["node", "mm_3"]`, `["pool", 7]`.
+
+`Program.to_json` describes a program for people and for its fingerprint; this format holds everything: types of
+arguments, constants, and reasons of shardings. `dump` returns {"pool": [...], "value": ...}: equal values are stored
+once in the pool and referred to by number. Everything except numbers, text, true, false and null is a list that begins
+with its kind: `["tuple", ...]`, `["op", "aten.mm.default"]`, `["node", "mm_3"]`, `["pool", 7]`.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ CLASSES = (
     Axis, Collective, Demand, Explanation, Held, Hop, Info, Layer, Layout, Place, Port, Spec, Through, Told,
     ValueRecord,
 )  # fmt: skip
-"""What a program is made of: frozen dataclasses and named tuples, whose fields are read and given by position."""
+"""The classes in a program: frozen dataclasses and named tuples, stored as their fields in order."""
 
 OPS = ("aten", "prims", "_c10d_functional", "tpshard")
-"""Namespaces whose operations a file may name."""
+"""Namespaces of operations that a file may name."""
 
 MODULES = ("_operator", "tpshard.parallelism", "tpshard.kernels")
-"""Modules, with what lies below them, whose functions a file may name."""
+"""Modules, with their submodules, of functions that a file may name."""
 
 
 def dump(value: Any, classes: Iterable[type] = ()) -> dict[str, Any]:
-    """`value` as JSON: programs, what they are made of, instances of `classes`, tuples, lists, maps of these.
+    """`value` as JSON: programs and their parts, instances of `classes`, and tuples, lists and maps of these.
 
     TypeError for anything else.
     """
@@ -51,12 +52,12 @@ def dump(value: Any, classes: Iterable[type] = ()) -> dict[str, Any]:
 
 
 def load(data: dict[str, Any], classes: Iterable[type] = ()) -> Any:
-    """What `dump` was given, equal to it. ValueError where `data` is not of that form."""
+    """The value that was given to `dump`. ValueError for data of another form."""
     try:
         reader = _Reader({cls.__name__: cls for cls in (*CLASSES, *classes)}, data["pool"])
         return reader.decode(data["value"])
     except (LookupError, TypeError, AttributeError, RecursionError, RuntimeError, ImportError) as error:
-        raise ValueError(f"no stored program: {type(error).__name__}: {error}") from error
+        raise ValueError(f"not a stored program: {type(error).__name__}: {error}") from error
 
 
 class _Writer:
@@ -64,9 +65,9 @@ class _Writer:
         self.classes = classes
         self.pool: list[Any] = []
         self.number: dict[str, int] = {}
-        """Text of what is in the pool -> where."""
+        """For each value in the pool, by its text, its index."""
         self.seen: dict[int, tuple[Any, list[Any]]] = {}
-        """Address of an object -> the object, which so lives on, and the reference to it."""
+        """For each object by address: the object, kept alive, and its reference."""
 
     def encode(self, value: Any) -> Any:
         kind = type(value)

@@ -1,9 +1,8 @@
-"""One device's step as two kinds of lanes, run in issue order: computing, and a lane per group of communication.
+"""Simulating one device's step on lanes in issue order: one for computation, one per group for communication.
 
-The computing lane runs nodes in the program's order. A collective is handed to its group's lane when the computing
-lane gets there, runs behind the ones handed over before it, shares its link with those of other groups, and slows
-computing while it runs; its wait stops the computing lane until it is done. What the computing lane idles at waits is
-*exposed*.
+The compute lane runs nodes in program order. A collective is handed to its group's lane when the compute lane reaches
+it, runs after earlier ones of that lane, shares its link with those of other groups, and slows computation while it
+runs. Its wait blocks the compute lane until it is done; that time is *exposed*.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tpshard.parallelism.program import Collective, Program
 
 
 class LaneTask(NamedTuple):
-    """One step of the computing lane: compute for `seconds`, hand over a collective, or wait for one."""
+    """One task of the compute lane: compute for `seconds`, issue a collective, or wait for one."""
 
     name: str
     kind: Literal["compute", "issue", "wait"]
@@ -31,11 +30,11 @@ class LaneTask(NamedTuple):
     wire: str = "none"
     """The level of the network that it shares with others."""
     of: int = -1
-    """For a wait: index of the task that issued what it waits for."""
+    """For a wait, the index of the task that issued the collective."""
 
 
 class TimelineEvent(NamedTuple):
-    """Something that ran; `task` is the index of its task."""
+    """An interval on a lane; `task` is the index of its task."""
 
     name: str
     lane: str
@@ -46,22 +45,22 @@ class TimelineEvent(NamedTuple):
 
 @dataclass
 class Timeline:
-    """What happened when, in seconds from the start of the program."""
+    """The simulated intervals, in seconds from the start of the program."""
 
     seconds: float
     compute_s: float
-    """Sum of the computing lane's work, undisturbed."""
+    """The compute lane's work, without slowdown."""
     comm_s: float
-    """Time in which at least one collective ran."""
+    """Time during which at least one collective ran."""
     exposed_s: float
-    """Time in which the computing lane waited for one."""
+    """Time during which the compute lane waited for a collective."""
     slowed_s: float
-    """What collectives added to the computing lane by running beside it."""
+    """Time added to computation by collectives that ran at the same time."""
     events: list[TimelineEvent] = field(default_factory=list)
     at: list[float] = field(default_factory=list)
-    """When each task was done on the computing lane."""
+    """The time at which each task was done on the compute lane."""
     exposed: dict[int, float] = field(default_factory=dict)
-    """Index of the issuing task -> seconds the computing lane waited for it."""
+    """Seconds that the compute lane waited for each collective, by the index of its issuing task."""
 
 
 def simulate(tasks: Sequence[LaneTask], slowdown: dict[str, float]) -> Timeline:
@@ -170,13 +169,13 @@ class _Lanes:
 
 @dataclass
 class Priced:
-    """A program with what each node costs."""
+    """A program with the cost of each node."""
 
     program: Program
     kernels: list[Kernel]
     tasks: list[LaneTask]
     costs: dict[int, CommCost]
-    """Index of an issuing node -> cost of its collective."""
+    """The cost of each collective, by the index of its issuing node."""
     slowdown: dict[str, float]
 
     def run(self) -> Timeline:
@@ -197,7 +196,7 @@ def price(
     index = {kernel.node: i for i, kernel in enumerate(parts)}
     tasks: list[LaneTask] = []
     costs: dict[int, CommCost] = {}
-    apart = 0.0  # what ranks have drifted apart since they last met
+    apart = 0.0  # seconds by which ranks have drifted apart since their last collective
     for i, kernel in enumerate(parts):
         node, comm = kernel.node, flow.info[kernel.node].comm
         if comm is not None and node.op == "call_function":
@@ -213,19 +212,19 @@ def price(
 
 
 def comm_cost(device: Device, topology: Topology, node: fx.Node, comm: Collective, apart: float = 0.0) -> CommCost:
-    """Cost of the collective that a node issues, as the backend runs it, `apart` seconds after the first of its members
-    has come."""
+    """The cost of a node's collective as the backend runs it, if its last member comes `apart` seconds after the
+    first."""
     cost = collective(device, topology, comm.kind, comm.refs, comm.bytes)
     return replace(cost, seconds=cost.seconds + device.overhead.issue_s + (apart if cost.wire != "none" else 0.0))
 
 
 def lane_of(comm: Collective) -> str:
-    """Lane of a collective: one per group of axes, as every process group has its own queue."""
+    """The lane of a collective: one per group of axes, since every process group has its own queue."""
     return "+".join(a if isinstance(a, str) else f"{a[0]}:({a[1]}){a[2]}" for a in comm.axes)
 
 
 def _issued(wait: fx.Node, index: dict[fx.Node, int]) -> int:
-    """Index of the node that issued what `wait` waits for."""
+    """The index of the node that issued the collective of a wait."""
     node = wait.all_input_nodes[0]
     while known(node).comm is None and node.all_input_nodes:
         node = node.all_input_nodes[0]

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline hands to the next: nodes of its program that send a value, or receive one."""
+"""Sends and receives between pipeline stages, as nodes of a program."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from torch import Tensor
 
 
 def send(x: Tensor, to: int) -> Tensor:
-    """Starts sending a value to the device `to` places further along the pipeline's axis (around it, at its end); the
-    value itself, which the program returns so that it lives until it is sent."""
+    """Starts sending a value to the device `to` places further along the pipeline's axis (cyclically).
+
+    Returns the value itself, which the program outputs so that it stays alive until it is sent.
+    """
     return x
 
 
 def recv(x: Tensor, source: int) -> Tensor:
-    """Waits for a value that the device `source` places further along the pipeline's axis sends into `x`, an input of
-    the program. Receiving was started by whoever calls the program, ahead of time."""
+    """Waits for a value that the device `source` places further along the pipeline's axis sends into `x`.
+
+    `x` is an input of the program, whose caller has posted the receive ahead of time.
+    """
     return x

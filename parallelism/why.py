@@ -1,6 +1,6 @@
-"""Why things are as they are, as values: what was asked and where, how it spread, what must be moved for it.
+"""The reasons of shardings and collectives as values: annotations, the steps of propagation, and needs.
 
-Words are made of them at the end, by `parallelism.words`.
+`parallelism.words` turns them into text.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from tpshard.parallelism.graph import Op
 
 
 class Told(NamedTuple):
-    """Where a user, or a default, says something."""
+    """The source of an annotation: a place in a recipe, or a default."""
 
     source: str
-    """A file, or what else it stands in."""
+    """The file, or another description of the source."""
     line: int = 0
-    """From 1; 0 where the source has no lines."""
+    """The line, from 1; 0 if the source has no lines."""
     col: int = 0
     says: str = ""
     default: bool = False
-    """Nobody wrote it."""
+    """Whether it is a default, which nobody wrote."""
 
 
 class Through(NamedTuple):
-    """An op, without its graph."""
+    """An op through which an axis propagated, without its graph."""
 
     name: str
     target: str
@@ -37,11 +37,11 @@ def through(op: Op) -> Through:
 
 
 TIE = Through("tie", "tie")
-"""A parameter, its gradient and its optimizer state are sharded alike."""
+"""The tie of a parameter with its gradient and optimizer state, which have one sharding."""
 
 
 class Hop(NamedTuple):
-    """One step of the way of an axis: to a dim of a value, from a dim of another, or from what was told."""
+    """One step of an axis's propagation: to a dim of a value, from a dim of another value or from an annotation."""
 
     axis: str
     value: str
@@ -53,38 +53,38 @@ class Hop(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """Why a value is sharded as it is."""
+    """The reasons of a value's sharding."""
 
     annotated: str = ""
-    """The sharding that was told for it, in text form."""
+    """The value's own annotation, in text form."""
     told: tuple[Told, ...] = ()
     links: tuple[Hop, ...] = ()
-    """A chain for each axis, each to what was told."""
+    """One chain per axis, each ending at an annotation."""
 
     @property
     def roots(self) -> tuple[Told, ...]:
-        """What was told that the value's axes come from, each once."""
+        """The annotations that the value's axes come from, each once."""
         return tuple(dict.fromkeys(told for link in self.links for told in link.told))
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Why one value is brought from a layout to another."""
+    """Why one value is resharded from one layout to another."""
 
     kind: Literal["sum", "given", "storage", "operand", "neighbours", "others", "sent", "received"]
-    """An op made it as a sum over a sharded dim, or it is given as a sum; a boundary with a parameter's storage; an op
-    needs it so, or reads what lies next to a device's part, or what every device has made of its part; another stage
-    reads it, or has sent it."""
+    """sum: an op computes it as a sum over a sharded dim. given: it is an input that is a sum. storage: a boundary with
+    a parameter's storage. operand: an op needs this layout. neighbours: an op reads elements beside a shard. others: an
+    op reads every device's result. sent, received: another pipeline stage reads it, or has sent it."""
     op: Through
-    """What made the sum or what is sent, else what reads."""
+    """The op that computes the sum or the sent value, else the reader."""
     value: str
     before: str = ""
-    """Layout, in text form; both are empty where none changes."""
+    """The layout in text form; empty, like `after`, if no layout changes."""
     after: str = ""
     mixes: str = ""
-    """The operand for whose sake the op needs a dim whole."""
+    """The operand because of which the op needs a dim whole."""
     axis: str = ""
-    """What moves, as far as it is known why it lies there."""
+    """The moved axis with its origin, if known."""
     told: tuple[Told, ...] = ()
     stage: int = -1
-    """The other stage."""
+    """The other pipeline stage."""

@@ -1,8 +1,8 @@
-"""`plan --check RUN`: a run's folder against its plan, figure by figure, and which constants to distrust.
+"""`plan --check RUN`: compares a run's folder with its plan, and names the constants of the device that look wrong.
 
-What is counted (collectives, bytes) is exact: there a difference means that another program ran. Memory is exact where
-no compiler allocates. Times rest on the constants of the device file: where they are off by more than the run's own
-spread, the constants that they rest on are named with their shares.
+Counted figures (collectives, bytes) are exact: a difference means that another program ran. Memory is exact where no
+compiler allocates. Times depend on the device file's constants: where they are off by more than the run's own spread,
+the constants behind them are named with their shares.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.schema import Recipe
 
 EXACT = 1e-6
-"""Relative error up to which what is counted is as planned."""
+"""Relative error up to which counted figures agree."""
 MEMORY = 0.02
 TIME = 0.1
-"""Relative errors up to which memory and times are."""
+"""Relative errors up to which memory and times agree."""
 SHARE = 0.15
 """Of the computing time from which on a kind of work is named."""
 CONSTANTS = {
@@ -37,7 +37,7 @@ CONSTANTS = {
 
 @dataclass(frozen=True)
 class RunFigure:
-    """A figure of the plan against the run's."""
+    """A figure of the plan beside the run's."""
 
     figure: str
     planned: float
@@ -49,26 +49,29 @@ class RunFigure:
 
 @dataclass
 class RunFinding:
-    """What a run says of its plan."""
+    """The result of comparing a run with its plan."""
 
     run: str
     device: str
     rows: list[RunFigure]
     distrust: list[str] = field(default_factory=list)
-    """Constants of the device file, the likeliest first, with what they were and what would explain the run."""
+    """Constants of the device file that may be wrong, the likeliest first, with their value and the one that would
+    fit."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def check(folder: Path) -> RunFinding:
-    """Of a run with a plan of its own, or else with that of its recipe. Raises `Mistakes` (exit 3) where it logged no
-    step, or there is neither plan nor recipe."""
+    """Compares a run with its own plan, or with that of its recipe.
+
+    Raises `Mistakes` (exit 3) if it logged no step, or there is neither plan nor recipe.
+    """
     plan = _plan(folder)
     found = compare.compare(folder, plan)
     if found is None:
         raise Mistakes.one(
-            f"{folder} has no steps to hold against a plan", why="metrics.jsonl has no row with a loss",
+            f"{folder} has no steps to compare with a plan", why="metrics.jsonl has no row with a loss",
             fix="the folder of a run, as `tpshard train` leaves it",
         )  # fmt: skip
     spread = compare.spread(folder)
@@ -111,7 +114,7 @@ def _held(name: str, row: dict[str, Any], plan: Any, spread: float) -> RunFigure
 
 
 def _distrusted(rows: dict[str, RunFigure], plan: Any, device: Device | None, spread: float) -> list[str]:
-    """Constants that the figures which are off rest on."""
+    """The constants behind the figures that disagree."""
     step, exposed, peak = (rows.get(name) for name in ("step_s", "exposed_comm_s", "peak_memory_bytes"))
     found: list[str] = []
     if step is not None and exposed is not None:
@@ -166,7 +169,7 @@ FORMS = {"step_s": seconds, "exposed_comm_s": seconds, "peak_memory_bytes": gib,
 
 
 def text(found: RunFinding) -> str:
-    """The same for people."""
+    """The comparison as text."""
     lines = [
         f"{found.run} against its plan for {found.device}",
         f"  {'':<20}{'planned':>12}{'measured':>12}{'error':>8}",

@@ -1,8 +1,8 @@
-"""`plan --fit`: the smallest edits with which a recipe fits its devices, as a recipe.
+"""`plan --fit`: the smallest edits that make a recipe fit its devices, as a recipe.
 
-No edit changes what a run computes: neither the model, nor the sequences of a step, nor a dtype. Edits are taken in the
-order of `Harm`, all that are before the next is touched; then whatever is not needed is taken back, the most harmful
-first. So no edit of the result can be left out or be milder.
+No edit changes the result of a run: neither the model, nor the sequences of a step, nor a dtype. Edits are applied in
+the order of `Harm`; then unneeded ones are reverted, the most harmful first. So no edit of the result can be left out
+or be milder.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 
 Settings = Mapping[str, object]
-"""Key of the recipe -> value. Of the mesh only `mesh.dp` and `mesh.tp`: fsdp gets the rest of the devices."""
+"""Keys of the recipe with values. Of the mesh only `mesh.dp` and `mesh.tp`: fsdp gets the remaining devices."""
 
 
 class Harm(enum.IntEnum):
-    """What an edit costs, the least first."""
+    """The harm of an edit, the least first."""
 
     WHEN = 0
     SLOWER = 1
@@ -40,7 +40,7 @@ class Harm(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Knob:
-    """One thing that can be turned down, from its mildest setting to its strongest."""
+    """One setting that can be reduced, from its mildest value to its strongest."""
 
     harm: Harm
     levels: tuple[Settings, ...]
@@ -48,18 +48,18 @@ class Knob:
 
 @dataclass
 class Fitted:
-    """The smallest edits found, and what the recipe needs with them."""
+    """The smallest edits, and the memory and time of the recipe with them."""
 
     changes: list[str]
     harms: list[Harm]
-    """Of each change."""
+    """The harm of each change."""
     found: Quick
     recipe: str
-    """As YAML."""
+    """The recipe as YAML."""
 
 
 def fit(report: Report, recipe: Recipe) -> Fitted:
-    """For a training recipe whose plan does not fit. Raises `Mistakes` (exit 4) where no edits of these kinds do."""
+    """The smallest edits for a training recipe that does not fit. Raises `Mistakes` (exit 4) if there are none."""
     turned = _Turned(report, recipe)
     found = turned.smallest()
     if found is None:
@@ -110,7 +110,7 @@ class _Turned:
         return ordered, self.tried[tuple(self.changes(ordered))]
 
     def _turn(self, levels: dict[int, int], i: int, level: int) -> None:
-        """To its strongest level that goes together with the others."""
+        """Sets a knob to its strongest level that is compatible with the others."""
         for n in range(level, -1, -1):
             if self.quick(levels | {i: n}) is not None:
                 levels[i] = n
@@ -147,7 +147,7 @@ def _yaml(value: object) -> str:
 
 
 def knobs(report: Report, recipe: Recipe) -> Iterator[Knob]:
-    """What of a recipe can be turned down."""
+    """The settings of a recipe that can be reduced."""
     fsdp, job = recipe.fsdp, report.job
     if recipe.compile == "eager" and report.pricing.device.kind == "gpu":
         yield Knob(Harm.WHEN, ({"compile": "blocks"}, {"compile": "inductor"}))
@@ -176,12 +176,12 @@ def knobs(report: Report, recipe: Recipe) -> Iterator[Knob]:
 
 
 def _divisors(n: int) -> list[int]:
-    """Smaller than `n`, the largest first."""
+    """The divisors of `n` below it, the largest first."""
     return [d for d in range(n - 1, 0, -1) if n % d == 0]
 
 
 def text(found: Fitted | None, report: Report, recipe: Recipe) -> str:
-    """A recipe whose first lines say what was changed; without edits the recipe as it is."""
+    """The recipe with a comment that lists the changes; the unchanged recipe if there are none."""
     device = report.pricing.device
     has = f"{gib(device.memory_bytes)} of each {device.name}"
     if found is None:

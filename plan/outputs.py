@@ -1,6 +1,6 @@
-"""What is asked of a plan, and where what it says goes: stdout, the files that were named, the run's folder.
+"""The options of `tpshard plan`, and its outputs: stdout, named files, and the run's folder.
 
-Imports no torch: a plan that was made before is delivered without it (see `plan_cache`).
+Does not import torch, so that a cached plan (see `plan_cache`) is printed without it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tpshard.recipes.diagnostic import Exit
 from tpshard.recipes.schema import Recipe
 
 SAVED = {"plan.json": "saved", "plan.html": "page", "plan.trace.json": "trace"}
-"""File of the run's folder -> kind of text."""
+"""For each file of the run's folder, the kind of its text."""
 
 
 @dataclass(frozen=True)
@@ -36,26 +36,26 @@ class Asked:
     passes: bool = False
     net: bool = False
     suggest: bool = False
-    """Search for what would make it faster."""
+    """Whether to search for faster variants."""
     fit: bool = False
     pin: bool = False
     run: Conditions | None = None
-    """Of the whole run; None where no option asks for it."""
+    """The conditions of the whole run; None where no option asks for its forecast."""
     skew: float | None = None
-    """Tokens of the busiest expert, in means; None where it is not asked for."""
+    """Tokens of the busiest expert over the mean; None if not requested."""
     compared: tuple[str, str] = ("", "")
-    """What the two recipes of a comparison are called; "" for their own names."""
+    """The names of the two recipes of a comparison; "" for their own names."""
 
 
 @dataclass(frozen=True)
 class Done:
     text: str
-    """For stdout."""
+    """The text for stdout."""
     exit: Exit
 
 
 def kinds(asked: Asked) -> list[str]:
-    """Kinds of text that a plan is to say: for stdout first."""
+    """The kinds of text that the options request, that for stdout first."""
     found = ["json" if asked.as_json else "verbose" if asked.verbose else "screen"]
     files = {"page": asked.html, "trace": asked.trace, "svg": asked.svg}
     found += [kind for kind, path in files.items() if path is not None]
@@ -63,7 +63,7 @@ def kinds(asked: Asked) -> list[str]:
 
 
 def deliver(asked: Asked, folder: Path, texts: Mapping[str, str], tell: Callable[[str], None]) -> str:
-    """Writes the files; what is for stdout. `folder` is the run's."""
+    """Writes the files, and returns the text for stdout. `folder` is the run's."""
     files = [(asked.html, "page"), (asked.trace, "trace"), (asked.svg, "svg")]
     if not asked.dry_run:
         files += [(folder / name, kind) for name, kind in SAVED.items()]
@@ -85,7 +85,7 @@ def entry(recipe: Recipe, asked: Asked) -> PlanEntry | None:
 
 
 def known(recipe: Recipe, asked: Asked, kept: PlanEntry, tell: Callable[[str], None]) -> Done | None:
-    """The plan as it was made before; None where it was not. Raises `Mistakes` (exit 5) for what cannot be written."""
+    """The cached plan; None if there is none. Raises `Mistakes` (exit 5) for files that cannot be written."""
     texts = kept.read([*kinds(asked), "exit"])
     if texts is None:
         return None

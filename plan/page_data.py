@@ -1,5 +1,4 @@
-"""What a plan's page can be asked, as plain values: why a tensor is sharded so, what is behind a collective, what is
-alive at the peak, and the events of a timeline."""
+"""The data behind a plan's page: reasons of shardings and collectives, values alive at the peak, timeline events."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ from tpshard.plan.screen import LABELS, spread
 from tpshard.plan.trace import lanes
 
 FINEST = 20_000
-"""Of a timeline's length, below which neighbours of one colour are one event."""
+"""Resolution of a timeline; closer neighbours of one colour are one event."""
 MOST_ALIVE = 200
 """Values listed at the peak; the rest is one row."""
 
 
 def data(report: Report) -> dict[str, Any]:
-    """Everything that the page can be asked."""
+    """All data of the page."""
     program = report.pricing.parts[0].part.program
     for entry in report.pricing.parts:  # that of the step, not of an update or a gather
         if entry.part.name.startswith("micro-batch"):
@@ -41,7 +40,7 @@ def data(report: Report) -> dict[str, Any]:
 
 # ---- tensors --------------------------------------------------------------------------------------------------------
 def groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Tensors that differ by their layer alone, together."""
+    """Tensors in groups that differ only by their layer."""
     found: dict[tuple[object, ...], list[Tensor]] = {}
     for one in tensors:
         key = (
@@ -56,7 +55,7 @@ def groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def tensor(group: Sequence[Tensor], program: Program) -> dict[str, Any]:
-    """The first of a group, its names, and for each of its forms the chains from what was told to its sharding."""
+    """The first tensor of a group, the group's names, and for each form the chains from annotations to its sharding."""
     first = group[0]
     forms = []
     for form, name in (("", first.name), ("used", f"{first.name}.used"), ("gradient", f"{first.name}.grad")):
@@ -75,7 +74,8 @@ def tensor(group: Sequence[Tensor], program: Program) -> dict[str, Any]:
 
 
 def chains(found: Explanation) -> list[dict[str, Any]]:
-    """From what was told to the tensor: per axis the values on the way, each with the operation that leads to it."""
+    """Chains from annotations to the tensor: per axis the values on the way, each with the operation that leads to
+    it."""
     made: list[dict[str, Any]] = []
     at: tuple[str, int] | None = None
     for hop in found.links:
@@ -91,8 +91,8 @@ def chains(found: Explanation) -> list[dict[str, Any]]:
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
 def behind(line: Line, program: Program) -> list[dict[str, Any]]:
-    """The tensors of a line's collectives, those of all layers together: what needs them moved, from which layout to
-    which, and the lines that say so."""
+    """The tensors of a line's collectives, over all layers: the reader that needs them moved, both layouts, and the
+    annotations behind it."""
     found: Counter[tuple[str, str, str, tuple[str, ...]]] = Counter()
     for comm in line.issues:
         for name, need in zip(comm.value, comm.why):
@@ -119,7 +119,7 @@ def place(told: Told) -> str:
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 def alive(report: Report) -> list[dict[str, Any]]:
-    """What holds memory at the peak, largest first: name, where it is made, what reads it last, the lines behind it."""
+    """The values in memory at the peak, largest first: name, producer, last reader, annotations."""
     entry = report.pricing.worst
     ports = dict(zip((k.node for k in entry.priced.kernels if k.node.op == "placeholder"), entry.part.program.inputs))
     rows = []
@@ -164,7 +164,7 @@ def _row(name: str, category: str, size: int) -> dict[str, Any]:
 
 # ---- timelines ------------------------------------------------------------------------------------------------------
 def timeline(part: PricedPart) -> dict[str, Any]:
-    """Per lane the events as [start, length, colour, words], in shares of `seconds` by `FINEST`."""
+    """The events of each lane as [start, length, colour, words], in units of `seconds` / `FINEST`."""
     total = part.timeline.seconds or 1.0
     colors: dict[str, int] = {}
     said: dict[str, int] = {}

@@ -82,7 +82,7 @@ def timeline_height(part: PricedPart) -> int:
 
 
 def timeline(part: PricedPart) -> str:
-    """A lane per resource; adjacent events of one colour closer than a pixel are drawn as one."""
+    """The SVG of a part's timeline, a lane per resource; adjacent events of one colour are merged below a pixel."""
     total = part.timeline.seconds or 1.0
     scale = (_W - _LEFT - 10) / total
     out = []

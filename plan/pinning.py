@@ -1,8 +1,7 @@
-"""`plan --pin`: a recipe that says of its tensors what was inferred, so that later code cannot change it unseen.
+"""`plan --pin`: writes a recipe with its inferred shardings pinned, so that later code cannot change them unnoticed.
 
-Pinned are parameters, as they are used, and every activation that the model names. How a parameter lies at rest follows
-from `fsdp.axis` and is not pinned. The pinned recipe's programs are made and compared: they are the same, or it is
-refused.
+Used parameters and all named activations are pinned. The storage of a parameter follows from `fsdp.axis` and is not
+pinned. The programs of the pinned recipe are built and compared: they must be the same, or it is refused.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
 
 Pins = dict[str, tuple[tuple[str, ...], ...]]
-"""Name or pattern -> mesh axes of each dim, as `sharding.pin` of a recipe has them."""
+"""For each name or pattern, the mesh axes of each dim, as in a recipe's `sharding.pin`."""
 
 
 @dataclass(frozen=True)
 class Pinned:
     recipe: str
-    """As YAML."""
+    """The recipe as YAML."""
     pins: Pins
     left: tuple[str, ...]
-    """What could not be pinned."""
+    """Names that could not be pinned."""
     fingerprints: Mapping[str, str]
-    """Part of the step -> fingerprint of its program, of the recipe and of the pinned one alike."""
+    """The fingerprint of each part's program, the same for both recipes."""
 
 
 def pin(report: Report, recipe: Recipe) -> Pinned:
-    """For a training recipe whose plan is made. Raises `Mistakes` (exit 4) where its shardings cannot be pinned."""
+    """The pinned form of a planned training recipe. Raises `Mistakes` (exit 4) if its shardings cannot be pinned."""
     parameters = [tensor for tensor in report.tensors if tensor.kind == "parameter"]
     every = [*parameters, *(tensor for tensor in report.tensors if tensor.kind == "activation")]
     program, expected = report.pricing.parts[0].part.program, save.fingerprints(report)
@@ -51,13 +50,14 @@ def pin(report: Report, recipe: Recipe) -> Pinned:
             return Pinned(written, pins, (*left, *names), expected)
     raise Mistakes.one(
         f"the shardings of `{report.job.name}` cannot be pinned", exit=Exit.FIT,
-        why="with them the recipe makes another program",
-        fix="save the plan and train with --plan: it refuses another program",
+        why="with them the recipe gives another program",
+        fix="save the plan and train with --plan, which refuses another program",
     )  # fmt: skip
 
 
 def pins_of(tensors: list[Tensor]) -> tuple[Pins, tuple[str, ...]]:
-    """A pin for each kind of tensor, and the names of those that lie on a part of an axis, which no recipe can say."""
+    """A pin for each kind of tensor, and the names of those sharded over a part of an axis, which recipes cannot
+    say."""
     groups: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(pattern(tensor.name), []).append(tensor)
@@ -84,14 +84,16 @@ def _axes(dim: Any) -> tuple[str, ...] | None:
 
 
 def _alike(tensor: Tensor, records: Mapping[str, Any]) -> bool:
-    """Whether all that a pin of this name would mean lies alike: of an activation also its gradient. A parameter's
-    gradient is made as the parameter is used."""
+    """Whether all values matched by a pin of this name have one layout: for an activation also its gradient.
+
+    A parameter's gradient has the layout of the used parameter.
+    """
     named = [record for record in records.values() if record.label == tensor.name]
     return tensor.kind == "parameter" or len({(len(record.shape), record.layout.dims) for record in named}) <= 1
 
 
 def text(found: Pinned, name: str) -> str:
-    """The pinned recipe; its first lines say which program it is, and what is not pinned."""
+    """The pinned recipe, with a comment that names its programs and what is not pinned."""
     head = [f"`{name}` with its shardings pinned"]
     head += [f"program of the {part}: {fingerprint}" for part, fingerprint in found.fingerprints.items()]
     if found.left:

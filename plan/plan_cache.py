@@ -1,10 +1,10 @@
-"""Plans that were made before, found by content: an unchanged recipe is not planned again.
+"""A cache of plans by content, so that an unchanged recipe is not planned again.
 
-An entry is a folder in `$TPSHARD_CACHE`, else in `$XDG_CACHE_HOME/tpshard/plans` or `~/.cache/tpshard/plans`, and holds
-what a plan wrote. All of it may be deleted at any time. Its name is a hash of all that a plan depends on: the recipe
-and where its values are written, the device file, the model's configuration, tpshard's own code, torch and Python. A
-recipe with code of the user's (`model.module`, `model.transformers`, a task of one's own) has no entry: what such code
-reads is not known. Imports no torch.
+An entry is a folder in `$TPSHARD_CACHE`, else in `$XDG_CACHE_HOME/tpshard/plans` or `~/.cache/tpshard/plans`, with the
+texts of a plan. All of it may be deleted at any time. Its name is a hash of everything a plan depends on: the recipe
+with the places of its values, the device file, the model's configuration, tpshard's code, torch and Python. A recipe
+with user code (`model.module`, `model.transformers`, a custom task) has no entry, since that code may read anything.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.schema import Recipe
 
 MOST = 64
-"""Entries that are kept, the newest."""
+"""The number of entries kept, the newest ones."""
 
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """What one plan wrote, by kind; nothing where it was not made before."""
+    """The cached texts of one plan by kind, if it was planned before."""
 
     folder: Path
 
     def read(self, kinds: Iterable[str]) -> dict[str, str] | None:
-        """The texts of these kinds; None where one is not there."""
+        """The texts of these kinds; None if one is missing."""
         try:
             found = {kind: gzip.decompress((self.folder / f"{kind}.gz").read_bytes()).decode() for kind in kinds}
             os.utime(self.folder)
@@ -44,7 +44,7 @@ class PlanEntry:
         return found
 
     def write(self, texts: dict[str, str]) -> None:
-        """Keeps these texts, each at once or not at all. A folder that cannot be written is no mistake."""
+        """Stores these texts, each atomically. A folder that cannot be written is ignored."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             for kind, text in texts.items():
@@ -57,14 +57,14 @@ class PlanEntry:
 
 
 def place() -> Path:
-    """The folder of all entries."""
+    """The folder of the cache."""
     if own := os.environ.get("TPSHARD_CACHE"):
         return Path(own)
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "tpshard", "plans")
 
 
 def entry_of(recipe: Recipe, *asked: object) -> PlanEntry | None:
-    """The entry of a recipe's plan; `asked` is whatever else decides what it says. None where no hash can know all."""
+    """The entry of a recipe's plan; `asked`: other inputs of the plan. None if no hash can cover all inputs."""
     model = recipe.model
     if model.module is not None or model.transformers is not None or ":" in recipe.task:
         return None
@@ -72,7 +72,7 @@ def entry_of(recipe: Recipe, *asked: object) -> PlanEntry | None:
         made_with = json.dumps(save.versions(recipe), sort_keys=True)
         parts = [recipe.to_yaml(resolved=True), recipe.file, repr(recipe._places), repr(asked), made_with]
     except (Mistakes, OSError):
-        return None  # whoever plans says what is wrong
+        return None  # planning reports the error
     key = hashlib.sha256()
     for part in (*parts, save.code_of(["plan"]), *_gpus()):
         key.update(hashlib.sha256(part.encode()).digest())
@@ -80,6 +80,6 @@ def entry_of(recipe: Recipe, *asked: object) -> PlanEntry | None:
 
 
 def _gpus() -> list[str]:
-    """Those that are here: a recipe without a cluster takes as many."""
+    """The GPUs of this machine, which decide the devices of a recipe without a cluster."""
     found = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
     return [*found, os.environ.get("CUDA_VISIBLE_DEVICES", "")]

@@ -1,4 +1,4 @@
-"""Pipelines that the search and the suggestions try: within what a recipe leaves free."""
+"""Pipelines that the search and the suggestions try, within what a recipe leaves open."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from tpshard.programs.setting import Setting, devices_of
 from tpshard.recipes.schema import Recipe
 
 MOST_STAGES = 16
-"""Devices in a row that are tried."""
+"""The maximal number of pipeline devices that are tried."""
 ONCE = ("fsdp.accumulate.gather=step", "fsdp.accumulate.reduce=last")
-"""Parameters are gathered, and gradients reduced, once a step instead of once a micro-batch."""
+"""Gathers parameters and reduces gradients once per step instead of once per micro-batch."""
 
 
 def layers_of(recipe: Recipe) -> int:
-    """Layers that stages can have; 0 where a model's are not known before it is captured."""
+    """The number of layers for stages; 0 if it is unknown before the model is captured."""
     config = Setting.of(recipe, devices_of(recipe)).config
     return config.layers if config is not None else 0
 
 
 def sizes(recipe: Recipe, layers: int, left: int) -> list[int]:
-    """Sizes of `mesh.pp` to try with `left` devices for it and the data axes; as it is where stages are given."""
+    """Sizes of `mesh.pp` to try with `left` devices for it and the data axes; the recipe's size if it gives stages."""
     asked = recipe.pipeline
     if asked is not None and (asked.stages is not None or asked.split is not None):
         here = recipe.mesh.get("pp", 1)
@@ -31,7 +31,7 @@ def sizes(recipe: Recipe, layers: int, left: int) -> list[int]:
 
 
 def schedules(recipe: Recipe, layers: int, stages: int) -> Iterator[list[str]]:
-    """Changes to other schedules than 1f1b, or the recipe's, for so many stages."""
+    """Changes to other schedules than 1f1b, or than the recipe's, for this number of stages."""
     asked = recipe.pipeline
     if asked is not None and recipe.where("pipeline.schedule").line:
         names: Sequence[str] = [asked.schedule] if asked.schedule in ROUNDS else []
@@ -45,7 +45,7 @@ def schedules(recipe: Recipe, layers: int, stages: int) -> Iterator[list[str]]:
 
 
 def first(recipe: Recipe) -> list[str]:
-    """The change that puts a model into stages, if it is not in any."""
+    """The change that divides a model into stages, if the recipe has none."""
     if recipe.pipeline is None:
         return ["pipeline={schedule: 1f1b}"]
     asked = recipe.pipeline
@@ -54,7 +54,7 @@ def first(recipe: Recipe) -> list[str]:
 
 
 def faster(report: Report, recipe: Recipe) -> Iterator[list[str]]:
-    """Edits of a pipeline that may be faster, the most promising first."""
+    """Edits of a pipeline that may make it faster, the most promising first."""
     found, asked = report.pricing.pipeline, recipe.pipeline
     if found is None or asked is None:
         return
@@ -74,7 +74,7 @@ def faster(report: Report, recipe: Recipe) -> Iterator[list[str]]:
 
 
 def smaller(report: Report, recipe: Recipe, mesh: Mapping[str, int]) -> Iterator[list[str]]:
-    """Edits of a pipeline that need less memory."""
+    """Edits of a pipeline that reduce memory."""
     found, fsdp = report.pricing.pipeline, mesh.get("fsdp", 1)
     if found is None:
         return
@@ -86,7 +86,7 @@ def smaller(report: Report, recipe: Recipe, mesh: Mapping[str, int]) -> Iterator
 
 
 def more_micro_batches(report: Report, recipe: Recipe) -> Iterator[list[str]]:
-    """Twice as many, of half the sequences."""
+    """The edit to twice as many micro-batches of half the sequences."""
     if report.job.per_device % 2 == 0:
         if recipe.batch.per_device is not None and recipe.pipeline is not None and not recipe.pipeline.micro_batches:
             yield [f"batch.per_device={report.job.per_device // 2}"]

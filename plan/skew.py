@@ -1,8 +1,8 @@
-"""What an uneven routing of tokens to experts would do to a training step: time, memory, dropped choices.
+"""The effect of uneven routing of tokens to experts on a training step: time, memory, dropped choices.
 
-The busiest expert gets `busiest` times as many tokens as the mean, the others share the rest evenly. With a capacity
-every expert has as many slots, full or not, so that time and memory stay and what finds no slot is dropped. Without one
-the device of the busiest expert computes more, and the others wait for it at the next collective.
+The busiest expert gets `busiest` times the mean number of tokens; the others share the rest evenly. With a capacity
+every expert has equally many slots, full or not, so that time and memory stay and tokens without a slot are dropped.
+Without one the device of the busiest expert computes more, and the others wait for it at the next collective.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _OPS = ("tpshard.experts.default", "tpshard.experts_backward.default")
 
 @dataclass(frozen=True)
 class Routing:
-    """A step under one way of routing."""
+    """A step with one routing."""
 
     busiest: float
-    """Tokens of the busiest expert, in means."""
+    """Tokens of the busiest expert over the mean."""
     busiest_device: float
-    """Tokens of the device that has it, in means of devices."""
+    """Tokens of its device over the mean of devices."""
     step_s: float
     workspace_bytes: int
-    """What the products of the busiest expert hold while they run, beside the plan's peak; 0 with a capacity."""
+    """Bytes of temporaries of the busiest expert's products, beyond the plan's peak; 0 with a capacity."""
     dropped: float
-    """Share of the choices that find no slot, by these shares alone: chance drops more."""
+    """The share of choices without a slot, from these shares alone; chance drops more."""
 
 
 @dataclass(frozen=True)
 class Skew:
-    """An even routing and an uneven one."""
+    """A step with even and with uneven routing."""
 
     experts: int
     top_k: int
@@ -52,15 +52,15 @@ class Skew:
 
 
 def skew(pricing: Pricing, setting: Setting, busiest: float) -> Skew:
-    """Prices both. Mistakes: exit 2 for a number that no routing reaches, 4 for no experts, or a model in stages."""
+    """Prices both. Mistakes: exit 2 for an impossible number, 4 for a model without experts, or in stages."""
     where = setting.recipe.where("model")
     experts, top_k, capacity = _numbers(setting)
     if not experts or not top_k:
-        raise Mistakes.one("the model has no experts, so that nothing is skewed", exit=Exit.FIT, where=where)
+        raise Mistakes.one("--skew needs a model with experts", exit=Exit.FIT, where=where)
     if pricing.pipeline is not None:
         raise Mistakes.one(
-            "the skew of a pipeline's stages is not priced", exit=Exit.FIT, where=setting.recipe.where("pipeline"),
-            fix="--skew of the recipe without `pipeline`",
+            "--skew does not support a pipeline", exit=Exit.FIT, where=setting.recipe.where("pipeline"),
+            fix="use --skew on the recipe without `pipeline`",
         )  # fmt: skip
     if not 1 <= busiest <= experts / top_k:
         raise Mistakes.one(
@@ -72,7 +72,7 @@ def skew(pricing: Pricing, setting: Setting, busiest: float) -> Skew:
 
 
 def _numbers(setting: Setting) -> tuple[int, int, float | None]:
-    """Experts, how many a token chooses, capacity."""
+    """(number of experts, choices per token, capacity)."""
     config = setting.config
     if config is not None:
         return config.experts or 0, config.top_k or 0, config.capacity
@@ -110,19 +110,19 @@ def _products(part: StepPart, kernels: list[Any]) -> Iterator[tuple[int, fx.Node
 
 
 def _routed(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The choices and the first matrices of experts that a node multiplies."""
+    """The choices and the first expert matrices of a node."""
     after = 1 if str(node.target) == _OPS[1] else 0
     return node.args[1 + after], node.args[3 + after]  # type: ignore[return-value]
 
 
 def _workspace(node: fx.Node, tokens: float, hidden: int, width: int, itemsize: int) -> int:
-    """Bytes of the temporaries of one expert's products (`kernels.experts`)."""
+    """Bytes of temporaries of one expert's products (`kernels.experts`)."""
     wide, narrow = (8, 5) if str(node.target) == _OPS[1] else (3, 2)
     return int(tokens * (wide * hidden + narrow * width) * itemsize)
 
 
 def rows(found: Skew) -> list[str]:
-    """The screen's part."""
+    """The lines of the screen on skew."""
     how = "dropless" if found.capacity is None else f"capacity {found.capacity:g}"
     lines = [f"SKEW  {found.experts} experts, {found.top_k} a token, {how}"]
     for name, one in (("balanced", found.balanced), ("skewed", found.skewed)):

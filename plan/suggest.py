@@ -1,8 +1,8 @@
-"""What would make a recipe faster: a search over what it leaves free, every variant planned whole.
+"""`plan --suggest`: searches for changes that make a recipe faster; every variant is planned completely.
 
-Free is what changes neither the model, nor the sequences of a step, nor a dtype. First every change is tried alone;
-then the fastest is combined with the others that helped, as long as that gains. What a device could not even store is
-not planned.
+Changes must not affect the model, the sequences of a step, or a dtype. First every change is tried alone; then the
+fastest one is combined with others that helped, as long as that gains. Variants whose state alone exceeds a device's
+memory are not planned.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.schema import Recipe
 
 GAIN = 0.98
-"""Share of the step time from which on a change helps."""
+"""The share of the step time below which a change helps."""
 MOST = 60
-"""Variants that are planned."""
+"""The maximal number of variants that are planned."""
 LARGE = 20_000
-"""Operations of a program from which on a plan tries one change by itself, not two: each takes half as long as it."""
+"""Operations of a program above which a plan tries one change instead of two: each takes half as long as the plan."""
 
 Change = tuple[tuple[str, str], ...]
-"""Keys of the recipe and their new values; a key that two changes share says that they do not go together."""
+"""Keys of the recipe with new values; two changes that share a key cannot be combined."""
 
 
 @dataclass
 class Suggested:
-    """The search's outcome."""
+    """The result of the search."""
 
     edits: list[Edit] = field(default_factory=list)
-    """At least 2% faster, the fastest first."""
+    """Edits that make a step at least 2% faster, the fastest first."""
     planned: int = 0
     unfit: int = 0
-    """Of those that were planned: that need more memory than there is."""
+    """The number of planned variants that exceed the memory."""
     unstorable: int = 0
-    """Not planned: their weights, gradients and moments alone need more."""
+    """The number of variants not planned, because their weights, gradients and moments alone exceed the memory."""
     refused: int = 0
-    """That do not go together (divisibility)."""
+    """The number of variants that contradict themselves (divisibility)."""
 
     @property
     def words(self) -> str:
@@ -58,12 +58,12 @@ class Suggested:
 
 
 def suggest(report: Report, recipe: Recipe, tell: Callable[[str], None] | None = None) -> Suggested:
-    """For a training recipe that fits."""
+    """Searches for faster variants of a training recipe that fits."""
     return _Search(report, recipe, tell or (lambda _: None)).run()
 
 
 def promising(report: Report, recipe: Recipe, wanted: int = 3) -> list[Edit]:
-    """Suggestions of a plan that nobody asked to search: a few changes that its figures speak for, tried alone."""
+    """Suggestions without a search: the changes that the plan's figures favour, tried one by one."""
     search, found = _Search(report, recipe, lambda _: None), []
     tries = 2 if len(report.pricing.parts[0].part.program.nodes) < LARGE else 1
     for change in search.likely()[:tries]:
@@ -135,11 +135,12 @@ class _Search:
 
     # ---- what is free ------------------------------------------------------------------------------------------------
     def free(self) -> list[Change]:
-        """Every change alone: first those that leave the partitioned program as it is, the cheapest to plan."""
+        """All single changes; first those that do not change the partitioned program, which are the cheapest to
+        plan."""
         return [*self._scheduled(), *self._pipelines(), *self._micro_batches(), *self._sequence(), *self._meshes()]
 
     def likely(self) -> list[Change]:
-        """Changes that the report's figures speak for, the most promising first."""
+        """Changes that the report's figures favour, the most promising first."""
         report, recipe = self.report, self.recipe
         spare = report.spare_bytes > 0.15 * report.pricing.device.memory_bytes
         found = list(self._pipelines())
@@ -197,7 +198,8 @@ class _Search:
                 yield (("batch.per_device", str(size)),)
 
     def _sequence(self) -> Iterator[Change]:
-        """Norms and residuals cut over the sequence between tensor-parallel blocks; or whole, where they are cut."""
+        """Norms and residuals sharded over the sequence between tensor-parallel blocks; or whole, if they are
+        sharded."""
         annotate, rules = self.recipe.sharding.annotate, self.recipe.sharding.rules
         named = {d for dims in annotate.values() for d in dims if d is not None and d.startswith("seq_")}
         cut = sorted(d for d in named if rules.get(d))
@@ -236,14 +238,14 @@ class _Search:
             yield (("mesh.fsdp", str(fsdp // 2)), ("mesh.tp", str(tp * 2)))
 
     def _stores(self, times: float) -> bool:
-        """Whether a device holds `times` what it now does of parameters, gradients and moments."""
+        """Whether a device can hold `times` its present parameters, gradients and moments."""
         fits = times * sum(self.report.static_bytes().values()) < self.report.pricing.device.memory_bytes
         self.made.unstorable += not fits
         return fits
 
 
 def together(one: Change, other: Change) -> Change | None:
-    """Both changes; None where both are of one key, or of the mesh."""
+    """Both changes combined; None if both change one key, or the mesh."""
     keys = {key.partition(".")[0] if key.startswith("mesh.") else key for key, _ in one}
     if any((key.partition(".")[0] if key.startswith("mesh.") else key) in keys for key, _ in other):
         return None

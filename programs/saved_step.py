@@ -1,4 +1,4 @@
-"""The programs of a training run as text, and back without planning them again."""
+"""Saving the programs of a training run as text, and loading them without planning again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def packed(programs: TrainingPrograms) -> str | None:
 
 
 def unpacked(text: str, setting: Setting) -> TrainingPrograms:
-    """The programs in `text`, for the setting that they were made for. ValueError where it holds none."""
+    """The programs in `text`, for the setting they were built for. ValueError for an invalid text."""
     try:
         data = json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
     except zlib.error as error:

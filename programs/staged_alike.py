@@ -1,4 +1,4 @@
-"""Programs of a model in stages for prices alone: of stages that are alike one is made, and stands for all of them."""
+"""Building a pipeline's programs for pricing only: equal stages are built once."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from tpshard.recipes.schema import BucketFile
 
 
 def build(setting: Setting) -> tuple[Program, StagedPrograms] | None:
-    """`staged.build`, with stages between the first and the last of as many layers made once; None where the model's
-    layers are not alike, or there are too few stages for that to save anything. Raises Mistakes for what does not fit.
+    """`staged.build` with equal middle stages built once.
+
+    None if the model's layers differ, or there are too few stages to gain. Raises Mistakes for what does not fit.
     """
     config, few = setting.config, few_layers(setting)
     if config is None or few is None or isinstance(setting.recipe.fsdp.bucket, BucketFile):
@@ -59,17 +60,17 @@ def build(setting: Setting) -> tuple[Program, StagedPrograms] | None:
 
 
 class _Alike:
-    """Stages of splits of a model, cut out of models with fewer layers."""
+    """The stages of a model's splits, cut from models with fewer layers."""
 
     def __init__(self, setting: Setting, few: Program):
         self.setting, self.few, self.table = setting, few, table_of(setting)
 
     def _counts(self, split: Sequence[int]) -> tuple[int, list[int], int]:
-        """Layers of the first stage, of each kind of stage in between, of the last."""
+        """Layers of the first stage, of each kind of middle stage, and of the last."""
         return split[0], sorted(set(split[1:-1])), split[-1]
 
     def built(self, split: Sequence[int]) -> int:
-        """Layers of the model that a split is made from."""
+        """The number of layers of the model from which a split is cut."""
         first, between, last = self._counts(split)
         return first + sum(between) + last
 
@@ -86,14 +87,14 @@ class _Alike:
 
 
 def _in_few(name: str) -> str:
-    """What a parameter is called where it is one of a model with few layers."""
+    """The name of a parameter in the model with few layers."""
     stack, _, rest = name.partition(".")
     number, _, rest = rest.partition(".")
     return f"{STACK}.1.{rest}" if stack == STACK and number.isdigit() else name
 
 
 def _names(names: Sequence[str], layers: Sequence[int], stages: Sequence[Stage]) -> list[list[str]]:
-    """The parameters of each stage: of its layers, and of the first and the last what they have besides."""
+    """The parameters of each stage: those of its layers, and those outside of layers of the first and the last."""
     stage_of: dict[int, int] = {}
     for place, count in enumerate(layers):
         for _ in range(count):

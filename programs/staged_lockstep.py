@@ -1,4 +1,4 @@
-"""A training run in stages, of all ranks in this process: see `lockstep`."""
+"""A pipelined training run of all ranks in this process; see `lockstep`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from tpshard.programs.training import TrainingPrograms
 
 
 class StagedLockstep(Lockstep):
-    """Every stage's programs run, in the order of the schedule, and what a device runs once a step; the update and the
-    norm are those of the whole model, as stages that run different programs do not go in lock-step."""
+    """Runs every stage's programs in the order of the schedule, and each device's programs that run once per step.
+
+    Update and norm are those of the whole model, since stages with different programs cannot run in lock-step.
+    """
 
     def __init__(self, programs: TrainingPrograms, vocab: int, seed: int = 0):
         assert programs.pipeline is not None
@@ -46,7 +48,7 @@ class StagedLockstep(Lockstep):
         return self._everywhere(sums), loss, sum(int(parts[1][0]) for parts in scalars.values())
 
     def _batches(self) -> list[list[dict[str, list[Tensor]]]]:
-        """Of each device what its programs read of every micro-batch."""
+        """For each device, the inputs of its programs for every micro-batch."""
         micro, count = self.programs.micro, len(self.names)
         ports = micro.inputs[2 * count : 2 * count + 4]
         found: list[list[dict[str, list[Tensor]]]] = [[] for _ in self.ranks]
@@ -62,14 +64,13 @@ class StagedLockstep(Lockstep):
         return found
 
     def _once(self, program: Program, given: dict[str, list[Tensor]], ranks: list[int]) -> dict[str, list[Tensor]]:
-        """What a program of one device makes of its parameters or sums."""
+        """The results of a device's program on its parameters or sums."""
         with float64():
             made = run_lockstep(program, [list(parts) for parts in zip(*given.values())], ranks=ranks)
         return {name: list(parts) for name, parts in zip(given, zip(*made))}
 
     def _everywhere(self, sums: list[dict[str, list[Tensor]]]) -> Parts:
-        """Every rank's parts of all gradients: those of its neighbours along the pipeline, added up where several have
-        a parameter."""
+        """Every rank's shards of all gradients: those of all pipeline devices, added up if several have a parameter."""
         found: Parts = [[] for _ in range(self.mesh.ranks)]
         for name in self.names:
             had = [own[f"{name}.grad_sum"] for own in sums if f"{name}.grad_sum" in own]

@@ -1,4 +1,4 @@
-"""Programs of variants of a recipe, made fast and exactly: what is alike in layers and variants is found out once."""
+"""Building the programs of a recipe's variants quickly and exactly: equal layers and equal parts are built once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tpshard.programs.setting import Setting
 
 
 class Variants:
-    """Builds the programs of one variant after another; of each kind the last program is kept for the next."""
+    """Builds the programs of one variant after another, and keeps the last program of each kind for reuse."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[str, Program]] = {}

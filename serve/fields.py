@@ -1,4 +1,4 @@
-"""What a request may say: every field is checked here, and what is not supported is refused, never ignored."""
+"""Checking the fields of a request: unsupported fields and values are refused, never ignored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_DEPTH = 32
 
 
 class Refused(ValueError):
-    """A request that is not served, in OpenAI's terms."""
+    """A refused request, with OpenAI's error fields."""
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400,
@@ -38,7 +38,7 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class Order:
-    """A checked request, its prompts not yet tokens."""
+    """A checked request, with prompts not yet tokenized."""
 
     model: str
     prompts: tuple[str | tuple[int, ...], ...]
@@ -56,9 +56,10 @@ class Order:
 
 
 def parse(raw: bytes) -> dict[str, Any]:
-    """The body of a request: one JSON object in UTF-8, no key twice, not deep. Refused else.
+    """The body of a request: one JSON object in UTF-8, without duplicate keys or deep nesting. Raises Refused.
 
-    NaN and infinities pass, which some clients write: the checks of the fields refuse them by name."""
+    NaN and infinities are parsed, since some clients write them; the checks of the fields refuse them by name.
+    """
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -77,7 +78,7 @@ def parse(raw: bytes) -> dict[str, Any]:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets nest outside of strings; 0 where there are too few to matter."""
+    """The nesting depth of brackets outside of strings; 0 if there are too few to matter."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return 0
     depth = deepest = 0
@@ -109,7 +110,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-# One checker a field: it takes the value and returns what to use, or raises Refused without `param`.
+# One checker per field: it returns the value to use, or raises Refused without `param`.
 
 Check = Callable[[Any], Any]
 
@@ -150,14 +151,14 @@ def text(value: Any) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise Refused("holds half of a surrogate pair, which is no character") from error
+        raise Refused("holds half of a surrogate pair, which is not a character") from error
     return value
 
 
 def only(*allowed: Any) -> Check:
     def check(value: Any) -> Any:
         if not any(value == a and type(value) is type(a) for a in allowed):
-            raise Refused(f"is not supported here beyond {', '.join(json.dumps(a) for a in allowed)}: {_show(value)}")
+            raise Refused(f"is not supported except for {', '.join(json.dumps(a) for a in allowed)}: {_show(value)}")
         return value
 
     return check
@@ -185,7 +186,7 @@ def biases(value: Any) -> tuple[tuple[int, float], ...]:
     out = []
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and key == str(int(key))):
-            raise Refused(f"has a key that is no token id: {_show(key)}")
+            raise Refused(f"has a key that is not a token id: {_show(key)}")
         out.append((int(key), _within(f"of token {key}", number(-100, 100), bias)))
     return tuple(out)
 

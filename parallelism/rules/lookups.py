@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 def reduced_by_index(op: Op) -> Rule:
-    """scatter_reduce(x, dim, index, source), index_reduce: the dim is whole; others pass if all tensors have them."""
+    """The rule of scatter_reduce(x, dim, index, source) and index_reduce: the dim is whole; others may be sharded."""
     x = op.operands[0]
     dim = op.args[1] % max(x.rank, 1)
     factors = Factors()

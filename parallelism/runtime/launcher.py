@@ -1,6 +1,6 @@
-"""The launcher: starts this host's workers, passes signals on, and says why a run ended. Knows no torch.
+"""The launcher: starts this host's workers, forwards signals, and reports why a run ended. Does not import torch.
 
-After a crash (see crash.py) it may start them all again.
+After a crash (see crash.py) it may restart the workers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tpshard.parallelism.runtime.workers import FINE, Verdict, Workers
 from tpshard.recipes.exits import Exit
 
 NODES, NODE_RANK, MEET = "TPSHARD_NODES", "TPSHARD_NODE_RANK", "TPSHARD_MEET"
-"""How `tpshard launch` tells the command it runs about the other hosts: how many, which one this is, HOST:PORT."""
+"""Variables by which `tpshard launch` describes the hosts: how many, which one this is, HOST:PORT of rank 0."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The hosts of a run: how many, which one this is, and where rank 0 can be reached."""
+    """The hosts of a run: how many, which one this is, and the address of rank 0."""
 
     count: int = 1
     rank: int = 0
@@ -32,7 +32,7 @@ class Nodes:
 
     @staticmethod
     def of(env: Mapping[str, str]) -> Nodes:
-        """As `tpshard launch` wrote them into the environment; one host without it."""
+        """The hosts described by `tpshard launch` in the environment; one host without it."""
         if NODES not in env:
             return Nodes()
         return Nodes(int(env[NODES]), int(env[NODE_RANK]), env[MEET])
@@ -52,10 +52,10 @@ def launch(
 ) -> int:
     """Runs `argv` in `world` workers (this host's share of them) and returns the run's exit code.
 
-    Each worker is this Python running tpshard's command line with the same `argv` (or `command`). Ends the others when
-    one fails, and prints the first error last. When one of them crashes, all are started again, up to `restarts` times;
-    a run on several hosts ends instead, since their launchers do not know of each other. ValueError where `world` does
-    not divide over the hosts.
+    Each worker is a Python process that runs tpshard's command line with the same `argv` (or `command`). When one fails
+    the others are ended, and the first error is printed last. When one crashes, all are restarted, up to `restarts`
+    times; a run on several hosts ends instead, since their launchers do not know of each other. ValueError where
+    `world` does not divide over the hosts.
     """
     nodes = nodes or Nodes.of(os.environ)
     if world % nodes.count:
@@ -67,7 +67,7 @@ def launch(
 
 
 class Launcher:
-    """Sees a run through; see `launch`."""
+    """Starts and supervises the workers of a run; see `launch`."""
 
     def __init__(
         self, argv: Sequence[str], make: Callable[[], Workers], nodes: Nodes, say: Callable[[str], None],
@@ -78,7 +78,7 @@ class Launcher:
         self._signals: list[int] = []
         self._interrupts = 0
         self._asked = False
-        """Somebody wants the run to end."""
+        """Whether the run was asked to end."""
 
     def run(self) -> int:
         before = {number: signal.signal(number, self._receive) for number in (*POLITE, signal.SIGHUP)}
@@ -92,7 +92,7 @@ class Launcher:
                 signal.signal(number, handler)
 
     def _supervise(self) -> int | None:
-        """Runs the workers once. The run's exit code, or None where they are to be started again."""
+        """Runs the workers once. Returns the run's exit code, or None if they are to be restarted."""
         rendezvous = f"tcp:{self.nodes.meet}" if self.nodes.count > 1 else None
         try:
             self.workers.start(self.argv, rendezvous, env={RESTARTS: str(self.restarts.done)})
@@ -109,7 +109,7 @@ class Launcher:
         self._signals.append(number)
 
     def _pass_on_signals(self) -> bool:
-        """Asks the workers to save and stop; False at the second Ctrl-C, which waits for nothing."""
+        """Asks the workers to save and stop; returns False at a second Ctrl-C, which ends them at once."""
         while self._signals:
             number = self._signals.pop(0)
             self._asked = True
@@ -128,7 +128,7 @@ class Launcher:
             return max(codes, key=FINE.index)
         self.workers.kill()
         if sys.stderr.isatty():
-            self.say("\x1b[?25h")  # A progress bar that was killed leaves the cursor hidden.
+            self.say("\x1b[?25h")  # shows the cursor, which a killed progress bar leaves hidden.
         again = verdict.signal in CRASHES and self._again()
         lines = [verdict.text.rstrip("\n"), *(f"  {note}" for note in self._notes(verdict, again))]
         self.say("\n".join(lines) + "\n")
@@ -148,7 +148,7 @@ class Launcher:
         return notes
 
     def _again(self) -> bool:
-        """Whether the run goes on after a crash: nobody wants it to end, and nobody ended a worker of it."""
+        """Whether the run restarts after a crash: it was not asked to end, and no worker was killed on purpose."""
         killed = any(worker.died and worker.process.returncode == -signal.SIGKILL for worker in self.workers.all)
         return not self._asked and not killed and self.restarts.allowed(self.workers.step)
 

@@ -1,4 +1,4 @@
-"""Where this process stands: one worker among several, or the process that has to start them. Knows no torch."""
+"""The place of this process in a run: one worker among several, or the launcher of them. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RENDEZVOUS = "TPSHARD_RENDEZVOUS"
-"""Set by tpshard's own launcher: `file:PATH`, or `tcp:HOST:PORT` when there are several hosts."""
+"""Set by tpshard's launcher: `file:PATH`, or `tcp:HOST:PORT` with several hosts."""
 
 
 @dataclass(frozen=True)
 class WorkerPlace:
     """One worker's place among `world` workers.
 
-    `rendezvous` is where they find each other: `file:PATH` (nothing listens), `tcp:HOST:PORT` (rank 0 listens on that
-    address), or `env:` (torchrun's own store).
+    `rendezvous` is how they connect: `file:PATH` (no port), `tcp:HOST:PORT` (rank 0 listens there), or `env:`
+    (torchrun's own store).
     """
 
     rank: int
@@ -31,11 +31,11 @@ class WorkerPlace:
 
     @property
     def all_local(self) -> bool:
-        """True when every worker runs on this host, so that nothing has to be reachable from outside."""
+        """Whether all workers run on this host, so that nothing must be reachable from outside."""
         return self.local_world == self.world
 
     def environment(self) -> dict[str, str]:
-        """The variables that `find` reads back in a worker."""
+        """The environment variables from which `find` reads the place in a worker."""
         return {
             "RANK": str(self.rank), "WORLD_SIZE": str(self.world), "LOCAL_RANK": str(self.local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_world), RENDEZVOUS: self.rendezvous,
@@ -43,19 +43,19 @@ class WorkerPlace:
 
 
 def nameless_file() -> tuple[int, str]:
-    """A descriptor of an empty file that lives in memory as long as a process holds it, and its rendezvous.
+    """(the descriptor of an empty file without a name, its rendezvous).
 
-    The workers must inherit the descriptor under its number. Nothing is left behind, however they all end.
+    The workers must inherit the descriptor under its number. The file disappears when the last process closes it.
     """
     descriptor = os.memfd_create("tpshard-store")
     return descriptor, f"file:/proc/self/fd/{descriptor}"
 
 
 def find(env: Mapping[str, str]) -> WorkerPlace | None:
-    """The place that a launcher gave this process, or None when nobody launched it.
+    """The place that a launcher gave this process; None if there is no launcher.
 
-    Own workers carry `TPSHARD_RENDEZVOUS`; torchrun sets RANK, WORLD_SIZE and MASTER_ADDR; SLURM's srun sets
-    SLURM_PROCID and the number of tasks. ValueError names the variable that is missing or malformed.
+    tpshard's workers have `TPSHARD_RENDEZVOUS`; torchrun sets RANK, WORLD_SIZE and MASTER_ADDR; SLURM's srun sets
+    SLURM_PROCID and the number of tasks. ValueError names a variable that is missing or malformed.
     """
     if RENDEZVOUS in env:
         return _ranked(env, env[RENDEZVOUS], "tpshard")
@@ -88,13 +88,13 @@ def _checked(place: WorkerPlace) -> WorkerPlace:
 def _ranked(env: Mapping[str, str], rendezvous: str, launcher: str) -> WorkerPlace:
     rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     local_rank = _number(env, "LOCAL_RANK", 0 if world == 1 else None)
-    # Started by hand with RANK and MASTER_ADDR alone, nothing says how many share this host: assume the least.
+    # with RANK and MASTER_ADDR set by hand, the number of workers on this host is unknown: assume the least
     local_world = _number(env, "LOCAL_WORLD_SIZE", local_rank + 1)
     return _checked(WorkerPlace(rank, world, local_rank, local_world, rendezvous, launcher))
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
-    """Whether this is one task of an srun step of several; a batch script sees SLURM_PROCID too, but is no step."""
+    """Whether this is one task of an srun step of several; a batch script has SLURM_PROCID too, but is not a step."""
     if "SLURM_PROCID" not in env or (env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env):
         return False
     return _tasks(env) > 1
@@ -117,13 +117,13 @@ def _slurm(env: Mapping[str, str]) -> WorkerPlace:
     host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
     if not host:
         raise ValueError("SLURM gives no SLURM_STEP_NODELIST: set MASTER_ADDR to the address of the first node")
-    # Two steps on one node must not meet: the port follows from job and step.
+    # two steps on one node must not share a port, so it follows from job and step
     port = _number(env, "MASTER_PORT", 20000 + sum(ord(c) * 31**i for i, c in enumerate(step)) % 20000)
     return _checked(WorkerPlace(rank, world, local_rank, local_world, f"tcp:{host}:{port}", "slurm"))
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """SLURM's `2(x3),1` -> [2, 2, 2, 1]."""
+    """The tasks of each node: SLURM's `2(x3),1` -> [2, 2, 2, 1]."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -134,7 +134,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of SLURM's `gpu[03-05,9],head`: gpu03."""
+    """The first host of a SLURM node list: `gpu[03-05,9],head` -> gpu03."""
     found = re.match(r"([^,\[]*)(?:\[([^\]]*)\]([^,]*))?", nodelist.strip())
     assert found is not None
     if found[2] is None:

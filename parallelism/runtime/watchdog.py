@@ -62,7 +62,7 @@ class Watchdog:
             self._thread.join(timeout=2)
 
     def beat(self, step: int | None = None) -> None:
-        """Progress was made: a step ended, or part of it."""
+        """Reports progress to the watchdog: the end of a step, or of a part of it."""
         self.progress += 1
         if step is not None:
             self.step = step

@@ -1,4 +1,4 @@
-"""A worker's outermost frame: whatever ends it is told to the launcher, or to the user when there is none."""
+"""Running a worker: reports any error to the launcher, or to the user if there is none, and exits."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tpshard.parallelism.runtime.workers import follow
 from tpshard.recipes.exits import Exit
 
 Describe = Callable[[BaseException], tuple[str, int]]
-"""An error as the user should read it, and its exit code."""
+"""A function that returns the text of an error for the user, and its exit code."""
 
 
 def run_worker(body: Callable[[], int], place: WorkerPlace, describe: Describe) -> NoReturn:
     """Runs a worker's work and ends the process with its exit code.
 
-    At once, whatever the code: the usual way out waits for threads and process groups that other ranks no longer serve,
-    and may abort over a thread that it cuts off inside a library's C++. Our own launcher prints the error of the rank
-    to blame; under another launcher this rank prints its own, and waits a moment when it only lost its peers, so that
-    the cause is read last. A crash of native code leaves the stacks of Python's threads.
+    The process ends at once: a regular exit waits for threads and process groups that other ranks no longer serve, and
+    may abort over a thread inside a library's C++. tpshard's launcher prints the error of the rank at fault. Under
+    another launcher this rank prints its own, after a pause if it only lost its peers, so that the cause is printed
+    last. A crash of native code leaves the stacks of Python's threads.
     """
     follow()
     faulthandler.enable()
@@ -49,7 +49,7 @@ def run_worker(body: Callable[[], int], place: WorkerPlace, describe: Describe) 
 
 
 def _hold_back(text: str) -> None:
-    """Another launcher ends this rank soon, without hearing from it; only if it lives on does it say what it knows."""
+    """Delays a message: another launcher may end this rank soon; only if it survives is the message printed."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(5)
     print(text, file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""This host's workers of a run: started, watched, and the one to blame named when they fail. Knows no torch.
+"""The workers of this host: starting and watching them, and finding the one at fault. Does not import torch.
 
-Workers meet in a file without a name (nothing listens, nothing is left behind), follow whoever started them into death,
-and report over a pipe. When one fails or is lost the others hang or fail too: what came first is the cause, and there
-is a moment to wait for it.
+Workers connect through a file without a name (no port, nothing to clean up), end when their parent ends, and report
+over a pipe. When one fails or is lost the others hang or fail too: the first failure is the cause, and it may take a
+moment to arrive.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from tpshard.parallelism.runtime.stop import POLITE
 from tpshard.recipes.exits import Exit
 
 FOLLOWS = "TPSHARD_FOLLOWS"
-"""Process id of whoever started a worker."""
+"""The environment variable with the process id of a worker's parent."""
 FINE = (Exit.DONE, Exit.PREEMPTED, Exit.INTERRUPTED)
 _TAIL = 4000
 _SETTLE_S = {"failed": 0.5, "died": 0.5, "secondary": 3.0, "stalled": 3.0}
-"""How long to wait for a better explanation after the first sign of trouble."""
+"""Seconds to wait for a better explanation after each kind of failure."""
 
 
 def follow() -> None:
-    """Lets this worker end when the one that started it does, however that is; first thing in a worker's life."""
+    """Makes this worker end when its parent ends, in whatever way; called first in a worker."""
     starter = os.environ.get(FOLLOWS)
     if starter is None:
         return
@@ -49,19 +49,19 @@ def follow() -> None:
 
 @dataclass
 class Worker:
-    """One child."""
+    """One worker process, with its messages and output."""
 
     rank: int
     process: subprocess.Popen[bytes]
     pipe: int
     output: IO[bytes] | None
-    """What it printed; None for one that prints to the terminal."""
+    """Its output; None if it prints to the terminal."""
     unread: bytes = b""
     reports: list[WorkerMessage] = field(default_factory=list)
     step: int = 0
-    """The last that it said is done; rank 0 says so."""
+    """The last finished step that it reported; rank 0 reports it."""
     died: float = 0.0
-    """When it was seen to end (monotonic seconds); 0 while it lives."""
+    """When it was seen to have ended (monotonic seconds); 0 while it runs."""
 
     @property
     def said_why(self) -> bool:
@@ -69,11 +69,11 @@ class Worker:
 
     @property
     def log(self) -> WorkerMessage | None:
-        """Which file holds what it printed, once it said so."""
+        """The message that names its log file, once received."""
         return next((known for known in reversed(self.reports) if known.kind == "log"), None)
 
     def printed(self) -> bytes:
-        """What it printed since it was started; of one whose output the user has seen, only what its log holds."""
+        """Its output since the start; if the user has seen it, only what its log holds."""
         if self.log is not None:
             with suppress(OSError):
                 return Path(self.log.text).read_bytes()[self.log.progress :]
@@ -83,24 +83,24 @@ class Worker:
         return self.output.read()
 
     def tail(self) -> str:
-        """The end of what it printed and nobody saw."""
+        """The end of its output that the user has not seen."""
         return "" if self.output is None else self.printed()[-_TAIL:].decode(errors="replace").strip()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a run ended: the worker to blame, what it said or how it ended, and the exit code that this means."""
+    """Why a run ended: the worker at fault, its error or the way it ended, and the exit code."""
 
     rank: int
     cause: str
-    """In a line."""
+    """The cause in one line."""
     text: str
-    """In full, as the user should read it."""
+    """The full text for the user."""
     exit: int
     notes: tuple[str, ...] = ()
     """Further lines for the user."""
     signal: int = 0
-    """That ended the worker; 0 where it said why itself."""
+    """The signal that ended the worker; 0 if it reported an error."""
 
 
 class Workers:
@@ -114,7 +114,7 @@ class Workers:
     """
 
     def __init__(self, world: int, local: int | None = None, first: int = 0) -> None:
-        """`world` workers, of which `local` run here (all by default), from rank `first` on."""
+        """`world` workers in all, of which `local` (by default all) run on this host, from rank `first` on."""
         self.world, self.local, self.first = world, world if local is None else local, first
         self.all: list[Worker] = []
         self._selector = selectors.DefaultSelector()
@@ -127,9 +127,9 @@ class Workers:
     ) -> None:  # fmt: skip
         """Starts all of them with RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in their environment.
 
-        Rank 0 keeps the terminal; what the others print is `kept` for the day they fail, or goes there too. `env`:
-        further variables; `given`: by rank further descriptors that it inherits, each under the name of a variable that
-        says its number. Without `rendezvous` they are all of this host.
+        Rank 0 prints to the terminal. The output of the others is `kept` in case they fail, or goes to the terminal
+        too. env: further variables. given: per rank, further descriptors to inherit, each with the variable that holds
+        its number. Without `rendezvous` all workers are on this host.
         """
         store = None
         if rendezvous is None:
@@ -155,7 +155,7 @@ class Workers:
             "OMP_NUM_THREADS": str(threads), **os.environ, **place.environment(), messages.REPORT_FD: str(writer),
             FOLLOWS: str(os.getpid()), **more, **{name: str(number) for name, number in inherited.items()},
         }  # fmt: skip
-        # polite signals are held until a worker listens; a mask is inherited
+        # signals to stop are blocked until a worker listens; the mask is inherited
         before = signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
         try:
             process = subprocess.Popen(
@@ -177,21 +177,21 @@ class Workers:
 
     @property
     def step(self) -> int:
-        """The last that is done."""
+        """The last finished step."""
         return max((worker.step for worker in self.all), default=0)
 
     @property
     def troubled(self) -> bool:
-        """Whether one has failed or is lost."""
+        """Whether a worker has failed or is lost."""
         return self._deadline is not None
 
     @property
     def settled(self) -> bool:
-        """Whether one has, and the others had their moment to say why."""
+        """Whether a worker has failed and the others have had time to report."""
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def watch(self, file: Any, data: Any) -> None:
-        """Lets `listen` also wait for a file, and return its `data` when there is something to read."""
+        """Makes `listen` also wait for a file, and return its `data` when it is readable."""
         self._selector.register(file, selectors.EVENT_READ, data)
 
     def forget(self, file: Any) -> None:
@@ -199,7 +199,7 @@ class Workers:
             self._selector.unregister(file)
 
     def listen(self, timeout: float) -> list[Any]:
-        """Reads what the workers report, and sees who has ended. Returns the data of files that are watched."""
+        """Reads the workers' messages and checks which have ended. Returns the data of readable watched files."""
         ready = []
         for key, _ in self._selector.select(timeout):
             if isinstance(key.data, Worker):
@@ -243,7 +243,7 @@ class Workers:
 
     # ---- ending -------------------------------------------------------------------------------------------
     def verdict(self) -> Verdict | None:
-        """The cause rather than its consequences: an own error or a death, the first; a hang; only then lost peers."""
+        """The cause of the failure: the first own error or death, else a hang, else lost peers."""
         for worker in self.all:
             self._read(worker)
         causes: list[tuple[float, Verdict]] = []
@@ -263,7 +263,7 @@ class Workers:
         return None
 
     def _own(self, failed: WorkerMessage) -> Verdict:
-        """A worker's own error; with its rank, unless all say the same (a mistake in what all were given)."""
+        """A worker's own error; with its rank, unless all report the same (an error in the common input)."""
         alike = sum(any(r.text == failed.text for r in worker.reports) for worker in self.all)
         head = f"rank {failed.rank} of {self.world} failed:\n" if alike < len(self.all) else ""
         return Verdict(failed.rank, _line(failed.text), head + failed.text, failed.exit or Exit.BUG)
@@ -286,7 +286,8 @@ class Workers:
         return Verdict(worker.rank, f"killed by {name}", text, Exit.WORKER_LOST, tuple(notes), -code)
 
     def _hang(self, stalled: list[WorkerMessage]) -> Verdict:
-        """Of ranks that wait for each other: the silent one, or one outside of a collective, or the one behind."""
+        """Of ranks that wait for each other: the silent one, one outside of a collective, or the one furthest
+        behind."""
         spoke = {r.rank for r in stalled}
         silent = [worker.rank for worker in self.living if worker.rank not in spoke]
         if silent:
@@ -299,9 +300,9 @@ class Workers:
         return Verdict(blamed.rank, _line(blamed.text), "\n".join([*others, blamed.text]), Exit.WORKER_LOST)
 
     def kill(self) -> None:
-        """Ends them all, with what they have started."""
+        """Kills all workers, with the processes they have started."""
         for worker in self.all:
-            # The whole process group: a worker's own helpers (compilation, wandb) go with it.
+            # the whole process group, to include a worker's helpers (compilation, wandb)
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.process.pid, signal.SIGKILL)
         for worker in self.all:
@@ -318,5 +319,5 @@ class Workers:
 
 
 def _line(text: str) -> str:
-    """The first line of an error, without saying that it is one."""
+    """The first line of an error, without the prefix `error:`."""
     return text.strip().splitlines()[0].removeprefix("error: ") if text.strip() else ""

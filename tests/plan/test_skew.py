@@ -44,6 +44,6 @@ def test_what_no_routing_reaches_is_refused() -> None:
     with pytest.raises(Mistakes, match="1 to 4 times the mean") as error:
         skewed(4.5)
     assert error.value.exit == Exit.USAGE
-    with pytest.raises(Mistakes, match="no experts") as other:
+    with pytest.raises(Mistakes, match="needs a model with experts") as other:
         skewed(1.5, "model.preset=tiny", "mesh={fsdp: 2}")
     assert other.value.exit == Exit.FIT
