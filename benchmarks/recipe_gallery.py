@@ -1,0 +1,105 @@
+"""Every shipped recipe: its command, the key figures of its plan, and where it was run.
+
+    python benchmarks/recipe_gallery.py [--record] [--docs] [--steps N] [NAME ...]
+
+plan: `tpshard plan NAME --dry-run --json`. run: recipes for a CPU are trained on this machine for N steps, in a folder
+that is removed afterwards; of the others nothing was run here, and the table says so. `--docs` writes the table into
+docs/gallery.md. Times of a busy machine mean little: the table shows losses, the record keeps tokens per second too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from record import ROOT, Record, add_options
+
+PAGE = ROOT / "docs" / "gallery.md"
+BEGIN, END = "<!--recipes: python benchmarks/recipe_gallery.py --docs-->", "<!--/recipes-->"
+COMMAND = [sys.executable, "-m", "tpshard.cli.main"]
+
+
+def planned(name: str) -> dict[str, Any]:
+    """The key figures of a recipe's plan, and its exit code."""
+    done = subprocess.run([*COMMAND, "plan", name, "--dry-run", "--json"], capture_output=True, text=True)
+    if done.returncode not in (0, 4) or not done.stdout:
+        sys.exit(f"plan {name}: {done.stderr}")
+    told = json.loads(done.stdout)
+    device = told["device"]
+    return {
+        "fits": told["fits"], "params": told["params"], "mesh": told["mesh"], "device": device["name"],
+        "hosts": device["nodes"], "needed_bytes": told["memory"]["needed_bytes"],
+        "memory_bytes": device["memory_bytes"], "step_s": told["time"]["step_s"],
+        "exposed_comm_s": told["time"]["exposed_comm_s"], "tokens_per_s_per_device": told["tokens_per_s_per_device"],
+        "mfu": told["mfu"], "bottleneck": told["bottleneck"],
+    }  # fmt: skip
+
+
+def trained(name: str, steps: int) -> dict[str, Any]:
+    """What a few steps gave on this machine."""
+    with tempfile.TemporaryDirectory() as place:
+        told = [f"train.steps={steps}", f"run.dir={place}/run"]
+        done = subprocess.run([*COMMAND, "train", name, *told], cwd=place, capture_output=True, text=True)
+        if done.returncode:
+            return {"exit": done.returncode, "said": done.stderr.strip().splitlines()[:3]}
+        rows = [json.loads(line) for line in (Path(place) / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    return {"exit": 0, "steps": steps, "first_loss": losses[0], "last_loss": losses[-1],
+            "tokens_per_s": [row["tokens_per_s"] for row in rows if "loss" in row][-1]}  # fmt: skip
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = [
+        "| recipe | planned for | parameters | mesh | memory of a device | a step | tokens/s a device | MFU | run |",
+        "|---" * 9 + "|",
+    ]
+    for row in rows:
+        plan, ran = row["plan"], row["run"]
+        mesh = " x ".join(f"{axis} {size}" for axis, size in plan["mesh"].items() if size > 1) or "one device"
+        where = plan["device"] if plan["hosts"] == 1 else f"{plan['hosts']} hosts of {plan['device']}"
+        memory = f"{plan['needed_bytes'] / 2**30:.2f} of {plan['memory_bytes'] / 2**30:.0f} GiB"
+        shown = "not run: planned alone"
+        if ran is not None:
+            shown = f"exit {ran['exit']}"
+            if not ran["exit"]:
+                shown = f"{ran['steps']} steps, loss {ran['first_loss']:.3g} to {ran['last_loss']:.3g}"
+        memory += "" if plan["fits"] else " (no)"
+        cells = [
+            f"`{row['name']}`", where, f"{plan['params'] / 1e6:,.1f} M", mesh, memory,
+            f"{plan['step_s']:.3g} s", f"{plan['tokens_per_s_per_device']:,.0f}", f"{plan['mfu']:.2f}", shown,
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="default 5")
+    parser.add_argument("--train", metavar="NAME,...", help="run these alone; default: all that are for a CPU")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/gallery.md")
+    add_options(parser)
+    told = parser.parse_args()
+    record = Record("recipe_gallery", quiet=told.json)
+    for name in told.names or sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")):
+        plan = planned(name)
+        here = "cpu" in str(plan["device"]).lower() and (told.train is None or name in told.train.split(","))
+        ran = trained(name, told.steps) if here else None
+        record.rows.append({"name": name, "plan": plan, "run": ran})
+        record.say(json.dumps(record.rows[-1]))
+    record.say(table(record.rows))
+    if told.docs:
+        text = PAGE.read_text()
+        before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+        PAGE.write_text(f"{before}\n\n{table(record.rows)}\n\n{after}")
+    record.close(write=told.record, as_json=told.json)
+
+
+if __name__ == "__main__":
+    main()
