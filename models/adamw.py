@@ -101,19 +101,15 @@ def adamw_update(
     moments.
     """
     beta1, beta2 = config.betas
-    share = _share(count)
-    norm = (gradient_squares(grads, count, treated) if squares is None else squares).sqrt()
-    finite = torch.isfinite(norm) & torch.isfinite(loss_sum)
-    scale = share
-    if config.clip_grad_norm is not None:
-        scale = share * (config.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    squares = gradient_squares(grads, count, treated) if squares is None else squares
+    norm, finite, scale = clipped(squares, loss_sum, count, config.clip_grad_norm)
     step_size = lr / (1.0 - torch.pow(beta1, update))
     root_correction = (1.0 - torch.pow(beta2, update)).sqrt()
-    means = _means([grad for grad, how in zip(grads, treated) if how.balance])
+    balanced = iter(rebalanced(params, grads, treated, finite))
     updated = Updated([], [], [], norm, finite)
     for param, grad, m, v, how in zip(params, grads, exp_avg, exp_avg_sq, treated, strict=True):
         if how.balance:
-            updated.params.append(torch.where(finite, param - how.balance * torch.sign(grad - next(means)), param))
+            updated.params.append(next(balanced))
             updated.exp_avg.append(m)
             updated.exp_avg_sq.append(v)
             continue
@@ -128,6 +124,23 @@ def adamw_update(
         updated.exp_avg.append(torch.where(finite, new_m.to(m.dtype), m))
         updated.exp_avg_sq.append(torch.where(finite, new_v.to(v.dtype), v))
     return updated
+
+
+def clipped(squares: Tensor, loss_sum: Tensor, count: Tensor, most: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(global norm of the averaged gradient, whether it and the loss are finite, what a summed gradient is multiplied
+    by): scalars. `most` is the norm that is clipped to; None: no clipping."""
+    share, norm = _share(count), squares.sqrt()
+    finite = torch.isfinite(norm) & torch.isfinite(loss_sum)
+    return norm, finite, share if most is None else share * (most / (norm + 1e-6)).clamp(max=1.0)
+
+
+def rebalanced(
+    params: Sequence[Tensor], grads: Sequence[Tensor], treated: Sequence[Treatment], finite: Tensor
+) -> list[Tensor]:
+    """New biases of mixtures' experts, in the order of the parameters; the old ones where `finite` is false."""
+    chosen = [(p, load, how.balance) for p, load, how in zip(params, grads, treated, strict=True) if how.balance]
+    means = _means([load for _, load, _ in chosen])
+    return [torch.where(finite, p - by * torch.sign(load - next(means)), p) for p, load, by in chosen]
 
 
 def _means(loads: Sequence[Tensor]) -> Iterator[Tensor]:

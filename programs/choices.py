@@ -6,6 +6,7 @@ Every choice is made by pricing the program that would run, on the recipe's devi
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -140,8 +141,9 @@ class Chooser:
         return kernels(program, compiled=self.compiled)
 
     def peak(self, program: Program) -> int:
-        """Peak bytes of the step, including both moments of every parameter."""
-        moments = 2 * sum(port.local_bytes for port in program.inputs if port.kind == "parameter")
+        """Peak bytes of the step, including the optimizer's moments of every parameter."""
+        elements = sum(math.prod(port.local) for port in program.inputs if port.kind == "parameter")
+        moments = elements * len(self.setting.state_names) * self.setting.state_dtype.itemsize
         return liveness(program, self.kernels(program), always={"optimizer": moments}).peak_bytes
 
     # ---- buckets --------------------------------------------------------------------------------------------

@@ -40,9 +40,10 @@ class Lockstep:
         self.ports = programs.update.inputs
         count, random = len(self.names), torch.Generator().manual_seed(seed)
         whole = [torch.randn(p.shape, generator=random, dtype=torch.float64) * 0.2 for p in self.ports[:count]]
-        zeros = [torch.zeros(p.shape, dtype=torch.float64) for p in self.ports[2 * count : 4 * count]]
+        kept = [port for port in self.ports if port.kind == "optimizer"]
+        zeros = [torch.zeros(p.shape, dtype=torch.float64) for p in kept]
         self.params = self.local(whole, self.ports[:count])
-        self.moments = self.local(zeros, self.ports[2 * count : 4 * count])
+        self.moments = self.local(zeros, kept)
         self.random = torch.Generator().manual_seed(seed + 1)
         self.counted: Parts = []
         self.number = 0
@@ -96,8 +97,9 @@ class Lockstep:
         given = [[*p, *s, *m, *scalars] for p, s, m in zip(self.params, sums, self.moments)]
         outs = run(self.programs.update, given)
         self.params = [out[:count] for out in outs]
-        self.moments = [out[count : 3 * count] for out in outs]
-        return StepValues(loss / targets, float(outs[0][3 * count]), gradients)
+        *_, norm, _ = outs[0]
+        self.moments = [out[count:-2] for out in outs]
+        return StepValues(loss / targets, float(norm), gradients)
 
     def weights(self) -> dict[str, Tensor]:
         """The current parameters as whole tensors."""

@@ -24,6 +24,8 @@ from tpshard.programs.batching import BatchPlan, derive
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 
+STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",)}
+"""Optimizer -> its moments of each parameter, as checkpoints call them."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -155,6 +157,16 @@ class Setting:
     def reduced_dtype(self, name: str) -> torch.dtype:
         """The dtype in which a parameter's gradient is reduced."""
         return torch.float32 if name in self.balanced else self.reduce_dtype
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Of the optimizer's moments at rest."""
+        return DTYPES[self.recipe.optimizer.state_dtype]
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The optimizer's moments of each parameter."""
+        return STATES[self.recipe.optimizer.name]
 
     @property
     def param_dtype(self) -> torch.dtype:

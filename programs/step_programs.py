@@ -10,6 +10,7 @@ from torch import Tensor
 from tpshard.models import counts
 from tpshard.models.adamw import AdamW, adamw_update, treatments
 from tpshard.models.assemble import evaluating
+from tpshard.models.lion import Lion, lion_update
 from tpshard.parallelism.annotate import boundary, role
 from tpshard.parallelism.capture import Trail, capture
 from tpshard.parallelism.draws import step_seed
@@ -227,13 +228,13 @@ def update_program(
     setting: Setting, storage: Mapping[str, Layout], names: Sequence[str] | None = None,
     *, squares: Callable[[Value], Annotation] | None = None,
 ) -> Program:  # fmt: skip
-    """AdamW on the shards, with the global norm of all gradients.
+    """The optimizer on the shards, with the global norm of all gradients.
 
     names: a stage's parameters; the last input is then the squared norm of all stages' gradients, and `squares`
     annotates it.
     """
-    o = setting.recipe.optimizer
-    config = AdamW((o.betas[0], o.betas[1]), o.eps, o.weight_decay, setting.recipe.train.clip_grad_norm)
+    o, most = setting.recipe.optimizer, setting.recipe.train.clip_grad_norm
+    betas, states = (o.betas[0], o.betas[1]), setting.state_names
     params = _parameters(setting, names)
     names = list(params)
     treated = treatments({n: tuple(p.shape) for n, p in params.items()}, setting.balanced)
@@ -241,11 +242,16 @@ def update_program(
     count = len(names)
 
     def step(*flat: Tensor) -> Any:
-        p, g, m, v = (list(flat[i * count : (i + 1) * count]) for i in range(4))
-        loss, tokens, lr, update, *known = flat[4 * count :]
+        p, g, *moments = (list(flat[i * count : (i + 1) * count]) for i in range(2 + len(states)))
+        loss, tokens, lr, update, *known = flat[(2 + len(states)) * count :]
+        how, squares = [treated[n] for n in names], known[0] if known else None
+        if o.name == "lion":
+            lion = Lion(betas, o.weight_decay, most)
+            moved = lion_update(p, g, moments[0], loss, tokens, lr, treated=how, config=lion, squares=squares)
+            return [*moved.params, *moved.exp_avg, moved.grad_norm, moved.finite]
         made = adamw_update(
-            p, g, m, v, loss, tokens, lr, update, treated=[treated[n] for n in names], config=config,
-            squares=known[0] if known else None,
+            p, g, moments[0], moments[1], loss, tokens, lr, update, treated=how,
+            config=AdamW(betas, o.eps, o.weight_decay, most), squares=squares,
         )  # fmt: skip
         return [*made.params, *made.exp_avg, *made.exp_avg_sq, made.grad_norm, made.finite]
 
@@ -254,25 +260,25 @@ def update_program(
 
     dtypes = [torch.float32, torch.int64, *[torch.float32] * (3 if squares else 2)]
     scalars = [torch.empty((), dtype=dtype, device="meta") for dtype in dtypes]
-    moments = [*like(setting.master_dtype), *like(setting.master_dtype)]
+    moments = [moment for _ in states for moment in like(setting.state_dtype)]
     arguments = [*params.values(), *like(sums_dtype), *moments, *scalars]
-    labels = [*names, *(f"{n}.{k}" for k in ("grad_sum", "exp_avg", "exp_avg_sq") for n in names),
+    labels = [*names, *(f"{n}.{k}" for k in ("grad_sum", *states) for n in names),
               "loss_sum", "count", "lr", "update", *["squares"] * (squares is not None)]  # fmt: skip
     graph = capture(step, arguments, labels)
     for op in graph.ops:
         op.place = Place(phase="update")
     mark_outputs(graph)
     annotations = {}
-    for i, value in enumerate(graph.inputs[: 4 * count]):
+    for i, value in enumerate(graph.inputs[: (2 + len(states)) * count]):
         name = names[i % count]
         annotations[value] = _lies(storage[name], f"how `{name}` is stored")
-        mark([value], ("parameter", "gradient", "optimizer", "optimizer")[i // count])
+        mark([value], ("parameter", "gradient")[i // count] if i < 2 * count else "optimizer")
     if squares is not None:
         annotations[graph.inputs[-1]] = squares(graph.inputs[-1])
-    for i, value in enumerate(graph.outputs[: 3 * count]):
+    for i, value in enumerate(graph.outputs[: (1 + len(states)) * count]):
         name = names[i % count]
         annotations[value] = _lies(storage[name], f"how `{name}` is stored")
-        mark([value], ("parameter", "optimizer", "optimizer")[i // count])
+        mark([value], "parameter" if i < count else "optimizer")
     program = partition_graph(propagate(graph, setting.mesh, annotations))
-    program.donated = {i: i if i < count else i + count for i in range(3 * count)}
+    program.donated = {i: i if i < count else i + count for i in range((1 + len(states)) * count)}
     return program

@@ -30,7 +30,7 @@ class TrainingPrograms:
     """The programs of a run.
 
     `micro`: (parameters, gradient sums, batch, a seed if the model draws random numbers) -> (loss sum, token count, new
-    gradient sums (donated), counters if any). `update`: (parameters, gradient sums, both moments, loss sum, count, lr,
+    gradient sums (donated), counters if any). `update`: (parameters, gradient sums, moments, loss sum, count, lr,
     number of the update) -> (new parameters and moments (donated), gradient norm, whether all is finite). `evaluate`:
     (parameters, batch) -> (loss sum, token count).
     """

@@ -293,16 +293,18 @@ class Batch(Section):
 class Optimizer(Section):
     """The optimizer."""
 
-    name: Literal["adamw"] = "adamw"
-    """The algorithm."""
+    name: Literal["adamw", "lion"] = "adamw"
+    """The algorithm; lion keeps one moment of each parameter, adamw two."""
     lr: NonNegative = 3.0e-4
     """Peak learning rate."""
     betas: tuple[Annotated[float, Range(least=0, below=1)], Annotated[float, Range(least=0, below=1)]] = (0.9, 0.95)
-    """Decay of the first and second moments."""
+    """Decay of the first and second moments; of lion: in the update and in the moment."""
     eps: Positive = 1.0e-8
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment; lion has none."""
     weight_decay: NonNegative = 0.1
     """Decoupled decay of matrices; norms and biases are not decayed."""
+    state_dtype: Dtype = derived(default="fsdp.master_dtype")
+    """Type of the moments at rest; they are computed in fp32."""
 
 
 @section

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 from tpshard.parallelism.runtime.context import Context
@@ -50,7 +52,7 @@ class SpmdEngine(State):
         with self._counted():
             sums = self.sums if self.reduce is None else self.reduce(*self.sums)
             self._used = None
-            results = self.step(*self.params, *sums, *self.moments[0], *self.moments[1], *scalars)
+            results = self.step(*self.params, *sums, *chain(*self.moments), *scalars)
         norm, finite = self._updated(results)
         counted = torch.stack(self._counts).sum(0) if self._counts else None
         self._sums.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -24,8 +25,6 @@ from tpshard.train.made import StepBatch
 from tpshard.train.shards import Shard
 from tpshard.train.training_engine import ReadBlock, StepResult
 
-MOMENTS = (f"{OPTIMIZER}exp_avg/", f"{OPTIMIZER}exp_avg_sq/")
-
 COUNTED = 2
 """The step of an attempt whose bytes are counted, which slows it down. Not the first, which allocates the state."""
 
@@ -41,7 +40,7 @@ class State:
         self, programs: TrainingPrograms, context: Context, initial_block: InitialBlock, update: Program,
         sums: Sequence[Port],
     ):  # fmt: skip
-        """update: takes this rank's parameters, gradient sums and both moments, in this order. sums: the gradient sums
+        """update: takes this rank's parameters, gradient sums and moments, in this order. sums: the gradient sums
         as micro-batches produce them."""
         self.programs, self.context, self.initial_block = programs, context, initial_block
         self.compiled = compiled_by(programs.setting.recipe)
@@ -50,10 +49,12 @@ class State:
         count = len(sums)
         self.ports = update.inputs[:count]
         self.batch_ports = [port for port in programs.micro.inputs if port.kind == "batch"]
-        moments = update.inputs[2 * count : 4 * count]
+        moments = [port for port in update.inputs if port.kind == "optimizer"]
+        self.state_names = programs.setting.state_names
         self.params = self._zeros(self.ports)
         self.sums = self._zeros(sums)
-        self.moments = (self._zeros(moments[:count]), self._zeros(moments[count:]))
+        self.moments = [self._zeros(moments[i * count : (i + 1) * count]) for i in range(len(self.state_names))]
+        """Per moment a tensor for each parameter."""
         self._steps = 0
         self._tally: Tally | None = None
         self.flops_per_sequence = flops(programs.micro) // self.batch_ports[0].shape[0]
@@ -102,7 +103,7 @@ class State:
         if self._steps != COUNTED - 1:
             return nullcontext()
         if self._tally is None:
-            self._tally = Tally([*self.params, *self.sums, *self.moments[0], *self.moments[1]])
+            self._tally = Tally([*self.params, *self.sums, *chain(*self.moments)])
         return self._tally
 
     # ---- what a step comes to --------------------------------------------------------------------------------
@@ -111,10 +112,10 @@ class State:
         self._steps += 1
         count = len(self.params)
         self.params = list(results[:count])
-        self.moments = (list(results[count : 2 * count]), list(results[2 * count : 3 * count]))
+        self.moments = [list(results[i * count : (i + 1) * count]) for i in range(1, 1 + len(self.moments))]
         for total in self.sums:
             total.zero_()
-        norm, finite = results[3 * count :]
+        norm, finite = results[-2:]
         return norm, finite
 
     def _result(
@@ -146,8 +147,11 @@ class State:
             yield tensor.to(self.context.device)
 
     # ---- state -----------------------------------------------------------------------------------------------
+    def _prefixes(self) -> list[str]:
+        return [f"{OPTIMIZER}{name}/" for name in self.state_names]
+
     def _named(self) -> Iterator[tuple[str, Port, Tensor]]:
-        for prefix, tensors in (("", self.params), *zip(MOMENTS, self.moments)):
+        for prefix, tensors in (("", self.params), *zip(self._prefixes(), self.moments)):
             for port, tensor in zip(self.ports, tensors):
                 yield prefix + port.name, port, tensor
 
