@@ -86,5 +86,5 @@ def test_a_file_names_no_code_but_operations(code: list[str]) -> None:
         frozenset({"x"}),
     ]
     assert repr(program_file.load(program_file.dump(values))) == repr([(2, 3) if v == (2, 3) else v for v in values])
-    with pytest.raises(ValueError, match="no stored program"):
+    with pytest.raises(ValueError, match="not a stored program"):
         program_file.load({"pool": [], "value": code})
