@@ -118,7 +118,7 @@ def test_no_op_of_a_captured_graph_writes(fn: Callable[[Tensor], object]) -> Non
 
 
 def test_a_write_into_what_is_given_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"changes `scores`.*clone"):
+    with pytest.raises(ValueError, match=r"modifies its argument `scores`.*clone"):
         capture(lambda x: x.mul_(2).sum(), [torch.empty(4)], ["scores"])
     outside = torch.zeros(4)
     with pytest.raises(ValueError, match="in place"):
