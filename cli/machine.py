@@ -126,7 +126,7 @@ def probe_torch() -> Torch:
 
 
 def gpu_problems(driver: Driver, torch: Torch, required: int) -> Iterator[Diagnostic]:
-    """The reasons why `wanted` GPUs cannot be used, each with exit 5."""
+    """The reasons why `required` GPUs cannot be used, each with exit 5."""
     gpus = driver.gpus
     if not gpus:
         why = driver.error or ("the driver has none" if driver.version else "there is no NVIDIA driver")
