@@ -1,9 +1,11 @@
 """A cache of plans by content, so that an unchanged recipe is not planned again.
 
-An entry is a folder in `$TPSHARD_CACHE`, else in `$XDG_CACHE_HOME/tpshard/plans` or `~/.cache/tpshard/plans`, with the
-texts of a plan. All of it may be deleted at any time. Its name is a hash of everything a plan depends on: the recipe
-with the places of its values, the device file, the model's configuration, tpshard's code, torch and Python. A recipe
-with user code (`model.module`, `model.transformers`, a custom task) has no entry, since that code may read anything.
+An entry is a folder in `$TPSHARD_CACHE/plans`, else in `$XDG_CACHE_HOME/tpshard/plans` or `~/.cache/tpshard/plans`,
+with the texts of a plan. All of it may be deleted at any time. Its name is a hash of everything a plan depends on: the
+recipe with the places of its values, the device file, the model's configuration, tpshard's code, torch and Python. A
+recipe with user code (`model.module`, `model.transformers`, a custom task) has no entry, since that code may read
+anything.
+
 Does not import torch.
 """
 
@@ -14,6 +16,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterable
@@ -51,16 +54,21 @@ class PlanEntry:
                 aside = self.folder / f".{kind}.{os.getpid()}"
                 aside.write_bytes(gzip.compress(text.encode(), 1, mtime=0))
                 os.replace(aside, self.folder / f"{kind}.gz")
-            entries = sorted(self.folder.parent.iterdir(), key=lambda entry: entry.stat().st_mtime)
+            entries = sorted(_entries(self.folder.parent), key=lambda entry: entry.stat().st_mtime)
             for old in entries[:-MOST]:
                 shutil.rmtree(old, ignore_errors=True)
 
 
 def place() -> Path:
-    """The folder of the cache."""
+    """The folder of the cache, `plans` in the user's cache folder for tpshard (`train.sample.cache_dir`)."""
     if own := os.environ.get("TPSHARD_CACHE"):
-        return Path(own)
+        return Path(own, "plans")
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "tpshard", "plans")
+
+
+def _entries(folder: Path) -> list[Path]:
+    """The entries in a folder of plans. Whatever else lies there is not the cache's to delete."""
+    return [path for path in folder.iterdir() if re.fullmatch("[0-9a-f]{32}", path.name)]
 
 
 def entry_of(recipe: Recipe, *asked: object) -> PlanEntry | None:

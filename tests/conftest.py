@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
 import pickle
 import shutil
@@ -116,17 +115,23 @@ class Pool:
             self._drop(rank, kill=True)
 
 
-_PLANS = tempfile.mkdtemp(prefix="tpshard-plans-")
-_NUMBERS = itertools.count()
+@pytest.fixture(scope="session", autouse=True)
+def cache() -> Iterator[Path]:
+    """The cache folder of this process's tests, which holds the sample text and plans."""
+    before = os.environ.get("TPSHARD_CACHE")
+    with tempfile.TemporaryDirectory(prefix="tpshard-cache-") as folder:
+        os.environ["TPSHARD_CACHE"] = folder
+        yield Path(folder)
+        os.environ.pop("TPSHARD_CACHE")
+        if before is not None:
+            os.environ["TPSHARD_CACHE"] = before
 
 
 @pytest.fixture(autouse=True)
-def no_plans_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every test has a cache of plans of its own."""
-    folder = Path(_PLANS) / str(next(_NUMBERS))
-    monkeypatch.setenv("TPSHARD_CACHE", str(folder))
+def no_plans_of_other_tests(cache: Path) -> Iterator[None]:
+    """A test finds no plan that another made."""
     yield
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(cache / "plans", ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

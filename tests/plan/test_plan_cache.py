@@ -81,9 +81,10 @@ def test_a_broken_or_full_cache_is_no_mistake(small: Path, capsys: Any, monkeypa
     (kept.folder / "screen.gz").write_bytes(b"half")
     assert kept.read(["screen"]) is None
     monkeypatch.setattr(plan_cache, "MOST", 2)
-    for name in "abc":
-        plan_cache.PlanEntry(kept.folder.with_name(name)).write({"screen": name})
-    assert len(list(kept.folder.parent.iterdir())) == 2
+    (kept.folder.parent / "sample").mkdir()  # what others keep there stays
+    for digit in "abc":
+        plan_cache.PlanEntry(kept.folder.with_name(32 * digit)).write({"screen": digit})
+    assert sorted(path.name for path in kept.folder.parent.iterdir()) == [32 * "b", 32 * "c", "sample"]
     blocked = small.parent / "file"
     blocked.write_text("")
     plan_cache.PlanEntry(blocked / "entry").write({"screen": "nowhere"})

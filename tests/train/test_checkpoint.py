@@ -422,7 +422,7 @@ def test_a_checkpoint_of_another_model_is_told_apart_clearly(tmp_path: Path) -> 
         found.require(expected)
     assert caught.value.exit == Exit.CHECKPOINT
     for words in (
-        "tok_embed.weight: saved [10, 6], wanted [12, 6]", "norm.weight: saved float32, wanted bfloat16",
+        "tok_embed.weight: saved [10, 6], expected [12, 6]", "norm.weight: saved float32, expected bfloat16",
         "not in the checkpoint: layers.1.mlp.up.weight", "in the checkpoint only: layers.0.mlp.up.weight",
     ):  # fmt: skip
         assert words in str(caught.value)
