@@ -50,6 +50,7 @@ def leg(context: Context, folder: str, steps: range, source: str | None, out: st
         return {"losses": losses, "state": whole(engine, engine.tensors())}
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_goes_on_on_another_mesh(pool: Any, tmp_path: Path) -> None:
     folder = str(architectures.folder(tmp_path / "gemma2", "gemma2"))
     fsdp, tp = {"dp": 1, "fsdp": 2, "tp": 1}, {"dp": 1, "fsdp": 1, "tp": 2}
