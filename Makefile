@@ -5,7 +5,7 @@ TORCH ?= 2.13.0
 BIN := $(VENV)/bin
 # Two workers, whatever the machine: each keeps a pool of processes, and a thread each is enough for small tensors.
 export OMP_NUM_THREADS ?= 1
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile -rs
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -rs
 
 .PHONY: setup train test test-all test-busy lint gpu
 setup: $(VENV)/.installed

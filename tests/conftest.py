@@ -23,6 +23,14 @@ from patience import PATIENCE
 __all__ = ["pytest_deselected", "pytest_sessionfinish", "pytest_terminal_summary", "pytest_testnodedown"]
 
 
+LONG = ("train", "cli", "serve", "programs", "docs")
+"""Folders whose tests start processes. They run first, so that at the end no worker of pytest-xdist has one alone."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
+
+
 class WorkerError(AssertionError):
     """A function sent to the pool raised, hung or died; holds the traceback of the rank to blame."""
 

@@ -22,7 +22,11 @@ def test_the_pages_are_linked() -> None:
     assert sorted(linked) == [page.name for page in PAGES] and len(PAGES) == 5
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] * (page.stem == "model-family")) for page in PAGES],
+    ids=lambda page: page.stem,
+)
 def test_an_exercise_does_what_it_says(page: Path, tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     skip = shutil.ignore_patterns(".git", ".venv*", "*.egg-info", "build", "dist", "runs", "__pycache__", ".*_cache")

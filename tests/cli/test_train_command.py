@@ -105,7 +105,14 @@ def test_a_run_that_is_killed_and_stopped_ends_as_one_that_was_not(tmp_path: Pat
     assert {row["run"] for row in rows(tmp_path, "other")} == {1, 2, 3}
 
 
-@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGSEGV), (1, signal.SIGABRT), (1, signal.SIGBUS)])
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [
+        (0, signal.SIGSEGV),
+        pytest.param(1, signal.SIGABRT, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGBUS, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_whose_worker_crashes_goes_on_by_itself(rank: int, number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     crashed = start(tmp_path, "run.dir=runs/crashed", "train.steps=20", "checkpoint.resume=never")

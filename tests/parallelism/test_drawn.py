@@ -152,6 +152,7 @@ def test_a_part_is_the_part_of_the_whole(dtype: torch.dtype) -> None:
     assert whole.dtype == dtype and (whole >= 0).all() and (dtype is torch.int64 or (whole < 1).all())
 
 
+@pytest.mark.slow
 def test_a_compiler_draws_the_same() -> None:
     def several(x: Tensor) -> list[Tensor]:
         return [torch.rand(500) + 0 * x, torch.randint(0, 9, (100,)) + 0 * x]

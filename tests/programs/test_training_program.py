@@ -246,7 +246,7 @@ sharding:
 """
 
 
-@pytest.mark.parametrize("layers", [2, 126])
+@pytest.mark.parametrize("layers", [2, pytest.param(126, marks=pytest.mark.slow)])
 def test_five_pins_say_what_all_rules_say(layers: int) -> None:
     given = f"model.layers={layers}"
     ruled = step_programs.micro_program(setting("{fsdp: 2, tp: 2}", given))

@@ -56,6 +56,7 @@ def distances(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[f
     return [float((a - b).float().norm() / b.float().norm().clamp(min=1e-9)) for a, b in zip(found, expected)]
 
 
+@pytest.mark.slow
 def test_inductor_runs_the_same_program(pool) -> None:
     for found, *_ in pool.run(both, "all", world=2, mesh={"fsdp": 2}):
         assert max(found) < 1e-5

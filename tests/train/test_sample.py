@@ -54,6 +54,7 @@ def test_the_sample_is_c4_format_with_held_out_text_apart(made: sample.Sample) -
     assert any("pydoc_data.topics" in row["url"] for row in train)
 
 
+@pytest.mark.slow
 def test_a_damaged_sample_is_made_again_by_another_process_with_the_same_bytes(
     made: sample.Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:

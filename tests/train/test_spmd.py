@@ -26,7 +26,13 @@ def steps(context: Context, fault: str | None = None, *overrides: str) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("mesh", "overrides"), [({"fsdp": 2, "tp": 2}, ()), ({"fsdp": 3}, ()), ({"fsdp": 2}, ("compile=blocks",))], ids=str
+    ("mesh", "overrides"),
+    [
+        ({"fsdp": 2, "tp": 2}, ()),
+        ({"fsdp": 3}, ()),
+        pytest.param({"fsdp": 2}, ("compile=blocks",), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_three_steps_equal_the_plain_model(pool: Any, mesh: dict[str, int], overrides: tuple[str, ...]) -> None:
     world = math.prod(mesh.values())
