@@ -269,18 +269,18 @@ def _pair(backend: str, timeout: float = 90) -> Finding:
             for rank in range(2)
         ]
         try:
-            said = [rank.communicate(timeout=timeout) for rank in ranks]
+            outputs = [rank.communicate(timeout=timeout) for rank in ranks]
         except subprocess.TimeoutExpired:
             return Finding("collective", backend, f"no answer within {timeout:g} s", "bad", "a firewall on loopback?")
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-    for rank, (_, errors) in zip(ranks, said, strict=True):
+    for rank, (_, errors) in zip(ranks, outputs, strict=True):
         if rank.returncode:
             last = errors.strip().splitlines()[-1] if errors.strip() else f"exit {rank.returncode}"
             return Finding("collective", backend, f"failed: {last}", "bad", f"{argv[-1]} prints the rest")
-    result = json.loads(said[0][0].strip().splitlines()[-1])
+    result = json.loads(outputs[0][0].strip().splitlines()[-1])
     latency, rate = result["latency_s"] * 1e6, result["bytes_per_s"] / 1e9
     return Finding("collective", backend, f"sum of two ranks: {latency:.0f} us; 4 MiB at {rate:.2f} GB/s")
 

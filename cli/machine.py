@@ -221,8 +221,8 @@ def _query(tool: str, what: str) -> tuple[Sequence[Sequence[str]], str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return [], f"nvidia-smi does not answer: {error}"
     if done.returncode:
-        said = (done.stdout + done.stderr).strip().splitlines()
-        return [], f"nvidia-smi fails: {said[0] if said else f'exit {done.returncode}'}"
+        messages = (done.stdout + done.stderr).strip().splitlines()
+        return [], f"nvidia-smi fails: {messages[0] if messages else f'exit {done.returncode}'}"
     return list(csv.reader(done.stdout.splitlines(), skipinitialspace=True)), ""
 
 

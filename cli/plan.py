@@ -206,18 +206,18 @@ def plan(
         conditions = Conditions(None if tokens is None else amount(tokens), price, watts, failures, restart, save)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--tokens") from error
-    asked = outputs.Asked(
+    options = outputs.Asked(
         source=recipe if recipe is not None and "=" not in recipe else "", what=what, dry_run=dry_run, as_json=as_json,
         verbose=verbose, html=html, trace=trace, svg=svg, explain=explain, search=search,
         run=conditions if whole else None, passes=passes, skew=skew, suggest=suggest, fit=fit, pin=pin, net=net,
         compared=(" ".join([*([recipe] if recipe else []), *(overrides or ())]) or loaded.name, diff or ""),
     )  # fmt: skip
     note = partial(print, file=sys.stderr)
-    entry = None if no_cache or other is not None else outputs.entry(loaded, asked)
-    done = outputs.known(loaded, asked, entry, note) if entry is not None else None
+    entry = None if no_cache or other is not None else outputs.entry(loaded, options)
+    done = outputs.known(loaded, options, entry, note) if entry is not None else None
     if done is None:
         from tpshard.plan import command
 
-        done = command.run(loaded, asked, other, note, entry)
+        done = command.run(loaded, options, other, note, entry)
     sys.stdout.write(done.text)
     return done.exit

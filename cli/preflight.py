@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 def checked(path: str, overrides: Sequence[str] = ()) -> tuple[Recipe, list[Diagnostic]]:
     """The recipe and its warnings. Raises `Mistakes` with all its errors."""
     examined = recipes.examine(path, overrides)
-    found = list(examined.diagnostics)
+    diagnostics = list(examined.diagnostics)
     if examined.sound("cluster", "mesh", "model", "sharding", "batch", "fsdp.wrap", "fsdp.bucket", "fsdp.axis"):
-        found = recipes.in_order([*found, *beyond(examined.recipe)])
+        diagnostics = recipes.in_order([*diagnostics, *beyond(examined.recipe)])
     if examined.sound("cluster.device"):
-        found = recipes.in_order([*found, *device_file(examined.recipe)])
-    if any(d.severity == "error" for d in found):
-        raise Mistakes(found)
-    return examined.recipe, found
+        diagnostics = recipes.in_order([*diagnostics, *device_file(examined.recipe)])
+    if any(d.severity == "error" for d in diagnostics):
+        raise Mistakes(diagnostics)
+    return examined.recipe, diagnostics
 
 
 def device_file(recipe: Recipe) -> tuple[Diagnostic, ...]:
@@ -52,8 +52,8 @@ def beyond(recipe: Recipe) -> list[Diagnostic]:
         config = configuration(recipe)
     except Mistakes as mistakes:
         return [*mistakes.diagnostics, *misfits(recipe, None)]
-    found = misfits(recipe, config)
-    return [*found, *_tokens(recipe, config)] if config is not None else found
+    diagnostics = misfits(recipe, config)
+    return [*diagnostics, *_tokens(recipe, config)] if config is not None else diagnostics
 
 
 def configuration(recipe: Recipe) -> ModelConfig | None:
@@ -77,8 +77,8 @@ def configuration(recipe: Recipe) -> ModelConfig | None:
     except Mistakes:
         return None  # the folder's environment variable is not set, and validation does not need it
     except (ValueError, OSError) as error:
-        given = [name for name in getattr(error, "names", ()) if name in model.overrides()]
-        where = recipe.where(f"model.{given[0] if given else key}")
+        overridden = [name for name in getattr(error, "names", ()) if name in model.overrides()]
+        where = recipe.where(f"model.{overridden[0] if overridden else key}")
         raise Mistakes.one(f"`model`: {error}", where=where) from None
     return None
 

@@ -119,9 +119,9 @@ def _quantizer(
     from tpshard.recipes.diagnostic import Exit, Mistakes
     from tpshard.serve.quantize_layers import Quantizer
 
-    wanted: Quantize = recipe.quantize
+    section: Quantize = recipe.quantize
     length = min(seq_len or model.config.seq_len, model.config.max_seq)
-    calibration, held_out = _text(model, recipe, text, length, wanted.calibration.sequences)
+    calibration, held_out = _text(model, recipe, text, length, section.calibration.sequences)
     gpu = torch.cuda.is_available()
     try:
         return Quantizer(
@@ -129,8 +129,8 @@ def _quantizer(
             model.read,
             calibration,
             held_out,
-            Settings(wanted.bits, wanted.group_size, wanted.sym, static_groups, damp),
-            wanted.order,
+            Settings(section.bits, section.group_size, section.sym, static_groups, damp),
+            section.order,
             method="nearest" if nearest else "gptq",
             device="cuda" if gpu else "cpu",
             dtype=torch.bfloat16 if gpu and model.dtype != torch.float32 else torch.float32,
@@ -183,8 +183,8 @@ def _write(quantizer: Quantizer, model: SourceModel, out: Path, overwrite: bool)
     except FileExistsError as error:
         raise Mistakes.one(str(error), exit=Exit.USAGE, fix="choose another name, or --overwrite") from error
     except ValueError as error:
-        found = ((code, fix) for words, code, fix in _wrong() if words in str(error))
-        code, fix = next(found, (Exit.FIT, ""))
+        matches = ((code, fix) for words, code, fix in _wrong() if words in str(error))
+        code, fix = next(matches, (Exit.FIT, ""))
         raise Mistakes.one(f"{model.name} cannot be quantized", exit=code, why=str(error), fix=fix) from error
     except OSError as error:
         raise Mistakes.one(f"{out} cannot be written", exit=Exit.MACHINE, why=str(error), fix=ROOM) from error

@@ -118,11 +118,11 @@ def keys(prefix: Prefix = "") -> None:
     from tpshard.recipes.diagnostic import Exit, Mistakes
     from tpshard.recipes.document import keys as documented
 
-    found = documented(prefix)
-    if not found:
+    listed = documented(prefix)
+    if not listed:
         raise Mistakes.one(f"there is no key `{prefix}`", exit=Exit.USAGE, fix="`tpshard recipes keys` lists them all")
     wide = min(columns(sys.stdout) or 100, 120)
-    for key in found:
+    for key in listed:
         print(key.path)
         for line in (key.text, f"{key.legal}; default {key.default}"):
             print(textwrap.fill(line, max(wide, 20), initial_indent="    ", subsequent_indent="    "))

@@ -36,12 +36,12 @@ def rehearsed(recipe: Recipe, load: Load, *, search: bool, as_json: bool, svg: P
         save.check_writable(svg)
     traffic = Traffic(load.prompt, load.answer, load.rate, count=load.count, seed=load.seed)
     limits = serving_answers.TimeLimits(load.ttft, load.tpot)
-    made = serving_answers.answers(
+    answers = serving_answers.answers(
         recipe, traffic, limits, rehearse, curve=0 if svg is None else 10, front=search,
         note=lambda text: print(text, file=sys.stderr),
     )  # fmt: skip
     if svg is not None:
-        save.write(svg, drawn(made))
-    shown = json.dumps(made.to_json(), indent=1) + "\n" if as_json else serving_answers.screen(made)
+        save.write(svg, drawn(answers))
+    shown = json.dumps(answers.to_json(), indent=1) + "\n" if as_json else serving_answers.screen(answers)
     sys.stdout.write(shown)
     return 0

@@ -38,16 +38,18 @@ def serve(
 
     overrides = on_device(overrides, device)
     loaded = load(recipe, overrides)
-    told = loaded.serve
-    key = http.read_key(api_key_file, told.api_key)
+    section = loaded.serve
+    key = http.read_key(api_key_file, section.api_key)
     if check:
-        found = _need(loaded, _shape(recipe, overrides or [], loaded))
-        sys.stdout.write(json.dumps(found.as_json(), indent=1) + "\n" if as_json else f"{found}\n")
+        need_before_start = _need(loaded, _shape(recipe, overrides or [], loaded))
+        sys.stdout.write(
+            json.dumps(need_before_start.as_json(), indent=1) + "\n" if as_json else f"{need_before_start}\n"
+        )
         return 0
-    http.check_exposure(told.host, key, insecure, loaded.where("serve.host"))
+    http.check_exposure(section.host, key, insecure, loaded.where("serve.host"))
     model = _model(recipe, overrides or [], loaded)
     need = _need(loaded, stored(loaded, model))
-    sock = http.bind(told.host, told.port, loaded.where("serve.port"))
+    sock = http.bind(section.host, section.port, loaded.where("serve.port"))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     print(need, file=sys.stderr)
     return _run(loaded, model, need, sock, key)
@@ -131,7 +133,7 @@ def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | N
     from tpshard.serve.step import WorkerLost
     from tpshard.serve.text import Tokenizer
 
-    told = loaded.serve
+    section = loaded.serve
     if model.tokenizer is None:
         raise Mistakes.one(
             f"{model.name} has no tokenizer", exit=Exit.DATA, where=loaded.where("data.tokenizer"),
@@ -145,7 +147,7 @@ def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | N
     if tokenizer.size > programs.vocab:
         raise Mistakes.one(f"the tokenizer has {tokenizer.size} tokens, the model {programs.vocab}", exit=Exit.DATA)
     job = Job.of(programs, model.name, need.blocks)
-    limits = Limits(running=told.requests, queue=told.queue, request_s=told.request_s, grace_s=told.grace_s)
+    limits = Limits(running=section.requests, queue=section.queue, request_s=section.request_s, grace_s=section.grace_s)
     metrics = Metrics()
     torch.set_num_threads(1)  # idle threads of this process would spin on the ranks' cores
     service = Service(lambda: Ranks([sys.executable, "-m", "tpshard.cli.serve_worker"], job), limits, metrics)
@@ -186,14 +188,14 @@ def _to_wandb(loaded: Recipe, service: Service) -> Any:
     """Logs the metrics to wandb every ten seconds if the recipe asks for it; returns a function that stops it."""
     import threading
 
-    told = loaded.logging.wandb
-    if told is None or told.mode == "disabled" or "logging.wandb" not in _given(loaded):
+    section = loaded.logging.wandb
+    if section is None or section.mode == "disabled" or "logging.wandb" not in _given(loaded):
         return lambda: None
     from tpshard.train.wandb_sink import WandbSink
 
     folder = Path(loaded.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
-    sink = WandbSink(folder, project=told.project, name=f"{loaded.name}-serve", config={}, mode=told.mode)
+    sink = WandbSink(folder, project=section.project, name=f"{loaded.name}-serve", config={}, mode=section.mode)
     ended = threading.Event()
 
     def pass_on() -> None:

@@ -87,15 +87,15 @@ def _none(overrides: Sequence[str], source: str) -> None:
 def _latest(checkpoints: Path, recipe: Recipe) -> Path:
     from tpshard.train.restore import newest
 
-    found = newest(checkpoints)
-    if found is None:
+    checkpoint = newest(checkpoints)
+    if checkpoint is None:
         raise Mistakes.one(
             f"there is no checkpoint in {checkpoints}",
             exit=Exit.CHECKPOINT,
             where=recipe.where("run.dir"),
             fix="`tpshard train` writes them; or name a checkpoint's folder",
         )
-    return found.folder
+    return checkpoint.folder
 
 
 def _from_folder(folder: Path) -> SourceModel:

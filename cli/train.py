@@ -55,8 +55,8 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     world = workers_of(loaded, nodes, gpus)
     if saved is not None:
         save.check(saved, loaded, world)
-    here = world // nodes.count
-    print(f"starting {here} worker{'s' * (here != 1)} on this host", file=sys.stderr, flush=True)
+    local_workers = world // nodes.count
+    print(f"starting {local_workers} worker{'s' * (local_workers != 1)} on this host", file=sys.stderr, flush=True)
     chosen = [] if plan is None else ["--plan", plan]
     return launch(["train", recipe, *overrides, *chosen], world=world, nodes=nodes, restarts=loaded.launch.restarts)
 
@@ -82,8 +82,8 @@ def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: 
         planned = plan.programs if plan.file is not None else None
         around = Surroundings(version(), device, planned, plan.screen, plan.saved, _compared, _peak)
         code = work(loaded, place, around)
-        if place.rank == 0 and (said := _compared(Path(loaded.run.dir))):
-            print(said, file=sys.stderr, flush=True)
+        if place.rank == 0 and (comparison := _compared(Path(loaded.run.dir))):
+            print(comparison, file=sys.stderr, flush=True)
         return code
 
     run_worker(body, place, describe)

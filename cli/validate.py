@@ -27,17 +27,17 @@ def validate(files: Files, as_json: Json = False) -> int:
     overrides = [name for name in files if "=" in name]
     if not recipes:
         raise typer.BadParameter("no recipe among the arguments")
-    found: dict[Diagnostic, None] = {}  # two recipes may extend the same base
+    diagnostics: dict[Diagnostic, None] = {}  # two recipes may extend the same base
     for name in recipes:
         try:
             warnings = checked(name, overrides)[1]
-            found |= dict.fromkeys(warnings)
+            diagnostics |= dict.fromkeys(warnings)
             if not as_json:
                 print(f"{name}: fine", file=sys.stderr)
         except Mistakes as mistakes:
-            found |= dict.fromkeys(mistakes.diagnostics)
+            diagnostics |= dict.fromkeys(mistakes.diagnostics)
     if as_json:
-        print(dumps(list(found)))
-    elif found:
-        report(Mistakes(found))
-    return Mistakes(found).exit if any(d.severity == "error" for d in found) else Exit.DONE
+        print(dumps(list(diagnostics)))
+    elif diagnostics:
+        report(Mistakes(diagnostics))
+    return Mistakes(diagnostics).exit if any(d.severity == "error" for d in diagnostics) else Exit.DONE

@@ -20,8 +20,8 @@ def describe(error: BaseException) -> tuple[str, int]:
     from tpshard.parallelism.runtime.messages import WorkerFault
     from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text
 
-    def text(*told: Diagnostic) -> str:
-        return as_text(told, color=colorful(sys.stderr), width=columns(sys.stderr)).rstrip("\n")
+    def text(*diagnostics: Diagnostic) -> str:
+        return as_text(diagnostics, color=colorful(sys.stderr), width=columns(sys.stderr)).rstrip("\n")
 
     if isinstance(error, Mistakes):
         return text(*error.diagnostics), int(error.exit)
@@ -30,11 +30,11 @@ def describe(error: BaseException) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", int(Exit.INTERRUPTED)
     if type(error).__name__ == "OutOfMemoryError":
-        told = Diagnostic(
+        out_of_memory = Diagnostic(
             "the device ran out of memory", Exit.FIT, None, str(error).splitlines()[0],
             "use a smaller batch.per_device, remat: full, or a larger fsdp axis; checkpoints are unchanged",
         )  # fmt: skip
-        return text(told), int(Exit.FIT)
+        return text(out_of_memory), int(Exit.FIT)
     trace = "".join(traceback.format_exception(error)).rstrip("\n")
     return f"{trace}\n\nThis is a bug in tpshard {version()}, not in your recipe: please report the lines above", 1
 
@@ -56,8 +56,8 @@ def device_kind(recipe: Recipe, gpus: int) -> str:
         return "cuda" if gpus else "cpu"
     from tpshard.devices import read as devices
 
-    found = devices.device(recipe.cluster.device, recipe.where("cluster.device"))
-    return "cuda" if found.kind == "gpu" else "cpu"
+    described = devices.device(recipe.cluster.device, recipe.where("cluster.device"))
+    return "cuda" if described.kind == "gpu" else "cpu"
 
 
 def workers_of(recipe: Recipe, nodes: Nodes, gpus: int) -> int:

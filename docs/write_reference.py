@@ -27,11 +27,11 @@ HEAD = "<!-- Written by docs/write_reference.py; change the code instead. -->\n\
 
 def pages() -> dict[str, str]:
     """File name -> text of every page."""
-    made = {
+    texts = {
         "commands.md": commands(), "recipe.md": recipe(), "devices.md": device_files(), "metrics.md": metrics(),
         "exit-codes.md": exit_codes(), "diagnostics.md": diagnostics(), "json.md": json_outputs(),
     }  # fmt: skip
-    return {name: HEAD + text for name, text in made.items()}
+    return {name: HEAD + text for name, text in texts.items()}
 
 
 def table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -46,10 +46,10 @@ def commands() -> str:
     parts = ["# Commands\n\n`tpshard COMMAND --help` says the same.\n"]
     for name, about in COMMANDS.items():
         parts.append(f"\n## tpshard {name}\n\n")
-        made = command(name)
-        inner = getattr(made, "commands", None)
+        app = command(name)
+        inner = getattr(app, "commands", None)
         if inner is None:
-            parts.append(_command(f"tpshard {name}", made))
+            parts.append(_command(f"tpshard {name}", app))
             continue
         parts.append(f"{about}\n")
         for word in inner:
@@ -57,12 +57,12 @@ def commands() -> str:
     return "".join(parts)
 
 
-def _command(words: str, made: Any) -> str:
-    shown = [p for p in made.params if not p.hidden and p.name != "help"]
+def _command(words: str, command: Any) -> str:
+    shown = [p for p in command.params if not p.hidden and p.name != "help"]
     arguments = [p.metavar or p.name.upper() for p in shown if p.param_type_name == "argument"]
     options = [p for p in shown if p.param_type_name == "option"]
     usage = " ".join([words, *(["[OPTIONS]"] if options else []), *arguments])
-    text = f"    {usage}\n\n{inspect.cleandoc(made.help or made.short_help or '')}\n"
+    text = f"    {usage}\n\n{inspect.cleandoc(command.help or command.short_help or '')}\n"
     rows = []
     for option in options:
         value = "" if option.is_flag else f" {option.metavar or 'N'}"
@@ -86,9 +86,9 @@ def device_files() -> str:
     for path in sorted(Path(devices.__file__).parent.glob("*.yaml")):
         about = [line.removeprefix("#").strip() for line in path.read_text(encoding="utf-8").splitlines()]
         comment = " ".join(about[: next(i for i, line in enumerate(about) if line.startswith("schema"))])
-        found = devices.device(path.stem)
-        memory = f"{found.memory_bytes / 2**30:.0f} GiB"
-        rows.append((f"`{path.stem}`", comment, memory, f"{found.memory_bandwidth / 1e12:.2g} TB/s"))
+        device = devices.device(path.stem)
+        memory = f"{device.memory_bytes / 2**30:.0f} GiB"
+        rows.append((f"`{path.stem}`", comment, memory, f"{device.memory_bandwidth / 1e12:.2g} TB/s"))
     head = (
         "# Devices\n\nWhat `cluster.device` may name; or the path of a file of your own, whose keys "
         "[Planning](../planning.md#devices) explains.\n\n"
@@ -120,8 +120,8 @@ def exit_codes() -> str:
     for statement, after in zip(body, [*body[1:], None]):
         if isinstance(statement, ast.Assign):
             name = statement.targets[0].id  # type: ignore[attr-defined]
-            told = after.value.value if isinstance(after, ast.Expr) else ""  # type: ignore[attr-defined]
-            rows.append((str(int(exits.Exit[name])), f"`{name}`", " ".join(told.split())))
+            meaning = after.value.value if isinstance(after, ast.Expr) else ""  # type: ignore[attr-defined]
+            rows.append((str(int(exits.Exit[name])), f"`{name}`", " ".join(meaning.split())))
     head = "# Exit codes\n\nThe same for every command. Of several mistakes the lowest of 2 to 5 is taken.\n\n"
     return head + table(("code", "name", "when"), rows)
 
@@ -137,9 +137,9 @@ def diagnostics() -> str:
     ]
     shown, listed = samples(), entries()
     for room, title in ROOMS.items():
-        told = [entry for entry in listed if entry.room == room]
-        parts.append(f"\n## {title}\n" if told else "")
-        parts += [_diagnostic(entry, shown.get(entry.message)) for entry in told]
+        in_room = [entry for entry in listed if entry.room == room]
+        parts.append(f"\n## {title}\n" if in_room else "")
+        parts += [_diagnostic(entry, shown.get(entry.message)) for entry in in_room]
     return "".join(parts)
 
 

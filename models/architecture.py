@@ -62,8 +62,8 @@ class Architecture:
         try:
             return self.cls.config_class.from_dict(dict(self.raw))
         except Exception as error:  # the class may raise anything for bad numbers
-            told = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ValueError(f"config.json: {self.cls.config_class.__name__} refuses it: {told}") from error
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(f"config.json: {self.cls.config_class.__name__} refuses it: {reason}") from error
 
     @property
     def vocab(self) -> int | None:
@@ -137,8 +137,8 @@ class Architecture:
             with torch.device("meta"):
                 model: nn.Module = self.cls(config)
         except Exception as error:
-            told = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ValueError(f"{self.cls.__name__} cannot be built from config.json: {told}") from error
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(f"{self.cls.__name__} cannot be built from config.json: {reason}") from error
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(dtype)
@@ -171,9 +171,9 @@ class Architecture:
 
 def _fill_buffers(model: nn.Module) -> None:
     """Computes the buffers that checkpoints do not store, by the class's own initialization."""
-    kept = {name for name, _ in model.named_buffers()} & set(model.state_dict())
-    if kept:
-        raise ValueError(f"{type(model).__name__} stores the buffer `{sorted(kept)[0]}`, which is not supported")
+    stored = {name for name, _ in model.named_buffers()} & set(model.state_dict())
+    if stored:
+        raise ValueError(f"{type(model).__name__} stores the buffer `{sorted(stored)[0]}`, which is not supported")
     for path, module in model.named_modules():
         if not any(buffer is not None for buffer in module._buffers.values()):
             continue

@@ -42,8 +42,8 @@ class FolderWeights:
         self._turned = _turned(model)
         self._home = self._homes(self._spellings(model), type(model).__name__)
         if self._home is None and self.quantized:
-            kept = f"its tensors are not named as {type(model).__name__} names them"
-            raise ValueError(f"{folder} is quantized, and {kept} (experts one by one): not supported")
+            reason = f"its tensors are not named as {type(model).__name__} names them"
+            raise ValueError(f"{folder} is quantized, and {reason} (experts one by one): not supported")
         if self._home is not None:
             self._check(model, self._home)
         elif values:
@@ -102,8 +102,8 @@ class FolderWeights:
         """
         homes = {n: next((o for o in others if o in self.tensors), None) for n, others in spellings.items()}
         absent = [name for name, tensor in homes.items() if tensor is None]
-        known = {other for others in spellings.values() for other in others}
-        foreign = [t for t in self.tensors.names() if t not in known and not _CONSTANTS.fullmatch(t)]
+        spelled = {other for others in spellings.values() for other in others}
+        foreign = [t for t in self.tensors.names() if t not in spelled and not _CONSTANTS.fullmatch(t)]
         if absent and not foreign:
             raise ValueError(f"{self.folder}: missing keys for {cls}: {', '.join(absent[:5])}")
         return None if absent else {name: tensor for name, tensor in homes.items() if tensor is not None}
@@ -134,12 +134,12 @@ class FolderWeights:
 
         cls = self.architecture.cls
         logging.disable_progress_bar()
-        model, told = cls.from_pretrained(
+        model, loading = cls.from_pretrained(
             self.folder, config=self.architecture.config, use_safetensors=True, local_files_only=True,
             output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in told.get(what, ()))
+            names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in loading.get(what, ()))
             if names:
                 raise ValueError(f"{self.folder}: {what.replace('_', ' ')} for {cls.__name__}: {', '.join(names[:5])}")
         return {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -218,7 +218,7 @@ def no_router_bias(c: Any) -> None:
 
 AUXILIARY_LOSS = (
     Key("output_router_logits", "balance", False, bool,
-        read=lambda said, read: "loss" if said else "none", write=lambda c: c.balance == "loss"),
+        read=lambda stored, read: "loss" if stored else "none", write=lambda c: c.balance == "loss"),
     Key("router_aux_loss_coef", "balance_rate", 0.001, float),
 )  # fmt: skip
 ROUTED = ("experts", "top_k", "capacity", "balance", "balance_rate")
@@ -331,7 +331,7 @@ GRANITE = decoder(
             Key("n_head", "heads"),
             Key(
                 "multi_query", "kv_heads", True, bool,
-                read=lambda said, read: 1 if said else read["heads"], write=lambda c: c.kv_heads == 1,
+                read=lambda stored, read: 1 if stored else read["heads"], write=lambda c: c.kv_heads == 1,
             ),
             Key("n_inner", "mlp", lambda read: 4 * read["width"]),
             Key("n_positions", "max_seq", 1024),

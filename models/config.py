@@ -110,8 +110,8 @@ class ModelConfig:
         if self.described.positions == "rotary" and self.head_dim % 2:
             raise Contradiction(f"`head_dim: {self.head_dim}` is odd; rotary positions rotate pairs", "head_dim")
         if self.full_layers and self.window is None:
-            told = "`full_layers` are the layers that ignore `window`, but no `window` is set"
-            raise Contradiction(told, "full_layers")
+            contradiction = "`full_layers` are the layers that ignore `window`, but no `window` is set"
+            raise Contradiction(contradiction, "full_layers")
         if self.window is not None and self.window < 1:
             raise Contradiction(f"`window: {self.window}` must be at least 1, a token's own position", "window")
         if self.described.mlp == "moe":
@@ -121,17 +121,17 @@ class ModelConfig:
 
     def _check_experts(self) -> None:
         if self.experts is None or self.top_k is None or not 1 <= self.top_k <= self.experts:
-            told = f"`top_k: {self.top_k}` must be between 1 and `experts: {self.experts}`"
-            raise Contradiction(told, "top_k", "experts")
+            contradiction = f"`top_k: {self.top_k}` must be between 1 and `experts: {self.experts}`"
+            raise Contradiction(contradiction, "top_k", "experts")
         if self.capacity is not None and not self.capacity > 0:
-            told = f"`capacity: {self.capacity}` gives experts no tokens; it must be above 0, or null"
-            raise Contradiction(told, "capacity")
+            contradiction = f"`capacity: {self.capacity}` gives experts no tokens; it must be above 0, or null"
+            raise Contradiction(contradiction, "capacity")
         for name, choices in (("routing", ("softmax", "sigmoid")), ("balance", ("bias", "loss", "none"))):
             if getattr(self, name) not in choices:
                 raise Contradiction(f"`{name}: {getattr(self, name)}` is not one of {', '.join(choices)}", name)
         if self.shared_experts < 0 or not (self.balance_rate > 0 and self.route_scale > 0):
-            told = "`balance_rate` and `route_scale` must be positive, and `shared_experts` at least 0"
-            raise Contradiction(told, "balance_rate", "route_scale", "shared_experts")
+            contradiction = "`balance_rate` and `route_scale` must be positive, and `shared_experts` at least 0"
+            raise Contradiction(contradiction, "balance_rate", "route_scale", "shared_experts")
 
     @property
     def balanced_by_bias(self) -> bool:

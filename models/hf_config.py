@@ -87,8 +87,8 @@ def _read(raw: Mapping[str, Any], family: Family) -> ModelConfig:
     numbers: dict[str, Any] = {"dtype": _dtype(raw), "vocab": _size(raw, "vocab_size")}
     for key in family.hf.keys:
         name = key.alias if key.alias in raw and key.theirs not in raw else key.theirs
-        said = _READERS[key.kind](raw, name, _default(key, name, raw, numbers))
-        numbers[key.ours] = said if key.read is None else key.read(said, numbers)
+        value = _READERS[key.kind](raw, name, _default(key, name, raw, numbers))
+        numbers[key.ours] = value if key.read is None else key.read(value, numbers)
     numbers |= {ours: follows(numbers) for ours, follows in family.hf.derived.items()}
     if family.positions == "rotary":
         numbers["rope_theta"], numbers["rope_scaling"] = _rope(raw, numbers["max_seq"], family.hf.theta)
@@ -105,15 +105,15 @@ def _default(key: Key, name: str, raw: Mapping[str, Any], numbers: Mapping[str, 
     return default(numbers) if callable(default) else default
 
 
-def _windows(raw: Mapping[str, Any], layers: int, told: Windows) -> dict[str, Any]:
+def _windows(raw: Mapping[str, Any], layers: int, described: Windows) -> dict[str, Any]:
     """The fields `window` and `full_layers`."""
     window = _size(raw, "sliding_window") if raw.get("sliding_window") is not None else None
-    window = window if "sliding_window" in raw else told.default
-    if told.switch and not _flag(raw, "use_sliding_window", False):
+    window = window if "sliding_window" in raw else described.default
+    if described.switch and not _flag(raw, "use_sliding_window", False):
         window = None
-    if told.first is None:
+    if described.first is None:
         return {"window": window}
-    first = raw.get("max_window_layers", told.first)
+    first = raw.get("max_window_layers", described.first)
     kinds = raw.get("layer_types")
     if kinds is None:
         kinds = [_SLIDING if window is not None and i >= first else _FULL for i in range(layers)]
@@ -185,14 +185,14 @@ def write_config(c: ModelConfig, dtype: str, tokens: Mapping[str, Any] | None = 
     return {**shared, **kind, **own, **fixed, **hf.written, **rope, **windows}
 
 
-def _written_windows(c: ModelConfig, told: Windows) -> dict[str, Any]:
-    said: dict[str, Any] = {"sliding_window": c.window}
-    if told.switch:
-        said["use_sliding_window"] = c.window is not None
-    if told.first is not None:
+def _written_windows(c: ModelConfig, described: Windows) -> dict[str, Any]:
+    entries: dict[str, Any] = {"sliding_window": c.window}
+    if described.switch:
+        entries["use_sliding_window"] = c.window is not None
+    if described.first is not None:
         kinds = [_FULL if c.window_of(i) is None else _SLIDING for i in range(c.layers)]
-        said |= {"layer_types": kinds, "max_window_layers": kinds.index(_SLIDING) if _SLIDING in kinds else c.layers}
-    return said
+        entries |= {"layer_types": kinds, "max_window_layers": kinds.index(_SLIDING) if _SLIDING in kinds else c.layers}
+    return entries
 
 
 def _written_rope(c: ModelConfig) -> dict[str, Any]:

@@ -84,8 +84,8 @@ def _written_out(
         scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
     if causal:
         pair = None if documents is None else (documents, documents)
-        seen = visible(pair, range(query.shape[2]), range(key.shape[2]), window, query.device)
-        scores = scores.masked_fill(~seen, float("-inf"))
+        attended = visible(pair, range(query.shape[2]), range(key.shape[2]), window, query.device)
+        scores = scores.masked_fill(~attended, float("-inf"))
     elif window is not None:
         raise ValueError("a bidirectional sliding window is not supported")
     return (torch.softmax(scores, -1).to(query.dtype) @ value).transpose(1, 2)

@@ -78,14 +78,14 @@ class MoE(nn.Module):
     def _in_slots(self, x: Tensor, routes: Routes, load: Tensor) -> Tensor:
         gate, up, down = (self.experts[name].weight for name in ("gate", "up", "down"))
         size = slots_of(x.shape[1], self.config)
-        taken = slots(routes, size)
-        note(self, load=load, dropped=(taken < 0).float().sum())
-        inside = to_slots(x, taken, load.numel() * size).unflatten(1, (-1, size)).transpose(0, 1)
+        slot_of = slots(routes, size)
+        note(self, load=load, dropped=(slot_of < 0).float().sum())
+        inside = to_slots(x, slot_of, load.numel() * size).unflatten(1, (-1, size)).transpose(0, 1)
         inside = name(inside, "dispatched", "expert", "group", "slot", "embed")
         hidden = F.silu(torch.einsum("ebcm,ehm->ebch", inside, gate)) * torch.einsum("ebcm,ehm->ebch", inside, up)
         hidden = name(hidden, "hidden", "expert", "group", "slot", "mlp")
         out = name(torch.einsum("ebch,emh->ebcm", hidden, down), "computed", "expert", "group", "slot", "embed")
-        return from_slots(out.transpose(0, 1).flatten(1, 2), taken, routes.weights)
+        return from_slots(out.transpose(0, 1).flatten(1, 2), slot_of, routes.weights)
 
 
 MLPS: Mapping[str, Callable[[Parts], nn.Module]] = {"swiglu": SwiGLU, "gelu": GELU, "moe": MoE}

@@ -32,13 +32,13 @@ class Step:
 
 def take_place(model: nn.Module) -> Step | None:
     """Makes such modules of a model compute by tpshard's operation; returns the step they read, or None without any."""
-    step, found = Step(), False
+    step, replaced = Step(), False
     for module in model.modules():
         forward = _OWN.get(type(module).__name__)
-        made = None if forward is None else forward(module, step)
-        if made is not None:
-            module.forward, found = made, True
-    return step if found else None
+        replacement = None if forward is None else forward(module, step)
+        if replacement is not None:
+            module.forward, replaced = replacement, True
+    return step if replaced else None
 
 
 def placed(model: nn.Module) -> bool:

@@ -35,5 +35,5 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 def _stretch(frequencies: Tensor, s: RopeScaling) -> Tensor:
     """Frequencies with long wavelengths scaled by `factor`, short ones unchanged, and a linear mix in between."""
     turns = frequencies * (s.original_max_seq / (2 * math.pi))
-    kept = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0.0, 1.0)
-    return frequencies * ((1.0 - kept) / s.factor + kept)
+    unscaled = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0.0, 1.0)
+    return frequencies * ((1.0 - unscaled) / s.factor + unscaled)

@@ -69,10 +69,10 @@ class UNet3D(nn.Module):
             self.initial_std |= {f"down.{i}.weight": (8 * a) ** -0.5, f"up.{i}.weight": b**-0.5}
 
     def forward(self, volume: Tensor) -> Tensor:
-        x, kept = self.enter(volume), []
+        x, skipped = self.enter(volume), []
         for down, inner in zip(self.down, self.inner):
-            kept.append(x)
+            skipped.append(x)
             x = inner(down(x))
         for i in reversed(range(len(self.up))):
-            x = self.outer[i](torch.cat([kept[i], self.up[i](x)], 1))
+            x = self.outer[i](torch.cat([skipped[i], self.up[i](x)], 1))
         return self.output(x)

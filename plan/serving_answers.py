@@ -171,7 +171,7 @@ def answers(
 
 
 def _full(traffic: Traffic, server: PricedServer) -> Traffic:
-    clients = min(server.room.running, server.room.wanted)
+    clients = min(server.room.running, server.room.logit_rows)
     return replace(traffic, rate=None, clients=clients, count=max(traffic.count, 4 * clients))
 
 

@@ -114,11 +114,11 @@ class ServerBuilder:
                 exit=Exit.FIT, where=recipe.where("serve.mesh"), fix="a larger `serve.mesh`, or `serve.cache_mb`",
             )  # fmt: skip
         told = recipe.serve
-        room = Room(blocks, setting.most, setting.wanted(setting.most), told.requests, told.queue)
+        room = Room(blocks, setting.most, setting.logit_rows(setting.most), told.requests, told.queue)
         return PricedServer(recipe, programs, StepPrices(programs.steps, mine, per_host), room, (blocks + 1) * each)
 
     def _program(self, setting: ServeSetting, rows: int) -> ServingPrograms:
-        key = (tuple(setting.mesh.axes.items()), rows, setting.wanted(rows))
+        key = (tuple(setting.mesh.axes.items()), rows, setting.logit_rows(rows))
         if key not in self._built:
             self._built[key] = build_serving(setting, (rows,))
         return self._built[key]

@@ -41,12 +41,12 @@ def few_layers(
 
 def of_all_layers(few: Program, layers: int) -> dict[str, ValueRecord]:
     """Records, those of parameters and their gradients for every layer: the second one stands for all."""
-    found = dict(few.records)
+    records = dict(few.records)
     second = f"{STACK}.1."
     for name, record in few.records.items():
         if name.startswith(second) and name.endswith((".used", ".grad")):
-            found |= {f"{STACK}.{n}.{name.removeprefix(second)}": record for n in range(FEW - 1, layers)}
-    return found
+            records |= {f"{STACK}.{n}.{name.removeprefix(second)}": record for n in range(FEW - 1, layers)}
+    return records
 
 
 def _names_layers(setting: Setting) -> bool:

@@ -46,26 +46,26 @@ def annotate(
     has.
     """
     reader = _Reader(setting, serving)
-    found: dict[Value, Annotation] = {}
+    annotations: dict[Value, Annotation] = {}
     used = used_values(graph) if used is None else used
     for name, values in used.items():
         for value in values:
-            reader.rules(found, value, name, setting.dims.get(name, ()), (by or {}).get(name, ""))
+            reader.rules(annotations, value, name, setting.dims.get(name, ()), (by or {}).get(name, ""))
     for value in batch:
-        reader.rules(found, value, value.name, (fields or {}).get(value.name, BATCH_DIMS[: value.rank]))
+        reader.rules(annotations, value, value.name, (fields or {}).get(value.name, BATCH_DIMS[: value.rank]))
     for value in graph.values():
         if value.label and "expert" in value.dims:  # the inputs of experts are sharded like the experts
-            reader.rules(found, value, value.label, [d if d == "expert" else "" for d in value.dims])
+            reader.rules(annotations, value, value.label, [d if d == "expert" else "" for d in value.dims])
     for pattern, names in setting.recipe.sharding.annotate.items():
-        for value in reader.found(_named(graph, used, pattern), pattern, f"sharding.annotate.{pattern}"):
-            reader.pattern(found, value, pattern, names)
+        for value in reader.require(_named(graph, used, pattern), pattern, f"sharding.annotate.{pattern}"):
+            reader.pattern(annotations, value, pattern, names)
     for pattern, dims in setting.recipe.sharding.pin.items():
-        for value in reader.found(_named(graph, used, pattern), pattern, f"sharding.pin.{pattern}"):
-            reader.pin(found, value, pattern, dims)
+        for value in reader.require(_named(graph, used, pattern), pattern, f"sharding.pin.{pattern}"):
+            reader.pin(annotations, value, pattern, dims)
     if reader.mistakes:
         raise Mistakes(reader.mistakes)
     _name_dims(setting, graph, used, batch, fields or {})
-    return found
+    return annotations
 
 
 def _name_dims(
@@ -85,33 +85,33 @@ def _name_dims(
 def _named(graph: Graph, parameters: Mapping[str, Sequence[Value]], pattern: str) -> list[Value]:
     """The values that a pattern matches: parameters (used, and their gradients), inputs, activations and gradients."""
     used = {id(v): name for name, values in parameters.items() for v in values}
-    found = []
+    matching = []
     for value in graph.values():
         label = used.get(id(value)) or value.label or (value.name if value.producer is None else "")
         if label in parameters and id(value) not in used:
             continue  # the stored form follows the used one
         if label and matches(pattern, label):
-            found.append(value)
-    return found
+            matching.append(value)
+    return matching
 
 
 class _Reader:
     def __init__(self, setting: Annotated, serving: bool):
         self.setting, self.recipe, self.mesh, self.serving = setting, setting.recipe, setting.mesh, serving
         self.mistakes: list[Diagnostic] = []
-        self.said: set[str] = set()
+        self.reported: set[str] = set()
 
-    def found(self, values: list[Value], pattern: str, path: str) -> list[Value]:
+    def require(self, values: list[Value], pattern: str, path: str) -> list[Value]:
         """The values of a pattern; a mistake if there are none in a user's module (presets are checked earlier)."""
         if not values and self.setting.config is None and not self.serving:
-            known = ", ".join(list(self.setting.dims)[:6])
+            parameters = ", ".join(list(self.setting.dims)[:6])
             self.mistakes.append(
                 Diagnostic(
                     f"`{pattern}` matches nothing in `{self.recipe.model.module or 'the model'}`",
                     exit=Exit.RECIPE,
                     where=self.recipe.where(path),
                     why="the annotation would have no effect",
-                    fix=f"its parameters are {known}, ...; activations are those that it names",
+                    fix=f"its parameters are {parameters}, ...; activations are those that it names",
                 )
             )
         return values
@@ -119,7 +119,9 @@ class _Reader:
     def axes(self, names: Sequence[str]) -> Axes:
         return merge(self.mesh.axis(name) for name in names if self.mesh.axes.get(name, 1) > 1)
 
-    def rules(self, found: dict[Value, Annotation], value: Value, name: str, dims: Sequence[str], by: str = "") -> None:
+    def rules(
+        self, annotations: dict[Value, Annotation], value: Value, name: str, dims: Sequence[str], by: str = ""
+    ) -> None:
         rules = self.recipe.sharding.rules
         ruled = [d for d in dims if d in rules]
         if not ruled:
@@ -127,43 +129,47 @@ class _Reader:
         axes = [self.axes(names) for names in self.recipe.sharding.cuts(dims)]
         opened = tuple(d not in rules for d in dims)
         by = f", {by}" if by else ""
-        told = tuple(self.told(f"sharding.rules.{d}", f"{d}: {_show(rules[d])}{by}") for d in ruled)
+        sources = tuple(self.source_of(f"sharding.rules.{d}", f"{d}: {_show(rules[d])}{by}") for d in ruled)
         axes = [self.fits(value, i, a, name, f"sharding.rules.{dims[i]}") for i, a in enumerate(axes)]
-        found[value] = Annotation(Sharding(tuple(axes), opened), told)
+        annotations[value] = Annotation(Sharding(tuple(axes), opened), sources)
 
-    def told(self, path: str, says: str) -> Told:
-        return told(self.recipe, path, says)
+    def source_of(self, path: str, says: str) -> Told:
+        return source_of(self.recipe, path, says)
 
-    def pattern(self, found: dict[Value, Annotation], value: Value, pattern: str, names: Sequence[str | None]) -> None:
+    def pattern(
+        self, annotations: dict[Value, Annotation], value: Value, pattern: str, names: Sequence[str | None]
+    ) -> None:
         path = f"sharding.annotate.{pattern}"
         if self.ranks_differ(value, pattern, len(names), path):
             return
         rules: Mapping[str, Sequence[str]] = self.recipe.sharding.rules
         axes = [self.axes(rules.get(n, ())) if n is not None else () for n in names]
         axes = [self.fits(value, i, a, pattern, path) for i, a in enumerate(axes)]
-        found[value] = self.closed(value, axes, path, pattern)
+        annotations[value] = self.closed(value, axes, path, pattern)
 
     def closed(self, value: Value, axes: Sequence[Axes], path: str, pattern: str) -> Annotation:
         """An activation's annotation, applied after the parameters': it uses the axes that they leave."""
         later = (1,) * value.rank if value.producer is not None and value.label else None
         sharding = Sharding(tuple(axes), (False,) * value.rank, priority=later)
-        return Annotation(sharding, (self.told(path, pattern),))
+        return Annotation(sharding, (self.source_of(path, pattern),))
 
-    def pin(self, found: dict[Value, Annotation], value: Value, pattern: str, dims: Sequence[Sequence[str]]) -> None:
+    def pin(
+        self, annotations: dict[Value, Annotation], value: Value, pattern: str, dims: Sequence[Sequence[str]]
+    ) -> None:
         path = f"sharding.pin.{pattern}"
         if self.ranks_differ(value, pattern, len(dims), path):
             return
         axes = [self.fits(value, i, self.axes(d), pattern, path) for i, d in enumerate(dims)]
-        found[value] = self.closed(value, axes, path, pattern)
+        annotations[value] = self.closed(value, axes, path, pattern)
 
-    def ranks_differ(self, value: Value, pattern: str, given: int, path: str) -> bool:
-        if given == value.rank:
+    def ranks_differ(self, value: Value, pattern: str, entries: int, path: str) -> bool:
+        if entries == value.rank:
             return False
-        if path not in self.said:
-            self.said.add(path)
+        if path not in self.reported:
+            self.reported.add(path)
             self.mistakes.append(
                 Diagnostic(
-                    f"`{pattern}` has {given} dims here, but {value.name} has {value.rank}: {list(value.shape)}",
+                    f"`{pattern}` has {entries} dims here, but {value.name} has {value.rank}: {list(value.shape)}",
                     exit=Exit.RECIPE,
                     where=self.recipe.where(path),
                     fix=f"give {value.rank} entries" + (f", for {', '.join(value.dims)}" if value.dims else ""),
@@ -180,8 +186,8 @@ class _Reader:
             return ()
         if self.recipe.sharding.on_uneven == "pad":
             return axes
-        if path not in self.said:
-            self.said.add(path)
+        if path not in self.reported:
+            self.reported.add(path)
             names = ", ".join(f"{a.name} {a.size}" for a in axes)
             divisors = [str(n) for n in range(1, size + 1) if size % n == 0 and n <= 4 * size_of(axes)]
             self.mistakes.append(
@@ -196,7 +202,7 @@ class _Reader:
         return axes
 
 
-def told(recipe: Recipe, path: str, says: str) -> Told:
+def source_of(recipe: Recipe, path: str, says: str) -> Told:
     """A key of a recipe with its value and place, as the source of an annotation."""
     where = recipe.where(path)
     return Told(where.file, where.line, where.col, says, default=not where.line)

@@ -50,7 +50,7 @@ def derive(recipe: Recipe, data_ranks: int, stages: int = 1) -> BatchPlan:
     Raises:
         Mistakes: exit 4; the sequences are not divisible.
     """
-    total, given = recipe.batch.global_sequences, recipe.batch.per_device
+    total, per_device = recipe.batch.global_sequences, recipe.batch.per_device
     if total % data_ranks:
         raise Mistakes.one(
             f"`batch.global_sequences: {total}` does not divide over {data_ranks} data ranks",
@@ -60,42 +60,42 @@ def derive(recipe: Recipe, data_ranks: int, stages: int = 1) -> BatchPlan:
             fix=f"{_near(total, data_ranks)}, or a mesh with another number of data ranks",
         )
     each = total // data_ranks
-    if recipe.pipeline is not None and (recipe.pipeline.micro_batches is not None or given is None):
+    if recipe.pipeline is not None and (recipe.pipeline.micro_batches is not None or per_device is None):
         return _in_pipeline(recipe, BatchPlan(total, data_ranks, each), stages)
-    if given is None:
+    if per_device is None:
         return BatchPlan(total, data_ranks, max(n for n in range(1, MOST_BY_DEFAULT + 1) if each % n == 0))
-    if each % given:
+    if each % per_device:
         divisors = [n for n in range(1, each + 1) if each % n == 0]
         raise Mistakes.one(
-            f"`batch.per_device: {given}` does not divide the {each} sequences of a data rank",
+            f"`batch.per_device: {per_device}` does not divide the {each} sequences of a data rank",
             exit=Exit.FIT,
             where=recipe.where("batch.per_device"),
             why=f"{total} sequences over {data_ranks} data ranks",
-            fix="per_device " + ", ".join(map(str, sorted(divisors, key=lambda n: (abs(n - given), n))[:3])),
+            fix="per_device " + ", ".join(map(str, sorted(divisors, key=lambda n: (abs(n - per_device), n))[:3])),
         )
-    return BatchPlan(total, data_ranks, given)
+    return BatchPlan(total, data_ranks, per_device)
 
 
 def _in_pipeline(recipe: Recipe, whole: BatchPlan, devices: int) -> BatchPlan:
     """`whole` with the number of micro-batches that the pipeline asks for or needs."""
     pipeline, each = recipe.pipeline, whole.sequences_each
     assert pipeline is not None
-    micros, given = pipeline.micro_batches, recipe.batch.per_device
+    micros, per_device = pipeline.micro_batches, recipe.batch.per_device
     if micros is None:
         fits = [n for n in range(1, MOST_BY_DEFAULT + 1)
                 if each % n == 0 and not refusal(pipeline.schedule, devices, each // n, pipeline.each)]  # fmt: skip
         full = [n for n in fits if each // n >= FILLING * devices]
         return replace(whole, per_device=max(full) if full else fits[0] if fits else 1)
-    if each % micros or (given is not None and given * micros != each):
+    if each % micros or (per_device is not None and per_device * micros != each):
         counts = [n for n in range(1, each + 1) if each % n == 0]
         near = ", ".join(map(str, sorted(counts, key=lambda n: (abs(n - micros), n))[:3]))
-        of = f" of {given}" if given is not None else ""
+        of = f" of {per_device}" if per_device is not None else ""
         raise Mistakes.one(
             f"`pipeline.micro_batches: {micros}`{of} are not the {each} sequences of a data rank",
             exit=Exit.FIT,
             where=recipe.where("pipeline.micro_batches"),
             why=f"{whole.global_sequences} sequences over {whole.data_ranks} data ranks",
-            fix=f"micro_batches {near}" + (", and leave batch.per_device out" if given is not None else ""),
+            fix=f"micro_batches {near}" + (", and leave batch.per_device out" if per_device is not None else ""),
         )
     return replace(whole, per_device=each // micros)
 

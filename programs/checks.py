@@ -62,18 +62,18 @@ def check_reshards(setting: Setting, programs: Iterable[Program]) -> None:
     if how == "allow":
         return
     for program in programs:
-        found = [comm for comm in program.collectives if not comm.asked]
-        if not found:
+        unasked = [comm for comm in program.collectives if not comm.asked]
+        if not unasked:
             continue
-        total = sum(comm.bytes for comm in found)
+        total = sum(comm.bytes for comm in unasked)
         if how == "warn":
-            moved = f"{len(found)} reshards that nothing asks for move {total / MIB:.1f} MiB"
-            text = f"{moved}; the first: {found[0].reason}"
+            moved = f"{len(unasked)} reshards that nothing asks for move {total / MIB:.1f} MiB"
+            text = f"{moved}; the first: {unasked[0].reason}"
             if text not in program.warnings:
                 program.warnings.append(text)
             continue
-        found.sort(key=lambda comm: -comm.bytes)
-        raise Mistakes([_unasked(setting, comm) for comm in found[:MOST]])
+        unasked.sort(key=lambda comm: -comm.bytes)
+        raise Mistakes([_unasked(setting, comm) for comm in unasked[:MOST]])
 
 
 def _unasked(setting: Setting, comm: Collective) -> Diagnostic:

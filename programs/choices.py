@@ -44,7 +44,7 @@ class Choices(NamedTuple):
     """Parameter names of each bucket, in order of use."""
 
 
-def choose(setting: Setting, program: Program, made: Callable[[Choices], Program]) -> Choices:
+def choose(setting: Setting, program: Program, program_with: Callable[[Choices], Program]) -> Choices:
     """The choices for the step `program`; `made` returns the program that runs with some choices.
 
     Raises Mistakes for a file or pattern of buckets that is invalid.
@@ -59,13 +59,15 @@ def choose(setting: Setting, program: Program, made: Callable[[Choices], Program
     def with_buckets(groups: Groups) -> Choices:
         return Choices(again, tuple(map(tuple, groups)))
 
-    return with_buckets(_buckets(setting, chooser, recomputed(again), lambda groups: made(with_buckets(groups))))
+    return with_buckets(
+        _buckets(setting, chooser, recomputed(again), lambda groups: program_with(with_buckets(groups)))
+    )
 
 
 def compiled_by(recipe: Recipe) -> Compiled:
     """Which parts of the recipe's programs are compiled."""
-    seen: dict[str, Compiled] = {"inductor": "all", "blocks": "layers", "eager": "none"}
-    return seen[recipe.compile]
+    parts: dict[str, Compiled] = {"inductor": "all", "blocks": "layers", "eager": "none"}
+    return parts[recipe.compile]
 
 
 def keep_of(setting: Setting) -> Keep:
@@ -82,26 +84,26 @@ def keep_of(setting: Setting) -> Keep:
     return keep_selected(tuple(remat))
 
 
-def _buckets(setting: Setting, chooser: Chooser, program: Program, made: Callable[[Groups], Program]) -> Groups:
+def _buckets(setting: Setting, chooser: Chooser, program: Program, program_with: Callable[[Groups], Program]) -> Groups:
     """The recipe's buckets. Raises Mistakes for an invalid file or pattern."""
-    given = setting.recipe.fsdp.bucket
+    policy = setting.recipe.fsdp.bucket
     used = buckets.in_order_of_use(program)
     ports = [port for port in program.inputs if port.kind == "parameter"]
     names = used + [port.name for port in ports if port.name not in used]
     itemsize = setting.param_dtype.itemsize
     sizes = {port.name: Spec(port.shape, port.dtype).bytes // port.dtype.itemsize * itemsize for port in ports}
-    if given == "none":
+    if policy == "none":
         return [[name] for name in names]
-    if isinstance(given, BucketSize):
-        return buckets.by_size(names, sizes, given.mb * 1e6)
-    if isinstance(given, BucketFile):
-        return _from_file(setting, given.file, names)
-    if isinstance(given, tuple):
-        return [g for patterns in given if (g := [n for n in names if any(covers(p, n) for p in patterns)])]
+    if isinstance(policy, BucketSize):
+        return buckets.by_size(names, sizes, policy.mb * 1e6)
+    if isinstance(policy, BucketFile):
+        return _from_file(setting, policy.file, names)
+    if isinstance(policy, tuple):
+        return [g for patterns in policy if (g := [n for n in names if any(covers(p, n) for p in patterns)])]
     by_unit = buckets.by_unit(names, lambda name: unit_of(name, setting.recipe.fsdp.wrap))
-    if given == "greedy":
+    if policy == "greedy":
         return chooser.greedy(program)
-    return chooser.best(program, by_unit, made) if given == "auto" else by_unit
+    return chooser.best(program, by_unit, program_with) if policy == "auto" else by_unit
 
 
 def _from_file(setting: Setting, path: str, names: list[str]) -> Groups:
@@ -176,13 +178,13 @@ class Chooser:
         room = max(float(max(piece.bytes for piece in pieces)), min(float(total), self.memory - held))
         return buckets.greedy(pieces, gather_s, room)
 
-    def best(self, program: Program, by_unit: Groups, made: Callable[[Groups], Program]) -> Groups:
+    def best(self, program: Program, by_unit: Groups, program_with: Callable[[Groups], Program]) -> Groups:
         """One bucket per unit, which users recognise, unless greedy ones are clearly faster or the only ones that
         fit."""
         if self.setting.fsdp_axis is None or not buckets.in_order_of_use(program):
             return by_unit
         greedy = self.greedy(program)
-        plain, merged = made(by_unit), made(greedy)
+        plain, merged = program_with(by_unit), program_with(greedy)
         over, over_merged = (max(0, self.peak(p) - self.memory) for p in (plain, merged))
         if over or over_merged:
             return greedy if over_merged < over else by_unit

@@ -15,5 +15,5 @@ def device_of(recipe: Recipe) -> tuple[Device, int, int]:
     """(device, hosts, devices per host) of a recipe. Raises `Mistakes` for an invalid device file."""
     if recipe.cluster is None:
         return device(ASSUMED), 1, devices_of(recipe)
-    found = device(recipe.cluster.device, recipe.where("cluster.device"))
-    return found, recipe.cluster.nodes, recipe.cluster.devices_per_node
+    described = device(recipe.cluster.device, recipe.where("cluster.device"))
+    return described, recipe.cluster.nodes, recipe.cluster.devices_per_node

@@ -88,10 +88,10 @@ def compare(one: Setting, other: Setting, steps: int = 1) -> Compared:
     runs = [_run(build(setting), vocab) for setting in (one, other)]
     losses, distances = [], []
     for number in range(1, steps + 1):
-        a, b = (made.step() for made in runs)
+        a, b = (training.step() for training in runs)
         losses.append((a.loss, b.loss))
         distances += [Distance(name, number, apart) for name, apart in _apart(a, b).items()]
-    weights = [made.weights() for made in runs]
+    weights = [training.weights() for training in runs]
     distances += [Distance(f"{n} after the update", steps, distance(weights[0][n], w)) for n, w in weights[1].items()]
     return Compared(losses, distances)
 
@@ -102,8 +102,8 @@ def _run(programs: TrainingPrograms, vocab: int) -> Lockstep:
 
 def _apart(one: StepValues, other: StepValues) -> dict[str, float]:
     def scalars(step: StepValues) -> dict[str, Tensor]:
-        known = {"loss": step.loss, "gradient norm": step.grad_norm}
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()}
+        values = {"loss": step.loss, "gradient norm": step.grad_norm}
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
     a, b = ({**scalars(s), **{f"gradient of {n}": g for n, g in s.gradients.items()}} for s in (one, other))
     return {name: distance(a[name], expected) for name, expected in b.items()}
@@ -140,15 +140,15 @@ def first_difference(one: Setting, other: Setting) -> FirstDifference | None:
     programs = [micro_program(setting, watched=True) for setting in (one, other)]
     vocab = vocabulary(one)
     values = [_watched(setting, program, vocab) for setting, program in zip((one, other), programs)]
-    for name, found in values[0].items():
+    for name, value in values[0].items():
         expected = values[1].get(name)
-        if expected is None or expected.shape != found.shape:
+        if expected is None or expected.shape != value.shape:
             continue
-        apart = distance(found, expected)
+        apart = distance(value, expected)
         if apart > BOUND:
-            known = _made_by(programs[0], name)
+            maker = _made_by(programs[0], name)
             return FirstDifference(
-                name, apart, *known, shardings=(programs[0].explain(name), programs[1].explain(name))
+                name, apart, *maker, shardings=(programs[0].explain(name), programs[1].explain(name))
             )
     return None
 
@@ -156,16 +156,16 @@ def first_difference(one: Setting, other: Setting) -> FirstDifference | None:
 def _watched(setting: Setting, program: Program, vocab: int) -> dict[str, Tensor]:
     """Every watched value of the first step's batch, whole, by name."""
     storage = {port.name: port.layout for port in program.inputs if port.kind == "parameter"}
-    made = Lockstep(TrainingPrograms(setting, program, update_program(setting, storage), storage), vocab)
-    count = len(made.names)
-    (tokens, goals) = made.batches()[:, 0]
+    lockstep = Lockstep(TrainingPrograms(setting, program, update_program(setting, storage), storage), vocab)
+    count = len(lockstep.names)
+    (tokens, goals) = lockstep.batches()[:, 0]
     rows, length = tokens.shape
     positions, documents = torch.arange(length).expand(rows, length), torch.zeros(rows, length, dtype=torch.int64)
-    params = made.join(made.ports[:count], made.params)
+    params = lockstep.join(lockstep.ports[:count], lockstep.params)
     sums = [torch.zeros(p.shape, dtype=torch.float64) for p in program.inputs[count : 2 * count]]
     with float64():
-        given = [*params.values(), *sums, tokens, goals, documents, positions]
-        results = simulate(program, given, next(iter(seeds(setting, program, 1, 0)), None))
+        arguments = [*params.values(), *sums, tokens, goals, documents, positions]
+        results = simulate(program, arguments, next(iter(seeds(setting, program, 1, 0)), None))
     names = [port.name.removeprefix("watched ") for port in program.outputs]
     return {n: r for n, r, port in zip(names, results, program.outputs) if port.name.startswith("watched ")}
 

@@ -49,7 +49,7 @@ class ActOrder:
 
 
 @dataclass(frozen=True)
-class Taken:
+class RowOrder:
     """An order in a program: that of the rows of `weight`, within `blocks` equal parts."""
 
     weight: str
@@ -57,48 +57,48 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Turned:
+class ColumnOrder:
     """A parameter whose outputs are permuted to the order of the rows of `weight`.
 
-    `blocks`: blocks of the weight's rows, of which `kept` have different orders.
+    `blocks`: blocks of the weight's rows, of which `distinct_blocks` have different orders.
     """
 
     weight: str
     blocks: int
-    kept: int
+    distinct_blocks: int
 
 
 @dataclass
 class Arrangement:
     """The permutations that a program expects of its parameters."""
 
-    rows: dict[str, Taken] = field(default_factory=dict)
+    rows: dict[str, RowOrder] = field(default_factory=dict)
     """The order of the rows of each act-ordered weight."""
-    columns: dict[str, Turned] = field(default_factory=dict)
+    columns: dict[str, ColumnOrder] = field(default_factory=dict)
     """The order of the outputs of each parameter (weight or bias) of a preceding linear."""
-    inputs: dict[str, Taken] = field(default_factory=dict)
+    inputs: dict[str, RowOrder] = field(default_factory=dict)
     """The order in each further input of the program, int64 [inputs]; these follow all parameters."""
     of: dict[str, str] = field(default_factory=dict)
     """The further input by which a weight's inputs are permuted; none for a weight whose order was moved."""
 
-    def order(self, taken: Taken, group: Groups) -> Tensor:
+    def order(self, row_order: RowOrder, group: Groups) -> Tensor:
         """The order [inputs] int64, within blocks."""
-        found = group(taken.weight)
-        assert found is not None, "only quantized weights are act-ordered"
-        return reorder.sorting(found, taken.blocks)
+        index = group(row_order.weight)
+        assert index is not None, "only quantized weights are act-ordered"
+        return reorder.sorting(index, row_order.blocks)
 
     def rows_of(self, name: str, group: Groups) -> Tensor | None:
         """The row order of a weight, int64 [inputs]; None if unchanged."""
-        taken = self.rows.get(name)
-        return None if taken is None else reorder.positions(self.order(taken, group), taken.blocks)
+        row_order = self.rows.get(name)
+        return None if row_order is None else reorder.positions(self.order(row_order, group), row_order.blocks)
 
     def columns_of(self, name: str, group: Groups) -> Tensor | None:
         """The output order of a parameter, int64 [outputs]; None if unchanged."""
         turned = self.columns.get(name)
         if turned is None:
             return None
-        order = self.order(Taken(turned.weight, turned.blocks), group)
-        return reorder.positions(reorder.fewer(order, turned.blocks, turned.kept), turned.kept)
+        order = self.order(RowOrder(turned.weight, turned.blocks), group)
+        return reorder.positions(reorder.fewer(order, turned.blocks, turned.distinct_blocks), turned.distinct_blocks)
 
 
 def arrange(
@@ -109,7 +109,7 @@ def arrange(
     shards: the number of devices over which the inputs of a row-parallel weight are sharded; weights not in it are
     column-parallel. parameters: the inputs whose columns may be permuted.
     """
-    found = Arrangement()
+    arrangement = Arrangement()
     may_turn = {value for value in graph.inputs if value.name in parameters}
     read = {value.name: len(value.users) for value in graph.inputs}
     for (x, _), products in _products(graph, orders).items():
@@ -123,22 +123,24 @@ def arrange(
             blocks = spread
             op.args = (*op.args[:2], spread)
         for name in names:
-            found.rows[name] = Taken(name, blocks)
+            arrangement.rows[name] = RowOrder(name, blocks)
         if moved is None:
             order_input = op.operands[1]
             graph.inputs.append(order_input)
-            found.inputs[order_input.name] = Taken(names[0], blocks)
-            found.of.update(dict.fromkeys(names, order_input.name))
+            arrangement.inputs[order_input.name] = RowOrder(names[0], blocks)
+            arrangement.of.update(dict.fromkeys(names, order_input.name))
         else:
-            found.columns.update({value.name: Turned(names[0], blocks, p.blocks) for value, p in moved.items()})
+            arrangement.columns.update(
+                {value.name: ColumnOrder(names[0], blocks, p.blocks) for value, p in moved.items()}
+            )
     for i, value in enumerate(graph.inputs):
         value.index = i
-    return found
+    return arrangement
 
 
 def _products(graph: Graph, orders: Mapping[str, ActOrder]) -> dict[tuple[Value, str], list[tuple[str, Op]]]:
     """Linears with act-ordered weights, grouped by their input and its order."""
-    found: dict[tuple[Value, str], list[tuple[str, Op]]] = {}
+    products: dict[tuple[Value, str], list[tuple[str, Op]]] = {}
     for op in graph.ops:
         if op.target is not contract:
             continue
@@ -146,8 +148,8 @@ def _products(graph: Graph, orders: Mapping[str, ActOrder]) -> dict[tuple[Value,
         sides, _ = op.args[2].split("->")
         left, right = sides.split(",")
         if weight.producer is None and weight.name in orders and left[-1] == right[-1]:
-            found.setdefault((x, orders[weight.name].key), []).append((weight.name, op))
-    return found
+            products.setdefault((x, orders[weight.name].key), []).append((weight.name, op))
+    return products
 
 
 def _insert(graph: Graph, x: Value, products: Sequence[tuple[str, Op]], blocks: int) -> Op:
@@ -179,15 +181,15 @@ def orders_of(
     dims: Mapping[str, tuple[str, ...]], heads: tuple[int, int, int] | None, group: Groups
 ) -> dict[str, ActOrder]:
     """The act-ordered weights with these dims. `heads`: query heads, KV heads, head size."""
-    found = {}
+    orders = {}
     for name, named in dims.items():
         own = group(name) if len(named) == 2 else None
         if own is None or bool((own[1:] >= own[:-1]).all()):
             continue
         key = hashlib.sha256(own.contiguous().numpy().tobytes()).hexdigest()
         local = heads and named[1] == "heads" and reorder.head_local_order(own, *heads) is not None
-        found[name] = ActOrder(key, heads[0], heads[0] // heads[1]) if heads and local else ActOrder(key)
-    return found
+        orders[name] = ActOrder(key, heads[0], heads[0] // heads[1]) if heads and local else ActOrder(key)
+    return orders
 
 
 def planned_orders(config: ModelConfig, order: Order, group_size: int) -> dict[str, ActOrder]:
@@ -195,7 +197,7 @@ def planned_orders(config: ModelConfig, order: Order, group_size: int) -> dict[s
 
     Weights that share an input share its order (see `gptq_solver.ordering`).
     """
-    found = {}
+    orders = {}
     held = quantizable(config)
     for name in config.parameters:
         inputs = config.shapes[name][-1]
@@ -205,10 +207,10 @@ def planned_orders(config: ModelConfig, order: Order, group_size: int) -> dict[s
         into = config.parameters[name][1]
         key = f"{name.removesuffix('.weight').rpartition('.')[0]} {into}"
         if into != "heads" or order == "global":
-            found[name] = ActOrder(key)
+            orders[name] = ActOrder(key)
         elif size < config.head_dim:
-            found[name] = _within_heads(key, config)
-    return found
+            orders[name] = _within_heads(key, config)
+    return orders
 
 
 def _within_heads(key: str, config: ModelConfig) -> ActOrder:

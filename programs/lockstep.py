@@ -40,10 +40,10 @@ class Lockstep:
         self.ports = programs.update.inputs
         count, random = len(self.names), torch.Generator().manual_seed(seed)
         whole = [torch.randn(p.shape, generator=random, dtype=torch.float64) * 0.2 for p in self.ports[:count]]
-        kept = [port for port in self.ports if port.kind == "optimizer"]
-        zeros = [torch.zeros(p.shape, dtype=torch.float64) for p in kept]
+        moments = [port for port in self.ports if port.kind == "optimizer"]
+        zeros = [torch.zeros(p.shape, dtype=torch.float64) for p in moments]
         self.params = self.local(whole, self.ports[:count])
-        self.moments = self.local(zeros, kept)
+        self.moments = self.local(zeros, moments)
         self.random = torch.Generator().manual_seed(seed + 1)
         self.counted: Parts = []
         self.number = 0
@@ -70,22 +70,22 @@ class Lockstep:
 
     def sums(self) -> tuple[Parts, float, int]:
         """The gradients of one step, as inputs of the update; the summed loss and the number of targets."""
-        count, made = len(self.names), self.programs
-        used = self.params if made.gather is None else run(made.gather, self.params)
-        shapes = [p.local for p in made.micro.inputs[count : 2 * count]]
+        count, programs = len(self.names), self.programs
+        used = self.params if programs.gather is None else run(programs.gather, self.params)
+        shapes = [p.local for p in programs.micro.inputs[count : 2 * count]]
         sums = [[torch.zeros(shape, dtype=torch.float64) for shape in shapes] for _ in range(self.mesh.ranks)]
         loss, targets, self.counted = 0.0, 0, []
         for micro, (tokens, goals) in enumerate(self.batches().transpose(0, 1)):
             rows, length = tokens.shape
             positions = torch.arange(length).expand(rows, length)
             documents = torch.zeros(rows, length, dtype=torch.int64)
-            batch = self.local([tokens, goals, documents, positions], made.micro.inputs[2 * count : 2 * count + 4])
-            seed = seeds(self.setting, made.micro, self.number, micro)
-            outs = run(made.micro, [[*u, *s, *b, *seed] for u, s, b in zip(used, sums, batch)])
+            batch = self.local([tokens, goals, documents, positions], programs.micro.inputs[2 * count : 2 * count + 4])
+            seed = seeds(self.setting, programs.micro, self.number, micro)
+            outs = run(programs.micro, [[*u, *s, *b, *seed] for u, s, b in zip(used, sums, batch)])
             sums = [out[2 : 2 + count] for out in outs]
             self.counted.append([torch.cat(out[2 + count :]) for out in outs if len(out) > 2 + count])
             loss, targets = loss + float(outs[0][0]), targets + int(outs[0][1])
-        return (sums if made.reduce is None else run(made.reduce, sums)), loss, targets
+        return (sums if programs.reduce is None else run(programs.reduce, sums)), loss, targets
 
     def step(self, lr: float = 1e-2) -> StepValues:
         """Runs one whole optimizer step."""
@@ -94,8 +94,8 @@ class Lockstep:
         sums, loss, targets = self.sums()
         gradients = self.join(self.ports[count : 2 * count], sums)
         scalars = [torch.tensor(value, dtype=torch.float64) for value in (loss, targets, lr, self.number)]
-        given = [[*p, *s, *m, *scalars] for p, s, m in zip(self.params, sums, self.moments)]
-        outs = run(self.programs.update, given)
+        arguments = [[*p, *s, *m, *scalars] for p, s, m in zip(self.params, sums, self.moments)]
+        outs = run(self.programs.update, arguments)
         self.params = [out[:count] for out in outs]
         *_, norm, _ = outs[0]
         self.moments = [out[count:-2] for out in outs]

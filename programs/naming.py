@@ -20,7 +20,7 @@ def of_architecture(recipe: Recipe, model: nn.Module) -> dict[str, Naming]:
 
     Raises Mistakes (exit 3) for a pattern that matches no parameter or has another number of dims.
     """
-    found = planned(model)
+    namings = planned(model)
     parameters = dict(model.named_parameters())
     mistakes: list[Diagnostic] = []
     for pattern, dims in recipe.model.dims.items():
@@ -48,23 +48,25 @@ def of_architecture(recipe: Recipe, model: nn.Module) -> dict[str, Naming]:
                     fix=f"give {parameters[wrong].dim()} entries, null for dims left to propagation",
                 )
             )
-        found |= {name: Naming(tuple(d or "" for d in dims), f"a dim by {recipe.where(path)}") for name in meant}
+        namings |= {name: Naming(tuple(d or "" for d in dims), f"a dim by {recipe.where(path)}") for name in meant}
     if mistakes:
         raise Mistakes(mistakes)
-    return found
+    return namings
 
 
 def notes(recipe: Recipe, architecture: Architecture, model: nn.Module, named: Mapping[str, Naming]) -> list[str]:
     """Notes: the class that computes, the parameters left to propagation, and differences from its original
     training."""
-    told = []
+    sentences = []
     name = type(model).__name__
     if recipe.model.transformers is None:
-        told.append(f"tpshard has no family for {architecture.model_type}: transformers' {name} computes it")
+        sentences.append(f"tpshard has no family for {architecture.model_type}: transformers' {name} computes it")
     free = _patterns([n for n, _ in model.named_parameters() if not any(named.get(n, Naming((), "")).dims)])
     if free:
-        told.append(f"nothing names the dims of {_some(free)} of {name}: their shardings are inferred (model.dims)")
-    return told + architecture.notes(model)
+        sentences.append(
+            f"nothing names the dims of {_some(free)} of {name}: their shardings are inferred (model.dims)"
+        )
+    return sentences + architecture.notes(model)
 
 
 def _patterns(names: Sequence[str] | Mapping[str, object]) -> list[str]:

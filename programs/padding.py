@@ -22,8 +22,8 @@ ALIGNED = 32
 def shared_rows(config: ModelConfig, group: Groups) -> int:
     """The number of neighbouring inputs of `down` that share scales after sorting; 1 for a model without such
     groups."""
-    found = [group(name) for name, dims in config.parameters.items() if dims[1:] == ("mlp",)]
-    sizes = [torch.bincount(own.long()) for own in found if own is not None]
+    indices = [group(name) for name, dims in config.parameters.items() if dims[1:] == ("mlp",)]
+    sizes = [torch.bincount(own.long()) for own in indices if own is not None]
     return math.lcm(*(int(size.max()) for size in sizes if len(size) > 1))
 
 
@@ -44,11 +44,11 @@ def notes(config: ModelConfig, wider: ModelConfig, ways: Callable[[str], int]) -
 
     ways: the number of devices over which a dim is sharded.
     """
-    said = []
+    sentences = []
     if config.mlp != wider.mlp:
         parts = f"equal parts for tp {ways('mlp')}"
-        said.append(f"MLP padded from {config.mlp:,} to {wider.mlp:,} columns, {parts}")
+        sentences.append(f"MLP padded from {config.mlp:,} to {wider.mlp:,} columns, {parts}")
     if config.vocab % ways("vocab"):
         why = f"tp {ways('vocab')} does not divide {config.vocab:,}"
-        said.append(f"each device holds and computes the whole vocabulary: {why}")
-    return said
+        sentences.append(f"each device holds and computes the whole vocabulary: {why}")
+    return sentences

@@ -60,18 +60,18 @@ def rows_of(graph: Graph, inputs: Mapping[Value, int]) -> dict[Value, int]:
     ValueError where rows interact in another operation than attention to the cache, or a result depends on a row's
     place in the step.
     """
-    found = dict(inputs)
+    row_dims = dict(inputs)
     for op in graph.ops:
         if op.target is PAGED:
-            found[op.results[0]] = 1
+            row_dims[op.results[0]] = 1
             continue
-        given = [found.get(value) for value in op.operands]
-        if all(dim is None for dim in given):
+        operand_dims = [row_dims.get(value) for value in op.operands]
+        if all(dim is None for dim in operand_dims):
             continue
         rule = rule_for(op)
-        factors = {dims[dim] for dims, dim in zip(rule.operands, given) if dim is not None}
+        factors = {dims[dim] for dims, dim in zip(rule.operands, operand_dims) if dim is not None}
         (factor, *more), *others = factors
-        elsewhere = [dim for dims, own in zip(rule.operands, given) for i, dim in enumerate(dims) if i != own]
+        elsewhere = [dim for dims, own in zip(rule.operands, operand_dims) for i, dim in enumerate(dims) if i != own]
         after = [[i for i, dim in enumerate(dims) if dim == (factor,)] for dims in rule.results]
         apart = not more and not others and rule.known and rule.kinds[factor] is Kind.PASS
         if not apart or any(factor in dim for dim in elsewhere) or any(len(places) != 1 for places in after):
@@ -80,62 +80,62 @@ def rows_of(graph: Graph, inputs: Mapping[Value, int]) -> dict[Value, int]:
                 "depends on their places in it; a server's tokens are of many sequences, which meet in "
                 "`tpshard.kernels.attention` alone"
             )
-        found.update({result: places[0] for result, places in zip(op.results, after)})
-    return found
+        row_dims.update({result: places[0] for result, places in zip(op.results, after)})
+    return row_dims
 
 
-def take_wanted(graph: Graph, where: Mapping[Value, int], count: int) -> None:
-    """Keeps only the `count` rows listed in the new input `wanted`, from where no attention needs the others.
+def take_logit_rows(graph: Graph, where: Mapping[Value, int], count: int) -> None:
+    """Keeps only the `count` rows listed in the new input `logit_rows`, from where no attention needs the others.
 
     `where` is the result of `rows_of`; the graph's one output has rows.
     """
     (output,) = graph.outputs
-    wanted = Value("wanted", (count,), torch.int64)
-    fewer = _only_wanted(graph, where, output)
-    taken: dict[Value, Value] = {}
+    logit_rows = Value("logit_rows", (count,), torch.int64)
+    fewer = _with_logit_rows_alone(graph, where, output)
+    selected: dict[Value, Value] = {}
     ops: list[Op] = []
     for op in graph.ops:
         if not any(result in fewer for result in op.results):
             ops.append(op)
             continue
         for value in op.operands:
-            if value in where and value not in fewer and value not in taken:
-                ops.append(_select(value, where[value], wanted))
-                taken[value] = ops[-1].results[0]
-        op.operands = [taken.get(value, value) for value in op.operands]
+            if value in where and value not in fewer and value not in selected:
+                ops.append(_select(value, where[value], logit_rows))
+                selected[value] = ops[-1].results[0]
+        op.operands = [selected.get(value, value) for value in op.operands]
         for result in op.results:
             _shorten(op, result, where[result], count)
         ops.append(op)
     if output not in fewer:
-        ops.append(_select(output, where[output], wanted))
+        ops.append(_select(output, where[output], logit_rows))
         graph.outputs = [ops[-1].results[0]]
     graph.ops = ops
-    graph.inputs.append(wanted)
+    graph.inputs.append(logit_rows)
     number_inputs(graph)
     graph.refresh_users()
 
 
-def _only_wanted(graph: Graph, where: Mapping[Value, int], output: Value) -> set[Value]:
+def _with_logit_rows_alone(graph: Graph, where: Mapping[Value, int], output: Value) -> set[Value]:
     """The values of which only the output's rows are read."""
-    found: set[Value] = set()
+    shortened: set[Value] = set()
 
     def onward(value: Value) -> bool:
-        """Whether all readers of a value need only wanted rows."""
-        return all(user.target is not PAGED and found.issuperset(user.results) for user in value.users)
+        """Whether all readers of a value need only the rows with logits."""
+        return all(user.target is not PAGED and shortened.issuperset(user.results) for user in value.users)
 
     for op in reversed(graph.ops):
         read = [value for value in op.results if value.users or value is output]
         if op.target is not PAGED and read and all(value in where and onward(value) for value in op.results):
-            found.update(op.results)
-    return found
+            shortened.update(op.results)
+    return shortened
 
 
-def _select(value: Value, dim: int, wanted: Value) -> Op:
-    name = f"wanted_{value.name}"
-    op = Op(name, aten.index_select.default, (Ref(0), dim, Ref(1)), {}, [value, wanted], [])
+def _select(value: Value, dim: int, logit_rows: Value) -> Op:
+    name = f"logit_rows_{value.name}"
+    op = Op(name, aten.index_select.default, (Ref(0), dim, Ref(1)), {}, [value, logit_rows], [])
     if value.producer is not None:
         op.place = Place(value.producer.module)
-    shape = (*value.shape[:dim], wanted.shape[0], *value.shape[dim + 1 :])
+    shape = (*value.shape[:dim], logit_rows.shape[0], *value.shape[dim + 1 :])
     op.results = [Value(name, shape, value.dtype, op)]
     return op
 

@@ -45,11 +45,11 @@ def apply(setting: Setting, program: Program, watch: Watch | None = None) -> Pro
     """The program as it will run. `watch` sees it after each pass."""
 
     @cache
-    def made(chosen: Choices) -> Program:
+    def program_with(chosen: Choices) -> Program:
         return run(passes(setting, chosen), program)
 
-    chosen = choose(setting, program, made)
-    return made(chosen) if watch is None else run(passes(setting, chosen), program, watch)
+    chosen = choose(setting, program, program_with)
+    return program_with(chosen) if watch is None else run(passes(setting, chosen), program, watch)
 
 
 __all__ = ["apply", "passes"]

@@ -47,11 +47,11 @@ def unpacked(text: str, setting: Setting) -> TrainingPrograms:
     except zlib.error as error:
         raise ValueError(str(error)) from error
     parts = program_file.load(data, CLASSES)
-    made = TrainingPrograms(setting, *(parts[key] for key in ("micro", "update", "storage", "gather", "reduce")))
+    programs = TrainingPrograms(setting, *(parts[key] for key in ("micro", "update", "storage", "gather", "reduce")))
     if "pipeline" not in parts:
-        made.__dict__["evaluate"] = parts["evaluate"]
-        return made
+        programs.__dict__["evaluate"] = parts["evaluate"]
+        return programs
     later = {key: parts["pipeline"].pop(key) for key in ("evaluation", "share")}
-    made.pipeline = StagedPrograms(setting, storage=made.storage, **parts["pipeline"])
-    made.pipeline.__dict__.update(later)
-    return made
+    programs.pipeline = StagedPrograms(setting, storage=programs.storage, **parts["pipeline"])
+    programs.pipeline.__dict__.update(later)
+    return programs

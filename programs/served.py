@@ -97,14 +97,16 @@ class Quantization:
         return Quantization(settings, weights, orders_of(dims, architecture.heads, stored.group))
 
     @staticmethod
-    def planned(told: Quantize, config: ModelConfig) -> Quantization:
+    def planned(section: Quantize, config: ModelConfig) -> Quantization:
         """The quantization that `tpshard quantize` would write for this section of a recipe."""
-        settings = GPTQConfig(bits=told.bits, group_size=told.group_size, sym=told.sym, desc_act=told.order != "none")
+        settings = GPTQConfig(
+            bits=section.bits, group_size=section.group_size, sym=section.sym, desc_act=section.order != "none"
+        )
         weights = dict.fromkeys(quantizable(config), settings)
-        orders = planned_orders(config, told.order, told.group_size)
+        orders = planned_orders(config, section.order, section.group_size)
 
         def groups(name: str) -> torch.Tensor | None:
-            return group_index(config.shapes[name][1], told.group_size) if name in weights else None
+            return group_index(config.shapes[name][1], section.group_size) if name in weights else None
 
         return Quantization(settings, weights, orders, shared_rows(config, groups))
 
@@ -130,8 +132,8 @@ class Served:
 
         Which tokens exceed a capacity depends on later tokens of the sequence, which a server does not have.
         """
-        found = self.blueprint.config
-        return found if found is None or found.capacity is None else replace(found, capacity=None)
+        config = self.blueprint.config
+        return config if config is None or config.capacity is None else replace(config, capacity=None)
 
     @cached_property
     def orders(self) -> Mapping[str, ActOrder]:
@@ -143,14 +145,14 @@ class Served:
 
     def coded(self, kind: str, arrangement: Arrangement) -> dict[str, Coded]:
         """The weights that a kind of device multiplies as codes; others are dequantized when loaded."""
-        found = {}
+        coded = {}
         for name, settings in {} if self.quantized is None else dict(self.quantized.weights).items():
-            taken, order = arrangement.rows.get(name), self.orders.get(name)
+            row_order, order = arrangement.rows.get(name), self.orders.get(name)
             # heads do not share groups
-            ragged = taken is not None and order is not None and order.blocks % taken.blocks != 0
+            ragged = row_order is not None and order is not None and order.blocks % row_order.blocks != 0
             if multiplies(settings.bits, DTYPES[self.dtype], kind):
-                found[name] = Coded(settings, kind, ragged, "" if order is None else order.key)
-        return found
+                coded[name] = Coded(settings, kind, ragged, "" if order is None else order.key)
+        return coded
 
 
 def serving_dtype(recipe: Recipe, quantized: Quantization | None, stored: str, kind: str) -> str:
@@ -170,14 +172,14 @@ def serving_dtype(recipe: Recipe, quantized: Quantization | None, stored: str, k
 def stored_model(recipe: Recipe, blueprint: Blueprint, folder: Path, stored: str, kind: str) -> Served:
     """The served form of the model in a folder. Mistakes, exit 7, where it cannot be read."""
     try:
-        found = None if blueprint.config is None else Quantization.of_folder(folder, blueprint.config)
+        quantization = None if blueprint.config is None else Quantization.of_folder(folder, blueprint.config)
         if blueprint.architecture is not None and (folder / "config.json").is_file():
-            found = Quantization.of_theirs(folder, blueprint.architecture)
+            quantization = Quantization.of_theirs(folder, blueprint.architecture)
     except (ValueError, OSError) as error:
         why = str(error)
         where = recipe.where("serve.checkpoint")
         raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, where=where, why=why) from error
-    return Served(blueprint, serving_dtype(recipe, found, stored, kind), found)
+    return Served(blueprint, serving_dtype(recipe, quantization, stored, kind), quantization)
 
 
 def served(recipe: Recipe, kind: str) -> Served:
@@ -203,8 +205,8 @@ def served(recipe: Recipe, kind: str) -> Served:
         own_class = architecture(recipe)
         blueprint = Blueprint(module=recipe.model.module, args=dict(recipe.model.args), architecture=own_class)
         return Served(blueprint, serving_dtype(recipe, None, str(recipe.model.dtype), kind))
-    said = any(recipe.where(key).line for key in ("quantize", "serve.layout"))
-    if recipe.serve.checkpoint != LATEST and not folder.exists() and said:
+    layout_given = any(recipe.where(key).line for key in ("quantize", "serve.layout"))
+    if recipe.serve.checkpoint != LATEST and not folder.exists() and layout_given:
         planned = Quantization.planned(recipe.quantize, own)
         note = f"{folder} does not exist yet: planned as `tpshard quantize` would write it"
         return Served(Blueprint(own), serving_dtype(recipe, planned, "fp16", kind), planned, note)

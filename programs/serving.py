@@ -2,8 +2,8 @@
 
 A step's rows are tokens of any number of sequences, chunks of prompts and next tokens alike, so prefill and decode are
 the same function in different sizes. Inputs are `STEP`, the parameters (in the kernels' layouts), the orders of
-act-ordered weights, and the cache; the output is logits [wanted, vocab], whole on every device. The programs work for
-any number of cache blocks, which the executor chooses.
+act-ordered weights, and the cache; the output is logits [logit_rows, vocab], whole on every device. The programs work
+for any number of cache blocks, which the executor chooses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tpshard.programs import naming
 from tpshard.programs.annotations import annotate
 from tpshard.programs.layouts import Arrangement, arrange
 from tpshard.programs.padding import notes, padded
-from tpshard.programs.paging import ROWS, page_attention, rows_of, take_wanted
+from tpshard.programs.paging import ROWS, page_attention, rows_of, take_logit_rows
 from tpshard.programs.served import Served
 from tpshard.programs.step_kernels import (
     Pass,
@@ -54,8 +54,8 @@ from tpshard.recipes.schema import Recipe
 Kind = Literal["cpu", "gpu"]
 BLOCK_SIZE = 16
 """Positions per block of the cache."""
-STEP = ("tokens", "positions", *ROWS, "wanted")
-"""Inputs of every step: tokens, positions, slots, sequences [1, rows], tables [rows + 1, blocks], wanted [n]."""
+STEP = ("tokens", "positions", *ROWS, "logit_rows")
+"""Inputs of every step: tokens, positions, slots, sequences [1, rows], tables [rows + 1, blocks], logit_rows [n]."""
 LONGEST = {"cpu": 64, "gpu": 2048}
 """Rows of the largest step by default. More rows gain nothing on a CPU, and delay other requests."""
 WHOLE = [Annotation(Sharding(((),) * rank, (False,) * rank), (Told("a server's rows are whole"),)) for rank in range(3)]
@@ -108,10 +108,10 @@ class ServeSetting:
     @cached_property
     def config(self) -> ModelConfig | None:
         """The model's configuration with a padded MLP; None for a user's module."""
-        found, quantized = self.served.config, self.served.quantized
-        if found is None or not self.padding:
-            return found
-        return padded(found, self.ways("mlp"), 1 if quantized is None else quantized.shared)
+        config, quantized = self.served.config, self.served.quantized
+        if config is None or not self.padding:
+            return config
+        return padded(config, self.ways("mlp"), 1 if quantized is None else quantized.shared)
 
     @cached_property
     def model(self) -> nn.Module:
@@ -130,24 +130,24 @@ class ServeSetting:
     @property
     def invariant(self) -> bool:
         """Whether a row's result must not depend on the other rows."""
-        told = self.recipe.serve.batch_invariant
-        return self.kind == "cpu" if told is None else told
+        setting = self.recipe.serve.batch_invariant
+        return self.kind == "cpu" if setting is None else setting
 
     @property
     def most(self) -> int:
         """Rows of the largest step."""
-        told = self.recipe.serve.step_tokens
-        return _up(max(LONGEST[self.kind], self.recipe.serve.requests) if told is None else told)
+        step_tokens = self.recipe.serve.step_tokens
+        return _up(max(LONGEST[self.kind], self.recipe.serve.requests) if step_tokens is None else step_tokens)
 
     @property
     def rows(self) -> tuple[int, ...]:
         """The numbers of rows with a program; a step is padded to the next one."""
-        found = [TILE]
-        while found[-1] < self.most:
-            found.append(min(found[-1] * APART[self.kind], self.most))
-        return tuple(found)
+        sizes = [TILE]
+        while sizes[-1] < self.most:
+            sizes.append(min(sizes[-1] * APART[self.kind], self.most))
+        return tuple(sizes)
 
-    def wanted(self, rows: int) -> int:
+    def logit_rows(self, rows: int) -> int:
         """The maximal number of rows of a step with logits: one token per request."""
         return min(rows, _up(self.recipe.serve.requests))
 
@@ -204,9 +204,9 @@ class ServingPrograms:
         """Sentences on what differs from the recipe or does not suit the devices."""
         config, served = self.setting.config, self.setting.served
         padding = [] if config is None or served.config is None else notes(served.config, config, self.setting.ways)
-        told = served.blueprint.config
-        dropping = [] if told is None or told.capacity is None else [
-            f"experts compute all tokens that choose them: `capacity: {told.capacity:g}` is for training"
+        stored_config = served.blueprint.config
+        dropping = [] if stored_config is None or stored_config.capacity is None else [
+            f"experts compute all tokens that choose them: `capacity: {stored_config.capacity:g}` is for training"
         ]  # fmt: skip
         return [*([served.note] if served.note else []), *dropping, *padding]
 
@@ -217,14 +217,14 @@ class ServingPrograms:
         a CPU's free memory, or three quarters of what the weights leave on a GPU. At least one sequence of 256 tokens.
         Ranks on a CPU share its memory: the caller divides it.
         """
-        told, each = self.setting.recipe.serve, max(1, self.bytes("cache"))
-        if told.cache_mb is not None:
-            return max(1, told.cache_mb * 2**20 // each)
+        section, each = self.setting.recipe.serve, max(1, self.bytes("cache"))
+        if section.cache_mb is not None:
+            return max(1, section.cache_mb * 2**20 // each)
         longest = -(-self.setting.max_seq // BLOCK_SIZE)
         room = free_bytes // 4
         if self.setting.kind != "cpu":
             room = 3 * max(0, free_bytes - self.bytes("parameter")) // 4
-        return max(256 // BLOCK_SIZE, min(told.requests * longest, room // each))
+        return max(256 // BLOCK_SIZE, min(section.requests * longest, room // each))
 
 
 def build_serving(setting: ServeSetting, rows: Sequence[int] = ()) -> ServingPrograms:
@@ -232,11 +232,11 @@ def build_serving(setting: ServeSetting, rows: Sequence[int] = ()) -> ServingPro
 
     Raises Mistakes (exit 4) for what does not fit.
     """
-    made = {}
+    steps = {}
     arrangement = Arrangement()
     for size in rows or setting.rows:
-        made[size], arrangement = _step(setting, size)
-    return ServingPrograms(setting, made, arrangement)
+        steps[size], arrangement = _step(setting, size)
+    return ServingPrograms(setting, steps, arrangement)
 
 
 def _step(setting: ServeSetting, rows: int) -> tuple[Program, Arrangement]:
@@ -248,7 +248,7 @@ def _step(setting: ServeSetting, rows: int) -> tuple[Program, Arrangement]:
         value.marked = names.get(value.name, "cache")
     annotations = _annotations(setting, graph)
     # an order over all inputs is the same on all devices; one within blocks is sharded with them
-    one_block = [name for name, taken in arrangement.inputs.items() if taken.blocks == 1]
+    one_block = [name for name, row_order in arrangement.inputs.items() if row_order.blocks == 1]
     annotations |= {value: WHOLE[value.rank] for value in graph.inputs if value.name in one_block}
     program = partition_graph(propagate(graph, setting.mesh, annotations))
     caches = [
@@ -287,8 +287,8 @@ def _captured(setting: ServeSetting, rows: int) -> tuple[Graph, Arrangement]:
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
     def forward(tokens: Tensor, positions: Tensor, parameters: dict[str, Tensor]) -> Tensor:
-        told = (tokens, None, positions)
-        return role(torch.func.functional_call(model, parameters, told, tie_weights=True).squeeze(0), "logits")
+        arguments = (tokens, None, positions)
+        return role(torch.func.functional_call(model, parameters, arguments, tie_weights=True).squeeze(0), "logits")
 
     row = [torch.empty(1, rows, dtype=torch.int64, device="meta") for _ in range(2)]
     trail = Trail()
@@ -297,7 +297,7 @@ def _captured(setting: ServeSetting, rows: int) -> tuple[Graph, Arrangement]:
             graph = capture(forward, [*row, parameters], [*STEP[:2], *parameters], trail)
         tokens, positions = graph.inputs[:2]
         page_attention(graph, positions, BLOCK_SIZE)
-        take_wanted(graph, rows_of(graph, {tokens: 1, positions: 1}), setting.wanted(rows))
+        take_logit_rows(graph, rows_of(graph, {tokens: 1, positions: 1}), setting.logit_rows(rows))
     except ValueError as error:
         raise Mistakes.one(
             "the model cannot be served", exit=Exit.FIT, where=setting.recipe.where("model"), why=str(error)
@@ -321,11 +321,13 @@ def _annotations(setting: ServeSetting, graph: Graph) -> dict[Value, Annotation]
     """
     used = {value.name: [value] for value in graph.inputs if value.role == "parameter"}
     step = [value for value in graph.inputs if value.name in STEP]
-    found = annotate(setting, graph, [v for v in step if v.name not in ("tables", "wanted")], used=used, serving=True)
-    said = setting.recipe.sharding.rules.get("seq")
-    whole = [value for value in step if value not in found or not said]
-    found |= {value: CACHE for value in graph.inputs if value.marked == "cache"}
-    return found | {v: WHOLE[v.rank] for v in [*whole, *graph.outputs] if isinstance(v, Value)}
+    annotations = annotate(
+        setting, graph, [v for v in step if v.name not in ("tables", "logit_rows")], used=used, serving=True
+    )
+    seq_axes = setting.recipe.sharding.rules.get("seq")
+    whole = [value for value in step if value not in annotations or not seq_axes]
+    annotations |= {value: CACHE for value in graph.inputs if value.marked == "cache"}
+    return annotations | {v: WHOLE[v.rank] for v in [*whole, *graph.outputs] if isinstance(v, Value)}
 
 
 def _check_axes(setting: ServeSetting, program: Program) -> None:

@@ -46,11 +46,11 @@ def model_config(recipe: Recipe) -> ModelConfig | None:
     model = recipe.model
     if model.module is not None or model.transformers is not None:
         return None
-    given = model.overrides()
+    overrides = model.overrides()
     try:
         if model.hf is not None:
-            return override(folder_config(model.hf), given) if computes(model.hf) else None
-        return preset(str(model.preset), given)
+            return override(folder_config(model.hf), overrides) if computes(model.hf) else None
+        return preset(str(model.preset), overrides)
     except ValueError as error:
         raise Mistakes.one(str(error), exit=Exit.RECIPE, where=recipe.where("model")) from error
 
@@ -68,10 +68,10 @@ def architecture(recipe: Recipe) -> Architecture | None:
         if key == "hf" and (changed := list(model.overrides())):
             kind = Architecture.of(folder).model_type
             raise ValueError(f"tpshard has no family for {kind}; change `{changed[0]}` in its config.json instead")
-        found = Architecture.of(folder)
+        described = Architecture.of(folder)
         if FolderWeights.there(folder):  # refuses pickles
-            FolderWeights(folder, found, found.build(), values=False)
-        return found
+            FolderWeights(folder, described, described.build(), values=False)
+        return described
     except (ValueError, OSError) as error:
         raise Mistakes.one(str(error), exit=Exit.RECIPE, where=recipe.where(f"model.{key}")) from error
 

@@ -25,8 +25,8 @@ def layers_of(setting: Setting, count: int, stages: int) -> list[int]:
     Raises Mistakes (exit 4) with possible splits.
     """
     recipe = setting.recipe
-    asked = recipe.pipeline
-    assert asked is not None
+    section = recipe.pipeline
+    assert section is not None
     if count < 2:
         raise Mistakes.one(
             "a pipeline needs a model with repeated layers, and this one has none" if not count else
@@ -35,12 +35,12 @@ def layers_of(setting: Setting, count: int, stages: int) -> list[int]:
             why="stages are cut between modules of a list, as `layers.0`, `layers.1`, ...",
             fix="leave `pipeline` out, or put the model's layers into an nn.ModuleList",
         )  # fmt: skip
-    if asked.split is not None:
-        if len(asked.split) == stages and sum(asked.split) == count:
-            return list(asked.split)
+    if section.split is not None:
+        if len(section.split) == stages and sum(section.split) == count:
+            return list(section.split)
         fair = ", ".join(map(str, _fair(count, stages)))
         raise Mistakes.one(
-            f"`pipeline.split` gives {len(asked.split)} stages {sum(asked.split)} layers",
+            f"`pipeline.split` gives {len(section.split)} stages {sum(section.split)} layers",
             exit=Exit.FIT, where=recipe.where("pipeline.split"),
             why=f"the model has {count} layers for {stages} stages",
             fix=f"pipeline.split: [{fair}], or leave it out" if count >= stages else f"at most {count} stages",
@@ -62,26 +62,26 @@ def balanced(
 
     Layer times are measured on an even split, then on the best split by these times, until a split repeats.
     """
-    asked = setting.recipe.pipeline
-    if asked is not None and asked.split is not None:
+    section = setting.recipe.pipeline
+    if section is not None and section.split is not None:
         return list(even), cut(even)
     chooser, rounds = Chooser(setting), len(even) // devices
-    known: dict[tuple[int, ...], tuple[float, tuple[Stage, ...]]] = {}
+    tried: dict[tuple[int, ...], tuple[float, tuple[Stage, ...]]] = {}
     split = tuple(even)
-    while split not in known and len(known) < TRIES:
+    while split not in tried and len(tried) < TRIES:
         stages = cut(split)
         different = {id(stage.forward): stage for stage in stages}
-        seen = {key: _seconds(stage, chooser) for key, stage in different.items()}
-        taken = [seen[id(stage.forward)] for stage in stages]
-        known[split] = max(sum(t.all for t in taken[device::devices]) for device in range(devices)), stages
-        layers, before, after = _whole(taken)
+        times_of = {key: _seconds(stage, chooser) for key, stage in different.items()}
+        times = [times_of[id(stage.forward)] for stage in stages]
+        tried[split] = max(sum(t.all for t in times[device::devices]) for device in range(devices)), stages
+        layers, before, after = _whole(times)
         split = tuple(balance(layers, before, after, devices, rounds))
-    best = min(known, key=lambda split: known[split][0])
-    return list(best), known[best][1]
+    best = min(tried, key=lambda split: tried[split][0])
+    return list(best), tried[best][1]
 
 
 @dataclass
-class _Taken:
+class _StageTimes:
     """The seconds of a stage on one micro-batch."""
 
     layers: list[float]
@@ -94,10 +94,10 @@ class _Taken:
         return sum(self.layers) + self.outside
 
 
-def _seconds(stage: Stage, chooser: Chooser) -> _Taken:
+def _seconds(stage: Stage, chooser: Chooser) -> _StageTimes:
     own = blocks_of(stage.forward)[-len(stage.blocks) :]  # what comes before them is received
     places = {block: i for i, block in enumerate(own)}
-    found = _Taken([0.0] * len(stage.blocks), [0.0] * len(stage.blocks), 0.0)
+    times = _StageTimes([0.0] * len(stage.blocks), [0.0] * len(stage.blocks), 0.0)
     for program in stage.programs:
         priced = price(program, chooser.device, chooser.per_host, compiled=chooser.compiled)
         counted = 0.0  # until the next node that computes: the wait counts for it
@@ -106,20 +106,20 @@ def _seconds(stage: Stage, chooser: Chooser) -> _Taken:
                 continue
             place = places.get(str(layer_of(kernel.node)))
             if place is not None:
-                found.layers[place] += at - counted
-                found.computing[place] += task.seconds
+                times.layers[place] += at - counted
+                times.computing[place] += task.seconds
             else:
-                found.outside += at - counted
+                times.outside += at - counted
             counted = at
-        found.outside += timeline.at[-1] - counted if timeline.at else 0.0
-    return found
+        times.outside += timeline.at[-1] - counted if timeline.at else 0.0
+    return times
 
 
-def _whole(taken: Sequence[_Taken]) -> tuple[list[float], float, float]:
+def _whole(stage_times: Sequence[_StageTimes]) -> tuple[list[float], float, float]:
     """Seconds of (every layer, the work before the first, the work after the last)."""
-    seconds = [value for t in taken for value in t.layers]
+    seconds = [value for t in stage_times for value in t.layers]
     kinds: list[tuple[float, list[int]]] = []
-    for i, computing in enumerate(value for t in taken for value in t.computing):
+    for i, computing in enumerate(value for t in stage_times for value in t.computing):
         for like, members in kinds:
             if abs(like - computing) <= ALIKE * like:
                 members.append(i)
@@ -130,7 +130,7 @@ def _whole(taken: Sequence[_Taken]) -> tuple[list[float], float, float]:
         mean = sum(seconds[i] for i in members) / len(members)
         for i in members:
             seconds[i] = mean
-    return seconds, taken[0].outside, taken[-1].outside
+    return seconds, stage_times[0].outside, stage_times[-1].outside
 
 
 def _fair(layers: int, stages: int) -> list[int]:

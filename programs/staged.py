@@ -69,8 +69,8 @@ class StagedPrograms:
     @property
     def balanced(self) -> bool:
         """Whether the layers are split by their times; otherwise the recipe gives the split."""
-        asked = self.setting.recipe.pipeline
-        return asked is not None and asked.split is None
+        section = self.setting.recipe.pipeline
+        return section is not None and section.split is None
 
     @cached_property
     def evaluation(self) -> tuple[Stage, ...]:
@@ -95,22 +95,22 @@ class StagedPrograms:
     @property
     def programs(self) -> dict[str, Program]:
         """All programs of a step or an evaluation, by role."""
-        found: dict[str, Program] = {}
+        by_role: dict[str, Program] = {}
         for stage in self.stages:
             kinds = ("forward", "backward", "gradients of weights")
-            found |= {f"{kind} of stage {stage.index}": made for kind, made in zip(kinds, stage.programs)}
-        found |= {f"evaluation of stage {stage.index}": stage.forward for stage in self.evaluation}
+            by_role |= {f"{kind} of stage {stage.index}": of_stage for kind, of_stage in zip(kinds, stage.programs)}
+        by_role |= {f"evaluation of stage {stage.index}": stage.forward for stage in self.evaluation}
         for i, device in enumerate(self.devices):
             once = {"totals": device.totals, "update": device.update, "gather": device.gather, "reduce": device.reduce,
                     "exchange": device.exchange}  # fmt: skip
-            found |= {f"{what} of device {i}": program for what, program in once.items() if program is not None}
-        return found | {"share": self.share}
+            by_role |= {f"{what} of device {i}": program for what, program in once.items() if program is not None}
+        return by_role | {"share": self.share}
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         table = hashlib.sha256(repr(self.table.rows).encode()).hexdigest()
-        made = {f"program of {what}": program.fingerprint for what, program in self.programs.items()}
-        return {"schedule": table} | made
+        fingerprints = {f"program of {what}": program.fingerprint for what, program in self.programs.items()}
+        return {"schedule": table} | fingerprints
 
 
 def build(setting: Setting) -> tuple[Program, StagedPrograms]:
@@ -186,20 +186,20 @@ def device_programs(
 
 def table_of(setting: Setting) -> Table:
     """The schedule of a recipe. Raises Mistakes (exit 4) where it does not support the number of micro-batches."""
-    asked, axis = setting.recipe.pipeline, axis_of(setting)
-    assert asked is not None
-    micros, rounds = setting.batch.micro_batches, asked.each
-    if why := refusal(asked.schedule, axis.size, micros, rounds):
-        given = "pipeline.micro_batches" if asked.micro_batches is not None else "batch"
+    section, axis = setting.recipe.pipeline, axis_of(setting)
+    assert section is not None
+    micros, rounds = setting.batch.micro_batches, section.each
+    if why := refusal(section.schedule, axis.size, micros, rounds):
+        key = "pipeline.micro_batches" if section.micro_batches is not None else "batch"
         each = setting.batch.sequences_each
-        fits = [n for n in range(1, each + 1) if each % n == 0 and not refusal(asked.schedule, axis.size, n, rounds)]
+        fits = [n for n in range(1, each + 1) if each % n == 0 and not refusal(section.schedule, axis.size, n, rounds)]
         some = ", ".join(map(str, fits[:4]))
         raise Mistakes.one(
-            why, exit=Exit.FIT, where=setting.recipe.where(given),
+            why, exit=Exit.FIT, where=setting.recipe.where(key),
             why=f"{each} sequences of a data rank are {micros} micro-batches of {setting.batch.per_device}",
             fix=f"pipeline.micro_batches: {some}" if fits else "more batch.global_sequences, or fewer stages",
         )  # fmt: skip
-    return make(asked.schedule, axis.size, micros, rounds)
+    return make(section.schedule, axis.size, micros, rounds)
 
 
 def _finished(setting: Setting, stage: Stage) -> Stage:
@@ -209,12 +209,12 @@ def _finished(setting: Setting, stage: Stage) -> Stage:
 
 def _chosen(setting: Setting, stage: Stage) -> Choices:
     @cache
-    def made(chosen: Choices) -> Program:
+    def program_with(chosen: Choices) -> Program:
         return run(scheduling(setting, chosen), stage.forward)
 
-    chosen = choose(setting, stage.forward, made)
-    known = {name for group in chosen.buckets for name in group}
-    alone = tuple((name,) for name in stage.parameters if name not in known)
+    chosen = choose(setting, stage.forward, program_with)
+    in_buckets = {name for group in chosen.buckets for name in group}
+    alone = tuple((name,) for name in stage.parameters if name not in in_buckets)
     return chosen._replace(buckets=(*chosen.buckets, *alone))
 
 
@@ -284,10 +284,10 @@ def totals_program(
 
     dtype = DTYPES[setting.recipe.fsdp.accumulate.dtype]
     sums = [torch.empty(shapes[name], dtype=dtype, device="meta") for name in names]
-    known = [torch.empty(micros, dtype=d, device="meta") for d in (torch.float32, torch.int64)]
-    known += [torch.empty(noted, dtype=torch.float32, device="meta")] * (noted > 0)
+    totals = [torch.empty(micros, dtype=d, device="meta") for d in (torch.float32, torch.int64)]
+    totals += [torch.empty(noted, dtype=torch.float32, device="meta")] * (noted > 0)
     labels = [*(f"{n}.grad_sum" for n in names), "losses", "counts", *["noted"] * (noted > 0)]
-    graph = capture(step, (sums, *known), labels)
+    graph = capture(step, (sums, *totals), labels)
     for op in graph.ops:
         op.place = Place(phase="update")
     mark_outputs(graph)
@@ -338,7 +338,7 @@ def exchange_program(
             for key in feeds if key[1] != me}  # fmt: skip
     for name in names:
         total: fx.Node | None = None
-        for other in (other for known, other in feeds if known == name):
+        for other in (other for shared, other in feeds if shared == name):
             label = f"{name}.grad_sum@{other}"
             feed = feeds[name, other]
             part = feed if other == me else moved(recv, feed, name, label, other)

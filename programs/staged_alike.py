@@ -49,13 +49,13 @@ def build(setting: Setting) -> tuple[Program, StagedPrograms] | None:
         mine = {name for stage in table.stages_of(device) for name in of_stage[stage]}
         held.append([name for name in names if name in mine])
     noted = sum(p.shape[0] for p in few.outputs[2 + len(ports) :])
-    made: dict[tuple[str, ...], DevicePrograms] = {}
+    built: dict[tuple[str, ...], DevicePrograms] = {}
     devices = []
     for i, mine_ in enumerate(held):
         alike = tuple(_in_few(name) for name in mine_)
-        if alike not in made:
-            made[alike] = device_programs(setting, storage, base, held, i, noted)
-        devices.append(made[alike])
+        if alike not in built:
+            built[alike] = device_programs(setting, storage, base, held, i, noted)
+        devices.append(built[alike])
     return few, StagedPrograms(setting, axis, table, tuple(layers), stages, tuple(devices), storage)
 
 
@@ -82,8 +82,8 @@ class _Alike:
         again = recomputed(shorter, micro(shorter), micro)
         head, *inner, tail = finished_stages(shorter, again, self.table, [first, *between, last])
         kinds = dict(zip(between, inner))
-        made = [head, *(kinds[count] for count in split[1:-1]), tail]
-        return tuple(replace(stage, index=i) for i, stage in enumerate(made))
+        all_stages = [head, *(kinds[count] for count in split[1:-1]), tail]
+        return tuple(replace(stage, index=i) for i, stage in enumerate(all_stages))
 
 
 def _in_few(name: str) -> str:
@@ -99,15 +99,15 @@ def _names(names: Sequence[str], layers: Sequence[int], stages: Sequence[Stage])
     for place, count in enumerate(layers):
         for _ in range(count):
             stage_of[len(stage_of)] = place
-    found: list[list[str]] = [[] for _ in layers]
+    by_stage: list[list[str]] = [[] for _ in layers]
     for name in names:
         if _in_few(name) != name or name.startswith(f"{STACK}.1."):
-            found[stage_of[int(name.split(".")[1])]].append(name)
+            by_stage[stage_of[int(name.split(".")[1])]].append(name)
             continue
         for stage in (stages[0], stages[-1]):
             if name in stage.parameters:
-                found[stage.index].append(name)
-    return found
+                by_stage[stage.index].append(name)
+    return by_stage
 
 
 __all__ = ["build"]

@@ -51,34 +51,34 @@ class StagedLockstep(Lockstep):
         """For each device, the inputs of its programs for every micro-batch."""
         micro, count = self.programs.micro, len(self.names)
         ports = micro.inputs[2 * count : 2 * count + 4]
-        found: list[list[dict[str, list[Tensor]]]] = [[] for _ in self.ranks]
+        inputs: list[list[dict[str, list[Tensor]]]] = [[] for _ in self.ranks]
         for number, (tokens, goals) in enumerate(self.batches().transpose(0, 1)):
             rows, length = tokens.shape
             positions = torch.arange(length).expand(rows, length)
             documents = torch.zeros(rows, length, dtype=torch.int64)
             parts = self.local([tokens, goals, documents, positions], ports)
             drawn = {SEED: seeds(self.setting, micro, self.number, number)}
-            for mine, ranks in zip(found, self.ranks):
-                given = {port.name: [parts[rank][i] for rank in ranks] for i, port in enumerate(ports)}
-                mine.append(given | {name: seed * len(ranks) for name, seed in drawn.items() if seed})
-        return found
+            for mine, ranks in zip(inputs, self.ranks):
+                micro_batch = {port.name: [parts[rank][i] for rank in ranks] for i, port in enumerate(ports)}
+                mine.append(micro_batch | {name: seed * len(ranks) for name, seed in drawn.items() if seed})
+        return inputs
 
-    def _once(self, program: Program, given: dict[str, list[Tensor]], ranks: list[int]) -> dict[str, list[Tensor]]:
+    def _once(self, program: Program, inputs: dict[str, list[Tensor]], ranks: list[int]) -> dict[str, list[Tensor]]:
         """The results of a device's program on its parameters or sums."""
         with float64():
-            made = run_lockstep(program, [list(parts) for parts in zip(*given.values())], ranks=ranks)
-        return {name: list(parts) for name, parts in zip(given, zip(*made))}
+            results = run_lockstep(program, [list(parts) for parts in zip(*inputs.values())], ranks=ranks)
+        return {name: list(parts) for name, parts in zip(inputs, zip(*results))}
 
     def _everywhere(self, sums: list[dict[str, list[Tensor]]]) -> Parts:
         """Every rank's shards of all gradients: those of all pipeline devices, added up if several have a parameter."""
-        found: Parts = [[] for _ in range(self.mesh.ranks)]
+        shards: Parts = [[] for _ in range(self.mesh.ranks)]
         for name in self.names:
             had = [own[f"{name}.grad_sum"] for own in sums if f"{name}.grad_sum" in own]
             total = [torch.stack(parts).sum(0) for parts in zip(*had)]
             for ranks in self.ranks:
                 for rank, part in zip(ranks, total):
-                    found[rank].append(part)
-        return found
+                    shards[rank].append(part)
+        return shards
 
 
 __all__ = ["StagedLockstep"]

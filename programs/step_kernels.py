@@ -43,16 +43,16 @@ class _Edited:
     def put(self, before: fx.Node, target: Any, args: Sequence[Any], like: Info) -> fx.Node:
         """Inserts a node before another, with the same information as `like`."""
         with self.graph.inserting_before(before):
-            made = self.graph.call_function(target, tuple(args))
-        made.meta[INFO] = like
-        return made
+            node = self.graph.call_function(target, tuple(args))
+        node.meta[INFO] = like
+        return node
 
     def hold(self, weight: fx.Node, held: Held) -> fx.Node:
         """The input that holds a weight in another layout: the weight's own, or a new one if other nodes read it
         plain."""
-        known = self.further.get((weight, held.form))
-        if known is not None:
-            return known
+        earlier = self.further.get((weight, held.form))
+        if earlier is not None:
+            return earlier
         if len(weight.users) > 1:
             source, port = weight, self.ports[weight]
             with self.graph.inserting_after(source):
@@ -81,10 +81,10 @@ class _Edited:
         return replace(self.program, inputs=tuple(self.ports[node] for node in feeds))
 
 
-def made_by(node: Any, place: int, *targets: Any) -> Any:
+def argument_by(node: Any, place: int, *targets: Any) -> Any:
     """The argument of a node at an index, if one of these operations computed it; else None."""
-    found = node.args[place] if isinstance(node, fx.Node) and len(node.args) > place else None
-    return found if isinstance(found, fx.Node) and found.target in targets else None
+    argument = node.args[place] if isinstance(node, fx.Node) and len(node.args) > place else None
+    return argument if isinstance(argument, fx.Node) and argument.target in targets else None
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ def merge_views(program: Program) -> Program:
     for node in edited.calls:
         if node.target is not aten.reshape.default:
             continue
-        while (inner := made_by(node, 0, aten.reshape.default)) is not None:
+        while (inner := argument_by(node, 0, aten.reshape.default)) is not None:
             node.args = (inner.args[0], node.args[1])
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -111,13 +111,13 @@ def fold_linears(program: Program) -> Program:
     """Turns a product with a transposed matrix, and the views around it, into one `linear` over any number of dims."""
     edited = _Edited(program)
     for node in edited.calls:
-        turned = made_by(node, 1, aten.permute.default) if node.target is aten.mm.default else None
+        turned = argument_by(node, 1, aten.permute.default) if node.target is aten.mm.default else None
         if turned is None or list(turned.args[1]) != [1, 0]:
             continue
         rows, weight = node.args[0], turned.args[0]
-        seen = made_by(node, 0, aten.reshape.default)
-        if seen is not None and shape_of(seen.args[0])[-1] == shape_of(rows)[-1]:
-            rows = seen.args[0]
+        reshaped = argument_by(node, 0, aten.reshape.default)
+        if reshaped is not None and shape_of(reshaped.args[0])[-1] == shape_of(rows)[-1]:
+            rows = reshaped.args[0]
         spec = Spec((*shape_of(rows)[:-1], shape_of(node)[-1]), info(node).specs[0].dtype)
         product = edited.put(node, linear, (rows, weight), replace(info(node), specs=(spec,)))
         for user in list(node.users):
@@ -160,9 +160,9 @@ def count_useful(flops: Mapping[str, int]) -> Pass:
     def count_useful(program: Program) -> Program:
         edited = _Edited(program)
         for node in edited.calls:
-            here = info(node)
-            if here.global_flops:
-                node.meta[INFO] = replace(here, global_flops=flops.get(here.origin, here.global_flops))
+            facts = info(node)
+            if facts.global_flops:
+                node.meta[INFO] = replace(facts, global_flops=flops.get(facts.origin, facts.global_flops))
         return edited.done()
 
     return count_useful
@@ -173,9 +173,9 @@ def fuse_norms(program: Program) -> Program:
     """Fuses x * rsqrt(mean(x * x) + eps) * weight, fp32 up to the last product, into one kernel (`kernels.norm`)."""
     edited = _Edited(program)
     for node in edited.calls:
-        if (found := _norm(node)) is not None:
-            made = edited.put(node, NORM, found, info(node))
-            node.replace_all_uses_with(made)
+        if (operands := _norm(node)) is not None:
+            norm = edited.put(node, NORM, operands, info(node))
+            node.replace_all_uses_with(norm)
     return edited.done()
 
 
@@ -183,16 +183,16 @@ def _norm(node: fx.Node) -> tuple[Any, ...] | None:
     """The arguments of the norm whose result a node is; None if it is none."""
     if node.target is not aten.mul.Tensor:
         return None
-    narrowed = made_by(node, 0, aten._to_copy.default)
-    unit = made_by(narrowed or node, 0, aten.mul.Tensor)
-    root = made_by(unit, 1, aten.rsqrt.default)
-    shifted = made_by(root, 0, aten.add.Tensor)
-    mean = made_by(shifted, 0, aten.mean.dim)
-    square = made_by(mean, 0, aten.mul.Tensor)
+    narrowed = argument_by(node, 0, aten._to_copy.default)
+    unit = argument_by(narrowed or node, 0, aten.mul.Tensor)
+    root = argument_by(unit, 1, aten.rsqrt.default)
+    shifted = argument_by(root, 0, aten.add.Tensor)
+    mean = argument_by(shifted, 0, aten.mean.dim)
+    square = argument_by(mean, 0, aten.mul.Tensor)
     if square is None or shifted.kwargs:
         return None
     wide, weight, eps = unit.args[0], node.args[1], shifted.args[1]
-    widened = wide if narrowed is None else made_by(unit, 0, aten._to_copy.default)
+    widened = wide if narrowed is None else argument_by(unit, 0, aten._to_copy.default)
     if widened is None or not isinstance(weight, fx.Node) or not isinstance(eps, (int, float)):
         return None
     if square.args != (wide, wide) or [list(mean.args[1]), *mean.args[2:]] != [[-1], True]:
@@ -204,7 +204,7 @@ def store_norms_in_order(program: Program) -> Program:
     """Makes a norm that is read in only one order store its result in that order."""
     edited = _Edited(program)
     for node in edited.calls:
-        norm = made_by(node, 0, NORM) if node.target is REORDER else None
+        norm = argument_by(node, 0, NORM) if node.target is REORDER else None
         if norm is None or len(norm.users) > 1 or norm.args[2] is not None or node.args[2] != 1:
             continue
         x, weight, _, eps = norm.args
@@ -241,15 +241,15 @@ def join_gates(weights: Mapping[str, Coded]) -> Pass:
     def join_gates(program: Program) -> Program:
         edited = _Edited(program)
         for node in edited.calls:
-            silu = made_by(node, 0, aten.silu.default) or made_by(node, 1, aten.silu.default)
+            silu = argument_by(node, 0, aten.silu.default) or argument_by(node, 1, aten.silu.default)
             if node.target is not aten.mul.Tensor or silu is None:
                 continue
-            gate = made_by(silu, 0, quantized_linear)
-            up = made_by(node, 1 if node.args[0] is silu else 0, quantized_linear)
+            gate = argument_by(silu, 0, quantized_linear)
+            up = argument_by(node, 1 if node.args[0] is silu else 0, quantized_linear)
             if gate is None or up is None or gate.args[0] is not up.args[0]:
                 continue
             first, second = (edited.ports[product.args[1]].held.of[0] for product in (gate, up))
-            once = all(len(made.users) == 1 for made in (silu, gate, up, gate.args[1], up.args[1]))
+            once = all(len(read.users) == 1 for read in (silu, gate, up, gate.args[1], up.args[1]))
             if not once or weights[first].alike != weights[second].alike:
                 continue
             x, weight, invariant = gate.args
@@ -257,8 +257,8 @@ def join_gates(weights: Mapping[str, Coded]) -> Pass:
             both = edited.hold(weight, Held("packed", held, (first, second)))
             flops = [sum(getattr(info(n), of) for n in (gate, up, silu, node)) for of in ("flops", "global_flops")]
             like = replace(info(node), flops=flops[0], global_flops=flops[1], saved=True)
-            made = edited.put(node, quantized_gate, (x, both, invariant), like)
-            node.replace_all_uses_with(made)
+            fused = edited.put(node, quantized_gate, (x, both, invariant), like)
+            node.replace_all_uses_with(fused)
             edited.drop(up.args[1])
         return edited.done()
 

@@ -23,7 +23,7 @@ from tpshard.parallelism.sharding import Layout, Sharding
 from tpshard.parallelism.simulate import draws
 from tpshard.parallelism.storage import boundaries, propagate_stored
 from tpshard.parallelism.why import Told
-from tpshard.programs.annotations import annotate, told
+from tpshard.programs.annotations import annotate, source_of
 from tpshard.programs.checks import uneven_notes
 from tpshard.programs.setting import DTYPES, Setting
 
@@ -37,8 +37,8 @@ class MicroMaker(Protocol):
 
 
 def _parameters(setting: Setting, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-    found = {name: p.detach() for name, p in setting.model.named_parameters()}
-    return found if names is None else {name: found[name] for name in names}
+    parameters = {name: p.detach() for name, p in setting.model.named_parameters()}
+    return parameters if names is None else {name: parameters[name] for name in names}
 
 
 def _batch(setting: Setting) -> dict[str, Tensor]:
@@ -115,18 +115,18 @@ def micro_program(
     mark(fields, "batch")
     mark([*outputs[:2], *outputs[2 + count : own]], "scalar")
     stored: dict[str, list[Value]] = {n: [] for n in names}
-    given: dict[Value, Annotation] = {}
+    annotations: dict[Value, Annotation] = {}
     for i, name in enumerate(names):
         if gathered and base is not None:
-            given[inputs[i]] = _lies(base.records[f"{name}.used"].layout, f"how `{name}` is used")
+            annotations[inputs[i]] = _lies(base.records[f"{name}.used"].layout, f"how `{name}` is used")
         else:
             stored[name].append(inputs[i])
         if unreduced and base is not None:
-            made = _lies(base.records[f"{name}.grad"].layout, f"how the gradient of `{name}` is made")
-            given[inputs[count + i]] = given[outputs[2 + i]] = made
+            computed = _lies(base.records[f"{name}.grad"].layout, f"how the gradient of `{name}` is made")
+            annotations[inputs[count + i]] = annotations[outputs[2 + i]] = computed
         else:
             stored[name].append(inputs[count + i])
-    program = _partition(setting, graph, stored, fields, given=given)
+    program = _partition(setting, graph, stored, fields, extra=annotations)
     program.donated = {2 + i: count + i for i in range(count)}
     return program
 
@@ -157,8 +157,8 @@ def reduce_program(
         return [boundary(s.to(setting.reduced_dtype(n)), "gradient", n).to(s.dtype) for n, s in sums.items()]
 
     sums = {n: p.to(DTYPES[setting.recipe.fsdp.accumulate.dtype]) for n, p in _parameters(setting, names).items()}
-    made = {n: _lies(base.records[f"{n}.grad"].layout, f"how the gradient of `{n}` is made") for n in sums}
-    return _between(setting, step, sums, made, {n: _lies(storage[n], f"how `{n}` is stored") for n in sums})
+    computed = {n: _lies(base.records[f"{n}.grad"].layout, f"how the gradient of `{n}` is made") for n in sums}
+    return _between(setting, step, sums, computed, {n: _lies(storage[n], f"how `{n}` is stored") for n in sums})
 
 
 def _between(
@@ -203,11 +203,11 @@ def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program
 def _partition(
     setting: Setting, graph: Graph, stored: Mapping[str, list[Value]], batch: list[Value],
     storage: Mapping[str, Layout] | None = None,
-    given: Mapping[Value, Annotation] | None = None,
+    extra: Mapping[Value, Annotation] | None = None,
 ) -> Program:  # fmt: skip
     fields = {name: ("batch", *field.dims) for name, field in setting.task.fields.items()}
-    annotations = annotate(setting, graph, batch, by=setting.named_by, fields=fields) | dict(given or {})
-    axis = (told(setting.recipe, "fsdp.axis", f"fsdp.axis: {setting.recipe.fsdp.axis}"),)
+    annotations = annotate(setting, graph, batch, by=setting.named_by, fields=fields) | dict(extra or {})
+    axis = (source_of(setting.recipe, "fsdp.axis", f"fsdp.axis: {setting.recipe.fsdp.axis}"),)
     if storage is not None:
         for name, values in stored.items():
             for value in values:
@@ -243,17 +243,17 @@ def update_program(
 
     def step(*flat: Tensor) -> Any:
         p, g, *moments = (list(flat[i * count : (i + 1) * count]) for i in range(2 + len(states)))
-        loss, tokens, lr, update, *known = flat[(2 + len(states)) * count :]
-        how, squares = [treated[n] for n in names], known[0] if known else None
+        loss, tokens, lr, update, *all_squares = flat[(2 + len(states)) * count :]
+        how, squares = [treated[n] for n in names], all_squares[0] if all_squares else None
         if o.name == "lion":
             lion = Lion(betas, o.weight_decay, most)
             moved = lion_update(p, g, moments[0], loss, tokens, lr, treated=how, config=lion, squares=squares)
             return [*moved.params, *moved.exp_avg, moved.grad_norm, moved.finite]
-        made = adamw_update(
+        updated = adamw_update(
             p, g, moments[0], moments[1], loss, tokens, lr, update, treated=how,
             config=AdamW(betas, o.eps, o.weight_decay, most), squares=squares,
         )  # fmt: skip
-        return [*made.params, *made.exp_avg, *made.exp_avg_sq, made.grad_norm, made.finite]
+        return [*updated.params, *updated.exp_avg, *updated.exp_avg_sq, updated.grad_norm, updated.finite]
 
     def like(dtype: torch.dtype) -> list[Tensor]:
         return [torch.empty_like(p, dtype=dtype) for p in params.values()]

@@ -44,7 +44,7 @@ class Room:
     """Blocks of its cache."""
     rows: int
     """Rows of its largest step."""
-    wanted: int
+    logit_rows: int
     """Maximal rows of a step whose next token is chosen."""
     running: int
     """Requests answered at once."""

@@ -58,8 +58,8 @@ class TrainingPrograms:
         """The fingerprints of all programs of a run. They must be equal on all ranks, or ranks would wait forever."""
         if self.pipeline is not None:
             return self.pipeline.fingerprints
-        made = {"a micro-batch": self.micro, "an update": self.update, "an evaluation": self.evaluate}
-        return {f"program of {what}": program.fingerprint for what, program in made.items()}
+        programs = {"a micro-batch": self.micro, "an update": self.update, "an evaluation": self.evaluate}
+        return {f"program of {what}": program.fingerprint for what, program in programs.items()}
 
     @cached_property
     def counted(self) -> dict[str, int]:

@@ -26,8 +26,8 @@ class Variants:
         whole = repr((*same, recipe.sharding, passed, setting.batch.per_device, setting.batch.data_ranks))
 
         if recipe.pipeline is not None:
-            made = staged_alike.build(setting)
-            return training.build(setting) if made is None else training.of_stages(setting, *made)
+            staged = staged_alike.build(setting)
+            return training.build(setting) if staged is None else training.of_stages(setting, *staged)
 
         def make(
             setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False
@@ -44,8 +44,8 @@ class Variants:
         return training.build(setting, make=make, update=update)
 
     def _made(self, kind: str, key: str, make: Callable[[], Program]) -> Program:
-        known, program = self._last.pop(kind, ("", None))
-        if program is None or known != key:
+        last_key, program = self._last.pop(kind, ("", None))
+        if program is None or last_key != key:
             program = make()
         self._last[kind] = (key, program)
         return program

@@ -32,8 +32,8 @@ class KeyGate:
             await send({"type": "websocket.close", "code": 1008})
             return
         if scope["type"] == "http" and self.key is not None and scope["path"] not in OPEN:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            kind, _, key = given.partition(b" ")
+            authorization = dict(scope["headers"]).get(b"authorization", b"")
+            kind, _, key = authorization.partition(b" ")
             if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.key):
                 refusal = Refused("no API key, or a wrong one, was given", code="invalid_api_key", status=401)
                 await refuse(refusal, send)

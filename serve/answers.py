@@ -18,7 +18,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 def sequences(order: Order, prompts: Iterable[tuple[int, ...]], tokenizer: Tokenizer, limit: int) -> list[Sequence]:
     """The sequences of an order with tokenized prompts. Refused where one does not fit `limit` tokens."""
     ends = frozenset(order.stop_token_ids) | (frozenset() if order.ignore_eos else tokenizer.stop_tokens)
-    made = []
+    created = []
     for tokens in prompts:
         room = limit - len(tokens)
         default = room if order.chat else min(DEFAULT_COMPLETION_TOKENS, room)
@@ -30,14 +30,14 @@ def sequences(order: Order, prompts: Iterable[tuple[int, ...]], tokenizer: Token
                 param="messages" if order.chat else "prompt",
                 code="context_length_exceeded",
             )
-        made += [
+        created += [
             Sequence(
                 tokens, order.sampling, most, choice=choice, stop_tokens=ends,
                 prompt_logprobs=order.echo and order.sampling.logprobs is not None,
             )
             for choice in range(order.n)
         ]  # fmt: skip
-    return made
+    return created
 
 
 def check_tokens(order: Order, prompts: Iterable[tuple[int, ...]], vocab: int) -> None:
@@ -94,15 +94,15 @@ class Choice:
 class Answer:
     """All choices of one request."""
 
-    def __init__(self, order: Order, made: list[Sequence], tokenizer: Tokenizer, echoes: list[str]) -> None:
+    def __init__(self, order: Order, sequences: list[Sequence], tokenizer: Tokenizer, echoes: list[str]) -> None:
         self.order, self.tokenizer = order, tokenizer
         self.id = f"{'chatcmpl' if order.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         # a chat's answer starts its own text, a completion continues its prompt
-        contexts = [() if order.chat else s.prompt for s in made]
+        contexts = [() if order.chat else s.prompt for s in sequences]
         self.choices = [
             Choice(i, s, Writer(tokenizer, order.stop, context), echoes[i // order.n] if order.echo else None)
-            for i, (s, context) in enumerate(zip(made, contexts))
+            for i, (s, context) in enumerate(zip(sequences, contexts))
         ]
         self._by_sequence = {c.sequence.id: c for c in self.choices}
         self._places = [Writer(tokenizer, context=() if order.echo else context) for context in contexts]
@@ -128,11 +128,11 @@ class Answer:
         return choice
 
     def usage(self) -> dict[str, Any]:
-        made = sum(c.counted for c in self.choices)
+        completed = sum(c.counted for c in self.choices)
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": made,
-            "total_tokens": self.prompt_tokens + made,
+            "completion_tokens": completed,
+            "total_tokens": self.prompt_tokens + completed,
         }
 
     def whole(self) -> dict[str, Any]:
@@ -212,11 +212,11 @@ class Answer:
 
     def _top(self, x: Logprob) -> dict[str, float]:
         """Log-probabilities of the likeliest tokens and the chosen one, by text; of equal texts the likelier one."""
-        found: dict[str, float] = {}
+        by_text: dict[str, float] = {}
         for token, value in (*x.top, (x.token, x.logprob)):
             text = self.tokenizer.token_text(token)
-            found[text] = max(_finite(value), found.get(text, -1e30))
-        return found
+            by_text[text] = max(_finite(value), by_text.get(text, -1e30))
+        return by_text
 
 
 def _finite(logprob: float) -> float:

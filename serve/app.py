@@ -61,8 +61,8 @@ class Server:
         else:  # too short to be worth a thread
             prompts, echoes = self._tokens(order, limit)
         check_tokens(order, prompts, self.service.vocab)
-        made = sequences(order, prompts, self.tokenizer, limit)
-        return Answer(order, made, self.tokenizer, echoes)
+        ordered = sequences(order, prompts, self.tokenizer, limit)
+        return Answer(order, ordered, self.tokenizer, echoes)
 
     def _tokens(self, order: Order, limit: int) -> tuple[list[tuple[int, ...]], list[str]]:
         """The prompts as tokens, and as text for `echo`."""
@@ -74,7 +74,7 @@ class Server:
                 texts = [self.template.render(list(order.messages))]
             except TemplateError as error:
                 raise Refused(str(error), param="messages", code="chat_template_failed") from error
-        made, echoes = [], []
+        tokenized, echoes = [], []
         for text in texts:
             if isinstance(text, str):
                 if self.tokenizer.too_long(text, limit):
@@ -87,9 +87,9 @@ class Server:
                     raise Refused("the prompt has no tokens", param="prompt", code="invalid_value")
             else:
                 tokens = text
-            made.append(tokens)
+            tokenized.append(tokens)
             echoes.append((text if isinstance(text, str) else self.tokenizer.decode(text)) if order.echo else "")
-        return made, echoes
+        return tokenized, echoes
 
     def _room(self, count: int) -> None:
         try:
@@ -111,10 +111,10 @@ class Server:
             with suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(queue.put_nowait, events)
 
-        made = [c.sequence for c in answer.choices]
+        running = [c.sequence for c in answer.choices]
         self.service.metrics.prompt_tokens.inc(answer.prompt_tokens)
         try:
-            self.service.submit(made, deliver)
+            self.service.submit(running, deliver)
         except Unavailable as error:
             raise _unavailable() from error
         try:
@@ -122,7 +122,7 @@ class Server:
                 for event in await queue.get():
                     yield event
         finally:
-            self.service.cancel(made)
+            self.service.cancel(running)
 
 
 def _unavailable() -> Refused:
@@ -187,9 +187,9 @@ class Reply:
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                     for chunk in answer.opening():
                         await send(_data(chunk))
-                found = answer.chunk(choice) if choice is not None else None
-                if found is not None:
-                    await send(_data(found))
+                next_chunk = answer.chunk(choice) if choice is not None else None
+                if next_chunk is not None:
+                    await send(_data(next_chunk))
         for chunk in answer.closing():
             await send(_data(chunk))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
@@ -247,8 +247,8 @@ def make_app(server: Server, key: str | None) -> App:
     @app.api_route("/health", methods=READ)
     async def health() -> Response:
         healthy = server.service.healthy
-        told = {"status": "ok" if healthy else "unhealthy", "programs": list(server.programs)}
-        return JSONResponse(told, status_code=200 if healthy else 503)
+        status = {"status": "ok" if healthy else "unhealthy", "programs": list(server.programs)}
+        return JSONResponse(status, status_code=200 if healthy else 503)
 
     @app.api_route("/ready", methods=READ)
     async def ready() -> Response:

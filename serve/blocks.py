@@ -58,7 +58,7 @@ class BlockPool:
         """Blocks that can be taken now: free ones, and cached ones, which are evicted."""
         return len(self._free) + len(self._cached)
 
-    def known(self, digests: Sequence[Digest]) -> int:
+    def cached_prefix(self, digests: Sequence[Digest]) -> int:
         """The number of leading digests whose blocks are in the cache."""
         count = 0
         for digest in digests:

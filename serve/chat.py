@@ -96,15 +96,15 @@ def _line(fd: int, seconds: float) -> bytes | None:
     return parts
 
 
-def render_here(source: str, messages: list[dict[str, Any]], variables: dict[str, str]) -> str:
+def render_in_process(source: str, messages: list[dict[str, Any]], variables: dict[str, str]) -> str:
     """The template rendered in this process: sandboxed, with limited output but unlimited time. TemplateError."""
     from jinja2 import TemplateError as JinjaError
 
-    given = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None} | variables
+    values = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None} | variables
     parts, size = [], 0
     try:
         template = _environment().from_string(source)
-        for part in template.generate(given):
+        for part in template.generate(values):
             size += len(part.encode())
             if size > BYTES:
                 raise TemplateError(f"the chat template wrote more than {BYTES} bytes")
@@ -138,12 +138,12 @@ def _environment() -> Any:
     def as_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
-    made = ImmutableSandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
-    made.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    made.filters["tojson"] = as_json
-    return made
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    environment.filters["tojson"] = as_json
+    return environment
 
 
 def _child() -> None:
@@ -156,7 +156,7 @@ def _child() -> None:
         job = json.loads(line)
         signal.alarm(5)  # ends the process if the server is gone
         try:
-            answer = {"text": render_here(job["source"], job["messages"], job["variables"])}
+            answer = {"text": render_in_process(job["source"], job["messages"], job["variables"])}
         except TemplateError as error:
             answer = {"error": str(error)}
         signal.alarm(0)

@@ -34,11 +34,11 @@ class Captured:
             self._capture(inputs)
         assert self._graph is not None
         for i in self._brought:
-            given, held = inputs[i], self._inputs[i]
+            value, held = inputs[i], self._inputs[i]
             if i == self._tables:
                 held.zero_()
-                held = held[: given.shape[0], : given.shape[1]]
-            held.copy_(given)
+                held = held[: value.shape[0], : value.shape[1]]
+            held.copy_(value)
         self._graph.replay()
         return self._output
 

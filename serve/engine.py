@@ -26,7 +26,9 @@ class Engine:
     def __init__(self, runner: Runner, *, blocks: int | None = None, max_running: int = 64) -> None:
         self.runner = runner
         self.pool = BlockPool(min(blocks or runner.blocks, runner.blocks), runner.block_size)
-        self.scheduler = Scheduler(self.pool, runner.max_rows, runner.max_wanted, min(max_running, runner.max_wanted))
+        self.scheduler = Scheduler(
+            self.pool, runner.max_rows, runner.max_logit_rows, min(max_running, runner.max_logit_rows)
+        )
         self.steps = 0
         self.computed_tokens = 0
 
@@ -62,7 +64,7 @@ class Engine:
             sequence.finish = "error"
         s = self.scheduler
         self.pool = BlockPool(self.pool.total, self.pool.block_size)
-        self.scheduler = Scheduler(self.pool, s.max_rows, s.max_wanted, s.max_running)
+        self.scheduler = Scheduler(self.pool, s.max_rows, s.max_logit_rows, s.max_running)
         self.scheduler.preemptions, self.scheduler.prefix_hit_tokens = s.preemptions, s.prefix_hit_tokens
         return lost
 
@@ -80,7 +82,7 @@ class Engine:
         size = self.pool.block_size
         width = max(len(piece.sequence.blocks) for piece in slices)
         tables = np.zeros((len(slices), width), dtype=np.int64)
-        tokens, positions, slots, owners, wanted = [], [], [], [], []
+        tokens, positions, slots, owners, logit_rows = [], [], [], [], []
         row = 0
         for i, piece in enumerate(slices):
             s, place = piece.sequence, np.arange(piece.start, piece.start + piece.count)
@@ -91,27 +93,27 @@ class Engine:
             slots.append(blocks[place // size] * size + place % size)
             owners.append(np.full(piece.count, i))
             row += piece.count
-            wanted.append(np.arange(row - piece.wanted, row))
-        flat = [np.concatenate(x) for x in (tokens, positions, slots, owners, wanted)]
+            logit_rows.append(np.arange(row - piece.logit_rows, row))
+        flat = [np.concatenate(x) for x in (tokens, positions, slots, owners, logit_rows)]
         return StepInput(flat[0], flat[1], flat[2], flat[3], tables, flat[4])
 
     def _receive(self, slices: list[Slice], logits: Tensor) -> Iterator[Event]:
-        """The events of a step. logits: [wanted, vocab], in the order of the slices."""
+        """The events of a step. logits: [logit_rows, vocab], in the order of the slices."""
         choosing: list[tuple[Sequence, int]] = []
         sound = torch.isfinite(logits.amax(-1)).tolist()
         row = 0
         for piece in slices:
-            s, wanted, ends = piece.sequence, piece.wanted, piece.ends
-            if not all(sound[row : row + wanted]):  # only this sequence fails
-                row += wanted
+            s, logit_rows, ends = piece.sequence, piece.logit_rows, piece.ends
+            if not all(sound[row : row + logit_rows]):  # only this sequence fails
+                row += logit_rows
                 yield self._end(s, None, "error", error="the model computed values that are not finite")
                 continue
             if piece.scores:
-                for offset in range(wanted):
+                for offset in range(logit_rows):
                     place = piece.start + offset + 1
                     if place < len(s.prompt):
                         s.prompt_scores.append(score(logits[row + offset], s.prompt[place], s.sampling.logprobs or 0))
-            row += wanted
+            row += logit_rows
             self.scheduler.advance(piece)
             if ends and s.max_tokens > 0:
                 choosing.append((s, row - 1))

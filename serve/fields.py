@@ -165,10 +165,10 @@ def only(*allowed: Any) -> Check:
 
 
 def stops(value: Any) -> tuple[str, ...]:
-    found = [text(v) for v in (value if isinstance(value, list) else [value])]
-    if len(found) > MAX_STOPS or any(not 0 < len(s) <= MAX_STOP_LENGTH for s in found):
+    strings = [text(v) for v in (value if isinstance(value, list) else [value])]
+    if len(strings) > MAX_STOPS or any(not 0 < len(s) <= MAX_STOP_LENGTH for s in strings):
         raise Refused(f"is not up to {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
-    return tuple(found)
+    return tuple(strings)
 
 
 def token_ids(most: int) -> Check:
@@ -292,10 +292,10 @@ CHAT: dict[str, Check] = _SHARED | {
 
 def completion(body: Mapping[str, Any]) -> Order:
     """The order of a body of /v1/completions."""
-    given = _checked(body, COMPLETION, ("model", "prompt"))
-    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
+    fields = _checked(body, COMPLETION, ("model", "prompt"))
+    if fields.get("best_of", fields.get("n", 1)) != fields.get("n", 1):
         raise Refused("`best_of` other than `n` is not supported", param="best_of")
-    order = _order(given, given.get("logprobs"), given.get("max_tokens"))
+    order = _order(fields, fields.get("logprobs"), fields.get("max_tokens"))
     if order.max_tokens == 0 and not order.echo:
         raise Refused("`max_tokens` of 0 gives nothing without `echo`", param="max_tokens")
     return order
@@ -303,20 +303,20 @@ def completion(body: Mapping[str, Any]) -> Order:
 
 def chat(body: Mapping[str, Any]) -> Order:
     """The order of a body of /v1/chat/completions."""
-    given = _checked(body, CHAT, ("model", "messages"))
-    if "top_logprobs" in given and not given.get("logprobs"):
+    fields = _checked(body, CHAT, ("model", "messages"))
+    if "top_logprobs" in fields and not fields.get("logprobs"):
         raise Refused("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
-    if "max_tokens" in given and "max_completion_tokens" in given:
+    if "max_tokens" in fields and "max_completion_tokens" in fields:
         raise Refused("`max_tokens` and `max_completion_tokens` are one thing", param="max_completion_tokens")
-    if given.get("max_tokens") == 0:
+    if fields.get("max_tokens") == 0:
         raise Refused("`max_tokens` is not at least 1: 0", param="max_tokens")
-    most = given.get("max_completion_tokens", given.get("max_tokens"))
-    order = _order(given, given.get("top_logprobs", 0) if given.get("logprobs") else None, most, chat=True)
+    most = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    order = _order(fields, fields.get("top_logprobs", 0) if fields.get("logprobs") else None, most, chat=True)
     return order
 
 
 def _checked(body: Mapping[str, Any], table: Mapping[str, Check], needed: tuple[str, ...]) -> dict[str, Any]:
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key, value in body.items():
         check = table.get(key)
         if check is None:
@@ -325,43 +325,43 @@ def _checked(body: Mapping[str, Any], table: Mapping[str, Check], needed: tuple[
         if value is None:
             continue
         try:
-            given[key] = check(value)
+            fields[key] = check(value)
         except Refused as error:
             raise Refused(f"`{key}` {error.message}", param=key, code="invalid_value") from error
     for key in needed:
-        if key not in given:
+        if key not in fields:
             raise Refused(f"`{key}` is missing", param=key, code="missing_required_parameter")
-    if "stream_options" in given and not given.get("stream"):
+    if "stream_options" in fields and not fields.get("stream"):
         raise Refused("`stream_options` needs `stream: true`", param="stream_options")
-    return given
+    return fields
 
 
-def _order(given: dict[str, Any], logprobs: int | None, max_tokens: int | None, chat: bool = False) -> Order:
+def _order(fields: dict[str, Any], logprobs: int | None, max_tokens: int | None, chat: bool = False) -> Order:
     sampling = Sampling(
-        temperature=given.get("temperature", 1.0),
-        top_p=given.get("top_p", 1.0),
-        top_k=max(0, given.get("top_k", 0)),
-        min_p=given.get("min_p", 0.0),
-        repetition_penalty=given.get("repetition_penalty", 1.0),
-        presence_penalty=given.get("presence_penalty", 0.0),
-        frequency_penalty=given.get("frequency_penalty", 0.0),
-        logit_bias=given.get("logit_bias", ()),
-        seed=given.get("seed", secrets.randbits(63)),
+        temperature=fields.get("temperature", 1.0),
+        top_p=fields.get("top_p", 1.0),
+        top_k=max(0, fields.get("top_k", 0)),
+        min_p=fields.get("min_p", 0.0),
+        repetition_penalty=fields.get("repetition_penalty", 1.0),
+        presence_penalty=fields.get("presence_penalty", 0.0),
+        frequency_penalty=fields.get("frequency_penalty", 0.0),
+        logit_bias=fields.get("logit_bias", ()),
+        seed=fields.get("seed", secrets.randbits(63)),
         logprobs=logprobs,
     )
     return Order(
-        model=given["model"],
-        prompts=given.get("prompt", ()),
-        messages=given.get("messages", ()),
+        model=fields["model"],
+        prompts=fields.get("prompt", ()),
+        messages=fields.get("messages", ()),
         sampling=sampling,
         max_tokens=max_tokens,
-        n=given.get("n", 1),
-        stop=given.get("stop", ()),
-        stop_token_ids=given.get("stop_token_ids", ()),
-        ignore_eos=given.get("ignore_eos", False),
-        stream=given.get("stream", False),
-        include_usage=given.get("stream_options", False),
-        echo=given.get("echo", False),
+        n=fields.get("n", 1),
+        stop=fields.get("stop", ()),
+        stop_token_ids=fields.get("stop_token_ids", ()),
+        ignore_eos=fields.get("ignore_eos", False),
+        stream=fields.get("stream", False),
+        include_usage=fields.get("stream_options", False),
+        echo=fields.get("echo", False),
         chat=chat,
     )
 

@@ -29,7 +29,7 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def read_key(file: Path | None = None, given: str | None = None) -> str | None:
+def read_key(file: Path | None = None, of_recipe: str | None = None) -> str | None:
     """The API key from a file, the recipe or TPSHARD_API_KEY; None if none is set. Raises Mistakes if it is empty."""
     if file is not None:
         try:
@@ -37,7 +37,7 @@ def read_key(file: Path | None = None, given: str | None = None) -> str | None:
         except (OSError, UnicodeDecodeError) as error:
             raise Mistakes.one(f"the API key's file cannot be read: {error}", exit=Exit.MACHINE) from error
     else:
-        key = given if given is not None else os.environ.get("TPSHARD_API_KEY")
+        key = of_recipe if of_recipe is not None else os.environ.get("TPSHARD_API_KEY")
     if key is not None and (not key.strip() or not key.isascii() or not key.isprintable()):
         raise Mistakes.one(
             "the API key is empty or has characters that a header cannot carry", exit=Exit.USAGE,
@@ -144,7 +144,7 @@ async def _run(app: App, service: Service, sock: socket.socket, announce: Callab
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     received: list[int] = []
-    asked = asyncio.Event()
+    stopping = asyncio.Event()
 
     def ask(number: int) -> None:
         if number == signal.SIGINT and signal.SIGINT in received:
@@ -152,13 +152,13 @@ async def _run(app: App, service: Service, sock: socket.socket, announce: Callab
             os._exit(Exit.INTERRUPTED)
         received.append(number)
         service.draining = True
-        asked.set()
+        stopping.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):  # replaces uvicorn's handlers, which close connections
         loop.add_signal_handler(number, ask, number)
     announce()
-    waiting = asyncio.ensure_future(asked.wait())
+    waiting = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
         log.info("ending: running requests have %g s", service.limits.grace_s)

@@ -34,7 +34,7 @@ class Job:
     vocab: int
     max_seq: int
     max_rows: int
-    max_wanted: int
+    max_logit_rows: int
     device: str = "cpu"
     step_s: float = 60.0
     """Seconds after which a rank that computes a step counts as hung."""
@@ -44,12 +44,12 @@ class Job:
     def of(programs: ServingPrograms, source: str, blocks: int) -> Job:
         """The job that serves these programs with the weights of a folder."""
         setting = programs.setting
-        told, most = setting.recipe.timeout_s, setting.most
+        timeouts, most = setting.recipe.timeout_s, setting.most
         return Job(
             recipe=setting.recipe.to_yaml(), source=source, programs=tuple(programs.listed),
             world=setting.mesh.ranks, blocks=blocks, vocab=programs.vocab, max_seq=setting.max_seq, max_rows=most,
-            max_wanted=setting.wanted(most), device="cpu" if setting.kind == "cpu" else "cuda", step_s=told.step,
-            start_s=told.start,
+            max_logit_rows=setting.logit_rows(most), device="cpu" if setting.kind == "cpu" else "cuda",
+            step_s=timeouts.step, start_s=timeouts.start,
         )  # fmt: skip
 
     def encode(self) -> bytes:

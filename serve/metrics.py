@@ -90,10 +90,12 @@ class Metrics:
 
     def snapshot(self) -> dict[str, float]:
         """The metrics as plain numbers, without the histograms' buckets."""
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for metric in self.registry.collect():
             for sample in metric.samples:
                 if not sample.name.endswith(("_bucket", "_created")):
                     label = ".".join(sample.labels.values())
-                    found[f"serve/{sample.name.removeprefix('tpshard_')}{'.' + label if label else ''}"] = sample.value
-        return found
+                    numbers[f"serve/{sample.name.removeprefix('tpshard_')}{'.' + label if label else ''}"] = (
+                        sample.value
+                    )
+        return numbers

@@ -31,8 +31,8 @@ class Need:
     @property
     def collectives(self) -> list[dict[str, Any]]:
         """The collectives of the smallest step, which decodes a token."""
-        found = self.programs.any.collectives
-        counted = Counter((c.kind, ", ".join(map(str, c.axes)), c.bytes) for c in found)
+        collectives = self.programs.any.collectives
+        counted = Counter((c.kind, ", ".join(map(str, c.axes)), c.bytes) for c in collectives)
         return [
             {"kind": kind, "axes": axes, "bytes": size, "count": count} for (kind, axes, size), count in counted.items()
         ]
@@ -41,12 +41,12 @@ class Need:
     def kernels(self) -> dict[str, str]:
         """The kernels that compute matrix products, with calls per step, and how quantized weights are laid out."""
         setting, served = self.programs.setting, self.programs.setting.served
-        found = {"kernels": ", ".join(f"{count} {name}" for name, count in kernels(self.programs.any).items())}
+        described = {"kernels": ", ".join(f"{count} {name}" for name, count in kernels(self.programs.any).items())}
         if served.quantized is not None:
             how = "" if served.coded(setting.kind, self.programs.arrangement) else ", dequantized when loaded"
             meaning = _meaning(self.programs.arrangement, setting.recipe.serve.layout)
-            found["quantized weights"] = f"{served.quantized}{how}; {meaning}"
-        return found
+            described["quantized weights"] = f"{served.quantized}{how}; {meaning}"
+        return described
 
     def as_json(self) -> dict[str, Any]:
         setting = self.programs.setting
@@ -82,12 +82,12 @@ def need(programs: ServingPrograms, free_bytes: int) -> Need:
 
 def kernels(program: Program) -> dict[str, int]:
     """The number of calls of each custom kernel in a program; torch's own operations are left out."""
-    found: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
     for node in program.graph.nodes:
         name = str(node.target) if "tpshard." in str(node.target) else getattr(node.target, "__name__", "")
         if node.op == "call_function" and ("tpshard." in name or name.endswith(("linear", "gate"))):
-            found[name.removeprefix("tpshard.").removesuffix(".default")] += 1
-    return dict(found)
+            calls[name.removeprefix("tpshard.").removesuffix(".default")] += 1
+    return dict(calls)
 
 
 def _meaning(arrangement: Arrangement, layout: str) -> str:

@@ -156,7 +156,7 @@ class Quantizer:
             prefix = f"layers.{i}."
             self._load(layer, prefix)
             dense = copy.deepcopy(layer)
-            found = self._quantize_layer(layer, prefix, streams["calibration"], dense, streams["reference"])
+            quantized = self._quantize_layer(layer, prefix, streams["calibration"], dense, streams["reference"])
             for name in ("reference", "dense"):
                 if name in streams:
                     streams[name] = [_through(dense, x) for x in streams[name]]
@@ -164,7 +164,7 @@ class Quantizer:
                 if name in streams:
                     streams[name] = [_through(layer, x) for x in streams[name]]
             layer.to("meta")
-            yield from self._joined(found)
+            yield from self._joined(quantized)
         if self.held_out:
             before, self.report.held_out_tokens = self._loss(streams["dense"])
             after, _ = self._loss(streams["quantized"])
@@ -214,38 +214,38 @@ class Quantizer:
         self, layer: nn.Module, prefix: str, calls: Sequence[_Call], dense: nn.Module, references: Sequence[_Call]
     ) -> dict[str, Quantized]:
         """Quantizes a layer. Linears with one input share Hessian and order; later ones see earlier ones quantized."""
-        found: dict[str, Quantized] = {}
+        quantized: dict[str, Quantized] = {}
         for together in _shared_inputs(layer, calls[0]):
             names = [name for name in together if self.fits[self.homes[prefix + name].module]]
             if not names:
                 continue
-            seen = self._hessian(names[0], layer, calls, dense, references)
-            hessian, name = seen.mean(), names[0]
+            statistics = self._hessian(names[0], layer, calls, dense, references)
+            hessian, name = statistics.mean(), names[0]
             try:
                 plan = ordering(hessian.diagonal(), self.settings, self.order, self._heads(layer, name))
                 for name in names:
                     linear = layer.get_submodule(name)
-                    found[prefix + name] = self._quantize_linear(linear, prefix + name, seen, plan)
+                    quantized[prefix + name] = self._quantize_linear(linear, prefix + name, statistics, plan)
             except ValueError as error:
                 raise ValueError(f"{prefix}{name}: {error}") from error
-        return found
+        return quantized
 
-    def _quantize_linear(self, linear: nn.Module, name: str, seen: Hessian, plan: Ordering) -> Quantized:
+    def _quantize_linear(self, linear: nn.Module, name: str, statistics: Hessian, plan: Ordering) -> Quantized:
         self.step(len(self.report.linears), len(self.linears), name)
         began = time.monotonic()
         weight: Tensor = linear.weight.detach().float()  # type: ignore[union-attr, operator]
-        found = nearest = round_to_nearest(weight, self.settings)
-        hessian = seen.mean()
+        quantized = nearest = round_to_nearest(weight, self.settings)
+        hessian = statistics.mean()
         if self.method == "gptq":
-            target = compensated(weight, hessian, seen.cross(), self.settings.damp)
-            found = solve(target, hessian, self.settings, plan)
-        linear.weight = nn.Parameter(found.dequantize().T.to(self.dtype).contiguous(), requires_grad=False)
-        error, nearest_error = (relative_error(weight, q, hessian) for q in (found, nearest))
+            target = compensated(weight, hessian, statistics.cross(), self.settings.damp)
+            quantized = solve(target, hessian, self.settings, plan)
+        linear.weight = nn.Parameter(quantized.dequantize().T.to(self.dtype).contiguous(), requires_grad=False)
+        error, nearest_error = (relative_error(weight, q, hessian) for q in (quantized, nearest))
         outputs, inputs = weight.shape
         seconds = time.monotonic() - began
         self.report.linears.append(LinearResult(name, (outputs, inputs), error, nearest_error, seconds))
         bias = getattr(linear, "bias", None)
-        return found if bias is None else replace(found, bias=bias.detach().to(torch.float16))
+        return quantized if bias is None else replace(quantized, bias=bias.detach().to(torch.float16))
 
     def _hessian(
         self, name: str, layer: nn.Module, calls: Sequence[_Call], dense: nn.Module, references: Sequence[_Call]
@@ -261,18 +261,18 @@ class Quantizer:
         c = self.config
         return Heads(c.heads, c.kv_heads, c.head_dim) if dims.get("weight", ())[1:] == ("heads",) else None
 
-    def _joined(self, found: Mapping[str, Quantized]) -> Iterator[tuple[str, Quantized]]:
+    def _joined(self, quantized: Mapping[str, Quantized]) -> Iterator[tuple[str, Quantized]]:
         """The linears as the folder stores them: those that share a matrix side by side, in its order of outputs."""
         shared: dict[str, list[tuple[str, Home]]] = {}
-        for name in found:
+        for name in quantized:
             shared.setdefault(self.homes[name].module, []).append((name, self.homes[name]))
         for module, parts in shared.items():
             parts.sort(key=lambda part: part[1].part[2] if part[1].part else 0)
             start, rows = 0, []
             for name, home in parts:
-                rows.append((torch.arange(start, start + found[name].outputs), home))
-                start += found[name].outputs
-            joined = found[parts[0][0]] if len(parts) == 1 else concatenate([found[name] for name, _ in parts])
+                rows.append((torch.arange(start, start + quantized[name].outputs), home))
+                start += quantized[name].outputs
+            joined = quantized[parts[0][0]] if len(parts) == 1 else concatenate([quantized[name] for name, _ in parts])
             yield module, joined.to("cpu").take_columns(fuse(rows))
 
 
@@ -313,10 +313,10 @@ class _Replay(nn.Module):
 
 def _input_of(layer: nn.Module, name: str, call: _Call) -> Tensor:
     """The input of the linear `name` when the layer is called."""
-    seen: list[Tensor] = []
+    inputs: list[Tensor] = []
 
     def see(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        seen.append(arguments[0])
+        inputs.append(arguments[0])
         raise _Caught  # the rest of the layer is not needed
 
     handle = layer.get_submodule(name).register_forward_pre_hook(see)
@@ -326,7 +326,7 @@ def _input_of(layer: nn.Module, name: str, call: _Call) -> Tensor:
         pass
     finally:
         handle.remove()
-    return seen[0]
+    return inputs[0]
 
 
 def _through(layer: nn.Module, call: _Call) -> _Call:

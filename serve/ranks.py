@@ -39,10 +39,10 @@ class Ranks:
 
     def __init__(self, command: Sequence[str], job: Job) -> None:
         self.blocks, self.vocab, self.max_seq = job.blocks, job.vocab, job.max_seq
-        self.max_rows, self.max_wanted = job.max_rows, job.max_wanted
+        self.max_rows, self.max_logit_rows = job.max_rows, job.max_logit_rows
         self._job = job
         self._shared = os.memfd_create("tpshard-logits", os.MFD_CLOEXEC)
-        os.ftruncate(self._shared, 4 * job.vocab * job.max_wanted)
+        os.ftruncate(self._shared, 4 * job.vocab * job.max_logit_rows)
         self._memory = mmap.mmap(self._shared, 0, prot=mmap.PROT_READ)
         self._workers = Workers(job.world)
         self._channels: list[socket.socket] = []
@@ -64,7 +64,7 @@ class Ranks:
             with contextlib.suppress(Closed):  # noticed below
                 send(channel, STEP, message)
         self._await(DONE, {0}, self._job.step_s)
-        shape = (len(batch.wanted), self.vocab)
+        shape = (len(batch.logit_rows), self.vocab)
         logits = np.frombuffer(self._memory, dtype="<f4", count=shape[0] * shape[1]).reshape(shape)
         return torch.from_numpy(logits.copy())
 
@@ -90,9 +90,9 @@ class Ranks:
     def _start(self, command: Sequence[str]) -> None:
         pairs = [socket.socketpair() for _ in range(self._job.world)]
         self._channels = [ours for ours, _ in pairs]
-        given = {rank: {CHANNEL: theirs.fileno(), LOGITS: self._shared} for rank, (_, theirs) in enumerate(pairs)}
+        descriptors = {rank: {CHANNEL: theirs.fileno(), LOGITS: self._shared} for rank, (_, theirs) in enumerate(pairs)}
         try:
-            self._workers.start(command, kept=False, given=given)
+            self._workers.start(command, kept=False, given=descriptors)
         finally:
             for _, theirs in pairs:
                 theirs.close()
@@ -108,8 +108,8 @@ class Ranks:
         missing = set(ranks)
         while missing:
             left = deadline - time.monotonic()
-            found = self._workers.listen(0.1 if self._workers.troubled else min(_LOOK_S, max(0.0, left)))
-            for rank in found:
+            ready = self._workers.listen(0.1 if self._workers.troubled else min(_LOOK_S, max(0.0, left)))
+            for rank in ready:
                 try:
                     got, _ = receive(self._channels[rank])
                 except (Closed, ValueError):
@@ -119,7 +119,7 @@ class Ranks:
                     missing.discard(rank)
             if self._workers.settled or (self._workers.troubled and not self._workers.living):
                 self._lost()
-            if not found and missing:
+            if not ready and missing:
                 self._look(min(missing), left, seconds)
 
     def _look(self, rank: int, left: float, seconds: float) -> None:

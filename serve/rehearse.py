@@ -26,9 +26,9 @@ class _Stage:
     def __init__(self, room: Room, traffic: Traffic, step_s: StepTime) -> None:
         self.room, self.traffic, self.step_s = room, traffic, step_s
         pool = BlockPool(room.blocks, BLOCK_SIZE)
-        self.scheduler = Scheduler(pool, room.rows, room.wanted, min(room.running, room.wanted))
+        self.scheduler = Scheduler(pool, room.rows, room.logit_rows, min(room.running, room.logit_rows))
         self.coming = deque(enumerate(traffic.arrivals()))
-        self.here: set[int] = set()
+        self.open: set[int] = set()
         """Numbers of the requests in the server, which are their sequences' ids."""
         self.came: dict[int, float] = {}
         self.first: dict[int, float] = {}
@@ -36,7 +36,7 @@ class _Stage:
         self.now, self.steps, self.refused, self.running = 0.0, 0, 0, 0
 
     def play(self) -> Rehearsal:
-        while self.coming or self.here:
+        while self.coming or self.open:
             self._let_in()
             slices = self.scheduler.schedule()
             if not slices:
@@ -44,7 +44,7 @@ class _Stage:
                 continue
             self.steps += 1
             self.running += len(slices)
-            self.now += self.step_s(sum(piece.count for piece in slices), found(slices))
+            self.now += self.step_s(sum(piece.count for piece in slices), cache_reads(slices))
             self._receive(slices)
         answers = [Answered(self.came[i], self.first[i], self.last[i], self.traffic.answer) for i in sorted(self.last)]
         mean = self.running / max(1, self.steps)
@@ -53,14 +53,14 @@ class _Stage:
     def _let_in(self) -> None:
         closed = self.traffic.rate is None
         most = self.traffic.clients if closed else self.room.running + self.room.queue
-        while self.coming and self.coming[0][1] <= self.now and not (closed and len(self.here) >= most):
+        while self.coming and self.coming[0][1] <= self.now and not (closed and len(self.open) >= most):
             number, at = self.coming.popleft()
-            if len(self.here) >= most:
+            if len(self.open) >= most:
                 self.refused += 1
                 continue
             prompt = (number, *([0] * (self.traffic.prompt - 1)))
             sequence = Sequence(prompt, Sampling(), self.traffic.answer, id=number, arrived=at)
-            self.here.add(number)
+            self.open.add(number)
             self.came[number] = self.now if closed else at
             self.scheduler.add(sequence)
 
@@ -76,10 +76,10 @@ class _Stage:
             if len(s.answer) >= s.max_tokens:
                 self.last[number] = self.now
                 self.scheduler.remove(s)
-                self.here.remove(number)
+                self.open.remove(number)
 
 
-def found(slices: list[Slice]) -> Cached:
+def cache_reads(slices: list[Slice]) -> Cached:
     """What a step reads of the cache: all blocks of its sequences, and the mean number of blocks before a row."""
     blocks = rows = 0
     attended = 0.0

@@ -25,7 +25,7 @@ class ProgramRunner:
     def __init__(self, context: Context, programs: ServingPrograms, weights: Weights, blocks: int) -> None:
         setting = programs.setting
         self.blocks, self.vocab, self.max_seq = blocks, programs.vocab, setting.max_seq
-        self.max_rows, self.max_wanted = setting.most, setting.wanted(setting.most)
+        self.max_rows, self.max_logit_rows = setting.most, setting.logit_rows(setting.most)
         self._programs, self._device, self._rank = programs, context.device, context.rank
         fill = Filler(
             weights, programs.arrangement, programs.shapes, setting.mesh, context.rank, context.device, blocks
@@ -42,17 +42,17 @@ class ProgramRunner:
             self._capture()
 
     def step(self, batch: StepInput) -> Tensor:
-        """Logits [wanted, vocab] in fp32 on the CPU, the same bits on every rank."""
+        """Logits [logit_rows, vocab] in fp32 on the CPU, the same bits on every rank."""
         size = self._programs.fitting(len(batch.tokens))
-        b = batch.padded(size, self._programs.setting.wanted(size))
+        b = batch.padded(size, self._programs.setting.logit_rows(size))
         brought = {
             "tokens": b.tokens[None], "positions": b.positions[None], "slots": b.slots[None],
-            "sequences": b.sequences[None], "tables": b.tables, "wanted": b.wanted,
+            "sequences": b.sequences[None], "tables": b.tables, "logit_rows": b.logit_rows,
         }  # fmt: skip
-        given = [x if p.name not in brought else self._bring(p, brought[p.name])
+        arguments = [x if p.name not in brought else self._bring(p, brought[p.name])
                  for p, x in zip(self._programs.steps[size].inputs, self._given[size])]  # fmt: skip
-        (logits,) = self._run[size](*given)
-        return logits[: len(batch.wanted)].float().cpu()
+        (logits,) = self._run[size](*arguments)
+        return logits[: len(batch.logit_rows)].float().cpu()
 
     def _bring(self, port: Port, value: np.ndarray) -> Tensor:
         whole = torch.from_numpy(np.ascontiguousarray(value)).to(self._device)
@@ -62,7 +62,7 @@ class ProgramRunner:
         """Runs a step of every size, so that compilation and measurements happen before the first request."""
         for size in self._run:
             none = np.zeros(size, dtype=np.int64)  # block 0 belongs to no sequence
-            last = np.arange(self._programs.setting.wanted(size))
+            last = np.arange(self._programs.setting.logit_rows(size))
             self.step(StepInput(none, none, none, none, np.zeros((1, 1), dtype=np.int64), last))
 
     def close(self) -> None:

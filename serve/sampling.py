@@ -65,13 +65,13 @@ def shape(logits: Tensor, sequence: Sequence) -> Tensor:
     """
     s, logits = sequence.sampling, logits.clone()
     if s.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(sequence.tokens)), dtype=torch.int64)
-        values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+        repeated = torch.tensor(sorted(set(sequence.tokens)), dtype=torch.int64)
+        values = logits[repeated]
+        logits[repeated] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
     answer = sequence.answer
     if answer and (s.presence_penalty or s.frequency_penalty):
-        told, counts = torch.tensor(answer, dtype=torch.int64).unique(return_counts=True)
-        logits[told] -= s.presence_penalty + s.frequency_penalty * counts.to(logits.dtype)
+        answered, counts = torch.tensor(answer, dtype=torch.int64).unique(return_counts=True)
+        logits[answered] -= s.presence_penalty + s.frequency_penalty * counts.to(logits.dtype)
     if s.logit_bias:
         ids = torch.tensor([token for token, _ in s.logit_bias], dtype=torch.int64)
         logits[ids] += torch.tensor([bias for _, bias in s.logit_bias], dtype=logits.dtype)

@@ -27,7 +27,7 @@ class Slice:
         return self.start + self.count == len(self.sequence.tokens)
 
     @property
-    def wanted(self) -> int:
+    def logit_rows(self) -> int:
         """The number of rows whose logits are needed."""
         s = self.sequence
         return self.count if self.scores else int(self.ends and s.max_tokens > 0)
@@ -41,8 +41,8 @@ class Slice:
 class Scheduler:
     """Continuous batching over one pool of blocks."""
 
-    def __init__(self, pool: BlockPool, max_rows: int, max_wanted: int, max_running: int) -> None:
-        self.pool, self.max_rows, self.max_wanted, self.max_running = pool, max_rows, max_wanted, max_running
+    def __init__(self, pool: BlockPool, max_rows: int, max_logit_rows: int, max_running: int) -> None:
+        self.pool, self.max_rows, self.max_logit_rows, self.max_running = pool, max_rows, max_logit_rows, max_running
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -54,17 +54,17 @@ class Scheduler:
     def schedule(self) -> list[Slice]:
         """The slices of the next step; empty if there is nothing to do."""
         slices: list[Slice] = []
-        rows, wanted = self.max_rows, min(self.max_wanted, self.max_rows)
+        rows, logit_rows = self.max_rows, min(self.max_logit_rows, self.max_rows)
         answering = [s for s in self.running if s.left == 1]
         for sequence in answering + [s for s in self.running if s.left > 1]:
-            if sequence not in self.running or not rows or not wanted:
+            if sequence not in self.running or not rows or not logit_rows:
                 continue
-            piece = self._slice(sequence, rows, wanted)
+            piece = self._slice(sequence, rows, logit_rows)
             if not self._room(sequence, piece, slices):
                 continue
             slices.append(piece)
-            rows, wanted = rows - piece.count, wanted - piece.wanted
-        return slices + self._admit(rows, wanted)
+            rows, logit_rows = rows - piece.count, logit_rows - piece.logit_rows
+        return slices + self._admit(rows, logit_rows)
 
     def advance(self, piece: Slice) -> None:
         """Marks a slice as computed, and publishes the blocks that it filled."""
@@ -82,19 +82,19 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._give_back(sequence)
 
-    def _slice(self, s: Sequence, rows: int, wanted: int) -> Slice:
+    def _slice(self, s: Sequence, rows: int, logit_rows: int) -> Slice:
         count = min(s.left, rows)
         if s.unscored:
-            count = min(count, wanted)
+            count = min(count, logit_rows)
         return Slice(s, s.computed, count)
 
     def _room(self, s: Sequence, piece: Slice, slices: list[Slice]) -> bool:
         """Reserves the blocks of a slice, preempting younger sequences if needed."""
         need = -(-(piece.start + piece.count) // self.pool.block_size) - len(s.blocks)
         while need > 0:
-            taken = self.pool.take(need)
-            if taken is not None:
-                s.blocks.extend(taken)
+            new_blocks = self.pool.take(need)
+            if new_blocks is not None:
+                s.blocks.extend(new_blocks)
                 return True
             scheduled = {p.sequence.id for p in slices}
             victim = next((v for v in reversed(self.running) if v.id not in scheduled), s)
@@ -115,31 +115,31 @@ class Scheduler:
         if s.unscored:
             s.prompt_scores.clear()
 
-    def _admit(self, rows: int, wanted: int) -> list[Slice]:
+    def _admit(self, rows: int, logit_rows: int) -> list[Slice]:
         slices: list[Slice] = []
         pending = {self._digest(s, i) for s in self.running for i in range(s.published, len(s.tokens) // self._size)}
         for s in list(self.waiting):
-            if not rows or not wanted or len(self.running) >= self.max_running:
+            if not rows or not logit_rows or len(self.running) >= self.max_running:
                 break
             reusable = 0 if s.unscored else (len(s.tokens) - 1) // self._size
             digests = [self._digest(s, i) for i in range(reusable)]
-            known = self.pool.known(digests)
-            if known < reusable and digests[known] in pending:
+            cached = self.pool.cached_prefix(digests)
+            if cached < reusable and digests[cached] in pending:
                 continue  # a running sequence computes this block: wait for it instead of computing it twice
-            reused = self.pool.reuse(digests[:known])
-            s.blocks, s.computed, s.published = reused, known * self._size, known
-            piece = self._slice(s, rows, wanted)
-            taken = self.pool.take(-(-(piece.start + piece.count) // self._size) - len(s.blocks))
-            if taken is None:
+            reused = self.pool.reuse(digests[:cached])
+            s.blocks, s.computed, s.published = reused, cached * self._size, cached
+            piece = self._slice(s, rows, logit_rows)
+            new_blocks = self.pool.take(-(-(piece.start + piece.count) // self._size) - len(s.blocks))
+            if new_blocks is None:
                 self._give_back(s)
                 break
-            s.blocks.extend(taken)
+            s.blocks.extend(new_blocks)
             self.prefix_hit_tokens += s.computed
             self.waiting.remove(s)
             self.running.append(s)
             slices.append(piece)
             pending.update(self._digest(s, i) for i in range(s.published, len(s.tokens) // self._size))
-            rows, wanted = rows - piece.count, wanted - piece.wanted
+            rows, logit_rows = rows - piece.count, logit_rows - piece.logit_rows
         return slices
 
     @property

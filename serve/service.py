@@ -213,11 +213,11 @@ class Service:
         grouped: dict[Deliver, list[Event]] = {}
         for event in events:
             self.metrics.event(event, now)
-            found = self._open.get(event.sequence.id)
+            entry = self._open.get(event.sequence.id)
             if event.finish is not None:
                 self._open.pop(event.sequence.id, None)
-            if found is not None:
-                grouped.setdefault(found[1], []).append(event)
+            if entry is not None:
+                grouped.setdefault(entry[1], []).append(event)
         for deliver, some in grouped.items():
             deliver(some)
 

@@ -27,8 +27,8 @@ class StepInput:
     """[rows]: the row of `tables` with the blocks of its sequence."""
     tables: np.ndarray
     """[sequences, blocks], padded with 0."""
-    wanted: np.ndarray
-    """[wanted]: the rows whose logits are needed."""
+    logit_rows: np.ndarray
+    """[logit_rows]: the rows whose logits are needed."""
 
     def __post_init__(self) -> None:
         rows = len(self.tokens)
@@ -37,8 +37,8 @@ class StepInput:
 
     def encode(self) -> bytes:
         rows, (m, w) = len(self.tokens), self.tables.shape
-        parts = (self.tokens, self.positions, self.slots, self.sequences, self.tables, self.wanted)
-        return _HEAD.pack(_MAGIC, rows, m, w, len(self.wanted)) + b"".join(
+        parts = (self.tokens, self.positions, self.slots, self.sequences, self.tables, self.logit_rows)
+        return _HEAD.pack(_MAGIC, rows, m, w, len(self.logit_rows)) + b"".join(
             np.ascontiguousarray(part, dtype="<i8").tobytes() for part in parts
         )
 
@@ -47,14 +47,14 @@ class StepInput:
         """The step in a message. ValueError unless the bytes are exactly one step."""
         if len(message) < _HEAD.size:
             raise ValueError("a step's message ends within its header")
-        magic, rows, m, w, wanted = _HEAD.unpack_from(message)
-        if magic != _MAGIC or len(message) != _HEAD.size + 8 * (4 * rows + m * w + wanted):
+        magic, rows, m, w, logit_rows = _HEAD.unpack_from(message)
+        if magic != _MAGIC or len(message) != _HEAD.size + 8 * (4 * rows + m * w + logit_rows):
             raise ValueError(f"a step's message of {len(message)} bytes does not match its header")
         flat = np.frombuffer(message, dtype="<i8", offset=_HEAD.size)
         t, p, s, q, tables, last = np.split(flat, np.cumsum([rows, rows, rows, rows, m * w]))
         return StepInput(t, p, s, q, tables.reshape(m, w), last)
 
-    def padded(self, rows: int, wanted: int) -> StepInput:
+    def padded(self, rows: int, logit_rows: int) -> StepInput:
         """The step padded to more rows; padding writes to block 0 and attends only to itself."""
         more = rows - len(self.tokens)
         fill = np.zeros(more, dtype=np.int64)
@@ -65,7 +65,7 @@ class StepInput:
             np.concatenate([self.slots, fill]),
             np.concatenate([self.sequences, fill + len(self.tables)]),
             tables,
-            np.concatenate([self.wanted, np.zeros(wanted - len(self.wanted), dtype=np.int64)]),
+            np.concatenate([self.logit_rows, np.zeros(logit_rows - len(self.logit_rows), dtype=np.int64)]),
         )
 
 
@@ -81,13 +81,13 @@ class Runner(Protocol):
     block_size: int
     max_rows: int
     """Maximal rows of a step."""
-    max_wanted: int
+    max_logit_rows: int
     """Maximal rows of a step with logits."""
     vocab: int
     max_seq: int
 
     def step(self, batch: StepInput) -> Tensor:
-        """Logits [wanted, vocab] in fp32, on the CPU. Raises WorkerLost if a rank is gone."""
+        """Logits [logit_rows, vocab] in fp32, on the CPU. Raises WorkerLost if a rank is gone."""
         ...
 
     def close(self) -> None: ...

@@ -62,8 +62,8 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 bytes that a token adds to a text, possibly a part of a character; a special token's name."""
         name = self._rust.id_to_token(token) or ""
-        known = self.decode(self._plain)  # a decoder may strip the space that a text begins with
-        text = self.decode([*self._plain, token])[len(known) :] or name
+        plain = self.decode(self._plain)  # a decoder may strip the space that a text begins with
+        text = self.decode([*self._plain, token])[len(plain) :] or name
         if "�" not in text:
             return text.encode()
         if re.fullmatch("<0x[0-9A-Fa-f]{2}>", name):  # SentencePiece's bytes
@@ -84,11 +84,11 @@ class Tokenizer:
 
     def _stop_tokens(self, folder: Path) -> set[int]:
         ids = _json(folder / "generation_config.json").get("eos_token_id")
-        found = {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int) and i >= 0}
+        ids_that_stop = {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int) and i >= 0}
         if self.special["eos_token"]:
             token = self._rust.token_to_id(self.special["eos_token"])
-            found |= {token} if token is not None else set()
-        return found
+            ids_that_stop |= {token} if token is not None else set()
+        return ids_that_stop
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -150,21 +150,21 @@ class Writer:
         return self._give(self._grown(True), True)
 
     def _grown(self, last: bool) -> str:
-        known = self.tokenizer.decode(self.tokens[self._start : self._read])
+        written = self.tokenizer.decode(self.tokens[self._start : self._read])
         whole = self.tokenizer.decode(self.tokens[self._start :])
-        if len(whole) <= len(known) or (whole.endswith("�") and not last and len(self.tokens) - self._read < 8):
-            return whole[len(known) :] if last else ""
+        if len(whole) <= len(written) or (whole.endswith("�") and not last and len(self.tokens) - self._read < 8):
+            return whole[len(written) :] if last else ""
         self._start, self._read = self._read, len(self.tokens)
-        return whole[len(known) :]
+        return whole[len(written) :]
 
     def _give(self, new: str, last: bool) -> str:
         if self.stopped:
             return ""
         held = self._held + new
-        found = [place for place in (held.find(s) for s in self.stop) if place >= 0]
-        if found:
+        places = [place for place in (held.find(s) for s in self.stop) if place >= 0]
+        if places:
             self.stopped, self._held = True, ""
-            out = held[: min(found)]
+            out = held[: min(places)]
         else:
             keep = 0 if last else max((_overlap(held, s) for s in self.stop), default=0)
             out, self._held = held[: len(held) - keep], held[len(held) - keep :]

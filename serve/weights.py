@@ -48,7 +48,7 @@ class Filler:
     device: torch.device
     blocks: int
     """Usable blocks of the cache, besides block 0."""
-    made: dict[str, Any] = field(default_factory=dict)
+    by_name: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # a linear's group and codes are read one after the other
@@ -56,9 +56,9 @@ class Filler:
         self.weights = replace(self.weights, quantized=quantized, group=group)
 
     def __call__(self, port: Port) -> Any:
-        if port.name not in self.made:
-            self.made[port.name] = self._make(port)
-        return self.made[port.name]
+        if port.name not in self.by_name:
+            self.by_name[port.name] = self._make(port)
+        return self.by_name[port.name]
 
     def _make(self, port: Port) -> Any:
         if port.kind == "cache":
@@ -105,8 +105,8 @@ class Filler:
 
     def _group(self, name: str) -> Tensor | None:
         """`Weights.group`, extended to the program's number of inputs."""
-        found = self.weights.group(name)
-        return None if found is None else longer(found, self.shapes[name][1])
+        index = self.weights.group(name)
+        return None if index is None else longer(index, self.shapes[name][1])
 
 
 def _cut(order: Tensor | None, part: tuple[int, int]) -> Tensor:

@@ -75,26 +75,26 @@ def save(
     problem: Exception | None = None
 
     if rank == 0:
-        with _kept() as kept:
+        with _caught() as writing:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
             write_synced(work / "attempt", [uuid.uuid4().hex.encode()])
-        problem = kept.error
+        problem = writing.error
     barrier()
-    with _kept() as kept:
+    with _caught() as writing:
         attempt = (work / "attempt").read_text()
         _write_json(work / f"blocks-{rank:05d}.json", {name: _block(shard) for name, shard in tensors.items()})
-    problem = problem or kept.error
+    problem = problem or writing.error
     barrier()
     if problem is None:
-        with _kept() as kept:
+        with _caught() as writing:
             _write_part(work, rank, world, tensors, dict(local or {}))
-        problem = kept.error
+        problem = writing.error
     barrier()
     if rank == 0 and problem is None:
-        with _kept() as kept:
+        with _caught() as writing:
             _finish(work, final, step, world, attempt, dict(meta))
-        problem = kept.error
+        problem = writing.error
     if rank == 0 and problem is not None:
         shutil.rmtree(work, ignore_errors=True)
     barrier()
@@ -154,13 +154,13 @@ def prune(directory: Path, step: int, keep_last: int) -> None:
                 logger.warning("%s is of an abandoned part of this run: renamed to %s", path.name, aside.name)
 
 
-class _kept:
+class _caught:
     """Catches an error, so that the failing rank still meets the others at the barrier."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
 
-    def __enter__(self) -> _kept:
+    def __enter__(self) -> _caught:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:

@@ -188,12 +188,12 @@ class BadRows:
 
     def __init__(self, text: TextSource, limit: float, *, warn: bool = True):
         self.text, self.limit, self.warn = text, limit, warn
-        self.seen = self.bad = 0
+        self.rows_read = self.bad = 0
         self.first = ""
         """The first unreadable row: file, line, fault."""
 
     def see(self, file: TextFile, row: TextRow) -> None:
-        self.seen += 1
+        self.rows_read += 1
         if row.text is not None:
             return
         self.bad += 1
@@ -201,16 +201,16 @@ class BadRows:
             self.first = f"{file.name}, line {row.line + 1}: {row.fault}"
             if self.warn:
                 logger.warning("skipped an unreadable row of %s: %s", self.text.name, self.first)
-        self._judge(max(self.seen, 1000))
+        self._judge(max(self.rows_read, 1000))
 
     def file_ended(self) -> None:
         if self.bad:
-            self._judge(self.seen)
+            self._judge(self.rows_read)
 
     def _judge(self, of: int) -> None:
         if self.bad > self.limit * of:
             raise self.text.mistake(
-                f"{self.bad} of {self.seen} rows of {self.text.name} are unreadable",
+                f"{self.bad} of {self.rows_read} rows of {self.text.name} are unreadable",
                 why=f"the first: {self.first}",
                 fix=f"repair the data, or raise data.bad_rows (now {self.limit:g})",
             )
@@ -230,7 +230,7 @@ def check(text: TextSource, bad_rows: float) -> None:
         for row in rows(text, file):
             counter.see(file, row)
         counter.file_ended()
-    if counter.seen == counter.bad:
+    if counter.rows_read == counter.bad:
         raise text.mistake(
             f"{text.name} has no readable row",
             why=counter.first or f"{len(local)} files, all empty",

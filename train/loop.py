@@ -295,25 +295,25 @@ class TrainingLoop:
         back_to = self._saved_step or 0
         decision, why = self.guard.decide(back_to)
         account = self._account(step, result, batch, decision)
-        said = f"step {step}: {nonfinite.what(result.loss, result.grad_norm)}"
+        what = f"step {step}: {nonfinite.what(result.loss, result.grad_norm)}"
         if decision == "skip":
-            self.progress.note(f"warning: {said}; skipped, the parameters are as before (see {account})")
+            self.progress.note(f"warning: {what}; skipped, the parameters are as before (see {account})")
             self.course.step = step
         elif decision == "rollback":
-            found = self._newest()
-            if found is None:
+            checkpoint = self._newest()
+            if checkpoint is None:
                 self.engine.initialize(self.recipe.seed)
                 self.course.step = self.course.updates = self.course.tokens = 0
             else:
-                self._restore(found)
-            self._saved_step = found.step if found is not None else None
+                self._restore(checkpoint)
+            self._saved_step = checkpoint.step if checkpoint is not None else None
             self.progress.note(
-                f"warning: {said}; back to step {self.course.step}, going on behind this batch (see {account})"
+                f"warning: {what}; back to step {self.course.step}, going on behind this batch (see {account})"
             )
         else:
             saved = f"step {back_to} is saved" if self._saved_step else "nothing is saved"
             raise Mistakes.one(
-                f"{said}: the run stops before it is used",
+                f"{what}: the run stops before it is used",
                 exit=Exit.NONFINITE,
                 where=self.recipe.where("train.on_nonfinite"),
                 why=why or f"the policy is {self.guard.policy}; {saved}; the batch is listed in {account}",

@@ -48,8 +48,8 @@ class MadeRows:
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, as JSON."""
-        told = {"global_sequences": self.recipe.batch.global_sequences, "tokenizer": self.recipe.task, "lanes": {}}
-        return {"step": self.step, **told}
+        identity = {"global_sequences": self.recipe.batch.global_sequences, "tokenizer": self.recipe.task, "lanes": {}}
+        return {"step": self.step, **identity}
 
     def load_state_dict(self, state: Mapping[str, Any], *, force: bool = False) -> None:
         """Continues at the position `state`.

@@ -91,8 +91,8 @@ class RunDir:
         """wandb's id of this run, created once, so that a resumed run continues the same wandb run."""
         path = self.path / "wandb" / "id"
         with contextlib.suppress(OSError):
-            if re.fullmatch(r"[a-z0-9]{1,64}", told := path.read_text().strip()):
-                return told
+            if re.fullmatch(r"[a-z0-9]{1,64}", stored_id := path.read_text().strip()):
+                return stored_id
         new_id = secrets.token_hex(4)
         with contextlib.suppress(OSError):  # if the disk fails, wandb gets a new run; training continues
             path.parent.mkdir(exist_ok=True)

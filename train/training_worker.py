@@ -348,9 +348,9 @@ def _comparing(
         record(row)
         steps += row.get("loss") is not None
         if steps == ENOUGH and row.get("loss") is not None:
-            said = around.measured(folder)
-            if said:
-                progress.note(said)
+            comparison = around.measured(folder)
+            if comparison:
+                progress.note(comparison)
 
     return both
 

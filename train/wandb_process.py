@@ -84,8 +84,8 @@ def _init(first: dict[str, Any], tell: Any) -> Any:
     settings_sent = first["init"]
     mode = settings_sent["mode"]
     if mode == "auto":
-        asked = os.environ.get("WANDB_MODE", "")
-        mode = asked if asked in ("online", "offline", "disabled") else "online" if _has_login() else "offline"
+        env_mode = os.environ.get("WANDB_MODE", "")
+        mode = env_mode if env_mode in ("online", "offline", "disabled") else "online" if _has_login() else "offline"
     settings = {k: v for k, v in PRIVATE.items() if f"WANDB_{k.removeprefix('x_').upper()}" not in os.environ}
 
     def begin(mode: Any) -> Any:

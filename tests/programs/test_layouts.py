@@ -27,8 +27,8 @@ from tpshard.programs.layouts import (
     LAYOUTS,
     ActOrder,
     Arrangement,
+    ColumnOrder,
     Layout,
-    Turned,
     act_orders,
     arrange,
     planned_orders,
@@ -241,7 +241,7 @@ def test_what_is_left_to_do_at_run_time() -> None:
             "layers_0_attention_wo", "layers_0_attention_wq", "layers_0_mlp_down", "layers_0_mlp_gate"
         ]  # fmt: skip
     turned = local.step("tp_aware", 2).arrangement.columns
-    assert turned["layers.0.attention.wv.weight"] == Turned("layers.0.attention.wo.weight", 8, 4)
+    assert turned["layers.0.attention.wv.weight"] == ColumnOrder("layers.0.attention.wo.weight", 8, 4)
     biases = served("granite", "head_local").step("tp_aware", 2).arrangement.columns
     assert {"layers.0.attention.wv.bias", "layers.0.mlp.up.bias"} < biases.keys()
 

@@ -75,7 +75,7 @@ def test_a_server_drops_no_token_whatever_the_capacity() -> None:
     assert programs.notes == ["experts compute all tokens that choose them: `capacity: 0.5` is for training"]
 
 
-def test_only_the_wanted_rows_go_on_after_the_last_attention() -> None:
+def test_only_rows_with_logits_go_on_after_the_last_attention() -> None:
     program = build_serving(setting(LLAMA, "serve.requests=8"), rows=[32]).steps[32]
     rows = {n.args[1].name: n.meta["tpshard"].specs[0].shape[-2] for n in program.graph.nodes  # type: ignore[union-attr]
             if getattr(n.target, "__name__", "") == "fixed_rows_linear"}  # fmt: skip
@@ -101,7 +101,7 @@ def test_the_sizes_of_steps_follow_from_requests_and_device() -> None:
     assert setting(LLAMA, "serve.requests=100").rows == (8, 16, 32, 64, 104)
     assert setting(LLAMA, kind="gpu").rows == (8, 64, 512, 2048)
     small = setting(LLAMA, "serve.step_tokens=20", "serve.requests=3")
-    assert small.rows == (8, 16, 24) and [small.wanted(rows) for rows in small.rows] == [8, 8, 8]
+    assert small.rows == (8, 16, 24) and [small.logit_rows(rows) for rows in small.rows] == [8, 8, 8]
     runner = runner_of(build(LLAMA, device="cpu"), "serve.step_tokens=20", "serve.requests=3")
     engine = Engine(runner)
     sizes = []

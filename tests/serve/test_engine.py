@@ -123,7 +123,7 @@ class Overflowing:
 
     def step(self, batch: StepInput) -> torch.Tensor:
         logits = self.runner.step(batch)
-        logits[torch.from_numpy(batch.tokens[batch.wanted] == self.token), 5] = self.value
+        logits[torch.from_numpy(batch.tokens[batch.logit_rows] == self.token), 5] = self.value
         return logits
 
 
@@ -221,7 +221,7 @@ def test_a_step_travels_as_bytes() -> None:
 
     step = StepInput(ints(5), ints(5), ints(5), ints(5), ints(2, 3), ints(2))
     back = StepInput.decode(step.encode())
-    for name in ("tokens", "positions", "slots", "sequences", "tables", "wanted"):
+    for name in ("tokens", "positions", "slots", "sequences", "tables", "logit_rows"):
         assert np.array_equal(getattr(step, name), getattr(back, name))
     for wrong in (step.encode()[:-1], step.encode() + b"x", b"", b"\x80\x04" + step.encode()):
         with pytest.raises(ValueError, match="message"):

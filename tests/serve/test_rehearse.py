@@ -11,13 +11,13 @@ from tpshard.serve.rehearse import rehearse
 from tpshard.serve.request import Sampling, Sequence
 from tpshard.serve.step import StepInput
 
-ROOM = Room(blocks=40, rows=16, wanted=8, running=8, queue=4)
+ROOM = Room(blocks=40, rows=16, logit_rows=8, running=8, queue=4)
 
 
 class Blank:
     """A runner whose tokens are all alike; it notes what the rows of each step read."""
 
-    blocks, block_size, max_rows, max_wanted, vocab, max_seq = 40, 16, 16, 8, 4, 1000
+    blocks, block_size, max_rows, max_logit_rows, vocab, max_seq = 40, 16, 16, 8, 4, 1000
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
@@ -25,7 +25,7 @@ class Blank:
     def step(self, batch: StepInput) -> torch.Tensor:
         ends = {s: int(batch.positions[batch.sequences == s].max()) // 16 + 1 for s in set(batch.sequences.tolist())}
         self.seen.append((len(batch.tokens), sum(ends.values())))
-        return torch.zeros(len(batch.wanted), self.vocab)
+        return torch.zeros(len(batch.logit_rows), self.vocab)
 
     def close(self) -> None: ...
 
