@@ -45,7 +45,7 @@ class Choices(NamedTuple):
 
 
 def choose(setting: Setting, program: Program, program_with: Callable[[Choices], Program]) -> Choices:
-    """The choices for the step `program`; `made` returns the program that runs with some choices.
+    """The choices for the step `program`; `program_with` returns the program that runs with some choices.
 
     Raises Mistakes for a file or pattern of buckets that is invalid.
     """

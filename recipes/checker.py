@@ -1,4 +1,4 @@
-"""Checking a tree of nodes against the schema: returns the typed values, and a mistake for each wrong one."""
+"""Checking a merged recipe against the schema: returns the typed values, and a mistake for each wrong one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from tpshard.recipes import schema
-from tpshard.recipes.constraints import Alone, Bytes, Constraint
+from tpshard.recipes.constraints import ALONE, BYTES, Constraint, bytes_in
 from tpshard.recipes.diagnostic import Diagnostic, Source, join, suggestion
 from tpshard.recipes.hints import alternatives, hints, mapping_of, section_of
-from tpshard.recipes.nodes import Node, Path, as_node, data, dotted, scalar, trap
+from tpshard.recipes.nodes import Node, Path, as_node, dotted, scalar, trap
 from tpshard.recipes.section import Pending, Section, default_of, waits
 
 if TYPE_CHECKING:
@@ -35,21 +35,25 @@ def expected(hint: Any) -> str:
 @cache
 def homes() -> dict[str, list[str]]:
     """The paths at which each key exists, to recognise a key in the wrong section."""
-    found: dict[str, list[str]] = {}
+    paths: dict[str, list[str]] = {}
 
     def visit(cls: type[Section], prefix: str) -> None:
         for name, hint in hints(cls).items():
-            found.setdefault(name, []).append(prefix + name)
+            paths.setdefault(name, []).append(prefix + name)
             inner = section_of(hint)
             if inner is not None:
                 visit(inner, f"{prefix}{name}.")
 
     visit(schema.Recipe, "")
-    return found
+    return paths
 
 
 class Checker:
-    """Checks one merged recipe. `mistakes` collects all errors; `places` has the place of every written key."""
+    """Checks one merged recipe. `mistakes` collects all errors; `places` has the place of every written key.
+
+    Values are plain data with their path in the recipe. `where` is the place of a value that an interpolation stands
+    for; without it the place is where the merged recipe has the value from.
+    """
 
     def __init__(self, merged: Merged) -> None:
         self.merged = merged
@@ -58,236 +62,226 @@ class Checker:
         """For each path, the places of its key and its value."""
         self.bad: set[str] = {dotted(path) for path in merged.bad}
         """Paths whose value was refused."""
-        self.told: set[Path] = set()
+        self.reported: set[Path] = set()
         """Paths whose interpolation is already reported."""
 
-    def wrong(self, path: str, message: str, where: Source, why: str = "", fix: str = "") -> _Bad:
-        self.bad.add(path)
+    def wrong(self, path: Path, message: str, where: Source, why: str = "", fix: str = "") -> _Bad:
+        self.bad.add(_key(path))
         self.mistakes.append(Diagnostic(message, where=where, why=why, fix=fix))
         return BAD
 
-    def at(self, path: str) -> Any:
-        """The checked value at the path of a key, or BAD."""
+    def at(self, key: str) -> Any:
+        """The checked value of a key, or BAD."""
+        path: Path = tuple(key.split("."))
         hint: Any = schema.Recipe
-        for key in path.split("."):
+        for name in path:
             inner = section_of(hint)
             assert inner is not None
-            hint = hints(inner)[key]
-        return self.value(self.merged.node(tuple(path.split("."))), hint, path)
+            hint = hints(inner)[str(name)]
+        return self.value(self.merged.written(path), hint, path)
 
-    def section(self, node: Node, cls: type[Section], path: str) -> Any:
+    def section(self, raw: Mapping[str, Any], cls: type[Section], path: Path, where: Source | None = None) -> Any:
         """An instance of `cls`. A refused value is replaced by its default, so that the rest can be checked."""
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         written: dict[str, Any] = {}
-        known = hints(cls)
-        for key, value in node.entries:
-            inside = f"{path}.{key.text}" if path else key.text
-            if key.text not in known:
-                self.unknown(key, inside, path, list(hints(cls)))
+        unsaved: set[str] = set()
+        legal = hints(cls)
+        for key, item in raw.items():
+            inside = (*path, key)
+            if key not in legal:
+                self.unknown(inside, list(legal), where)
                 continue
-            self.note(inside, key, value)
-            item = cls.__dataclass_fields__[key.text]  # type: ignore[attr-defined]
-            if inside in self.bad or ("derived" in item.metadata and self.null(value)):
+            self.note(inside, where)
+            metadata = cls.__dataclass_fields__[key].metadata
+            if not metadata.get("saved", True) and not (where or self.merged.place(inside)).line:
+                unsaved.add(key)
+            if _key(inside) in self.bad or ("derived" in metadata and item is None):
                 continue
-            found = self.value(value, known[key.text], inside)
-            if found is not BAD:
-                given[key.text] = found
-                if self.interpolated(value) and not (isinstance(found, Section) and value.kind == "map"):
-                    written[key.text] = data(value)
-        for item in fields(cls):  # type: ignore[arg-type]
-            if item.name not in given and default_of(item) is MISSING:
-                if not any(key.text == item.name for key, _ in node.entries):
-                    self.missing(node, item.name, path)
-                if item.name != "model":
+            value = self.value(item, legal[key], inside, where)
+            if value is not BAD:
+                values[key] = value
+                if where is None and "${" in str(item) and not (isinstance(value, Section) and isinstance(item, dict)):
+                    written[key] = item if isinstance(item, dict | list) else scalar(self.leaf(item, inside))
+        for field in fields(cls):
+            absent = field.name not in raw
+            underived = absent and where is not None and "derived" in field.metadata  # of an interpolated section
+            if field.name not in values and (underived or default_of(field) is MISSING):
+                if absent and not (underived and raw.keys() - legal.keys()):
+                    fix = "`model: {preset: tiny}` is enough" if field.name == "model" else ""
+                    missing = _key((*path, field.name))
+                    source = where or self.merged.place(path)
+                    self.wrong((*path, field.name), f"the key `{missing}` is missing", source, fix=fix)
+                if field.name != "model":
                     return BAD
-                given["model"] = schema.Model()
-        made = cls(**given)
+                values["model"] = schema.Model()
+        checked = cls(**values)
         if written:
-            object.__setattr__(made, "_written", written)
-        unsaved = {key.text for key, value in node.entries if not value.source.line and not _saved(cls, key.text)}
+            object.__setattr__(checked, "_written", written)
         if unsaved:
-            object.__setattr__(made, "_unsaved", frozenset(unsaved))
-        if waits(given):
-            object.__setattr__(made, "_config", self.merged.config)
-        return made
+            object.__setattr__(checked, "_unsaved", frozenset(unsaved))
+        if waits(values):
+            object.__setattr__(checked, "_config", self.merged.config)
+        return checked
 
-    def note(self, path: str, key: Node, value: Node) -> None:
-        if key.source.line:
-            self.places[path] = (key.source, value.source)
+    def note(self, path: Path, where: Source | None) -> None:
+        if where is not None:
+            self.places[_key(path)] = where, where
+        elif path in self.merged.places:
+            key, value = self.merged.places[path]
+            self.places[_key(path)] = key.source, value.source
 
-    def null(self, node: Node) -> bool:
-        return node.kind == "scalar" and scalar(node) is None and not self.interpolated(node)
+    def leaf(self, raw: Any, path: Path, where: Source | None = None) -> Node:
+        """The scalar at a path, as written; a default or the value of an interpolation as it would be written."""
+        if where is None and path in self.merged.places and (node := self.merged.places[path][1]).kind == "scalar":
+            return node
+        return as_node(raw, where or self.merged.place(path))
 
-    def raw(self, node: Node) -> Any:
-        """The value of a scalar in the merged recipe, if it is there."""
-        if node.path is None or node.kind != "scalar":
-            return None
-        return self.merged.written(node.path)
-
-    def interpolated(self, node: Node) -> bool:
-        """Whether any text below contains an interpolation."""
-        below = (*node.items, *(value for _, value in node.entries))
-        return "${" in str(self.raw(node)) or any(map(self.interpolated, below))
-
-    def missing(self, node: Node, name: str, path: str) -> None:
-        fix = "`model: {preset: tiny}` is enough" if name == "model" else ""
-        self.wrong(
-            f"{path}.{name}".strip("."), f"the key `{f'{path}.{name}'.strip('.')}` is missing", node.source, fix=fix
-        )
-
-    def unknown(self, key: Node, inside: str, path: str, known: list[str]) -> None:
-        close = suggestion(key.text, known)
-        if path == "" and key.text == "extends":
-            known = [*known, "extends"]
+    def unknown(self, path: Path, legal: list[str], where: Source | None) -> None:
+        name, key = str(path[-1]), _key(path)
+        close = suggestion(name, legal)
+        if len(path) == 1 and name == "extends":
+            legal = [*legal, "extends"]
         if close:
             fix = f"did you mean `{close}`?"
-        elif len(places := homes().get(key.text, [])) == 1:
+        elif len(places := homes().get(name, [])) == 1:
             fix = f"it belongs to `{places[0]}`"
         else:
-            fix = f"known here: {', '.join(known)}"
-        self.wrong(
-            inside, f"unknown key `{inside}`", key.source, why="did you mean another?" if not fix else "", fix=fix
-        )
+            fix = f"known here: {', '.join(legal)}"
+        self.wrong(path, f"unknown key `{key}`", where or self.merged.key_place(path), fix=fix)
 
-    def value(self, node: Node, hint: Any, path: str) -> Any:
-        if node.kind == "map":
-            return self.map(node, hint, path)
-        if node.kind == "list":
-            return self.sequence(node, hint, path)
-        return self.scalar(node, hint, path)
+    def value(self, raw: Any, hint: Any, path: Path, where: Source | None = None) -> Any:
+        if isinstance(raw, dict):
+            return self.map(raw, hint, path, where)
+        if isinstance(raw, list):
+            return self.sequence(raw, hint, path, where)
+        return self.scalar(raw, self.leaf(raw, path, where), hint, path, final=where is not None)
 
-    def map(self, node: Node, hint: Any, path: str) -> Any:
+    def map(self, raw: dict[str, Any], hint: Any, path: Path, where: Source | None) -> Any:
         options = [base for base, _ in alternatives(hint)]
         sections = [base for base in options if isinstance(base, type) and issubclass(base, Section)]
         if sections:
-            names = {key.text for key, _ in node.entries}
-            best = max(sections, key=lambda cls: len(names & set(hints(cls))))
-            if len(sections) > 1 and not names & set(hints(best)):
+            best = max(sections, key=lambda cls: len(raw.keys() & hints(cls).keys()))
+            if len(sections) > 1 and not raw.keys() & hints(best).keys():
                 legal = join("{" + ", ".join(hints(cls)) + "}" for cls in sections)
-                return self.wrong(path, f"`{path}` does not match any of the allowed maps", node.source, fix=legal)
-            return self.section(node, best, path)
+                message = f"`{_key(path)}` does not match any of the allowed maps"
+                return self.wrong(path, message, where or self.merged.place(path), fix=legal)
+            return self.section(raw, best, path, where)
         if (pair := mapping_of(hint)) is not None:
-            return self.mapping(node, pair, path)
+            return self.mapping(raw, pair, path, where)
         if Any in options:
-            return self.plain(node, path)
-        return self.mistyped(node, hint, path)
+            return self.plain(raw, path, where)
+        return self.mistyped(raw, self.leaf(raw, path, where), hint, path)
 
-    def mapping(self, node: Node, pair: tuple[Any, Any], path: str) -> dict[str, Any]:
-        made: dict[str, Any] = {}
-        for key, value in node.entries:
-            inside = f"{path}.{key.text}"
-            self.note(inside, key, value)
-            if inside in self.bad:
+    def mapping(self, raw: dict[str, Any], pair: tuple[Any, Any], path: Path, where: Source | None) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key, item in raw.items():
+            inside = (*path, key)
+            self.note(inside, where)
+            if _key(inside) in self.bad:
                 continue
-            if self.value(Node("scalar", key.source, key.text), pair[0], inside) is BAD:
+            name = Node("scalar", where or self.merged.key_place(inside), key)
+            if self.scalar(key, name, pair[0], inside, final=True) is BAD:
                 continue
-            found = self.value(value, pair[1], inside)
-            if found is not BAD:
-                made[key.text] = found
-        return made
+            value = self.value(item, pair[1], inside, where)
+            if value is not BAD:
+                values[key] = value
+        return values
 
-    def sequence(self, node: Node, hint: Any, path: str) -> Any:
+    def sequence(self, raw: list[Any], hint: Any, path: Path, where: Source | None) -> Any:
         options = [base for base, _ in alternatives(hint)]
         if Any in options:
-            return self.plain(node, path)
+            return self.plain(raw, path, where)
         shapes = [get_args(base) for base in options if get_origin(base) is tuple]
         if not shapes:
-            return self.mistyped(node, hint, path)
+            return self.mistyped(raw, self.leaf(raw, path, where), hint, path)
         shape = shapes[0]
         if len(shape) == 2 and shape[1] is Ellipsis:
-            kinds = [shape[0]] * len(node.items)
-        elif len(shape) != len(node.items):
-            message = f"`{path}` has {len(node.items)} values; {len(shape)} are expected"
-            return self.wrong(path, message, node.source)
+            kinds = [shape[0]] * len(raw)
+        elif len(shape) != len(raw):
+            message = f"`{_key(path)}` has {len(raw)} values; {len(shape)} are expected"
+            return self.wrong(path, message, where or self.merged.place(path))
         else:
             kinds = list(shape)
-        found = [self.value(item, kind, path) for item, kind in zip(node.items, kinds, strict=True)]
-        return BAD if any(value is BAD for value in found) else tuple(found)
+        values = [self.value(item, kind, (*path, i), where) for i, (item, kind) in enumerate(zip(raw, kinds))]
+        return BAD if any(value is BAD for value in values) else tuple(values)
 
-    def plain(self, node: Node, path: str) -> Any:
+    def plain(self, raw: Any, path: Path, where: Source | None) -> Any:
         """Data without a schema, such as the arguments of a user's module; only ambiguous scalars are refused."""
-        if node.kind == "map":
-            return self.mapping(node, (str, Any), path)
-        if node.kind == "list":
-            found = [self.plain(item, path) for item in node.items]
-            return BAD if any(value is BAD for value in found) else tuple(found)
-        if "${" in str(self.raw(node)):
-            return self.completed(node, Any, path)
-        if (read_as := trap(node)) is not None:
-            return self.trapped(node, read_as, [str], path)
-        return scalar(node)
+        if isinstance(raw, dict):
+            return self.mapping(raw, (str, Any), path, where)
+        if isinstance(raw, list):
+            values = [self.plain(item, (*path, i), where) for i, item in enumerate(raw)]
+            return BAD if any(value is BAD for value in values) else tuple(values)
+        return self.scalar(raw, self.leaf(raw, path, where), Any, path, final=where is not None)
 
-    def scalar(self, node: Node, hint: Any, path: str) -> Any:
-        options = alternatives(hint)
+    def scalar(self, raw: Any, node: Node, hint: Any, path: Path, *, final: bool) -> Any:
+        """The checked scalar `raw`, written as `node`; `final` if it is no interpolation, whatever its text."""
+        key, options = _key(path), alternatives(hint)
         bases = [base for base, _ in options]
-        if Any in bases:
-            return self.plain(node, path)
-        raw = self.raw(node)
-        if "${" in str(raw):
+        if "${" in str(raw) and not final:
             return self.completed(node, hint, path)
-        if raw == "???":
-            self.bad.add(path)
-            if node.source.line and node.path not in self.told:  # otherwise a default derived from a wrong key
+        if raw == "???" and not final and Any not in bases:
+            self.bad.add(key)
+            if node.source.line and path not in self.reported:  # otherwise a default derived from a wrong key
                 from tpshard.recipes.interpolation import to_be_given
 
-                self.told.add(node.path or ())
-                self.mistakes.append(to_be_given(node.path or (), node.source))
+                self.reported.add(path)
+                self.mistakes.append(to_be_given(path, node.source))
             return BAD
         if (read_as := trap(node)) is not None:
-            return self.trapped(node, read_as, bases, path)
-        value = scalar(node)
-        alone = next((base for base, constraints in options if any(isinstance(c, Alone) for c in constraints)), None)
+            return self.trapped(node, read_as, [str] if Any in bases else bases, path)
+        if Any in bases:
+            return raw
+        alone = next((base for base, constraints in options if ALONE in constraints), None)
         if alone is not None:
-            if value is None:
+            if raw is None:
                 return ()
-            found = self.value(node, get_args(alone)[0], path)
-            return BAD if found is BAD else (found,)
-        fits = [(v, c) for base, c in options if (v := _as(value, base, c)) is not BAD]
+            value = self.scalar(raw, node, get_args(alone)[0], path, final=final)
+            return BAD if value is BAD else (value,)
+        fits = [(value, c) for base, c in options if (value := _as(raw, base, c)) is not BAD]
         if not fits:
-            return self.mistyped(node, hint, path)
-        made, constraints = fits[0]
-        if isinstance(made, float) and not math.isfinite(made):
-            return self.wrong(
-                path, f"`{path}: {node.text}` is not finite", node.source, f"must be {self.legal(options)}"
-            )
+            return self.mistyped(raw, node, hint, path)
+        value, constraints = fits[0]
+        if isinstance(value, float) and not math.isfinite(value):
+            return self.wrong(path, f"`{key}: {node.text}` is not finite", node.source, f"must be {_legal(options)}")
         for constraint in constraints:
-            if made is not None and constraint.wrong(made):
-                words = f"must be {constraint.legal()}"
-                close = suggestion(str(made), getattr(constraint, "names", ()))
+            if value is not None and not constraint.holds(value):
+                close = suggestion(str(value), constraint.names)
                 fix = f"did you mean {close}?" if close else ""
-                return self.wrong(path, f"`{path}: {_short(node.text)}` is not allowed", node.source, words, fix)
-        return made
+                message = f"`{key}: {_short(node.text)}` is not allowed"
+                return self.wrong(path, message, node.source, f"must be {constraint.legal}", fix)
+        return value
 
-    def completed(self, node: Node, hint: Any, path: str) -> Any:
+    def completed(self, node: Node, hint: Any, path: Path) -> Any:
         """The value of an interpolation, checked as if written in its place.
 
         Text that depends on the environment is kept as written; anything else must be known now.
         """
-        assert node.path is not None
-        value, environment, error = self.merged.completed(node.path)
+        key = _key(path)
+        value, environment, error = self.merged.completed(path)
         bases = [base for base, _ in alternatives(hint)]
-        texts = str in bases or Any in bases
+        may_be_text = str in bases or Any in bases
         if error is not None:
-            if environment.unset and texts:
-                return Pending(node.text, node.path, node.source)
-            self.bad.add(path)
-            at, mistake = self.merged.why(node.path, environment)
-            if at not in self.told and dotted(at) not in self.bad - {path}:
+            if environment.unset and may_be_text:
+                return Pending(node.text, path, node.source)
+            self.bad.add(key)
+            at, mistake = self.merged.why(path, environment)
+            if at not in self.reported and dotted(at) not in self.bad - {key}:
                 self.mistakes.append(mistake)
-            self.told.add(at)
+            self.reported.add(at)
             return BAD
-        source = replace(node.source, origins=self.merged.origins(node.path))
-        if path in self.places:
-            self.places[path] = (self.places[path][0], source)
+        source = replace(node.source, origins=self.merged.origins(path))
+        if key in self.places:
+            self.places[key] = (self.places[key][0], source)
         if set(bases) <= {str, type(None)} and type(value) in (int, float):
             value = str(value)
-        made = as_node(value, source)
-        if isinstance(value, str) and not texts:
-            made = replace(made, plain=True)
-        found = self.value(made, hint, path)
-        return Pending(node.text, node.path, source) if isinstance(found, str) and environment.read else found
+        if isinstance(value, str) and not may_be_text:  # a number in the environment is text
+            number = replace(as_node(value, source), plain=True)
+            return self.scalar(scalar(number), number, hint, path, final=True)
+        checked = self.value(value, hint, path, source)
+        return Pending(node.text, path, source) if isinstance(checked, str) and environment.read else checked
 
-    def trapped(self, node: Node, read_as: str, bases: list[Any], path: str) -> _Bad:
+    def trapped(self, node: Node, read_as: str, bases: list[Any], path: Path) -> _Bad:
         digits = node.text.lstrip("+-0").isdigit()
         if bool in bases:
             fix = "write true or false"
@@ -298,41 +292,41 @@ class Checker:
         else:
             fix = "write " + join(dict.fromkeys(_words(base, ()) for base in bases))
         message = f"unquoted `{node.text}` is read as {read_as} by YAML 1.1"
-        return self.wrong(path, message, node.source, f"`{path}`", fix)
+        return self.wrong(path, message, node.source, f"`{_key(path)}`", fix)
 
-    def mistyped(self, node: Node, hint: Any, path: str) -> _Bad:
-        options = alternatives(hint)
+    def mistyped(self, raw: Any, node: Node, hint: Any, path: Path) -> _Bad:
+        key, options = _key(path), alternatives(hint)
+        why = f"must be {_legal(options)}"
+        if isinstance(raw, dict | list):
+            kind = "a list" if isinstance(raw, list) else "a map"
+            return self.wrong(path, f"`{key}` is {kind}", node.source, why=why)
         choices = [str(c) for base, _ in options if get_origin(base) is Literal for c in get_args(base)]
-        if node.kind != "scalar":
-            found = "a list" if node.kind == "list" else "a map"
-            return self.wrong(path, f"`{path}` is {found}", node.source, why=f"must be {self.legal(options)}")
-        value = scalar(node)
         shown = _short(node.text) if node.text else "null"
-        if isinstance(value, str) and choices:
-            close = suggestion(value, choices)
-            message = f"`{path}: {shown}` is not one of the choices"
+        if isinstance(raw, str) and choices:
+            close = suggestion(raw, choices)
+            message = f"`{key}: {shown}` is not one of the choices"
             fix = f"did you mean {close}?" if close else ""
             return self.wrong(path, message, node.source, f"must be {expected(hint)}", fix)
         fix = ""
         numbers = any(base in (int, float) for base, _ in options)
-        if isinstance(value, str) and not node.plain and numbers and _as_number(node) is not None:
+        if isinstance(raw, str) and not node.plain and numbers and _as_number(node) is not None:
             fix = f"remove the quotes: {node.text}"
-        elif value is not None and not isinstance(value, str) and any(base is str for base, _ in options):
+        elif raw is not None and not isinstance(raw, str) and any(base is str for base, _ in options):
             fix = f'quote it if it is meant as text: "{shown}"'
-        message = f"`{path}: {shown}` is {_kind(value)}"
-        return self.wrong(path, message, node.source, f"must be {self.legal(options)}", fix)
-
-    def legal(self, options: list[tuple[Any, tuple[Constraint, ...]]]) -> str:
-        words = []
-        for base, constraints in options:
-            limits = [c.legal() for c in constraints if not isinstance(c, Alone | Bytes)]
-            words.append(", ".join([_words(base, constraints), *limits]))
-        return join(dict.fromkeys(words))
+        return self.wrong(path, f"`{key}: {shown}` is {_kind(raw)}", node.source, why, fix)
 
 
-def _saved(cls: type[Section], key: str) -> bool:
-    item = cls.__dataclass_fields__.get(key)  # type: ignore[attr-defined]
-    return item is None or bool(item.metadata.get("saved", True))
+def _key(path: Path) -> str:
+    """The key of a value: its path without the indices of lists."""
+    return ".".join(part for part in path if isinstance(part, str))
+
+
+def _legal(options: list[tuple[Any, tuple[Constraint, ...]]]) -> str:
+    words = []
+    for base, constraints in options:
+        limits = [c.legal for c in constraints if c not in (ALONE, BYTES)]
+        words.append(", ".join([_words(base, constraints), *limits]))
+    return join(dict.fromkeys(words))
 
 
 def _as(value: Any, base: Any, constraints: tuple[Constraint, ...]) -> Any:
@@ -346,8 +340,8 @@ def _as(value: Any, base: Any, constraints: tuple[Constraint, ...]) -> Any:
         return value if base is bool and isinstance(value, bool) else BAD
     if base is int:
         if isinstance(value, str):
-            sizes = [c.read(value) for c in constraints if isinstance(c, Bytes)]
-            return sizes[0] if sizes and sizes[0] is not None else BAD
+            size = bytes_in(value) if BYTES in constraints else None
+            return BAD if size is None else size
         if isinstance(value, float) and value.is_integer():
             return int(value)  # 1e5 steps
         if isinstance(value, float) and not math.isfinite(value):
@@ -366,7 +360,7 @@ def _as_number(node: Node) -> float | None:
 
 
 def _words(base: Any, constraints: tuple[Constraint, ...]) -> str:
-    if any(isinstance(c, Bytes) for c in constraints):
+    if BYTES in constraints:
         return "a number of bytes such as 70GiB"
     if get_origin(base) is Literal:
         return join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in get_args(base))

@@ -119,8 +119,8 @@ def printable(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]", _escaped, text)
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return found.group().encode("unicode_escape").decode("ascii")
+def _escaped(match: re.Match[str]) -> str:
+    return match.group().encode("unicode_escape").decode("ascii")
 
 
 def _further(d: Diagnostic) -> list[tuple[Source, str]]:
@@ -189,9 +189,9 @@ def join(words: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """The name in `known` that is most similar to `word`; "" if none is similar."""
-    names = list(known)
+def suggestion(word: str, choices: Iterable[str]) -> str:
+    """The one of `choices` that is most similar to `word`; "" if none is similar."""
+    names = list(choices)
     begun = [name for name in names if len(word) > 2 and name.startswith(word.lower())]
     close = begun or difflib.get_close_matches(word.lower(), names, 1, 0.6)
     return close[0] if close else ""

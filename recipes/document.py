@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from tpshard.models.family import DIMS
 from tpshard.recipes import schema
 from tpshard.recipes.checker import expected
-from tpshard.recipes.constraints import Alone, Bytes, Constraint, NameOrFile, Size
+from tpshard.recipes.constraints import ALONE, BYTES, Constraint
 from tpshard.recipes.diagnostic import join
 from tpshard.recipes.hints import alternatives, hints, mapping_of, section_of, wholly_section
 from tpshard.recipes.section import Section, default_of
@@ -22,21 +22,19 @@ from tpshard.recipes.write import as_data
 
 @cache
 def texts() -> dict[str, dict[str, str]]:
-    """For each section and key, the docstring below it in the schema's source."""
-    found: dict[str, dict[str, str]] = {}
+    """For each section and key, the docstring below it in the schema's source, or else that of the key's section."""
+    by_section: dict[str, dict[str, str]] = {}
     for node in ast.parse(inspect.getsource(schema)).body:
-        if isinstance(node, ast.ClassDef):
-            keys = found.setdefault(node.name, {})
-            for item, after in zip(node.body, node.body[1:]):
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                    text = after.value.value if _is_text(after) else None  # type: ignore[attr-defined]
-                    if text is not None:
-                        keys[item.target.id] = inspect.cleandoc(text).replace("\n", " ")
-    return found
-
-
-def _is_text(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if not isinstance(node, ast.ClassDef):
+            continue
+        inner = {key: section_of(hint) for key, hint in hints(getattr(schema, node.name)).items()}
+        keys = {key: inspect.cleandoc(cls.__doc__ or "") for key, cls in inner.items() if cls is not None}
+        for item, after in zip(node.body, node.body[1:]):
+            match item, after:
+                case ast.AnnAssign(target=ast.Name(key)), ast.Expr(value=ast.Constant(value=str(text))):
+                    keys[key] = inspect.cleandoc(text)
+        by_section[node.name] = {key: text.replace("\n", " ") for key, text in keys.items()}
+    return by_section
 
 
 def json_schema() -> dict[str, Any]:
@@ -61,17 +59,17 @@ def json_schema() -> dict[str, Any]:
 def _object(cls: type[Section], definitions: dict[str, Any]) -> dict[str, Any]:
     properties, required = {}, []
     for key, hint in hints(cls).items():
-        item = cls.__dataclass_fields__[key]  # type: ignore[attr-defined]
-        made = _schema(hint, definitions)
+        item = cls.__dataclass_fields__[key]
+        described = _schema(hint, definitions)
         words = texts().get(cls.__name__, {}).get(key, "")
         if "derived" in item.metadata:
-            made = {"anyOf": [made, {"type": "null"}]}
+            described = {"anyOf": [described, {"type": "null"}]}
             words += f" Default: {item.metadata['derived']}."
         elif (value := default_of(item)) is MISSING:
             required.append(key)
         elif value is not None and not isinstance(value, Section):
-            made["default"] = as_data(value)
-        properties[key] = {"description": words, **made}
+            described["default"] = as_data(value)
+        properties[key] = {"description": words, **described}
     return {
         "type": "object",
         "description": inspect.cleandoc(cls.__doc__ or ""),
@@ -82,41 +80,41 @@ def _object(cls: type[Section], definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    made = [_one(base, constraints, definitions) for base, constraints in alternatives(hint)]
+    options = [_one(base, constraints, definitions) for base, constraints in alternatives(hint)]
     if hint is not Any and hint is not str:
-        made.append({"type": "string", "pattern": r"\$\{"})  # any value may be an interpolation
-    return made[0] if len(made) == 1 else {"anyOf": made}
+        options.append({"type": "string", "pattern": r"\$\{"})  # any value may be an interpolation
+    return options[0] if len(options) == 1 else {"anyOf": options}
 
 
 def _one(base: Any, constraints: tuple[Constraint, ...], definitions: dict[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any]
+    described: dict[str, Any]
     if base is Any:
-        made = {}
+        described = {}
     elif get_origin(base) is Literal:
-        made = {"enum": list(get_args(base))}
+        described = {"enum": list(get_args(base))}
     elif isinstance(base, type) and issubclass(base, Section):
         if base.__name__ not in definitions:
             definitions[base.__name__] = {}
             definitions[base.__name__] = _object(base, definitions)
-        made = {"$ref": f"#/$defs/{base.__name__}"}
+        described = {"$ref": f"#/$defs/{base.__name__}"}
     elif get_origin(base) in (Mapping, dict):
         key, value = get_args(base)
-        made = {"type": "object", "additionalProperties": _schema(value, definitions)}
-        names = {k: v for _, limits in alternatives(key) for limit in limits for k, v in limit.json().items()}
+        described = {"type": "object", "additionalProperties": _schema(value, definitions)}
+        names = {k: v for _, limits in alternatives(key) for limit in limits for k, v in limit.json.items()}
         if names:
-            made["propertyNames"] = names
+            described["propertyNames"] = names
     elif get_origin(base) is tuple:
-        made = _array(get_args(base), definitions)
+        described = _array(get_args(base), definitions)
     else:
         names_of = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
-        made = {"type": names_of[base]}
+        described = {"type": names_of[base]}
     for constraint in constraints:
-        made |= constraint.json()
-    if any(isinstance(c, Bytes) for c in constraints):
-        made = {"anyOf": [made, {"type": "string", "pattern": r"^[0-9.]+ *[kKMGT]?i?B?$"}]}
-    if any(isinstance(c, Alone) for c in constraints):
-        made = {"anyOf": [made, made["items"], {"type": "null"}]}
-    return made
+        described |= constraint.json
+    if BYTES in constraints:
+        described = {"anyOf": [described, {"type": "string", "pattern": r"^[0-9.]+ *[kKMGT]?i?B?$"}]}
+    if ALONE in constraints:
+        described = {"anyOf": [described, described["items"], {"type": "null"}]}
+    return described
 
 
 def _array(shape: tuple[Any, ...], definitions: dict[str, Any]) -> dict[str, Any]:
@@ -138,30 +136,29 @@ class DocumentedKey:
 
 def keys(prefix: str = "") -> list[DocumentedKey]:
     """All keys with a value below `prefix`, in the order of the schema."""
-    found: list[DocumentedKey] = []
+    documented: list[DocumentedKey] = []
 
     def visit(cls: type[Section], at: str) -> None:
         for name, hint in hints(cls).items():
-            item = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
+            item = cls.__dataclass_fields__[name]
             inner = wholly_section(hint)
             value = default_of(item)
             if inner is None:
-                told = item.metadata.get("derived") or ("required" if value is MISSING else _plain(value))
-                found.append(DocumentedKey(at + name, legal(hint), told, texts()[cls.__name__].get(name, "")))
+                default = item.metadata.get("derived") or ("required" if value is MISSING else _plain(value))
+                documented.append(DocumentedKey(at + name, legal(hint), default, texts()[cls.__name__].get(name, "")))
             else:
                 visit(inner, f"{at}{name}.")
 
     visit(schema.Recipe, "")
-    return [key for key in found if key.path == prefix or key.path.startswith(f"{prefix}.") or not prefix]
+    return [key for key in documented if key.path == prefix or key.path.startswith(f"{prefix}.") or not prefix]
 
 
 def legal(hint: Any) -> str:
     """The allowed values of a type as text, limits included."""
     words = []
     for base, constraints in alternatives(hint):
-        limits = [c.legal() for c in constraints]
-        named = any(isinstance(c, NameOrFile | Alone | Bytes | Size) for c in constraints)
-        words.append(limits[0] if named else ", ".join([expected(base), *limits]))
+        limits = [c.legal for c in constraints]
+        words.append(limits[0] if constraints and constraints[0].whole else ", ".join([expected(base), *limits]))
     return join(dict.fromkeys(words))
 
 
@@ -184,17 +181,17 @@ def completions(incomplete: str) -> list[tuple[str, str]]:
         if inner is None:
             return _free(hint, ".".join(parts[: depth + 1]), parts[depth + 1 :], incomplete) if hint is not None else []
         cls = inner
-    known = hints(cls)
+    legal = hints(cls)
     prefix = ".".join(parts[:-1]) + ("." if len(parts) > 1 else "")
     if equals:
-        hint = known.get(parts[-1])
+        hint = legal.get(parts[-1])
         return [(f"{path}={v}", "") for v in _values(hint) if v.startswith(value)] if hint is not None else []
-    found = []
-    for key, hint in known.items():
+    matching = []
+    for key, hint in legal.items():
         if key.startswith(parts[-1]):
             below = wholly_section(hint) is not None or mapping_of(hint) is not None
-            found.append((f"{prefix}{key}{'.' if below else '='}", texts().get(cls.__name__, {}).get(key, "")))
-    return found
+            matching.append((f"{prefix}{key}{'.' if below else '='}", texts().get(cls.__name__, {}).get(key, "")))
+    return matching
 
 
 def _free(hint: Any, path: str, rest: list[str], incomplete: str) -> list[tuple[str, str]]:
@@ -206,13 +203,13 @@ def _free(hint: Any, path: str, rest: list[str], incomplete: str) -> list[tuple[
 
 
 def _values(hint: Any) -> list[str]:
-    found = []
+    choices = []
     for base, constraints in alternatives(hint):
         if get_origin(base) is Literal:
-            found += [str(choice) for choice in get_args(base)]
+            choices += [str(choice) for choice in get_args(base)]
         elif base is bool:
-            found += ["true", "false"]
+            choices += ["true", "false"]
         elif base is type(None):
-            found.append("null")
-        found += [name for limit in constraints for name in getattr(limit, "names", ())]
-    return found
+            choices.append("null")
+        choices += [name for limit in constraints for name in limit.names]
+    return choices

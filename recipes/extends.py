@@ -18,22 +18,22 @@ def builtins() -> dict[str, Path]:
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 
 
-def layers(path: Path, found: list[Diagnostic]) -> list[Node]:
+def layers(path: Path, recorded: list[Diagnostic]) -> list[Node]:
     """The trees of the recipe and of the files it extends, base first, without the key `extends`.
 
-    Mistakes that leave a usable tree are added to `found`. Raises `Mistakes`, with the chain, when a file cannot be
+    Mistakes that leave a usable tree are added to `recorded`. Raises `Mistakes`, with the chain, when a file cannot be
     read, is not YAML, is outside the recipe's tree, or extends itself.
     """
-    return _climb(path, _read(path, None, found), _roots(path), [path], found)
+    return _climb(path, _read(path, None, recorded), _roots(path), [path], recorded)
 
 
-def layers_of_text(text: str, file: str, found: list[Diagnostic]) -> list[Node]:
+def layers_of_text(text: str, file: str, recorded: list[Diagnostic]) -> list[Node]:
     """`layers` of a recipe given as text; its `extends` is relative to the working directory."""
-    here = Path.cwd()
-    return _climb(here / "text", compose(text, file, found), [here.resolve()], [Path(file)], found)
+    folder = Path.cwd()
+    return _climb(folder / "text", compose(text, file, recorded), [folder.resolve()], [Path(file)], recorded)
 
 
-def _climb(path: Path, tree: Node, roots: list[Path], chain: list[Path], found: list[Diagnostic]) -> list[Node]:
+def _climb(path: Path, tree: Node, roots: list[Path], chain: list[Path], recorded: list[Diagnostic]) -> list[Node]:
     node = tree.get("extends")
     if node is None:
         return [tree]
@@ -51,7 +51,7 @@ def _climb(path: Path, tree: Node, roots: list[Path], chain: list[Path], found: 
         )
     if len(chain) >= MAX_CHAIN:
         raise Mistakes.one(f"`extends` has a chain of more than {MAX_CHAIN} files: {_shown(chain)}", where=node.source)
-    return [*_climb(base, _read(base, (node.source, chain), found), roots, [*chain, base], found), rest]
+    return [*_climb(base, _read(base, (node.source, chain), recorded), roots, [*chain, base], recorded), rest]
 
 
 def _base(path: Path, node: Node, roots: list[Path], chain: list[Path]) -> Path:
@@ -84,11 +84,11 @@ def _roots(path: Path) -> list[Path]:
     """The roots of the recipe's tree: its folder, and the working directory and project folder above it."""
     folder = path.resolve().parent
     above = [folder, *folder.parents]
-    here = Path.cwd().resolve()
+    working = Path.cwd().resolve()
     project = next((p for p in above if (p / ".git").exists() or (p / "pyproject.toml").exists()), None)
     roots = [folder]
-    if here in above:
-        roots.append(here)
+    if working in above:
+        roots.append(working)
     if project is not None:
         roots.append(project)
     return [min(roots, key=lambda root: len(root.parts))]
@@ -102,26 +102,26 @@ def _shown(chain: list[Path]) -> str:
     return " -> ".join(map(str, chain))
 
 
-def _read(path: Path, asked: tuple[Source, list[Path]] | None, found: list[Diagnostic]) -> Node:
-    where = asked[0] if asked else None
-    chain = f": {_shown([*asked[1], path])}" if asked else ""
+def _read(path: Path, extending: tuple[Source, list[Path]] | None, recorded: list[Diagnostic]) -> Node:
+    where = extending[0] if extending else None
+    chain = f": {_shown([*extending[1], path])}" if extending else ""
     try:
         if not path.is_file():
             raise FileNotFoundError
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        code = Exit.RECIPE if asked else Exit.USAGE
+        code = Exit.RECIPE if extending else Exit.USAGE
         raise Mistakes.one(f"there is no file {path}{chain}", exit=code, where=where, why="not found") from None
     except OSError as error:
-        code = Exit.RECIPE if asked else Exit.USAGE
+        code = Exit.RECIPE if extending else Exit.USAGE
         raise Mistakes.one(f"cannot read {path}: {error.strerror}{chain}", exit=code, where=where) from None
     try:
-        return read(data, str(path), found)
+        return read(data, str(path), recorded)
     except Mistakes as mistakes:
-        if not asked:
+        if not extending:
             raise
-        note = (asked[0], "extended here")
+        note = (extending[0], "extended here")
         raise Mistakes(
             Diagnostic(d.message, d.exit, d.where, d.why, d.fix, d.severity, (*d.also, note))
             for d in mistakes.diagnostics

@@ -43,11 +43,11 @@ def misfits(recipe: Recipe, c: ModelConfig | None, *, world: int | None = None) 
         mesh = recipe.mesh_on(world)
     mesh = dict.fromkeys(set(AXES) - set(recipe.mesh), 1) | mesh
     # a mesh that does not fit the cluster will change, and with it the number of data ranks
-    found = list(_batch(recipe, mesh)) if whole else []
+    mistakes = list(_batch(recipe, mesh)) if whole else []
     if c is not None:
         fit = _Fit(recipe, c, mesh, world)
-        found += [*fit.names(), *fit.axes_once(), *fit.uneven(), *fit.positions()]
-    return found
+        mistakes += [*fit.names(), *fit.axes_once(), *fit.uneven(), *fit.positions()]
+    return mistakes
 
 
 def _batch(recipe: Recipe, mesh: Mapping[str, int]) -> Iterator[Diagnostic]:
@@ -106,10 +106,10 @@ class _Fit:
     def names(self) -> Iterator[Diagnostic]:
         """Checks that patterns match something, and have as many entries as the matched tensors have dims."""
         sharding = self.recipe.sharding
-        given: list[tuple[str, str, Sequence[object]]] = []
-        given += [(f"sharding.annotate.{pattern}", pattern, dims) for pattern, dims in sharding.annotate.items()]
-        given += [(f"sharding.pin.{pattern}", pattern, dims) for pattern, dims in sharding.pin.items()]
-        for path, pattern, dims in given:
+        rules: list[tuple[str, str, Sequence[object]]] = []
+        rules += [(f"sharding.annotate.{pattern}", pattern, dims) for pattern, dims in sharding.annotate.items()]
+        rules += [(f"sharding.pin.{pattern}", pattern, dims) for pattern, dims in sharding.pin.items()]
+        for path, pattern, dims in rules:
             matched = [name for name in self.tensors if matches(pattern, name)]
             if not matched:
                 yield self.nothing(path, pattern, list(self.tensors), modules=False)
@@ -136,8 +136,8 @@ class _Fit:
                 if not tied and not any(covers(pattern, name) for name in self.parameters):
                     yield self.nothing(path, pattern, list(self.parameters), modules=True)
 
-    def nothing(self, path: str, pattern: str, known: list[str], *, modules: bool) -> Diagnostic:
-        close = nearest(pattern, known, modules=modules)
+    def nothing(self, path: str, pattern: str, names: list[str], *, modules: bool) -> Diagnostic:
+        close = nearest(pattern, names, modules=modules)
         return Diagnostic(
             f"the pattern `{pattern}` matches nothing in {self.model}",
             where=self.recipe.where(path),
@@ -146,16 +146,16 @@ class _Fit:
 
     def axes_once(self) -> Iterator[Diagnostic]:
         """Checks that the rules shard no tensor twice over one axis."""
-        told: set[tuple[str, str, str]] = set()
+        reported: set[tuple[str, str, str]] = set()
         for name, dims in {**self.parameters, **INPUTS}.items():
             if any(matches(p, name) for p in (*self.recipe.sharding.pin, *self.recipe.sharding.annotate)):
                 continue
-            seen: dict[str, str] = {}
+            dim_of: dict[str, str] = {}
             for dim, axes in zip(dims, self.recipe.sharding.cuts(dims)):
                 for axis in dict.fromkeys(axes):
-                    first = seen.setdefault(axis, dim)
-                    if first != dim and (axis, first, dim) not in told and (axis, dim, first) not in told:
-                        told.add((axis, first, dim))
+                    first = dim_of.setdefault(axis, dim)
+                    if first != dim and (axis, first, dim) not in reported and (axis, dim, first) not in reported:
+                        reported.add((axis, first, dim))
                         yield Diagnostic(
                             f"`{name}` would be sharded over `{axis}` twice",
                             where=self.recipe.where(f"sharding.rules.{dim}"),
@@ -191,11 +191,11 @@ class _Fit:
         """Checks that axes divide the dims they shard. KV heads may be fewer than devices, if these are a multiple."""
         if self.recipe.sharding.on_uneven == "pad":
             return
-        told: set[tuple[str, tuple[str, ...]]] = set()
+        checked: set[tuple[str, tuple[str, ...]]] = set()
         for use in self.uses():
-            if (use.dim, use.axes) in told or any(axis not in self.mesh for axis in use.axes):
+            if (use.dim, use.axes) in checked or any(axis not in self.mesh for axis in use.axes):
                 continue
-            told.add((use.dim, use.axes))
+            checked.add((use.dim, use.axes))
             ways = math.prod(self.mesh[axis] for axis in use.axes)
             if self.fits(use.dim, ways):
                 continue
@@ -227,12 +227,12 @@ class _Fit:
         others = {use: math.prod(self.mesh[a] for a in use.axes if a != axis) for use in uses}
         free = -1 in self.recipe.mesh.values()
         fixed = math.prod(s for a, s in self.recipe.mesh.items() if a != axis and s != -1)
-        found = []
+        fitting = []
         for size in range(1, max(self.world or 0, 64) + 1):
             held = self.world is None or not self.recipe.cluster or (free and self.world % (size * fixed) == 0)
             if (held or not free) and all(self.fits(use.dim, size * ways) for use, ways in others.items()):
-                found.append(size)
-        nearby = sorted(found, key=lambda size: abs(math.log(size / self.mesh[axis])))[:5]
+                fitting.append(size)
+        nearby = sorted(fitting, key=lambda size: abs(math.log(size / self.mesh[axis])))[:5]
         return sorted(nearby)
 
     def replicated(self) -> Iterator[Diagnostic]:

@@ -19,15 +19,15 @@ def hints(cls: type[Section]) -> dict[str, Any]:
 
 @cache
 def _hints(cls: Any) -> dict[str, Any]:
-    found = typing.get_type_hints(cls, include_extras=True)
-    return {name: found[name] for name in field_names(cls)}
+    annotated = typing.get_type_hints(cls, include_extras=True)
+    return {name: annotated[name] for name in field_names(cls)}
 
 
 def alternatives(hint: Any) -> list[tuple[Any, tuple[Constraint, ...]]]:
     """The alternative types of a value, each with its constraints."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return [found for part in get_args(hint) for found in alternatives(part)]
+        return [option for part in get_args(hint) for option in alternatives(part)]
     if origin is Annotated:
         base, *constraints = get_args(hint)
         return [(inner, (*more, *constraints)) for inner, more in alternatives(base)]
@@ -36,8 +36,8 @@ def alternatives(hint: Any) -> list[tuple[Any, tuple[Constraint, ...]]]:
 
 def section_of(hint: Any) -> type[Section] | None:
     """The section that a map here must be, if there is only one."""
-    found = [base for base, _ in alternatives(hint) if isinstance(base, type) and issubclass(base, Section)]
-    return found[0] if len(found) == 1 else None
+    sections = [base for base, _ in alternatives(hint) if isinstance(base, type) and issubclass(base, Section)]
+    return sections[0] if len(sections) == 1 else None
 
 
 def wholly_section(hint: Any) -> type[Section] | None:

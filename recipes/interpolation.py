@@ -46,20 +46,20 @@ class Environment:
 @contextmanager
 def only_allowed() -> Iterator[Environment]:
     """A context in which OmegaConf has only the allowed resolvers; yields the environment variables they read."""
-    seen = Environment()
+    reads = Environment()
     with _LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about an empty default, `${oc.env:NAME,}`
         every = BaseContainer._resolvers
 
         def environment(root: Any, parent: Any, node: Any, args: tuple[Any, ...], words: tuple[str, ...]) -> Any:
-            seen.read.append(str(args[0]))
+            reads.read.append(str(args[0]))
             if len(args) == 1 and str(args[0]) not in os.environ:
-                seen.unset.append(str(args[0]))
+                reads.unset.append(str(args[0]))
             return every["oc.env"](root, parent, node, args, words)
 
         BaseContainer._resolvers = {n: every[n] for n in ALLOWED if n in every} | {"oc.env": environment}
         try:
-            yield seen
+            yield reads
         finally:
             BaseContainer._resolvers = every
 
@@ -108,7 +108,7 @@ def or_none(raw: Any, path: Path) -> Any:
 def keys_in(raw: Any, path: Path) -> list[Path]:
     """The keys to which the text at a path refers, as absolute paths."""
     text = or_none(raw, path)
-    found: list[Path] = []
+    keys: list[Path] = []
     for dots, key in _KEY.findall(text) if isinstance(text, str) else ():
         at: Path = path[: len(path) - len(dots)] if dots else ()
         for part in re.findall(r"[^.\[\]]+", key):
@@ -116,31 +116,31 @@ def keys_in(raw: Any, path: Path) -> list[Path]:
             if isinstance(inside, str):
                 break  # the key is itself an interpolation, which is followed later
             at = (*at, int(part) if isinstance(inside, list) and part.isdigit() else part)
-        found.append(at)
-    return found
+        keys.append(at)
+    return keys
 
 
-def size(raw: Any, path: Path, known: dict[Path, int]) -> int:
-    """The number of interpolations to resolve for the value at a path. `known` caches earlier results."""
-    if path not in known:
-        known[path] = 0  # for a circle, which `cause` reports
+def size(raw: Any, path: Path, sizes: dict[Path, int]) -> int:
+    """The number of interpolations to resolve for the value at a path. `sizes` caches earlier results."""
+    if path not in sizes:
+        sizes[path] = 0  # for a circle, which `cause` reports
         value = or_none(raw, path)
         inside = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
         keys = keys_in(raw, path)
-        known[path] = len(keys) + sum(size(raw, key, known) for key in keys + [(*path, key) for key in inside])
-    return known[path]
+        sizes[path] = len(keys) + sum(size(raw, key, sizes) for key in keys + [(*path, key) for key in inside])
+    return sizes[path]
 
 
 def mentioned(raw: Any, path: Path) -> list[Path]:
     """All keys that the value at a path depends on, each once, nearest first."""
-    found: list[Path] = []
+    keys: list[Path] = []
     todo = [path]
     while todo:
         for key in keys_in(raw, todo.pop(0)):
-            if key not in (path, *found) and or_none(raw, key) is not None:
-                found.append(key)
+            if key not in (path, *keys) and or_none(raw, key) is not None:
+                keys.append(key)
                 todo.append(key)
-    return found
+    return keys
 
 
 def cause(

@@ -15,14 +15,14 @@ Law = Callable[[Recipe], Iterator[Diagnostic]]
 
 def check(recipe: Recipe, bad: Collection[str]) -> list[Diagnostic]:
     """All broken laws, without those that read a key in `bad`, which is already reported."""
-    found: list[Diagnostic] = []
+    mistakes: list[Diagnostic] = []
     for law, keys in LAWS:
         if not touches(keys, bad):
             try:
-                found += law(recipe)
+                mistakes += law(recipe)
             except Mistakes as unset:  # it needs a value that the environment lacks
-                found += [d for d in unset.diagnostics if d not in found]
-    return found
+                mistakes += [d for d in unset.diagnostics if d not in mistakes]
+    return mistakes
 
 
 def touches(keys: tuple[str, ...], bad: Collection[str]) -> bool:
@@ -168,11 +168,11 @@ def axis_once(recipe: Recipe) -> Iterator[Diagnostic]:
                 why="an axis shards only one dim of a tensor",
             )
     for pattern, names in recipe.sharding.annotate.items():
-        seen: dict[str, str] = {}
+        name_of: dict[str, str] = {}
         for name in filter(None, names):
             for axis in dict.fromkeys(rules.get(name, ())):
-                if axis in seen:
-                    first = seen[axis]
+                if axis in name_of:
+                    first = name_of[axis]
                     twice = f"`{first}` twice" if first == name else f"`{first}` and `{name}`"
                     yield Diagnostic(
                         f"`{pattern}` would be sharded over `{axis}` twice",
@@ -187,7 +187,7 @@ def axis_once(recipe: Recipe) -> Iterator[Diagnostic]:
                         ),
                     )
                 else:
-                    seen[axis] = name
+                    name_of[axis] = name
 
 
 def steps_hold_warmup(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -202,10 +202,10 @@ def steps_hold_warmup(recipe: Recipe) -> Iterator[Diagnostic]:
 
 def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires a mesh axis `pp` for a pipeline's stages, which shards nothing else."""
-    asked, size = recipe.pipeline, recipe.mesh.get("pp", 1)
-    if asked is None:
+    section, size = recipe.pipeline, recipe.mesh.get("pp", 1)
+    if section is None:
         return
-    stages = asked.stages
+    stages = section.stages
     if size == 1:
         yield Diagnostic(
             "`pipeline` needs a mesh axis `pp` for its stages",
@@ -221,9 +221,9 @@ def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:
             fix=f"pipeline.stages: {size}, or leave it out",
             also=((recipe.where("mesh"), "the mesh"),),
         )
-    if asked.rounds is not None and asked.rounds > 1 and asked.schedule not in ("circular", "interleaved_1f1b"):
+    if section.rounds is not None and section.rounds > 1 and section.schedule not in ("circular", "interleaved_1f1b"):
         yield Diagnostic(
-            f"`pipeline.rounds: {asked.rounds}` does not suit {asked.schedule}, whose devices have one stage each",
+            f"`pipeline.rounds: {section.rounds}` does not suit {section.schedule}, whose devices have one stage each",
             where=recipe.where("pipeline.rounds"),
             fix="schedule: interleaved_1f1b or circular",
         )

@@ -47,8 +47,8 @@ def load(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = ())
 
 def loads(text: str, overrides: Sequence[str] = (), *, file: str = "<text>") -> Recipe:
     """The recipe in `text`; `file` is its name in error messages. Its default name is `recipe`."""
-    found: list[Diagnostic] = []
-    return _sound(_examined(extends.layers_of_text(text, file, found), overrides, "recipe", found))
+    recorded: list[Diagnostic] = []
+    return _sound(_examined(extends.layers_of_text(text, file, recorded), overrides, "recipe", recorded))
 
 
 def examine(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Examined:
@@ -57,14 +57,14 @@ def examine(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = 
     Still raises `Mistakes` when nothing is usable: no file, no YAML, another schema.
     """
     path = find(os.fspath(path_or_builtin))
-    found: list[Diagnostic] = []
-    return _examined(extends.layers(path, found), overrides, _name_of(path), found)
+    recorded: list[Diagnostic] = []
+    return _examined(extends.layers(path, recorded), overrides, _name_of(path), recorded)
 
 
 def in_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
     """The diagnostics from top to bottom, file by file, overrides last."""
-    found = list(diagnostics)
-    files = {file: i for i, file in enumerate(dict.fromkeys(d.where.file for d in found if d.where))}
+    listed = list(diagnostics)
+    files = {file: i for i, file in enumerate(dict.fromkeys(d.where.file for d in listed if d.where))}
 
     def place(d: Diagnostic) -> tuple[int, int, int]:
         if d.where is None:
@@ -72,7 +72,7 @@ def in_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
         number = re.fullmatch(r"<override (\d+)>", d.where.file)
         return (len(files) + int(number[1]) if number else files[d.where.file], d.where.line, d.where.col)
 
-    return sorted(found, key=place)
+    return sorted(listed, key=place)
 
 
 def find(name: str) -> Path:
@@ -106,12 +106,12 @@ def _sound(examined: Examined) -> Recipe:
     return examined.recipe
 
 
-def _examined(layers: list[Node], overrides: Sequence[str], name: str, found: list[Diagnostic]) -> Examined:
+def _examined(layers: list[Node], overrides: Sequence[str], name: str, recorded: list[Diagnostic]) -> Examined:
     from tpshard.recipes.merge import Merged, shell_paths
 
     merged = Merged()
     for layer in layers:
-        _version(layer)
+        _version(layer.get("schema"))
         merged.drop(("name",))  # a recipe is not called what it extends is
         _put_on(merged, layer)
     merged.fill()
@@ -119,14 +119,14 @@ def _examined(layers: list[Node], overrides: Sequence[str], name: str, found: li
         try:
             _put_on(merged, _override(text, number))
         except Mistakes as mistakes:
-            found += mistakes.diagnostics
-    if overrides:
-        _version(merged.node())
+            recorded += mistakes.diagnostics
+    if ("schema",) in merged.places:
+        _version(merged.places[("schema",)][1])
     merged.fill()
     shell_paths(merged)
     _derive(merged, name)
     checker = Checker(merged)
-    recipe = checker.section(merged.node(), Recipe, "")
+    recipe = checker.section(merged.raw, Recipe, ())
     object.__setattr__(recipe, "_places", checker.places)
     object.__setattr__(recipe, "_file", layers[-1].source.file)
     object.__setattr__(recipe, "mesh", _complete(recipe.mesh))
@@ -137,20 +137,19 @@ def _examined(layers: list[Node], overrides: Sequence[str], name: str, found: li
     object.__setattr__(recipe.sharding, "rules", rules)
     lawful = laws.check(recipe, checker.bad)
     object.__setattr__(recipe, "_warnings", tuple(d for d in lawful if d.severity == "warning"))
-    return Examined(recipe, tuple(in_order([*found, *checker.mistakes, *lawful])), frozenset(checker.bad))
+    return Examined(recipe, tuple(in_order([*recorded, *checker.mistakes, *lawful])), frozenset(checker.bad))
 
 
-def _version(layer: Node) -> None:
-    node = layer.get("schema")
-    given = scalar(node) if node is not None and node.kind == "scalar" else None
-    if node is None or (type(given) is int and given == SCHEMA_VERSION):
+def _version(node: Node | None) -> None:
+    version = scalar(node) if node is not None and node.kind == "scalar" else None
+    if node is None or (type(version) is int and version == SCHEMA_VERSION):
         return
-    if not isinstance(given, int) or isinstance(given, bool):
+    if not isinstance(version, int) or isinstance(version, bool):
         message = "`schema` is the version of the keys, a whole number"
-    elif given > SCHEMA_VERSION:
-        message = f"the recipe has schema {given}, newer than this tpshard"
+    elif version > SCHEMA_VERSION:
+        message = f"the recipe has schema {version}, newer than this tpshard"
     else:
-        message = f"there is no schema {given}"
+        message = f"there is no schema {version}"
     raise Mistakes.one(message, where=node.source, why=f"supported: {SCHEMA_VERSION}", fix=f"schema: {SCHEMA_VERSION}")
 
 
@@ -222,8 +221,8 @@ def _derive(merged: Merged, name: str) -> None:
         return value
 
     def preset(key: str, otherwise: Any) -> Any:
-        known = PRESETS.get(read("model.preset") or "")
-        return otherwise if known is None else getattr(known, key)
+        sizes = PRESETS.get(read("model.preset") or "")
+        return otherwise if sizes is None else getattr(sizes, key)
 
     def default(path: str, value: Callable[[], Any]) -> None:
         keys = tuple(path.split("."))

@@ -52,7 +52,10 @@ class Merged:
         """Adds a layer on top: maps are merged where the schema has a map, everything else is replaced."""
         self.places[()] = (layer, layer)
         self._make_way(layer, Recipe, (), self.raw)
-        self._merge(self._values(layer, ()))
+        missing: list[Path] = []
+        self._merge(self._values(layer, (), missing))
+        for path in missing:  # OmegaConf's merge lets a missing value replace nothing
+            self.put(path, "???")
 
     def fill(self) -> None:
         """Adds the schema's defaults for missing keys."""
@@ -69,23 +72,17 @@ class Merged:
         self.put(path, None)
         self.places = {p: nodes for p, nodes in self.places.items() if p[: len(path)] != path}
 
-    def node(self, path: Path = ()) -> Node:
-        """The value at a path as nodes that know where they were written."""
-        value = written_at(self.raw, path)
-        if not isinstance(value, dict):
-            return _at(self.places[path][1], path) if path in self.places else as_node(value, self.place(path), path)
-        entries = []
-        for name in value:
-            below = (*path, name)
-            key = self.places[below][0] if below in self.places else Node("scalar", self.place(below), name)
-            entries.append((key, self.node(below)))
-        return Node("map", self.place(path), entries=tuple(entries), path=path)
-
     def place(self, path: Path) -> Source:
         """The place where the value at a path was written; a default's has no line."""
         if path in self.places:
             return self.places[path][1].source
+        if path and isinstance(path[-1], int):
+            return self.place(path[:-1])
         return Source(f"<default {dotted(path)}>", 0, 0, dotted(path))
+
+    def key_place(self, path: Path) -> Source:
+        """The place where the key of a path was written."""
+        return self.places[path][0].source if path in self.places else self.place(path)
 
     def completed(self, path: Path) -> tuple[Any, Environment, Exception | None]:
         """(the value at a path with interpolations resolved, the environment variables it read, the error if any)."""
@@ -101,13 +98,13 @@ class Merged:
 
     def bounded(self) -> None:
         """Raises `Mistakes` for interpolations that expand without end."""
-        known: dict[Path, int] = {}
-        if size(self.raw, (), known) > MAX_COMPLETED:
-            texts = [path for path in known if isinstance(or_none(self.raw, path), str)]
+        sizes: dict[Path, int] = {}
+        if size(self.raw, (), sizes) > MAX_COMPLETED:
+            texts = [path for path in sizes if isinstance(or_none(self.raw, path), str)]
             at = min(
-                (p for p in texts if known[p] > MAX_COMPLETED),
-                key=known.__getitem__,
-                default=max(texts, key=known.__getitem__),
+                (p for p in texts if sizes[p] > MAX_COMPLETED),
+                key=sizes.__getitem__,
+                default=max(texts, key=sizes.__getitem__),
             )
             why = f"more than {MAX_COMPLETED:,} interpolations after expansion"
             raise Mistakes.one(f"`{dotted(at)}` stands for too much", where=self.place(at), why=why)
@@ -155,11 +152,11 @@ class Merged:
                 hint_inside = hints(inner).get(key.text) if inner is not None else pair[1] if pair else None
                 self._make_way(value, hint_inside, (*path, key.text), below[key.text])
 
-    def _values(self, node: Node, path: Path) -> Any:
+    def _values(self, node: Node, path: Path, missing: list[Path]) -> Any:
         """The layer as plain data; records the places of keys and values, and text that OmegaConf cannot parse."""
         if node.kind == "list":
             self.places |= {(*path, i): (item, item) for i, item in enumerate(node.items)}
-            return [self._values(item, (*path, i)) for i, item in enumerate(node.items)]
+            return [self._values(item, (*path, i), missing) for i, item in enumerate(node.items)]
         if node.kind == "map":
             values = {}
             for key, value in node.entries:
@@ -169,7 +166,7 @@ class Merged:
                 inside = (*path, key.text)
                 self.places[inside] = (key, value)
                 self.bad.discard(inside)
-                values[key.text] = self._values(value, inside)
+                values[key.text] = self._values(value, inside, missing)
             return values
         text = scalar(node)
         if isinstance(text, str) and "${" in text and (why := unreadable(text)):
@@ -179,27 +176,23 @@ class Merged:
             self.mistakes.append(Diagnostic(message, where=node.source, why=why, fix=fix))
             self.bad.add(keys)
             return "???"
+        if text == "???":
+            missing.append(path)
         return text
 
 
-def _at(node: Node, path: Path) -> Node:
-    """The node and all nodes below it, with their paths."""
-    entries = tuple((key, _at(value, (*path, key.text))) for key, value in node.entries)
-    return replace(node, path=path, entries=entries, items=tuple(_at(v, (*path, i)) for i, v in enumerate(node.items)))
-
-
-def _defaults(cls: type[Section], given: Mapping[str, Any]) -> dict[str, Any]:
+def _defaults(cls: type[Section], raw: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults of a section for the keys that are not given."""
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for key, hint in hints(cls).items():
         inner = section_of(hint)
-        if key not in given:
-            default = default_of(cls.__dataclass_fields__[key])  # type: ignore[attr-defined]
+        if key not in raw:
+            default = default_of(cls.__dataclass_fields__[key])
             if default is not MISSING:
-                found[key] = _plain(default)
-        elif inner is not None and isinstance(given[key], dict):
-            found[key] = _defaults(inner, given[key])
-    return found
+                defaults[key] = _plain(default)
+        elif inner is not None and isinstance(raw[key], dict):
+            defaults[key] = _defaults(inner, raw[key])
+    return defaults
 
 
 def _plain(value: Any) -> Any:

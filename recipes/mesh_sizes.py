@@ -43,21 +43,21 @@ def misfit(
 def nearest_meshes(mesh: Mapping[str, int], world: int) -> list[dict[str, int]]:
     """Meshes on `world` devices that differ from `mesh` in one axis, closest first."""
     fixed = {axis: size for axis, size in mesh.items() if size != -1}
-    found = []
+    by_distance = []
     for axis in mesh:
         others = math.prod(size for other, size in fixed.items() if other != axis)
         if world % others == 0:
             size = world // others
-            found.append((abs(math.log(size / max(fixed.get(axis, size), 1))), {**mesh, axis: size}))
+            by_distance.append((abs(math.log(size / max(fixed.get(axis, size), 1))), {**mesh, axis: size}))
     if -1 in mesh.values():
         for axis, size in fixed.items():
             others = math.prod(s for a, s in fixed.items() if a != axis)
             legal = [d for d in range(1, world + 1) if world % (d * others) == 0]
             if legal:
                 best = min(legal, key=lambda d: abs(math.log(d / size)))
-                found.append((abs(math.log(best / size)), {**mesh, axis: best}))
+                by_distance.append((abs(math.log(best / size)), {**mesh, axis: best}))
     meshes: list[dict[str, int]] = []
-    for _, candidate in sorted(found, key=lambda pair: pair[0]):
+    for _, candidate in sorted(by_distance, key=lambda pair: pair[0]):
         if candidate not in meshes and candidate != mesh:
             meshes.append(candidate)
     return meshes

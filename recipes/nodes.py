@@ -32,8 +32,6 @@ class Node:
     plain: bool = False
     items: tuple[Node, ...] = ()
     entries: tuple[tuple[Node, Node], ...] = ()
-    path: Path | None = None
-    """Keys and indices of the value in the merged recipe; None for a node outside of it."""
 
     def get(self, key: str) -> Node | None:
         return next((value for name, value in self.entries if name.text == key), None)
@@ -148,29 +146,13 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def data(node: Node) -> Any:
-    """The node's value as maps, lists and scalars."""
-    if node.kind == "map":
-        return {key.text: data(value) for key, value in node.entries}
-    return [data(item) for item in node.items] if node.kind == "list" else scalar(node)
-
-
-def as_node(value: Any, where: Source, path: Path | None = None) -> Node:
-    """The node of a value that is in no file: a default, or the value of an interpolation."""
-
-    def below(key: str | int) -> Path | None:
-        return None if path is None else (*path, key)
-
-    if isinstance(value, dict):
-        entries = tuple((Node("scalar", where, str(k)), as_node(v, where, below(str(k)))) for k, v in value.items())
-        return Node("map", where, entries=entries, path=path)
-    if isinstance(value, list | tuple):
-        return Node("list", where, items=tuple(as_node(v, where, below(i)) for i, v in enumerate(value)), path=path)
+def as_node(value: Any, where: Source) -> Node:
+    """The scalar that a value which is in no file would be written as: a default, or the value of an interpolation."""
     if value is None or isinstance(value, bool):
-        return Node("scalar", where, str(value).lower().replace("none", "null"), True, path=path)
+        return Node("scalar", where, str(value).lower().replace("none", "null"), True)
     if isinstance(value, float) and not abs(value) < float("inf"):
-        return Node("scalar", where, re.sub("(?=[in])", ".", str(value), count=1), True, path=path)
-    return Node("scalar", where, str(value), not isinstance(value, str), path=path)
+        return Node("scalar", where, re.sub("(?=[in])", ".", str(value), count=1), True)
+    return Node("scalar", where, str(value), not isinstance(value, str))
 
 
 class _Places:

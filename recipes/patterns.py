@@ -25,9 +25,9 @@ def covers(pattern: str, name: str) -> bool:
 
 def nearest(pattern: str, names: Iterable[str], *, modules: bool) -> str:
     """The pattern most similar to `pattern` among `names`, or with `modules` among the modules that contain them."""
-    known: dict[str, None] = {}
+    patterns: dict[str, None] = {}
     for name in names:
         parts = re.sub(r"\.\d+(?=\.|$)", ".*", name).split(".")
         shortest = 1 if modules else len(parts)
-        known.update(dict.fromkeys(".".join(parts[:n]) for n in range(len(parts), shortest - 1, -1)))
-    return suggestion(pattern, known)
+        patterns.update(dict.fromkeys(".".join(parts[:n]) for n in range(len(parts), shortest - 1, -1)))
+    return suggestion(pattern, patterns)

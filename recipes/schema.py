@@ -10,10 +10,10 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from tpshard.models.presets import PRESETS
-from tpshard.recipes.constraints import Alone, Bytes, Form, GroupSize, NameOrFile, Range, Size
+from tpshard.recipes.constraints import ALONE, BYTES, GROUP_SIZE, SIZE, form, limits, name_or_file
 from tpshard.recipes.diagnostic import Diagnostic, Source
 from tpshard.recipes.mesh_sizes import mesh_on
-from tpshard.recipes.section import Section, derived, section
+from tpshard.recipes.section import Section, derived
 
 SCHEMA_VERSION = 1
 
@@ -23,38 +23,36 @@ if TYPE_CHECKING:
     Preset = str
 else:
     Preset = Literal[tuple(PRESETS)]
-Count = Annotated[int, Range(least=1, most=10**12)]
-CountOrZero = Annotated[int, Range(least=0, most=10**12)]
-Positive = Annotated[float, Range(above=0, most=1e12)]
-NonNegative = Annotated[float, Range(least=0, most=1e12)]
-Share = Annotated[float, Range(least=0, most=1)]
+Count = Annotated[int, limits(least=1, most=10**12)]
+CountOrZero = Annotated[int, limits(least=0, most=10**12)]
+Positive = Annotated[float, limits(above=0, most=1e12)]
+NonNegative = Annotated[float, limits(least=0, most=1e12)]
+Share = Annotated[float, limits(least=0, most=1)]
 AXES = ("pp", "dp", "fsdp", "ep", "spatial", "tp")
 """Mesh axes that rules may name even if the mesh does not have them: they then have size 1."""
 Dtype = Literal["fp32", "bf16", "fp16"]
-AxisName = Annotated[str, Form(r"[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and underscores")]
-AxisSize = Annotated[int, Size()]
-Axes = Annotated[tuple[AxisName, ...], Alone()]
+AxisName = Annotated[str, form(r"[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and underscores")]
+AxisSize = Annotated[int, SIZE]
+Axes = Annotated[tuple[AxisName, ...], ALONE]
 
 
-@section
 class Cluster(Section):
     """The machines that the recipe is for: `plan` prices them, and `train` compares its machine with them."""
 
     paths: ClassVar[tuple[str, ...]] = ("device",)
 
-    device: Annotated[str, NameOrFile(DEVICES, ".yaml")]
+    device: Annotated[str, name_or_file(DEVICES, ".yaml")]
     """The name of a device, or a file that describes one."""
-    nodes: Annotated[int, Range(least=1, most=2**17)] = 1
+    nodes: Annotated[int, limits(least=1, most=2**17)] = 1
     """Number of hosts."""
-    devices_per_node: Annotated[int, Range(least=1, most=1024)] = derived(default="what the mesh asks for", saved=False)
+    devices_per_node: Annotated[int, limits(least=1, most=1024)] = derived(default="what the mesh needs", saved=False)
     """Devices per host."""
 
 
-@section
 class RopeScalingSection(Section):
     """Llama 3's scaling of rotary wavelengths: long ones grow by `factor`, short ones stay."""
 
-    factor: Annotated[float, Range(least=1, most=1e6)]
+    factor: Annotated[float, limits(least=1, most=1e6)]
     """Factor of the long wavelengths."""
     low_freq_factor: Positive = 1.0
     """Wavelengths above original_max_seq / this grow by the whole factor."""
@@ -64,7 +62,6 @@ class RopeScalingSection(Section):
     """Longest sequence without scaling."""
 
 
-@section
 class Model(Section):
     """The model. Exactly one of `preset`, `hf`, `transformers` and `module`; the other keys change its dimensions."""
 
@@ -80,37 +77,37 @@ class Model(Section):
     dims: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     """Dim names of a `transformers` model by parameter pattern, in addition to its class's; null: left to
     propagation."""
-    module: Annotated[str, Form(r"[\w.]+:[\w.]+", "package:Class")] | None = None
+    module: Annotated[str, form(r"[\w.]+:[\w.]+", "package:Class")] | None = None
     """Your own module that names its dims, as package:Class."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of `module`."""
-    seq_len: Annotated[int, Range(least=1, most=2**26)] = derived(
+    seq_len: Annotated[int, limits(least=1, most=2**26)] = derived(
         default="the preset's: 256 for tiny ones, 8192 for others; else 2048"
     )
     """Tokens per sequence."""
     dtype: Dtype = derived(default="the preset's: fp32 for tiny ones; else bf16")
     """dtype of the computation."""
-    layers: Annotated[int, Range(least=1, most=10_000)] | None = None
+    layers: Annotated[int, limits(least=1, most=10_000)] | None = None
     """Number of transformer blocks."""
-    width: Annotated[int, Range(least=1, most=2**20)] | None = None
+    width: Annotated[int, limits(least=1, most=2**20)] | None = None
     """Width of the residual stream."""
-    heads: Annotated[int, Range(least=1, most=2**16)] | None = None
+    heads: Annotated[int, limits(least=1, most=2**16)] | None = None
     """Number of query heads."""
-    kv_heads: Annotated[int, Range(least=1, most=2**16)] | None = None
+    kv_heads: Annotated[int, limits(least=1, most=2**16)] | None = None
     """Number of key and value heads; fewer than `heads` is grouped-query attention, 1 is multi-query."""
-    head_dim: Annotated[int, Range(least=2, most=2**14)] | None = None
+    head_dim: Annotated[int, limits(least=2, most=2**14)] | None = None
     """Size of a head; need not be width / heads."""
-    mlp: Annotated[int, Range(least=1, most=2**24)] | None = None
+    mlp: Annotated[int, limits(least=1, most=2**24)] | None = None
     """Hidden size of the MLP."""
-    vocab: Annotated[int, Range(least=1, most=2**26)] | None = None
+    vocab: Annotated[int, limits(least=1, most=2**26)] | None = None
     """Size of the vocabulary; at least as many as the tokenizer has tokens."""
-    experts: Annotated[int, Range(least=1, most=2**16)] | None = None
+    experts: Annotated[int, limits(least=1, most=2**16)] | None = None
     """Routed experts per layer; for mixture presets."""
-    top_k: Annotated[int, Range(least=1, most=2**16)] | None = None
+    top_k: Annotated[int, limits(least=1, most=2**16)] | None = None
     """Routed experts that compute each token."""
-    shared_experts: Annotated[int, Range(least=0, most=2**10)] | None = None
+    shared_experts: Annotated[int, limits(least=0, most=2**10)] | None = None
     """Experts that compute every token."""
-    capacity: Annotated[float, Range(above=0, most=2**16)] | None = None
+    capacity: Annotated[float, limits(above=0, most=2**16)] | None = None
     """Tokens that an expert accepts of a sequence, as a multiple of the mean; the rest are dropped. null: none are
     dropped."""
     routing: Literal["softmax", "sigmoid"] | None = None
@@ -125,21 +122,21 @@ class Model(Section):
     """Step of the bias, or weight of the loss."""
     tie_embeddings: bool | None = None
     """Whether the output projection shares the embedding's matrix."""
-    rope_theta: Annotated[float, Range(above=0, most=1e15)] | None = None
+    rope_theta: Annotated[float, limits(above=0, most=1e15)] | None = None
     """Base of the rotary frequencies."""
     rope_scaling: RopeScalingSection | None = None
     """Llama 3's scaling of long rotary wavelengths."""
-    max_seq: Annotated[int, Range(least=1, most=2**30)] | None = None
+    max_seq: Annotated[int, limits(least=1, most=2**30)] | None = None
     """Longest sequence that the positions support."""
     attention_bias: bool | None = None
     """Whether attention's projections have a bias."""
     mlp_bias: bool | None = None
     """Whether the MLP's projections have a bias."""
-    window: Annotated[int, Range(least=1, most=2**30)] | None = None
+    window: Annotated[int, limits(least=1, most=2**30)] | None = None
     """Positions, its own included, that a token attends to (sliding-window attention)."""
     full_layers: tuple[CountOrZero, ...] | None = None
     """Layers, counted from 0, that ignore `window` and attend to all positions."""
-    norm_eps: Annotated[float, Range(above=0, most=1)] | None = None
+    norm_eps: Annotated[float, limits(above=0, most=1)] | None = None
     """Added under the root of the normalization."""
 
     def overrides(self) -> dict[str, Any]:
@@ -151,7 +148,6 @@ class Model(Section):
         return {name: value for name, value in values.items() if value is not None}
 
 
-@section
 class ShardingSection(Section):
     """How tensors are sharded: annotate a few, the rest is propagated."""
 
@@ -174,11 +170,10 @@ class ShardingSection(Section):
 
     def cuts(self, dims: Sequence[str]) -> list[tuple[str, ...]]:
         """The axes over which rules shard a tensor's dims; columns of experts use those that the experts leave."""
-        taken = self.rules.get("expert", ()) if "expert" in dims else ()
-        return [tuple(a for a in self.rules.get(d, ()) if d != "mlp" or a not in taken) for d in dims]
+        of_experts = self.rules.get("expert", ()) if "expert" in dims else ()
+        return [tuple(a for a in self.rules.get(d, ()) if d != "mlp" or a not in of_experts) for d in dims]
 
 
-@section
 class BucketSize(Section):
     """Merge neighbouring collectives up to a size."""
 
@@ -186,7 +181,6 @@ class BucketSize(Section):
     """Megabytes (10^6 bytes) per bucket."""
 
 
-@section
 class BucketFile(Section):
     """Buckets from a file, such as a plan saves."""
 
@@ -194,7 +188,6 @@ class BucketFile(Section):
     """A JSON file: a list of lists of parameter names."""
 
 
-@section
 class Accumulate(Section):
     """How gradient accumulation treats sharded parameters."""
 
@@ -206,7 +199,6 @@ class Accumulate(Section):
     """dtype in which gradients are summed."""
 
 
-@section
 class Fsdp(Section):
     """SimpleFSDP: parameters, gradients and optimizer state stored in shards, gathered where they are used."""
 
@@ -216,9 +208,9 @@ class Fsdp(Section):
     """The units, gathered by one all-gather each (a list is one unit)."""
     bucket: Literal["none", "wrap", "greedy", "auto"] | BucketSize | BucketFile | tuple[tuple[str, ...], ...] = "auto"
     """Which collectives are merged: a policy, a size, or lists of name patterns."""
-    memory_limit: Annotated[int, Bytes()] | None = None
+    memory_limit: Annotated[int, BYTES] | None = None
     """Bytes per device, or text such as 70GiB; null: the device's memory less a reserve."""
-    prefetch: Annotated[int, Range(least=0, most=10_000)] = 1
+    prefetch: Annotated[int, limits(least=0, most=10_000)] = 1
     """Units gathered ahead of their use."""
     reshard_after_forward: bool | Literal["auto"] = True
     """Whether a unit is freed after the forward pass; auto keeps it gathered while memory_limit allows, and says so."""
@@ -232,7 +224,6 @@ class Fsdp(Section):
     """How gradient accumulation treats sharded parameters."""
 
 
-@section
 class RematEvery(Section):
     """Recompute some of the layers."""
 
@@ -240,7 +231,6 @@ class RematEvery(Section):
     """Every n-th layer is recomputed."""
 
 
-@section
 class Pipeline(Section):
     """Pipeline parallelism: the layers in stages along the mesh axis `pp`."""
 
@@ -248,9 +238,9 @@ class Pipeline(Section):
     """Order of forward and backward passes. gpipe: all forward first; circular: the same in several rounds; 1f1b: one
     of each in turn; interleaved_1f1b: with several stages per device; zero_bubble: with the backward pass in two
     parts."""
-    stages: Annotated[int, Range(least=2, most=1024)] | None = None
+    stages: Annotated[int, limits(least=2, most=1024)] | None = None
     """Number of devices along the pipeline; must be the size of mesh.pp, which is the default."""
-    rounds: Annotated[int, Range(least=1, most=64)] | None = None
+    rounds: Annotated[int, limits(least=1, most=64)] | None = None
     """Stages per device (stage i is on device i mod `stages`). Default: 2 for circular and interleaved_1f1b, else 1."""
     micro_batches: Count | None = None
     """Micro-batches per step. Default: what batch.per_device gives, else at least four per device."""
@@ -264,7 +254,6 @@ class Pipeline(Section):
         return self.rounds or (2 if self.schedule in ("circular", "interleaved_1f1b") else 1)
 
 
-@section
 class Data(Section):
     """Where the text comes from."""
 
@@ -278,18 +267,16 @@ class Data(Section):
     """Share of unreadable rows that stops the run."""
 
 
-@section
 class Batch(Section):
     """The batch of a step. The number of micro-batches follows from it."""
 
-    global_sequences: Annotated[int, Range(least=1, most=2**30)] = 128
+    global_sequences: Annotated[int, limits(least=1, most=2**30)] = 128
     """Sequences per step, over all devices."""
-    per_device: Annotated[int, Range(least=1, most=2**20)] | None = None
+    per_device: Annotated[int, limits(least=1, most=2**20)] | None = None
     """Sequences of one micro-batch on one data rank. Default: the largest divisor of global_sequences / data ranks up
     to 8."""
 
 
-@section
 class Optimizer(Section):
     """The optimizer."""
 
@@ -297,7 +284,7 @@ class Optimizer(Section):
     """The algorithm; lion keeps one moment of each parameter, adamw two."""
     lr: NonNegative = 3.0e-4
     """Peak learning rate."""
-    betas: tuple[Annotated[float, Range(least=0, below=1)], Annotated[float, Range(least=0, below=1)]] = (0.9, 0.95)
+    betas: tuple[Annotated[float, limits(least=0, below=1)], Annotated[float, limits(least=0, below=1)]] = (0.9, 0.95)
     """Decay of the first and second moments; of lion: in the update and in the moment."""
     eps: Positive = 1.0e-8
     """Added to the root of the second moment; lion has none."""
@@ -307,7 +294,6 @@ class Optimizer(Section):
     """Type of the moments at rest; they are computed in fp32."""
 
 
-@section
 class Schedule(Section):
     """The learning rate schedule."""
 
@@ -319,7 +305,6 @@ class Schedule(Section):
     """Learning rate at the end, as a share of the peak."""
 
 
-@section
 class Train(Section):
     """The training loop."""
 
@@ -331,7 +316,6 @@ class Train(Section):
     """What happens if a loss or gradient is not finite; decided on all ranks alike, before any update."""
 
 
-@section
 class Evaluate(Section):
     """Loss on held-out text."""
 
@@ -341,7 +325,6 @@ class Evaluate(Section):
     """Held-out sequences per evaluation."""
 
 
-@section
 class Timeout(Section):
     """Seconds after which a worker that does not answer counts as lost."""
 
@@ -351,16 +334,14 @@ class Timeout(Section):
     """Between steps."""
 
 
-@section
 class Launch(Section):
     """The workers that `train` starts on one host."""
 
-    restarts: Annotated[int, Range(least=0, most=1000)] = 1
+    restarts: Annotated[int, limits(least=0, most=1000)] = 1
     """How often workers are restarted from the last checkpoint after one crashed (SIGSEGV, SIGABRT, SIGBUS), at least
     100 steps after the previous crash."""
 
 
-@section
 class Run(Section):
     """Where a run leaves its files."""
 
@@ -371,7 +352,6 @@ class Run(Section):
     by a shell."""
 
 
-@section
 class Checkpoint(Section):
     """Saving checkpoints and resuming from them."""
 
@@ -385,7 +365,6 @@ class Checkpoint(Section):
     """What happens if a checkpoint cannot be written."""
 
 
-@section
 class Wandb(Section):
     """Weights & Biases; its failures never stop a run."""
 
@@ -397,7 +376,6 @@ class Wandb(Section):
     """auto is online with a login and offline without."""
 
 
-@section
 class Logging(Section):
     """What a run logs. The first and the last step are always logged."""
 
@@ -407,7 +385,6 @@ class Logging(Section):
     """Weights & Biases; null: off."""
 
 
-@section
 class Calibration(Section):
     """The calibration text of quantization."""
 
@@ -415,7 +392,6 @@ class Calibration(Section):
     """Sequences of the training text."""
 
 
-@section
 class Quantize(Section):
     """The settings of `tpshard quantize`."""
 
@@ -423,7 +399,7 @@ class Quantize(Section):
     """The algorithm."""
     bits: Literal[2, 3, 4, 8] = 4
     """Bits per weight."""
-    group_size: Annotated[int, GroupSize()] = 128
+    group_size: Annotated[int, GROUP_SIZE] = 128
     """Inputs that share a scale; -1: all."""
     order: Literal["global", "head_local", "none"] = "head_local"
     """Act-order over all inputs (global), within heads, so that wo's order can be absorbed into V (head_local), or
@@ -434,7 +410,6 @@ class Quantize(Section):
     """The calibration text."""
 
 
-@section
 class Serve(Section):
     """The settings of `tpshard serve`."""
 
@@ -453,52 +428,48 @@ class Serve(Section):
     """Whether a request's tokens do not depend on other requests; default: true on a CPU."""
     host: str = "127.0.0.1"
     """Address to listen on."""
-    port: Annotated[int, Range(least=0, most=65535)] = 8000
+    port: Annotated[int, limits(least=0, most=65535)] = 8000
     """Port to listen on; 0 chooses a free one."""
     api_key: str | None = None
     """Key that clients must send, best written as "${oc.env:NAME}"; null: $TPSHARD_API_KEY. Without a key only loopback
     is served."""
-    cache_mb: Annotated[int, Range(least=1)] | None = None
+    cache_mb: Annotated[int, limits(least=1)] | None = None
     """MiB per device for the KV cache; null: what `requests` of full length need, up to a quarter of the free memory,
     or on a GPU three quarters of what the weights leave."""
-    requests: Annotated[int, Range(least=1, most=1024)] = 64
+    requests: Annotated[int, limits(least=1, most=1024)] = 64
     """Answers computed at once."""
-    step_tokens: Annotated[int, Range(least=8, most=65536)] | None = None
+    step_tokens: Annotated[int, limits(least=8, most=65536)] | None = None
     """Maximal tokens computed in one step; a longer prompt takes several. null: 64 on a CPU, 2048 on a GPU, and at
     least `requests`."""
-    queue: Annotated[int, Range(least=0, most=100000)] = 256
+    queue: Annotated[int, limits(least=0, most=100000)] = 256
     """Answers that may wait; more are refused with 429."""
-    request_s: Annotated[float, Range(above=0)] = 600.0
+    request_s: Annotated[float, limits(above=0)] = 600.0
     """Maximal duration of a request in seconds, waiting included."""
-    grace_s: Annotated[float, Range(least=0)] = 30.0
+    grace_s: Annotated[float, limits(least=0)] = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
 
 
-@section
 class Recipe(Section):
     """A complete recipe. Everything except `model` has a default."""
 
     schema: int = SCHEMA_VERSION
     """Version of these keys."""
-    name: Annotated[str, Form(r"[^/\\\x00-\x1f]+", "a name without slashes")] = derived(default="the file's name")
+    name: Annotated[str, form(r"[^/\\\x00-\x1f]+", "a name without slashes")] = derived(default="the file's name")
     """Name of the run."""
-    seed: Annotated[int, Range(least=0, most=2**63 - 1)] = 42
+    seed: Annotated[int, limits(least=0, most=2**63 - 1)] = 42
     """Seed of initialization, data order and sampling."""
     cluster: Cluster | None = None
     """The machines it is for. Default: this machine, with as many devices as the mesh needs."""
     mesh: Mapping[AxisName, AxisSize] = field(default_factory=lambda: {"dp": 1, "fsdp": -1, "tp": 1})
     """The size of each mesh axis, outer to inner; -1: all remaining devices. Omitted dp, fsdp and tp have size 1."""
     model: Model
-    """The model."""
-    task: Annotated[str, Form(r"lm|mlm|frames|volumes|[\w.]+:[\w.]+", "lm, mlm, frames, volumes or package:Class")] = (
+    task: Annotated[str, form(r"lm|mlm|frames|volumes|[\w.]+:[\w.]+", "lm, mlm, frames, volumes or package:Class")] = (
         "lm"
     )
     """The training task: next token, masked tokens, classes of frames, classes of voxels, or your own task as
     package:Class. Frames and volumes are generated, seq_len long."""
     sharding: ShardingSection = field(default_factory=ShardingSection)
-    """How tensors are sharded."""
     fsdp: Fsdp = field(default_factory=Fsdp)
-    """Fully sharded parameters."""
     remat: Literal["none", "full", "selective"] | RematEvery | tuple[str, ...] = "selective"
     """What is recomputed in the backward pass: nothing, everything, everything except matmul and attention outputs,
     every n-th layer, or everything except a list of operations."""
@@ -508,31 +479,18 @@ class Recipe(Section):
     pipeline: Pipeline | None = None
     """Pipeline stages; needs a mesh axis `pp`."""
     data: Data = field(default_factory=Data)
-    """The training text."""
     batch: Batch = field(default_factory=Batch)
-    """The batch of a step."""
     optimizer: Optimizer = field(default_factory=Optimizer)
-    """The optimizer."""
     schedule: Schedule = field(default_factory=Schedule)
-    """The learning rate schedule."""
     train: Train = field(default_factory=Train)
-    """The training loop."""
     evaluate: Evaluate = field(default_factory=Evaluate)
-    """Loss on held-out text."""
     timeout_s: Timeout = field(default_factory=Timeout)
-    """Seconds after which a worker counts as lost."""
     launch: Launch = field(default_factory=Launch)
-    """Restarting crashed workers."""
     run: Run = field(default_factory=Run)
-    """The folder of the run."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    """Saving checkpoints and resuming from them."""
     logging: Logging = field(default_factory=Logging)
-    """What a run logs."""
     quantize: Quantize = field(default_factory=Quantize)
-    """The settings of `tpshard quantize`."""
     serve: Serve = field(default_factory=Serve)
-    """The settings of `tpshard serve`."""
 
     _places: ClassVar[Mapping[str, tuple[Source, Source]]] = {}
     _file: ClassVar[str] = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 
 from tpshard.recipes.diagnostic import Mistakes, Source
 from tpshard.recipes.nodes import Path
@@ -23,18 +23,9 @@ def default_of(item: Field[Any]) -> Any:
     return item.default if not callable(item.default_factory) else item.default_factory()
 
 
-T = TypeVar("T")
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(field, derived))
-def section(cls: type[T]) -> type[T]:
-    """A frozen, keyword-only dataclass whose repr and equality come from `Section`."""
-    return dataclass(frozen=True, kw_only=True, repr=False, eq=False)(cls)
-
-
 def field_names(cls: type[Section]) -> tuple[str, ...]:
     """The keys of a section, in the order of the schema."""
-    return tuple(item.name for item in fields(cls))  # type: ignore[arg-type]
+    return tuple(item.name for item in fields(cls))
 
 
 class Pending(str):
@@ -44,21 +35,23 @@ class Pending(str):
     source: Source
 
     def __new__(cls, text: str, path: Path, source: Source) -> Pending:
-        made = super().__new__(cls, text)
-        made.path, made.source = path, source
-        return made
+        text_as_written = super().__new__(cls, text)
+        text_as_written.path, text_as_written.source = path, source
+        return text_as_written
 
     def __getnewargs__(self) -> tuple[str, Path, Source]:  # type: ignore[override]
         return str(self), self.path, self.source
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(field, derived))
 class Section:
-    """A part of a recipe: a frozen dataclass whose values may contain interpolations.
+    """The base of all parts of a recipe: each is a frozen, keyword-only dataclass, whose values may be interpolations.
 
     Text that depends on the environment is completed each time the attribute is read, so that a command that does not
     need the value does not need the environment. Reading it raises `Mistakes` when the variable is not set.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     paths: ClassVar[tuple[str, ...]] = ()
     """Keys that name files or folders, in which `~` and `$NAME` are expanded as by a shell."""
     _config: ClassVar[Any] = None
@@ -67,6 +60,9 @@ class Section:
     """Values with interpolations, as written, as plain data."""
     _unsaved: ClassVar[frozenset[str]] = frozenset()
     """Derived values that a saved recipe omits."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True, repr=False, eq=False)(cls)
 
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)

@@ -30,7 +30,7 @@ def as_data(value: Any, name: str = "", resolved: bool = False) -> Any:
     """A recipe or a part of it as maps, lists and scalars; unset keys whose default is null are omitted."""
     if isinstance(value, Section):
         items = (value.stored() | (_known(value) if resolved else {})).items()
-        fields = type(value).__dataclass_fields__  # type: ignore[attr-defined]
+        fields = type(value).__dataclass_fields__
         left_out = {k for k, v in items if (v is None and fields[k].default is None) or k in value._unsaved}
         return {k: as_data(v, k, resolved) for k, v in items if k not in left_out}
     if isinstance(value, Mapping):
@@ -44,12 +44,12 @@ def as_data(value: Any, name: str = "", resolved: bool = False) -> Any:
 
 def _known(section: Section) -> dict[str, Any]:
     """The values of a section that depend on no unset environment variable."""
-    found = {}
+    values = {}
     for key in section.stored():
         with contextlib.suppress(Mistakes):
             if not looks_secret(key):
-                found[key] = _literal(getattr(section, key))
-    return found
+                values[key] = _literal(getattr(section, key))
+    return values
 
 
 def _literal(value: Any) -> Any:
@@ -69,8 +69,8 @@ def looks_secret(key: str) -> bool:
 
 def masked(value: Any) -> Any:
     """An interpolation without its default; anything else is hidden."""
-    if isinstance(value, str) and (found := re.fullmatch(r"\$\{(oc\.env:[A-Za-z0-9_]+)(,.*)?\}", value, re.DOTALL)):
-        return f"${{{found[1]}{',' + MASK if found[2] else ''}}}"
+    if isinstance(value, str) and (match := re.fullmatch(r"\$\{(oc\.env:[A-Za-z0-9_]+)(,.*)?\}", value, re.DOTALL)):
+        return f"${{{match[1]}{',' + MASK if match[2] else ''}}}"
     return MASK
 
 

@@ -119,6 +119,14 @@ def test_a_key_without_a_value_is_one_mistake_however_many_need_it() -> None:
     (to_be_given,) = wrong("train: {steps: '???'}\nbatch: {global_sequences: '${train.steps}'}")
     assert "must be given" in to_be_given.message and places(to_be_given)[0] == "r.yaml:2:16"
     assert loads(TINY + "train: {steps: '???'}", ["train.steps=3"]).train.steps == 3
+    with pytest.raises(Mistakes) as refused:
+        loads(TINY + "train: {steps: 3}", ["train.steps=???"])
+    assert "`train.steps` must be given" in refused.value.diagnostics[0].message
+
+
+def test_an_interpolated_section_has_no_derived_defaults() -> None:
+    (mistake,) = wrong("schedule: '${oc.decode:\"{name: constant}\"}'")
+    assert mistake.message == "the key `schedule.warmup_steps` is missing" and places(mistake)[0] == "r.yaml:2:11"
 
 
 @pytest.mark.parametrize(

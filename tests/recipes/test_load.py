@@ -46,6 +46,11 @@ def test_derived_defaults_follow_other_keys() -> None:
     assert loads(TINY + "cluster: {device: cpu}\nmesh: {fsdp: 3, tp: 2}").cluster.devices_per_node == 6  # type: ignore[union-attr]
 
 
+def test_null_leaves_a_derived_default_as_it_is() -> None:
+    recipe = loads("model: {preset: tiny, seq_len: null}\nschedule: {warmup_steps: ~}\nfsdp: {param_dtype: null}")
+    assert (recipe.model.seq_len, recipe.schedule.warmup_steps, recipe.fsdp.param_dtype) == (256, 2000, "fp32")
+
+
 def test_a_saved_recipe_can_be_spread_otherwise() -> None:
     saved = loads(TINY + "cluster: {device: cpu}\nmesh: {fsdp: 2, tp: 2}").to_yaml()
     cluster = loads(saved, ["mesh.fsdp=4"]).cluster
