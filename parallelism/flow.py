@@ -28,7 +28,7 @@ def _target_name(target: Any) -> str:
     return target if isinstance(target, str) else str(getattr(target, "__name__", target))
 
 
-def known(node: fx.Node) -> Info:
+def info_of(node: fx.Node) -> Info:
     """The `Info` of a node, or an empty one."""
     found = node.meta.get(INFO)
     return found if isinstance(found, Info) else _EMPTY
@@ -57,7 +57,7 @@ class Flow:
 
 def _flow(nodes: list[fx.Node]) -> Flow:
     sources = {node: node.all_input_nodes for node in nodes}
-    infos = {node: known(node) for node in nodes}
+    infos = {node: info_of(node) for node in nodes}
     names = {node: op_name(node) for node in nodes}
     size = {node: here.bytes for node, here in infos.items()}
     views = _views(nodes, sources, infos)

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import fx
 from tpshard.parallelism.cost import Device, operation
-from tpshard.parallelism.flow import Flow, known
+from tpshard.parallelism.flow import Flow, info_of
 from tpshard.parallelism.program import Info, Program
 from tpshard.parallelism.rules.entry import Work
 from tpshard.parallelism.rules.table import entry_of
@@ -43,7 +43,7 @@ class Kernel:
 
 def classify(node: fx.Node, is_view: bool) -> Work:
     """What bounds a node's kernel; integers that the executor computes from the rank have no kernel."""
-    if node.op != "call_function" or is_view or known(node).comm is not None or not known(node).specs:
+    if node.op != "call_function" or is_view or info_of(node).comm is not None or not info_of(node).specs:
         return "free"
     return entry_of(node.target).work
 
@@ -245,7 +245,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def seconds(kernel: Kernel, device: Device) -> float:
     """Seconds of one kernel on `device`."""
-    node, here = kernel.node, known(kernel.node)
+    node, here = kernel.node, info_of(kernel.node)
     if kernel.work == "free":
         # the interpreter dispatches it though it moves nothing; a compiler removes it
         dispatched = node.op == "call_function" and here.specs and here.comm is None

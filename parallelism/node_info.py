@@ -39,7 +39,7 @@ class Collective:
     """The global values it moves: several in a bucket."""
     of: Role = ""
     """The role of these values: parameter, gradient, logits, loss, scalar or activation."""
-    asked: bool = True
+    requested: bool = True
     """False for a reshard that no annotation asks for."""
     why: tuple[Demand, ...] = ()
     """The reasons, one per value."""

@@ -30,7 +30,7 @@ from tpshard.parallelism.reshard import LATENCY_BYTES, cost, redistribution
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import Layout, Sharding, even, local_shape, replicated
-from tpshard.parallelism.why import Told
+from tpshard.parallelism.why import SourcePlace
 
 aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ def partition(
 
 def partition_captured(
     graph: Graph, mesh: Mesh, in_shardings: Sequence[Any] | None = None, out_shardings: Sequence[Any] | None = None,
-    told: Sequence[tuple[Told, ...]] = (), latency: int = LATENCY_BYTES,
+    told: Sequence[tuple[SourcePlace, ...]] = (), latency: int = LATENCY_BYTES,
 ) -> Program:  # fmt: skip
     """`partition` for a function that is already captured, and possibly rewritten.
 
@@ -81,7 +81,7 @@ def partition_captured(
             except ValueError as error:
                 raise ValueError(f"{what}_shardings[{i}] of `{value.name}` {list(value.shape)}: {error}") from error
             named = told[i] if what == "in" and i < len(told) else ()
-            annotations[value] = Annotation(sharding, named or (Told(f"{what}_shardings[{i}] = {dims!r}"),))
+            annotations[value] = Annotation(sharding, named or (SourcePlace(f"{what}_shardings[{i}] = {dims!r}"),))
     groups: dict[int, list[Value]] = {}
     for op in graph.ops:
         if is_grouped(op):
@@ -113,7 +113,7 @@ def split_annotations(graph: Graph, mesh: Mesh) -> Mapping[Value, Annotation]:
             names = op.args[1]
             dims = ["?" if i == OPEN else None if i == -1 else names[i] for i in op.args[2]]
             value = op.results[0]
-            found[value] = Annotation(Sharding.of(mesh, dims, value.rank), (Told(f"mesh_split `{op.name}`"),))
+            found[value] = Annotation(Sharding.of(mesh, dims, value.rank), (SourcePlace(f"mesh_split `{op.name}`"),))
     return found
 
 
@@ -460,7 +460,7 @@ class _Partitioner:
     def _record(self, value: Value) -> ValueRecord:
         op = value.producer
         label = value.name if op is None else op.args[2] if is_boundary(op) else value.label
-        told = value in self.s.annotated and self.s.told(value)
+        told = value in self.s.annotated and self.s.is_annotated(value)
         layout = self.home.get(value, self.propagated[value])
         return ValueRecord(value.name, value.shape, value.dtype, layout, told, value.role, label, value.dims)
 

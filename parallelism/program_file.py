@@ -26,10 +26,10 @@ from tpshard.parallelism.node_info import INFO, Collective, Held, Info, Port, Sp
 from tpshard.parallelism.program import Program, ValueRecord
 from tpshard.parallelism.rules import table  # noqa: F401  whose import registers our operations
 from tpshard.parallelism.sharding import Layout
-from tpshard.parallelism.why import Demand, Explanation, Hop, Through, Told
+from tpshard.parallelism.why import Demand, Explanation, Hop, SourcePlace, Through
 
 CLASSES = (
-    Axis, Collective, Demand, Explanation, Held, Hop, Info, Layer, Layout, Place, Port, Spec, Through, Told,
+    Axis, Collective, Demand, Explanation, Held, Hop, Info, Layer, Layout, Place, Port, Spec, Through, SourcePlace,
     ValueRecord,
 )  # fmt: skip
 """The classes in a program: frozen dataclasses and named tuples, stored as their fields in order."""

@@ -140,7 +140,9 @@ class _Propagation:
             self._set(value, annotation.sharding)
             for dim, axes in enumerate(annotation.sharding.dims):
                 for axis in axes:
-                    self.causes.setdefault((value, dim), []).append((axis, Cause(None, None, dim, annotation.told)))
+                    self.causes.setdefault((value, dim), []).append(
+                        (axis, Cause(None, None, dim, annotation.written_at))
+                    )
         self.rules = dict(rules) if rules is not None else {op: rule_for(op) for op in graph.ops}
         self.edges: list[Edge] = []
         self.forms: dict[tuple[object, ...], int] = {}

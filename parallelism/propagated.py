@@ -8,7 +8,7 @@ from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.sharding import Sharding, show_axis
-from tpshard.parallelism.why import Explanation, Hop, Through, Told
+from tpshard.parallelism.why import Explanation, Hop, SourcePlace, Through
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Annotation:
     """The user's annotation of one value: a sharding, and where it was written."""
 
     sharding: Sharding
-    told: tuple[Told, ...] = ()
+    written_at: tuple[SourcePlace, ...] = ()
     """The sources of the annotation; empty if it only excludes axes."""
 
 
@@ -27,7 +27,7 @@ class Cause:
     op: Through | None
     source: Value | None
     source_dim: int
-    told: tuple[Told, ...] = ()
+    written_at: tuple[SourcePlace, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Shardings:
     def explain(self, value: Value) -> Explanation:
         """The reasons of a value's sharding: one chain per axis, each ending at an annotation."""
         given = self.annotated.get(value)
-        annotated = given.sharding.notation(self.mesh, value.dims) if given is not None and given.told else ""
+        annotated = given.sharding.notation(self.mesh, value.dims) if given is not None and given.written_at else ""
         links = [
             link for dim in range(value.rank) for axis in self.of[value].dims[dim]
             for link in self.chain(value, dim, axis)
         ]  # fmt: skip
-        return Explanation(annotated, given.told if given is not None else (), tuple(links))
+        return Explanation(annotated, given.written_at if given is not None else (), tuple(links))
 
     def chain(self, value: Value, dim: int, axis: Axis) -> list[Hop]:
         links: list[Hop] = []
@@ -76,14 +76,14 @@ class Shardings:
                 break
             source = cause.source.name if cause.source is not None else ""
             links.append(
-                Hop(show_axis(axis, self.mesh), value.name, dim, cause.op, source, cause.source_dim, cause.told)
+                Hop(show_axis(axis, self.mesh), value.name, dim, cause.op, source, cause.source_dim, cause.written_at)
             )
             if cause.source is None:
                 break
             value, dim = cause.source, cause.source_dim
         return links
 
-    def told(self, value: Value) -> bool:
+    def is_annotated(self, value: Value) -> bool:
         """Whether an axis of a value was annotated for the value itself."""
         axes = ((dim, axis) for dim, axes in enumerate(self.of[value].dims) for axis in axes)
         causes = (self.cause(value, dim, axis) for dim, axis in axes)

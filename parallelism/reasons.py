@@ -10,7 +10,7 @@ from tpshard.parallelism.mesh import Axis, overlap
 from tpshard.parallelism.propagated import Shardings
 from tpshard.parallelism.reshard import ReshardStep
 from tpshard.parallelism.rules.table import entry_of
-from tpshard.parallelism.why import Demand, Told, through
+from tpshard.parallelism.why import Demand, SourcePlace, through
 
 FAR = 8
 """How many producers to search for the origin of an axis that a partial sum no longer shows."""
@@ -21,42 +21,42 @@ class Reasons:
 
     def __init__(self, shardings: Shardings):
         self.s, self.mesh = shardings, shardings.mesh
-        self.roots: dict[tuple[Value, int, str], tuple[tuple[Told, ...], bool]] = {}
+        self.roots: dict[tuple[Value, int, str], tuple[tuple[SourcePlace, ...], bool]] = {}
 
     def why(self, value: Value, step: ReshardStep, reader: Op) -> dict[str, Any]:
         """The reason of a resharding step that brings `value` to `reader`, as arguments of a `Collective`."""
-        of, asked, mixes, by = what_moves(value, reader), True, "", reader
+        of, requested, mixes, by = what_moves(value, reader), True, "", reader
         kind: Literal["sum", "given", "storage", "operand"]
         if step.kind in ("reduce", "scatter"):
             kind, by = ("given", reader) if value.producer is None else ("sum", value.producer)
         elif is_boundary(reader):
             kind = "storage"
         else:
-            kind, asked = "operand", is_anchor(reader)
+            kind, requested = "operand", is_anchor(reader)
             mixing = entry_of(reader.target).mixes
             mixes = reader.operands[mixing].name if mixing is not None else ""
-        axis, told = "", tuple[Told, ...]()
+        axis, told = "", tuple[SourcePlace, ...]()
         for moved, source, _ in step.parts:
             told, annotated = self.root(value, source, moved)
             if not told:
                 told, annotated = self.any_root(value, moved)
             if told:
                 axis = moved.name
-                asked = asked or annotated
+                requested = requested or annotated
                 break
         before, after = (layout.notation(self.mesh, value.dims) for layout in (step.before, step.after))
         need = Demand(kind, through(by), value.name, before, after, mixes, axis, told)
         name = reader.args[2] if of in ("parameter", "gradient") else value.name
-        return {"why": (need,), "value": (name,), "of": of, "asked": asked}
+        return {"why": (need,), "value": (name,), "of": of, "requested": requested}
 
-    def root(self, value: Value, dim: int, axis: Axis) -> tuple[tuple[Told, ...], bool]:
+    def root(self, value: Value, dim: int, axis: Axis) -> tuple[tuple[SourcePlace, ...], bool]:
         """(the annotation that an axis of a dim comes from, whether it was of an activation).
 
         An annotation of an activation asks for reshards towards it; one of a parameter does not. Memoized along the
         chain.
         """
         trail = []
-        answer: tuple[tuple[Told, ...], bool] = ((), False)
+        answer: tuple[tuple[SourcePlace, ...], bool] = ((), False)
         while dim >= 0:
             key = (value, dim, axis.name)
             if key in self.roots:
@@ -70,14 +70,14 @@ class Reasons:
             if cause.source is None:
                 maker = value.producer
                 activation = maker is not None and (is_named(maker) or is_split(maker))
-                answer = (cause.told, activation)
+                answer = (cause.written_at, activation)
                 break
             value, dim = cause.source, cause.source_dim
         for key in trail:
             self.roots[key] = answer
         return answer
 
-    def any_root(self, value: Value, axis: Axis) -> tuple[tuple[Told, ...], bool]:
+    def any_root(self, value: Value, axis: Axis) -> tuple[tuple[SourcePlace, ...], bool]:
         """The annotation behind an axis that reaches a value through its producer's operands."""
         producer = value.producer
         for _ in range(FAR):

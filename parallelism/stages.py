@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import fx
 from tpshard.parallelism.draws import SEED
-from tpshard.parallelism.flow import known
+from tpshard.parallelism.flow import info_of
 from tpshard.parallelism.mesh import Axis
 from tpshard.parallelism.passes.recompute import layer_of
 from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, info, make_collective
@@ -384,10 +384,10 @@ def _is_whole_view(node: fx.Node) -> bool:
     """Whether a node is a view of all of its operand; it is repeated where it is read, so that one tensor is kept."""
     if node.op != "call_function" or entry_of(node.target).view is None or len(node.all_input_nodes) != 1:
         return False
-    source = known(node.all_input_nodes[0])
-    if known(node.all_input_nodes[0]).comm is not None or len(source.specs) != 1 or len(known(node).specs) != 1:
+    source = info_of(node.all_input_nodes[0])
+    if info_of(node.all_input_nodes[0]).comm is not None or len(source.specs) != 1 or len(info_of(node).specs) != 1:
         return False
-    return math.prod(source.specs[0].shape) <= math.prod(known(node).specs[0].shape)
+    return math.prod(source.specs[0].shape) <= math.prod(info_of(node).specs[0].shape)
 
 
 __all__ = ["Stage", "blocks_of", "cut"]

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from torch import fx
 from tpshard.parallelism.cost import CommCost, Device, collective
-from tpshard.parallelism.flow import Flow, known
+from tpshard.parallelism.flow import Flow, info_of
 from tpshard.parallelism.fusion import NONE, Cached, Compiled, Kernel, kernels, seconds
 from tpshard.parallelism.network import Topology
 from tpshard.parallelism.program import Collective, Program
@@ -226,6 +226,6 @@ def lane_of(comm: Collective) -> str:
 def _issued(wait: fx.Node, index: dict[fx.Node, int]) -> int:
     """The index of the node that issued the collective of a wait."""
     node = wait.all_input_nodes[0]
-    while known(node).comm is None and node.all_input_nodes:
+    while info_of(node).comm is None and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return index[node]

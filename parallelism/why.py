@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from tpshard.parallelism.graph import Op
 
 
-class Told(NamedTuple):
+class SourcePlace(NamedTuple):
     """The source of an annotation: a place in a recipe, or a default."""
 
     source: str
@@ -49,7 +49,7 @@ class Hop(NamedTuple):
     through: Through | None = None
     source: str = ""
     source_dim: int = -1
-    told: tuple[Told, ...] = ()
+    written_at: tuple[SourcePlace, ...] = ()
 
 
 class Explanation(NamedTuple):
@@ -57,14 +57,14 @@ class Explanation(NamedTuple):
 
     annotated: str = ""
     """The value's own annotation, in text form."""
-    told: tuple[Told, ...] = ()
+    written_at: tuple[SourcePlace, ...] = ()
     links: tuple[Hop, ...] = ()
     """One chain per axis, each ending at an annotation."""
 
     @property
-    def roots(self) -> tuple[Told, ...]:
+    def roots(self) -> tuple[SourcePlace, ...]:
         """The annotations that the value's axes come from, each once."""
-        return tuple(dict.fromkeys(told for link in self.links for told in link.told))
+        return tuple(dict.fromkeys(told for link in self.links for told in link.written_at))
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,6 @@ class Demand:
     """The operand because of which the op needs a dim whole."""
     axis: str = ""
     """The moved axis with its origin, if known."""
-    told: tuple[Told, ...] = ()
+    written_at: tuple[SourcePlace, ...] = ()
     stage: int = -1
     """The other pipeline stage."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tpshard.parallelism.why import TIE, Demand, Explanation, Hop, Through, Told
+from tpshard.parallelism.why import TIE, Demand, Explanation, Hop, SourcePlace, Through
 
 Name = Callable[[str], str]
 """A function that returns the displayed name of a value: its own, or a pattern."""
 
 
-def place(told: Told) -> str:
+def place(told: SourcePlace) -> str:
     """A source as text: `recipe.yaml:3:4 (heads: tp)`"""
     at = f"{told.source}:{told.line}:{told.col}" if told.line else told.source
     return f"{at} ({told.says})" if told.says else at
 
 
-def places(told: Iterable[Told]) -> str:
+def places(told: Iterable[SourcePlace]) -> str:
     return "; ".join(map(place, told))
 
 
@@ -30,13 +30,13 @@ def op(through: Through) -> str:
 def link(step: Hop) -> str:
     here = f"{step.axis} on dim {step.dim} of {step.value}"
     if step.through is None:
-        return f"{here}: annotated at {places(step.told)}"
+        return f"{here}: annotated at {places(step.written_at)}"
     return f"{here}: from dim {step.source_dim} of {step.source} through {op(step.through)}"
 
 
 def explanation(found: Explanation) -> list[str]:
     """A line per step; the last of each chain is the annotation."""
-    lines = [f"annotated {found.annotated} at {places(found.told)}"] if found.told else []
+    lines = [f"annotated {found.annotated} at {places(found.written_at)}"] if found.written_at else []
     return [*lines, *map(link, found.links)] or ["replicated: no annotation reaches it"]
 
 
@@ -63,7 +63,7 @@ def cause(need: Demand, name: Name = str) -> str:
 def way(need: Demand) -> str:
     """From where to where, and what was told that it lies there."""
     moved = f"{need.value}{need.before} -> {need.after}" if need.before else ""
-    return moved + (f"; {need.axis} from {places(need.told)}" if need.told else "")
+    return moved + (f"; {need.axis} from {places(need.written_at)}" if need.written_at else "")
 
 
 def reason(needs: Sequence[Demand]) -> str:

@@ -11,7 +11,7 @@ from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
 from tpshard.plan import check_run, fitting, make, pinning, save
 from tpshard.plan.report import Report
-from tpshard.plan.search import quick, variant
+from tpshard.plan.search import price_variant, variant
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
 
@@ -42,16 +42,16 @@ def test_the_edits_that_fit_are_all_needed_and_harm_as_little_as_can_be(small: P
 
     tight(4)
     needs = {
-        words: quick(loads(RECIPE, [*CHANGES, *changes])).needed_bytes * 3 / 2**30
+        words: price_variant(loads(RECIPE, [*CHANGES, *changes])).needed_bytes * 3 / 2**30
         for words, changes in {"all": (), "half": ("batch.per_device=2",)}.items()
     }
     tight((needs["all"] + needs["half"]) / 2)
     recipe = loads(RECIPE, CHANGES)
     found = fitting.fit(make.report(recipe, "small.yaml"), recipe)
-    assert quick(loads(found.recipe)).fits and found.found.fits
+    assert price_variant(loads(found.recipe)).fits and found.price.fits
     assert found.harms == sorted(found.harms)
     kept = [[c for c in found.changes if c != change] for change in found.changes]
-    assert kept and not any(quick(variant(recipe, changes)).fits for changes in kept)
+    assert kept and not any(price_variant(variant(recipe, changes)).fits for changes in kept)
     tight(0.25)
     recipe = loads(RECIPE, [*CHANGES, "model.vocab=131072", "model.seq_len=512"])
     with pytest.raises(Mistakes) as refused:

@@ -34,10 +34,10 @@ def test_a_step_between_priced_states_takes_what_its_program_does() -> None:
 def test_the_highest_rate_keeps_the_limits_and_a_higher_one_does_not() -> None:
     recipe, limits = loads(RECIPE), TimeLimits(ttft=0.05, tpot=0.01)
     made = answers(recipe, Traffic(40, 16, count=200), limits, rehearse)
-    assert made.highest is not None and made.highest.kept and 0 < made.highest.rate < made.saturated.rate
+    assert made.highest is not None and made.highest.within_limits and 0 < made.highest.rate < made.saturated.rate
     assert made.highest.ttft_s[1] <= 0.05 and made.highest.tpot_s[1] <= 0.01
     more = rehearse(made.server.room, Traffic(40, 16, 1.1 * made.highest.rate, count=200), made.server.prices)
-    assert not limits.kept(more)
+    assert not limits.hold_for(more)
 
 
 def test_no_point_of_a_front_beats_another() -> None:

@@ -70,10 +70,10 @@ def test_an_edit_that_fits_is_not_offered_again_with_more_beside_it(report, monk
 
     def quick(recipe, what, variants):
         tried.append((recipe.batch.per_device, recipe.remat))
-        return search.Quick(1, 1.0, 0.0, recipe.batch.per_device == 1 or recipe.remat == "full")
+        return search.VariantPrice(1, 1.0, 0.0, recipe.batch.per_device == 1 or recipe.remat == "full")
 
-    monkeypatch.setattr(search, "quick", quick)
-    edits = search.edits(report, loads(RECIPE, ["remat=none"]), wanted=2)
+    monkeypatch.setattr(search, "price_variant", quick)
+    edits = search.edits(report, loads(RECIPE, ["remat=none"]), count=2)
     assert [edit.change for edit in edits] == ["remat: full", "batch.per_device: 1"]
 
 
@@ -82,7 +82,7 @@ def test_search_ranks_what_fits():
                             "batch.global_sequences=2", "batch.per_device=1"])  # fmt: skip
     found = search.search(recipe)
     assert {(c.mesh["fsdp"], c.mesh["tp"]) for c in found.candidates} == {(2, 1), (1, 2)}
-    steps = [c.found.step_s for c in found.candidates]
+    steps = [c.price.step_s for c in found.candidates]
     assert steps == sorted(steps)
     assert found.candidates[0].pareto
     winner = loads(search.text(found, recipe).partition("# the fastest, as a recipe\n")[2])
@@ -96,9 +96,9 @@ def test_a_search_of_a_pipeline_tries_stages_and_schedules_and_none(monkeypatch)
     def quick(recipe, **_):
         asked = recipe.pipeline
         tried.append("none" if asked is None else f"{asked.schedule} {recipe.mesh['pp']} x {asked.each}")
-        return search.Quick(1, 1.0 / recipe.mesh.get("pp", 1), 0.0, True)
+        return search.VariantPrice(1, 1.0 / recipe.mesh.get("pp", 1), 0.0, True)
 
-    monkeypatch.setattr(search, "quick", quick)
+    monkeypatch.setattr(search, "price_variant", quick)
     changes = ["cluster.nodes=2", "mesh={pp: 2, fsdp: -1}", "batch={global_sequences: 16}", "model.layers=8"]
     found = search.search(loads(RECIPE, [*changes, "pipeline={micro_batches: null}"]))
     assert {"none", "1f1b 2 x 1", "1f1b 4 x 1", "1f1b 8 x 1", "zero_bubble 8 x 1"} < set(tried)
@@ -112,8 +112,8 @@ def test_machines_are_told_the_suggestions_that_people_are(small, report, monkey
     faster = Edit("remat: none", 2**20, report.pricing.step_s / 2, True)
     monkeypatch.setattr(make, "report", lambda *_: report)
     monkeypatch.setattr(suggest, "promising", lambda *_: [faster])
-    shown = command.run(loads(RECIPE), command.Asked(dry_run=True)).text
-    found = json.loads(command.run(loads(RECIPE), command.Asked(dry_run=True, as_json=True)).text)
+    shown = command.run(loads(RECIPE), command.PlanOptions(dry_run=True)).text
+    found = json.loads(command.run(loads(RECIPE), command.PlanOptions(dry_run=True, as_json=True)).text)
     assert "try: remat: none" in shown
     assert [edit["change"] for edit in found["suggestions"]] == ["remat: none"]
 
@@ -139,8 +139,8 @@ def test_the_fastest_is_saved_as_a_recipe_that_plans_as_it_was_found(small, caps
 def test_a_search_that_finds_nothing_says_why(small, capsys, monkeypatch):
     assert tpshard(["plan", "small.yaml", "--search", "cluster.device=nowhere.yaml"]) == Exit.RECIPE
     assert "nowhere.yaml" in capsys.readouterr().err
-    too_much = lambda recipe, **_: search.Quick(2**40 + recipe.batch.per_device, 1.0, 0.0, False)  # noqa: E731
-    monkeypatch.setattr(search, "quick", too_much)
+    too_much = lambda recipe, **_: search.VariantPrice(2**40 + recipe.batch.per_device, 1.0, 0.0, False)  # noqa: E731
+    monkeypatch.setattr(search, "price_variant", too_much)
     assert tpshard(["plan", "small.yaml", "--search"]) == Exit.FIT
     assert "the smallest needs 1024 GiB a device: " in capsys.readouterr().out
     assert [path.name for path in small.parent.iterdir()] == ["small.yaml"]

@@ -40,7 +40,7 @@ def shape_of(program: Program) -> list[Any]:
             row += [str(node.target), here.specs, here.place, here.flops, here.global_flops, here.saved]
             if comm is not None:
                 named = comm.value if comm.of in ("parameter", "gradient") else ()
-                row += [comm.kind, comm.refs, comm.bytes, comm.dtype, comm.of, comm.asked, named]
+                row += [comm.kind, comm.refs, comm.bytes, comm.dtype, comm.of, comm.requested, named]
         rows.append(row)
     return rows
 
@@ -96,8 +96,8 @@ def test_a_variant_costs_what_its_plan_says(name: str, layers: int) -> None:
     variants = Variants()
     for changes in ([], ["remat=selective", "fsdp.prefetch=2"]):
         changed = search.variant(recipe, changes)
-        found = search.quick(changed, variants=variants)
-        plan = make.price_training(make.built(Setting.of(changed, devices_of(changed))))
+        found = search.price_variant(changed, variants=variants)
+        plan = make.price_training(make.build_programs(Setting.of(changed, devices_of(changed))))
         assert (found.needed_bytes, found.step_s, found.exposed_s) == (plan.needed_bytes, plan.step_s, plan.exposed_s)
 
 
