@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
-from tpshard.parallelism.draws import SEED, mixed, step_seed
+from tpshard.parallelism.draws import SEED, mix_seeds, step_seed
 from tpshard.parallelism.lower import pick, transfers, valid
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.node_info import Port, offset, parse_group
@@ -182,7 +182,7 @@ def local_arguments(
         return [*parts, seed]
     seed = _seed() if seed is None else seed
     plain = program.inputs[-1].shape == ()
-    return [*parts, torch.tensor(mixed(seed)) if plain else step_seed(seed, 0, 1 << 31, 0)]
+    return [*parts, torch.tensor(mix_seeds(seed)) if plain else step_seed(seed, 0, 1 << 31, 0)]
 
 
 def draws(program: Program) -> bool:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from torch import fx
 from tpshard.parallelism.cost import CommCost, Device, collective
 from tpshard.parallelism.flow import Flow, info_of
-from tpshard.parallelism.fusion import NONE, Cached, Compiled, Kernel, kernels, seconds
+from tpshard.parallelism.fusion import NONE, CacheReads, Compiled, Kernel, kernels, seconds
 from tpshard.parallelism.network import Topology
 from tpshard.parallelism.program import Collective, Program
 
@@ -183,7 +183,7 @@ class Priced:
 
 
 def price(
-    program: Program, device: Device, devices_per_host: int, *, compiled: Compiled, cached: Cached = NONE,
+    program: Program, device: Device, devices_per_host: int, *, compiled: Compiled, cached: CacheReads = NONE,
     topology: Topology | None = None,
 ) -> Priced:  # fmt: skip
     """Tasks of one run of `program`: a task for every node, in issue order.

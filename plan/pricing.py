@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tpshard.parallelism.cost import CommCost, Device, collective
 from tpshard.parallelism.flow import info_of
-from tpshard.parallelism.fusion import NONE, Cached, Compiled, Kernel
+from tpshard.parallelism.fusion import NONE, CacheReads, Compiled, Kernel
 from tpshard.parallelism.liveness import Memory, liveness
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.network import Topology
@@ -28,7 +28,7 @@ class StepPart:
     times: int = 1
     always: Mapping[str, int] = field(default_factory=dict)
     compiled: Compiled = "all"
-    cached: Cached = NONE
+    cached: CacheReads = NONE
 
 
 @dataclass

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from tpshard.parallelism.cost import Device
-from tpshard.parallelism.fusion import Cached
+from tpshard.parallelism.fusion import CacheReads
 from tpshard.plan import describe
 from tpshard.plan.pricing import StepPart, price_parts
 from tpshard.plan.report import PlannedJob, Report
@@ -40,7 +40,7 @@ def report(
     attended = used / sequences * (0.5 if what == "prefill" else 1)  # half on average while a prompt grows
     # a program holds one block of the cache per layer
     held = {"cache": blocks * programs.bytes("cache")}
-    cached = Cached(used, attended)
+    cached = CacheReads(used, attended)
     parts = [
         StepPart(what if len(sizes) == 1 else f"{what} of {rows}", programs.steps[rows], times, held, "none", cached)
         for rows, times in sizes.items()

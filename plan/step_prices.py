@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpshard.parallelism.cost import Device
-from tpshard.parallelism.fusion import Cached
+from tpshard.parallelism.fusion import CacheReads
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.timeline import price
 from tpshard.plan.server import processes
@@ -33,7 +33,7 @@ class StepPrices:
     per_host: int
     _seconds: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
-    def __call__(self, rows: int, cached: Cached) -> float:
+    def __call__(self, rows: int, cached: CacheReads) -> float:
         """Seconds of a step with this many rows, padded to the next size; padding reads a block of its own."""
         size = next(n for n in self.steps if n >= rows)
         by_row = (cached.by_row * rows + size - rows) / size
@@ -45,7 +45,7 @@ class StepPrices:
     def _at(self, size: int, blocks: int, by_row: int) -> float:
         key = (size, blocks, by_row)
         if key not in self._seconds:
-            cached = Cached(APART**blocks, APART**by_row)
+            cached = CacheReads(APART**blocks, APART**by_row)
             priced = price(self.steps[size], self.device, self.per_host, compiled="none", cached=cached)
             self._seconds[key] = priced.run().seconds
         return self._seconds[key]

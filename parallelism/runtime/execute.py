@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from tpshard.parallelism.exchange import exchanged
+from tpshard.parallelism.exchange import runs_as_exchange
 from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.program import Collective, Program, info
 from tpshard.parallelism.rules.table import entry_of
@@ -186,7 +186,7 @@ def _members(node: fx.Node) -> int:
 
 def _exchanged(node: fx.Node) -> bool:
     comm = info(node).comm
-    return comm is not None and exchanged(comm.kind, comm.bytes, comm.size)
+    return comm is not None and runs_as_exchange(comm.kind, comm.bytes, comm.size)
 
 
 def _waited(

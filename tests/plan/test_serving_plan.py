@@ -19,7 +19,7 @@ from tpshard.kernels.gptq_solver import Order, Settings
 from tpshard.models import build, to_hf
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf_config import folder_config
-from tpshard.parallelism.exchange import carried
+from tpshard.parallelism.exchange import sent_as
 from tpshard.parallelism.flow import info_of, op_name
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.runtime.context import Context
@@ -90,7 +90,7 @@ class Counting(TorchDispatchMode):
 
 def as_sent(program: Program) -> Counter[tuple[str, int]]:
     """(kind, bytes handed over) -> times, on a CPU."""
-    return Counter(carried(c.kind, c.bytes, c.size) for c in program.collectives)
+    return Counter(sent_as(c.kind, c.bytes, c.size) for c in program.collectives)
 
 
 def prompt() -> StepInput:
