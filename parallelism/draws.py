@@ -82,7 +82,7 @@ def random(
     seed: Tensor, number: int, size: Sequence[int], begins: Sequence[int], strides: Sequence[int], dtype: torch.dtype,
     row: int = 0,
 ) -> Tensor:  # fmt: skip
-    """The random numbers of a device's part of a draw (`tpshard::random`), in torch operations that a compiler fuses."""
+    """The random numbers of a device's part of a draw (`tpshard::random`), in operations that a compiler can fuse."""
     state = seed if not seed.dim() else seed[0 if row else 1]
     key = _mix(_mix(state + _signed(_GAMMA)) + _signed(number * _GAMMA & _MASK))
     place = torch.ones((), dtype=torch.int64, device=seed.device)

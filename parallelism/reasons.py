@@ -17,14 +17,14 @@ FAR = 8
 
 
 class Reasons:
-    """Answers from the causes that propagation recorded."""
+    """Looks up the reasons of collectives in the causes that propagation recorded."""
 
     def __init__(self, shardings: Shardings):
         self.s, self.mesh = shardings, shardings.mesh
         self.roots: dict[tuple[Value, int, str], tuple[tuple[SourcePlace, ...], bool]] = {}
 
     def why(self, value: Value, step: ReshardStep, reader: Op) -> dict[str, Any]:
-        """The reason of a resharding step that brings `value` to `reader`, as arguments of a `Collective`."""
+        """The reason of a step that reshards `value` for `reader`, as keyword arguments of a `Collective`."""
         of, requested, mixes, by = what_moves(value, reader), True, "", reader
         kind: Literal["sum", "given", "storage", "operand"]
         if step.kind in ("reduce", "scatter"):
@@ -35,22 +35,22 @@ class Reasons:
             kind, requested = "operand", is_anchor(reader)
             mixing = entry_of(reader.target).mixes
             mixes = reader.operands[mixing].name if mixing is not None else ""
-        axis, told = "", tuple[SourcePlace, ...]()
+        axis, written_at = "", tuple[SourcePlace, ...]()
         for moved, source, _ in step.parts:
-            told, annotated = self.root(value, source, moved)
-            if not told:
-                told, annotated = self.any_root(value, moved)
-            if told:
+            written_at, annotated = self.root(value, source, moved)
+            if not written_at:
+                written_at, annotated = self.any_root(value, moved)
+            if written_at:
                 axis = moved.name
                 requested = requested or annotated
                 break
         before, after = (layout.notation(self.mesh, value.dims) for layout in (step.before, step.after))
-        need = Demand(kind, through(by), value.name, before, after, mixes, axis, told)
+        need = Demand(kind, through(by), value.name, before, after, mixes, axis, written_at)
         name = reader.args[2] if of in ("parameter", "gradient") else value.name
         return {"why": (need,), "value": (name,), "of": of, "requested": requested}
 
     def root(self, value: Value, dim: int, axis: Axis) -> tuple[tuple[SourcePlace, ...], bool]:
-        """(the annotation that an axis of a dim comes from, whether it was of an activation).
+        """The annotation from which an axis of a dim comes, and whether it annotates an activation.
 
         An annotation of an activation asks for reshards towards it; one of a parameter does not. Memoized along the
         chain.
@@ -78,7 +78,7 @@ class Reasons:
         return answer
 
     def any_root(self, value: Value, axis: Axis) -> tuple[tuple[SourcePlace, ...], bool]:
-        """The annotation behind an axis that reaches a value through its producer's operands."""
+        """The annotation from which an axis comes that reaches a value through its producers' operands."""
         producer = value.producer
         for _ in range(FAR):
             if producer is None:
@@ -86,15 +86,16 @@ class Reasons:
             for operand in producer.operands:
                 for dim in range(operand.rank):
                     if overlap(axis, self.s.of[operand].dims[dim]):
-                        found = self.root(operand, dim, axis)
-                        if found[0]:
-                            return found
+                        root = self.root(operand, dim, axis)
+                        if root[0]:
+                            return root
             producer = producer.operands[0].producer if producer.operands else None
         return (), False
 
 
 def what_moves(value: Value, reader: Op) -> Role:
-    """The role of the moved value: parameter or gradient at a boundary, else logits, loss, scalar or activation."""
+    """The role of a value that is resharded: parameter or gradient at a boundary, else logits, loss, scalar or
+    activation."""
     if is_boundary(reader):
         return "gradient" if reader.args[1] == "gradient" else "parameter"
     if value.role in ("logits", "loss"):

@@ -12,20 +12,20 @@ from tpshard.parallelism.graph import Op
 
 
 class SourcePlace(NamedTuple):
-    """The source of an annotation: a place in a recipe, or a default."""
+    """Where an annotation comes from: a place in a recipe or in a call, or a default."""
 
     source: str
-    """The file, or another description of the source."""
+    """The file, or a description of the call."""
     line: int = 0
     """The line, from 1; 0 if the source has no lines."""
     col: int = 0
     says: str = ""
     default: bool = False
-    """Whether it is a default, which nobody wrote."""
+    """Whether it is a default that the user did not write."""
 
 
 class Through(NamedTuple):
-    """An op through which an axis propagated, without its graph."""
+    """An op through which an axis propagated, by name and without its graph."""
 
     name: str
     target: str
@@ -64,12 +64,12 @@ class Explanation(NamedTuple):
     @property
     def roots(self) -> tuple[SourcePlace, ...]:
         """The annotations that the value's axes come from, each once."""
-        return tuple(dict.fromkeys(told for link in self.links for told in link.written_at))
+        return tuple(dict.fromkeys(place for link in self.links for place in link.written_at))
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Why one value is resharded from one layout to another."""
+    """Why a collective moves a value: what needs it in another layout or on another device."""
 
     kind: Literal["sum", "given", "storage", "operand", "neighbours", "others", "sent", "received"]
     """sum: an op computes it as a sum over a sharded dim. given: it is an input that is a sum. storage: a boundary with
