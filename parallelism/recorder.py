@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 @functools.cache
 def decompositions() -> dict[Any, Any]:
-    """The decompositions of ops that are not recorded themselves, by overload: the table's, and torch's for unknown ops."""
+    """The decompositions of ops that are not recorded as they are, by overload: the table's, and torch's for others."""
     table: dict[Any, Any] = {}
     for func, split in decomposition_table.items():
         if isinstance(func, torch._ops.OpOverload) and entry_of(func) is OTHER and not _is_view_or_composite(func):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import fx
 from tpshard.parallelism.program import Program, info
-from tpshard.parallelism.stretch import FEW, stretched
+from tpshard.parallelism.stretch import FEW, stretch_program
 from tpshard.plan import make, search
 from tpshard.programs import alike, staged_alike, step_programs, training
 from tpshard.programs.setting import Setting, devices_of
@@ -60,7 +60,7 @@ def test_a_stretched_program_is_the_deep_models_node_by_node(name: str) -> None:
     deep = SETTINGS[name]
     assert deep.config is not None
     shallow = step_programs.micro_program(replace(deep, config=replace(deep.config, layers=FEW)))
-    made = stretched(shallow, "layers", deep.config.layers)
+    made = stretch_program(shallow, "layers", deep.config.layers)
     assert made is not None
     whole = step_programs.micro_program(deep)
     assert shape_of(made) == shape_of(whole)
@@ -74,7 +74,7 @@ def test_layers_that_are_not_alike_are_not_repeated(layer: int) -> None:
     deep = setting("{fsdp: 2, tp: 2}", "tiny", pinned)
     assert deep.config is not None
     shallow = step_programs.micro_program(replace(deep, config=replace(deep.config, layers=FEW)))
-    assert stretched(shallow, "layers", deep.config.layers) is None
+    assert stretch_program(shallow, "layers", deep.config.layers) is None
     assert shape_of(alike.micro(deep)) == shape_of(step_programs.micro_program(deep))
 
 
