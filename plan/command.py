@@ -155,7 +155,7 @@ def _searched(
         tell(f"saved {path}; next: tpshard plan {path}, tpshard train {path}")
     code = Exit.DONE if winner else Exit.FIT
     if options.as_json:
-        rows = [dataclasses.asdict(c) for c in result.candidates]
+        rows = [{**(row := dataclasses.asdict(c)), "found": row.pop("price")} for c in result.candidates]
         answer = {"candidates": rows, "refused": result.refused, "recipe": winner or None}
         return CommandResult(json.dumps(answer, indent=1) + "\n", code)
     return CommandResult(search.text(result, recipe), code)

@@ -70,7 +70,7 @@ def test_a_saved_plan_holds_the_programs_that_it_tells_of(report, tmp_path):
     held = json.loads(file.read_text())
     for step in (held["step"][:-40], "AAAA", saved_step.packed(dataclasses.replace(made, micro=made.update))):
         file.write_text(json.dumps(held | {"step": step}))
-        with pytest.raises(Mistakes, match=r"the programs in \S+ (cannot be read|are not those that it tells of)"):
+        with pytest.raises(Mistakes, match=r"the programs in \S+ (cannot be read|are not those that it names)"):
             make.read_programs(save.read(str(file)), report.step.setting)
 
 
