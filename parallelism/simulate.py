@@ -140,23 +140,25 @@ def _collective(op: Any, group_args: list[Any]) -> list[torch.Tensor]:
         whole = torch.cat([t.contiguous() for t in tensors])
         return [whole] * n
     if op is funcol.all_reduce.default:
-        total = _combine(tensors, group_args[0][1])
+        total = combine(tensors, group_args[0][1])
         return [total] * n
     if op is funcol.reduce_scatter_tensor.default:
         parts = [t.chunk(n) for t in tensors]
-        return [_combine([p[i] for p in parts], group_args[0][1]) for i in range(n)]
+        return [combine([p[i] for p in parts], group_args[0][1]) for i in range(n)]
     if op is funcol.all_to_all_single.default:
         pieces = [list(t.split(list(args[2]))) for t, args in zip(tensors, group_args)]
         return [torch.cat([pieces[source][i] for source in range(n)]) for i in range(n)]
     raise AssertionError(f"no simulation of {op}")
 
 
-def _combine(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
-    """Reduces tensors in rank order, as the executor does where the order is fixed."""
-    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = {
-        "sum": torch.add, "max": torch.maximum, "min": torch.minimum
-    }[how]  # fmt: skip
-    return reduce(combine, tensors)
+_REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add, "max": torch.maximum, "min": torch.minimum
+}  # fmt: skip
+
+
+def combine(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
+    """Reduces tensors (`how`: sum, max or min) in their order, so that every rank gets the same bits."""
+    return reduce(_REDUCTIONS[how], tensors)
 
 
 # ---- global <-> local -----------------------------------------------------------------------------------------
