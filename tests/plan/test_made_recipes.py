@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_recipe import RECIPE
+from small_recipe import RECIPE, tight_device
 from tpshard.cli.main import run as tpshard
 from tpshard.plan import check_run, fitting, make, pinning, save
 from tpshard.plan.report import Report
@@ -15,20 +15,6 @@ from tpshard.plan.search import price_variant, variant
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
 
-TIGHT = """
-schema: 1
-name: tight
-kind: cpu
-backend: gloo
-memory: MEMORY GiB
-memory_bandwidth: 20 GB/s
-rates: {fp32: 100 GFLOP/s}
-host:
-  devices: 64
-  cores: 4
-  inside: {bandwidth: 2 GB/s, latency: 60 us, shared: true}
-  across: {bandwidth: 1 GB/s, latency: 100 us, shared: true}
-"""
 CHANGES = [
     "cluster.device=tight.yaml", "cluster.devices_per_node=3", "mesh.fsdp=3", "mesh.tp=1", "model.vocab=32768",
     "model.seq_len=128", "batch.per_device=4", "batch.global_sequences=12", "fsdp.reshard_after_forward=false",
@@ -38,7 +24,7 @@ CHANGES = [
 
 def test_the_edits_that_fit_are_all_needed_and_harm_as_little_as_can_be(small: Path) -> None:
     def tight(memory: float) -> None:
-        (small.parent / "tight.yaml").write_text(TIGHT.replace("MEMORY", str(memory)))
+        (small.parent / "tight.yaml").write_text(tight_device(memory))
 
     tight(4)
     needs = {

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from small_recipe import RECIPE
+from small_recipe import RECIPE, tight_device
 from tpshard.cli.main import run as tpshard
 from tpshard.plan import command, make, search, suggest
 from tpshard.plan.report import Edit
@@ -16,22 +16,7 @@ from tpshard.recipes.load import loads
 
 
 def test_too_little_memory_names_edits_that_fit(small, capsys):
-    (small.parent / "tight.yaml").write_text(
-        """
-schema: 1
-name: tight
-kind: cpu
-backend: gloo
-memory: 1 GiB
-memory_bandwidth: 20 GB/s
-rates: {fp32: 100 GFLOP/s}
-host:
-  devices: 64
-  cores: 4
-  inside: {bandwidth: 2 GB/s, latency: 60 us, shared: true}
-  across: {bandwidth: 1 GB/s, latency: 100 us, shared: true}
-"""
-    )
+    (small.parent / "tight.yaml").write_text(tight_device(1))
     code = tpshard(
         ["plan", "small.yaml", "--dry-run", "--json", "cluster.device=tight.yaml", "model.vocab=65536",
          "model.seq_len=512", "batch.per_device=4"]
