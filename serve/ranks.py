@@ -92,7 +92,7 @@ class Ranks:
         self._channels = [ours for ours, _ in pairs]
         descriptors = {rank: {CHANNEL: theirs.fileno(), LOGITS: self._shared} for rank, (_, theirs) in enumerate(pairs)}
         try:
-            self._workers.start(command, kept=False, given=descriptors)
+            self._workers.start(command, captured=False, descriptors=descriptors)
         finally:
             for _, theirs in pairs:
                 theirs.close()

@@ -15,9 +15,10 @@ aten = torch.ops.aten
 
 
 def attention(op: Op) -> Rule:
-    """`q[b s (kv g) d], k[b t kv d], v[b t kv d], documents[b s] -> out[b s (kv g) d], lse[b (kv g) s]`.
+    """The rule of tpshard's causal attention: batch and heads may be sharded, the sequence by alternative rules.
 
-    Query heads are kv x g, so that more devices than KV heads shard g and replicate the KV heads.
+    `q[b s (kv g) d], k[b t kv d], v[b t kv d], documents[b s] -> out[b s (kv g) d], lse[b (kv g) s]`. Query heads are
+    kv x g, so that more devices than KV heads shard g and replicate the KV heads.
     """
     q, k = op.operands[:2]
     factors = Factors()
@@ -40,7 +41,10 @@ def attention(op: Op) -> Rule:
 
 
 def attention_backward(op: Op) -> Rule:
-    """`dout, q, k, v, out, lse, documents -> dq, dk, dv`: dk and dv are summed over the queries of a group."""
+    """The rule of tpshard's attention gradient: dk and dv are summed over the queries of a group.
+
+    `dout, q, k, v, out, lse, documents -> dq, dk, dv`, in the dims of `attention`.
+    """
     _, q, k = op.operands[:3]
     factors = Factors()
     b = factors.new(q.shape[0])
@@ -61,13 +65,15 @@ def attention_backward(op: Op) -> Rule:
 
 
 def _products(op: Op, q: Value, k: Value, window: int) -> int:
-    """The number of query-key products that count: half of all, since rows see no later keys, or those within the
-    window, which is argument `window`."""
+    """The number of query-key products of causal attention: half of all, or those within a window.
+
+    window: the index of the op's argument `window`.
+    """
     keys = k.shape[1]
-    seen = op.args[window] if len(op.args) > window and op.args[window] is not None else keys
-    if seen >= keys:
+    in_window = op.args[window] if len(op.args) > window and op.args[window] is not None else keys
+    if in_window >= keys:
         return q.numel * keys // 2
-    return q.numel * (seen * keys - seen * (seen - 1) // 2) // keys
+    return q.numel * (in_window * keys - in_window * (in_window - 1) // 2) // keys
 
 
 FORWARD = "q k v m -> q l"
@@ -75,15 +81,14 @@ BACKWARD = "q q k v q l m -> q k v"
 
 
 def of_torch(op: Op, text: str = FORWARD) -> Rule:
-    """Torch's own attention: `q[b (kv g) s d], k[b kv t d], v[b kv t d]`, and a mask that broadcasts to `[b (kv g) s
-    t]`.
+    """The rule of torch's own attention: batch, heads and, unless it is causal, queries may be sharded.
 
-    Queries may be sharded unless each sees other keys (causal). The gradients of keys and values are summed over the
-    queries of a group.
+    `q[b (kv g) s d], k[b kv t d], v[b kv t d]`, and a mask that broadcasts to `[b (kv g) s t]`. The gradients of keys
+    and values are summed over the queries of a group. text: the tensors of the op, by letter.
     """
     operands, results = (side.split() for side in text.split(" -> "))
-    given = dict(zip(operands, tensors(op)))
-    q, k = (op.operands[i] for name in "qk" if (i := given[name]) is not None)
+    index_of = dict(zip(operands, tensors(op)))
+    q, k = (op.operands[i] for name in "qk" if (i := index_of[name]) is not None)
     causal = op.kwargs.get("is_causal", any(a is True for a in op.args))
     factors = Factors()
     shared = Kind.REDUCE if text == BACKWARD else Kind.PASS

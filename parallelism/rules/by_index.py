@@ -14,14 +14,14 @@ import torch
 from tpshard.parallelism.graph import Op, Ref, Value
 from tpshard.parallelism.rules.decompositions import put
 from tpshard.parallelism.rules.entry import Entry, Table
-from tpshard.parallelism.rules.indexing import owned
+from tpshard.parallelism.rules.indexing import own_indices
 from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
 
 aten = torch.ops.aten
 
 
 def counts_along(value: Value) -> int | None:
-    """The dim along which a value is 0, 1, 2, ... and constant along all others; None if that cannot be seen."""
+    """The dim along which a value counts 0, 1, 2, ..., being constant along all others; None if that is not certain."""
     op = value.producer
     if op is None:
         return None
@@ -50,7 +50,7 @@ def counts_along(value: Value) -> int | None:
 
 
 def _of_piece(source: Value, dim: int, index: int) -> int | None:
-    """`counts_along` for one position along a dim, also of concatenated parts."""
+    """`counts_along` for the selection of one index of a dim, also of concatenated parts."""
     joined = source.producer
     if joined is not None and str(joined.target) == "aten.cat.default":
         along = (joined.args[1] if len(joined.args) > 1 else 0) % source.rank
@@ -61,35 +61,35 @@ def _of_piece(source: Value, dim: int, index: int) -> int | None:
                 source = part
                 break
             index -= part.shape[dim]
-    found = counts_along(source)
-    return None if found is None or found == dim else found - (found > dim)
+    counted_dim = counts_along(source)
+    return None if counted_dim is None or counted_dim == dim else counted_dim - (counted_dim > dim)
 
 
 @dataclass
 class Lookup:
-    """The factors of one indexing call."""
+    """The factors of the tensors in one indexing call, x[indices]."""
 
     at: list[int]
-    """Indexed dims, in the order of the index tensors."""
+    """The dims of x that are indexed, in the order of the index tensors."""
     dims: tuple[Dim, ...]
-    """Dims of x."""
+    """The factors of x."""
     picked: tuple[Dim, ...]
-    """Dims of the broadcast indices."""
+    """The factors of the broadcast indices."""
     of: list[tuple[Dim, ...]]
-    """Dims of each index tensor."""
+    """The factors of each index tensor."""
     out: tuple[Dim, ...]
-    """Dims of x[indices]."""
+    """The factors of x[indices]."""
     counted: list[bool]
     """For each index tensor, whether it counts along a dim."""
 
     @property
     def owner(self) -> list[int | None]:
-        """For each index tensor, the factor of the dim that it indexes."""
+        """The factor of the dim that each index tensor indexes; None for a dim of size 1."""
         return [self.dims[d][0] if self.dims[d] else None for d in self.at]
 
 
 def lookup(op: Op, factors: Factors, kind: Kind) -> Lookup:
-    """The factors of a call. Indexed dims are of `kind`, except those that are counted along."""
+    """Builds the factors of an indexing call. Indexed dims are of `kind`, except those that indices count along."""
     x, slots = op.operands[0], op.args[1]
     at = [d for d, s in enumerate(slots) if isinstance(s, Ref)]
     indices = [op.operands[s.index] for s in slots if isinstance(s, Ref)]
@@ -114,18 +114,18 @@ def lookup(op: Op, factors: Factors, kind: Kind) -> Lookup:
     return Lookup(at, dims, picked, of, (*rest[:start], *picked, *rest[start:]), [d in paired for d in at])
 
 
-def _own(at: LocalOp, found: Lookup, rank: int) -> tuple[list[Any], Any, tuple[int, ...]]:
-    """The indices relative to a device's shard, the mask of foreign ones (None: none), and its shape."""
+def _own_slots(at: LocalOp, call: Lookup, rank: int) -> tuple[list[Any], Any, tuple[int, ...]]:
+    """The indices relative to a device's shard, the mask of those that other devices own (or None), and its shape."""
     slots: list[Any] = [None] * rank
     foreign, shape = None, ()
-    for i, (d, f, counted) in enumerate(zip(found.at, found.owner, found.counted)):
+    for i, (d, f, counted) in enumerate(zip(call.at, call.owner, call.counted)):
         slots[d] = at.inputs[1 + i]
         if f is None or not at.axes(f):
             continue
         mine = at.operand_shape(1 + i)
         whole = at.op.operands[0].shape[d]
         positive = at.emit(aten.remainder.Scalar, slots[d], whole, shape=mine, dtype=torch.int64)
-        slots[d], far = owned(at, positive, f, mine)
+        slots[d], far = own_indices(at, positive, f, mine)
         if counted:
             continue
         shape = tuple(torch.broadcast_shapes(shape, mine))
@@ -136,15 +136,15 @@ def _own(at: LocalOp, found: Lookup, rank: int) -> tuple[list[Any], Any, tuple[i
 
 
 def index(op: Op) -> Rule:
-    """x[i, j, ...]: if indexed dims are sharded, the result is a sum to which every device adds its own elements."""
+    """The rule of x[i, j, ...]: over sharded indexed dims the result is a sum, to which a device adds its elements."""
     factors = Factors()
     x, out = op.operands[0], op.results[0]
-    found = lookup(op, factors, Kind.WHOLE if x.dtype == torch.bool else Kind.REDUCE)
-    before = next(iter(found.at)) if found.out[: found.at[0]] == found.dims[: found.at[0]] else 0
-    behind = x.rank - len(found.at) - before
+    call = lookup(op, factors, Kind.WHOLE if x.dtype == torch.bool else Kind.REDUCE)
+    before = next(iter(call.at)) if call.out[: call.at[0]] == call.dims[: call.at[0]] else 0
+    behind = x.rank - len(call.at) - before
 
     def local(at: LocalOp) -> Any:
-        slots, foreign, shape = _own(at, found, x.rank)
+        slots, foreign, shape = _own_slots(at, call, x.rank)
         node = at.emit(op.target, at.inputs[0], slots, shape=at.shape())
         if foreign is None:
             return node
@@ -152,59 +152,59 @@ def index(op: Op) -> Rule:
         mask = at.emit(aten.reshape.default, foreign, list(view), shape=view, dtype=torch.bool)
         return at.emit(aten.masked_fill.Scalar, node, mask, 0, shape=at.shape())
 
-    assert len(found.out) == out.rank
+    assert len(call.out) == out.rank
     return factors.rule(
-        [found.dims, *found.of], [found.out], additive=(0,), local=local,
-        fills=tuple((1 + i, 0.0) for i in range(len(found.of))),
-        guarded=tuple(f for f, counted in zip(found.owner, found.counted) if f is not None and not counted),
+        [call.dims, *call.of], [call.out], additive=(0,), local=local,
+        fills=tuple((1 + i, 0.0) for i in range(len(call.of))),
+        guarded=tuple(f for f, counted in zip(call.owner, call.counted) if f is not None and not counted),
     )  # fmt: skip
 
 
 def index_put(op: Op) -> Rule:
-    """x.index_put(indices, values): a device of a sharded dim writes only its own elements."""
+    """The rule of x.index_put(indices, values): a device of a sharded dim writes only its own elements."""
     factors = Factors()
     x, values = op.operands[0], op.operands[op.args[2].index]
-    found = lookup(op, factors, Kind.PASS)
-    counted = {f for f, counts in zip(found.owner, found.counted) if counts}
-    for dim in found.picked:
+    call = lookup(op, factors, Kind.PASS)
+    counted = {f for f, counts in zip(call.owner, call.counted) if counts}
+    for dim in call.picked:
         for f in dim:
             if f not in counted:
                 factors.kinds[f] = Kind.WHOLE
-    sizes = [factors.sizes[d[0]] if d else 1 for d in found.out]
-    lead = len(found.out) - values.rank
-    written = tuple(found.out[lead + d] if n == sizes[lead + d] else () for d, n in enumerate(values.shape))
+    sizes = [factors.sizes[d[0]] if d else 1 for d in call.out]
+    lead = len(call.out) - values.rank
+    written = tuple(call.out[lead + d] if n == sizes[lead + d] else () for d, n in enumerate(values.shape))
     adds = len(op.args) > 3 and op.args[3]
-    before = next(iter(found.at)) if found.out[: found.at[0]] == found.dims[: found.at[0]] else 0
-    behind = x.rank - len(found.at) - before
+    before = next(iter(call.at)) if call.out[: call.at[0]] == call.dims[: call.at[0]] else 0
+    behind = x.rank - len(call.at) - before
 
     def local(at: LocalOp) -> Any:
-        slots, foreign, shape = _own(at, found, x.rank)
-        target, value, rest = at.inputs[0], at.inputs[1 + len(found.of)], op.args[3:]
+        slots, foreign, shape = _own_slots(at, call, x.rank)
+        target, value, rest = at.inputs[0], at.inputs[1 + len(call.of)], op.args[3:]
         if foreign is None:
             return at.emit(op.target, target, slots, value, *rest, shape=at.shape())
         if adds:
             view = (*shape, *[1] * behind)
             mask = at.emit(aten.reshape.default, foreign, list(view), shape=view, dtype=torch.bool)
-            full = tuple(torch.broadcast_shapes(view, at.operand_shape(1 + len(found.of))))
-            kept = at.emit(aten.masked_fill.Scalar, value, mask, 0, shape=full)
-            return at.emit(op.target, target, slots, kept, *rest, shape=at.shape())
+            full = tuple(torch.broadcast_shapes(view, at.operand_shape(1 + len(call.of))))
+            own_values = at.emit(aten.masked_fill.Scalar, value, mask, 0, shape=full)
+            return at.emit(op.target, target, slots, own_values, *rest, shape=at.shape())
         # one more row than owned: foreign values are written there and cut off
-        d, f = next((d, f) for d, f, c in zip(found.at, found.owner, found.counted) if f is not None and at.axes(f)
+        d, f = next((d, f) for d, f, c in zip(call.at, call.owner, call.counted) if f is not None and at.axes(f)
                     and not c)  # fmt: skip
         grown = tuple(n + 1 if i == d else n for i, n in enumerate(at.shape()))
         widths = [0, 0] * (x.rank - 1 - d) + [0, 1]
         padded = at.emit(aten.constant_pad_nd.default, target, widths, 0, shape=grown)
-        mine = at.operand_shape(1 + found.at.index(d))
+        mine = at.operand_shape(1 + call.at.index(d))
         wide = at.emit(aten.expand.default, slots[d], list(torch.broadcast_shapes(mine, shape)),
                        shape=torch.broadcast_shapes(mine, shape), dtype=torch.int64)  # fmt: skip
         slots[d] = at.emit(aten.masked_fill.Scalar, wide, foreign, at.size(f),
                            shape=torch.broadcast_shapes(mine, shape), dtype=torch.int64)  # fmt: skip
-        made = at.emit(op.target, padded, slots, value, *rest, shape=grown)
-        return at.emit(aten.slice.Tensor, made, d, 0, at.size(f), shape=at.shape())
+        result = at.emit(op.target, padded, slots, value, *rest, shape=grown)
+        return at.emit(aten.slice.Tensor, result, d, 0, at.size(f), shape=at.shape())
 
     return factors.rule(
-        [found.dims, *found.of, written], [found.dims], local=local, additive=(0, 1 + len(found.of)) if adds else (),
-        fills=tuple((1 + i, 0.0) for i in range(len(found.of))),
+        [call.dims, *call.of, written], [call.dims], local=local, additive=(0, 1 + len(call.of)) if adds else (),
+        fills=tuple((1 + i, 0.0) for i in range(len(call.of))),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def contract(a: Any, b: Any, equation: str) -> Any:
-    """The contraction `torch.einsum(equation, a, b)`; exists only in the global graph."""
+    """The contraction `torch.einsum(equation, a, b)`, an op that exists only in the global graph."""
     return torch.einsum(equation, a, b)
 
 
@@ -65,18 +65,18 @@ def product_of(local: LocalOp, equation: str) -> Any:
     y = arrange(1, right, summed, columns)
     flat = (groups["B"], groups["M"], groups["N"]) if batch else (groups["M"], groups["N"])
     node = local.emit(aten.bmm.default if batch else aten.mm.default, x, y, shape=flat, work=True)
-    made = batch + rows + columns
-    shape = tuple(size[c] for c in made)
+    computed = batch + rows + columns
+    shape = tuple(size[c] for c in computed)
     if shape != flat:
         node = local.emit(aten.reshape.default, node, list(shape), shape=shape)
-    order = [made.index(c) for c in out]
+    order = [computed.index(c) for c in out]
     if order != sorted(order):
         node = local.emit(aten.permute.default, node, order, shape=tuple(size[c] for c in out))
     return node
 
 
 def einsum(equation: str, **facts: Any) -> Entry:
-    """The entry of a product of two operands; with three, the first is added."""
+    """The entry of a product of two operands; of an op with three operands, the first is added to the product."""
     rule = partial(contraction, equation=equation)
     return Entry(rule, equation=equation, work="matmul", saved=True, commutes=True, **facts)
 

@@ -14,13 +14,12 @@ aten = torch.ops.aten
 
 
 def explicit(op: Op) -> dict[str, Any]:
-    """Keyword arguments of a creation op: the dtype, which torch infers from the whole call, and a placeholder
-    device."""
+    """The keyword arguments of a creation op, with the dtype that torch would infer and a placeholder device."""
     return {**op.kwargs, "dtype": op.results[0].dtype, "device": op.kwargs.get("device") or torch.device("cpu")}
 
 
 def filled(op: Op) -> Rule:
-    """full, zeros, ones, empty: created with local sizes."""
+    """The rule of full, zeros, ones and empty: every device creates its shard."""
     factors = Factors()
     dims = factors.dims(op.results[0].shape)
 
@@ -31,7 +30,7 @@ def filled(op: Op) -> Rule:
 
 
 def new(value: float | None, target: Any = aten.full.default) -> Callable[[Op], None]:
-    """Rewrites x.new_zeros(size) to zeros(size): of x only the dtype matters."""
+    """The rewriting of x.new_zeros(size) to zeros(size), since only the dtype of x matters."""
 
     def canonical(op: Op) -> None:
         filling = () if target is not aten.full.default else (op.args[2] if value is None else value,)
@@ -42,7 +41,7 @@ def new(value: float | None, target: Any = aten.full.default) -> Callable[[Op], 
 
 
 def arange(op: Op) -> Rule:
-    """arange(start, end, step): a device counts from its offset, in integers where the dtype allows."""
+    """The rule of arange(start, end, step): a device counts from its offset, in integers where the dtype allows."""
     factors = Factors()
     dims = factors.dims(op.results[0].shape)
     kind = op.results[0].dtype
@@ -54,21 +53,23 @@ def arange(op: Op) -> Rule:
         if not any(at.axes(f) for dim in dims for f in dim):
             return at.same(**explicit(op))
         (f,) = dims[0]
-        made = at.emit(aten.arange.default, at.size(f), shape=at.shape(), **explicit(op) | {"dtype": torch.int64})
-        made = at.emit(aten.add.Tensor, made, at.offset(f), shape=at.shape(), dtype=torch.int64)
+        positions = at.emit(aten.arange.default, at.size(f), shape=at.shape(), **explicit(op) | {"dtype": torch.int64})
+        positions = at.emit(aten.add.Tensor, positions, at.offset(f), shape=at.shape(), dtype=torch.int64)
         if counting is torch.float64:
-            made = at.emit(aten._to_copy.default, made, shape=at.shape(), dtype=counting)
+            positions = at.emit(aten._to_copy.default, positions, shape=at.shape(), dtype=counting)
         if step != 1:
-            made = at.emit(aten.mul.Tensor, made, step, shape=at.shape(), dtype=counting)
+            positions = at.emit(aten.mul.Tensor, positions, step, shape=at.shape(), dtype=counting)
         if start != 0:
-            made = at.emit(aten.add.Tensor, made, start, shape=at.shape(), dtype=counting)
-        return made if kind is counting else at.emit(aten._to_copy.default, made, shape=at.shape(), dtype=kind)
+            positions = at.emit(aten.add.Tensor, positions, start, shape=at.shape(), dtype=counting)
+        return (
+            positions if kind is counting else at.emit(aten._to_copy.default, positions, shape=at.shape(), dtype=kind)
+        )
 
     return factors.rule([], [dims], local=local, priority=0)
 
 
 def without_strides(op: Op) -> None:
-    """Rewrites empty_strided(size, stride) without strides: shards are contiguous."""
+    """Rewrites empty_strided(size, stride) to empty(size), since shards are contiguous."""
     op.target, op.args = aten.empty.memory_format, (op.args[0],)
 
 

@@ -1,6 +1,7 @@
-"""Ops that are recorded as others, which shard better, such as a softmax over a sharded vocabulary.
+"""Entries of ops that are recorded as other ops, which shard better.
 
-An op that is in no table is decomposed by torch, if torch can; this file has those that tpshard decomposes itself.
+Torch decomposes an op without an entry, if it can. This file has the ops that must be decomposed although torch would
+not, and those that tpshard decomposes itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Decompositions that torch lacks, or that shard better than torch's: statistics as plain sums over dims."""
+"""Decompositions that torch lacks, or that shard better than torch's, such as statistics by plain sums over dims.
+
+A decomposition returns NotImplemented for a call that it does not support; the op is then recorded itself.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,35 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def variance(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Tensor:
-    """var.correction as the mean of squared differences."""
+    """Computes var.correction as the mean of squared deviations."""
     dims = list(range(x.dim())) if not dim else [d % x.dim() for d in dim]
     count = math.prod(x.shape[d] for d in dims)
-    apart = x - x.mean(dims, keepdim=True)
-    squares = (apart * apart.conj()).real if x.is_complex() else apart * apart
+    deviation = x - x.mean(dims, keepdim=True)
+    squares = (deviation * deviation.conj()).real if x.is_complex() else deviation * deviation
     return squares.sum(dims, keepdim=keepdim) / max(0.0, count - (1 if correction is None else correction))
 
 
 def variance_and_mean(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
+    """Computes var_mean.correction by `variance` and a mean."""
     dims = list(range(x.dim())) if not dim else list(dim)
     return variance(x, dims, correction=correction, keepdim=keepdim), x.mean(dims, keepdim=keepdim)
 
 
-def _over(x: Tensor) -> list[int]:
-    """The dims over which a channel's statistics are taken."""
+def _statistics_dims(x: Tensor) -> list[int]:
+    """The dims over which the statistics of a channel are taken: all but dim 1."""
     return [d for d in range(x.dim()) if d != 1]
 
 
-def _along(x: Tensor, of_channels: Tensor) -> Tensor:
+def _per_channel(x: Tensor, of_channels: Tensor) -> Tensor:
+    """Views a tensor [channels] so that it broadcasts to x [batch, channels, ...]."""
     return of_channels.view([-1 if d == 1 else 1 for d in range(x.dim())])
 
 
@@ -43,13 +49,13 @@ def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     training: bool, momentum: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """native_batch_norm, with statistics of the whole batch over all devices."""
+    """Computes native_batch_norm, with statistics of the whole batch over all devices."""
     computed = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(computed)
     if training:
-        mean = wide.mean(_over(x))
-        apart = wide - _along(x, mean)
-        var = (apart * apart).mean(_over(x))
+        mean = wide.mean(_statistics_dims(x))
+        deviation = wide - _per_channel(x, mean)
+        var = (deviation * deviation).mean(_statistics_dims(x))
         invstd = (var + eps).rsqrt()
         count = x.numel() // x.shape[1]
         if running_mean is not None:
@@ -61,103 +67,108 @@ def batch_norm(
     else:
         assert running_mean is not None and running_var is not None
         mean, invstd = running_mean.to(computed), (running_var.to(computed) + eps).rsqrt()
-        apart = wide - _along(x, mean)
+        deviation = wide - _per_channel(x, mean)
         saved = x.new_zeros(0), x.new_zeros(0)
-    out = apart * _along(x, invstd)
+    out = deviation * _per_channel(x, invstd)
     if weight is not None:
-        out = out * _along(x, weight.to(computed))
+        out = out * _per_channel(x, weight.to(computed))
     if bias is not None:
-        out = out + _along(x, bias.to(computed))
+        out = out + _per_channel(x, bias.to(computed))
     return out.to(x.dtype), *saved
 
 
 def batch_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    mean: Tensor | None, invstd: Tensor | None, training: bool, eps: float, wanted: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """native_batch_norm_backward."""
+    mean: Tensor | None, invstd: Tensor | None, training: bool, eps: float, output_mask: Sequence[bool],
+) -> Gradients:  # fmt: skip
+    """Computes native_batch_norm_backward: the gradients of x, weight and bias."""
     computed = torch.promote_types(x.dtype, torch.float32)
     if not training:
         assert running_mean is not None and running_var is not None
         mean, invstd = running_mean.to(computed), (running_var.to(computed) + eps).rsqrt()
     assert mean is not None and invstd is not None
-    given, over = grad.to(computed), _over(x)
-    normed = (x.to(computed) - _along(x, mean)) * _along(x, invstd)
-    to_bias, to_weight = given.sum(over), (given * normed).sum(over)
+    wide_grad, over = grad.to(computed), _statistics_dims(x)
+    normed = (x.to(computed) - _per_channel(x, mean)) * _per_channel(x, invstd)
+    to_bias, to_weight = wide_grad.sum(over), (wide_grad * normed).sum(over)
     scale = invstd if weight is None else invstd * weight.to(computed)
-    made = given
+    to_x = wide_grad
     if training:
         count = x.numel() // x.shape[1]
-        made = given - _along(x, to_bias / count) - normed * _along(x, to_weight / count)
-    kept = (
-        (made * _along(x, scale)).to(x.dtype),
+        to_x = wide_grad - _per_channel(x, to_bias / count) - normed * _per_channel(x, to_weight / count)
+    gradients = (
+        (to_x * _per_channel(x, scale)).to(x.dtype),
         to_weight.to(weight.dtype) if weight is not None else to_weight,
         to_bias.to(weight.dtype) if weight is not None else to_bias,
     )
-    return tuple(one if want else None for one, want in zip(kept, wanted))  # type: ignore[return-value]
+    return _masked(gradients, output_mask)
+
+
+def _masked(gradients: Gradients, output_mask: Sequence[bool]) -> Gradients:
+    """The gradients that the caller needs; None in place of the others."""
+    return tuple(one if needed else None for one, needed in zip(gradients, output_mask))  # type: ignore[return-value]
 
 
 def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, channels: int, rest: int, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """native_group_norm: the dims of a group are kept apart, so that each can be sharded."""
+    """Computes native_group_norm with separate dims for groups and their channels, so that each can be sharded."""
     computed = torch.promote_types(x.dtype, torch.float32)
     parts = x.to(computed).view(n, groups, channels // groups, *x.shape[2:])
     over = list(range(2, parts.dim()))
     mean = parts.mean(over, keepdim=True)
-    apart = parts - mean
-    rstd = ((apart * apart).mean(over, keepdim=True) + eps).rsqrt()
-    out = (apart * rstd).view(x.shape)
+    deviation = parts - mean
+    rstd = ((deviation * deviation).mean(over, keepdim=True) + eps).rsqrt()
+    out = (deviation * rstd).view(x.shape)
     if weight is not None:
-        out = out * _along(x, weight.to(computed))
+        out = out * _per_channel(x, weight.to(computed))
     if bias is not None:
-        out = out + _along(x, bias.to(computed))
+        out = out + _per_channel(x, bias.to(computed))
     return out.to(x.dtype), mean.view(n, groups).to(x.dtype), rstd.view(n, groups).to(x.dtype)
 
 
 def group_norm_backward(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, n: int, channels: int, rest: int,
-    groups: int, wanted: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """native_group_norm_backward."""
+    groups: int, output_mask: Sequence[bool],
+) -> Gradients:  # fmt: skip
+    """Computes native_group_norm_backward: the gradients of x, weight and bias."""
     computed = torch.promote_types(x.dtype, torch.float32)
     each = (n, groups, *[1] * (x.dim() - 1))
     split = (n, groups, channels // groups, *x.shape[2:])
     over = list(range(2, len(split)))
     normed = (x.to(computed).view(split) - mean.to(computed).view(each)) * rstd.to(computed).view(each)
-    given = grad.to(computed)
-    weighted = given if weight is None else given * _along(x, weight.to(computed))
+    wide_grad = grad.to(computed)
+    weighted = wide_grad if weight is None else wide_grad * _per_channel(x, weight.to(computed))
     parts = weighted.view(split)
     inner = parts - parts.mean(over, keepdim=True) - normed * (parts * normed).mean(over, keepdim=True)
-    kept = (
+    gradients = (
         (inner * rstd.to(computed).view(each)).view(x.shape).to(x.dtype),
-        (given * normed.view(x.shape)).sum(_over(x)).to(x.dtype),
-        given.sum(_over(x)).to(x.dtype),
+        (wide_grad * normed.view(x.shape)).sum(_statistics_dims(x)).to(x.dtype),
+        wide_grad.sum(_statistics_dims(x)).to(x.dtype),
     )
-    return tuple(one if want else None for one, want in zip(kept, wanted))  # type: ignore[return-value]
+    return _masked(gradients, output_mask)
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
-    """_weight_norm_interface."""
+    """Computes _weight_norm_interface: v scaled to the norms g along a dim, and the norms of v."""
     norms = v.norm(2, [d for d in range(v.dim()) if d != dim % v.dim()], keepdim=True)
     return v * (g / norms), norms
 
 
 def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """_weight_norm_interface_backward."""
+    """Computes _weight_norm_interface_backward: the gradients of v and g."""
     along = (grad * v).sum([d for d in range(v.dim()) if d != dim % v.dim()], keepdim=True)
     return (grad - v * (along / (norms * norms))) * (g / norms), along / norms
 
 
-def overwritten(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """copy, which reads nothing of its target."""
+def copy_over(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Computes copy as a cast of its source, since the target's values are not read."""
     if x.shape != source.shape or x.stride() != source.stride():
         return NotImplemented
     return source if source.dtype == x.dtype else source.to(x.dtype)
 
 
 def put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
-    """index_put with one mask and one value as `where`."""
+    """Computes an index_put of one value by one mask as `where`."""
     masks = [i for i in indices if i is not None]
     if len(masks) != 1 or masks[0].dtype not in (torch.bool, torch.uint8) or values.numel() != 1:
         return NotImplemented
@@ -170,31 +181,33 @@ def put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate:
 def slice_backward(
     grad: Tensor, sizes: Sequence[int], dim: int, start: int | None, stop: int | None, step: int
 ) -> Tensor:
-    """slice_backward: the gradient padded with zeros, which keeps partial sums partial."""
+    """Computes slice_backward by padding the gradient with zeros, which keeps partial sums partial."""
     if step != 1:
         return aten.slice_scatter.default(grad.new_zeros(sizes), grad, dim, start, stop, step)
     begin, _, _ = slice(start, stop).indices(sizes[dim])
-    return _around(grad, dim, begin, sizes[dim] - begin - grad.shape[dim])
+    return _pad_dim(grad, dim, begin, sizes[dim] - begin - grad.shape[dim])
 
 
 def select_backward(grad: Tensor, sizes: Sequence[int], dim: int, index: int) -> Tensor:
-    """select_backward."""
+    """Computes select_backward by padding the gradient with zeros."""
     dim %= len(sizes)
-    return _around(grad.unsqueeze(dim), dim, index % sizes[dim], sizes[dim] - 1 - index % sizes[dim])
+    return _pad_dim(grad.unsqueeze(dim), dim, index % sizes[dim], sizes[dim] - 1 - index % sizes[dim])
 
 
-def _around(x: Tensor, dim: int, before: int, after: int) -> Tensor:
+def _pad_dim(x: Tensor, dim: int, before: int, after: int) -> Tensor:
+    """Pads one dim with zeros."""
     return aten.constant_pad_nd.default(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [before, after])
 
 
 def addmm(c: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """addmm with its factors as a product and a sum; without factors it is recorded so anyway."""
+    """Computes addmm with factors alpha and beta as a product and a sum; without factors the op has a rule."""
     if alpha == beta == 1:
         return NotImplemented
     return aten.mm.default(x, y) * alpha + (c * beta if beta else torch.zeros_like(c))
 
 
 def addbmm(c: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Computes addbmm as a batched product, its sum over the batch, and a sum."""
     product = aten.bmm.default(x, y).sum(0)
     return (product if alpha == 1 else product * alpha) + (c if beta == 1 else c * beta)
 
@@ -202,33 +215,35 @@ def addbmm(c: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1
 def convolution_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, stride: Sequence[int],
     padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
-    wanted: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """convolution_backward: a transposed convolution for x, a sum for the bias, and for the weight an op that reads
-    only the weight's shape."""
+    output_mask: Sequence[bool],
+) -> Gradients:  # fmt: skip
+    """Computes convolution_backward: by a transposed convolution for x, and a sum for the bias.
+
+    The weight's gradient is computed by the op itself, which then reads only the weight's shape.
+    """
     to_x = to_weight = to_bias = None
     sizes, back = list(zip(x.shape[2:], grad.shape[2:])), [0] * (x.dim() - 2)
-    if wanted[0] and not transposed:
+    if output_mask[0] and not transposed:
         spans = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:])]
         back = [n - ((m - 1) * s - 2 * p + span) for (n, m), s, p, span in zip(sizes, stride, padding, spans)]
-    if wanted[0]:
+    if output_mask[0]:
         to_x = aten.convolution.default(
             grad, weight, None, stride, padding, dilation, not transposed, back, groups
         )  # fmt: skip
         for d, n in enumerate(x.shape):
             to_x = to_x if to_x.shape[d] == n else to_x.narrow(d, 0, n)
-    if wanted[1]:
+    if output_mask[1]:
         shape = aten.expand.default(weight.new_empty(()), weight.shape)
         to_weight = aten.convolution_backward.default(
             grad, x, shape, None, stride, padding, dilation, transposed, output_padding, groups, [False, True, False]
         )[1]
-    if wanted[2]:
+    if output_mask[2]:
         to_bias = grad.sum([0, *range(2, grad.dim())])
     return to_x, to_weight, to_bias
 
 
 def _ratios(small: Sequence[int], large: Sequence[int], scales: Sequence[float | None]) -> list[int] | None:
-    """How often each position is repeated; None where that differs between positions."""
+    """How often resizing repeats each position, for every dim; None if that differs between positions."""
     if any(n % m for m, n in zip(small, large)):
         return None
     ratios = [n // m for m, n in zip(small, large)]
@@ -236,7 +251,7 @@ def _ratios(small: Sequence[int], large: Sequence[int], scales: Sequence[float |
 
 
 def nearest(x: Tensor, size: Sequence[int], *scales: float | None) -> Tensor:
-    """upsample_nearest with integer ratios: every position is repeated."""
+    """Computes upsample_nearest with integer ratios by repeating every position."""
     ratios = _ratios(x.shape[2:], size, scales)
     if ratios is None:
         return NotImplemented
@@ -246,7 +261,7 @@ def nearest(x: Tensor, size: Sequence[int], *scales: float | None) -> Tensor:
 
 
 def nearest_backward(grad: Tensor, size: Sequence[int], shape: Sequence[int], *scales: float | None) -> Tensor:
-    """upsample_nearest_backward with integer ratios: every position gets the sum."""
+    """Computes upsample_nearest_backward with integer ratios by summing the copies of every position."""
     ratios = _ratios(shape[2:], size, scales)
     if ratios is None:
         return NotImplemented
@@ -255,11 +270,11 @@ def nearest_backward(grad: Tensor, size: Sequence[int], shape: Sequence[int], *s
 
 
 Edge = Callable[[Tensor, int, int, bool], Tensor]
-"""(tensor, dim, width, whether it is the dim's end) -> what is laid beside it."""
+"""A function (tensor, dim, width, whether it is the dim's end) -> the padding on that side."""
 
 
-def _edged(x: Tensor, padding: Sequence[int], edge: Edge) -> Tensor:
-    """Padding of the last dims, the last one first, by what `edge` makes of the rows at each end."""
+def _pad_by(x: Tensor, padding: Sequence[int], edge: Edge) -> Tensor:
+    """Pads the last dims, the last one first, on both sides by what `edge` computes."""
     if min(padding) < 0:
         return NotImplemented
     for k in range(len(padding) // 2):
@@ -270,79 +285,82 @@ def _edged(x: Tensor, padding: Sequence[int], edge: Edge) -> Tensor:
     return x
 
 
-def _edged_backward(grad: Tensor, x: Tensor, padding: Sequence[int], back: Callable[..., Tensor]) -> Tensor:
+def _pad_by_backward(grad: Tensor, x: Tensor, padding: Sequence[int], back: Callable[..., Tensor]) -> Tensor:
+    """The gradient of `_pad_by`; `back` turns the gradient of the padding on one side into one of the tensor."""
     if min(padding) < 0:
         return NotImplemented
     for k in reversed(range(len(padding) // 2)):
         d = grad.dim() - 1 - k
         n, (left, right) = x.shape[d], padding[2 * k : 2 * k + 2]
-        made = grad.narrow(d, left, n)
+        inner = grad.narrow(d, left, n)
         for start, width, end in ((0, left, False), (left + n, right, True)):
             if width:
-                made = made + back(grad.narrow(d, start, width), d, n, width, end)
-        grad = made
+                inner = inner + back(grad.narrow(d, start, width), d, n, width, end)
+        grad = inner
     return grad
 
 
 def _mirror(x: Tensor, d: int, width: int, end: bool) -> Tensor:
+    """An `Edge`: the rows beside the first or the last one, in reverse."""
     return x.narrow(d, x.shape[d] - 1 - width if end else 1, width).flip(d)
 
 
 def _mirror_back(edge: Tensor, d: int, n: int, width: int, end: bool) -> Tensor:
     start = n - 1 - width if end else 1
-    return _around(edge.flip(d), d, start, n - start - width)
+    return _pad_dim(edge.flip(d), d, start, n - start - width)
 
 
 def _last(x: Tensor, d: int, width: int, end: bool) -> Tensor:
+    """An `Edge`: the first or the last row, repeated."""
     return torch.cat([x.narrow(d, x.shape[d] - 1 if end else 0, 1)] * width, d)
 
 
 def _last_back(edge: Tensor, d: int, n: int, width: int, end: bool) -> Tensor:
-    return _around(edge.sum(d, keepdim=True), d, n - 1 if end else 0, 0 if end else n - 1)
+    return _pad_dim(edge.sum(d, keepdim=True), d, n - 1 if end else 0, 0 if end else n - 1)
 
 
-def reflected(x: Tensor, padding: Sequence[int]) -> Tensor:
-    """reflection_pad."""
-    return _edged(x, padding, _mirror)
+def reflection_pad(x: Tensor, padding: Sequence[int]) -> Tensor:
+    """Computes reflection_pad by concatenation."""
+    return _pad_by(x, padding, _mirror)
 
 
-def reflected_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-    """reflection_pad_backward."""
-    return _edged_backward(grad, x, padding, _mirror_back)
+def reflection_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
+    """Computes reflection_pad_backward by adding the gradients of the padding."""
+    return _pad_by_backward(grad, x, padding, _mirror_back)
 
 
-def repeated(x: Tensor, padding: Sequence[int]) -> Tensor:
-    """replication_pad."""
-    return _edged(x, padding, _last)
+def replication_pad(x: Tensor, padding: Sequence[int]) -> Tensor:
+    """Computes replication_pad by concatenation."""
+    return _pad_by(x, padding, _last)
 
 
-def repeated_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-    """replication_pad_backward."""
-    return _edged_backward(grad, x, padding, _last_back)
+def replication_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
+    """Computes replication_pad_backward by adding the gradients of the padding."""
+    return _pad_by_backward(grad, x, padding, _last_back)
 
 
 def _parts_of(x: Tensor, size: Sequence[int]) -> list[int] | None:
-    """The window sizes of adaptive pooling, if all windows are equal."""
+    """The window sizes of adaptive pooling, if all windows are equal; else None."""
     into = x.shape[x.dim() - len(size) :]
     return None if any(n % m for n, m in zip(into, size)) else [n // m for n, m in zip(into, size)]
 
 
 def adaptive_average(x: Tensor, size: Sequence[int]) -> Tensor:
-    """_adaptive_avg_pool, into parts of one size."""
+    """Computes _adaptive_avg_pool with equal windows by avg_pool."""
     kernel = _parts_of(x, size)
     pool = {2: aten.avg_pool2d.default, 3: aten.avg_pool3d.default}[len(size)]
     return NotImplemented if kernel is None else pool(x, kernel)
 
 
 def adaptive_max(x: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """adaptive_max_pool, into parts of one size."""
+    """Computes adaptive_max_pool with equal windows by max_pool."""
     kernel = _parts_of(x, size)
     pool = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}[len(size)]
     return NotImplemented if kernel is None else pool(x, kernel)
 
 
 def adaptive_average_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """_adaptive_avg_pool2d_backward, into parts of one size."""
+    """Computes _adaptive_avg_pool2d_backward with equal windows by avg_pool2d_backward."""
     kernel = _parts_of(x, grad.shape[2:])
     if x.dim() != 4 or kernel is None:
         return NotImplemented
@@ -350,7 +368,7 @@ def adaptive_average_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def adaptive_max_backward(grad: Tensor, x: Tensor, indices: Tensor) -> Tensor:
-    """adaptive_max_pool2d_backward, into parts of one size."""
+    """Computes adaptive_max_pool2d_backward with equal windows by max_pool2d_with_indices_backward."""
     kernel = _parts_of(x, grad.shape[2:])
     if x.dim() != 4 or kernel is None:
         return NotImplemented

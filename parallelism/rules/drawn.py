@@ -1,5 +1,4 @@
-"""Random ops, all built on uniform draws by global position (see `draws`), so that every mesh draws the same
-numbers."""
+"""Entries of random ops, which draw by global position (see `draws`), so that every mesh draws the same numbers."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from tpshard.parallelism.rules.rule import Factors, LocalOp, Rule
 
 aten = torch.ops.aten
 Distribution = Callable[..., Tensor]
-"""A function (a tensor like the result, parameters) -> draws."""
+"""A function (a tensor like the result, *parameters) that returns random numbers in the result's shape and dtype."""
 
 
 def random(op: Op) -> Rule:
-    """random(seed, number, size, begins, strides, dtype, row): a device draws its own part."""
+    """The rule of random(seed, number, size, begins, strides, dtype, row): a device draws its own part."""
     factors = Factors()
     dims = factors.dims(op.results[0].shape)
 
@@ -32,28 +31,27 @@ def random(op: Op) -> Rule:
     return factors.rule([((),) * op.operands[0].rank], [dims], local=local, priority=0)
 
 
-# ---- distributions ---------------------------------------------
+# ---- distributions ---------------------------------------------------------------------------------------------------
 def _uniform(x: Tensor, low: Any = 0.0, high: Any = 1.0) -> Tensor:
     if not x.dtype.is_floating_point:
         raise ValueError(f"random numbers of {x.dtype} are not drawn: only real floating-point numbers and int64 are")
-    drawn = DRAW(x.shape, x.dtype)
-    return _moved(drawn, low, high - low)
+    return _scale_and_shift(DRAW(x.shape, x.dtype), high - low, low)
 
 
-def _moved(x: Tensor, by: Any, scale: Any) -> Tensor:
-    plain = not isinstance(by, Tensor) and not isinstance(scale, Tensor) and (by, scale) == (0, 1)
+def _scale_and_shift(x: Tensor, scale: Any, by: Any) -> Tensor:
+    plain = not isinstance(by, Tensor) and not isinstance(scale, Tensor) and (scale, by) == (1, 0)
     return x if plain else x * scale + by
 
 
 def _positive(x: Tensor) -> Tensor:
-    """Draws in (0, 1], whose logarithm is finite."""
+    """Uniform draws in (0, 1], whose logarithm is finite."""
     return 1 - _uniform(x)
 
 
 def _normal(x: Tensor, mean: Any = 0.0, std: Any = 1.0) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    drawn = (torch.erfinv(_uniform(wide) * 2 - 1 + torch.finfo(wide.dtype).eps / 2) * math.sqrt(2)).to(x.dtype)
-    return _moved(drawn, mean, std)
+    standard = (torch.erfinv(_uniform(wide) * 2 - 1 + torch.finfo(wide.dtype).eps / 2) * math.sqrt(2)).to(x.dtype)
+    return _scale_and_shift(standard, std, mean)
 
 
 def _bernoulli(x: Tensor, p: Any = 0.5) -> Tensor:
@@ -62,7 +60,7 @@ def _bernoulli(x: Tensor, p: Any = 0.5) -> Tensor:
 
 
 def _integers(x: Tensor, *bounds: int | None, low: int = 0, high: int | None = None) -> Tensor:
-    """Integers in [low, high), or [0, high); without bounds all that the dtype holds, for floats its mantissa."""
+    """Integers in [low, high), or [0, high); without bounds, all that the dtype (or a float's mantissa) can hold."""
     if bounds:
         low, high = bounds if len(bounds) == 2 else (0, bounds[0])  # type: ignore[assignment]
     if high is None:
@@ -90,68 +88,68 @@ def _geometric(x: Tensor, p: float) -> Tensor:
     return ((_positive(wide).log() / math.log1p(-p)).floor() + 1).to(x.dtype)
 
 
-# ---- how ops call them -----------------------------------------------------------------------------------------------
-def _parameters(given: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a distribution, from those of an op. ValueError for a generator."""
-    if given.pop("generator", None) is not None:
+# ---- the ops' decompositions -----------------------------------------------------------------------------------------
+def _parameters(keywords: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a distribution, from those of an op. Raises ValueError for a generator."""
+    if keywords.pop("generator", None) is not None:
         raise ValueError(
             "a `torch.Generator` draws on one device, from its own state: leave it out, and seed the program instead"
         )
     names = {"lambd": "rate", "from": "low", "to": "high"}
     elsewhere = ("dtype", "layout", "device", "pin_memory", "memory_format")
-    return {names.get(key, key): value for key, value in given.items() if key not in elsewhere}
+    return {names.get(key, key): value for key, value in keywords.items() if key not in elsewhere}
 
 
-def _made(draw: Distribution, kind: torch.dtype | None = None) -> Callable[..., Tensor]:
-    """The decomposition of an op that creates a tensor: the distribution's parameters, then the size."""
+def _creates(draw: Distribution, kind: torch.dtype | None = None) -> Entry:
+    """The entry of an op that creates a tensor; its arguments are the distribution's parameters, then the size."""
 
-    def split(*args: Any, **given: Any) -> Tensor:
+    def decomposition(*args: Any, **keywords: Any) -> Tensor:
         *parameters, size = args
-        dtype = given.get("dtype") or kind or torch.get_default_dtype()
-        return draw(aten.empty.memory_format(list(size), dtype=dtype), *parameters, **_parameters(given))
+        dtype = keywords.get("dtype") or kind or torch.get_default_dtype()
+        return draw(aten.empty.memory_format(list(size), dtype=dtype), *parameters, **_parameters(keywords))
 
-    return split
+    return Entry(recorded=decomposition)
 
 
-def _like(draw: Distribution) -> Callable[..., Tensor]:
-    """The decomposition of an op that creates a tensor like its first argument."""
+def _creates_like(draw: Distribution) -> Entry:
+    """The entry of an op that creates a tensor like its first argument."""
 
-    def split(x: Tensor, *parameters: Any, **given: Any) -> Tensor:
-        dtype = given.get("dtype")
+    def decomposition(x: Tensor, *parameters: Any, **keywords: Any) -> Tensor:
+        dtype = keywords.get("dtype")
         like = x if dtype is None else aten.empty.memory_format(list(x.shape), dtype=dtype)
-        return draw(like, *parameters, **_parameters(given))
+        return draw(like, *parameters, **_parameters(keywords))
 
-    return split
-
-
-def _written(draw: Distribution) -> Callable[..., Tensor]:
-    """The decomposition of an op that fills its first argument."""
-    return lambda x, *parameters, **given: x.copy_(draw(x, *parameters, **_parameters(given)))
+    return Entry(recorded=decomposition)
 
 
-def _of_tensors(mean: Any, std: Any = 1.0, *rest: Any, **given: Any) -> Tensor:
-    """normal with a tensor as mean or deviation; otherwise a size follows."""
+def _fills(draw: Distribution) -> Entry:
+    """The entry of an op that fills its first argument."""
+    return Entry(recorded=lambda x, *parameters, **keywords: x.copy_(draw(x, *parameters, **_parameters(keywords))))
+
+
+def _normal_of_tensors(mean: Any, std: Any = 1.0, *rest: Any, **keywords: Any) -> Tensor:
+    """Computes normal with a tensor as mean or deviation; with numbers for both, a size follows."""
     tensors = [x for x in (mean, std) if isinstance(x, Tensor)]
     shape = torch.broadcast_shapes(*(x.shape for x in tensors)) if tensors else rest[0]
-    dtype = given.get("dtype") or (tensors[0].dtype if tensors else torch.get_default_dtype())
-    return _normal(aten.empty.memory_format(list(shape), dtype=dtype), mean, std, **_parameters(given))
+    dtype = keywords.get("dtype") or (tensors[0].dtype if tensors else torch.get_default_dtype())
+    return _normal(aten.empty.memory_format(list(shape), dtype=dtype), mean, std, **_parameters(keywords))
 
 
-def _probabilities(x: Tensor, p: Any = None, **given: Any) -> Tensor:
-    """bernoulli: x holds the probabilities, unless they are given."""
-    return _bernoulli(x, x if p is None else p, **_parameters(given))
+def _bernoulli_of_tensor(x: Tensor, p: Any = None, **keywords: Any) -> Tensor:
+    """Computes bernoulli: the probability of each element is `p`, or by default its value in x."""
+    return _bernoulli(x, x if p is None else p, **_parameters(keywords))
 
 
-def _permutation(n: int, **given: Any) -> Tensor:
-    """randperm: the order of n draws."""
-    dtype = given.get("dtype") or torch.int64
-    _parameters(given)
+def _permutation(n: int, **keywords: Any) -> Tensor:
+    """Computes randperm: the order of n draws."""
+    dtype = keywords.get("dtype") or torch.int64
+    _parameters(keywords)
     return torch.argsort(DRAW([n], torch.int64), stable=True).to(dtype)
 
 
-def _multinomial(x: Tensor, samples: int, replacement: bool = False, **given: Any) -> Tensor:
-    """The largest of weights divided by exponential draws (Efraimidis and Spirakis, 2006)."""
-    _parameters(given)
+def _multinomial(x: Tensor, samples: int, replacement: bool = False, **keywords: Any) -> Tensor:
+    """Computes multinomial: the largest of weights divided by exponential draws (Efraimidis and Spirakis, 2006)."""
+    _parameters(keywords)
     if replacement and samples > 1:
         spread = x.unsqueeze(-2).expand(*x.shape[:-1], samples, x.shape[-1])
         return (spread / _exponential(spread)).argmax(-1)
@@ -159,55 +157,47 @@ def _multinomial(x: Tensor, samples: int, replacement: bool = False, **given: An
 
 
 def _dropout(x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
-    """native_dropout."""
+    """Computes native_dropout: the result, and the mask of the elements that remain."""
     if not train or p == 0:
         return x.clone(), torch.ones(x.shape, dtype=torch.bool)
-    kept = DRAW(x.shape, torch.float32) >= p
-    return torch.where(kept, x * (0.0 if p == 1 else 1 / (1 - p)), 0.0), kept
+    mask = DRAW(x.shape, torch.float32) >= p
+    return torch.where(mask, x * (0.0 if p == 1 else 1 / (1 - p)), 0.0), mask
 
 
 def _rrelu(
-    x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **given: Any
+    x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **keywords: Any
 ) -> Tensor:
-    """rrelu_with_noise, which also writes the slopes into `noise`."""
-    slopes = _uniform(x, lower, upper, **_parameters(given)) if training else (lower + upper) / 2
+    """Computes rrelu_with_noise, which also writes the slopes into `noise`."""
+    slopes = _uniform(x, lower, upper, **_parameters(keywords)) if training else (lower + upper) / 2
     slopes = torch.where(x <= 0, slopes, 1.0).to(x.dtype)
     if training:
         noise.copy_(slopes)
     return x * slopes
 
 
-def split(by: Callable[..., Any]) -> Entry:
-    return Entry(recorded=by)
-
-
 OPS: Table = {
     "tpshard.random": Entry(random, exponentials=1),
-    aten.rand: split(_made(_uniform)),
-    aten.randn: split(_made(_normal)),
-    aten.randint: split(_made(_integers, torch.int64)),
-    aten.rand_like: split(_like(_uniform)),
-    aten.randn_like: split(_like(_normal)),
-    aten.randint_like: split(_like(_integers)),
-    aten.uniform: split(_like(_uniform)),
-    aten.normal_functional: split(_like(_normal)),
-    aten.exponential: split(_like(_exponential)),
-    aten.cauchy: split(_like(_cauchy)),
-    aten.log_normal: split(_like(_log_normal)),
-    aten.geometric: split(_like(_geometric)),
-    aten.bernoulli: split(_probabilities),
-    aten.normal: split(_of_tensors),
-    aten.uniform_: split(_written(_uniform)),
-    aten.normal_: split(_written(_normal)),
-    aten.bernoulli_: split(_written(_bernoulli)),
-    aten.random_: split(_written(_integers)),
-    aten.exponential_: split(_written(_exponential)),
-    aten.cauchy_: split(_written(_cauchy)),
-    aten.log_normal_: split(_written(_log_normal)),
-    aten.geometric_: split(_written(_geometric)),
-    aten.randperm: split(_permutation),
-    aten.multinomial: split(_multinomial),
-    aten.native_dropout: split(_dropout),
-    aten.rrelu_with_noise: split(_rrelu),
-    aten.rrelu_with_noise_: split(lambda x, *given, **rest: x.copy_(_rrelu(x, *given, **rest))),
+    aten.rand: _creates(_uniform),
+    aten.randn: _creates(_normal),
+    aten.randint: _creates(_integers, torch.int64),
+    aten.rand_like: _creates_like(_uniform),
+    aten.randn_like: _creates_like(_normal),
+    aten.randint_like: _creates_like(_integers),
+    aten.normal_functional: _creates_like(_normal),
+    aten.bernoulli: Entry(recorded=_bernoulli_of_tensor),
+    aten.normal: Entry(recorded=_normal_of_tensors),
+    aten.normal_: _fills(_normal),
+    aten.bernoulli_: _fills(_bernoulli),
+    aten.random_: _fills(_integers),
+    aten.randperm: Entry(recorded=_permutation),
+    aten.multinomial: Entry(recorded=_multinomial),
+    aten.native_dropout: Entry(recorded=_dropout),
+    aten.rrelu_with_noise: Entry(recorded=_rrelu),
+    aten.rrelu_with_noise_: Entry(recorded=lambda x, *args, **keywords: x.copy_(_rrelu(x, *args, **keywords))),
 }
+_DISTRIBUTIONS: dict[str, Distribution] = {
+    "uniform": _uniform, "exponential": _exponential, "cauchy": _cauchy, "log_normal": _log_normal,
+    "geometric": _geometric,
+}  # fmt: skip
+for _name, _draw in _DISTRIBUTIONS.items():
+    OPS |= {getattr(aten, _name): _creates_like(_draw), getattr(aten, f"{_name}_"): _fills(_draw)}

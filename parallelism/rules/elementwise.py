@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op, Ref
-from tpshard.parallelism.rules.decompositions import overwritten
+from tpshard.parallelism.rules.decompositions import copy_over
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Dim, Factors, Rule
 from tpshard.parallelism.rules.shape import as_view
@@ -21,7 +21,7 @@ Sums = Callable[[Op], tuple[int, ...]]
 def broadcast_dims(
     factors: Factors, shapes: Sequence[tuple[int, ...]], out: tuple[int, ...]
 ) -> tuple[list[tuple[Dim, ...]], tuple[Dim, ...]]:
-    """The factors of operands that broadcast (aligned at the last dim) to `out`."""
+    """The factors of operands that broadcast to the shape `out`, aligned at the last dim, and those of the result."""
     result = factors.dims(out, ones=True)
     operands = []
     for shape in shapes:
@@ -41,28 +41,29 @@ def elements(op: Op, additive: tuple[int, ...] = (), fills: tuple[tuple[int, flo
 
 # ---- where partial sums pass --------------------------------------------------------------------------------------
 def nothing(op: Op) -> tuple[int, ...]:
+    """For ops that are not linear."""
     return ()
 
 
 def first(op: Op) -> tuple[int, ...]:
-    """Linear in one operand: neg, clone."""
+    """For ops that are linear in their one operand: neg, clone."""
     return (0,)
 
 
 def cast(op: Op) -> tuple[int, ...]:
-    """A cast to floating point is linear up to rounding; one to integers is not linear."""
+    """For casts: those to floating point are linear up to rounding, those to integers are not."""
     return (0,) if op.results[0].dtype.is_floating_point or op.operands[0].dtype == op.results[0].dtype else ()
 
 
 def added(op: Op) -> tuple[int, ...]:
-    """a + alpha b is linear in both tensors jointly; with a plain number it is not linear."""
+    """For a + alpha b, which is jointly linear in two tensors of one shape, but not linear if one is a number."""
     tensors = [a for a in op.args[:2] if isinstance(a, Ref)]
     both = len(tensors) == 2 and op.operands[0].shape == op.operands[1].shape
     return (0, 1) if both else ()
 
 
 def scaled(op: Op) -> tuple[int, ...]:
-    """a * b and a / b are linear in `a` if `b` is a number or a tensor without dims."""
+    """For a * b and a / b, which are linear in `a` if `b` is a number or a tensor without dims."""
     if op.kwargs.get("rounding_mode") is not None:
         return ()
     number = len(op.operands) == 1 or (op.operands[1].rank == 0 and op.operands[0].rank > 0)
@@ -70,18 +71,18 @@ def scaled(op: Op) -> tuple[int, ...]:
 
 
 def zeroed(op: Op) -> tuple[int, ...]:
-    """masked_fill(x, mask, value) is linear only for value 0, since every partial sum would be filled."""
+    """For masked_fill(x, mask, value), which is linear only for value 0, since every partial sum is filled."""
     return (0,) if op.args[2] == 0 else ()
 
 
 def divisor(op: Op) -> tuple[tuple[int, float], ...]:
-    """Integers must not be divided by the 0 that padding may hold."""
+    """The padding of a divisor: 1 for integers, which must not be divided by the 0 that padding may hold."""
     by = op.args[1]
     return ((by.index, 1),) if isinstance(by, Ref) and not op.results[0].dtype.is_floating_point else ()
 
 
 def copied(op: Op) -> None:
-    """Rewrites a copy in another memory format as a view: graphs do not record memory formats."""
+    """Rewrites a copy in another memory format to a view, since graphs do not record memory formats."""
     if op.kwargs.get("memory_format") is not None:
         as_view(op)
 
@@ -96,19 +97,19 @@ def pointwise(sums: Sums = nothing, *, divides: bool = False, exponentials: int 
 
 # ---- results that only take the shape of a tensor --------------------------------------------------------------
 def shape_of(op: Op) -> Rule:
-    """ones_like and similar ops."""
+    """The rule of ones_like and similar ops, which read only the shape of their operand."""
     factors = Factors()
     dims = factors.dims(op.results[0].shape)
     return factors.rule([dims], [dims], priority=0)
 
 
 def number(value: float | None) -> Callable[[Op], None]:
-    """Rewrites full_like of a number to full: the tensor, which might be a partial sum, is not read."""
+    """The rewriting of full_like of a tensor without dims to full, so that a partial sum is not read."""
 
     def canonical(op: Op) -> None:
         if op.results[0].rank == 0 and op.operands and op.operands[0].rank == 0:
-            given = op.args[1] if value is None and len(op.args) > 1 else op.kwargs.get("fill_value", value)
-            op.target, op.args, op.operands = torch.ops.aten.full.default, ((), given), []
+            fill = op.args[1] if value is None and len(op.args) > 1 else op.kwargs.get("fill_value", value)
+            op.target, op.args, op.operands = torch.ops.aten.full.default, ((), fill), []
             op.kwargs = {"dtype": op.results[0].dtype, "device": op.kwargs.get("device")}
 
     return canonical
@@ -128,7 +129,7 @@ OPS: Table = {
     aten.clone: pointwise(first, canonical=copied),
     aten._to_copy: pointwise(cast),
     aten.masked_fill.Scalar: pointwise(zeroed),
-    aten.copy: pointwise(recorded=overwritten),
+    aten.copy: pointwise(recorded=copy_over),
     aten.exp: pointwise(exponentials=1),
     aten.log: pointwise(exponentials=1),
     aten.tanh: pointwise(exponentials=1),

@@ -1,4 +1,4 @@
-"""The facts about an op that do not depend on its operands: one entry of the op table.
+"""Entries of the op table: the facts about an op that do not depend on its operands.
 
 Facts that depend on a call's operands (factors, FLOPs, which sums may stay partial) are in the `Rule` that the entry's
 `rule` builds for it.
@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 Strides = Callable[[tuple[Any, ...], Shape, Shape, Shape], Shape | None]
 """A function (arguments, operand's shape, operand's strides, result's shape) -> result's strides; None for a copy."""
 Work = Literal["matmul", "attention", "attention_backward", "stream", "free"]
-"""What bounds an op's kernel: arithmetic, or memory ("stream"); "free": there is no kernel."""
+"""The kind of an op's kernel: bound by arithmetic, or by memory ("stream"); "free" for ops without a kernel."""
 Recorded = Literal["itself", "decomposed", "operand", "answered"] | Callable[..., Any]
 
 
@@ -44,11 +44,11 @@ class Entry:
     view: Strides | None = None
     """The strides of a result that shares the first operand's storage; None for other ops."""
     commutes: bool = False
-    """Whether a permutation along a dim that passes can be applied before or after the op."""
+    """Whether the op commutes with a permutation along any dim that passes through it."""
     carries: int | None = None
-    """The operand whose positions in the last dim are the result's."""
+    """The operand whose positions in the last dim become the result's."""
     mixes: int | None = None
-    """The operand because of which dims must be whole that would otherwise pass."""
+    """The operand that makes dims whole which would pass without it."""
     broadcasts: bool = False
     """Whether the result is larger than its operand only by repetition."""
 

@@ -13,16 +13,19 @@ aten = torch.ops.aten
 
 
 def experts(op: Op) -> Rule:
-    """`x[... m], ids[... k], weights[... k], gate, up[e h m], down[e m h] -> [... m]`: e and h are summed.
+    """The rule of experts over their tokens: experts e and hidden columns h may be sharded, and are summed.
 
-    A device with some of the experts sees the tokens of all devices that share them, and returns its experts' partial
-    sum.
+    `x[... m], ids[... k], weights[... k], gate, up[e h m], down[e m h] -> [... m]`. A device with some of the experts
+    computes them for the tokens of all devices along these axes, and returns a partial sum.
     """
     return _rule(op, forward=True)
 
 
 def experts_backward(op: Op) -> Rule:
-    """`dout, x, ids, weights, gate, up, down -> dx, dweights, dgate, dup, ddown`: tokens are summed."""
+    """The rule of the experts' gradients: those of the matrices are summed over tokens.
+
+    `dout, x, ids, weights, gate, up, down -> dx, dweights, dgate, dup, ddown`.
+    """
     return _rule(op, forward=False)
 
 
@@ -38,37 +41,38 @@ def _rule(op: Op, forward: bool) -> Rule:
     inward, outward = ((e,), (h,), (m,)), ((e,), (m,), (h,))
 
     def local(at: LocalOp) -> Any:
-        """Shifts ids to this device's first expert: those of other devices' experts are then out of range."""
+        """Subtracts this device's first expert from the ids, so that ids of other devices' experts are out of range."""
         if not at.axes(e):
             return at.same()
         shape = at.operand_shape(where)
         mine = at.emit(aten.sub.Tensor, at.inputs[where], at.offset(e), shape=shape, dtype=torch.int64)
         return at.with_args(*(mine if i == where else Ref(i) for i in range(len(op.operands))))
 
-    given = [row, choice, choice, inward, inward, outward]
-    made = [row] if forward else [row, choice, inward, inward, outward]
+    operands = [row, choice, choice, inward, inward, outward]
+    results = [row] if forward else [row, choice, inward, inward, outward]
     products = 3 if forward else 8  # the backward pass recomputes the hidden values
     flops = 2 * products * product(ids.shape) * gate.shape[1] * gate.shape[2]
     work = (*(f for dim in tokens for f in dim), e, h)
-    return factors.rule(given if forward else [row, *given], made, flops=flops, work=work, local=local, guarded=(e,))
+    return factors.rule(
+        operands if forward else [row, *operands], results, flops=flops, work=work, local=local, guarded=(e,)
+    )
 
 
 def _slots(op: Op, tensors: str) -> Rule:
-    """The rule for tokens `s` and slots `n` of a sequence `b`: any token goes to any slot; sequences and columns `m`
-    pass.
+    """The rule of copies between tokens `s` and slots `n`: sequences `b` and columns `m` may be sharded.
 
-    tensors: the dims of the operands and of the result.
+    Any token may go to any slot of its sequence. tensors: the dims of the operands and of the result.
     """
-    given, made = tensors.split("->")
-    operands = given.split(",")[: len(op.operands)]
-    values = zip([*operands, made], [*op.operands, *op.results])
+    inputs, result = tensors.split("->")
+    operands = inputs.split(",")[: len(op.operands)]
+    values = zip([*operands, result], [*op.operands, *op.results])
     sizes = {c: n for dims, value in values for c, n in zip(dims, value.shape)}
-    kinds = dict.fromkeys("skn", Kind.WHOLE) | {"b": Kind.PASS, "m": Kind.PASS if "m" in made else Kind.REDUCE}
+    kinds = dict.fromkeys("skn", Kind.WHOLE) | {"b": Kind.PASS, "m": Kind.PASS if "m" in result else Kind.REDUCE}
     factors = Factors()
     of = {c: factors.new(n, kinds[c]) for c, n in sizes.items()}
     return factors.rule(
-        [tuple((of[c],) for c in dims) for dims in operands], [tuple((of[c],) for c in made)],
-        additive=(0,) if "m" in made else (), flops=2 * product(op.results[0].shape), work=(of["b"], of["m"]),
+        [tuple((of[c],) for c in dims) for dims in operands], [tuple((of[c],) for c in result)],
+        additive=(0,) if "m" in result else (), flops=2 * product(op.results[0].shape), work=(of["b"], of["m"]),
         fills=((operands.index("bsk"), 0),),
     )  # fmt: skip
 

@@ -13,8 +13,8 @@ from tpshard.parallelism.rules.shape import whole
 aten = torch.ops.aten
 
 
-def owned(at: LocalOp, index: Any, factor: int, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Indices relative to this device's shard with foreign ones set to 0, and the mask of the foreign ones."""
+def own_indices(at: LocalOp, index: Any, factor: int, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """The indices relative to this device's shard, with those of other devices set to 0, and the mask of the latter."""
     shifted = at.emit(aten.sub.Tensor, index, at.offset(factor), shape=shape, dtype=torch.int64)
     below = at.emit(aten.lt.Scalar, shifted, 0, shape=shape, dtype=torch.bool)
     above = at.emit(aten.ge.Scalar, shifted, at.valid(factor), shape=shape, dtype=torch.bool)
@@ -22,13 +22,13 @@ def owned(at: LocalOp, index: Any, factor: int, shape: tuple[int, ...]) -> tuple
     return at.emit(aten.masked_fill.Scalar, shifted, foreign, 0, shape=shape, dtype=torch.int64), foreign
 
 
-def _unsqueezed(at: LocalOp, mask: Any, shape: tuple[int, ...], dim: int) -> tuple[Any, tuple[int, ...]]:
+def _unsqueeze(at: LocalOp, mask: Any, shape: tuple[int, ...], dim: int) -> tuple[Any, tuple[int, ...]]:
     grown = (*shape[:dim], 1, *shape[dim:])
     return at.emit(aten.unsqueeze.default, mask, dim, shape=grown, dtype=torch.bool), grown
 
 
 def embedding(op: Op) -> Rule:
-    """`vd,...->...d`: v is summed; each device masks foreign indices, looks up, and returns a partial sum."""
+    """The rule of embedding, `vd,...->...d`: a device of a sharded vocabulary looks up its own rows; others are 0."""
     table, index = op.operands
     factors = Factors()
     v = factors.new(table.shape[0], Kind.REDUCE)
@@ -39,16 +39,16 @@ def embedding(op: Op) -> Rule:
         if not at.axes(v):
             return at.with_args(Ref(0), Ref(1))
         shape = at.operand_shape(1)
-        mine, foreign = owned(at, at.inputs[1], v, shape)
-        found = at.emit(aten.embedding.default, at.inputs[0], mine, shape=at.shape())
-        mask, _ = _unsqueezed(at, foreign, shape, len(shape))
-        return at.emit(aten.masked_fill.Scalar, found, mask, 0, shape=at.shape())
+        mine, foreign = own_indices(at, at.inputs[1], v, shape)
+        looked_up = at.emit(aten.embedding.default, at.inputs[0], mine, shape=at.shape())
+        mask, _ = _unsqueeze(at, foreign, shape, len(shape))
+        return at.emit(aten.masked_fill.Scalar, looked_up, mask, 0, shape=at.shape())
 
     return factors.rule([((v,), *d), rows], [(*rows, *d)], local=local, work=(), flops=0, fills=((1, 0),), guarded=(v,))
 
 
 def embedding_backward(op: Op) -> Rule:
-    """Sums rows into the table's gradient; a device of a sharded vocabulary adds only its own rows.
+    """The rule of embedding_dense_backward: a device of a sharded vocabulary adds only its own rows to the gradient.
 
     With `scale_grad_by_freq`, which divides a row's sum by its number of lookups, all lookups are counted.
     """
@@ -65,13 +65,13 @@ def embedding_backward(op: Op) -> Rule:
         if not at.axes(v):
             return at.with_args(Ref(0), Ref(1), at.size(v), padding, scale)
         shape = at.operand_shape(1)
-        mine, foreign = owned(at, at.inputs[1], v, shape)
+        mine, foreign = own_indices(at, at.inputs[1], v, shape)
         if padding >= 0:  # an index into the whole table, whose row gets no gradient
             unlearned = at.emit(aten.eq.Scalar, at.inputs[1], padding, shape=shape, dtype=torch.bool)
             foreign = at.emit(aten.logical_or.default, foreign, unlearned, shape=shape, dtype=torch.bool)
-        mask, _ = _unsqueezed(at, foreign, shape, len(shape))
-        kept = at.emit(aten.masked_fill.Scalar, at.inputs[0], mask, 0, shape=at.operand_shape(0))
-        return at.emit(op.target, kept, mine, at.size(v), -1, scale, shape=at.shape())
+        mask, _ = _unsqueeze(at, foreign, shape, len(shape))
+        own_grad = at.emit(aten.masked_fill.Scalar, at.inputs[0], mask, 0, shape=at.operand_shape(0))
+        return at.emit(op.target, own_grad, mine, at.size(v), -1, scale, shape=at.shape())
 
     return factors.rule(
         [(*rows, *d), rows], [((v,), *d)], local=local, additive=(0,), flops=grad.numel, fills=((1, 0),)
@@ -79,7 +79,7 @@ def embedding_backward(op: Op) -> Rule:
 
 
 def index_select(op: Op) -> Rule:
-    """x.index_select(dim, index): an embedding lookup along any dim."""
+    """The rule of x.index_select(dim, index), an embedding lookup along any dim."""
     x, index = op.operands
     dim = op.args[1] % max(x.rank, 1)
     factors = Factors()
@@ -91,11 +91,11 @@ def index_select(op: Op) -> Rule:
         if not at.axes(v):
             return at.same()
         shape = at.operand_shape(1)
-        mine, foreign = owned(at, at.inputs[1], v, shape)
-        found = at.emit(op.target, at.inputs[0], dim, mine, shape=at.shape())
+        mine, foreign = own_indices(at, at.inputs[1], v, shape)
+        looked_up = at.emit(op.target, at.inputs[0], dim, mine, shape=at.shape())
         view = tuple(shape[0] if d == dim else 1 for d in range(x.rank))
         mask = at.emit(aten.reshape.default, foreign, list(view), shape=view, dtype=torch.bool)
-        return at.emit(aten.masked_fill.Scalar, found, mask, 0, shape=at.shape())
+        return at.emit(aten.masked_fill.Scalar, looked_up, mask, 0, shape=at.shape())
 
     source = tuple((v,) if d == dim else rest[d] for d in range(x.rank))
     out = tuple(picked if d == dim else rest[d] for d in range(x.rank))
@@ -103,7 +103,10 @@ def index_select(op: Op) -> Rule:
 
 
 def gather(op: Op) -> Rule:
-    """x.gather(dim, index): masked if the dim is sharded, as for the target's logit of a sharded vocabulary."""
+    """The rule of x.gather(dim, index): over a sharded dim the result is a sum of what each device owns.
+
+    An example is the logit of the target in a sharded vocabulary.
+    """
     x, index = op.operands
     if x.rank == 0 or index.rank == 0:
         return whole(op, [], additive=())
@@ -127,15 +130,15 @@ def gather(op: Op) -> Rule:
     def local(at: LocalOp) -> Any:
         if not at.axes(v):
             return at.same()
-        mine, foreign = owned(at, at.inputs[1], v, at.operand_shape(1))
-        found = at.emit(op.target, at.inputs[0], dim, mine, shape=at.shape())
-        return at.emit(aten.masked_fill.Scalar, found, foreign, 0, shape=at.shape())
+        mine, foreign = own_indices(at, at.inputs[1], v, at.operand_shape(1))
+        looked_up = at.emit(op.target, at.inputs[0], dim, mine, shape=at.shape())
+        return at.emit(aten.masked_fill.Scalar, looked_up, foreign, 0, shape=at.shape())
 
     return factors.rule([tuple(source), tuple(picked)], [tuple(picked)], local=local, fills=((1, 0),), guarded=(v,))
 
 
 def scatter(op: Op) -> Rule:
-    """scatter and scatter_add along a dim: a device of a sharded dim writes only its own elements."""
+    """The rule of scatter and scatter_add: a device of a sharded dim writes only its own elements."""
     x, index = op.operands[:2]
     src = op.operands[2] if len(op.operands) > 2 else None
     if x.rank == 0 or (src is not None and src.shape != index.shape):
@@ -162,18 +165,18 @@ def scatter(op: Op) -> Rule:
         if not at.axes(v):
             return at.same()
         shape = at.operand_shape(1)
-        mine, foreign = owned(at, at.inputs[1], v, shape)
+        mine, foreign = own_indices(at, at.inputs[1], v, shape)
         if adds:
-            kept = at.emit(aten.masked_fill.Scalar, at.inputs[2], foreign, 0, shape=at.operand_shape(2))
-            return at.emit(op.target, at.inputs[0], dim, mine, kept, shape=at.shape())
+            own_source = at.emit(aten.masked_fill.Scalar, at.inputs[2], foreign, 0, shape=at.operand_shape(2))
+            return at.emit(op.target, at.inputs[0], dim, mine, own_source, shape=at.shape())
         # one more row than owned: foreign values are written there and cut off
         edge = at.emit(aten.masked_fill.Scalar, mine, foreign, at.size(v), shape=shape, dtype=torch.int64)
         grown = tuple(n + 1 if d == dim else n for d, n in enumerate(at.shape()))
         widths = [0, 0] * (x.rank - 1 - dim) + [0, 1]
         padded = at.emit(aten.constant_pad_nd.default, at.inputs[0], widths, 0, shape=grown)
         value = at.inputs[2] if src is not None else op.args[3]
-        made = at.emit(op.target, padded, dim, edge, value, shape=grown)
-        return at.emit(aten.slice.Tensor, made, dim, 0, at.size(v), shape=at.shape())
+        result = at.emit(op.target, padded, dim, edge, value, shape=grown)
+        return at.emit(aten.slice.Tensor, result, dim, 0, at.size(v), shape=at.shape())
 
     operands = [tuple(target), tuple(written)] + ([tuple(written)] if src is not None else [])
     return factors.rule(operands, [tuple(target)], local=local, additive=(0, 2) if adds else (), fills=((1, 0),))

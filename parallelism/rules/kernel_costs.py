@@ -1,4 +1,4 @@
-"""Entries with the costs of kernels that passes insert into programs. Propagation never sees them."""
+"""Entries of kernels that passes insert into programs, for their costs alone: they are never propagated."""
 
 from __future__ import annotations
 

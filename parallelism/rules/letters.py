@@ -1,7 +1,7 @@
-"""Rules written as letters: `...HW,oIKL->...YZ` says which dims of an op's tensors correspond.
+"""Rules written as letters, such as `...HW,oIKL->...YZ`, which name the dims of an op's tensors.
 
-A small letter is a factor; one that some result lacks is summed there. A capital is a dim that must be whole. `...` are
-the leading dims, shared by all tensors that have it. Tensors are those of the op's schema in order, including those
+A small letter is a factor; a result that lacks it is a sum over it. A capital is a dim that must be whole. `...` stands
+for leading dims, which all tensors with `...` share. The tensors are those of the op's schema in order, including those
 that a call omits.
 """
 
@@ -30,24 +30,24 @@ def letters(
 
 
 def rule_of(op: Op, text: str, flops: Flops | None = None, local: Any = None, linear: str = "", same: str = "") -> Rule:
-    """The rule of one call; everything whole if its shapes do not fit the letters."""
+    """The rule of one call by letters; every dim is whole if the shapes do not fit the letters."""
     left, right = (side.split(",") for side in text.split("->"))
-    given = tensors(op)
+    indices = tensors(op)
     factors = Factors()
     shared: dict[str, int] = {}
     operands: list[tuple[Dim, ...]] = [()] * len(op.operands)
     try:
-        for spelled, index in zip(left, given):
+        for spelled, index in zip(left, indices):
             if index is not None:
                 operands[index] = _dims(op.operands[index], spelled, factors, shared)
         results = [_dims(value, spelled, factors, shared) for spelled, value in zip(right, op.results)]
     except ValueError:
         return whole(op)
     for name, f in shared.items():
-        made = [any(f in dim for dim in dims) for dims in results]
-        if not all(made) and name not in same:
+        in_results = [any(f in dim for dim in dims) for dims in results]
+        if not all(in_results) and name not in same:
             factors.kinds[f] = Kind.REDUCE
-    additive = tuple(i for place in linear if (i := given[int(place)]) is not None)
+    additive = tuple(i for place in linear if (i := indices[int(place)]) is not None)
     rest = {"work": tuple(shared.values())} if flops is not None else {}
     return factors.rule(
         operands, results, flops=flops(op) if flops is not None else 0, local=local, additive=additive, **rest
@@ -55,15 +55,15 @@ def rule_of(op: Op, text: str, flops: Flops | None = None, local: Any = None, li
 
 
 def tensors(op: Op) -> list[int | None]:
-    """For each tensor of the op's schema, the index of its operand; None if it is omitted."""
-    found: list[int | None] = []
+    """The index of the operand for each tensor of the op's schema; None for a tensor that the call omits."""
+    indices: list[int | None] = []
     for position, argument in enumerate(op.target._schema.arguments):
         if "Tensor" not in str(argument.type):
             continue
-        given = op.args[position] if position < len(op.args) else op.kwargs.get(argument.name)
-        for one in given if isinstance(given, tuple) and not isinstance(given, Ref) else (given,):
-            found.append(one.index if isinstance(one, Ref) else None)
-    return found
+        value = op.args[position] if position < len(op.args) else op.kwargs.get(argument.name)
+        for one in value if isinstance(value, tuple) and not isinstance(value, Ref) else (value,):
+            indices.append(one.index if isinstance(one, Ref) else None)
+    return indices
 
 
 def _dims(value: Value, spelled: str, factors: Factors, shared: dict[str, int]) -> tuple[Dim, ...]:

@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 def reduced_by_index(op: Op) -> Rule:
-    """The rule of scatter_reduce(x, dim, index, source) and index_reduce: the dim is whole; others may be sharded."""
+    """The rule of scatter_reduce(x, dim, index, source) and index_reduce: the dim is whole, others may be sharded."""
     x = op.operands[0]
     dim = op.args[1] % max(x.rank, 1)
     factors = Factors()
@@ -31,21 +31,26 @@ def reduced_by_index(op: Op) -> Rule:
     return factors.rule([of(v.shape) for v in op.operands], [of(x.shape)])
 
 
-def searched(op: Op) -> Rule:
-    """searchsorted(sorted, values): each value is searched separately, in its own row or in one common row."""
+def search_sorted(op: Op) -> Rule:
+    """The rule of searchsorted(sorted, values): values may be sharded, since each is searched separately."""
     alone = op.operands[0].rank == 1
     return rule_of(op, "N,...->..." if alone else "...N,...m->...m")
 
 
 def bags(op: Op) -> Rule:
-    """_embedding_bag(weight, indices, offsets, ...) -> bags, the bag of every lookup, and size and maximum of every
-    bag: the width passes."""
+    """The rule of _embedding_bag(weight, indices, offsets, ...): only the width may be sharded.
+
+    The results are the bags, the bag of every lookup, and the size and the maximum of every bag.
+    """
     largest = "Bd" if op.results[3].rank == 2 else "L"
     return rule_of(op, f"Vd,I,O,I->Bd,X,Y,{largest}", same="d")
 
 
 def bags_backward(op: Op) -> Rule:
-    """_embedding_bag_backward(gradient, indices, offsets, bag of each, size of each, largest, ...)."""
+    """The rule of _embedding_bag_backward: only the width may be sharded.
+
+    The operands are the gradient, indices, offsets, the bag of every lookup, the bags' sizes and maxima, and weights.
+    """
     if len(op.operands) < 6:
         return whole(op)
     largest = "Bd" if op.operands[5].rank == 2 else "L"
@@ -56,7 +61,7 @@ OPS: Table = {
     aten.scatter.reduce: Entry(reduced_by_index),
     aten.scatter_reduce: Entry(reduced_by_index),
     aten.index_reduce: Entry(reduced_by_index),
-    aten.searchsorted: Entry(searched, dense="all"),
+    aten.searchsorted: Entry(search_sorted, dense="all"),
     aten._embedding_bag: Entry(bags, dense="all"),
     aten._embedding_bag_forward_only: Entry(bags, dense="all"),
     aten._embedding_bag_backward: Entry(bags_backward, dense="all"),

@@ -1,4 +1,4 @@
-"""Rules of linear algebra and Fourier transforms: matrices and transformed dims are whole, batch dims pass.
+"""Rules of linear algebra and Fourier transforms: matrices and transformed dims are whole, batch dims may be sharded.
 
 An axis on a dim that must be whole moves to a free dim by an all-to-all, if there is one.
 """
@@ -16,12 +16,12 @@ aten = torch.ops.aten
 
 
 def transform(op: Op) -> Rule:
-    """_fft_r2c, _fft_c2r, _fft_c2c (x, dims, ...)."""
+    """The rule of the Fourier transforms _fft_r2c, _fft_c2r and _fft_c2c: the transformed dims are whole."""
     return whole(op, op.args[1])
 
 
 def solve(op: Op) -> Rule:
-    """_linalg_solve_ex(A, B, left): columns of B are independent; a vector has none."""
+    """The rule of _linalg_solve_ex(A, B, left): the columns of B, if it has any, are independent."""
     a, b = op.operands
     left = op.kwargs.get("left", op.args[2] if len(op.args) > 2 else True)
     side = "...N" if b.rank < a.rank else "...Nk" if left else "...kN"
@@ -29,13 +29,13 @@ def solve(op: Op) -> Rule:
 
 
 def solve_triangular(op: Op) -> Rule:
-    """linalg_solve_triangular(A, B, *, upper, left)."""
+    """The rule of linalg_solve_triangular(A, B, *, upper, left): the columns of B are independent."""
     side = "...Nk" if op.kwargs.get("left", True) else "...kN"
     return rule_of(op, f"...MN,{side}->{side}")
 
 
 def lu_solve(op: Op) -> Rule:
-    """linalg_lu_solve(LU, pivots, B, *, left)."""
+    """The rule of linalg_lu_solve(LU, pivots, B, *, left): the columns of B are independent."""
     side = "...Nk" if op.kwargs.get("left", True) else "...kN"
     return rule_of(op, f"...MN,...N,{side}->{side}")
 

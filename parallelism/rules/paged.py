@@ -8,10 +8,11 @@ from tpshard.parallelism.rules.rule import Factors, Kind, Rule
 
 
 def paged_attention(op: Op) -> Rule:
-    """`q[b t (kv g) d], k, v[b t kv d], pools[n s kv d], positions, slots, sequences[b t], tables[m w] -> q`.
+    """The rule of attention over a paged cache: only heads may be sharded.
 
-    Rows write to the pools, so every device with a KV head sees all rows. More devices than KV heads shard g and
-    replicate the KV heads with their pools. FLOPs are those of the present blocks, or of one if their number is free.
+    `q[b t (kv g) d], k, v[b t kv d], pools[n s kv d], positions, slots, sequences[b t], tables[m w] -> q`. Rows write
+    to the pools, so that every device with a KV head needs all rows. More devices than KV heads shard g and replicate
+    the KV heads with their pools. FLOPs are those of the present blocks, or of one if their number is free.
     """
     q, k, _, pool = op.operands[:4]
     factors = Factors()

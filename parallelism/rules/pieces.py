@@ -13,15 +13,15 @@ import torch
 from tpshard.parallelism.graph import Op, Ref
 from tpshard.parallelism.rules import strides
 from tpshard.parallelism.rules.entry import Entry, Table
-from tpshard.parallelism.rules.indexing import owned
+from tpshard.parallelism.rules.indexing import own_indices
 from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule, Window
-from tpshard.parallelism.rules.shape import alike, looks, whole
+from tpshard.parallelism.rules.shape import alike, view_entry, whole
 
 aten = torch.ops.aten
 
 
-def windowed(rule: Rule, windows: Sequence[Window]) -> Rule:
-    """The rule with windows through which tensors read others."""
+def with_windows(rule: Rule, windows: Sequence[Window]) -> Rule:
+    """Adds windows, through which tensors read others, to a rule."""
     with_factor: list[tuple[int, Window]] = []
     for window in windows:
         members = rule.tensors[window.read][window.dim]
@@ -30,7 +30,7 @@ def windowed(rule: Rule, windows: Sequence[Window]) -> Rule:
 
 
 def cut_dims(at: LocalOp, rule: Rule, operand: int = 0) -> set[int]:
-    """The dims of an operand that are sharded and moved along."""
+    """The sharded dims of an operand along which elements move."""
     return {
         d for d, members in enumerate(rule.operands[operand])
         for f in members if at.axes(f) and rule.kinds[f] is Kind.PERMUTE
@@ -39,9 +39,9 @@ def cut_dims(at: LocalOp, rule: Rule, operand: int = 0) -> set[int]:
 
 # ---- slices ---------------------------------------------------------------------------------------------------------
 def bounds(op: Op, position: int) -> tuple[int, int, int, int]:
-    """(dim, start, end, step) of a slice whose dim is argument `position`, or of one whose length is in the shapes."""
-    given = (*op.args[position : position + 4], *(None,) * 4)
-    dim, start, end, step = (given[0] or 0) % op.operands[0].rank, given[1] or 0, given[2], given[3] or 1
+    """The dim, start, end and step of a slice, from the op's arguments from `position` on."""
+    args = (*op.args[position : position + 4], *(None,) * 4)
+    dim, start, end, step = (args[0] or 0) % op.operands[0].rank, args[1] or 0, args[2], args[3] or 1
     size = op.operands[0].shape[dim]
     start = min(max(start + size if start < 0 else start, 0), size)
     end = size if end is None else min(max(end + size if end < 0 else end, start), size)
@@ -49,7 +49,7 @@ def bounds(op: Op, position: int) -> tuple[int, int, int, int]:
 
 
 def slice_rule(op: Op) -> Rule:
-    """x[start:end:step] along a dim, and narrow."""
+    """The rule of narrow and x[start:end:step]: devices of a sharded dim read their neighbours."""
     if op.target is aten.narrow.default:
         dim, start, step = op.args[1] % op.operands[0].rank, op.args[2], 1
     else:
@@ -62,18 +62,18 @@ def slice_rule(op: Op) -> Rule:
         return node if step == 1 else at.emit(aten.slice.Tensor, node, dim, 0, 1 << 62, step, shape=at.shape())
 
     rule = alike(op, [dim], Kind.PERMUTE, local=local)
-    rule = windowed(rule, [Window(0, dim, 1, dim, first=start, stride=step)])
-    return replace(rule, others=(picked(op, dim, range(start, start + step * op.results[0].shape[dim], step)),))
+    rule = with_windows(rule, [Window(0, dim, 1, dim, first=start, stride=step)])
+    return replace(rule, others=(pick_positions(op, dim, range(start, start + step * op.results[0].shape[dim], step)),))
 
 
-def picked(op: Op, dim: int, positions: range) -> Rule:
-    """Selected positions of a dim, whole, as a sum: every device fills in those it has."""
+def pick_positions(op: Op, dim: int, positions: range) -> Rule:
+    """The rule of picking positions of a dim: over a sharded dim the result is a sum of what each device has."""
     x, out = op.operands[0], op.results[0]
     keep = out.rank == x.rank
     factors = Factors()
     chosen = factors.new(x.shape[dim], Kind.REDUCE if out.dtype != torch.bool else Kind.WHOLE)
     dims = [(chosen,) if d == dim else (factors.new(n),) if n != 1 else () for d, n in enumerate(x.shape)]
-    kept = [() if d == dim else members for d, members in enumerate(dims) if keep or d != dim]
+    out_dims = [() if d == dim else members for d, members in enumerate(dims) if keep or d != dim]
 
     def local(at: LocalOp) -> Any:
         if not at.axes(chosen):
@@ -82,7 +82,7 @@ def picked(op: Op, dim: int, positions: range) -> Rule:
         index = at.emit(
             aten.arange.start_step, positions.start, positions.stop, positions.step, shape=count, dtype=torch.int64
         )
-        mine, foreign = owned(at, index, chosen, count)
+        mine, foreign = own_indices(at, index, chosen, count)
         shape = [len(positions) if d == dim else n for d, n in enumerate(at.operand_shape(0))]
         rows = at.emit(aten.index_select.default, at.inputs[0], dim, mine, shape=shape)
         mask = [len(positions) if d == dim else 1 for d in range(x.rank)]
@@ -90,19 +90,19 @@ def picked(op: Op, dim: int, positions: range) -> Rule:
         rows = at.emit(aten.masked_fill.Scalar, rows, foreign, 0, shape=shape)
         return rows if keep else at.emit(aten.squeeze.dim, rows, dim, shape=at.shape())
 
-    return factors.rule([tuple(dims)], [tuple(kept)], additive=(0,), local=local, guarded=(chosen,))
+    return factors.rule([tuple(dims)], [tuple(out_dims)], additive=(0,), local=local, guarded=(chosen,))
 
 
 def select(op: Op) -> Rule:
-    """x[:, i]: the device with the position sends it to all."""
+    """The rule of x[:, i]: over a sharded dim the result is a sum, to which only the device with index i adds."""
     x = op.operands[0]
     dim = op.args[1] % x.rank
     index = op.args[2] % x.shape[dim]
-    return picked(op, dim, range(index, index + 1))
+    return pick_positions(op, dim, range(index, index + 1))
 
 
 def unbind(op: Op) -> Rule:
-    """All positions of a dim as separate results: the dim must be whole."""
+    """The rule of unbind, which returns all positions of a dim separately: the dim must be whole."""
     factors = Factors()
     source = op.operands[0].shape
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(source)
@@ -112,7 +112,7 @@ def unbind(op: Op) -> Rule:
 
 
 def split(op: Op) -> Rule:
-    """split and chunk, as one slice per result."""
+    """The rule of split and chunk: one window of a sharded dim per result."""
     dim = (op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0)) % op.operands[0].rank
     starts = [0]
     for result in op.results:
@@ -124,12 +124,15 @@ def split(op: Op) -> Rule:
         return [at.window(0, 1 + i) for i in range(len(op.results))]
 
     rule = alike(op, [dim], Kind.PERMUTE, local=local)
-    return windowed(rule, [Window(0, dim, 1 + i, dim, first=starts[i]) for i in range(len(op.results))])
+    return with_windows(rule, [Window(0, dim, 1 + i, dim, first=starts[i]) for i in range(len(op.results))])
 
 
 # ---- shifts ---------------------------------------------------------------------------------------------------------
 def pad(op: Op) -> Rule:
-    """constant_pad_nd(x, widths, value); a negative width crops."""
+    """The rule of constant_pad_nd(x, widths, value): devices of a sharded dim read their neighbours.
+
+    A negative width crops.
+    """
     rank, widths = op.operands[0].rank, [*op.args[1]]
     value = (op.args[2] if len(op.args) > 2 else op.kwargs.get("value", 0)) or 0
     before = {rank - 1 - i // 2: widths[i] for i in range(0, len(widths), 2) if widths[i] or widths[i + 1]}
@@ -143,18 +146,18 @@ def pad(op: Op) -> Rule:
         return at.emit(aten.constant_pad_nd.default, node, rest, value, shape=at.shape()) if any(rest) else node
 
     rule = alike(op, list(before), Kind.PERMUTE, (0,) if not value else (), local=local)
-    return windowed(rule, [Window(0, d, 1, d, first=-n, fill=value) for d, n in before.items()])
+    return with_windows(rule, [Window(0, d, 1, d, first=-n, fill=value) for d, n in before.items()])
 
 
 def roll(op: Op) -> Rule:
-    """roll(x, shifts, dims), in the shorter direction."""
+    """The rule of roll(x, shifts, dims): devices of a sharded dim read their neighbours in the shorter direction."""
     x = op.operands[0]
-    given = op.args[2] if len(op.args) > 2 else op.kwargs.get("dims", ())
+    dims = op.args[2] if len(op.args) > 2 else op.kwargs.get("dims", ())
     shifts = [op.args[1]] if isinstance(op.args[1], int) else [*op.args[1]]
-    if not given and x.rank != 1:  # rolls the flattened tensor
+    if not dims and x.rank != 1:  # rolls the flattened tensor
         return whole(op, range(x.rank))
     moved: dict[int, int] = {}
-    for d, n in zip([d % x.rank for d in given] or [0], shifts):
+    for d, n in zip([d % x.rank for d in dims] or [0], shifts):
         moved[d] = (moved.get(d, 0) + n) % max(x.shape[d], 1)
 
     def local(at: LocalOp) -> Any:
@@ -165,11 +168,11 @@ def roll(op: Op) -> Rule:
 
     rule = alike(op, list(moved), Kind.PERMUTE, local=local)
     nearer = {d: -n if 2 * n <= x.shape[d] else x.shape[d] - n for d, n in moved.items()}
-    return windowed(rule, [Window(0, d, 1, d, first=n, cyclic=True) for d, n in nearer.items()])
+    return with_windows(rule, [Window(0, d, 1, d, first=n, cyclic=True) for d, n in nearer.items()])
 
 
 def flip(op: Op) -> Rule:
-    """flip: devices swap their shards in pairs, and each flips its own."""
+    """The rule of flip: devices of a sharded dim swap their shards in pairs and flip them."""
     dims = [d % op.operands[0].rank for d in op.args[1]]
 
     def local(at: LocalOp) -> Any:
@@ -184,7 +187,7 @@ def flip(op: Op) -> Rule:
 
 # ---- tensors put together -------------------------------------------------------------------------------------------
 def cat(op: Op) -> Rule:
-    """cat: every device contributes the part of each operand that belongs to its shard of the result."""
+    """The rule of cat: a device of a sharded dim reads the parts of the operands that belong to its shard."""
     out = op.results[0]
     dim = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % out.rank
     if any(v.shape == (0,) for v in op.operands):
@@ -203,22 +206,22 @@ def cat(op: Op) -> Rule:
         return node
 
     rule = alike(op, [dim], Kind.PERMUTE, tuple(range(len(op.operands))), local=local)
-    return windowed(rule, [Window(i, dim, len(starts) - 1, dim, first=-starts[i]) for i in range(len(op.operands))])
+    return with_windows(rule, [Window(i, dim, len(starts) - 1, dim, first=-starts[i]) for i in range(len(op.operands))])
 
 
 def without_empty(op: Op) -> None:
     """Removes operands that are empty along the concatenated dim."""
     dim = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % op.results[0].rank
-    kept = [value for value in op.operands if value.rank > dim and value.shape[dim]]
+    nonempty = [value for value in op.operands if value.rank > dim and value.shape[dim]]
     alike = all(value.dtype == op.results[0].dtype for value in op.operands)
-    if alike and kept and len(kept) < len(op.operands):
-        op.args, op.kwargs, op.operands = ([Ref(i) for i in range(len(kept))], dim), {}, kept
-        if len(kept) == 1:
+    if alike and nonempty and len(nonempty) < len(op.operands):
+        op.args, op.kwargs, op.operands = ([Ref(i) for i in range(len(nonempty))], dim), {}, nonempty
+        if len(nonempty) == 1:
             op.target, op.args = aten.view.default, (Ref(0), list(op.results[0].shape))
 
 
 def from_on(at: LocalOp, factor: int, dim: int, start: int) -> Any:
-    """A mask of the positions of this device's shard of the result that are at `start` or after it, along a dim."""
+    """A mask of this device's shard of the result: true at the positions of a dim from `start` on."""
     shape = at.shape()
     count = (shape[dim],)
     places = at.emit(aten.arange.default, shape[dim], shape=count, dtype=torch.int64)
@@ -229,7 +232,7 @@ def from_on(at: LocalOp, factor: int, dim: int, start: int) -> Any:
 
 
 def slice_scatter(op: Op) -> Rule:
-    """x with x[start:end:step] along a dim replaced."""
+    """The rule of slice_scatter, which replaces x[start:end:step]: devices of a sharded dim read their neighbours."""
     dim, start, end, step = bounds(op, 2)
     if step != 1:
         return whole(op, [dim], additive=(0, 1))
@@ -242,11 +245,11 @@ def slice_scatter(op: Op) -> Rule:
         return at.emit(aten.where.self, from_on(at, f, dim, end), at.inputs[0], inside, shape=at.shape())
 
     rule = alike(op, [dim], Kind.PERMUTE, (0, 1), local=local)
-    return windowed(rule, [Window(0, dim, 2, dim), Window(1, dim, 2, dim, first=-start)])
+    return with_windows(rule, [Window(0, dim, 2, dim), Window(1, dim, 2, dim, first=-start)])
 
 
 def triangle(op: Op) -> Rule:
-    """tril and triu: the diagonal of a shard is the whole one's, relative to the shard's start."""
+    """The rule of tril and triu: a device takes the part of the diagonal that crosses its shard."""
     factors = Factors()
     dims = factors.dims(op.operands[0].shape)
     diagonal = op.args[1] if len(op.args) > 1 else op.kwargs.get("diagonal", 0)
@@ -255,7 +258,7 @@ def triangle(op: Op) -> Rule:
         row, column = (at.offset(f) for (f,) in dims[-2:]) if all(dims[-2:]) else (0, 0)
         if row == 0 and column == 0:
             return at.same()
-        moved = at.emit(seen_from, diagonal, row, column, shape=())
+        moved = at.emit(diagonal_within, diagonal, row, column, shape=())
         return at.emit(op.target, at.inputs[0], moved, shape=at.shape())
 
     if not all(dims[-2:]):
@@ -263,18 +266,18 @@ def triangle(op: Op) -> Rule:
     return factors.rule([dims], [dims], additive=(0,), local=local)
 
 
-def seen_from(diagonal: int, row: int, column: int) -> int:
-    """The index of a diagonal within a part that starts at a row and a column."""
+def diagonal_within(diagonal: int, row: int, column: int) -> int:
+    """The index of a diagonal relative to a shard that starts at `row` and `column`."""
     return diagonal + row - column
 
 
 OPS: Table = {
-    aten.slice: looks(slice_rule, strides.sliced),
-    aten.narrow: looks(slice_rule, strides.piece),
-    aten.split: looks(split, strides.piece),
-    aten.split_with_sizes: looks(split, strides.piece),
-    aten.select: looks(select, strides.selected),
-    aten.unbind: looks(unbind, strides.selected),
+    aten.slice: view_entry(slice_rule, strides.sliced),
+    aten.narrow: view_entry(slice_rule, strides.piece),
+    aten.split: view_entry(split, strides.piece),
+    aten.split_with_sizes: view_entry(split, strides.piece),
+    aten.select: view_entry(select, strides.selected),
+    aten.unbind: view_entry(unbind, strides.selected),
     aten.slice_scatter: Entry(slice_scatter),
     aten.cat: Entry(cat, canonical=without_empty),
     aten.constant_pad_nd: Entry(pad),

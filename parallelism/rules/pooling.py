@@ -1,6 +1,6 @@
 """Rules of pooling over windows, forward and backward.
 
-A device with a shard of a spatial dim pools it together with its neighbours' parts of the windows at its ends.
+A device with a shard of a spatial dim first gets its neighbours' parts of the windows at the shard's ends.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ INDEX = torch.int64
 
 
 class Pooling:
-    """The factors of pooling `x[... spatial] -> out[... spatial]` over `rank` dims. `given`: kernel, stride, padding,
-    dilation."""
+    """The factors of pooling `x[... spatial] -> out[... spatial]` over `rank` spatial dims.
 
-    def __init__(self, x: Value, out: Value, rank: int, given: Sequence[Any], plain: bool = True):
-        kernel = spread(given[0], rank)
-        stride = spread(given[1], rank, kernel)
-        padding, dilation = spread(given[2], rank, 0), spread(given[3], rank)
+    geometry: kernel, stride, padding and dilation. plain: whether spatial dims may be sharded.
+    """
+
+    def __init__(self, x: Value, out: Value, rank: int, geometry: Sequence[Any], plain: bool = True):
+        kernel = spread(geometry[0], rank)
+        stride = spread(geometry[1], rank, kernel)
+        padding, dilation = spread(geometry[2], rank, 0), spread(geometry[3], rank)
         self.lead = x.rank - rank
         self.factors = Factors()
         before = self.factors.dims(x.shape[: self.lead])
@@ -43,8 +45,13 @@ class Pooling:
         """The local shape of a device's window."""
         return [*x[: self.lead], *self.sliding.window(at, x[self.lead :], out[self.lead :])]
 
-    def moved(self, at: LocalOp, index: Any, read: int, source: Sequence[int], target: Sequence[int], sign: int) -> Any:
-        """Converts indices in a device's window, of this spatial size, to the whole plane (`sign` 1), or back (-1)."""
+    def convert_indices(
+        self, at: LocalOp, index: Any, read: int, source: Sequence[int], target: Sequence[int], sign: int
+    ) -> Any:
+        """Converts indices into a device's window to indices into the whole plane (`sign` 1), or back (-1).
+
+        source, target: the spatial sizes before and after. read: the tensor that is read through windows.
+        """
         shape, total = at.shape_of(index), None
         for d, f in enumerate(self.sliding.factors):
 
@@ -61,13 +68,13 @@ class Pooling:
         return total
 
 
-def largest(rank: int) -> Callable[[Op], Rule]:
-    """max_pool_with_indices(x, kernel, stride, padding, dilation, ceil_mode) -> values, places in the plane."""
+def max_pool(rank: int) -> Callable[[Op], Rule]:
+    """The rule of max_pool_with_indices(x, kernel, stride, padding, dilation, ceil_mode) over `rank` spatial dims."""
 
     def rule(op: Op) -> Rule:
         (x,), (out, _) = op.operands, op.results
-        given = (*op.args[1:], *(None,) * 4)[:4]
-        pool = Pooling(x, out, rank, given, x.dtype.is_floating_point)
+        geometry = (*op.args[1:], *(None,) * 4)[:4]
+        pool = Pooling(x, out, rank, geometry, x.dtype.is_floating_point)
         ceil = op.args[5] if len(op.args) > 5 else False
 
         def local(at: LocalOp) -> Any:
@@ -75,22 +82,22 @@ def largest(rank: int) -> Callable[[Op], Rule]:
                 return at.same()
             node = at.window(0)
             sizes = pool.sliding
-            kernel = spread(given[0], rank)
-            made = at.several(
-                op.target, node, kernel, sizes.stride, sizes.padded(at), spread(given[3], rank), ceil,
+            kernel = spread(geometry[0], rank)
+            baseed = at.several(
+                op.target, node, kernel, sizes.stride, sizes.padded(at), spread(geometry[3], rank), ceil,
                 like=[(at.shape(), out.dtype), (at.shape(), INDEX)],
             )  # fmt: skip
             window = at.shape_of(node)[pool.lead :]
-            return [made[0], pool.moved(at, made[1], 0, window, x.shape[pool.lead :], 1)]
+            return [baseed[0], pool.convert_indices(at, baseed[1], 0, window, x.shape[pool.lead :], 1)]
 
-        made = pool.factors.rule([pool.x], [pool.out, pool.out], local=local)
-        return replace(made, windows=pool.sliding.windows(0, 1, -torch.inf))
+        base = pool.factors.rule([pool.x], [pool.out, pool.out], local=local)
+        return replace(base, windows=pool.sliding.windows(0, 1, -torch.inf))
 
     return rule
 
 
-def largest_backward(rank: int) -> Callable[[Op], Rule]:
-    """max_pool_with_indices_backward(grad, x, kernel, stride, padding, dilation, ceil_mode, indices)."""
+def max_pool_backward(rank: int) -> Callable[[Op], Rule]:
+    """The rule of max_pool_with_indices_backward(grad, x, kernel, stride, padding, dilation, ceil_mode, indices)."""
 
     def rule(op: Op) -> Rule:
         grad, x, _ = op.operands
@@ -101,33 +108,32 @@ def largest_backward(rank: int) -> Callable[[Op], Rule]:
                 return at.same()
             shape = pool.window(at, at.operand_shape(1), at.operand_shape(0))
             like = at.emit(aten.new_empty.default, at.inputs[1], shape, shape=shape)
-            indices = pool.moved(at, at.inputs[2], 3, x.shape[pool.lead :], shape[pool.lead :], -1)
-            made = at.emit(
+            indices = pool.convert_indices(at, at.inputs[2], 3, x.shape[pool.lead :], shape[pool.lead :], -1)
+            baseient = at.emit(
                 op.target, at.inputs[0], like, *op.args[2:4], pool.sliding.padded(at), *op.args[5:7], indices,
                 shape=shape,
             )  # fmt: skip
-            return at.fold(made, 3, 0)
+            return at.fold(baseient, 3, 0)
 
-        made = pool.factors.rule([pool.out, pool.x, pool.out], [pool.x], local=local)
-        return replace(made, windows=pool.sliding.windows(3, 0), fills=((0, 0.0), (2, 0.0)))
+        base = pool.factors.rule([pool.out, pool.x, pool.out], [pool.x], local=local)
+        return replace(base, windows=pool.sliding.windows(3, 0), fills=((0, 0.0), (2, 0.0)))
 
     return rule
 
 
-def _even(given: Sequence[Any], rank: int) -> bool:
-    """Whether all windows of average pooling have the same divisor, given padding, ceil_mode, count_include_pad and
-    divisor."""
-    padding, ceil, count, divisor = (*given, *(None,) * 4)[:4]
+def _even(args: Sequence[Any], rank: int) -> bool:
+    """Whether all windows of average pooling have one divisor; args: padding, ceil_mode, count_include_pad, divisor."""
+    padding, ceil, count, divisor = (*args, *(None,) * 4)[:4]
     return bool(divisor) or (not ceil and (count is not False or not any(spread(padding, rank, 0))))
 
 
-def average(rank: int) -> Callable[[Op], Rule]:
-    """avg_pool(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor)."""
+def average_pool(rank: int) -> Callable[[Op], Rule]:
+    """The rule of avg_pool(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor) over `rank` dims."""
 
     def rule(op: Op) -> Rule:
         (x,), (out,) = op.operands, op.results
-        given = (*op.args[1:], *(None,) * 3)[:3]
-        pool = Pooling(x, out, rank, (*given, 1), _even(op.args[3:], rank))
+        geometry = (*op.args[1:], *(None,) * 3)[:3]
+        pool = Pooling(x, out, rank, (*geometry, 1), _even(op.args[3:], rank))
 
         def local(at: LocalOp) -> Any:
             if not any(pool.sliding.cut(at)):
@@ -135,14 +141,14 @@ def average(rank: int) -> Callable[[Op], Rule]:
             at.inputs[0] = at.window(0)
             return at.with_args(*op.args[:2], pool.sliding.stride, pool.sliding.padded(at), *op.args[4:])
 
-        made = pool.factors.rule([pool.x], [pool.out], additive=(0,), local=local)
-        return replace(made, windows=pool.sliding.windows(0, 1, 0.0))
+        base = pool.factors.rule([pool.x], [pool.out], additive=(0,), local=local)
+        return replace(base, windows=pool.sliding.windows(0, 1, 0.0))
 
     return rule
 
 
-def average_backward(rank: int) -> Callable[[Op], Rule]:
-    """avg_pool_backward(grad, x, kernel, stride, padding, ceil_mode, count_include_pad, divisor)."""
+def average_pool_backward(rank: int) -> Callable[[Op], Rule]:
+    """The rule of avg_pool_backward(grad, x, kernel, stride, padding, ceil_mode, count_include_pad, divisor)."""
 
     def rule(op: Op) -> Rule:
         grad, x = op.operands
@@ -156,32 +162,32 @@ def average_backward(rank: int) -> Callable[[Op], Rule]:
             rest = (*op.args[2:4], pool.sliding.padded(at), *op.args[5:])
             return at.fold(at.emit(op.target, at.inputs[0], like, *rest, shape=shape), 2, 0)
 
-        made = pool.factors.rule([pool.out, pool.x], [pool.x], additive=(0,), local=local)
-        return replace(made, windows=pool.sliding.windows(2, 0), fills=((0, 0.0),))
+        base = pool.factors.rule([pool.out, pool.x], [pool.x], additive=(0,), local=local)
+        return replace(base, windows=pool.sliding.windows(2, 0), fills=((0, 0.0),))
 
     return rule
 
 
 def _adaptive(name: str, spelled: str, back: str, recorded: tuple[Any, Any], linear: str = "") -> Table:
-    """Adaptive pooling of whole dims; with equal windows it is recorded as pooling."""
-    made: Table = {}
+    """The entries of adaptive pooling, whose spatial dims are whole; with equal windows it is recorded as pooling."""
+    table: Table = {}
     for rank, (before, after) in {2: ("HW", "YZ"), 3: ("DHW", "XYZ")}.items():
         for text, suffix, one in ((spelled, "", recorded[0]), (back, "_backward", recorded[1])):
             text = text.replace("out", f"...{after}").replace("in", f"...{before}")
             op = getattr(aten, f"{name}{rank}d{suffix}")
-            made[op] = letters(text, linear=linear and "0", recorded=one)
-    return made
+            table[op] = letters(text, linear=linear and "0", recorded=one)
+    return table
 
 
 OPS: Table = {
-    aten.max_pool2d_with_indices: Entry(largest(2)),
-    aten.max_pool2d_with_indices_backward: Entry(largest_backward(2)),
-    aten.max_pool3d_with_indices: Entry(largest(3)),
-    aten.max_pool3d_with_indices_backward: Entry(largest_backward(3)),
-    aten.avg_pool2d: Entry(average(2)),
-    aten.avg_pool2d_backward: Entry(average_backward(2)),
-    aten.avg_pool3d: Entry(average(3)),
-    aten.avg_pool3d_backward: Entry(average_backward(3)),
+    aten.max_pool2d_with_indices: Entry(max_pool(2)),
+    aten.max_pool2d_with_indices_backward: Entry(max_pool_backward(2)),
+    aten.max_pool3d_with_indices: Entry(max_pool(3)),
+    aten.max_pool3d_with_indices_backward: Entry(max_pool_backward(3)),
+    aten.avg_pool2d: Entry(average_pool(2)),
+    aten.avg_pool2d_backward: Entry(average_pool_backward(2)),
+    aten.avg_pool3d: Entry(average_pool(3)),
+    aten.avg_pool3d_backward: Entry(average_pool_backward(3)),
     **_adaptive("_adaptive_avg_pool", "in->out", "out,in->in",
                 (by.adaptive_average, by.adaptive_average_backward), linear="0"),
     **_adaptive("adaptive_max_pool", "in->out,out", "out,in,out->in",

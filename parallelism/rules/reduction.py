@@ -14,7 +14,8 @@ from tpshard.parallelism.rules.shape import whole
 aten = torch.ops.aten
 
 
-def _reduced(op: Op, position: int = 1) -> tuple[list[int], bool]:
+def _reduced_dims(op: Op, position: int = 1) -> tuple[list[int], bool]:
+    """The dims that an op reduces, argument `position`, and whether the result keeps them."""
     rank = op.operands[0].rank
     dims = op.args[position] if len(op.args) > position else op.kwargs.get("dim")
     if isinstance(dims, int):
@@ -24,8 +25,8 @@ def _reduced(op: Op, position: int = 1) -> tuple[list[int], bool]:
 
 
 def reduce(op: Op, reduction: str = "sum", sharded: Kind = Kind.REDUCE, position: int = 1, local: Any = None) -> Rule:
-    """A reduction over dims; if one of them is sharded, the result is partial."""
-    chosen, keep = _reduced(op, position)
+    """The rule of a reduction over dims: over a sharded one the result is partial."""
+    chosen, keep = _reduced_dims(op, position)
     factors = Factors()
     source = op.operands[0].shape
     dims = [(factors.new(n, sharded if d in chosen else Kind.PASS),) if n != 1 else () for d, n in enumerate(source)]
@@ -39,8 +40,8 @@ def reduce(op: Op, reduction: str = "sum", sharded: Kind = Kind.REDUCE, position
 
 
 def mean(op: Op) -> Rule:
-    """A mean over a sharded dim is the sum of the shards' sums, divided by the whole length."""
-    chosen, _ = _reduced(op)
+    """The rule of mean: over a sharded dim, a device returns its sum divided by the whole length, a partial sum."""
+    chosen, _ = _reduced_dims(op)
     count = 1
     for d in chosen:
         count *= op.operands[0].shape[d]
@@ -58,12 +59,12 @@ def mean(op: Op) -> Rule:
 
 
 def whole_reduction(op: Op) -> Rule:
-    """argmax, prod, any: computed on whole dims."""
+    """The rule of reductions that need whole dims: argmax, prod, any."""
     return reduce(op, sharded=Kind.WHOLE)
 
 
 def along(op: Op, position: int = 1, default: int = -1) -> Rule:
-    """cumsum, sort, topk: the dim is whole, all others pass."""
+    """The rule of ops along a dim that must be whole: cumsum, sort, topk."""
     dim = op.args[position] if len(op.args) > position else op.kwargs.get("dim", default)
     rank = op.operands[0].rank
     if rank == 0:
@@ -77,14 +78,14 @@ def reduction(kind: str) -> Entry:
     return Entry(lambda op: reduce(op, kind))
 
 
-def ranked(op: Op, position: int = 1) -> Rule:
-    """median, mode, kthvalue along a dim: values and their indices."""
-    given = op.args[position] if len(op.args) > position else op.kwargs.get("dim", -1)
-    return reduce(replace(op, args=(op.args[0], given)), sharded=Kind.WHOLE)
+def order_statistic(op: Op, position: int = 1) -> Rule:
+    """The rule of median, mode and kthvalue along a dim, which must be whole."""
+    dim = op.args[position] if len(op.args) > position else op.kwargs.get("dim", -1)
+    return reduce(replace(op, args=(op.args[0], dim)), sharded=Kind.WHOLE)
 
 
-def counted(op: Op) -> Rule:
-    """histc(x, bins, min, max): counts of shards add up if the range is given, and not taken from the data."""
+def histogram(op: Op) -> Rule:
+    """The rule of histc(x, bins, min, max): the counts of shards are summed, unless the range comes from the data."""
     low, high = (op.args[i] if len(op.args) > i else op.kwargs.get(name, 0) for i, name in ((2, "min"), (3, "max")))
     factors = Factors()
     x = factors.dims(op.operands[0].shape, Kind.REDUCE if low != high else Kind.WHOLE)
@@ -107,12 +108,12 @@ OPS: Table = {
     aten.logcumsumexp: Entry(along),
     aten.cummax: Entry(along),
     aten.cummin: Entry(along),
-    aten.median.dim: Entry(ranked),
-    aten.nanmedian.dim: Entry(ranked),
-    aten.mode: Entry(ranked),
-    aten.kthvalue: Entry(lambda op: ranked(op, 2)),
+    aten.median.dim: Entry(order_statistic),
+    aten.nanmedian.dim: Entry(order_statistic),
+    aten.mode: Entry(order_statistic),
+    aten.kthvalue: Entry(lambda op: order_statistic(op, 2)),
     aten.median.default: by_whole,
     aten.nanmedian.default: by_whole,
-    aten.histc: Entry(counted),
+    aten.histc: Entry(histogram),
     aten.sort: Entry(lambda op: along(op, 1)),
 }

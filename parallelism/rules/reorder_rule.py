@@ -10,10 +10,10 @@ from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule
 
 
 def reorder(op: Op) -> Rule:
-    """`x[... (b s)], order[(b s)] -> [... (b s)]`: positions of a block are permuted, so a block must be whole; blocks
-    may be sharded.
+    """The rule of a permutation within blocks: blocks b may be sharded, positions s of a block may not.
 
-    Rows may not be sharded: in the paper's naive layout every device sees all rows of a step, and gathers.
+    `x[... (b s)], order[(b s)] -> [... (b s)]`. Rows may not be sharded either: in the paper's naive layout every
+    device has all rows of a step, and gathers.
     """
     x = op.operands[0]
     blocks = op.args[2]

@@ -1,7 +1,7 @@
-"""Resizing images by whole ratios between their points: a position of the result reads its neighbours in the image.
+"""Rules of resizing images by whole ratios with interpolation: a position of the result reads its neighbours.
 
-The kernels clamp where the image ends. A device's window reaches over its part's ends; where the image ends there, the
-window repeats the last rows, and what the kernel makes of the window's own ends is cut off.
+Kernels clamp at the ends of an image. A device's window extends beyond its shard. Where the image ends there, the
+window repeats the last rows, and the results at the window's own ends are cut off.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ INDEX = torch.int64
 
 
 class Resizing:
-    """The factors of `x[n c spatial] -> out[n c (spatial ratio)]`; `reach`: how many neighbours a position reads."""
+    """The factors of resizing `x[n c spatial] -> out[n c (spatial ratio)]`.
+
+    reach: the number of neighbours on each side that a position reads.
+    """
 
     def __init__(self, x: Sequence[int], out: Sequence[int], reach: int):
         self.x, self.reach, self.factors = x, reach, Factors()
@@ -34,19 +37,19 @@ class Resizing:
         self.large: tuple[Dim, ...] = (*lead, *(a + b for a, b in zip(each, inner)))
 
     def windows(self, read: int, reader: int) -> tuple[tuple[int, Window], ...]:
-        """Of the tensors at these places."""
+        """The windows between the tensors with these numbers."""
         return tuple(
             (f, Window(read, d, reader, d, -self.reach, span=2 * self.reach + 1, scale=ratio))
             for d, (f, ratio) in enumerate(zip(self.spatial, self.ratios), 2) if f is not None
         )  # fmt: skip
 
     def cut(self, at: LocalOp) -> list[tuple[int, int, int]]:
-        """(dim, factor, ratio) of those that are."""
+        """The sharded spatial dims: (dim, factor, ratio) of each."""
         every = enumerate(zip(self.spatial, self.ratios), 2)
         return [(d, f, ratio) for d, (f, ratio) in every if f is not None and at.axes(f)]
 
     def inside(self, at: LocalOp, d: int, f: int, read: int, length: int) -> Any:
-        """For each position of a device's window the one that stands there: itself, or the image's last."""
+        """The position to read for each position of a device's window: itself, or the nearest inside the image."""
         begin = at.begin(f, read)
 
         def emit(op: Any, *args: Any) -> Any:
@@ -57,17 +60,17 @@ class Resizing:
         return emit(aten.clamp.default, place, 0, length - 1)
 
 
-def _between(x: Sequence[int], out: Sequence[int], corners: bool, scales: Sequence[float | None]) -> bool:
-    """Whether all positions read alike: by whole ratios, measured from edges."""
+def _has_whole_ratios(x: Sequence[int], out: Sequence[int], corners: bool, scales: Sequence[float | None]) -> bool:
+    """Whether all positions are interpolated alike: ratios are whole, and positions are measured from edges."""
     if corners or any(after % before for before, after in zip(x, out)):
         return False
     return all(scale is None or scale == after // before for scale, before, after in zip(scales, x, out))
 
 
-def resized(op: Op, reach: int) -> Rule:
-    """upsample(x, size, align_corners, scales...)."""
+def resize(op: Op, reach: int) -> Rule:
+    """The rule of upsample(x, size, align_corners, scales...): spatial dims may be sharded if ratios are whole."""
     (x,), (out,) = op.operands, op.results
-    if not _between(x.shape[2:], out.shape[2:], op.args[2], op.args[3:]):
+    if not _has_whole_ratios(x.shape[2:], out.shape[2:], op.args[2], op.args[3:]):
         before, after = SPATIAL[x.rank - 2]
         return rule_of(op, f"...{before}->...{after}", linear="0")
     parts = Resizing(x.shape, out.shape, reach)
@@ -80,9 +83,9 @@ def resized(op: Op, reach: int) -> Rule:
         have = list(at.shape_of(node))
         for d, f, _ in cut:
             node = at.emit(aten.index_select.default, node, d, parts.inside(at, d, f, 0, have[d]), shape=have)
-        made = [n * ratio for n, ratio in zip(have[2:], parts.ratios)]
-        node = at.emit(op.target, node, made, *op.args[2:], shape=(*have[:2], *made))
-        shape = [*have[:2], *made]
+        size = [n * ratio for n, ratio in zip(have[2:], parts.ratios)]
+        node = at.emit(op.target, node, size, *op.args[2:], shape=(*have[:2], *size))
+        shape = [*have[:2], *size]
         for d, _, ratio in cut:
             shape[d] = at.shape()[d]
             node = at.emit(aten.narrow.default, node, d, reach * ratio, shape[d], shape=shape)
@@ -91,27 +94,27 @@ def resized(op: Op, reach: int) -> Rule:
     return parts.factors.rule([parts.small], [parts.large], additive=(0,), windows=parts.windows(0, 1), local=local)
 
 
-def resized_backward(op: Op, reach: int) -> Rule:
-    """upsample_backward(grad, size, input size, align_corners, scales...)."""
+def resize_backward(op: Op, reach: int) -> Rule:
+    """The rule of upsample_backward(grad, size, input size, align_corners, scales...), as that of `resize`."""
     (grad,), (x,) = op.operands, op.results
-    if not _between(x.shape[2:], grad.shape[2:], op.args[3], op.args[4:]):
+    if not _has_whole_ratios(x.shape[2:], grad.shape[2:], op.args[3], op.args[4:]):
         before, after = SPATIAL[x.rank - 2]
         return rule_of(op, f"...{after}->...{before}", local=sized(2), linear="0")
     parts = Resizing(x.shape, grad.shape, reach)
 
     def local(at: LocalOp) -> Any:
         cut = parts.cut(at)
-        node, have, made = at.inputs[0], list(at.operand_shape(0)), list(at.shape())
+        node, have, size = at.inputs[0], list(at.operand_shape(0)), list(at.shape())
         for d, _, ratio in cut:
-            made[d] += 2 * reach
-            have[d] = made[d] * ratio
+            size[d] += 2 * reach
+            have[d] = size[d] * ratio
             widths = [0, 0] * (len(have) - 1 - d) + [reach * ratio] * 2
             node = at.emit(aten.constant_pad_nd.default, node, widths, 0, shape=have)
-        node = at.emit(op.target, node, have[2:], made, *op.args[3:], shape=made)
+        node = at.emit(op.target, node, have[2:], size, *op.args[3:], shape=size)
         for d, f, _ in cut:
-            zeros = at.emit(aten.zeros_like.default, node, shape=made)
-            inside = parts.inside(at, d, f, 1, made[d])
-            node = at.emit(aten.index_add.default, zeros, d, inside, node, shape=made)
+            zeros = at.emit(aten.zeros_like.default, node, shape=size)
+            inside = parts.inside(at, d, f, 1, size[d])
+            node = at.emit(aten.index_add.default, zeros, d, inside, node, shape=size)
         return at.fold(node, 1, 0) if cut else node
 
     windows = parts.windows(1, 0)
@@ -125,12 +128,12 @@ def _entry(rule: Callable[[Op, int], Rule], reach: int) -> Entry:
 
 
 OPS: Table = {
-    aten.upsample_linear1d: _entry(resized, 1),
-    aten.upsample_bilinear2d: _entry(resized, 1),
-    aten.upsample_trilinear3d: _entry(resized, 1),
-    aten.upsample_bicubic2d: _entry(resized, 2),
-    aten.upsample_linear1d_backward: _entry(resized_backward, 1),
-    aten.upsample_bilinear2d_backward: _entry(resized_backward, 1),
-    aten.upsample_trilinear3d_backward: _entry(resized_backward, 1),
-    aten.upsample_bicubic2d_backward: _entry(resized_backward, 2),
+    aten.upsample_linear1d: _entry(resize, 1),
+    aten.upsample_bilinear2d: _entry(resize, 1),
+    aten.upsample_trilinear3d: _entry(resize, 1),
+    aten.upsample_bicubic2d: _entry(resize, 2),
+    aten.upsample_linear1d_backward: _entry(resize_backward, 1),
+    aten.upsample_bilinear2d_backward: _entry(resize_backward, 1),
+    aten.upsample_trilinear3d_backward: _entry(resize_backward, 1),
+    aten.upsample_bicubic2d_backward: _entry(resize_backward, 2),
 }

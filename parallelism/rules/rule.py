@@ -20,10 +20,12 @@ Dim = tuple[int, ...]
 
 
 class Kind(Enum):
+    """What sharding a factor means for the computation."""
+
     PASS = "pass"
     """Sharding it only divides the work."""
     REDUCE = "reduce"
-    """Summed: results without it are partial if it is sharded."""
+    """The op sums over it: results without it are partial if it is sharded."""
     WHOLE = "whole"
     """The computation needs the whole dim (sort, cumulative sum)."""
     PERMUTE = "permute"
@@ -33,8 +35,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Window:
-    """The positions that one tensor reads of another along a dim: position `o` of the reader reads `span` positions
-    from `stride * o + first` on. Tensors are numbered: operands, then results."""
+    """The positions that one tensor reads of another along a dim.
+
+    Position `o` of the reader reads `span` positions from `stride * o + first` on. Tensors are numbered, the operands
+    before the results.
+    """
 
     read: int
     dim: int
@@ -44,16 +49,16 @@ class Window:
     stride: int = 1
     span: int = 1
     fill: float | None = None
-    """The value of positions that do not exist; None: what is read there is not used."""
+    """The value of positions outside of the tensor; None if they are not used."""
     cyclic: bool = False
     """Whether the first position follows the last."""
     scale: int = 1
-    """Positions of the reader that count as one."""
+    """The number of the reader's positions for one position of the window."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a rule's own `local` gathers if a factor is sharded."""
+    """The communication in a rule's own `local` if a factor is sharded."""
 
     factor: int
     bytes: int
@@ -65,7 +70,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Rule:
-    """The factors of every operand and result dim of one op."""
+    """The factors of every dim of one op's operands and results, and how it is computed on shards."""
 
     operands: tuple[tuple[Dim, ...], ...]
     results: tuple[tuple[Dim, ...], ...]
@@ -88,11 +93,11 @@ class Rule:
     even: bool = False
     """Whether it cannot handle padding, so that its factors are divided evenly or not at all."""
     fills: tuple[tuple[int, float], ...] = ()
-    """(operand, value that its padding must hold): lookup indices, divisors."""
+    """Pairs (operand, the value that its padding must hold), as for lookup indices and divisors."""
     guarded: tuple[int, ...] = ()
     """Summed factors whose padding the rule's own `local` does not read."""
     windows: tuple[tuple[int, Window], ...] = ()
-    """(factor, window): how tensors read others along factors of kind PERMUTE, or along windowed sums."""
+    """Pairs (factor, window): how tensors read others along factors of kind PERMUTE, or along windowed sums."""
     mirrored: tuple[int, ...] = ()
     """Factors that are read in reverse."""
     exchanged: tuple[Exchange, ...] = ()
@@ -101,7 +106,7 @@ class Rule:
     """Other ways to compute the op on shards; the partitioner chooses the cheapest."""
 
     def fill(self, operand: int, factor: int) -> float | None:
-        """The value that an operand's padding must hold along a factor; None if any will do.
+        """The value that an operand's padding along a factor must hold; None if any value will do.
 
         Padding along a factor that passes stays padding. Along a reduced factor it must be the neutral element.
         """
@@ -131,7 +136,7 @@ class LocalOp(Protocol):
         """The axes that shard a factor."""
 
     def size(self, factor: int) -> int:
-        """A factor's local size."""
+        """The size of a factor on one device."""
 
     def position(self, factor: int) -> Any:
         """A node (or 0) with this device's position along a factor's axes."""
@@ -153,19 +158,22 @@ class LocalOp(Protocol):
         """The value of the previous device along a factor's axes, cyclically."""
 
     def dtype(self, result: int) -> Any:
-        """Dtype of a result."""
+        """The dtype of a result."""
 
     def gathered(self, node: Any, factor: int) -> Any:
         """The values of all devices along a factor's axes in order, along a new first dim."""
 
-    def shape_of(self, node: Any) -> tuple[int, ...]: ...
+    def shape_of(self, node: Any) -> tuple[int, ...]:
+        """The local shape of a node."""
 
-    def dtype_of(self, node: Any) -> Any: ...
+    def dtype_of(self, node: Any) -> Any:
+        """The dtype of a node."""
 
     def shape(self, result: int = 0) -> tuple[int, ...]:
-        """Local shape of a result."""
+        """The local shape of a result."""
 
-    def operand_shape(self, operand: int) -> tuple[int, ...]: ...
+    def operand_shape(self, operand: int) -> tuple[int, ...]:
+        """The local shape of an operand."""
 
     def offset(self, factor: int) -> Any:
         """A node (or 0) with this device's first global index along a factor."""
@@ -177,11 +185,13 @@ class LocalOp(Protocol):
         """A node (or 1) that is 1 on the first device along a factor's axes and 0 on the others."""
 
     def window(self, operand: int, reader: int | None = None) -> Any:
-        """A node with the part of an operand that this device reads for its shard of the reader (the first result); the
-        operand itself if no window is sharded."""
+        """A node with the part of an operand that this device reads; the operand itself if no window is sharded.
+
+        reader: the tensor for whose shard it is read, by default the first result.
+        """
 
     def fold(self, node: Any, read: int, reader: int) -> Any:
-        """The transpose of `window`: sums what all windows' gradients add to this device's shard."""
+        """The transpose of `window`: sums the gradients of all windows that contain elements of this device's shard."""
 
     def begin(self, factor: int, read: int) -> Any:
         """A node (or 0) with the position of a tensor at which this device's window along a factor begins."""
@@ -198,37 +208,35 @@ class LocalOp(Protocol):
 
 @dataclass
 class Factors:
-    """Collects factors while a rule is built."""
+    """The factors of a rule that is being built."""
 
     sizes: list[int] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
 
     def new(self, size: int, kind: Kind = Kind.PASS) -> int:
+        """Adds a factor and returns its number."""
         self.sizes.append(size)
         self.kinds.append(kind)
         return len(self.sizes) - 1
 
     def dims(self, shape: Sequence[int], kind: Kind = Kind.PASS, ones: bool = False) -> tuple[Dim, ...]:
-        """One factor per dim; for dims of size 1 only if `ones` is set.
+        """Adds a factor for each dim of a shape; for dims of size 1 only if `ones` is set.
 
-        An op in which every dim passes also passes these: a slice of one row may be on the device that has it."""
+        An op in which every dim passes also passes these: a slice of one row may be on the device that has it.
+        """
         return tuple((self.new(n, kind),) if n != 1 or ones else () for n in shape)
 
     def rule(self, operands: Sequence[tuple[Dim, ...]], results: Sequence[tuple[Dim, ...]], **rest: Any) -> Rule:
+        """The rule of these factors; by default, all results' factors and summed ones divide the work."""
         if "work" not in rest:
-            rest["work"] = tuple(
-                sorted(
-                    {f for dims in results for dim in dims for f in dim}
-                    | {f for dims in operands for dim in dims for f in dim if self.kinds[f] is Kind.REDUCE}
-                )
-            )
-        if "flops" not in rest:
-            rest["flops"] = 0
+            of_results = {f for dims in results for dim in dims for f in dim}
+            summed = {f for dims in operands for dim in dims for f in dim if self.kinds[f] is Kind.REDUCE}
+            rest["work"] = tuple(sorted(of_results | summed))
         return Rule(tuple(operands), tuple(results), tuple(self.sizes), tuple(self.kinds), **rest)
 
 
 def whole(op: Op) -> Rule:
-    """The rule with every dim whole: correct for any op, sharded for none."""
+    """The rule of an op without an entry: every dim is whole, which is correct for any op."""
     factors = Factors()
     operands = [factors.dims(v.shape, Kind.WHOLE) for v in op.operands]
     results = [factors.dims(v.shape, Kind.WHOLE) for v in op.results]

@@ -1,7 +1,7 @@
 """Rules of argmax, top-k and cumulative sums over a sharded dim, by local results and a small exchange.
 
-The maximum of all elements is the maximum of the shards' maxima; likewise for top-k. Each rule here is an alternative
-to the one that needs the whole dim, which is cheaper if another dim can take the axes.
+The maximum of all elements is the maximum of the shards' maxima; likewise for top-k. Each of these rules is an
+alternative to the one that needs the whole dim, which is cheaper if another dim can take the axes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def _argument(op: Op, position: int, name: str, default: Any) -> Any:
     return op.args[position] if len(op.args) > position else op.kwargs.get(name, default)
 
 
-def _parted(op: Op, dim: int, kept: int, collectives: int, **rest: Any) -> Rule:
-    """The rule of a dim that every device reduces to `kept` elements of its shard, which it sends to the others."""
+def _by_local_results(op: Op, dim: int, remaining: int, collectives: int, **rest: Any) -> Rule:
+    """A rule by which every device reduces its shard of a dim to `remaining` elements, and sends them to the others."""
     x = op.operands[0]
     factors = Factors()
     dims: list[Dim] = [(factors.new(n),) if n != 1 else () for n in x.shape]
@@ -37,7 +37,7 @@ def _parted(op: Op, dim: int, kept: int, collectives: int, **rest: Any) -> Rule:
     if op.results[0].rank < x.rank:
         out = (*out[:dim], *out[dim + 1 :])
     others = product([n for d, n in enumerate(x.shape) if d != dim])
-    sent = kept * others * (x.dtype.itemsize + (INDEX.itemsize if collectives > 1 else 0))
+    sent = remaining * others * (x.dtype.itemsize + (INDEX.itemsize if collectives > 1 else 0))
     exchanged = tuple(Exchange(f, sent, collectives) for f in dims[dim])
     return factors.rule(
         [tuple(dims)], [out] * len(op.results), exchanged=exchanged, flops=x.numel, work=tuple(range(x.rank)), **rest
@@ -45,7 +45,7 @@ def _parted(op: Op, dim: int, kept: int, collectives: int, **rest: Any) -> Rule:
 
 
 def extreme(op: Op) -> Rule:
-    """argmax, argmin, and max and min along a dim with their index; of equal elements the first."""
+    """The rule of argmax and argmin, and of max and min along a dim; of equal elements the first one counts."""
     x = op.operands[0]
     dim = _argument(op, 1, "dim", None)
     main = whole_reduction(op)
@@ -62,24 +62,24 @@ def extreme(op: Op) -> Rule:
             return at.same()
         one = tuple(1 if d == dim else n for d, n in enumerate(at.operand_shape(0)))
         value, index = at.several(best, at.inputs[0], dim, True, like=[(one, x.dtype), (one, torch.int64)])
-        values, indices = at.gathered(value, f), at.gathered(_placed(at, index, f), f)
+        values, indices = at.gathered(value, f), at.gathered(_global_indices(at, index, f), f)
         value, winner = at.several(best, values, 0, True, like=[((1, *one), x.dtype), ((1, *one), torch.int64)])
         index = at.emit(aten.gather.default, indices, 0, winner, shape=(1, *one), dtype=INDEX)
         index = at.emit(aten._to_copy.default, index, shape=(1, *one), dtype=torch.int64)
-        made = [value, index] if len(op.results) > 1 else [index]
+        results = [value, index] if len(op.results) > 1 else [index]
         shape = one if keep else (*one[:dim], *one[dim + 1 :])
-        made = [
+        results = [
             at.emit(aten.reshape.default, node, list(shape), shape=shape, dtype=result.dtype)
-            for node, result in zip(made, op.results)
+            for node, result in zip(results, op.results)
         ]
-        return made if len(made) > 1 else made[0]
+        return results if len(results) > 1 else results[0]
 
-    way = _parted(op, dim, 1, 2, local=local, fills=((0, float("-inf") if largest else float("inf")),))
+    way = _by_local_results(op, dim, 1, 2, local=local, fills=((0, float("-inf") if largest else float("inf")),))
     return replace(main, others=(way,))
 
 
 def topk(op: Op) -> Rule:
-    """topk(x, k, dim, largest, sorted); of equal elements any, as in torch."""
+    """The rule of topk(x, k, dim, largest, sorted); of equal elements any may be returned, as in torch."""
     x = op.operands[0]
     main = along(op, 2)
     if x.rank == 0:
@@ -96,29 +96,29 @@ def topk(op: Op) -> Rule:
         if not at.axes(f):
             return at.same()
         have = at.operand_shape(0)
-        kept = min(k, have[dim])
-        few = tuple(kept if d == dim else n for d, n in enumerate(have))
-        value, index = best(at, at.inputs[0], kept, few)
-        values, indices = (_in_a_row(at, at.gathered(node, f), dim) for node in (value, _placed(at, index, f)))
+        count = min(k, have[dim])
+        few = tuple(count if d == dim else n for d, n in enumerate(have))
+        value, index = best(at, at.inputs[0], count, few)
+        values, indices = (_in_a_row(at, at.gathered(node, f), dim) for node in (value, _global_indices(at, index, f)))
         value, place = best(at, values, k, at.shape())
         index = at.emit(aten.gather.default, indices, dim, place, shape=at.shape(), dtype=INDEX)
         return [value, at.emit(aten._to_copy.default, index, shape=at.shape(), dtype=torch.int64)]
 
     if x.shape[dim] == 1:
         return main
-    way = _parted(op, dim, k, 2, local=local, even=True)
+    way = _by_local_results(op, dim, k, 2, local=local, even=True)
     return replace(main, others=(way,))
 
 
-def _placed(at: LocalOp, index: Any, factor: int) -> Any:
-    """Indices into a shard as indices into the whole dim."""
+def _global_indices(at: LocalOp, index: Any, factor: int) -> Any:
+    """Converts indices into a shard to indices into the whole dim."""
     shape = at.shape_of(index)
     index = at.emit(aten.add.Tensor, index, at.offset(factor), shape=shape, dtype=torch.int64)
     return at.emit(aten._to_copy.default, index, shape=shape, dtype=INDEX)
 
 
 def _in_a_row(at: LocalOp, node: Any, dim: int) -> Any:
-    """[members, ..., n, ...] -> [..., members * n, ...] along `dim` of the shard."""
+    """Joins gathered shards along their dim: [members, ..., n, ...] -> [..., members * n, ...]."""
     have = at.shape_of(node)
     order = [*range(1, dim + 1), 0, *range(dim + 1, len(have))]
     turned = [have[d] for d in order]
@@ -129,7 +129,7 @@ def _in_a_row(at: LocalOp, node: Any, dim: int) -> Any:
 
 
 def running_sum(op: Op) -> Rule:
-    """cumsum: the cumulative sums of a shard plus the total of all shards before it."""
+    """The rule of cumsum: the cumulative sums of a shard, plus the total of all shards before it."""
     x, out = op.operands[0], op.results[0]
     main = along(op, 1)
     if x.rank == 0 or x.shape[op.args[1]] == 1:
@@ -153,7 +153,7 @@ def running_sum(op: Op) -> Rule:
         before = at.emit(aten.sum.dim_IntList, before, [0], shape=one, dtype=out.dtype)
         return at.emit(aten.add.Tensor, sums, before, shape=at.shape())
 
-    way = _parted(op, dim, 1, 1, local=local, fills=((0, 0.0),))
+    way = _by_local_results(op, dim, 1, 1, local=local, fills=((0, 0.0),))
     return replace(main, others=(way,))
 
 

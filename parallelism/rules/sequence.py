@@ -16,8 +16,10 @@ aten = torch.ops.aten
 
 
 class _Factors:
-    """Batch, queries, KV heads, query heads per KV head, head dim: `q[b s (kv g) d]`, `k[b t kv d]`, `lse[b (kv g)
-    s]`."""
+    """The factors of attention: `q[b s (kv g) d]`, `k[b t kv d]`, `lse[b (kv g) s]`.
+
+    They are batch, queries, KV heads, query heads per KV head, and head dim.
+    """
 
     def __init__(self, q: Value, k: Value):
         self.all = Factors()
@@ -40,31 +42,37 @@ class _Factors:
 
 
 def forward(op: Op, flops: int) -> tuple[Rule, ...]:
-    """attention(q, k, v, documents, scale, window, softcap) -> out, lse"""
+    """The rules of attention over a sharded sequence, by gathered keys and by a ring.
+
+    The op is attention(q, k, v, documents, scale, window, softcap) -> out, lse.
+    """
     return _forward(op, flops, ring=False), _forward(op, flops, ring=True)
 
 
 def backward(op: Op, flops: int) -> tuple[Rule, ...]:
-    """attention_backward(dout, q, k, v, out, lse, documents, scale, window, softcap) -> dq, dk, dv"""
+    """The rules of attention's gradient over a sharded sequence, by gathered keys and by a ring.
+
+    The op is attention_backward(dout, q, k, v, out, lse, documents, scale, window, softcap) -> dq, dk, dv.
+    """
     return _backward(op, flops, ring=False), _backward(op, flops, ring=True)
 
 
 def _forward(op: Op, flops: int, ring: bool) -> Rule:
     q, k = op.operands[:2]
-    at_ = _Factors(q, k)
-    t = at_.s if ring else at_.all.new(k.shape[1], Kind.WHOLE)
-    scale, window, softcap = _how(op, 4)
+    dims = _Factors(q, k)
+    t = dims.s if ring else dims.all.new(k.shape[1], Kind.WHOLE)
+    scale, window, softcap = _settings(op, 4)
 
     def local(at: LocalOp) -> Any:
-        if not at.axes(at_.s):
+        if not at.axes(dims.s):
             return at.same()
         keys, values, *rest = at.inputs[1:]
-        first, members = at.offset(at_.s), at.members(at_.s)
-        own = _own(at, at_.s, rest, ring)
+        first, members = at.offset(dims.s), at.members(dims.s)
+        own = _own_documents(at, dims.s, rest, ring)
         like = [(at.shape(i), at.dtype(i)) for i in (0, 1)]
 
         def part(behind: int, moving: list[Any]) -> list[Any]:
-            first_key = at.pick(at_.s, [((p - behind) % members) * at.size(at_.s) for p in range(members)])
+            first_key = at.pick(dims.s, [((p - behind) % members) * at.size(dims.s) for p in range(members)])
             theirs = moving[2] if rest else None
             return at.several(
                 torch.ops.tpshard.attention_part.default, at.inputs[0], *moving[:2], own, theirs, scale, window, first,
@@ -76,37 +84,37 @@ def _forward(op: Op, flops: int, ring: bool) -> Rule:
         moving = [keys, values, *rest]
         out, lse = part(0, moving)
         for behind in range(1, members):
-            moving = [at.shifted(node, at_.s) for node in moving]
-            out, lse = _merged(at, out, lse, *part(behind, moving))
+            moving = [at.shifted(node, dims.s) for node in moving]
+            out, lse = _merge_partial(at, out, lse, *part(behind, moving))
         return [out, lse]
 
-    operands = [at_.queries(), at_.keys(t), at_.keys(t), *[at_.documents(t)] * (len(op.operands) - 3)]
-    return at_.all.rule(
-        operands, [at_.queries(), at_.lse()], flops=flops, work=at_.work, local=local, even=True,
-        exchanged=_rotated(op.operands[1:], at_.s) if ring else (),
+    operands = [dims.queries(), dims.keys(t), dims.keys(t), *[dims.documents(t)] * (len(op.operands) - 3)]
+    return dims.all.rule(
+        operands, [dims.queries(), dims.lse()], flops=flops, work=dims.work, local=local, even=True,
+        exchanged=_rotation(op.operands[1:], dims.s) if ring else (),
     )  # fmt: skip
 
 
 def _backward(op: Op, flops: int, ring: bool) -> Rule:
     _, q, k = op.operands[:3]
-    at_ = _Factors(q, k)
-    t = at_.s if ring else at_.all.new(k.shape[1], Kind.WHOLE)
-    at_.all.kinds[at_.g] = Kind.REDUCE
+    dims = _Factors(q, k)
+    t = dims.s if ring else dims.all.new(k.shape[1], Kind.WHOLE)
+    dims.all.kinds[dims.g] = Kind.REDUCE
     if not ring:
-        at_.all.kinds[at_.s] = Kind.REDUCE  # every device has its queries' share of all keys' gradients
-    scale, window, softcap = _how(op, 7)
+        dims.all.kinds[dims.s] = Kind.REDUCE  # every device has its queries' share of all keys' gradients
+    scale, window, softcap = _settings(op, 7)
 
     def local(at: LocalOp) -> Any:
-        if not at.axes(at_.s):
+        if not at.axes(dims.s):
             return at.same()
         grad, q, keys, values, out, lse, *rest = at.inputs
-        first, members = at.offset(at_.s), at.members(at_.s)
-        own = _own(at, at_.s, rest, ring)
+        first, members = at.offset(dims.s), at.members(dims.s)
+        own = _own_documents(at, dims.s, rest, ring)
         wide = torch.promote_types(at.dtype(1), torch.float32)
         like = [(at.shape(0), at.dtype(0)), (at.shape(1), wide), (at.shape(2), wide)]
 
         def part(behind: int, moving: list[Any]) -> list[Any]:
-            first_key = at.pick(at_.s, [((p - behind) % members) * at.size(at_.s) for p in range(members)])
+            first_key = at.pick(dims.s, [((p - behind) % members) * at.size(dims.s) for p in range(members)])
             theirs = moving[2] if rest else None
             return at.several(
                 torch.ops.tpshard.attention_part_backward.default, grad, q, *moving[:2], out, lse, own, theirs, scale,
@@ -116,39 +124,39 @@ def _backward(op: Op, flops: int, ring: bool) -> Rule:
         moving = [keys, values, *rest]
         dq, dk, dv = part(0, moving)
         for behind in range(1, members if ring else 1):
-            moving = [at.shifted(node, at_.s) for node in moving]
-            dk, dv = (at.shifted(node, at_.s) for node in (dk, dv))
+            moving = [at.shifted(node, dims.s) for node in moving]
+            dk, dv = (at.shifted(node, dims.s) for node in (dk, dv))
             parts = part(behind, moving)
             dq, dk, dv = (
                 at.emit(aten.add.Tensor, mine, theirs, shape=at.shape_of(mine), dtype=at.dtype_of(mine))
                 for mine, theirs in zip((dq, dk, dv), parts)
             )
         if ring:  # from the last device that added to them back to their own
-            dk, dv = (at.shifted(node, at_.s) for node in (dk, dv))
+            dk, dv = (at.shifted(node, dims.s) for node in (dk, dv))
         return [dq, *(_cast(at, node, at.shape(i), at.dtype(i)) for i, node in ((1, dk), (2, dv)))]
 
-    queries, keys = at_.queries(), at_.keys(t)
-    operands = [queries, queries, keys, keys, queries, at_.lse(), *[at_.documents(t)] * (len(op.operands) - 6)]
+    queries, keys = dims.queries(), dims.keys(t)
+    operands = [queries, queries, keys, keys, queries, dims.lse(), *[dims.documents(t)] * (len(op.operands) - 6)]
     sent = [*op.operands[2:4], *op.operands[2:4], *op.operands[6:]]
-    return at_.all.rule(
-        operands, [queries, keys, keys], flops=flops, work=at_.work, local=local, even=True,
-        exchanged=_rotated(sent, at_.s) if ring else (),
+    return dims.all.rule(
+        operands, [queries, keys, keys], flops=flops, work=dims.work, local=local, even=True,
+        exchanged=_rotation(sent, dims.s) if ring else (),
     )  # fmt: skip
 
 
-def _how(op: Op, first: int) -> tuple[float, int | None, float | None]:
-    """Scale, window and softcap; the first is argument `first`."""
+def _settings(op: Op, first: int) -> tuple[float, int | None, float | None]:
+    """The arguments scale, window and softcap of an op; scale is argument `first`."""
     scale, window, softcap = (*op.args[first:], None, None)[:3]
     return scale, window, softcap
 
 
-def _rotated(values: list[Value], factor: int) -> tuple[Exchange, ...]:
-    """The rotated values: every device sends its shard of these to the next one, once for each other device."""
+def _rotation(values: list[Value], factor: int) -> tuple[Exchange, ...]:
+    """The exchange of a ring: every device sends its shard of these values to the next one, until all have all."""
     return (Exchange(factor, sum(value.bytes for value in values), len(values), rotating=True),)
 
 
-def _own(at: LocalOp, factor: int, rest: list[Any], ring: bool) -> Any:
-    """The documents of this device's queries."""
+def _own_documents(at: LocalOp, factor: int, rest: list[Any], ring: bool) -> Any:
+    """The document ids of this device's queries; None if there are none."""
     if not rest:
         return None
     (documents,) = rest
@@ -159,8 +167,8 @@ def _own(at: LocalOp, factor: int, rest: list[Any], ring: bool) -> Any:
     return at.emit(aten.narrow.default, documents, 1, at.offset(factor), at.size(factor), shape=shape, dtype=dtype)
 
 
-def _merged(at: LocalOp, out: Any, lse: Any, more: Any, more_lse: Any) -> tuple[Any, Any]:
-    """Merges two partial softmax sums."""
+def _merge_partial(at: LocalOp, out: Any, lse: Any, more: Any, more_lse: Any) -> tuple[Any, Any]:
+    """Merges the outputs and logsumexps of attention to two parts of the keys."""
     (b, h, s), dtype, wide = at.shape_of(lse), at.dtype_of(out), at.dtype_of(lse)
     total = at.emit(aten.logaddexp.default, lse, more_lse, shape=(b, h, s), dtype=wide)
 
@@ -171,8 +179,8 @@ def _merged(at: LocalOp, out: Any, lse: Any, more: Any, more_lse: Any) -> tuple[
         weight = at.emit(aten.unsqueeze.default, weight, 3, shape=(b, s, h, 1), dtype=wide)
         return at.emit(aten.mul.Tensor, share, weight, shape=at.shape_of(out), dtype=wide)
 
-    made = at.emit(aten.add.Tensor, weighed(out, lse), weighed(more, more_lse), shape=at.shape_of(out), dtype=wide)
-    return _cast(at, made, at.shape_of(out), dtype), total
+    combined = at.emit(aten.add.Tensor, weighed(out, lse), weighed(more, more_lse), shape=at.shape_of(out), dtype=wide)
+    return _cast(at, combined, at.shape_of(out), dtype), total
 
 
 def _cast(at: LocalOp, node: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:

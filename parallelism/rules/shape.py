@@ -20,10 +20,10 @@ aten = torch.ops.aten
 def reshape_factors(
     factors: Factors, source: Sequence[int], target: Sequence[int]
 ) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
-    """The factors of a view's two shapes, by walking over both from major to minor.
+    """The factors of the two shapes of a view, which both are walked from major to minor.
 
     Where both have covered equally many elements they share a factor, the gcd of the rest of their dims. Otherwise ([2,
-    3] viewed as [3, 2]) the one behind gets factors of its own, which must be whole, so that they match again soon.
+    3] viewed as [3, 2]) the shape that is behind gets whole factors of its own until both match again.
     """
     dims: tuple[list[list[int]], ...] = ([[] for _ in source], [[] for _ in target])
     left_of = [[n for n in source if n != 1], [n for n in target if n != 1]]
@@ -56,6 +56,7 @@ def reshape_factors(
 
 
 def view(op: Op) -> Rule:
+    """The rule of a view: dims of both shapes that are made of the same elements share factors."""
     factors = Factors()
     left, right = reshape_factors(factors, op.operands[0].shape, op.results[0].shape)
 
@@ -66,6 +67,7 @@ def view(op: Op) -> Rule:
 
 
 def permute(op: Op) -> Rule:
+    """The rule of permute: every dim passes."""
     factors = Factors()
     dims = factors.dims(op.operands[0].shape, ones=True)
     order = [d % len(dims) for d in op.args[1]]
@@ -73,6 +75,7 @@ def permute(op: Op) -> Rule:
 
 
 def expand(op: Op) -> Rule:
+    """The rule of expand: new and repeated dims of the result have factors that the operand lacks."""
     factors = Factors()
     source, out = op.operands[0].shape, op.results[0].shape
     result = factors.dims(out)
@@ -86,7 +89,7 @@ def expand(op: Op) -> Rule:
 
 
 def alike(op: Op, dims: Sequence[int], kind: Kind, additive: tuple[int, ...] = (0,), **rest: Any) -> Rule:
-    """The rule of an op whose dims all correspond; `dims`, which may differ in length, are factors of `kind`."""
+    """The rule of an op whose tensors have corresponding dims; `dims`, which may differ in length, are of `kind`."""
     factors = Factors()
     rank = op.results[0].rank
     tensors = [v for v in (*op.operands, *op.results) if v.rank == rank]
@@ -106,12 +109,12 @@ def alike(op: Op, dims: Sequence[int], kind: Kind, additive: tuple[int, ...] = (
 
 
 def whole(op: Op, dims: Sequence[int], additive: tuple[int, ...] = (0,)) -> Rule:
-    """The rule of an op whose dims all correspond, and whose `dims` must be whole (sort, cumulative sum)."""
+    """The rule of an op whose tensors have corresponding dims, of which `dims` must be whole (sort)."""
     return alike(op, dims, Kind.WHOLE, additive)
 
 
-def _without(op: Op, *gone: int) -> tuple[Factors, list[Dim], list[Dim]]:
-    """The factors of the first operand, with rearranged dims whole; and those of the other dims."""
+def _with_whole(op: Op, *gone: int) -> tuple[Factors, list[Dim], list[Dim]]:
+    """The factors of the first operand, whose dims `gone` are whole; its dims, and those of them that are not gone."""
     factors = Factors()
     shape = op.operands[0].shape
     changed = {d % len(shape) for d in gone}
@@ -122,63 +125,64 @@ def _without(op: Op, *gone: int) -> tuple[Factors, list[Dim], list[Dim]]:
 
 
 def _diagonal_of(op: Op, position: int) -> tuple[int, int]:
-    """The two dims of a diagonal, which follow its offset in the arguments."""
-    given = [*op.args[position + 1 : position + 3], *(0, 1)[max(0, len(op.args) - position - 1) :]]
-    return op.kwargs.get("dim1", given[0]), op.kwargs.get("dim2", given[1])
+    """The two dims of a diagonal, which are the arguments after its offset, argument `position`."""
+    args = [*op.args[position + 1 : position + 3], *(0, 1)[max(0, len(op.args) - position - 1) :]]
+    return op.kwargs.get("dim1", args[0]), op.kwargs.get("dim2", args[1])
 
 
 def diagonal(op: Op) -> Rule:
-    """diagonal(x, offset, dim1, dim2): the diagonal becomes the last dim."""
-    factors, dims, rest = _without(op, *_diagonal_of(op, 1))
+    """The rule of diagonal(x, offset, dim1, dim2): both dims are whole, and the diagonal becomes the last dim."""
+    factors, dims, rest = _with_whole(op, *_diagonal_of(op, 1))
     last = factors.dims(op.results[0].shape[-1:], Kind.WHOLE)
     return factors.rule([tuple(dims)], [(*rest, *last)], additive=(0,))
 
 
 def diagonal_scatter(op: Op) -> Rule:
-    """diagonal_scatter(x, source, offset, dim1, dim2)."""
-    factors, dims, rest = _without(op, *_diagonal_of(op, 2))
+    """The rule of diagonal_scatter(x, source, offset, dim1, dim2): both dims are whole."""
+    factors, dims, rest = _with_whole(op, *_diagonal_of(op, 2))
     last = factors.dims(op.operands[1].shape[-1:], Kind.WHOLE)
     return factors.rule([tuple(dims), (*rest, *last)], [tuple(dims)], additive=(0, 1))
 
 
 def diagonal_backward(op: Op) -> Rule:
-    """diagonal_backward(gradient, size, offset, dim1, dim2)."""
+    """The rule of diagonal_backward(gradient, size, offset, dim1, dim2): both dims are whole."""
     factors = Factors()
     *rest, last = op.operands[0].shape
     lead = list(factors.dims(rest))
     (end,) = factors.dims([last], Kind.WHOLE)
     changed = {d % op.results[0].rank for d in _diagonal_of(op, 2)}
-    source, kept = (*lead, end), iter(lead)
-    made = tuple(
-        factors.dims([n], Kind.WHOLE)[0] if d in changed else next(kept) for d, n in enumerate(op.results[0].shape)
+    source, others = (*lead, end), iter(lead)
+    out = tuple(
+        factors.dims([n], Kind.WHOLE)[0] if d in changed else next(others) for d, n in enumerate(op.results[0].shape)
     )
     return factors.rule(
-        [source], [made], additive=(0,), local=lambda at: at.with_args(Ref(0), list(at.shape()), *op.args[2:])
+        [source], [out], additive=(0,), local=lambda at: at.with_args(Ref(0), list(at.shape()), *op.args[2:])
     )
 
 
 def unfold(op: Op) -> Rule:
-    """unfold(x, dim, size, step): windows of a dim, with their elements in a new last dim."""
-    factors, dims, _ = _without(op, op.args[1])
+    """The rule of unfold(x, dim, size, step): the dim is whole; its windows' elements become a new last dim."""
+    factors, dims, _ = _with_whole(op, op.args[1])
     dim = op.args[1] % max(op.operands[0].rank, 1)
     count, window = (factors.dims([n], Kind.WHOLE)[0] for n in (op.results[0].shape[dim], op.results[0].shape[-1]))
-    made = (*dims[:dim], count, *dims[dim + 1 :], window)
-    return factors.rule([tuple(dims)], [made], additive=(0,))
+    result = (*dims[:dim], count, *dims[dim + 1 :], window)
+    return factors.rule([tuple(dims)], [result], additive=(0,))
 
 
-def reread(op: Op) -> Rule:
-    """view(x, dtype): the bits of x as another dtype, which may change the size of the last dim."""
+def view_dtype(op: Op) -> Rule:
+    """The rule of view(x, dtype): the last dim is whole if the dtype changes its size."""
     alike = op.operands[0].shape == op.results[0].shape
     return rule_of(op, "...->..." if alike else "...N->...M")
 
 
 # ---- synonyms, which graphs hold as view and permute -------------------------------------------------------------
 def as_view(op: Op) -> None:
+    """Rewrites an op with the same elements in the same order to a view."""
     op.target, op.args, op.kwargs = aten.view.default, (Ref(0), op.results[0].shape), {}
 
 
 def as_permute(op: Op) -> None:
-    """transpose(x, i, j), t(x)."""
+    """Rewrites transpose(x, i, j) and t(x) to permute."""
     rank = op.operands[0].rank
     i, j = (op.args[1] % rank, op.args[2] % rank) if len(op.args) > 2 else (0, max(rank - 1, 0))
     order = list(range(rank))
@@ -188,37 +192,38 @@ def as_permute(op: Op) -> None:
 
 
 def as_conjugated(op: Op) -> None:
-    """Rewrites a lazy conjugation as a real one: collectives send bits and would lose the flag."""
+    """Rewrites a lazy conjugation to a real one, since collectives send bits and would lose the flag."""
     if op.operands:
         op.target = aten._conj_physical.default
 
 
 def as_negated(op: Op) -> None:
+    """Rewrites a lazy negation to a real one."""
     op.target = aten.neg.default
 
 
-def looks(rule: Builder, at: Strides, **facts: Any) -> Entry:
-    """The entry of a view: it moves no data and computes nothing."""
+def view_entry(rule: Builder, at: Strides, **facts: Any) -> Entry:
+    """The entry of a view, which moves no data; `at` computes its result's strides."""
     return Entry(rule, view=at, commutes=True, **facts)
 
 
 OPS: Table = {
-    aten.view.default: looks(view, strides.reshaped),
-    aten.view.dtype: Entry(reread, dense="all"),
-    aten.reshape: looks(view, strides.reshaped, canonical=as_view),
-    aten._unsafe_view: looks(view, strides.reshaped, canonical=as_view),
-    aten._reshape_alias: looks(view, strides.given, canonical=as_view),
-    aten.unsqueeze: looks(view, strides.reshaped),
-    aten.squeeze: looks(view, strides.reshaped),
-    aten.permute: looks(permute, strides.permuted),
-    aten.transpose: looks(permute, strides.transposed, canonical=as_permute),
-    aten.t: looks(permute, strides.turned, canonical=as_permute),
-    aten.expand: looks(expand, strides.expanded, broadcasts=True),
-    aten.unfold: looks(unfold, strides.unfolded),
-    aten.diagonal: looks(diagonal, strides.diagonal),
+    aten.view.default: view_entry(view, strides.reshaped),
+    aten.view.dtype: Entry(view_dtype, dense="all"),
+    aten.reshape: view_entry(view, strides.reshaped, canonical=as_view),
+    aten._unsafe_view: view_entry(view, strides.reshaped, canonical=as_view),
+    aten._reshape_alias: view_entry(view, strides.explicit, canonical=as_view),
+    aten.unsqueeze: view_entry(view, strides.reshaped),
+    aten.squeeze: view_entry(view, strides.reshaped),
+    aten.permute: view_entry(permute, strides.permuted),
+    aten.transpose: view_entry(permute, strides.transposed, canonical=as_permute),
+    aten.t: view_entry(permute, strides.turned, canonical=as_permute),
+    aten.expand: view_entry(expand, strides.expanded, broadcasts=True),
+    aten.unfold: view_entry(unfold, strides.unfolded),
+    aten.diagonal: view_entry(diagonal, strides.diagonal),
     aten.diagonal_scatter: Entry(diagonal_scatter),
     aten.diagonal_backward: Entry(diagonal_backward),
-    aten.as_strided: Entry(view=strides.given),
+    aten.as_strided: Entry(view=strides.explicit),
     aten._conj: Entry(canonical=as_conjugated),
     aten._neg_view: Entry(canonical=as_negated),
     aten.alias: operand,

@@ -1,4 +1,7 @@
-"""The strides of a view's result in its operand's storage, as torch computes them."""
+"""The strides of views' results in their operands' storage, as torch computes them: a function for each kind of view.
+
+Each takes the op's arguments, the operand's shape and strides, and the result's shape; None stands for a copy.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,17 @@ Args = tuple[Any, ...]
 
 
 def same(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """The operand itself."""
+    """An identity: the operand's strides."""
     return strides
 
 
 def permuted(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """permute(x, order): the strides in that order."""
     return tuple(strides[d] for d in args[1])
 
 
 def transposed(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """transpose(x, i, j)."""
+    """transpose(x, i, j): two strides swapped."""
     order = list(strides)
     i, j = args[1], args[2]
     order[i], order[j] = order[j], order[i]
@@ -29,62 +33,64 @@ def transposed(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape
 
 
 def turned(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """t(x)."""
+    """t(x): the strides reversed."""
     return strides[::-1]
 
 
 def expanded(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """expand(x, size): stride 0 for repeated dims."""
     lead = len(after) - len(before)
     old, full = (1,) * lead + before, (0,) * lead + strides
     return tuple(0 if o == 1 and n != 1 else s for o, n, s in zip(old, after, full))
 
 
 def piece(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """A contiguous part of a dim."""
+    """narrow, split: a contiguous part of a dim, with the operand's strides."""
     return strides
 
 
 def sliced(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """slice(x, dim, start, end, step)."""
+    """slice(x, dim, start, end, step): the dim's stride times the step."""
     dim = (args[1] if len(args) > 1 else 0) % len(before)
     step = args[4] if len(args) > 4 else 1
     return tuple(s * step if d == dim else s for d, s in enumerate(strides))
 
 
 def selected(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """One index of a dim, which is removed."""
+    """select, unbind: the strides without that of the dim."""
     dim = (args[1] if len(args) > 1 else 0) % len(before)
     return tuple(s for d, s in enumerate(strides) if d != dim)
 
 
 def diagonal(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """diagonal(x, offset, dim1, dim2)."""
+    """diagonal(x, offset, dim1, dim2): the sum of both dims' strides for the new last dim."""
     i, j = (d % len(before) for d in (*args[2:4], *(0, 1)[max(0, len(args) - 2) :]))
     return (*(s for d, s in enumerate(strides) if d not in (i, j)), strides[i] + strides[j])
 
 
 def unfolded(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """unfold(x, dim, size, step)."""
+    """unfold(x, dim, size, step): the dim's stride times the step, and the dim's stride for the new last dim."""
     dim = args[1] % len(before)
     return (*(s * args[3] if d == dim else s for d, s in enumerate(strides)), strides[dim])
 
 
-def given(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """as_strided(x, size, stride)."""
+def explicit(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """as_strided(x, size, stride): the strides in its arguments."""
     return tuple(args[2])
 
 
 def reshaped(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """Dims split, merged, added or dropped."""
+    """view(x, shape): dims that are split, merged, added or dropped, where that needs no copy."""
     return without_copy(before, strides, after)
 
 
 def of_pairs(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """Pairs of numbers viewed as complex numbers."""
+    """view_as_complex(x): pairs of numbers as complex numbers, of twice their size."""
     return tuple(s // 2 for s in strides[:-1])
 
 
 def into_pairs(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """view_as_real(x): complex numbers as pairs of numbers, of half their size."""
     return (*(2 * s for s in strides), 1)
 
 
@@ -94,11 +100,12 @@ def dense(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | No
 
 
 def last_dense(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """dense_last(x): a view if the elements of the last dim are adjacent."""
     return strides if before[-1] == 1 or strides[-1] == 1 else None
 
 
 def dense_last(x: Tensor) -> Tensor:
-    """The tensor, copied if the elements of its last dim are not adjacent."""
+    """Returns the tensor, or a copy if the elements of its last dim are not adjacent."""
     return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
 
 

@@ -74,7 +74,7 @@ def entry_of(target: Any) -> Entry:
 
 
 def rule_for(op: Op) -> Rule:
-    """The rule of an op; everything whole (and `known` False) for an op without an entry."""
+    """The rule of one call; with all dims whole (and `has_rule` False) for an op without an entry."""
     if any(0 in value.shape for value in (*op.operands, *op.results)):
         return whole(op)
     return entry_of(op.target).rule(op)

@@ -1,7 +1,8 @@
-"""Rules of convolution, resizing, and padding by neighbours.
+"""Rules of convolution, and of resizing and padding by neighbours.
 
-With a sharded spatial dim, a device convolves its shard and its neighbours' parts of the windows at its ends. Resizing
-and padding need whole spatial dims, except where they are recorded as views (`rules.decompositions`).
+A device with a shard of a spatial dim first gets its neighbours' parts of the windows at the shard's ends, and then
+convolves. Resizing and padding need whole spatial dims, except where they are recorded as views
+(`rules.decompositions`).
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ aten = torch.ops.aten
 
 
 def spread(numbers: Any, rank: int, otherwise: Any = 1) -> list[int]:
-    """A layer's argument for each spatial dim: it may be one number for all, or omitted."""
-    given = [numbers] if isinstance(numbers, int) else list(numbers if numbers is not None else ())
-    return list(otherwise) if not given and not isinstance(otherwise, int) else (given or [otherwise]) * (
-        rank if len(given) < 2 else 1
+    """Spreads a layer's argument over the spatial dims: it may be one number for all of them, or omitted."""
+    values = [numbers] if isinstance(numbers, int) else list(numbers if numbers is not None else ())
+    return list(otherwise) if not values and not isinstance(otherwise, int) else (values or [otherwise]) * (
+        rank if len(values) < 2 else 1
     )  # fmt: skip
 
 
 class Sliding:
-    """The spatial dims of two tensors, of which one reads the other through windows.
+    """The factors of the spatial dims of two tensors, of which one (`reader`) reads the other through windows.
 
-    A dim of size 1 on either side is whole, since it cannot be shared. `lead`: dims before the spatial ones.
+    A dim of size 1 on either side is whole, since it cannot be shared. lead: dims before the spatial ones.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Sliding:
         self.stride, self.padding, self.lead, self.kind = stride, padding, lead, kind
         self.spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
         self.factors = [
-            factors.new(made, kind) if min(size, made) > 1 else None for size, made in zip(read, reader)
+            factors.new(positions, kind) if min(size, positions) > 1 else None for size, positions in zip(read, reader)
         ]  # fmt: skip
         whole = [
             [() if f is not None or n == 1 else (factors.new(n, Kind.WHOLE),) for f, n in zip(self.factors, sizes)]
@@ -61,26 +62,26 @@ class Sliding:
         )  # fmt: skip
 
     def cut(self, at: LocalOp) -> list[bool]:
+        """Whether each spatial dim is sharded."""
         return [f is not None and bool(at.axes(f)) for f in self.factors]
 
     def padded(self, at: LocalOp, padding: Sequence[int] | None = None) -> list[int]:
-        """The padding that a device adds itself: none where a dim is sharded, since its window includes the padding."""
+        """The padding of a device's own call: none where a dim is sharded, since its window includes the padding."""
         return [0 if cut else n for cut, n in zip(self.cut(at), padding or self.padding)]
 
     def window(self, at: LocalOp, read: Sequence[int], reader: Sequence[int]) -> list[int]:
         """The spatial sizes of a device's window, from the local sizes of the tensor read and of the reader."""
         return [
-            (made - 1) * step + span if cut else size
-            for cut, size, made, step, span in zip(self.cut(at), read, reader, self.stride, self.spans)
+            (positions - 1) * step + span if cut else size
+            for cut, size, positions, step, span in zip(self.cut(at), read, reader, self.stride, self.spans)
         ]
 
 
 class Channels:
-    """The factors of a convolution: batch, groups, input and output channels per group, and the spatial dims, of which
-    one side reads the other through windows.
+    """The factors of a convolution: batch n, groups g, channels per group i and o, and spatial dims.
 
-    `x[n (g i) ...]`, `weight[(g o) i ...]` (transposed: `[(g i) o ...]`), `out[n (g o) ...]`. geometry: stride,
-    padding, dilation.
+    `x[n (g i) ...]`, `weight[(g o) i ...]` (transposed: `[(g i) o ...]`), `out[n (g o) ...]`. Along spatial dims one
+    side reads the other through windows. geometry: stride, padding and dilation.
     """
 
     def __init__(
@@ -109,66 +110,77 @@ class Channels:
 
 
 def convolution(op: Op) -> Rule:
-    """convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
+    """The rule of convolution: batch, channels, groups and spatial dims may be sharded; input channels are summed.
+
+    The op is convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups).
+    """
     x, weight = op.operands[:2]
     (out,) = op.results
     place = len(op.operands)
     transposed, more = op.args[6], spread(op.args[7], x.rank - 2)
-    at_ = Channels(x, weight, out, transposed, op.args[8], op.args[3:6])
-    at_.factors.kinds[at_.i] = Kind.REDUCE
-    sliding = at_.sliding
+    channels = Channels(x, weight, out, transposed, op.args[8], op.args[3:6])
+    channels.factors.kinds[channels.i] = Kind.REDUCE
+    sliding = channels.sliding
 
     def local(at: LocalOp) -> Any:
         bias = op.args[2]
-        if isinstance(bias, Ref) and at.axes(at_.i):  # added only once to the partial sum
-            once = at.emit(aten.mul.Tensor, at.inputs[2], at.first(at_.i), shape=at.operand_shape(2))
+        if isinstance(bias, Ref) and at.axes(channels.i):  # added only once to the partial sum
+            once = at.emit(aten.mul.Tensor, at.inputs[2], at.first(channels.i), shape=at.operand_shape(2))
             at.inputs[2] = once
         padding = sliding.padded(at)
-        rest = (op.args[3], padding, op.args[5], transposed, sliding.padded(at, more), at.size(at_.g))
+        rest = (op.args[3], padding, op.args[5], transposed, sliding.padded(at, more), at.size(channels.g))
         if not transposed or not any(sliding.cut(at)):
             at.inputs[0] = at.window(0)
             return at.with_args(*op.args[:3], *rest)
         shape = at.shape()
         size = (*shape[:2], *sliding.window(at, shape[2:], at.operand_shape(0)[2:]))
-        made = at.emit(op.target, *at.inputs[:2], None, *rest, shape=size, work=True)
-        made = at.fold(made, place, 0)
+        result = at.emit(op.target, *at.inputs[:2], None, *rest, shape=size, work=True)
+        result = at.fold(result, place, 0)
         if not isinstance(bias, Ref):
-            return made
+            return result
         view = (-1, *[1] * (x.rank - 2))
         each = at.emit(aten.reshape.default, at.inputs[2], view, shape=(shape[1], *view[1:]))
-        return at.emit(aten.add.Tensor, made, each, shape=shape)
+        return at.emit(aten.add.Tensor, result, each, shape=shape)
 
-    operands = [at_.x, at_.weight] + ([at_.bias] if len(op.operands) > 2 else [])
+    operands = [channels.x, channels.weight] + ([channels.bias] if len(op.operands) > 2 else [])
     flops = 2 * (x.numel if transposed else out.numel) * product(weight.shape[1:])
-    rule = at_.factors.rule(operands, [at_.out], flops=flops, work=at_.work, local=local)
+    rule = channels.factors.rule(operands, [channels.out], flops=flops, work=channels.work, local=local)
     if transposed:
         return replace(rule, windows=sliding.windows(place, 0), fills=((0, 0.0),))
     return replace(rule, windows=sliding.windows(0, place, fill=0.0))
 
 
 def convolution_backward(op: Op) -> Rule:
-    """convolution_backward(..., output_mask [False, True, False]): the gradient of the weight.
+    """The rule of convolution_backward for the weight's gradient alone, which is summed over batch and spatial dims.
 
-    It is summed over batch and spatial dims. The other gradients are convolutions and sums (`rules.decompositions`).
+    Its output mask is [False, True, False]. The other gradients are convolutions and sums (`rules.decompositions`).
     """
     grad, x, weight = op.operands
     transposed = op.args[7]
-    at_ = Channels(x, weight, grad, transposed, op.args[9], op.args[4:7], Kind.REDUCE)
-    at_.factors.kinds[at_.n] = Kind.REDUCE
+    channels = Channels(x, weight, grad, transposed, op.args[9], op.args[4:7], Kind.REDUCE)
+    channels.factors.kinds[channels.n] = Kind.REDUCE
     read, reader = (0, 1) if transposed else (1, 0)
 
     def local(at: LocalOp) -> Any:
         at.inputs[read] = at.window(read, reader)
-        padding, more = at_.sliding.padded(at), at_.sliding.padded(at, spread(op.args[8], x.rank - 2))
-        return at.with_args(*op.args[:3], None, op.args[4], padding, *op.args[6:8], more, at.size(at_.g), op.args[10])
+        padding, more = channels.sliding.padded(at), channels.sliding.padded(at, spread(op.args[8], x.rank - 2))
+        return at.with_args(
+            *op.args[:3], None, op.args[4], padding, *op.args[6:8], more, at.size(channels.g), op.args[10]
+        )
 
     flops = 2 * (x.numel if transposed else grad.numel) * product(weight.shape[1:])
-    rule = at_.factors.rule([at_.out, at_.x, at_.weight], [(), at_.weight, ()], flops=flops, work=at_.work, local=local)
-    return replace(rule, windows=at_.sliding.windows(read, reader, fill=0.0))
+    rule = channels.factors.rule(
+        [channels.out, channels.x, channels.weight],
+        [(), channels.weight, ()],
+        flops=flops,
+        work=channels.work,
+        local=local,
+    )
+    return replace(rule, windows=channels.sliding.windows(read, reader, fill=0.0))
 
 
 def sized(position: int) -> Callable[[LocalOp], Any]:
-    """The local form of an op whose argument at `position` is the result's size."""
+    """The local form of an op whose argument at `position` is the size of its result."""
     return lambda at: at.with_args(*at.op.args[:position], list(at.shape()), *at.op.args[position + 1 :])
 
 
@@ -209,8 +221,16 @@ def _each(
 
 
 _each("max_unpool{}d", "in,in->out", linear="0")
-_each("reflection_pad{}d", "in->out", "out,in->in", linear="0", recorded=(by.reflected, by.reflected_backward))
-_each("replication_pad{}d", "in->out", "out,in->in", linear="0", recorded=(by.repeated, by.repeated_backward))
+_each(
+    "reflection_pad{}d", "in->out", "out,in->in", linear="0", recorded=(by.reflection_pad, by.reflection_pad_backward)
+)
+_each(
+    "replication_pad{}d",
+    "in->out",
+    "out,in->in",
+    linear="0",
+    recorded=(by.replication_pad, by.replication_pad_backward),
+)
 _each(
     "upsample_nearest{}d _upsample_nearest_exact{}d", "in->out", "out->in", linear="0", size=2,
     recorded=(by.nearest, by.nearest_backward),

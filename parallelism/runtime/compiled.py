@@ -1,4 +1,4 @@
-"""`compile: inductor`: compiles one rank's graph by torch's compiler, keeping the scheduled order."""
+"""Compiling one rank's graph by torch's compiler in the scheduled order (`compile: inductor`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEEP_ORDER: dict[str, Any] = {
     "reorder_for_compute_comm_overlap": False,
     "allow_buffer_reuse": False,
 }
-"""Settings against optimizations that would undo prefetching: moving a gather to its use, and reusing its buffers."""
+"""Settings that switch off what would undo prefetching: moving a gather to its use, and reusing its buffers."""
 
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Boxed:

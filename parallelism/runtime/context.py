@@ -26,7 +26,7 @@ from tpshard.recipes.exits import Exit
 
 @dataclass
 class Context:
-    """One of `world` workers, connected to the others.
+    """The connection of one of `world` workers to the others.
 
     A program's collectives run on `groups`. The training loop's decisions (`any`, `stop`, `agree`) run on the CPU over
     the default group, whatever the device.
@@ -53,7 +53,7 @@ class Context:
         return self.rank == 0
 
     def largest(self, number: int) -> int:
-        """The largest of all ranks' numbers. Every rank must call it."""
+        """The largest number of all ranks. Every rank must call it."""
         if self.world == 1:
             return number
         shared = torch.tensor(number)
@@ -69,7 +69,7 @@ class Context:
         return exit_code(self.largest(self.stopping.urgency))
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value (plain data), by rank. Every rank must call it."""
+        """The values (plain data) of all ranks, in their order. Every rank must call it."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -77,7 +77,7 @@ class Context:
         return values
 
     def from_main(self, value: Any) -> Any:
-        """Rank 0's value (plain data) on every rank. Every rank must call it."""
+        """Sends rank 0's value (plain data) to all ranks, and returns it. Every rank must call it."""
         if self.world == 1:
             return value
         shared = [value]
@@ -91,8 +91,8 @@ class Context:
     def agree(self, values: Mapping[str, str]) -> None:
         """Checks before the first step that all ranks run the same program. Every rank must call it.
 
-        values: the hash or version of each compared item (recipe, program, torch). WorkerFault (exit 5), the same on
-        every rank, names the items that differ and the ranks that differ from the majority.
+        values: the hash or version of each compared item (recipe, program, torch). Raises WorkerFault (exit 5), the
+        same on every rank, with the first item that differs and the ranks that differ from the majority.
         """
         everyone = self.gather((dict(values), socket.gethostname()))
         if text := disagreement([one for one, _ in everyone], [host for _, host in everyone]):
@@ -119,13 +119,13 @@ def alone(device: torch.device | str = "cpu") -> Context:
 
 
 def disagreement(values: list[Mapping[str, str]], hosts: list[str]) -> str:
-    """A sentence on what differs between ranks; empty if nothing does."""
+    """A sentence that names the first item in which ranks differ, and these ranks; "" if all agree."""
     for key in values[0]:
-        seen = [one.get(key, "missing") for one in values]
-        usual = max(Counter(seen).items(), key=lambda item: (item[1], item[0] == seen[0]))[0]
-        odd = [rank for rank, value in enumerate(seen) if value != usual]
+        of_ranks = [one.get(key, "missing") for one in values]
+        usual = max(Counter(of_ranks).items(), key=lambda item: (item[1], item[0] == of_ranks[0]))[0]
+        odd = [rank for rank, value in enumerate(of_ranks) if value != usual]
         if odd:
-            names = ", ".join(f"rank {r} on {hosts[r]} has {seen[r][:16]}" for r in odd[:4])
+            names = ", ".join(f"rank {r} on {hosts[r]} has {of_ranks[r][:16]}" for r in odd[:4])
             more = f" (and {len(odd) - 4} more)" if len(odd) > 4 else ""
             return f"the ranks do not agree on the {key}: {names}{more}, the others {usual[:16]}"
     return ""
@@ -143,9 +143,9 @@ def connect(
 ) -> Iterator[Context]:
     """Joins the other workers and yields the Context; leaves them when the block ends without an error.
 
-    `device` is cpu or cuda. Collectives may take `step_s` (and the first ones `start_s`, which has to cover
-    compilation); the watchdog speaks up before they time out. WorkerFault (exit 5) where the mesh, the number of
-    workers or the device do not fit; (exit 9) where the others do not come within `start_s`.
+    device: cpu or cuda. step_s: how long a collective may take; the first ones may take `start_s`, which has to cover
+    compilation. The watchdog reports before they time out. Raises WorkerFault: exit 5 where the mesh, the number of
+    workers or the device do not fit, exit 9 where the others do not connect within `start_s`.
     """
     if mesh.ranks != place.world:
         raise WorkerFault(
@@ -188,6 +188,7 @@ def connect(
 
 
 def _device(kind: str, place: WorkerPlace) -> torch.device:
+    """The device of a worker. Raises WorkerFault (exit 5) where the host has too few CUDA devices."""
     if kind == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -204,6 +205,7 @@ def _device(kind: str, place: WorkerPlace) -> torch.device:
 
 
 def _store(place: WorkerPlace, start_s: float) -> dist.Store:
+    """Connects to the store of a run, by the kind of its rendezvous."""
     kind, _, where = place.rendezvous.partition(":")
     patience = timedelta(seconds=start_s)
     if kind == "file":
@@ -217,8 +219,10 @@ def _store(place: WorkerPlace, start_s: float) -> dist.Store:
 
 
 def _tcp_store(host: str, port: int, place: WorkerPlace, start_s: float) -> dist.Store:
-    """The store of a run. Rank 0 listens only on the rendezvous address (a TCPStore would listen on all); others
-    retry."""
+    """Connects to the store of a run at host:port.
+
+    Rank 0 listens only on that address (a TCPStore by itself would listen on all); others retry until `start_s`.
+    """
     patience = timedelta(seconds=start_s)
     if place.rank == 0:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -271,7 +275,7 @@ def _choose_interface(place: WorkerPlace) -> None:
 
 
 def loopback() -> str:
-    """Name of the loopback interface."""
+    """The name of the loopback interface."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
 
 

@@ -11,7 +11,7 @@ CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 """Signals of failing native code. SIGKILL is not one: a user or the kernel (out of memory) sent it."""
 
 APART = 100
-"""The minimal number of steps between two restarts; a run that crashes again sooner would do so forever."""
+"""The least number of steps between two restarts: a run that crashes again sooner would do so forever."""
 
 RESTARTS = "TPSHARD_RESTARTS"
 """The environment variable with the number of restarts by the launcher."""
@@ -22,7 +22,7 @@ _LINES = 40
 
 @dataclass
 class Restarts:
-    """The number of restarts after crashes, allowed and done."""
+    """The limit on restarts after crashes, and the number of restarts so far."""
 
     most: int = 0
     done: int = 0
@@ -32,7 +32,7 @@ class Restarts:
     def refusal(self, step: int) -> str:
         """Why a crash after `step` finished steps ends a run that allows restarts; "" if it does not."""
         if self.done and step - self._step < APART:
-            return f"the crash before was after step {self._step}, and {APART} steps are asked for between two"
+            return f"the previous crash was after step {self._step}; two crashes must be {APART} steps apart"
         if self.most and self.done >= self.most:
             return f"launch.restarts is {self.most}"
         return ""
@@ -51,16 +51,16 @@ def restarts(env: Mapping[str, str] = os.environ) -> int:
     return int(env.get(RESTARTS, "0"))
 
 
-def stack(printed: bytes, *, told: bool = False) -> str:
-    """What faulthandler wrote at the end of a worker's output; "" where it wrote nothing.
+def stack(printed: bytes, *, explained: bool = False) -> str:
+    """The stacks that faulthandler wrote at the end of a worker's output; "" if there are none.
 
-    With the line before it, in which a library may say why, unless the user was `told`. Cut after some lines, since a
-    process may have many threads.
+    They are cut after some lines, since a process may have many threads. Unless the output was already shown
+    (`explained`), the line before them comes first: a library may say there why it failed.
     """
     head = printed.rfind(_HEAD)
     if head < 0:
         return ""
-    before = [] if told else printed[:head].rstrip().splitlines()[-1:]
+    before = [] if explained else printed[:head].rstrip().splitlines()[-1:]
     lines = [line for line in (*before, *printed[head:].splitlines()) if not line.startswith(b"Extension modules:")]
     text = [line.decode(errors="replace") for line in lines if line]
     return "\n".join([*text[:_LINES], *(["..."] if len(text) > _LINES else [])])

@@ -58,7 +58,7 @@ class Executor:
             self.module = with_blocks(self.module)
         self.received, self.sent = positions(program) if mail is not None and whole else ((), ())
         self.run: Callable[..., list[Tensor]] | None = None if whole else self.module
-        """None: compiled at the first call, for tensors like its inputs."""
+        """The function of the rank; None before the first call, which compiles it for tensors like its inputs."""
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         with torch.no_grad():
@@ -66,30 +66,29 @@ class Executor:
                 self.transfer(inputs[i], node)
             if self.run is None:
                 run = compile_graph(self.module, inputs)
-                self.run = lambda *given: run(boxed(*given))
-            made = self.run(*inputs)
+                self.run = lambda *tensors: run(boxed(*tensors))
+            results = self.run(*inputs)
             for i, node in self.sent:
-                self.transfer(made[i], node)
-            return made
+                self.transfer(results[i], node)
+            return results
 
     def transfer(self, value: Tensor, node: fx.Node) -> Tensor:
-        """Starts to send a value, or waits for a received one, while the watchdog knows which."""
+        """Starts to send a value, or waits for a received one; the watchdog can name what it waits for."""
         assert self.mail is not None
         if node.target is send:
             return self.mail.start(value, node)
-        self.context.watchdog.doing = node
-        begun = time.perf_counter()
-        done = self.mail.wait(value)
-        self.waited_s += time.perf_counter() - begun
-        self.context.watchdog.progress += 1
-        self.context.watchdog.doing = COMPUTING
-        return done
+        mail = self.mail
+        return self._watched(node, lambda: mail.wait(value))
 
     def wait(self, started: Tensor, node: fx.Node) -> Tensor:
-        """Waits for a collective, while the watchdog knows which."""
+        """Waits for a collective, which the watchdog can name."""
+        return self._watched(node, lambda: funcol.wait_tensor.default(started))
+
+    def _watched(self, node: fx.Node, wait: Callable[[], Tensor]) -> Tensor:
+        """Runs a wait, counts its seconds, and lets the watchdog know the node that it is for."""
         self.context.watchdog.doing = node
         begun = time.perf_counter()
-        done = funcol.wait_tensor.default(started)
+        done = wait()
         self.waited_s += time.perf_counter() - begun
         self.context.watchdog.progress += 1
         self.context.watchdog.doing = COMPUTING
@@ -97,18 +96,20 @@ class Executor:
 
 
 def describe(doing: object) -> Doing:
-    """The watchdog's description of a node that is waited for."""
+    """Describes what a worker does, such as waiting for a node, in words for the watchdog's report."""
     if isinstance(doing, fx.Node):
-        known = info(doing)
-        if known.comm is not None:
-            what = f"{known.comm.kind} over {over(known.comm)} ({', '.join(known.comm.value) or known.origin})"
-            return Doing(what, known.module or "the step", waiting=True)
-        return Doing(str(doing.target), known.module)
+        metadata = info(doing)
+        if metadata.comm is not None:
+            what = (
+                f"{metadata.comm.kind} over {over(metadata.comm)} ({', '.join(metadata.comm.value) or metadata.origin})"
+            )
+            return Doing(what, metadata.module or "the step", waiting=True)
+        return Doing(str(doing.target), metadata.module)
     return doing if isinstance(doing, Doing) else Doing(str(doing))
 
 
 def over(comm: Collective) -> str:
-    """The axes of a collective as text: `fsdp, tp`"""
+    """The axes of a collective as text: `fsdp, tp`."""
     return ", ".join(show_axis(axis) for axis in comm.refs)
 
 
@@ -120,52 +121,52 @@ def localize(
     exchange: bool,
     transfer: Callable[[Tensor, fx.Node], Tensor] | None = None,
 ) -> fx.GraphModule:
-    """The program's graph for one rank: numbers that depend on the rank are filled in, waits call `wait`, and sends and
-    receives call `transfer`.
+    """Specializes a program's graph for one rank and a device.
 
-    Without `wait` the graph is for a compiler: waits are unchanged, and nothing is done in place. Without `transfer` it
-    neither sends nor receives.
+    Numbers that depend on the rank become constants; waits call `wait`, sends and receives call `transfer`. Without
+    `wait` the graph is for a compiler: waits are unchanged, and nothing is done in place. Without `transfer` it neither
+    sends nor receives. exchange: whether some collectives run as an all-to-all (see `parallelism.exchange`).
     """
     graph = fx.Graph()
-    made: dict[fx.Node, Any] = {}
+    local: dict[fx.Node, Any] = {}
     in_place = _sums_in_place(program) if wait is not None else set()
-    taken = _taken_over(program, in_place) if wait is not None else {}
+    overwritten = _overwrites(program, in_place) if wait is not None else {}
     for node in program.graph.nodes:
         if node.op == "call_function" and node.target in RANKED:
-            made[node] = evaluate(node.target, node.args, program.mesh, rank)
+            local[node] = evaluate(node.target, node.args, program.mesh, rank)
             continue
         if node.op == "output":
-            graph.output([o for o in fx.map_arg(node.args[0], lambda n: made[n]) if o is not None])
+            graph.output([o for o in fx.map_arg(node.args[0], lambda n: local[n]) if o is not None])
             continue
         if node.op == "call_function" and node.target in (send, recv):
-            value = made[node.args[0]]  # type: ignore[index]
-            moved = None if transfer is None else graph.call_function(_transferring(node, transfer), (value,))
-            made[node] = value if moved is None else moved
+            value = local[node.args[0]]  # type: ignore[index]
+            moved = None if transfer is None else graph.call_function(_bound_transfer(node, transfer), (value,))
+            local[node] = value if moved is None else moved
             continue
         if node.op == "call_function" and node.target is funcol.wait_tensor.default:
-            made[node] = _waited(graph, node, made, wait, exchange)
+            local[node] = _localize_wait(graph, node, local, wait, exchange)
             continue
-        copy = graph.node_copy(node, lambda n: made[n])
-        made[node] = copy
+        copy = graph.node_copy(node, lambda n: local[n])
+        local[node] = copy
         if "device" in copy.kwargs:
             copy.kwargs = {**copy.kwargs, "device": device}
         if node in in_place:
             copy.target = aten.add_.Tensor
         if info(node).comm is not None:
-            _issued(graph, copy, exchange)
+            _localize_issue(graph, copy, exchange)
             if device.type == "cpu" and copy.target is funcol.all_gather_into_tensor.default:
                 copy.target = all_gather
-        if node in taken:
-            made[node] = graph.call_function(aten.copy_.default, (made[taken[node]], copy))
+        if node in overwritten:
+            local[node] = graph.call_function(aten.copy_.default, (local[overwritten[node]], copy))
     graph.lint()
     constants = {name: tensor.to(device) for name, tensor in program.constants.items()}
     return fx.GraphModule(constants, graph)
 
 
-def _issued(graph: fx.Graph, node: fx.Node, exchange: bool) -> None:
-    """Makes a collective's input contiguous, and turns some collectives into an all-to-all."""
+def _localize_issue(graph: fx.Graph, node: fx.Node, exchange: bool) -> None:
+    """Makes the input of a collective contiguous, and turns some collectives into an all-to-all."""
     sent = node.args[0]
-    exchange = exchange and _exchanged(node)
+    exchange = exchange and _is_exchange(node)
     with graph.inserting_before(node):
         if exchange and node.target is funcol.all_reduce.default:
             packed = graph.call_function(copies, (sent, _members(node)))
@@ -184,37 +185,37 @@ def _members(node: fx.Node) -> int:
     return comm.size
 
 
-def _exchanged(node: fx.Node) -> bool:
+def _is_exchange(node: fx.Node) -> bool:
     comm = info(node).comm
     return comm is not None and runs_as_exchange(comm.kind, comm.bytes, comm.size)
 
 
-def _waited(
-    graph: fx.Graph, node: fx.Node, made: dict[fx.Node, Any], wait: Callable[[Tensor, fx.Node], Tensor] | None,
+def _localize_wait(
+    graph: fx.Graph, node: fx.Node, local: dict[fx.Node, Any], wait: Callable[[Tensor, fx.Node], Tensor] | None,
     exchange: bool,
 ) -> fx.Node:  # fmt: skip
     started = node.args[0]
     assert isinstance(started, fx.Node)
 
     if wait is None:
-        done = graph.call_function(funcol.wait_tensor.default, (made[started],))
+        done = graph.call_function(funcol.wait_tensor.default, (local[started],))
     else:
-        done = graph.call_function(_waiting_for(started, wait), (made[started],))
-    if exchange and _exchanged(started):
+        done = graph.call_function(_bound_wait(started, wait), (local[started],))
+    if exchange and _is_exchange(started):
         done = graph.call_function(reduce_pieces, (done, _members(started), started.args[1]))
         if started.target is funcol.all_reduce.default:
             done = graph.call_function(aten.reshape.default, (done, list(info(started).specs[0].shape)))
     return done
 
 
-def _waiting_for(started: fx.Node, wait: Callable[[Tensor, fx.Node], Tensor]) -> Callable[[Tensor], Tensor]:
+def _bound_wait(started: fx.Node, wait: Callable[[Tensor, fx.Node], Tensor]) -> Callable[[Tensor], Tensor]:
     def wait_for(tensor: Tensor) -> Tensor:  # A graph calls functions that have a name.
         return wait(tensor, started)
 
     return wait_for
 
 
-def _transferring(node: fx.Node, transfer: Callable[[Tensor, fx.Node], Tensor]) -> Callable[[Tensor], Tensor]:
+def _bound_transfer(node: fx.Node, transfer: Callable[[Tensor, fx.Node], Tensor]) -> Callable[[Tensor], Tensor]:
     def move(tensor: Tensor) -> Tensor:
         return transfer(tensor, node)
 
@@ -237,35 +238,35 @@ def reduce_pieces(tensor: Tensor, count: int, how: str) -> Tensor:
 
 
 def _sums_in_place(program: Program) -> set[fx.Node]:
-    """Additions to a donated input without other readers, which can be done in place."""
+    """The additions to a donated input without other readers, which can be done in place."""
     feeds = [node for node in program.graph.nodes if node.op == "placeholder"]
     results = _results(program.graph)
-    found = set()
+    in_place = set()
     for output, source in program.donated.items():
         node, sum_before = results[output], feeds[source]
         plain = isinstance(node, fx.Node) and node.target is aten.add.Tensor and not node.kwargs
         if plain and node.args[0] is sum_before and list(sum_before.users) == [node] and node.args[1] is not sum_before:
-            found.add(node)
-    return found
+            in_place.add(node)
+    return in_place
 
 
-def _taken_over(program: Program, in_place: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Results that reuse the storage of a donated input after its last reader, such as new weights over old ones.
+def _overwrites(program: Program, in_place: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The results that overwrite a donated input after its last reader, such as new weights over old ones.
 
-    An update therefore needs no second copy of all parameters and moments.
+    An update then needs no second copy of all parameters and moments.
     """
     feeds = [node for node in program.graph.nodes if node.op == "placeholder"]
     position = {node: i for i, node in enumerate(program.graph.nodes)}
     results = _results(program.graph)
-    found = {}
+    overwritten = {}
     for output, source in program.donated.items():
         node, feed = results[output], feeds[source]
         if node.op != "call_function" or node in in_place or info(node).specs[0] != info(feed).specs[0]:
             continue
         still_read = any(position[user] > position[node] or _is_view(user) for user in feed.users)
         if not still_read and not _is_view(node):
-            found[node] = feed
-    return found
+            overwritten[node] = feed
+    return overwritten
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -17,9 +17,9 @@ _unregister: Callable[[str], None] = c10d._unregister_process_group  # type: ign
 class Groups:
     """This rank's process groups over sets of mesh axes.
 
-    Every rank creates the same groups in the same order, whatever order it asks for them in one `ensure`; within a
-    group the ranks ascend, which is mesh order (`dist.new_group` would sort them anyway). Each group is registered
-    under `group_name(axes)`, so that `_c10d_functional` ops of a graph name the same group on every rank.
+    Every rank creates the groups of one `ensure` in the same order. Within a group the ranks ascend, as in the mesh
+    (`dist.new_group` would sort them anyway). Each group is registered under `group_name(axes)`, so that the
+    `_c10d_functional` ops of a graph name the same group on every rank.
 
     >>> groups.ensure(collective.refs for collective in program.collectives)
     """
@@ -30,11 +30,11 @@ class Groups:
             raise ValueError(f"the mesh {mesh.axes} has {mesh.ranks} devices, but {world} workers were started")
         self.mesh = mesh
         self.backend = backend
-        self._made: dict[Axes, dist.ProcessGroup] = {}
+        self._groups: dict[Axes, dist.ProcessGroup] = {}
 
-    def ensure(self, wanted: Iterable[Sequence[Axis]]) -> None:
-        """Creates the missing groups over these axes. Every rank must call it with the same set."""
-        missing = {axes for axes in map(self.mesh.sorted, wanted) if axes and axes not in self._made}
+    def ensure(self, sets: Iterable[Sequence[Axis]]) -> None:
+        """Creates the missing groups over these sets of axes. Every rank must call it with the same sets."""
+        missing = {axes for axes in map(self.mesh.sorted, sets) if axes and axes not in self._groups}
         for axes in sorted(missing, key=lambda axes: [self.mesh.key(axis) + (axis.size,) for axis in axes]):
             mine = None
             for ranks in self.mesh.groups(axes):
@@ -43,14 +43,14 @@ class Groups:
                     mine = group
             assert mine is not None, "the groups over any axes cover every rank"
             _register(group_name(axes), mine)
-            self._made[axes] = mine
+            self._groups[axes] = mine
 
     def get(self, axes: Sequence[Axis]) -> dist.ProcessGroup:
-        """The group over `axes`, in any order. KeyError if `ensure` did not create it."""
+        """The group over `axes`, in any order. Raises KeyError if `ensure` did not create it."""
         key = self.mesh.sorted(axes)
-        if key not in self._made:
+        if key not in self._groups:
             raise KeyError(f"no process group over {group_name(key)}: `ensure` makes groups, on all ranks together")
-        return self._made[key]
+        return self._groups[key]
 
     def position(self, axes: Sequence[Axis]) -> int:
         """This rank's position in the group over `axes`."""
@@ -58,6 +58,6 @@ class Groups:
 
     def close(self) -> None:
         """Forgets the groups, so that another mesh can use the same names."""
-        for axes in self._made:
+        for axes in self._groups:
             _unregister(group_name(axes))
-        self._made.clear()
+        self._groups.clear()

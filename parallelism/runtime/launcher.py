@@ -52,10 +52,10 @@ def launch(
 ) -> int:
     """Runs `argv` in `world` workers (this host's share of them) and returns the run's exit code.
 
-    Each worker is a Python process that runs tpshard's command line with the same `argv` (or `command`). When one fails
-    the others are ended, and the first error is printed last. When one crashes, all are restarted, up to `restarts`
-    times; a run on several hosts ends instead, since their launchers do not know of each other. ValueError where
-    `world` does not divide over the hosts.
+    Each worker is a Python process that runs tpshard's command line with the same `argv` (or `command`). When one
+    fails, the others are ended, and the first error is printed last. When one crashes, all are restarted, up to
+    `restarts` times; a run on several hosts ends instead, since their launchers do not communicate. Raises ValueError
+    where the hosts do not divide `world`.
     """
     nodes = nodes or Nodes.of(os.environ)
     if world % nodes.count:
@@ -77,8 +77,8 @@ class Launcher:
         self._make, self.workers = make, make()
         self._signals: list[int] = []
         self._interrupts = 0
-        self._asked = False
-        """Whether the run was asked to end."""
+        self._end_requested = False
+        """Whether the user, or the system, has asked the run to end."""
 
     def run(self) -> int:
         before = {number: signal.signal(number, self._receive) for number in (*POLITE, signal.SIGHUP)}
@@ -112,7 +112,7 @@ class Launcher:
         """Asks the workers to save and stop; returns False at a second Ctrl-C, which ends them at once."""
         while self._signals:
             number = self._signals.pop(0)
-            self._asked = True
+            self._end_requested = True
             if number == signal.SIGINT:
                 self._interrupts += 1
                 if self._interrupts > 1:
@@ -122,6 +122,7 @@ class Launcher:
         return True
 
     def _end(self) -> int | None:
+        """Reports why the workers ended; returns the run's exit code, or None if they are to be restarted."""
         verdict = self.workers.verdict()
         if verdict is None:
             codes = {worker.process.returncode for worker in self.workers.all}
@@ -148,9 +149,9 @@ class Launcher:
         return notes
 
     def _again(self) -> bool:
-        """Whether the run restarts after a crash: it was not asked to end, and no worker was killed on purpose."""
+        """Whether the run restarts after a crash: unless it was asked to end, or a worker was killed on purpose."""
         killed = any(worker.died and worker.process.returncode == -signal.SIGKILL for worker in self.workers.all)
-        return not self._asked and not killed and self.restarts.allowed(self.workers.step)
+        return not self._end_requested and not killed and self.restarts.allowed(self.workers.step)
 
 
 def _say(text: str) -> None:

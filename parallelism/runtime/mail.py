@@ -20,10 +20,10 @@ def transfers(program: Program) -> list[fx.Node]:
 
 
 class Mail:
-    """This rank's sends and receives along one mesh axis.
+    """This rank's sends to and receives from other ranks along one mesh axis.
 
     A value is identified by its name and a number on which both ends agree (the micro-batch). Values up the axis and
-    down it use separate groups, so that they do not wait for each other. Every rank must create it, from the same
+    down it use separate groups, so that they do not wait for each other. Every rank must create it with the same
     programs.
     """
 
@@ -31,9 +31,9 @@ class Mail:
         self.context, self.axis = context, axis
         mesh = context.mesh
         self.stride, self.place = mesh.stride[axis.name], mesh.index(axis, context.rank)
-        names = sorted({_moved(node) for program in programs for node in transfers(program)})
+        names = sorted({_value_name(node) for program in programs for node in transfers(program)})
         self.numbers = {name: i for i, name in enumerate(names)}
-        """Message tags. A library without tags matches by order, which the check of a schedule guarantees."""
+        """The tag of each value. A library without tags matches by order, which a schedule's check guarantees."""
         self.groups: dict[bool, Any] = {}
         for up in (True, False):
             for ranks in mesh.groups((axis,)):
@@ -41,7 +41,7 @@ class Mail:
                 if context.rank in ranks:
                     self.groups[up] = group
         self.number = 0
-        """The number of messages sent by the running programs."""
+        """The number (micro-batch) of the values that the running program sends."""
         self.sent_bytes = 0
         """Bytes sent so far."""
         self._coming: dict[tuple[str, int], tuple[Tensor, Any]] = {}
@@ -60,7 +60,7 @@ class Mail:
         """Posts the receives of a program, unless they are posted already."""
         ports = {port.name: port for port in program.inputs}
         for node in transfers(program):
-            name = _moved(node)
+            name = _value_name(node)
             if node.target is not recv or (name, number) in self._coming:
                 continue
             port, offset = ports[name], _offset(node)
@@ -70,28 +70,30 @@ class Mail:
             self._coming[name, number] = (room, work)
 
     def take(self, name: str, number: int) -> Tensor:
-        """The buffer of an expected value; its program waits for it."""
+        """The buffer of an expected value, as an input of the program, which then waits for it."""
         room, work = self._coming.pop((name, number))
         self._arriving[room.data_ptr()] = work
         return room
 
     def wait(self, room: Tensor) -> Tensor:
-        """Returns when the value has arrived."""
+        """Waits until a value has arrived, and returns it."""
         self._arriving.pop(room.data_ptr()).wait()
         return room
 
     # ---- sending -----------------------------------------------------------------------------------------------------
     def start(self, value: Tensor, node: fx.Node) -> Tensor:
         """Starts the send of a program's node."""
-        self._leaving = [(work, kept) for work, kept in self._leaving if not work.is_completed()]
+        self._leaving = [(work, sent) for work, sent in self._leaving if not work.is_completed()]
         offset, packed = _offset(node), value.contiguous()
         self.sent_bytes += packed.numel() * packed.itemsize
-        work = dist.isend(packed, self._peer(offset), self.groups[offset > 0], self._tag(_moved(node), self.number))
+        work = dist.isend(
+            packed, self._peer(offset), self.groups[offset > 0], self._tag(_value_name(node), self.number)
+        )
         self._leaving.append((work, packed))
         return value
 
     def finish(self) -> None:
-        """Returns when all sends are complete."""
+        """Waits until all sends are complete."""
         for work, _ in self._leaving:
             work.wait()
         self._leaving.clear()
@@ -103,7 +105,7 @@ def _offset(node: fx.Node) -> int:
     return offset
 
 
-def _moved(node: fx.Node) -> str:
+def _value_name(node: fx.Node) -> str:
     comm = info(node).comm
     assert comm is not None
     return comm.value[0]
@@ -119,6 +121,3 @@ def positions(program: Program) -> tuple[Places, Places]:
     results = [o for o in end.args[0] if isinstance(o, fx.Node)]  # type: ignore[union-attr]
     received = [(feeds.index(node.all_input_nodes[0]), node) for node in transfers(program) if node.target is recv]
     return received, [(i, node) for i, node in enumerate(results) if node.target is send]
-
-
-__all__ = ["Mail", "positions", "transfers"]

@@ -27,7 +27,7 @@ class WorkerFault(RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerMessage:
-    """One line on the pipe."""
+    """A message of a worker, one line on the pipe."""
 
     rank: int
     kind: Kind
@@ -46,7 +46,7 @@ class WorkerMessage:
 
 
 def parse(line: bytes) -> WorkerMessage | None:
-    """The message in a line; None for half a line of a dying worker."""
+    """Parses a line; returns None for half a line of a dying worker."""
     try:
         return WorkerMessage(**json.loads(line))
     except (ValueError, TypeError):
@@ -58,7 +58,7 @@ def send(
 ) -> bool:
     """Sends a message to tpshard's launcher, if there is one. Returns whether the launcher will inform the user.
 
-    `droppable` messages are omitted while the pipe is full, as when the launcher is suspended (Ctrl-Z).
+    droppable: whether to omit the message while the pipe is full, as when the launcher is suspended (Ctrl-Z).
     """
     fd = os.environ.get(REPORT_FD)
     if fd is None or (droppable and not select.select([], [int(fd)], [], 0)[1]):
@@ -82,7 +82,7 @@ _LOST_PEER = re.compile(
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error only says that another worker is gone: a consequence of a failure, not its cause."""
+    """Whether an error only reports that another worker is gone, so that it is a consequence of a failure elsewhere."""
     if isinstance(error, WorkerFault):
         return False
     name = type(error).__name__

@@ -43,7 +43,7 @@ class WorkerPlace:
 
 
 def nameless_file() -> tuple[int, str]:
-    """(the descriptor of an empty file without a name, its rendezvous).
+    """Creates an empty file without a name; returns its descriptor and its rendezvous.
 
     The workers must inherit the descriptor under its number. The file disappears when the last process closes it.
     """
@@ -55,12 +55,12 @@ def find(env: Mapping[str, str]) -> WorkerPlace | None:
     """The place that a launcher gave this process; None if there is no launcher.
 
     tpshard's workers have `TPSHARD_RENDEZVOUS`; torchrun sets RANK, WORLD_SIZE and MASTER_ADDR; SLURM's srun sets
-    SLURM_PROCID and the number of tasks. ValueError names a variable that is missing or malformed.
+    SLURM_PROCID and the number of tasks. Raises ValueError with the name of a missing or malformed variable.
     """
     if RENDEZVOUS in env:
-        return _ranked(env, env[RENDEZVOUS], "tpshard")
+        return _from_ranks(env, env[RENDEZVOUS], "tpshard")
     if "RANK" in env and "WORLD_SIZE" in env and "MASTER_ADDR" in env:
-        return _ranked(env, "env:", "torchrun")
+        return _from_ranks(env, "env:", "torchrun")
     if _is_slurm_task(env):
         return _slurm(env)
     return None
@@ -76,7 +76,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
         raise ValueError(f"the environment variable {name} is {text!r}, where a launcher sets a whole number") from None
 
 
-def _checked(place: WorkerPlace) -> WorkerPlace:
+def _check(place: WorkerPlace) -> WorkerPlace:
     if not 0 <= place.rank < place.world or not 0 <= place.local_rank < place.local_world <= place.world:
         raise ValueError(
             f"the environment says rank {place.rank} of {place.world}, local rank {place.local_rank} of "
@@ -85,12 +85,12 @@ def _checked(place: WorkerPlace) -> WorkerPlace:
     return place
 
 
-def _ranked(env: Mapping[str, str], rendezvous: str, launcher: str) -> WorkerPlace:
+def _from_ranks(env: Mapping[str, str], rendezvous: str, launcher: str) -> WorkerPlace:
     rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     local_rank = _number(env, "LOCAL_RANK", 0 if world == 1 else None)
     # with RANK and MASTER_ADDR set by hand, the number of workers on this host is unknown: assume the least
     local_world = _number(env, "LOCAL_WORLD_SIZE", local_rank + 1)
-    return _checked(WorkerPlace(rank, world, local_rank, local_world, rendezvous, launcher))
+    return _check(WorkerPlace(rank, world, local_rank, local_world, rendezvous, launcher))
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
@@ -105,38 +105,39 @@ def _tasks(env: Mapping[str, str]) -> int:
 
 
 def _slurm(env: Mapping[str, str]) -> WorkerPlace:
+    """The place of a task of an srun step."""
     rank, world, local_rank = _number(env, "SLURM_PROCID"), _tasks(env), _number(env, "SLURM_LOCALID", 0)
     nodes = _number(env, "SLURM_STEP_NUM_NODES", _number(env, "SLURM_NNODES", 1))
     step = "-".join(env.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
     if nodes == 1:
         path = Path(tempfile.gettempdir()) / f"tpshard-{step}.store"
-        return _checked(WorkerPlace(rank, world, local_rank, world, f"file:{path}", "slurm"))
+        return _check(WorkerPlace(rank, world, local_rank, world, f"file:{path}", "slurm"))
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", ""))
-    here = _number(env, "SLURM_NODEID", 0)
-    local_world = tasks_per_node(per_node)[here] if per_node else local_rank + 1
+    node = _number(env, "SLURM_NODEID", 0)
+    local_world = tasks_per_node(per_node)[node] if per_node else local_rank + 1
     host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
     if not host:
         raise ValueError("SLURM gives no SLURM_STEP_NODELIST: set MASTER_ADDR to the address of the first node")
     # two steps on one node must not share a port, so it follows from job and step
     port = _number(env, "MASTER_PORT", 20000 + sum(ord(c) * 31**i for i, c in enumerate(step)) % 20000)
-    return _checked(WorkerPlace(rank, world, local_rank, local_world, f"tcp:{host}:{port}", "slurm"))
+    return _check(WorkerPlace(rank, world, local_rank, local_world, f"tcp:{host}:{port}", "slurm"))
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """The tasks of each node: SLURM's `2(x3),1` -> [2, 2, 2, 1]."""
+    """Parses the tasks of each node in SLURM's form: `2(x3),1` -> [2, 2, 2, 1]."""
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if not found:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if not match:
             raise ValueError(f"not a SLURM task count: {text!r}")
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def first_host(nodelist: str) -> str:
     """The first host of a SLURM node list: `gpu[03-05,9],head` -> gpu03."""
-    found = re.match(r"([^,\[]*)(?:\[([^\]]*)\]([^,]*))?", nodelist.strip())
-    assert found is not None
-    if found[2] is None:
-        return found[1]
-    return found[1] + re.split(r"[-,]", found[2])[0] + (found[3] or "")
+    match = re.match(r"([^,\[]*)(?:\[([^\]]*)\]([^,]*))?", nodelist.strip())
+    assert match is not None
+    if match[2] is None:
+        return match[1]
+    return match[1] + re.split(r"[-,]", match[2])[0] + (match[3] or "")

@@ -1,4 +1,4 @@
-"""`compile: blocks`: compiles the operations of every layer by torch's compiler, and leaves all others as they are.
+"""Compiling the operations of every layer by torch's compiler, and leaving all others as they are (`compile: blocks`).
 
 Collectives and their waits keep their order and stay asynchronous: they are never compiled. Equal layers are compiled
 once.
@@ -27,17 +27,17 @@ WRITES = (aten.add_.Tensor, aten.copy_.default)
 
 
 def with_blocks(module: fx.GraphModule) -> fx.GraphModule:
-    """The same function with the operations of each layer replaced by regions, which are compiled at their first run.
+    """Replaces the operations of each layer by regions, which are compiled at their first run.
 
-    `module`: one rank's graph for the interpreter (`execute.localize`).
+    module: one rank's graph for the interpreter (`execute.localize`).
     """
     return _Cut(module).run()
 
 
 class CompiledRegion:
-    """Operations of a layer that run as one, called with a list of tensors that it empties.
+    """A function of several operations of a layer, compiled at its first call; it empties the list of its inputs.
 
-    `shared` caches compiled code by code and inputs, so that regions of equal layers share it.
+    shared: the compiled code of all regions by source code and inputs, so that regions of equal layers share it.
     """
 
     __name__ = "compiled_region"
@@ -71,15 +71,17 @@ class _Open:
 
 
 class _Cut:
+    """Builds the graph with regions, node by node."""
+
     def __init__(self, module: fx.GraphModule):
         self.module, self.graph = module, fx.Graph()
-        self.made: dict[fx.Node, fx.Node] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}
         self.shared: dict[Any, Boxed] = {}
         self.open: _Open | None = None
         self.inside: set[fx.Node] = set()
         """Nodes of the open region."""
         self.parts: set[fx.Node] = set()
-        """Nodes that select one of several results; they move with their operation."""
+        """Nodes that select one of several results, and move with their operation."""
         self.held: set[fx.Node] = set()
         """Nodes that wait for the region's end."""
 
@@ -89,7 +91,7 @@ class _Cut:
                 continue
             key = self._key(node)
             if key is None:
-                self._beside(node)
+                self._place_uncompiled(node)
                 continue
             if self.open is not None and (key != self.open.key or self._reads(node, self.held)):
                 self._close()
@@ -104,21 +106,24 @@ class _Cut:
 
     def _key(self, node: fx.Node) -> Key | None:
         """The region key of an operation; None if it is not compiled."""
-        here = node.meta.get(INFO)
-        if node.op != "call_function" or here is None or here.comm is not None or here.place.layer is None:
+        metadata = node.meta.get(INFO)
+        if node.op != "call_function" or metadata is None or metadata.comm is not None or metadata.place.layer is None:
             return None
         if node.target in WRITES or not isinstance(node.target, torch._ops.OpOverload):
             return None
-        if len(here.specs) > 1 and any(user.target is not operator.getitem for user in node.users):
+        if len(metadata.specs) > 1 and any(user.target is not operator.getitem for user in node.users):
             return None
-        return here.place.layer, here.phase == "forward"
+        return metadata.place.layer, metadata.phase == "forward"
 
     def _reads(self, node: fx.Node, which: set[fx.Node]) -> bool:
         return any(source in which for source in node.all_input_nodes)
 
-    def _beside(self, node: fx.Node) -> None:
-        """An operation that is not compiled: before the open region where it does not need it. Collectives that do
-        need it, and whatever waits for one, end it: they come when the schedule says."""
+    def _place_uncompiled(self, node: fx.Node) -> None:
+        """Places an operation that is not compiled: before the open region, if it does not depend on it.
+
+        A collective or a wait that depends on the region ends it, so that it runs when the schedule says. Other
+        operations that depend on it follow it.
+        """
         if self.open is not None:
             needs = self._reads(node, self.inside) or self._reads(node, self.held)
             issues = node.meta[INFO].comm is not None if INFO in node.meta else False
@@ -132,7 +137,7 @@ class _Cut:
         self._copy(node)
 
     def _copy(self, node: fx.Node) -> None:
-        self.made[node] = self.graph.node_copy(node, self.made.__getitem__)
+        self.copies[node] = self.graph.node_copy(node, self.copies.__getitem__)
 
     def _close(self) -> None:
         """Places the open region at the current position, followed by the nodes that wait for it."""
@@ -159,11 +164,8 @@ class _Cut:
             local[node] = body.create_node(node.op, node.target, args, kwargs)
         body.output([local[node] for node in gives])
         call = CompiledRegion(fx.GraphModule({}, body), self.shared)
-        box = self.graph.call_function(boxed, tuple(self.made[source] for source in reads))
+        box = self.graph.call_function(boxed, tuple(self.copies[source] for source in reads))
         results = self.graph.call_function(call, (box,))
         for i, node in enumerate(gives):
-            self.made[node] = self.graph.call_function(operator.getitem, (results, i))
-            self.made[node].meta = dict(node.meta)
-
-
-__all__ = ["CompiledRegion", "with_blocks"]
+            self.copies[node] = self.graph.call_function(operator.getitem, (results, i))
+            self.copies[node].meta = dict(node.meta)

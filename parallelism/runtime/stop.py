@@ -40,10 +40,10 @@ class StopRequest:
 
     @property
     def urgency(self) -> int:
-        """0: none, 1: preempted, 2: interrupted; the largest over all ranks decides."""
+        """How urgent the request is (0: none, 1: preempted, 2: interrupted); the largest of all ranks decides."""
         return 0 if self.signal is None else 2 if self.signal == signal.SIGINT else 1
 
 
 def exit_code(urgency: int) -> int:
-    """Exit code for an agreed urgency."""
+    """The exit code for the urgency on which all ranks have agreed."""
     return {0: Exit.DONE, 1: Exit.PREEMPTED, 2: Exit.INTERRUPTED}[urgency]

@@ -17,9 +17,10 @@ _KINDS = {"all_gather_into_tensor": "all_gather", "all_reduce": "all_reduce", "r
 
 
 class Tally(TorchDispatchMode):
-    """Counts bytes while it is entered. It may be entered several times; tensors freed in between count as freed.
+    """A dispatch mode that counts the bytes a rank sends and holds while it is active.
 
-    held: existing tensors. Compiled code allocates without dispatching: its memory is not counted, its collectives are.
+    It may be entered several times; tensors freed in between count as freed. held: the tensors that exist already.
+    Compiled code allocates without dispatching, so that its collectives are counted, but not its memory.
     """
 
     def __init__(self, held: Iterable[Tensor]):
@@ -34,12 +35,12 @@ class Tally(TorchDispatchMode):
         self._take(held)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional":
             self.collectives += func.overloadpacket.__name__ != "wait_tensor"
-            self.sent_bytes += _sent(func.overloadpacket.__name__, args, made)
-        self._take(pytree.tree_leaves(made))
-        return made
+            self.sent_bytes += _sent(func.overloadpacket.__name__, args, result)
+        self._take(pytree.tree_leaves(result))
+        return result
 
     def _take(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
@@ -58,15 +59,15 @@ class Tally(TorchDispatchMode):
         self.held_bytes -= self._live.pop(key, 0)
 
 
-def _sent(name: str, args: Any, made: Any) -> int:
-    """Bytes that this rank sends for a collective of `_c10d_functional`; 0 for a wait."""
+def _sent(name: str, args: Any, result: Any) -> int:
+    """The bytes that this rank sends for a collective of `_c10d_functional`; 0 for a wait."""
     name = name.removesuffix("_out").removesuffix("_")  # variants that a compiler uses
     if name == "wait_tensor":
         return 0
     group = distributed_c10d._resolve_process_group(args[-1])
     if name == "all_to_all_single":
-        given, into = args[0], args[2]
-        return (sum(into) - into[group.rank()]) * given[:1].numel() * given.itemsize
+        tensor, into = args[0], args[2]
+        return (sum(into) - into[group.rank()]) * tensor[:1].numel() * tensor.itemsize
     kind = _KINDS[name]
-    buffer = made if kind == "all_gather" else args[0]
+    buffer = result if kind == "all_gather" else args[0]
     return wire_bytes(kind, buffer.numel() * buffer.itemsize, group.size(), dist.get_backend(group))

@@ -31,10 +31,10 @@ class Doing:
 
 
 class Watchdog:
-    """Ends the worker when `beat` was not called for `limit_s` seconds.
+    """A thread that ends the worker when `beat` was not called for `limit_s` seconds.
 
-    The executor assigns `doing` (cheap: an object, no lock) before it waits for a collective; `describe` turns it
-    into words only when needed. Uses the monotonic clock. `limit_s` of the first beats covers compilation.
+    The executor assigns `doing` (cheap: an object, no lock) before it waits for a collective; `describe` turns it into
+    words only for a report. The first `limit_s` must cover compilation. Time is that of the monotonic clock.
     """
 
     def __init__(self, rank: int, limit_s: float, *, on_stall: Callable[[str], None] | None = None):
@@ -43,10 +43,10 @@ class Watchdog:
         self.doing: object = Doing("starting up")
         self.describe: Callable[[object], Doing] = _as_doing
         self.stacks_to: Path | None = None
-        """Folder for `rank-N.stacks.txt`; without one they go to stderr."""
+        """The folder for `rank-N.stacks.txt`; without one the stacks go to stderr."""
         self.step = 0
         self.progress = 0
-        """Beats and collectives so far: the rank with the fewest is the one that the others wait for."""
+        """The beats and collectives so far; the others wait for the rank with the fewest."""
         self._deadline = time.monotonic() + limit_s
         self._on_stall = on_stall or self._end
         self._stop = threading.Event()
@@ -62,7 +62,7 @@ class Watchdog:
             self._thread.join(timeout=2)
 
     def beat(self, step: int | None = None) -> None:
-        """Reports progress to the watchdog: the end of a step, or of a part of it."""
+        """Tells the watchdog of progress: the end of a step, or of a part of it."""
         self.progress += 1
         if step is not None:
             self.step = step
@@ -93,7 +93,7 @@ class Watchdog:
         return f"rank {self.rank} made no progress for {self.limit_s:g} s in step {self.step}, in {doing}"
 
     def stacks(self) -> str:
-        """Python stacks of all threads."""
+        """The Python stacks of all threads."""
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file=file, all_threads=True)
             file.seek(0)

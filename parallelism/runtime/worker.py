@@ -49,13 +49,14 @@ def run_worker(body: Callable[[], int], place: WorkerPlace, describe: Describe) 
 
 
 def _hold_back(text: str) -> None:
-    """Delays a message: another launcher may end this rank soon; only if it survives is the message printed."""
+    """Prints a message after a pause, in which another launcher may end this rank: then the message is not needed."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(5)
     print(text, file=sys.stderr, flush=True)
 
 
 def _leave(code: int) -> NoReturn:
+    """Flushes the output and ends the process at once."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

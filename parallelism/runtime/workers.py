@@ -33,11 +33,11 @@ FOLLOWS = "TPSHARD_FOLLOWS"
 FINE = (Exit.DONE, Exit.PREEMPTED, Exit.INTERRUPTED)
 _TAIL = 4000
 _SETTLE_S = {"failed": 0.5, "died": 0.5, "secondary": 3.0, "stalled": 3.0}
-"""Seconds to wait for a better explanation after each kind of failure."""
+"""The seconds to wait after each kind of failure for a report that explains it better."""
 
 
 def follow() -> None:
-    """Makes this worker end when its parent ends, in whatever way; called first in a worker."""
+    """Makes this process end when its parent ends, in whatever way; a worker calls it first."""
     starter = os.environ.get(FOLLOWS)
     if starter is None:
         return
@@ -61,7 +61,7 @@ class Worker:
     step: int = 0
     """The last finished step that it reported; rank 0 reports it."""
     died: float = 0.0
-    """When it was seen to have ended (monotonic seconds); 0 while it runs."""
+    """When its end was noticed, in monotonic seconds; 0 while it runs."""
 
     @property
     def said_why(self) -> bool:
@@ -70,10 +70,10 @@ class Worker:
     @property
     def log(self) -> WorkerMessage | None:
         """The message that names its log file, once received."""
-        return next((known for known in reversed(self.reports) if known.kind == "log"), None)
+        return next((message for message in reversed(self.reports) if message.kind == "log"), None)
 
     def printed(self) -> bytes:
-        """Its output since the start; if the user has seen it, only what its log holds."""
+        """Its output since the start, from its log file if it has one; empty if it printed to the terminal only."""
         if self.log is not None:
             with suppress(OSError):
                 return Path(self.log.text).read_bytes()[self.log.progress :]
@@ -114,7 +114,7 @@ class Workers:
     """
 
     def __init__(self, world: int, local: int | None = None, first: int = 0) -> None:
-        """`world` workers in all, of which `local` (by default all) run on this host, from rank `first` on."""
+        """world: workers in all. local: those on this host (by default all), from rank `first` on."""
         self.world, self.local, self.first = world, world if local is None else local, first
         self.all: list[Worker] = []
         self._selector = selectors.DefaultSelector()
@@ -122,14 +122,14 @@ class Workers:
 
     # ---- starting -----------------------------------------------------------------------------------------
     def start(
-        self, argv: Sequence[str], rendezvous: str | None = None, *, kept: bool = True,
-        env: Mapping[str, str] | None = None, given: Mapping[int, Mapping[str, int]] | None = None,
+        self, argv: Sequence[str], rendezvous: str | None = None, *, captured: bool = True,
+        env: Mapping[str, str] | None = None, descriptors: Mapping[int, Mapping[str, int]] | None = None,
     ) -> None:  # fmt: skip
-        """Starts all of them with RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in their environment.
+        """Starts all workers, with RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in their environment.
 
-        Rank 0 prints to the terminal. The output of the others is `kept` in case they fail, or goes to the terminal
-        too. env: further variables. given: per rank, further descriptors to inherit, each with the variable that holds
-        its number. Without `rendezvous` all workers are on this host.
+        Rank 0 prints to the terminal. captured: whether the output of the others is stored in case they fail, instead
+        of going to the terminal too. env: further variables. descriptors: for each rank, further descriptors to inherit
+        by the variable that holds their number. Without `rendezvous` all workers are on this host.
         """
         store = None
         if rendezvous is None:
@@ -137,19 +137,24 @@ class Workers:
         try:
             for local_rank in range(self.local):
                 place = WorkerPlace(self.first + local_rank, self.world, local_rank, self.local, rendezvous, "tpshard")
-                inherited = dict((given or {}).get(place.rank, {}))
+                inherited = dict((descriptors or {}).get(place.rank, {}))
                 if store is not None:
                     inherited["TPSHARD_STORE"] = store
-                self._spawn(argv, place, kept and local_rank > 0, env or {}, inherited)
+                self._spawn(argv, place, captured and local_rank > 0, env or {}, inherited)
         finally:
             if store is not None:
                 os.close(store)
 
     def _spawn(
-        self, argv: Sequence[str], place: WorkerPlace, kept: bool, more: Mapping[str, str], inherited: Mapping[str, int]
+        self,
+        argv: Sequence[str],
+        place: WorkerPlace,
+        captured: bool,
+        more: Mapping[str, str],
+        inherited: Mapping[str, int],
     ) -> None:
         reader, writer = os.pipe()
-        output = tempfile.TemporaryFile() if kept else None  # noqa: SIM115 (lives as long as the run)
+        output = tempfile.TemporaryFile() if captured else None  # noqa: SIM115 (lives as long as the run)
         threads = max(1, len(os.sched_getaffinity(0)) // self.local)
         env = {
             "OMP_NUM_THREADS": str(threads), **os.environ, **place.environment(), messages.REPORT_FD: str(writer),
@@ -195,6 +200,7 @@ class Workers:
         self._selector.register(file, selectors.EVENT_READ, data)
 
     def forget(self, file: Any) -> None:
+        """Makes `listen` ignore a file."""
         with suppress(KeyError):
             self._selector.unregister(file)
 
@@ -224,15 +230,16 @@ class Workers:
                 self.forget(worker.pipe)
                 return
             *lines, worker.unread = (worker.unread + data).split(b"\n")
-            for known in filter(None, map(messages.parse, lines)):
-                if known.kind == "step":
-                    worker.step = known.progress
+            for message in filter(None, map(messages.parse, lines)):
+                if message.kind == "step":
+                    worker.step = message.progress
                     continue
-                worker.reports.append(known)
-                if known.kind in _SETTLE_S:
-                    self._trouble(known.kind)
+                worker.reports.append(message)
+                if message.kind in _SETTLE_S:
+                    self._trouble(message.kind)
 
     def _trouble(self, kind: str) -> None:
+        """Notes a failure, and until when to wait for reports that explain it."""
         settle = time.monotonic() + _SETTLE_S[kind]
         self._deadline = settle if self._deadline is None else min(self._deadline, settle)
 
@@ -243,7 +250,7 @@ class Workers:
 
     # ---- ending -------------------------------------------------------------------------------------------
     def verdict(self) -> Verdict | None:
-        """The cause of the failure: the first own error or death, else a hang, else lost peers."""
+        """The cause of a failure: the first error or death of a worker, else a hang, else a lost peer; else None."""
         for worker in self.all:
             self._read(worker)
         causes: list[tuple[float, Verdict]] = []
@@ -263,22 +270,23 @@ class Workers:
         return None
 
     def _own(self, failed: WorkerMessage) -> Verdict:
-        """A worker's own error; with its rank, unless all report the same (an error in the common input)."""
+        """The verdict on a worker that reported its own error; its rank is named unless all workers report the same."""
         alike = sum(any(r.text == failed.text for r in worker.reports) for worker in self.all)
         head = f"rank {failed.rank} of {self.world} failed:\n" if alike < len(self.all) else ""
         return Verdict(failed.rank, _line(failed.text), head + failed.text, failed.exit or Exit.BUG)
 
     def _death(self, worker: Worker) -> Verdict:
+        """The verdict on a worker that ended without a report."""
         code, printed = worker.process.returncode, worker.tail()
         if code > 0:
-            said = f"error: rank {worker.rank} ended with exit code {code}, saying no more"
-            return Verdict(worker.rank, f"exit code {code}", f"{printed}\n{said}".lstrip(), code)
+            ending = f"error: rank {worker.rank} ended with exit code {code}, saying no more"
+            return Verdict(worker.rank, f"exit code {code}", f"{printed}\n{ending}".lstrip(), code)
         name = signal.Signals(-code).name if -code in list(signal.Signals) else str(-code)
         lost, notes = f"error: rank {worker.rank} was lost: killed by {name}", list[str]()
         if -code == signal.SIGKILL:
             notes.append("why: the kernel does this when memory runs out (see `dmesg`)")
         elif -code in CRASHES:
-            printed = crash.stack(worker.printed(), told=worker.output is None) or printed
+            printed = crash.stack(worker.printed(), explained=worker.output is None) or printed
             lost += f" after step {self.step}" if self.step else " before its first step was done"
             if worker.log is not None:
                 notes.append(f"stacks: {worker.log.text}")
@@ -286,8 +294,10 @@ class Workers:
         return Verdict(worker.rank, f"killed by {name}", text, Exit.WORKER_LOST, tuple(notes), -code)
 
     def _hang(self, stalled: list[WorkerMessage]) -> Verdict:
-        """Of ranks that wait for each other: the silent one, one outside of a collective, or the one furthest
-        behind."""
+        """The verdict on ranks that wait for each other.
+
+        At fault is a silent one, else one outside of a collective, else the one that is furthest behind.
+        """
         spoke = {r.rank for r in stalled}
         silent = [worker.rank for worker in self.living if worker.rank not in spoke]
         if silent:

@@ -166,7 +166,7 @@ def test_a_run_whose_worker_crashes_is_started_again(name: str, rank: int, fatal
     [
         ("7", 0, 0, ""),
         ("7 300", 1, 1, "launch.restarts is 1"),
-        ("7 106", 5, 1, "the crash before was after step 7, and 100 steps are asked for between two"),
+        ("7 106", 5, 1, "the previous crash was after step 7; two crashes must be 100 steps apart"),
         ("7 107 207", 2, 2, "launch.restarts is 2"),
     ],
 )
@@ -207,7 +207,7 @@ def test_the_stack_of_a_crash_is_found_in_what_was_printed() -> None:
     printed = b"older\nmalloc(): bad\nFatal Python error: Aborted\n\n" + many + b"Extension modules: a, b\n"
     lines = crash.stack(printed).splitlines()
     assert lines[:3] == ["malloc(): bad", "Fatal Python error: Aborted", "Thread 0:"] and lines[-1] == "..."
-    assert crash.stack(printed, told=True).splitlines() == lines[1:-1] + ["Thread 38:", "..."]
+    assert crash.stack(printed, explained=True).splitlines() == lines[1:-1] + ["Thread 38:", "..."]
     assert crash.stack(b"nothing of it") == ""
 
 
