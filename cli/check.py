@@ -66,6 +66,8 @@ def check(
 
 def _at_once(setting: Setting) -> list[str]:
     """The changes that make one micro-batch of a step's sequences."""
+    if setting.stacking is not None:
+        return []
     staged = setting.recipe.pipeline is not None and setting.recipe.pipeline.micro_batches is not None
     return [f"batch.per_device={setting.batch.sequences_each}", *["pipeline.micro_batches=null"] * staged]
 

@@ -190,6 +190,8 @@ SAMPLES = (
     "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b, stages: 4}",
     "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b, rounds: 2}",
     "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b}\nsharding: {rules: {mlp: pp}}",
+    "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b, form: vectorized}",
+    "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: gpipe, form: vectorized, split: [1, 3]}",
     "model: {preset: tiny}\nname: ${train.stepz}",
     "model: {preset: tiny}\nname: ${run.dir}\nrun: {dir: '${name}'}",
     "model: {preset: tiny}\ntrain: {steps: '${oc.env:NAME_OF_NO_VARIABLE}'}",

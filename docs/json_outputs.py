@@ -105,7 +105,7 @@ PLAN = {
 }  # fmt: skip
 PLAN_SOMETIMES = {
     "buckets[].*": "With fsdp: collectives that buckets join, with their unit, phase, members and bytes.",
-    "pipeline.*": "With `pipeline`: schedule, bubble, layers of each stage, seconds and bytes of each, and the table.",
+    "pipeline.*": "With `pipeline`: schedule, form, bubble, layers of each stage; if staged, seconds, bytes, table.",
     "edits[].*": "Edits that make a plan fit which does not, with what each would need and take.",
     "suggestions[].*": "Edits that make a step faster, with memory and seconds of each.",
     "searched.*": "With `--suggest`: variants planned, unfit, unstorable and refused.",

@@ -92,10 +92,10 @@ def blockwise(
     (b, s, h, _), t, kv = q.shape, k.shape[1], k.shape[2]
     queries, keys, values = _grouped(q, kv) * scale, _grouped(k, kv), _grouped(v, kv)
     out, lse = torch.empty_like(q), torch.empty(b, h, s, dtype=wide(q), device=q.device)
-    for rows, positions, visible_keys in _blocks(s, t, window):
-        part = slice(visible_keys.start, visible_keys.stop)
+    for rows, positions, seen in _blocks(s, t, window):
+        part = slice(seen.start, seen.stop)
         scores = capped(queries[..., rows, :] @ keys[..., part, :].transpose(-1, -2), softcap)
-        mask = _allowed(documents, positions, visible_keys, window, q.device).unsqueeze(1)
+        mask = _allowed(documents, positions, seen, window, q.device).unsqueeze(1)
         scores.masked_fill_(~mask, -torch.inf)
         row_lse = scores.logsumexp(-1)
         probabilities = scores.sub_(row_lse.unsqueeze(-1)).exp_()
@@ -115,12 +115,12 @@ def blockwise_backward(
     mean = (grad * _grouped(out, kv)).sum(-1, keepdim=True)
     dq = torch.empty_like(q)
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-    for rows, positions, visible_keys in _blocks(s, t, window):
-        part = slice(visible_keys.start, visible_keys.stop)
+    for rows, positions, seen in _blocks(s, t, window):
+        part = slice(seen.start, seen.stop)
         block, dblock = queries[..., rows, :], grad[..., rows, :]
         scores = capped((block * scale) @ keys[..., part, :].transpose(-1, -2), softcap)
         slope = slopes(scores, softcap)
-        mask = _allowed(documents, positions, visible_keys, window, q.device).unsqueeze(1)
+        mask = _allowed(documents, positions, seen, window, q.device).unsqueeze(1)
         scores.masked_fill_(~mask, -torch.inf)
         probabilities = scores.sub_(logs[..., rows, :]).exp_()
         dscores = dblock @ values[..., part, :].transpose(-1, -2)
@@ -247,3 +247,20 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
 
 
 torch.library.register_autograd("tpshard::attention", _gradient, setup_context=_keep, lib=_library)
+
+
+@torch.library.register_vmap("tpshard::attention", lib=_library)
+def _mapped(
+    info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
+    scale: float, window: int | None = None, softcap: float | None = None,
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:  # fmt: skip
+    """The mapped dim joins the batch, outside of it."""
+    n = info.batch_size
+
+    def merged(x: Tensor, dim: int | None) -> Tensor:
+        return (x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+    q, k, v = (merged(x, dim) for x, dim in zip((q, k, v), in_dims))
+    documents = documents if documents is None else merged(documents, in_dims[3])
+    out, lse = torch.ops.tpshard.attention(q, k, v, documents, scale, window, softcap)
+    return (out.unflatten(0, (n, -1)), lse.unflatten(0, (n, -1))), (0, 0)

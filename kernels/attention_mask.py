@@ -16,12 +16,12 @@ def visible(
     """
     row = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
     key = torch.arange(keys.start, keys.stop, device=device)
-    mask = (key <= row).unsqueeze(0)
+    seen = (key <= row).unsqueeze(0)
     if window is not None:
-        mask = mask & (key > row - window)
+        seen = seen & (key > row - window)
     if documents is not None:
-        mask = mask & (documents[0].unsqueeze(2) == documents[1].unsqueeze(1))
-    return mask.unsqueeze(1)
+        seen = seen & (documents[0].unsqueeze(2) == documents[1].unsqueeze(1))
+    return seen.unsqueeze(1)
 
 
 def wide(x: Tensor) -> torch.dtype:

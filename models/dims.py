@@ -14,6 +14,9 @@ from torch import Tensor, nn
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define("named(Tensor(a) x, str name, str[] dims) -> Tensor(a)")
 
+STAGE = "stage"
+"""The dim that `torch.vmap` puts before the others: the stages of a vectorized pipeline."""
+
 
 def _view(x: Tensor, name: str, dims: list[str]) -> Tensor:
     return x.view_as(x)
@@ -39,6 +42,12 @@ def _autograd(x: Tensor, name: str, dims: list[str]) -> Tensor:
 
 _library.impl("named", _view, "CompositeExplicitAutograd")
 _library.impl("named", _autograd, "Autograd")
+
+
+@torch.library.register_vmap("tpshard::named", lib=_library)
+def _mapped(info: Any, in_dims: tuple[int | None, ...], x: Tensor, name: str, dims: list[str]) -> tuple[Tensor, int]:
+    assert in_dims[0] is not None
+    return torch.ops.tpshard.named(x.movedim(in_dims[0], 0), name, [STAGE, *dims]), 0
 
 
 def name(x: Tensor, label: str, *dims: str) -> Tensor:

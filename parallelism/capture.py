@@ -33,8 +33,7 @@ class Trail:
         """(first, last + 1) sequence numbers of the ops of a place, inner places first."""
 
     @property
-    def place(self) -> Place:
-        """The place of the op that is traced now."""
+    def here(self) -> Place:
         return self.stack[-1]
 
     @contextlib.contextmanager
@@ -77,7 +76,7 @@ class Trail:
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
         """A context that records the module of every op of `torch.autograd.grad(loss, ...)`."""
         handles = []
-        visited: set[Any] = set()
+        seen: set[Any] = set()
         queue = [loss.grad_fn]
         places: dict[int, Place] = {}
         for start, end, place in self.spans:  # inner modules end first, so the first span of a number is the innermost
@@ -85,9 +84,9 @@ class Trail:
                 places.setdefault(number, place)
         while queue:
             node = queue.pop()
-            if node is None or node in visited:
+            if node is None or node in seen:
                 continue
-            visited.add(node)
+            seen.add(node)
             place = places.get(node._sequence_nr(), Place())._replace(phase="backward")
 
             def before(_grads: Any, place: Place = place) -> None:
@@ -136,7 +135,7 @@ def capture(
     if len(names) != len(where):
         raise ValueError(f"{len(names)} names were given for {len(where)} tensor arguments")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(None if trail is None else lambda: trail.place)
+    recorder = Recorder(None if trail is None else lambda: trail.here)
     recorder.rows = rows
     full = list(leaves)
     for i, name in zip(where, names):

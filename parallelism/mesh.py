@@ -26,10 +26,8 @@ class Axis(NamedTuple):
         return self.pre * self.size
 
     def overlaps(self, other: Axis) -> bool:
-        """Whether no tensor can be sharded over both axes.
-
-        Either the parts overlap, or no factorization of the axis has both (on six devices, x:(1)2 and x:(3)2).
-        """
+        """Whether no tensor can use both: the parts overlap, or no factorization of the axis has both (on six devices,
+        x:(1)2 and x:(3)2)."""
         return self.name == other.name and bool(other.pre % self.end and self.pre % other.end)
 
 
@@ -70,7 +68,7 @@ class Mesh:
         return hash(tuple(self.axes.items()))
 
     def axis(self, ref: str | Sequence[object] | Axis) -> Axis:
-        """The axis of a name, or a sub-axis given as (name, pre, size). Raises ValueError if the mesh lacks it."""
+        """The axis of a name, or a sub-axis given as (name, pre, size). ValueError if the mesh does not have it."""
         name, *part = (ref,) if isinstance(ref, str) else tuple(ref)
         if name not in self.axes:
             raise ValueError(f"the mesh has no axis `{name}`; its axes are {', '.join(self.axes) or 'none'}")
@@ -113,7 +111,7 @@ class Mesh:
 
 
 def size_of(axes: Iterable[Axis]) -> int:
-    """The number of devices that these axes divide a dim over."""
+    """The number of devices over which these axes shard."""
     return math.prod(axis.size for axis in axes)
 
 
@@ -131,12 +129,11 @@ def merge(axes: Iterable[Axis]) -> Axes:
 
 
 def overlap(axis: Axis, axes: Iterable[Axis]) -> bool:
-    """Whether an axis overlaps any of `axes` (see `Axis.overlaps`)."""
     return any(axis.overlaps(other) for other in axes)
 
 
 def atoms(lists: Iterable[Iterable[Axis]]) -> dict[str, list[int]]:
-    """The boundaries of all parts in these lists (their pre and end), sorted, by axis name."""
+    """For each axis name, the sorted boundaries (pre and end of every part) in all lists."""
     cuts: dict[str, set[int]] = {}
     for axes in lists:
         for axis in axes:
@@ -157,10 +154,10 @@ def split(axes: Iterable[Axis], cuts: Mapping[str, Sequence[int]]) -> Axes:
 
 
 def union(*lists: Iterable[Axis]) -> Axes:
-    """All parts of axes that occur in any of the lists, once each, sorted by name and part."""
-    each = [tuple(axes) for axes in lists]
-    cuts = atoms(each)
-    return merge(sorted({part for axes in each for part in split(axes, cuts)}))
+    """All parts that occur in any list, once each, sorted by name and part."""
+    known = [tuple(axes) for axes in lists]
+    cuts = atoms(known)
+    return merge(sorted({part for axes in known for part in split(axes, cuts)}))
 
 
 def difference(axes: Iterable[Axis], gone: Iterable[Axis]) -> Axes:
@@ -176,7 +173,7 @@ def covers(wide: Sequence[Axis], narrow: Sequence[Axis]) -> bool:
 
 
 def common_prefix(a: Sequence[Axis], b: Sequence[Axis]) -> Axes:
-    """The longest list of (sub-)axes, from the outermost, on which both lists agree."""
+    """The longest list of major (sub-)axes on which both lists agree."""
     return _common_prefix(tuple(a), tuple(b))
 
 
@@ -192,12 +189,11 @@ def _common_prefix(a: Axes, b: Axes) -> Axes:
 
 
 def starts_with(longer: Sequence[Axis], shorter: Sequence[Axis]) -> bool:
-    """Whether `shorter` is a prefix of `longer`."""
     return common_prefix(longer, shorter) == merge(shorter)
 
 
 def remainder(longer: Sequence[Axis], prefix: Sequence[Axis]) -> Axes:
-    """The axes of `longer` after its prefix `prefix`."""
+    """The rest of `longer` after its prefix `prefix`."""
     return _remainder(tuple(longer), tuple(prefix))
 
 
@@ -207,18 +203,18 @@ def _remainder(longer: Axes, prefix: Axes) -> Axes:
     return merge(split(longer, cuts)[len(split(prefix, cuts)) :])
 
 
-def without(axes: Sequence[Axis], used: Iterable[Axis]) -> Axes:
-    """The longest prefix of `axes` that does not overlap `used`; it may end with the outer part of an axis."""
-    return _without(tuple(axes), tuple(used))
+def without(axes: Sequence[Axis], taken: Iterable[Axis]) -> Axes:
+    """The longest prefix of `axes` without `taken`; divides an axis if only its minor part is taken."""
+    return _without(tuple(axes), tuple(taken))
 
 
 @lru_cache(maxsize=1 << 14)
-def _without(axes: Axes, used: Axes) -> Axes:
-    if not used or not axes:
+def _without(axes: Axes, taken: Axes) -> Axes:
+    if not taken or not axes:
         return axes
-    prefix = []
-    for axis in split(axes, atoms((axes, used))):
-        if overlap(axis, used):
+    kept = []
+    for axis in split(axes, atoms((axes, taken))):
+        if overlap(axis, taken):
             break
-        prefix.append(axis)
-    return merge(prefix)
+        kept.append(axis)
+    return merge(kept)

@@ -15,10 +15,10 @@ Wire = Literal["inside", "across", "none"]
 
 @dataclass(frozen=True)
 class Link:
-    """The connection through which one device sends, in one direction.
+    """What one device sends through, one direction.
 
-    bandwidth: bytes/s of one device. shared: the bandwidth is the whole host's, divided by its devices. direct: a link
-    leads to one peer, without a switch, so that a group of m devices uses m - 1 links of each.
+    `bandwidth` in bytes/s of one device; `shared` says that it is the whole host's, divided by its devices; `direct`
+    that it leads to one peer (no switch), so that a group of m devices of a host uses m - 1 of them.
     """
 
     bandwidth: float
@@ -33,18 +33,18 @@ class Link:
 
 @dataclass(frozen=True)
 class Level:
-    """A network level: links of one kind between devices, or between units of the level below (NVLink, a spine)."""
+    """Devices, or what the level below joins, joined by links of one kind: NVLink in a host, leaf switches, a spine."""
 
     name: str
     link: Link
     devices: int = 0
-    """The number of devices that it joins, all in one host; 0 where it joins hosts."""
+    """That it joins, all in one host; 0 where it joins hosts."""
     hosts: int = 0
-    """The number of hosts that it joins; 0: all."""
+    """That it joins; 0: all that there are."""
     oversubscribed: float = 1.0
     """How much more the devices below can send than its links carry when all of them do."""
     rails: bool = False
-    """Whether it joins only devices with the same place in their hosts; other traffic crosses the host first."""
+    """Devices with the same place in their hosts are joined; what goes to another place goes through the host first."""
 
     @property
     def between_hosts(self) -> bool:
@@ -52,37 +52,37 @@ class Level:
 
     @property
     def rate(self) -> float:
-        """Bytes/s of one device, or of all that share the link, while all devices send."""
+        """Bytes/s of one device, or of what shares the link, while all devices send."""
         return self.link.bandwidth * self.link.efficiency / self.oversubscribed
 
     def joins(self, per_host: int) -> float:
-        """The number of devices that it joins, in a mesh with `per_host` devices on a host."""
+        """Devices of a mesh that it joins, of which `per_host` are on a host."""
         return min(self.devices, per_host) if self.devices else self.hosts * per_host if self.hosts else math.inf
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """The use of one network level by a group of devices."""
+    """What a group of devices has of one level."""
 
     level: Level
     parts: int
-    """Units of the level below that the group has in one unit of this level."""
+    """Units of the level below that one unit of it joins."""
     members: int
-    """Members of the group in a unit of the level below."""
+    """Of the group, in a unit of the level below."""
     sharers: int
-    """Devices of the mesh among which a shared link is divided."""
+    """Devices of the mesh that a shared link is divided by."""
     hops: int
-    """Hops over this level of a ring through the whole group."""
+    """Of a ring through the whole group, over this level."""
 
     def ring_rate(self) -> float:
-        """Bytes/s of a ring between units of the level below, which uses the links of all members in a unit."""
-        return self._rate(self.members, self.parts - 1)
+        """Bytes/s at which a ring leaves a unit of the level below: through the links of all its members there."""
+        return self._of(self.members, self.parts - 1)
 
     def own_rate(self, peers: int = 1) -> float:
-        """Bytes/s of one device that sends to `peers` others at once."""
-        return self._rate(1, peers)
+        """Bytes/s of one device that sends for itself, to so many peers at once."""
+        return self._of(1, peers)
 
-    def _rate(self, members: int, peers: int) -> float:
+    def _of(self, members: int, peers: int) -> float:
         rate = self.level.rate * members
         if self.level.link.direct:
             rate *= max(1, peers)
@@ -91,7 +91,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Span:
-    """The extent of a group of devices: `members` in all, on `hosts` hosts, at most `inside` of them on one host."""
+    """Where the members of a group of devices sit: `members` in all, on `hosts` hosts, `inside` of them on one."""
 
     members: int
     hosts: int
@@ -103,7 +103,7 @@ class Span:
 
 
 class Topology:
-    """The placement of a mesh on hosts: device r is on host r // devices_per_host."""
+    """Which links the mesh's axes run over: device r sits on host r // devices_per_host."""
 
     def __init__(self, mesh: Mesh, devices_per_host: int):
         self.mesh = mesh
@@ -114,7 +114,7 @@ class Topology:
         return -(-self.mesh.ranks // self.per_host)
 
     def span(self, refs: Axes) -> Span:
-        """The extent of the worst group over these axes, the one on most hosts."""
+        """The worst group over these axes: the one on most hosts."""
         return _span(self.mesh, self.per_host, refs)
 
     def crossings(self, refs: Axes, levels: tuple[Level, ...], host_devices: int) -> tuple[Crossing, ...]:
@@ -140,29 +140,29 @@ def _crossings(
     # how many units of each level a group is in; the worst is in most of the outermost one
     counts = max(
         ([len({rank // size for rank in group}) for size in sizes] for group in mesh.groups(refs)),
-        key=lambda units_of: units_of[::-1],
+        key=lambda found: found[::-1],
     )
     members = units = size_of(refs)
-    below, crossings = 1, []
+    below, found = 1, []
     for level, size, joined in zip(levels, sizes, counts):
         if joined < units:
             sharers = below if level.between_hosts else max(1, min(per_host, host_devices))
-            crossings.append(Crossing(level, -(-units // joined), -(-members // units), sharers, units - joined))
+            found.append(Crossing(level, -(-units // joined), -(-members // units), sharers, units - joined))
         below, units = int(min(size, mesh.ranks)), joined
-    return tuple(crossings)
+    return tuple(found)
 
 
-def pairwise_s(kind: str, buffer: int, members: int, crossings: Sequence[Crossing]) -> dict[str, float]:
-    """Seconds at each level of an `all_to_all`, or of sending the whole buffer to one other device.
+def pairwise_s(kind: str, buffer: int, members: int, found: Sequence[Crossing]) -> dict[str, float]:
+    """Seconds by level in which every device sends its part to each other one (`all_to_all`), or all to one.
 
-    Data for other hosts leaves through the device's own link of each level on the way.
+    What is for other hosts leaves through the device's own link of each level on the way.
     """
     times = {}
-    for one in crossings:
+    for one in found:
         if kind == "all_to_all":
             there = one.members * (one.parts if not one.level.between_hosts else 1)
             share = (members - one.members if one.level.between_hosts else there - one.members) / members
-            if not one.level.between_hosts and any(other.level.rails for other in crossings):
+            if not one.level.between_hosts and any(other.level.rails for other in found):
                 share = max(share, (there - one.members) / there)  # what is for another rail goes through here first
             times[one.level.name] = buffer * share / one.own_rate(one.parts - 1)
         else:
@@ -172,10 +172,10 @@ def pairwise_s(kind: str, buffer: int, members: int, crossings: Sequence[Crossin
     return times
 
 
-def hierarchical_s(buffer: int, members: int, rounds: int, crossings: Sequence[Crossing]) -> dict[str, float]:
-    """Seconds at each level of a collective that runs level by level, each on the part that the level above leaves."""
-    times, outer = {}, math.prod(one.parts for one in crossings)
-    for one in crossings:
+def hierarchical_s(buffer: int, members: int, rounds: int, found: Sequence[Crossing]) -> dict[str, float]:
+    """Seconds by level of a collective that is done level by level, each on what the level above has left of it."""
+    times, outer = {}, math.prod(one.parts for one in found)
+    for one in found:
         outer //= one.parts
         sent = buffer * (one.parts - 1) * outer / members
         hops = min(one.parts - 1, 2 * math.ceil(math.log2(one.parts)))

@@ -8,16 +8,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tpshard.parallelism import words
-from tpshard.parallelism.flow import info_of, op_name
-from tpshard.parallelism.why import SourcePlace
+from tpshard.parallelism.flow import known, op_name
+from tpshard.parallelism.why import Told
 from tpshard.plan.forecast import Forecast
 from tpshard.plan.pricing import Line, Pricing
 from tpshard.plan.skew import Skew
 from tpshard.plan.units import SCHEMA
+from tpshard.programs.stacked_layers import Stacking
 from tpshard.programs.training import TrainingPrograms
 
 _COUNTS = 0.01
-"""The least share of a step's time at which the constants of a kind of work affect the label of the time."""
+"""Share of a step's time from which on a kind of work counts among what the time rests on."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class PlannedJob:
     """Whether the recipe names no device, so that the shipped CPU is priced."""
     quantized: str = ""
     """How served weights are quantized and laid out; empty for dense ones."""
+    stacking: Stacking | None = None
+    """The stacked layers of a vectorized pipeline."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     sharding: tuple[Any, ...]
-    written_at: tuple[SourcePlace, ...]
+    told: tuple[Told, ...]
     """The sources of the axes that shard it; empty where it is whole."""
     kind: str
     annotated: bool
@@ -70,7 +73,7 @@ class Tensor:
     def reason(self) -> str:
         if not any(self.sharding):
             return "whole: no annotation cuts it"
-        return words.places(self.written_at) or "inferred"
+        return words.places(self.told) or "inferred"
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Report:
     pricing: Pricing
     tensors: list[Tensor]
     lines: list[Line]
-    annotated: int
+    given: int
     inferred: int
     buckets: list[dict[str, Any]]
     warnings: list[str]
@@ -102,18 +105,18 @@ class Report:
     edits: list[Edit] = field(default_factory=list)
     suggestions: list[Edit] = field(default_factory=list)
     searched: dict[str, int] | None = None
-    """The counts of `plan --suggest`: variants planned, refused and too large; None without the option."""
-    search_summary: str = ""
+    """Of a search for suggestions, where it was asked for: how many variants were planned, and what became of them."""
+    search_said: str = ""
     accuracy: str = ""
     fingerprint: str = ""
     programs: list[dict[str, Any]] = field(default_factory=list)
-    """The programs of a server: rows and fingerprint of each."""
+    """Of a server: rows and fingerprint of each."""
     step: TrainingPrograms | None = None
     """What a training run executes; None for a server."""
     forecast: Forecast | None = None
-    """The forecast of the whole run, if requested."""
+    """Of the whole run, where it was asked for."""
     skew: Skew | None = None
-    """The effect of uneven routing to experts, if requested."""
+    """Of an uneven routing, where it was asked for."""
 
     # ---- figures --------------------------------------------------------------------------------------------------
     @property
@@ -182,7 +185,7 @@ class Report:
 
     @property
     def provenance(self) -> dict[str, str]:
-        """The basis of each figure: exact, calibrated or roofline."""
+        """Figure -> exact, calibrated or roofline."""
         times = self._label("time")
         return {
             "params": "exact",
@@ -201,16 +204,16 @@ class Report:
         }
 
     def _label(self, figure: str) -> str:
-        """`calibrated` where every constant behind a figure was fitted on this device for this kind of step.
-
-        A GPU's constants were fitted to training steps, so that a server's figures are never calibrated there.
-        """
+        """`calibrated` where every constant under a figure was fitted on this device, for this kind of step."""
         server_on_gpu = self.job.what != "train" and self.pricing.device.kind == "gpu"
         return "roofline" if self.unfitted[figure] or server_on_gpu else "calibrated"
 
     @property
     def unfitted(self) -> dict[str, tuple[str, ...]]:
-        """For each figure, the constants of the device that it depends on and that were not fitted, by name."""
+        """Figure -> the constants under it that nothing was fitted to on this device, by their names in its file.
+
+        A GPU's constants were fitted on training steps: under a server's none counts as fitted.
+        """
         times, device = self.pricing, self.pricing.device
         kinds = {"matmul": "matmul", "attention": "attention", "stream": "streaming"}
         works = [kinds[kind] for kind, spent in self.work_seconds().items() if spent > _COUNTS * times.step_s]
@@ -223,6 +226,11 @@ class Report:
         }
 
     # ---- JSON -----------------------------------------------------------------------------------------------------
+    def _pipeline(self) -> dict[str, Any] | None:
+        if (stacking := self.job.stacking) is not None:
+            return stacking.to_json()
+        return None if self.pricing.pipeline is None else self.pricing.pipeline.to_json()
+
     def to_json(self) -> dict[str, Any]:
         """The plan as the JSON of `plan --json`; the same recipe gives the same bytes."""
         times, memory = self.pricing, self.pricing.worst.memory
@@ -292,7 +300,7 @@ class Report:
                     "link": line.level,
                     "algorithm": line.algorithm,
                     "members": line.members,
-                    "asked": line.requested,
+                    "asked": line.asked,
                     "reason": line.reason,
                 }
                 for line in self.lines
@@ -310,8 +318,8 @@ class Report:
                 for t in self.tensors
             ],
             "buckets": self.buckets,
-            "pipeline": None if times.pipeline is None else times.pipeline.to_json(),
-            "annotations": {"given": self.annotated, "inferred": self.inferred},
+            "pipeline": self._pipeline(),
+            "annotations": {"given": self.given, "inferred": self.inferred},
             "reshards": self.reshards,
             "edits": [asdict(e) for e in self.edits],
             "suggestions": [asdict(e) for e in self.suggestions],
@@ -333,9 +341,9 @@ class Report:
         if not entry.priced.kernels:
             return entry.part.name
         node = entry.priced.kernels[entry.memory.peak_index].node
-        info = info_of(node)
-        place = info.module or info.origin or node.name
-        return f"{entry.part.name}, {info.phase} of {place} ({op_name(node)})"
+        here = known(node)
+        place = here.module or here.origin or node.name
+        return f"{entry.part.name}, {here.phase} of {place} ({op_name(node)})"
 
     def static_bytes(self) -> dict[str, int]:
         """Bytes per device of stored parameters, gradients and optimizer state: exact."""

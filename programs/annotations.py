@@ -11,7 +11,7 @@ from tpshard.parallelism.mesh import Axes, Mesh, merge, size_of
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.storage import used_values
-from tpshard.parallelism.why import SourcePlace
+from tpshard.parallelism.why import Told
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.recipes.patterns import matches
 from tpshard.recipes.schema import Recipe
@@ -54,8 +54,10 @@ def annotate(
     for value in batch:
         reader.rules(annotations, value, value.name, (fields or {}).get(value.name, BATCH_DIMS[: value.rank]))
     for value in graph.values():
-        if value.label and "expert" in value.dims:  # the inputs of experts are sharded like the experts
-            reader.rules(annotations, value, value.label, [d if d == "expert" else "" for d in value.dims])
+        # the inputs of experts are sharded like the experts, and what stages compute like their layers
+        own = [d if d in ("expert", "stage") else "" for d in value.dims]
+        if value.label and any(own):
+            reader.rules(annotations, value, value.label, own)
     for pattern, names in setting.recipe.sharding.annotate.items():
         for value in reader.require(_named(graph, used, pattern), pattern, f"sharding.annotate.{pattern}"):
             reader.pattern(annotations, value, pattern, names)
@@ -133,13 +135,15 @@ class _Reader:
         axes = [self.fits(value, i, a, name, f"sharding.rules.{dims[i]}") for i, a in enumerate(axes)]
         annotations[value] = Annotation(Sharding(tuple(axes), opened), sources)
 
-    def source_of(self, path: str, says: str) -> SourcePlace:
+    def source_of(self, path: str, says: str) -> Told:
         return source_of(self.recipe, path, says)
 
     def pattern(
         self, annotations: dict[Value, Annotation], value: Value, pattern: str, names: Sequence[str | None]
     ) -> None:
         path = f"sharding.annotate.{pattern}"
+        if self.stacked(value, len(names)):
+            names = ["stage", *names]
         if self.ranks_differ(value, pattern, len(names), path):
             return
         rules: Mapping[str, Sequence[str]] = self.recipe.sharding.rules
@@ -157,10 +161,17 @@ class _Reader:
         self, annotations: dict[Value, Annotation], value: Value, pattern: str, dims: Sequence[Sequence[str]]
     ) -> None:
         path = f"sharding.pin.{pattern}"
+        if self.stacked(value, len(dims)):
+            dims = [self.recipe.sharding.rules.get("stage", ()), *dims]
         if self.ranks_differ(value, pattern, len(dims), path):
             return
         axes = [self.fits(value, i, self.axes(d), pattern, path) for i, d in enumerate(dims)]
         annotations[value] = self.closed(value, axes, path, pattern)
+
+    def stacked(self, value: Value, entries: int) -> bool:
+        """Whether a value has the stage dim of a vectorized pipeline before the dims that have entries."""
+        pipeline = self.recipe.pipeline
+        return pipeline is not None and pipeline.vectorized and value.rank == entries + 1
 
     def ranks_differ(self, value: Value, pattern: str, entries: int, path: str) -> bool:
         if entries == value.rank:
@@ -202,10 +213,10 @@ class _Reader:
         return axes
 
 
-def source_of(recipe: Recipe, path: str, says: str) -> SourcePlace:
+def source_of(recipe: Recipe, path: str, says: str) -> Told:
     """A key of a recipe with its value and place, as the source of an annotation."""
     where = recipe.where(path)
-    return SourcePlace(where.file, where.line, where.col, says, default=not where.line)
+    return Told(where.file, where.line, where.col, says, default=not where.line)
 
 
 def _show(axes: Sequence[str]) -> str:

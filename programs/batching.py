@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from tpshard.parallelism.schedules import refusal
 from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.schema import Recipe
+from tpshard.recipes.schema import Pipeline, Recipe
 
 MOST_BY_DEFAULT = 8
 FILLING = 4
@@ -30,6 +30,10 @@ class BatchPlan:
     def sequences_each(self) -> int:
         """Sequences per step of one data rank."""
         return self.global_sequences // self.data_ranks
+
+    def at_once(self) -> BatchPlan:
+        """The same sequences in one forward and backward pass."""
+        return replace(self, per_device=self.sequences_each)
 
     def rows(self, data_rank: int) -> range:
         """The rows of each global step that this data rank reads: contiguous, to open the fewest files."""
@@ -83,7 +87,7 @@ def _in_pipeline(recipe: Recipe, whole: BatchPlan, devices: int) -> BatchPlan:
     micros, per_device = pipeline.micro_batches, recipe.batch.per_device
     if micros is None:
         fits = [n for n in range(1, MOST_BY_DEFAULT + 1)
-                if each % n == 0 and not refusal(pipeline.schedule, devices, each // n, pipeline.each)]  # fmt: skip
+                if each % n == 0 and not refused(pipeline, devices, each // n)]  # fmt: skip
         full = [n for n in fits if each // n >= FILLING * devices]
         return replace(whole, per_device=max(full) if full else fits[0] if fits else 1)
     if each % micros or (per_device is not None and per_device * micros != each):
@@ -98,6 +102,26 @@ def _in_pipeline(recipe: Recipe, whole: BatchPlan, devices: int) -> BatchPlan:
             fix=f"micro_batches {near}" + (", and leave batch.per_device out" if per_device is not None else ""),
         )
     return replace(whole, per_device=each // micros)
+
+
+def refused(pipeline: Pipeline, devices: int, micro_batches: int) -> str:
+    """Why a recipe's pipeline does not support a number of micro-batches; "" if it does."""
+    return refusal(pipeline.schedule, devices, micro_batches, pipeline.each, pipeline.vectorized)
+
+
+def check_micro_batches(recipe: Recipe, plan: BatchPlan, devices: int) -> None:
+    """Raises Mistakes (exit 4) where the pipeline's schedule does not support the number of micro-batches."""
+    pipeline, each = recipe.pipeline, plan.sequences_each
+    assert pipeline is not None
+    if why := refused(pipeline, devices, plan.micro_batches):
+        given = "pipeline.micro_batches" if pipeline.micro_batches is not None else "batch"
+        fits = [n for n in range(1, each + 1) if each % n == 0 and not refused(pipeline, devices, n)]
+        some = ", ".join(map(str, fits[:4]))
+        raise Mistakes.one(
+            why, exit=Exit.FIT, where=recipe.where(given),
+            why=f"{each} sequences of a data rank are {plan.micro_batches} micro-batches of {plan.per_device}",
+            fix=f"pipeline.micro_batches: {some}" if fits else "more batch.global_sequences, or fewer stages",
+        )  # fmt: skip
 
 
 def _near(total: int, data_ranks: int) -> str:

@@ -115,7 +115,7 @@ def _check_same(one: Setting, other: Setting) -> None:
             f"the two are trained for `{one.recipe.task}` and `{other.recipe.task}`", exit=Exit.USAGE,
             why="both are given the same random tokens", fix="two recipes with `task: lm`, or two with `task: mlm`",
         )  # fmt: skip
-    shapes = [{n: tuple(p.shape) for n, p in setting.model.named_parameters()} for setting in (one, other)]
+    shapes = [{n: tuple(p.shape) for n, p in setting.single.named_parameters()} for setting in (one, other)]
     if shapes[0] != shapes[1]:
         (name, *_) = [n for n in {**shapes[0], **shapes[1]} if shapes[0].get(n) != shapes[1].get(n)]
         raise Mistakes.one(
@@ -164,7 +164,14 @@ def _watched(setting: Setting, program: Program, vocab: int) -> dict[str, Tensor
     params = lockstep.join(lockstep.ports[:count], lockstep.params)
     sums = [torch.zeros(p.shape, dtype=torch.float64) for p in program.inputs[count : 2 * count]]
     with float64():
-        arguments = [*params.values(), *sums, tokens, goals, documents, positions]
+        arguments = [
+            *(lockstep.stacked(name, params) for name in lockstep.names),
+            *sums,
+            tokens,
+            goals,
+            documents,
+            positions,
+        ]
         results = simulate(program, arguments, next(iter(seeds(setting, program, 1, 0)), None))
     names = [port.name.removeprefix("watched ") for port in program.outputs]
     return {n: r for n, r, port in zip(names, results, program.outputs) if port.name.startswith("watched ")}

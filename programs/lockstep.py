@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +39,9 @@ class Lockstep:
         self.mesh, self.names = programs.setting.mesh, programs.names
         self.ports = programs.update.inputs
         count, random = len(self.names), torch.Generator().manual_seed(seed)
-        whole = [torch.randn(p.shape, generator=random, dtype=torch.float64) * 0.2 for p in self.ports[:count]]
+        single = {n: torch.randn(p.shape, generator=random, dtype=torch.float64) * 0.2
+                  for n, p in self.setting.single.named_parameters()}  # fmt: skip
+        whole = [self.stacked(port.name, single) for port in self.ports[:count]]
         moments = [port for port in self.ports if port.kind == "optimizer"]
         zeros = [torch.zeros(p.shape, dtype=torch.float64) for p in moments]
         self.params = self.local(whole, self.ports[:count])
@@ -54,9 +56,24 @@ class Lockstep:
         return [[cut(t, p.layout, self.mesh, rank) for t, p in pairs] for rank in range(self.mesh.ranks)]
 
     def join(self, ports: Sequence[Port], parts: Parts) -> dict[str, Tensor]:
-        """Global tensors by parameter."""
+        """Global tensors by parameter, of single layers."""
         joined = enumerate(zip(self.names, ports, strict=True))
-        return {name: join(port, self.mesh, [part[i] for part in parts]) for i, (name, port) in joined}
+        whole = {name: join(port, self.mesh, [part[i] for part in parts]) for i, (name, port) in joined}
+        return {name: one for stacked, tensor in whole.items() for name, one in self._single(stacked, tensor)}
+
+    def _members(self, name: str) -> list[str] | None:
+        stacking = self.setting.stacking
+        return None if stacking is None else stacking.members(name)
+
+    def stacked(self, name: str, single: Mapping[str, Tensor]) -> Tensor:
+        """A parameter of the programs, from those of single layers."""
+        members = self._members(name)
+        return single[name] if members is None else torch.stack([single[member] for member in members])
+
+    def _single(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Inverse of `stacked`."""
+        members = self._members(name)
+        yield from [(name, tensor)] if members is None else zip(members, tensor)
 
     def batches(self) -> Tensor:
         """The next step's tokens and targets [2, micro-batches, rows, seq_len], all data ranks' rows together.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +21,8 @@ from tpshard.models.routing import balanced
 from tpshard.models.tasks import Task, task_of
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.programs import naming
-from tpshard.programs.batching import BatchPlan, derive
+from tpshard.programs.batching import BatchPlan, check_micro_batches, derive
+from tpshard.programs.stacked_layers import LAYERS, StackedLayers, Stacking, difference
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 
@@ -95,7 +97,22 @@ class Setting:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The module on `meta`, in the master dtype; the executor creates parameters shard by shard."""
+        """The module that a step computes, on `meta`, in the master dtype; the executor creates parameters shard by
+        shard. In a vectorized pipeline its layers are stacked."""
+        if self.stacking is None:
+            return self.single
+        stacked = self._built()
+        stacked.layers = StackedLayers(
+            list(self.single.get_submodule(LAYERS).children()), self.stacking, self.batch.data_ranks
+        )
+        return stacked
+
+    @cached_property
+    def single(self) -> nn.Module:
+        """The module with parameters of single layers, as checkpoints have them."""
+        return self._built()
+
+    def _built(self) -> nn.Module:
         if self.config is not None:
             return build(self.config, dtype=self.master_dtype)
         try:
@@ -105,6 +122,45 @@ class Setting:
         except ValueError as error:
             key = "module" if self.architecture is None else "transformers"
             raise Mistakes.one(str(error), exit=Exit.RECIPE, where=self.recipe.where(f"model.{key}")) from error
+
+    @cached_property
+    def stacking(self) -> Stacking | None:
+        """How the layers of a vectorized pipeline are stacked; None without one.
+
+        Raises Mistakes (exit 4) where layers and micro-batches do not fit the stages.
+        """
+        asked, axis = self.recipe.pipeline, self.pipeline_axis
+        if asked is None or axis is None or not asked.vectorized:
+            return None
+        check_micro_batches(self.recipe, self.divided, axis.size)
+        if self.config is None or self.config.experts is not None:
+            raise Mistakes.one(
+                "`pipeline.form: vectorized` runs the layers of tpshard's own dense families", exit=Exit.FIT,
+                where=self.recipe.where("pipeline.form"),
+                why="this model has experts" if self.config is not None else "this model is another module",
+                fix="form: staged, for any model",
+            )  # fmt: skip
+        layers, stages = list(self.single.get_submodule(LAYERS).children()), axis.size * asked.each
+        if len(layers) % stages:
+            fits = [n for n in range(2, len(layers) + 1) if len(layers) % (n * asked.each) == 0]
+            less = len(layers) // stages * stages
+            raise Mistakes.one(
+                f"{stages} stages do not divide the {len(layers)} layers of the model", exit=Exit.FIT,
+                where=self.recipe.where("pipeline"), why="stages of a vectorized pipeline have equally many layers",
+                fix=(f"mesh.pp: {', '.join(map(str, fits))}; " if fits else "")
+                + f"model.layers: {f'{less} or ' if less else ''}{less + stages}; or form: staged",
+            )  # fmt: skip
+        if why := difference(layers):
+            raise Mistakes.one(
+                "`pipeline.form: vectorized` needs layers that differ only in their weights", exit=Exit.FIT,
+                where=self.recipe.where("pipeline.form"), why=why, fix="form: staged",
+            )  # fmt: skip
+        return Stacking(axis.size, asked.each, len(layers) // stages, self.divided.micro_batches)
+
+    def shape_in_layer(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a parameter in checkpoints: of one that is stacked, that of a single layer's."""
+        stacked = self.stacking is not None and self.stacking.members(name) is not None
+        return tuple(shape[1:] if stacked else shape)
 
     @cached_property
     def task(self) -> Task:
@@ -200,6 +256,13 @@ class Setting:
 
     @cached_property
     def batch(self) -> BatchPlan:
+        """The division of a step's sequences; a vectorized pipeline takes all of a data rank's at once."""
+        asked = self.recipe.pipeline
+        return self.divided.at_once() if asked is not None and asked.vectorized else self.divided
+
+    @cached_property
+    def divided(self) -> BatchPlan:
+        """The division of a step's sequences into micro-batches, those of a vectorized pipeline too."""
         ranks = 1
         for axis in self.data_axes:
             ranks *= axis.size

@@ -20,12 +20,13 @@ from tpshard.parallelism.passes.run import Pass, run
 from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, make_collective
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
-from tpshard.parallelism.schedules import Table, make, refusal
+from tpshard.parallelism.schedules import Table, make
 from tpshard.parallelism.sharding import Layout, Sharding
 from tpshard.parallelism.stages import Stage, blocks_of, cut
 from tpshard.parallelism.transfer import recv, send
-from tpshard.parallelism.why import Demand, SourcePlace, Through
+from tpshard.parallelism.why import Demand, Through, Told
 from tpshard.programs import step_programs
+from tpshard.programs.batching import check_micro_batches
 from tpshard.programs.checks import check_reshards, traceable
 from tpshard.programs.choices import Choices, choose
 from tpshard.programs.passes import apply, remat, scheduling
@@ -188,18 +189,8 @@ def table_of(setting: Setting) -> Table:
     """The schedule of a recipe. Raises Mistakes (exit 4) where it does not support the number of micro-batches."""
     section, axis = setting.recipe.pipeline, axis_of(setting)
     assert section is not None
-    micros, rounds = setting.batch.micro_batches, section.each
-    if why := refusal(section.schedule, axis.size, micros, rounds):
-        key = "pipeline.micro_batches" if section.micro_batches is not None else "batch"
-        each = setting.batch.sequences_each
-        fits = [n for n in range(1, each + 1) if each % n == 0 and not refusal(section.schedule, axis.size, n, rounds)]
-        some = ", ".join(map(str, fits[:4]))
-        raise Mistakes.one(
-            why, exit=Exit.FIT, where=setting.recipe.where(key),
-            why=f"{each} sequences of a data rank are {micros} micro-batches of {setting.batch.per_device}",
-            fix=f"pipeline.micro_batches: {some}" if fits else "more batch.global_sequences, or fewer stages",
-        )  # fmt: skip
-    return make(section.schedule, axis.size, micros, rounds)
+    check_micro_batches(setting.recipe, setting.batch, axis.size)
+    return make(section.schedule, axis.size, setting.batch.micro_batches, section.each)
 
 
 def _finished(setting: Setting, stage: Stage) -> Stage:
@@ -254,18 +245,16 @@ def _held(table: Table, stages: Sequence[Stage], device: int, names: Sequence[st
 def summed(axis: Axis, value: Value) -> Annotation:
     """The annotation of an input that is summed over the devices of the pipeline."""
     none: tuple[Any, ...] = ((),) * value.rank
-    return Annotation(
-        Sharding(none, (False,) * value.rank, unreduced=(axis,)), (SourcePlace(f"the sum over {axis.name}"),)
-    )
+    return Annotation(Sharding(none, (False,) * value.rank, unreduced=(axis,)), (Told(f"the sum over {axis.name}"),))
 
 
 def whole(value: Value) -> Annotation:
-    return Annotation(Sharding(((),) * value.rank, (False,) * value.rank), (SourcePlace("the same on all devices"),))
+    return Annotation(Sharding(((),) * value.rank, (False,) * value.rank), (Told("the same on all devices"),))
 
 
 def stored(storage: Mapping[str, Layout], name: str) -> Annotation:
     layout = storage[name]
-    return Annotation(Sharding(layout.dims, (False,) * len(layout.dims)), (SourcePlace(f"how `{name}` is stored"),))
+    return Annotation(Sharding(layout.dims, (False,) * len(layout.dims)), (Told(f"how `{name}` is stored"),))
 
 
 def totals_program(

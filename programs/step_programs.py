@@ -22,10 +22,11 @@ from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Layout, Sharding
 from tpshard.parallelism.simulate import draws
 from tpshard.parallelism.storage import boundaries, propagate_stored
-from tpshard.parallelism.why import SourcePlace
+from tpshard.parallelism.why import Told
 from tpshard.programs.annotations import annotate, source_of
 from tpshard.programs.checks import uneven_notes
 from tpshard.programs.setting import DTYPES, Setting
+from tpshard.programs.stacked_layers import discount
 
 
 class MicroMaker(Protocol):
@@ -132,7 +133,7 @@ def micro_program(
 
 
 def _lies(layout: Layout, how: str) -> Annotation:
-    return Annotation(Sharding(layout.dims, (False,) * len(layout.dims), unreduced=layout.partial), (SourcePlace(how),))
+    return Annotation(Sharding(layout.dims, (False,) * len(layout.dims), unreduced=layout.partial), (Told(how),))
 
 
 def gather_program(
@@ -218,7 +219,9 @@ def _partition(
             graph, setting.mesh, annotations, stored, setting.data_axes, setting.fsdp_axis, axis
         )
     stages = setting.pipeline_axis
-    program = partition_graph(shardings, apart=() if stages is None else (stages.name,))
+    program = partition_graph(shardings, apart=() if stages is None or setting.stacking else (stages.name,))
+    if setting.stacking is not None:
+        discount(program, 1.0 - setting.stacking.bubble)
     if setting.recipe.sharding.on_uneven == "pad":
         program.warnings.extend(uneven_notes(annotate(setting, graph, batch)))
     return program
@@ -237,7 +240,7 @@ def update_program(
     betas, states = (o.betas[0], o.betas[1]), setting.state_names
     params = _parameters(setting, names)
     names = list(params)
-    treated = treatments({n: tuple(p.shape) for n, p in params.items()}, setting.balanced)
+    treated = treatments({n: setting.shape_in_layer(n, p.shape) for n, p in params.items()}, setting.balanced)
     sums_dtype = DTYPES[setting.recipe.fsdp.accumulate.dtype]
     count = len(names)
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tpshard.parallelism.fusion import CacheReads
+from tpshard.parallelism.fusion import Cached
 
-StepTime = Callable[[int, CacheReads], float]
+StepTime = Callable[[int, Cached], float]
 """A function from a step's rows and what they read of the cache to its seconds."""
 
 

@@ -25,7 +25,9 @@ class Variants:
         same = (recipe.model, setting.mesh.axes, setting.config)
         whole = repr((*same, recipe.sharding, passed, setting.batch.per_device, setting.batch.data_ranks))
 
-        if recipe.pipeline is not None:
+        if setting.stacking is not None:
+            return training.build(setting)
+        if recipe.staged:
             staged = staged_alike.build(setting)
             return training.build(setting) if staged is None else training.of_stages(setting, *staged)
 

@@ -227,7 +227,23 @@ def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:
             where=recipe.where("pipeline.rounds"),
             fix="schedule: interleaved_1f1b or circular",
         )
-    uses = [(f"sharding.rules.{name}", axes) for name, axes in recipe.sharding.rules.items()]
+    if section.vectorized and section.schedule not in ("gpipe", "circular"):
+        yield Diagnostic(
+            f"`pipeline.form: vectorized` does not suit {section.schedule}",
+            where=recipe.where("pipeline.form"),
+            why="its backward pass is that of all steps together, after their forward pass",
+            fix="schedule: gpipe or circular, or form: staged",
+            also=((recipe.where("pipeline.schedule"), "the schedule"),),
+        )
+    if section.vectorized and section.split is not None:
+        yield Diagnostic(
+            "`pipeline.split` does not suit `form: vectorized`, whose stages have equally many layers",
+            where=recipe.where("pipeline.split"),
+            fix="leave pipeline.split out, or form: staged",
+            also=((recipe.where("pipeline.form"), "the form"),),
+        )
+    outside = ("stage", "vocab") if section.vectorized else ("stage",)
+    uses = [(f"sharding.rules.{name}", axes) for name, axes in recipe.sharding.rules.items() if name not in outside]
     pins = recipe.sharding.pin.items()
     uses += [(f"sharding.pin.{name}", tuple(axis for dim in dims for axis in dim)) for name, dims in pins]
     for path, axes in [*uses, ("fsdp.axis", (recipe.fsdp.axis,))]:
@@ -236,7 +252,9 @@ def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:
                 f"`{path}` shards over `pp`, the axis of the pipeline's stages",
                 where=recipe.where(path),
                 why="a parameter is only on the devices of its stage, and every stage reads the whole micro-batch",
-                fix="another axis",
+                fix=f"{path}: [{', '.join(axis for axis in axes if axis != 'pp')}]"
+                if len(axes) > 1
+                else "another axis",
                 also=((recipe.where("pipeline"), "the pipeline"),),
             )
 

@@ -134,6 +134,10 @@ def _examined(layers: list[Node], overrides: Sequence[str], name: str, recorded:
     if "ep" in recipe.mesh and "batch" in rules and not recipe.where("sharding.rules.batch").line:
         rules["batch"] = (*rules["batch"], "ep")
         rules.setdefault("expert", ("ep",))
+    if recipe.pipeline is not None and recipe.pipeline.vectorized:
+        rules.setdefault("stage", ("pp",))
+        if not recipe.where("sharding.rules.vocab").line:  # embedding and head are on no stage: all devices share them
+            rules["vocab"] = ("pp", *rules.get("vocab", ()))
     object.__setattr__(recipe.sharding, "rules", rules)
     lawful = laws.check(recipe, checker.bad)
     object.__setattr__(recipe, "_warnings", tuple(d for d in lawful if d.severity == "warning"))

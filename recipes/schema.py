@@ -238,6 +238,9 @@ class Pipeline(Section):
     """Order of forward and backward passes. gpipe: all forward first; circular: the same in several rounds; 1f1b: one
     of each in turn; interleaved_1f1b: with several stages per device; zero_bubble: with the backward pass in two
     parts."""
+    form: Literal["staged", "vectorized"] = "staged"
+    """staged: each device runs programs of its own stages. vectorized (gpipe and circular): all devices run one
+    program, whose layers are stacked along a dim that is sharded over `pp`; stages need equally many layers."""
     stages: Annotated[int, limits(least=2, most=1024)] | None = None
     """Number of devices along the pipeline; must be the size of mesh.pp, which is the default."""
     rounds: Annotated[int, limits(least=1, most=64)] | None = None
@@ -252,6 +255,11 @@ class Pipeline(Section):
     def each(self) -> int:
         """Stages per device."""
         return self.rounds or (2 if self.schedule in ("circular", "interleaved_1f1b") else 1)
+
+    @property
+    def vectorized(self) -> bool:
+        """Whether all devices run one program, of stacked layers."""
+        return self.form == "vectorized"
 
 
 class Data(Section):
@@ -531,6 +539,11 @@ class Recipe(Section):
         from tpshard.recipes.write import to_yaml
 
         return to_yaml(self, pins=pins)
+
+    @property
+    def staged(self) -> bool:
+        """Whether devices run programs of their own stages."""
+        return self.pipeline is not None and not self.pipeline.vectorized
 
     def mesh_on(self, devices: int) -> dict[str, int]:
         """The mesh with -1 replaced by the remaining `devices`. Raises `Mistakes` (exit 5) when they do not fit."""

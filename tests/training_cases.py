@@ -82,9 +82,8 @@ def train(context: Context, programs: TrainingPrograms, count: int = 3) -> dict[
             engine.accumulate(mine.rows(i * plan.per_device, (i + 1) * plan.per_device), seed=step)
         result = engine.update(0.01, step + 1)
         if step == 0:
-            pairs = zip(engine.tensors().items(), sums)
-            grads = whole(engine, {n: Shard(g[tuple(map(slice, s.tensor.shape))], s.shape, s.starts)
-                                   for (n, s), g in pairs})  # fmt: skip
+            pairs = zip(engine.ports, sums)
+            grads = whole(engine, dict(part for port, total in pairs for part in engine.saved("", port, total)))
         losses.append(result.loss)
         norms.append(result.grad_norm)
         assert (result.finite, result.targets) == (True, 12 * 11), result

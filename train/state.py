@@ -151,42 +151,54 @@ class State:
         return [f"{OPTIMIZER}{name}/" for name in self.state_names]
 
     def _named(self) -> Iterator[tuple[str, Port, Tensor]]:
+        """(prefix of the name in checkpoints, port, tensor) of every parameter and moment."""
         for prefix, tensors in (("", self.params), *zip(self._prefixes(), self.moments)):
             for port, tensor in zip(self.ports, tensors):
-                yield prefix + port.name, port, tensor
+                yield prefix, port, tensor
 
-    def _block(self, port: Port) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def saved(self, prefix: str, port: Port, tensor: Tensor) -> Iterator[tuple[str, Shard]]:
+        """This rank's part of a tensor as checkpoints name it: a stacked one is a tensor for each layer."""
         pairs = block(port.shape, port.layout, self.context.mesh, self.context.rank)
-        return tuple(start for start, _ in pairs), tuple(size for _, size in pairs)
+        starts, sizes = tuple(start for start, _ in pairs), tuple(size for _, size in pairs)
+        if not all(sizes):  # with uneven sizes the last ranks may hold only padding
+            return
+        inside, members = tensor[tuple(slice(0, n) for n in sizes)], self._members(port)
+        if members is None:
+            yield prefix + port.name, Shard(inside, port.shape, starts)
+            return
+        for layer, one in zip(members[starts[0] :], inside):
+            yield prefix + layer, Shard(one, port.shape[1:], starts[1:])
+
+    def _members(self, port: Port) -> list[str] | None:
+        """The parameters of single layers that are stacked in a port; None for others."""
+        stacking = self.programs.setting.stacking
+        return None if stacking is None else stacking.members(port.name)
 
     def tensors(self) -> dict[str, Shard]:
-        shards = {}
-        for name, port, tensor in self._named():
-            starts, sizes = self._block(port)
-            if all(sizes):  # with uneven sizes the last ranks may hold only padding.
-                shards[name] = Shard(tensor[tuple(slice(0, n) for n in sizes)], port.shape, starts)
-        return shards
+        return dict(pair for named in self._named() for pair in self.saved(*named))
 
     def expected(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
-        return {name: (port.shape, tensor.dtype) for name, port, tensor in self._named()}
+        return {
+            prefix + name: (self.programs.setting.shape_in_layer(port.name, port.shape), tensor.dtype)
+            for prefix, port, tensor in self._named() for name in self._members(port) or [port.name]
+        }  # fmt: skip
 
     def load(self, read: ReadBlock) -> None:
-        for name, port, tensor in self._named():
-            self._fill(port, tensor, partial(read, name))
+        for prefix, port, tensor in self._named():
+            self._fill(prefix, port, tensor, read)
 
     def initialize(self, seed: int) -> None:
         for port, tensor in zip(self.ports, self.params):
-            starting = partial(self.initial_block, port.name, seed=seed, dtype=port.dtype)
-            self._fill(port, tensor, starting)
+            self._fill("", port, tensor, partial(self.initial_block, seed=seed, dtype=port.dtype))
         for moments in self.moments:
             for tensor in moments:
                 tensor.zero_()
 
-    def _fill(self, port: Port, tensor: Tensor, read: Callable[[tuple[int, ...], tuple[int, ...]], Tensor]) -> None:
-        starts, sizes = self._block(port)
+    def _fill(self, prefix: str, port: Port, tensor: Tensor, read: Callable[..., Tensor]) -> None:
+        """Reads this rank's part of a tensor, by the names, starts and sizes of its blocks in checkpoints."""
         tensor.zero_()
-        if all(sizes):
-            tensor[tuple(slice(0, n) for n in sizes)] = read(starts, sizes).to(tensor)
+        for name, shard in self.saved(prefix, port, tensor):
+            shard.tensor[...] = read(name, shard.starts, tuple(shard.tensor.shape)).to(shard.tensor)
 
 
 def flops(program: Program) -> int:

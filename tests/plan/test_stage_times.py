@@ -7,10 +7,12 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from tpshard.plan import between, make, page, pictures, save, screen, trace
+from tpshard.plan import between, diff, make, page, pictures, save, screen, search_pipelines, suggest, trace
 from tpshard.plan.report import Report
+from tpshard.plan.search import Quick
 from tpshard.programs.setting import Setting, devices_of
 from tpshard.recipes.load import loads
+from tpshard.recipes.schema import Recipe
 
 RECIPE = """
 name: staged
@@ -87,3 +89,34 @@ def test_passes_on_stages_end_in_the_step_that_is_planned() -> None:
     assert [row.name for row in rows][:2] == ["recompute", "bucket"] and rows[-1].name == "sink_waits"
     assert (rows[-1].step_s, rows[-1].peak_bytes) == (pricing.step_s, pricing.peak_bytes)
     assert rows[1].collectives < rows[0].collectives
+
+
+def test_a_plan_with_stages_differs_from_one_without_by_what_stages_send() -> None:
+    staged, whole = planned("1f1b"), make.report(loads(RECIPE, ["mesh={pp: 1, fsdp: 2}"]), "one.yaml")
+    found = diff.diff(whole, staged)
+    kinds = {row["kind"]: row["count"] for row in found["collectives"] if row["axes"] == "pp"}
+    assert {"send", "recv"} <= kinds.keys() and all(before == 0 for before, _ in kinds.values())
+    gathers = [row["count"] for row in found["collectives"] if row["axes"] == "fsdp" and row["kind"] == "all_gather"]
+    assert gathers and all(after == 0 for _, after in gathers)
+    step = found["figures"]["step_s"]
+    assert (step["before"], step["after"]) == (whole.pricing.step_s, staged.pricing.step_s)
+    assert "send over pp" in diff.text(found)
+    assert "PIPELINE  none -> 1f1b, 2 stages, 8 micro-batches: " in diff.text(found)
+    assert diff.diff(staged, staged)["collectives"] == []
+
+
+def test_a_pipeline_that_waits_is_told_schedules_that_wait_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    report, recipe = planned("1f1b"), loads(RECIPE, ["pipeline.schedule=1f1b"])
+    less = planned("zero_bubble").pricing
+    assert report.pricing.pipeline is not None and less.pipeline is not None
+    assert report.pricing.pipeline.bubble > 0.1 and less.pipeline.bubble < report.pricing.pipeline.bubble
+    told = list(search_pipelines.faster(report, recipe))
+    assert told == [["pipeline.schedule=interleaved_1f1b"], ["pipeline.schedule=zero_bubble"]]
+
+    def quick(recipe: Recipe, *_: object) -> Quick:
+        assert recipe.pipeline is not None
+        faster = recipe.pipeline.schedule == "zero_bubble"
+        return Quick(1, report.pricing.step_s * (0.9 if faster else 1.1), 0.0, True)
+
+    monkeypatch.setattr(suggest, "quick", quick)
+    assert [edit.change for edit in suggest.promising(report, recipe)] == ["pipeline.schedule: zero_bubble"]

@@ -1,0 +1,216 @@
+"""A pipeline as a sharding (GSPMD, section 3.3): layers of all stages in one tensor, whose stage dim is sharded.
+
+Stage s has in round r the `per_stage` layers from `(r * stages + s) * per_stage` on. Their parameters are stacked,
+`[stages, ...]`, in `rounds * per_stage` modules. A step of the pipeline runs all stages at once, each on another
+micro-batch, and then passes their results on by a shift along the stage dim, which becomes a permute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from tpshard.models.dims import STAGE, name
+from tpshard.parallelism.passes.recompute import layer_of
+from tpshard.parallelism.program import INFO, Program, info
+
+LAYERS = "layers"
+"""The module that has the layers, in tpshard's families."""
+ROWS = ("batch", "seq", "embed")
+"""The dims of the residual stream."""
+
+
+@dataclass(frozen=True)
+class Stacking:
+    """Which layers are stacked, and in which order micro-batches pass them."""
+
+    stages: int
+    rounds: int
+    per_stage: int
+    """Layers of a stage in one round."""
+    micro_batches: int
+
+    def __str__(self) -> str:
+        rounds = f" x {self.rounds} rounds" if self.rounds > 1 else ""
+        layers = f"{self.per_stage} layer{'s' * (self.per_stage != 1)}"
+        return (
+            f"{self.schedule}, vectorized, {self.stages} stages{rounds} of {layers}, {self.micro_batches} "
+            f"micro-batches in {self.steps} steps: {100 * self.bubble:.1f}% bubble"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For the plan's `pipeline`."""
+        return {
+            "schedule": self.schedule, "form": "vectorized", "devices": self.stages, "rounds": self.rounds,
+            "micro_batches": self.micro_batches, "steps": self.steps, "bubble": round(self.bubble, 9),
+            "split": [self.per_stage] * (self.stages * self.rounds),
+        }  # fmt: skip
+
+    @property
+    def schedule(self) -> str:
+        return "circular" if self.rounds > 1 else "gpipe"
+
+    @property
+    def steps(self) -> int:
+        """Steps of the pipeline until the last stage has finished the last micro-batch."""
+        return self.micro_batches * self.rounds + self.stages - 1
+
+    @property
+    def bubble(self) -> float:
+        """The share of the steps in which a stage computes what nothing reads."""
+        return (self.stages - 1) / self.steps
+
+    def layers(self, slot: int) -> list[int]:
+        """The layers stacked in a module, in the order of their stages."""
+        turn, place = divmod(slot, self.per_stage)
+        return [(turn * self.stages + stage) * self.per_stage + place for stage in range(self.stages)]
+
+    def members(self, name: str) -> list[str] | None:
+        """The parameters of single layers that are stacked as `name`, by stage; None for one outside of the layers."""
+        head, _, rest = name.partition(".")
+        if head != LAYERS:
+            return None
+        slot, _, parameter = rest.partition(".")
+        return [f"{LAYERS}.{layer}.{parameter}" for layer in self.layers(int(slot))]
+
+    def turn(self, time: int, stage: int) -> tuple[int, int] | None:
+        """(micro-batch, round) of a stage in a step; None while it fills or drains."""
+        since = time - stage
+        if not 0 <= since < self.micro_batches * self.rounds:
+            return None
+        group, within = divmod(since, self.stages * self.rounds)
+        return group * self.stages + within % self.stages, within // self.stages
+
+
+class StackedLayers(nn.ModuleList):
+    """The layers of a model in stacked form; iterated over, it is one layer that runs the whole pipeline."""
+
+    def __init__(self, layers: Sequence[nn.Module], stacking: Stacking, data_ranks: int):
+        """layers: all of them, with parameters of the same names and shapes. data_ranks: among which the rows of a
+        batch are divided, in order."""
+        slots = (stacking.layers(slot) for slot in range(stacking.rounds * stacking.per_stage))
+        super().__init__(_stacked(layers[members[0]], stacking.stages) for members in slots)
+        self.stacking, self.data_ranks = stacking, data_ranks
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        yield self
+
+    def forward(self, x: Tensor, *context: Any) -> Tensor:
+        """x: [batch, seq, embed] -> the same, after all layers. A tensor of `context` with a
+        batch dim goes with its rows."""
+        how, rows = self.stacking, x.shape[0]
+        leaves, tree = pytree.tree_flatten(context)
+        moving = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows for leaf in leaves]
+        parts = [self._micros(leaf) if moves else leaf for leaf, moves in zip(leaves, moving)]
+        stages = torch.arange(how.stages)
+        place = stages.view(-1, *[1] * x.dim())
+        micros = self._micros(x).unsqueeze(1)
+        # masked once for all steps, as `results` are, so that gradients are summed over stages once too
+        entering = torch.where(place == 0, micros, 0.0)
+        y = micros.new_zeros(how.stages, *micros.shape[2:])
+        results = []
+        for time in range(how.steps):
+            turns = [how.turn(time, stage) for stage in range(how.stages)]
+            shifted = torch.roll(y, 1, 0) if time else y
+            if turns[0] is not None and turns[0][1] == 0:
+                shifted = torch.where(place == 0, 0.0, shifted) + entering[turns[0][0]]
+            shifted = name(shifted, "shifted", STAGE, *ROWS)
+            since = (time - stages).clamp(0, how.micro_batches * how.rounds - 1)
+            group, within = since // (how.stages * how.rounds), since % (how.stages * how.rounds)
+            micro, rounds = group * how.stages + within % how.stages, within // how.stages
+            own = [part.index_select(0, micro) if moves else part for part, moves in zip(parts, moving)]
+            y = self._layers(shifted, turns, rounds, own, moving, tree)
+            if turns[-1] is not None and turns[-1][1] == how.rounds - 1:
+                results.append(y.unsqueeze(1))
+        finished = torch.where(place.unsqueeze(-1) == how.stages - 1, torch.cat(results, 1), 0.0)
+        return self._whole(finished.sum(0))
+
+    def _layers(
+        self, x: Tensor, turns: Sequence[tuple[int, int] | None], rounds: Tensor, context: Sequence[Any],
+        moving: Sequence[bool], tree: Any,
+    ) -> Tensor:  # fmt: skip
+        """The layers of every stage in its round, `rounds` [stages], on its micro-batch. x: [stages, batch, ...]"""
+        each = self.stacking.per_stage
+        here = sorted({turn[1] for turn in turns if turn is not None})
+        for place in range(each):
+            layer, weights = self._weights([(turn, self[turn * each + place]) for turn in here], rounds)
+
+            def one(weights: dict[str, Tensor], x: Tensor, *own: Any, layer: nn.Module = layer) -> Tensor:
+                result: Tensor = torch.func.functional_call(
+                    layer, weights, (x, *pytree.tree_unflatten(list(own), tree))
+                )
+                return result
+
+            along = tuple(0 if moves else None for moves in moving)
+            x = torch.vmap(one, in_dims=(0, 0, *along))(weights, x, *context)
+        return x
+
+    def _weights(self, layers: Sequence[tuple[int, nn.Module]], rounds: Tensor) -> tuple[nn.Module, dict[str, Tensor]]:
+        """A layer, and the parameters of each stage's, which are those of the stage's round."""
+        (_, first), *others = layers
+        weights: dict[str, Tensor] = dict(first.named_parameters())
+        for turn, other in others:
+            for own, theirs in other.named_parameters():
+                mine = (rounds == turn).view(-1, *[1] * (theirs.dim() - 1))
+                weights[own] = torch.where(mine, theirs, weights[own])
+        return first, weights
+
+    # ---- rows and micro-batches --------------------------------------------------------------------------------------
+    def _micros(self, x: Tensor) -> Tensor:
+        """[rows, ...] -> [micro-batches, rows of one, ...], where each data rank's rows stay on it."""
+        ranks, micros = self.data_ranks, self.stacking.micro_batches
+        return x.unflatten(0, (ranks, micros, -1)).transpose(0, 1).flatten(1, 2)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """Inverse of `_micros`."""
+        return x.unflatten(1, (self.data_ranks, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _stacked(layer: nn.Module, stages: int) -> nn.Module:
+    """A copy of a layer whose parameters have a leading dim for the stages."""
+    copy = deepcopy(layer)
+    for module in copy.modules():
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            shape = (stages, *parameter.shape)
+            setattr(module, own, nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta")))
+        if isinstance(getattr(module, "dims", None), dict):
+            module.dims = {own: (STAGE, *dims) for own, dims in module.dims.items()}  # type: ignore[assignment, operator, union-attr]
+    return copy
+
+
+def discount(program: Program, share: float) -> None:
+    """Counts only a share of the layers' FLOPs as those of the model: the rest fills and drains the pipeline."""
+    for node in program.graph.nodes:
+        if layer_of(node) is not None and (here := info(node)).global_flops:
+            node.meta[INFO] = replace(here, global_flops=round(here.global_flops * share))
+
+
+def difference(layers: Sequence[nn.Module]) -> str:
+    """How the first two unlike layers differ besides in their parameters' values; "" if all are alike."""
+    described = [_described(layer) for layer in layers]
+    for number, other in enumerate(described):
+        for key in {**described[0], **other}:
+            mine, theirs = described[0].get(key, "nothing"), other.get(key, "nothing")
+            if mine != theirs:
+                return f"`{key}` is {mine} in layer 0 and {theirs} in layer {number}"
+    return ""
+
+
+def _described(layer: nn.Module) -> dict[str, object]:
+    """The parameters' shapes and the plain attributes of a layer's modules, by path."""
+    found: dict[str, object] = {}
+    for path, module in layer.named_modules():
+        prefix = f"{path}." if path else ""
+        found |= {prefix + name: list(p.shape) for name, p in module.named_parameters(recurse=False)}
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, tuple)) and k[:1] != "_"}
+        found |= {prefix + name: value for name, value in plain.items()}
+        found[prefix + "class"] = type(module).__name__
+    return found
+
+
+__all__ = ["StackedLayers", "Stacking", "difference", "discount"]

@@ -1,0 +1,129 @@
+"""Vectorized pipelines: one program of stacked layers, which trains as one device does and shifts by permutes."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from tpshard.parallelism.float64 import BOUND, distance
+from tpshard.plan import make, screen
+from tpshard.programs import training
+from tpshard.programs.lockstep import Lockstep, StepValues
+from tpshard.programs.setting import Setting, devices_of
+from tpshard.programs.stacked_layers import Stacking
+from tpshard.recipes.diagnostic import Mistakes
+from tpshard.recipes.load import loads
+
+RECIPE = """
+name: vectorized
+cluster: {device: cpu}
+mesh: {pp: 2}
+model: {preset: tiny, layers: 4, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32, seq_len: 8}
+batch: {global_sequences: 8}
+pipeline: {schedule: gpipe, form: vectorized, micro_batches: 2}
+compile: eager
+"""
+CIRCULAR = "pipeline.schedule=circular"
+
+
+@cache
+def setting(*overrides: str) -> Setting:
+    recipe = loads(RECIPE, overrides)
+    return Setting.of(recipe, devices_of(recipe))
+
+
+def slowly(*overrides: str) -> object:
+    return pytest.param(overrides, marks=pytest.mark.slow)
+
+
+@cache
+def built(*overrides: str) -> training.TrainingPrograms:
+    return training.build(setting(*overrides))
+
+
+@cache
+def step(*overrides: str) -> StepValues:
+    return Lockstep(built(*overrides), 32).step()
+
+
+GPIPE, ROUNDS = ("model.layers=2", "mesh={pp: 2, tp: 2}"), (CIRCULAR,)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        GPIPE,
+        ROUNDS,
+        slowly(CIRCULAR, "mesh={pp: 2, tp: 2}", "model.tie_embeddings=true"),
+        slowly("mesh={pp: 2, fsdp: 2}", "remat=full"),
+        slowly(CIRCULAR, "mesh={pp: 2, fsdp: 2}", "remat=full", "pipeline.micro_batches=4"),
+        slowly("mesh={pp: 4}", "pipeline.micro_batches=8"),
+        slowly("mesh={pp: 2, tp: 2}", "sharding.rules.vocab=tp"),
+        slowly("mesh={pp: 2, tp: 2}", "sharding.rules.seq_sp=tp",
+               'sharding.annotate={"layers.*.residual": [batch, seq_sp, embed]}'),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_loss_and_gradients_are_those_of_one_device(overrides: tuple[str, ...]) -> None:
+    model = [o for o in overrides if o.startswith("model.")]
+    found, expected = step(*overrides), step("mesh.pp=1", "pipeline=null", *model)
+    assert found.loss == pytest.approx(expected.loss, rel=BOUND)
+    assert found.gradients.keys() == expected.gradients.keys()
+    apart = {name: distance(found.gradients[name], grad) for name, grad in expected.gradients.items()}
+    assert max(apart.values()) < BOUND, apart
+
+
+@pytest.mark.parametrize("overrides", [GPIPE, ROUNDS], ids=str)
+def test_the_shift_is_a_permute(overrides: tuple[str, ...]) -> None:
+    """Layers go on by permutes of one micro-batch, once a step and back; over stages nothing is ever gathered."""
+    stacking, over = setting(*overrides).stacking, [c for c in built(*overrides).micro.collectives if "pp" in c.axes]
+    shifts = [c for c in over if c.kind == "permute"]
+    assert stacking is not None and len(shifts) == 2 * (stacking.steps - 1)
+    assert {c.kind for c in over} <= {"permute", "all_reduce", "reduce_scatter"}
+    assert {c.bytes for c in shifts} == {8 // 2 * 8 * 16 * 4}, "rows, positions, columns, bytes"
+
+
+def test_layers_are_dealt_round_the_stages() -> None:
+    once, twice = Stacking(2, 1, 2, 4), Stacking(2, 2, 1, 4)
+    assert [once.layers(slot) for slot in range(2)] == [[0, 2], [1, 3]]
+    assert [twice.layers(slot) for slot in range(2)] == [[0, 1], [2, 3]], "layer i is on stage i mod 2"
+    assert twice.members("layers.1.mlp.up.weight") == ["layers.2.mlp.up.weight", "layers.3.mlp.up.weight"]
+    assert twice.members("tok_embed.weight") is None
+    passed = [[twice.turn(time, stage) for stage in range(2)] for time in range(twice.steps)]
+    assert passed[0] == [(0, 0), None] and passed[-1] == [None, (3, 1)]
+    for stage in range(2):
+        turns = [turn[stage] for turn in passed if turn[stage] is not None]
+        assert sorted(turns) == [(micro, turn) for micro in range(4) for turn in range(2)]
+
+
+def test_the_plan_shows_bubble_and_stages() -> None:
+    report = make.of_training(built(*GPIPE))
+    assert "PIPELINE  gpipe, vectorized, 2 stages of 1 layer, 2 micro-batches in 3 steps: 33.3% bubble" in (
+        screen.screen(report)
+    )
+    found = report.to_json()["pipeline"]
+    assert (found["form"], found["bubble"], found["split"]) == ("vectorized", pytest.approx(1 / 3), [1, 1])
+    plain = make.of_training(built("mesh.pp=1", "pipeline=null", "model.layers=2"))
+    assert report.job.params == plain.job.params
+    assert report.useful_flops == pytest.approx(plain.useful_flops, rel=0.02), "masks count too"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["pipeline.schedule=1f1b"], "3 `pipeline.form: vectorized` does not suit 1f1b"),
+        (["pipeline.split=[1, 3]"], "3 `pipeline.split` does not suit `form: vectorized`"),
+        (["model.layers=5"], "4 2 stages do not divide the 5 layers of the model; stages of a vectorized pipeline have "
+         "equally many layers; mesh.pp: 5; model.layers: 4 or 6; or form: staged"),
+        ([CIRCULAR, "pipeline.micro_batches=null", "batch={global_sequences: 9, per_device: 3}"],
+         "4 vectorized, circular needs a multiple of its 2 stages as micro-batches, not 3"),
+        (["model={preset: tiny-moe}"], "4 `pipeline.form: vectorized` runs the layers of tpshard's own dense families; "
+         "this model has experts"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_what_would(overrides: list[str], said: str) -> None:
+    with pytest.raises(Mistakes) as caught:
+        training.build(setting(*overrides))
+    (one, *_) = caught.value.diagnostics
+    assert f"{int(one.exit)} {one.message}; {one.why}; {one.fix}".startswith(said)
