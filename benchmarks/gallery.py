@@ -38,7 +38,7 @@ from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
 from tpshard.serve.weights import Weights
 
-from record import RECORDS, ROOT, Record, add_options, load
+from record import RECORDS, ROOT, Record, add_options, load, put_between
 
 sys.path.insert(0, str(ROOT / "tests"))
 import architectures
@@ -265,9 +265,7 @@ def main() -> None:
         record.rows[:] = [{**old, **fresh}[name] for name in dict.fromkeys([*kept, *fresh])]
     record.say(table(record.rows))
     if told.docs:
-        text = PAGE.read_text()
-        before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-        PAGE.write_text(f"{before}\n\n{table(record.rows)}\n\n{after}")
+        put_between(PAGE, BEGIN, END, table(record.rows))
     record.close(write=told.record, as_json=told.json)
 
 

@@ -43,11 +43,11 @@ def measure(record: Record, name: str, devices: int, path: str) -> None:
     os.environ["TPSHARD_CACHE"] = str(Path(path).with_name("cache"))
     start, cpu = time.perf_counter(), time.process_time()
     recipe = load(path)
-    with make.uncollected():  # as `make.report`, which does both
-        programs = make.built(Setting.of(recipe))
+    with make.without_gc():  # as `make.report`, which does both
+        programs = make.build_programs(Setting.of(recipe))
         built = time.perf_counter()
-        report = make.of_training(programs, path)
-    asked = outputs.Asked(source=path, dry_run=True)
+        report = make.report_of_training(programs, path)
+    asked = outputs.PlanOptions(source=path, dry_run=True)
     texts = command.texts(report, recipe, asked)
     end, used = time.perf_counter(), time.process_time() - cpu
     report.suggestions = suggest.promising(report, recipe)

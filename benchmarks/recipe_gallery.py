@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from record import ROOT, Record, add_options
+from record import ROOT, Record, add_options, put_between
 
 PAGE = ROOT / "docs" / "gallery.md"
 BEGIN, END = "<!--recipes: python benchmarks/recipe_gallery.py --docs-->", "<!--/recipes-->"
@@ -95,9 +95,7 @@ def main() -> None:
         record.say(json.dumps(record.rows[-1]))
     record.say(table(record.rows))
     if told.docs:
-        text = PAGE.read_text()
-        before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-        PAGE.write_text(f"{before}\n\n{table(record.rows)}\n\n{after}")
+        put_between(PAGE, BEGIN, END, table(record.rows))
     record.close(write=told.record, as_json=told.json)
 
 

@@ -184,6 +184,12 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def put_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Replaces what a page has between two comments."""
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")
+
+
 def load(name: str) -> dict[str, Any]:
     """A record by name. FileNotFoundError if it does not exist."""
     found: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text())

@@ -37,7 +37,7 @@ import httpx
 import numpy as np
 from tpshard.models import build, to_hf
 from tpshard.models.config import ModelConfig
-from tpshard.parallelism.fusion import Cached
+from tpshard.parallelism.fusion import CacheReads
 from tpshard.plan.step_prices import ServerBuilder
 from tpshard.programs.serving import BLOCK_SIZE
 from tpshard.programs.traffic import Answered, Rehearsal, StepTime, Traffic
@@ -162,7 +162,7 @@ def drawn(steps: list[tuple[float, ...]], fitting: Callable[[int], int], seed: i
     tables = {size: np.array(some) for size, some in by_size.items()}
     draw = random.Random(seed)
 
-    def step_s(rows: int, found: Cached) -> float:
+    def step_s(rows: int, found: CacheReads) -> float:
         size = fitting(rows)
         table = tables[size if size in tables else min(tables, key=lambda known: abs(known - size))]
         far = np.abs(table[:, 0] - rows) + np.abs(table[:, 1] - found.blocks)

@@ -206,7 +206,7 @@ def plan(
         conditions = Conditions(None if tokens is None else amount(tokens), price, watts, failures, restart, save)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--tokens") from error
-    options = outputs.Asked(
+    options = outputs.PlanOptions(
         source=recipe if recipe is not None and "=" not in recipe else "", what=what, dry_run=dry_run, as_json=as_json,
         verbose=verbose, html=html, trace=trace, svg=svg, explain=explain, search=search,
         run=conditions if whole else None, passes=passes, skew=skew, suggest=suggest, fit=fit, pin=pin, net=net,
@@ -214,7 +214,7 @@ def plan(
     )  # fmt: skip
     note = partial(print, file=sys.stderr)
     entry = None if no_cache or other is not None else outputs.entry(loaded, options)
-    done = outputs.known(loaded, options, entry, note) if entry is not None else None
+    done = outputs.cached(loaded, options, entry, note) if entry is not None else None
     if done is None:
         from tpshard.plan import command
 

@@ -102,7 +102,7 @@ class _Plan:
         from tpshard.plan import make
 
         if self._report is None:
-            self._report = make.of_training(programs)
+            self._report = make.report_of_training(programs)
         return self._report
 
     def programs(self, setting: Setting) -> TrainingPrograms:
@@ -110,14 +110,14 @@ class _Plan:
         from tpshard.plan import make
 
         assert self.file is not None
-        return make.planned(self.file, setting)
+        return make.read_programs(self.file, setting)
 
     def screen(self, programs: TrainingPrograms) -> str:
         """The text of the given and inferred annotations."""
         from tpshard.plan import screen
 
         report = self._of(programs)
-        head = f"{report.given} values annotated (*), {report.inferred} inferred"
+        head = f"{report.annotated} values annotated (*), {report.inferred} inferred"
         return "\n".join([head, *screen.shardings(report)])
 
     def saved(self, programs: TrainingPrograms) -> str:

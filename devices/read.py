@@ -149,7 +149,7 @@ def parse(data: bytes, file: str) -> Device:
     inside, across, levels = _network(root, top, reader)
     if reader.mistakes:
         raise Mistakes(reader.mistakes)
-    made = Device(
+    result = Device(
         name=top["name"],
         kind=top["kind"],
         backend=top["backend"],
@@ -166,19 +166,19 @@ def parse(data: bytes, file: str) -> Device:
         reserved=constants["reserved"],
         cpu=Cpu(
             cores=host["cores"],
-            crowds={n: _crowd(told) for n, told in host["crowds"].items()},
+            crowds={n: _crowd(crowd) for n, crowd in host["crowds"].items()},
             view_s=constants["view"],
             **{name: constants[name] for name in ("packing", "exponential", "softmax", "growth")},
         ),
         fitted=top["fitted"],
     )
-    if made.kind == "cpu" and made.cpu.cores < 1:
+    if result.kind == "cpu" and result.cpu.cores < 1:
         reader.wrong("a CPU needs `host.cores`", root, "its processes share them", "host: {cores: 8, ...}")
-    if made.context_bytes >= made.memory_bytes:
-        reader.wrong("`context` leaves no memory", root, f"{made.context_bytes} of {made.memory_bytes} bytes", "")
+    if result.context_bytes >= result.memory_bytes:
+        reader.wrong("`context` leaves no memory", root, f"{result.context_bytes} of {result.memory_bytes} bytes", "")
     if reader.mistakes:
         raise Mistakes(reader.mistakes)
-    return made
+    return result
 
 
 def _read(data: bytes, file: str) -> Node:
@@ -202,7 +202,7 @@ def _link(values: dict[str, Any]) -> Link:
 
 def _network(root: Node, top: dict[str, Any], reader: _Reader) -> tuple[Link, Link, tuple[Level, ...]]:
     """(within a host, between hosts, levels): the first two are the nearest between hosts and the one before it."""
-    host, told = top["host"], top["levels"]
+    host, level_values = top["host"], top["levels"]
     node, list_node = root.get("host") or root, root.get("levels")
     if list_node is None:
         for key in ("inside", "across"):
@@ -215,7 +215,7 @@ def _network(root: Node, top: dict[str, Any], reader: _Reader) -> tuple[Link, Li
             reader.wrong(f"`host.{key}` and `levels` say the same", written, "one of them", f"leave `host.{key}` out")
     levels = tuple(
         Level(one["name"], _link(one), one["devices"], one["hosts"], one["oversubscribed"], one["rails"])
-        for one in told
+        for one in level_values
     )  # fmt: skip
     if why := _odd(levels, host["devices"], top["kind"]):
         reader.wrong("these `levels` make no network", list_node, why, "from the nearest: " + _WORDS["levels"][1])
@@ -272,18 +272,20 @@ class _Reader:
             return {name: key.default for name, key in keys.items()}
         for written, _ in node.entries:
             if written.text not in keys:
-                known = ", ".join(keys)
-                self.wrong(f"unknown key `{_join(path, written.text)}`", written, "not part of a device file", known)
+                key_names = ", ".join(keys)
+                self.wrong(
+                    f"unknown key `{_join(path, written.text)}`", written, "not part of a device file", key_names
+                )
         for name, key in keys.items():
-            found = node.get(name)
-            if found is None:
+            value_node = node.get(name)
+            if value_node is None:
                 if key.default is None:
                     words = _WORDS.get(key.unit, (key.unit.replace("|", " or "), ""))
                     fix = f"{name}: {words[1]}" if words[1] else ""
                     self.wrong(f"`{_join(path, name)}` is missing", node, key.what or words[0], fix)
                 values[name] = self._nested_default(key)
             else:
-                values[name] = self.value(found, key, _join(path, name))
+                values[name] = self.value(value_node, key, _join(path, name))
         return values
 
     def _nested_default(self, key: _Key) -> Any:
@@ -320,10 +322,10 @@ class _Reader:
         if key.unit == "text":
             return node.text
         if key.unit == "bool":
-            found = scalar(node)
-            if not isinstance(found, bool):
+            truth = scalar(node)
+            if not isinstance(truth, bool):
                 self.wrong(f"`{path}: {node.text}` is not true or false", node, "", "")
-            return found
+            return truth
         number = self._number(node, key, path)
         if number is None:
             return key.default
@@ -343,13 +345,13 @@ class _Reader:
         if node.kind != "map":
             self.wrong(f"`{path}` is not a map", node, "number of processes: what one of them reaches", "")
             return {}
-        found = {}
+        crowds = {}
         for written, value in node.entries:
             if not written.text.isascii() or not written.text.isdigit() or not 1 <= int(written.text) <= 4096:
                 self.wrong(f"`{_join(path, written.text)}` is not a number of processes", written, "1 to 4096", "")
                 continue
-            found[int(written.text)] = self.section(value, _CROWD, _join(path, written.text))
-        return found
+            crowds[int(written.text)] = self.section(value, _CROWD, _join(path, written.text))
+        return crowds
 
     def _rates(self, node: Node, path: str) -> dict[str, float]:
         if node.kind != "map" or not node.entries:
@@ -367,12 +369,12 @@ class _Reader:
 
     def _number(self, node: Node, key: _Key, path: str) -> float | None:
         if key.unit in ("share", "ratio", "int"):
-            found = scalar(node)
-            good = isinstance(found, int) if key.unit == "int" else isinstance(found, (int, float))
-            if isinstance(found, bool) or not good or not math.isfinite(float(found)):  # type: ignore[arg-type]
+            parsed = scalar(node)
+            good = isinstance(parsed, int) if key.unit == "int" else isinstance(parsed, (int, float))
+            if isinstance(parsed, bool) or not good or not math.isfinite(float(parsed)):  # type: ignore[arg-type]
                 self.wrong(f"`{path}: {node.text}` is not a number", node, f"a {key.unit} expected", "")
                 return None
-            return float(found)  # type: ignore[arg-type]
+            return float(parsed)  # type: ignore[arg-type]
         match = _UNITS[key.unit].fullmatch(node.text.strip())
         if match is None:
             words, example = _WORDS[key.unit]

@@ -92,10 +92,10 @@ def blockwise(
     (b, s, h, _), t, kv = q.shape, k.shape[1], k.shape[2]
     queries, keys, values = _grouped(q, kv) * scale, _grouped(k, kv), _grouped(v, kv)
     out, lse = torch.empty_like(q), torch.empty(b, h, s, dtype=wide(q), device=q.device)
-    for rows, positions, seen in _blocks(s, t, window):
-        part = slice(seen.start, seen.stop)
+    for rows, positions, visible_keys in _blocks(s, t, window):
+        part = slice(visible_keys.start, visible_keys.stop)
         scores = capped(queries[..., rows, :] @ keys[..., part, :].transpose(-1, -2), softcap)
-        mask = _allowed(documents, positions, seen, window, q.device).unsqueeze(1)
+        mask = _allowed(documents, positions, visible_keys, window, q.device).unsqueeze(1)
         scores.masked_fill_(~mask, -torch.inf)
         row_lse = scores.logsumexp(-1)
         probabilities = scores.sub_(row_lse.unsqueeze(-1)).exp_()
@@ -115,12 +115,12 @@ def blockwise_backward(
     mean = (grad * _grouped(out, kv)).sum(-1, keepdim=True)
     dq = torch.empty_like(q)
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-    for rows, positions, seen in _blocks(s, t, window):
-        part = slice(seen.start, seen.stop)
+    for rows, positions, visible_keys in _blocks(s, t, window):
+        part = slice(visible_keys.start, visible_keys.stop)
         block, dblock = queries[..., rows, :], grad[..., rows, :]
         scores = capped((block * scale) @ keys[..., part, :].transpose(-1, -2), softcap)
         slope = slopes(scores, softcap)
-        mask = _allowed(documents, positions, seen, window, q.device).unsqueeze(1)
+        mask = _allowed(documents, positions, visible_keys, window, q.device).unsqueeze(1)
         scores.masked_fill_(~mask, -torch.inf)
         probabilities = scores.sub_(logs[..., rows, :]).exp_()
         dscores = dblock @ values[..., part, :].transpose(-1, -2)

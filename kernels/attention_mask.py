@@ -16,12 +16,12 @@ def visible(
     """
     row = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
     key = torch.arange(keys.start, keys.stop, device=device)
-    seen = (key <= row).unsqueeze(0)
+    mask = (key <= row).unsqueeze(0)
     if window is not None:
-        seen = seen & (key > row - window)
+        mask = mask & (key > row - window)
     if documents is not None:
-        seen = seen & (documents[0].unsqueeze(2) == documents[1].unsqueeze(1))
-    return seen.unsqueeze(1)
+        mask = mask & (documents[0].unsqueeze(2) == documents[1].unsqueeze(1))
+    return mask.unsqueeze(1)
 
 
 def wide(x: Tensor) -> torch.dtype:

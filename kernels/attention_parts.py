@@ -34,7 +34,7 @@ _BLOCK = 512
 Documents = tuple[Tensor | None, Tensor | None]
 
 
-def _seen(s: int, t: int, first_query: int, first_key: int) -> int:
+def _visible_count(s: int, t: int, first_query: int, first_key: int) -> int:
     """The number of leading keys that any of the queries may attend to."""
     return max(0, min(t, first_query + s - first_key))
 
@@ -49,7 +49,7 @@ def forward(
     window: int | None, first_query: int, first_key: int, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     (b, s, h, _), kv = q.shape, k.shape[2]
-    t = _seen(s, k.shape[1], first_query, first_key)
+    t = _visible_count(s, k.shape[1], first_query, first_key)
     k, v = k[:, :t], v[:, :t]
     documents = (query_documents, None if key_documents is None else key_documents[:, :t])
     if _aligned(s, t, first_query, first_key, documents):
@@ -75,7 +75,7 @@ def backward(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     s, kv, whole = q.shape[1], k.shape[2], k.shape[1]
-    t = _seen(s, whole, first_query, first_key)
+    t = _visible_count(s, whole, first_query, first_key)
     k, v = k[:, :t], v[:, :t]
     documents = (query_documents, None if key_documents is None else key_documents[:, :t])
     if t == 0:

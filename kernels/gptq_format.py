@@ -183,13 +183,13 @@ def _tensor_files(folder: Path) -> dict[str, str]:
             pickled = [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
             hint = f"; {pickled[0]} is a pickle, which is never loaded" if pickled else ""
             raise ValueError(f"{folder} holds no safetensors file{hint}.")
-    found: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for name in sorted(files):
         with _opened(folder / name) as file:
-            found |= dict.fromkeys(file.keys(), name)
-    if index.is_file() and (absent := sorted(set(named) - set(found))):
+            file_of |= dict.fromkeys(file.keys(), name)
+    if index.is_file() and (absent := sorted(set(named) - set(file_of))):
         raise ValueError(f"{INDEX} names {absent[0]}, which no file holds.")
-    return found
+    return file_of
 
 
 @contextmanager

@@ -127,8 +127,8 @@ def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, part: _Part, softcap: 
         torch.bmm(q[:, head], turned[head].expand(r, -1, -1), out=scores[head])
     probabilities = torch.softmax(capped(scores, softcap).masked_fill_(unseen.transpose(0, 1), float("-inf")), -1)
     if not values.sum().isfinite():  # rows share these values, and some may not attend to the one that is not finite
-        seen = (values.masked_fill(hidden.view(-1, 1), 0) for hidden in unseen)
-        return torch.stack([torch.bmm(probabilities[:, i], own) for i, own in enumerate(seen)])
+        visible_values = (values.masked_fill(hidden.view(-1, 1), 0) for hidden in unseen)
+        return torch.stack([torch.bmm(probabilities[:, i], own) for i, own in enumerate(visible_values)])
     return torch.stack([torch.bmm(probabilities[i], values[i].expand(r, -1, -1)) for i in range(kv)], dim=1)
 
 

@@ -28,10 +28,9 @@ def positions(order: Tensor, blocks: int = 1) -> Tensor:
     return (parts + torch.arange(blocks, device=order.device)[:, None] * parts.shape[1]).flatten()
 
 
-def fewer(order: Tensor, blocks: int, kept: int) -> Tensor:
-    """The order with `kept` blocks: the first of every `blocks` / `kept` neighbouring blocks, whose orders are
-    equal."""
-    return order.view(kept, blocks // kept, -1)[:, 0].flatten()
+def fewer(order: Tensor, blocks: int, block_count: int) -> Tensor:
+    """Merges neighbouring blocks with equal orders: the order of `block_count` blocks out of one of `blocks`."""
+    return order.view(block_count, blocks // block_count, -1)[:, 0].flatten()
 
 
 def head_local_order(group: Tensor, heads: int, kv_heads: int, head_dim: int) -> Tensor | None:

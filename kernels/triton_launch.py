@@ -177,19 +177,19 @@ class TileChoice:
     """
 
     def __init__(self) -> None:
-        self.made: dict[tuple[object, ...], Tile | None] = {}
+        self.choices: dict[tuple[object, ...], Tile | None] = {}
         self.milliseconds: dict[tuple[object, ...], dict[Tile | None, float]] = {}
 
     def tile(self, x: Tensor, packed: Packed, gated: bool) -> Tile | None:
         key = self.key(x, packed, gated)
-        if key not in self.made:
+        if key not in self.choices:
             multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
             guesses = tiles(x.shape[0], packed, gated, multiprocessors)
             if torch.cuda.is_current_stream_capturing():
                 return guesses[0] if x.shape[0] <= 64 else None
             self.milliseconds[key] = self._measure(x, packed, gated, guesses)
-            self.made[key] = min(self.milliseconds[key], key=lambda tile: self.milliseconds[key][tile])
-        return self.made[key]
+            self.choices[key] = min(self.milliseconds[key], key=lambda tile: self.milliseconds[key][tile])
+        return self.choices[key]
 
     def key(self, x: Tensor, packed: Packed, gated: bool) -> tuple[object, ...]:
         rows = triton.next_power_of_2(x.shape[0])

@@ -39,16 +39,16 @@ def paged_attention_kernel(
     first = tl.maximum(position - window + 1, 0)
     for start in range(first, position + 1, KEYS):
         at = start + key
-        seen = at <= position
-        block = tl.load(table + at // BLOCK, mask=seen, other=0)
+        visible = at <= position
+        block = tl.load(table + at // BLOCK, mask=visible, other=0)
         slot = ((block * BLOCK + at % BLOCK) * kv_heads + kv).to(tl.int64)
-        cut = seen[:, None] & (d[None, :] < HEAD)
+        cut = visible[:, None] & (d[None, :] < HEAD)
         keys = tl.load(k_pool + slot[:, None] * HEAD + d[None, :], mask=cut, other=0.0)
         values = tl.load(v_pool + slot[:, None] * HEAD + d[None, :], mask=cut, other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         if CAPPED:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
-        scores = tl.where(seen[None, :], scores, -float("inf"))
+        scores = tl.where(visible[None, :], scores, -float("inf"))
         now = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp(scores - now[:, None])
         shrunk = tl.exp(largest - now)

@@ -32,9 +32,9 @@ class Reordered:
 def absorb(graph: Graph, op: Op, parameters: Collection[Value], alike: int = 1) -> dict[Value, Reordered] | None:
     """Removes `op`, a `tpshard::reorder`, if the parameters that compute its operand can be permuted instead.
 
-    Returns these parameters with their permuted dim; they may have fewer blocks, if every `alike` neighbouring blocks
-    have one order. Returns None and leaves the graph unchanged if an operation in between mixes positions, or its
-    result has other readers.
+    Returns these parameters with their permuted dims. A parameter may have fewer blocks than `op`, if each run of
+    `alike` neighbouring blocks has one order. Returns None and leaves the graph unchanged if an operation in between
+    mixes positions, or its result has other readers.
     """
     x = op.operands[0]
     blocks = op.args[2]
@@ -51,7 +51,7 @@ def absorb(graph: Graph, op: Op, parameters: Collection[Value], alike: int = 1) 
                 return None
             moved[value] = place
             continue
-        behind = _behind(value.producer, place, alike)
+        behind = _operand_permutations(value.producer, place, alike)
         if behind is None:
             return None
         passed.add(value.producer)
@@ -65,40 +65,39 @@ def absorb(graph: Graph, op: Op, parameters: Collection[Value], alike: int = 1) 
     return moved
 
 
-def _behind(op: Op, place: Reordered, alike: int) -> list[tuple[Value, Reordered, int]] | None:
-    """The permutations of the operands of `op` that permute its result; None if there are none."""
+def _operand_permutations(op: Op, place: Reordered, alike: int) -> list[tuple[Value, Reordered, int]] | None:
+    """The permutations of an op's operands that together permute its result as `place` says; None if none do."""
     entry = entry_of(op.target)
     if entry.carries is not None:
         value = op.operands[entry.carries]
         if (place.dim, place.outer) != (3, 2) or alike % (share := place.blocks // value.shape[2]):
             return None
-        kept = value.shape[2]
-        return [(value, Reordered(3, kept, 2 if kept > 1 else None), alike // share)]
+        kv_heads = value.shape[2]
+        return [(value, Reordered(3, kv_heads, 2 if kv_heads > 1 else None), alike // share)]
     if not entry.commutes or not op.operands or len(op.results) != 1:
         return None
     rule = rule_for(op)
     passed = set(rule.results[0][place.dim])
-    found = []
+    permuted = []
     for value, dims in zip(op.operands, rule.operands):
         if not passed & {f for dim in dims for f in dim}:
             continue  # broadcast along the dim
-        there = _through(rule, dims, place)
+        there = _in_operand(rule, dims, place)
         if there is None:
             return None
-        found.append((value, there, alike))
-    return found or None
+        permuted.append((value, there, alike))
+    return permuted or None
 
 
-def _through(rule: Rule, dims: tuple[Dim, ...], place: Reordered) -> Reordered | None:
-    """The permutation in terms of an operand with those dims; None if it has none."""
+def _in_operand(rule: Rule, dims: tuple[Dim, ...], place: Reordered) -> Reordered | None:
+    """The permutation `place` of an op's result as one of an operand's dims; None if it cannot be expressed there."""
     where: Mapping[Dim, int] = {dim: i for i, dim in enumerate(dims) if dim}
     inner = rule.results[0][place.dim]
     if place.outer is None:
         if inner in where:
             return replace(place, dim=where[inner])
-        for i, (first, second) in enumerate(
-            itertools.pairwise(dims)
-        ):  # the blocks are a dim of their own in the operand
+        for i, (first, second) in enumerate(itertools.pairwise(dims)):
+            # in the operand the blocks are a dim of their own
             if first + second == inner and math.prod(rule.sizes[f] for f in first) == place.blocks:
                 return Reordered(i + 1, place.blocks, i)
         return None
@@ -106,6 +105,3 @@ def _through(rule: Rule, dims: tuple[Dim, ...], place: Reordered) -> Reordered |
     if inner in where and outer in where:
         return Reordered(where[inner], place.blocks, where[outer])
     return Reordered(where[outer + inner], place.blocks) if outer + inner in where else None
-
-
-__all__ = ["Reordered", "absorb"]

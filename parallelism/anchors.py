@@ -8,7 +8,7 @@ from tpshard.parallelism.graph import Op
 
 
 def output(x: Any) -> Any:
-    """Marks a result of the function, so that its annotation is separate from its producer's."""
+    """An identity on a result of the function, which separates the result's annotation from its producer's."""
     return x
 
 
@@ -23,12 +23,12 @@ def is_split(op: Op) -> bool:
 
 
 def is_boundary(op: Op) -> bool:
-    """Whether a parameter leaves its storage, or a gradient enters it, at this op: `boundary(x, kind, name)`."""
+    """Whether the op is where a parameter leaves its storage, or a gradient enters it: `boundary(x, kind, name)`."""
     return str(op.target) == "tpshard.boundary.default"
 
 
 def is_grouped(op: Op) -> bool:
-    """Whether the result is sharded as all of its group are: `grouped(x, group)`."""
+    """Whether the op puts its result into a group of tensors with one sharding: `grouped(x, group)`."""
     return str(op.target) == "tpshard.grouped.default"
 
 

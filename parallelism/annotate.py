@@ -57,7 +57,7 @@ def _with_role(x: torch.Tensor, role: str) -> torch.Tensor:
 
 
 class _Grouped(torch.autograd.Function):
-    """Identity; its gradient is in no group."""
+    """An identity whose gradient is in no group."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: int) -> torch.Tensor:
@@ -81,9 +81,10 @@ _library.impl("grouped", _in_group, "Autograd")
 
 
 def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[int]) -> torch.Tensor:
-    """Annotates a tensor and its gradient (GSPMD, section 3.1): per dim -1 (replicated) or the index of a mesh axis.
+    """Annotates a tensor and its gradient with a sharding (GSPMD, section 3.1), and returns the tensor.
 
-    `dims_mapping` has one entry per dim. Outside of `partition` this does nothing. ValueError for an invalid mapping.
+    `dims_mapping` has one entry per dim: -1 (replicated) or the index of a mesh axis. Outside of `partition` it does
+    nothing. Raises ValueError for an invalid mapping.
     """
     names = list(mesh.axes)
     mapping = list(dims_mapping)
@@ -103,9 +104,9 @@ _groups = count()
 
 
 def sharding_group(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same tensors, which propagation shards alike, dim by dim: what one of them gets, all of them get.
+    """Makes propagation give all these tensors one sharding: an axis that reaches one of them reaches all.
 
-    Outside of `partition` it changes nothing. ValueError for shapes that differ.
+    Returns the tensors. Outside of `partition` it does nothing. Raises ValueError for shapes that differ.
     """
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if len(shapes) > 1:
@@ -119,7 +120,7 @@ OPEN = -2
 
 
 def split_as(tensor: torch.Tensor, mesh: Mesh, mapping: Sequence[int]) -> torch.Tensor:
-    """`mesh_split` with open dims."""
+    """`mesh_split` for a valid mapping, in which dims may be `OPEN`."""
     return torch.ops.tpshard.mesh_split(tensor, list(mesh.axes), list(mapping))
 
 

@@ -8,13 +8,12 @@ from itertools import accumulate
 
 
 def balance(layers: Sequence[float], before: float, after: float, devices: int, rounds: int = 1) -> list[int]:
-    """The number of layers of each of `devices` x `rounds` stages, at least one each; stage i is on device i mod
-    `devices`.
+    """Divides layers into `devices` x `rounds` stages; returns the number of layers of each stage, at least one.
 
-    layers: seconds of each, in order. before, after: seconds of the other work of the first and the last stage. With
-    one round no split has a faster slowest device; with several, this holds for equal layers. Among such splits the
-    other devices are as fast as possible, and the first ones, which hold the most micro-batches, have the fewest
-    layers.
+    layers: seconds of each, in order. before, after: seconds of the other work of the first and the last stage. Stage i
+    runs on device i mod `devices`. The slowest device is as fast as possible (with several rounds, if the layers are
+    equal). Among such splits the other devices are as fast as possible, and the first ones, which hold the most
+    micro-batches, have the fewest layers. Raises ValueError for fewer layers than stages.
     """
     stages = devices * rounds
     if not 0 < stages <= len(layers):
@@ -29,7 +28,7 @@ def balance(layers: Sequence[float], before: float, after: float, devices: int, 
         loads[0] += before
         loads[-1] += after
         of_devices = [sum(loads[device::devices]) for device in range(devices)]
-        parts = [sorted((round(load / unit) for load in found), reverse=True) for found in (of_devices, loads)]
+        parts = [sorted((round(load / unit) for load in seconds), reverse=True) for seconds in (of_devices, loads)]
         return parts[0], parts[1], counts
 
     now, better = slowness(counts), True
@@ -61,6 +60,3 @@ def _least_slowest(layers: Sequence[float], before: float, after: float, stages:
         counts.append(end - start[end])
         end = start[end]
     return counts[::-1]
-
-
-__all__ = ["balance"]

@@ -1,5 +1,4 @@
-"""Rewriting the captured graph so that shardings propagate: matrix products over any number of dims, few kinds of
-views.
+"""Rewriting a captured graph so that shardings propagate through it: contractions over any dims, few kinds of views.
 
 `F.linear` on [batch, seq, embed] is recorded as view + mm + view, and a sharding of seq cannot pass a view that merges
 [batch, seq]. Folding the views into one contraction `bsk,nk->bsn` keeps every dim visible, for any module's code.
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 import math
 import string
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tpshard.parallelism.anchors import is_boundary, is_named, is_role
@@ -22,7 +21,7 @@ aten = torch.ops.aten
 
 
 def canonicalize(graph: Graph) -> None:
-    """Rewrites a captured graph into canonical form, in place; it computes the same."""
+    """Rewrites a captured graph into canonical form, in place, with the same results."""
     take_roles(graph)
     remove_identities(graph)
     unify(graph)
@@ -35,20 +34,21 @@ def canonicalize(graph: Graph) -> None:
 
 
 def take_roles(graph: Graph) -> None:
-    """Moves the roles of values to the values that replace them."""
+    """Marks the result of every `role` op with its role, so that the op itself can be removed."""
     for op in graph.ops:
         if is_role(op):
             op.results[0].marked = op.args[1]
 
 
 def spread_roles(graph: Graph) -> None:
-    """Gives a view the role of the value that it views, and the other way round."""
+    """Gives every value the role of its views."""
     for op in reversed(graph.ops):
         if op.results and op.results[0].marked and entry_of(op.target).view is not None:
             op.operands[0].marked = op.operands[0].marked or op.results[0].marked
 
 
 def remove_identities(graph: Graph) -> None:
+    """Removes ops that return their operand unchanged."""
     for op in graph.ops:
         entry = entry_of(op.target)
         same_view = entry.view in (reshaped, sliced) and op.operands[0].shape == op.results[0].shape
@@ -65,15 +65,15 @@ def unify(graph: Graph) -> None:
             canonical(op)
 
 
-class Unmerged:
-    """A 2-d or 3-d operand of a product, seen through views: each of its dims is a group of dims of `base`."""
+class Unmerged(NamedTuple):
+    """A value seen through views: each of its dims is a group of dims of `base`."""
 
-    def __init__(self, base: Value, groups: list[tuple[int, ...]]):
-        self.base, self.groups = base, groups
+    base: Value
+    groups: list[tuple[int, ...]]
 
 
 def unmerge(value: Value) -> Unmerged:
-    """Follows permutes, dim-merging views and broadcasts of size-1 dims back to the value that still has every dim."""
+    """Follows permutes, views that merge dims, and new dims of size 1 back to the value that has every dim."""
     groups: list[tuple[int, ...]] = [(d,) for d in range(value.rank)]
     while value.producer is not None and len(value.producer.operands) == 1:
         op = value.producer
@@ -98,11 +98,10 @@ def unmerge(value: Value) -> Unmerged:
 
 
 def merge_map(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-    """For a view that merges neighbouring dims or adds dims of size 1, each target dim's source dims; otherwise
-    None."""
+    """The source dims of each target dim, if a view only merges neighbouring dims or adds dims of size 1; else None."""
     out: list[tuple[int, ...]] = []
     i = 0
-    for position, size in enumerate(target):
+    for size in target:
         group: list[int] = []
         have = 1
         while i < len(source) and (have < size or (have == size and source[i] == 1 and size != 1)):
@@ -114,7 +113,6 @@ def merge_map(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[in
         if have != size:
             return None
         out.append(tuple(group))
-        del position
     return out if i == len(source) else None
 
 
@@ -136,13 +134,13 @@ def fold_contractions(graph: Graph) -> None:
 
 
 def _fold_added(graph: Graph, op: Op, equation: str, ops: list[Op]) -> None:
-    """Splits beta a + alpha (b @ c) into a product and a sum."""
+    """Rewrites beta a + alpha (b @ c), such as `addmm`, to a contraction, a scaling and a sum."""
     added, result, alpha, beta = op.operands[0], op.results[0], op.kwargs.get("alpha", 1), op.kwargs.get("beta", 1)
 
     def step(name: str, target: Any, operands: list[Value], args: tuple[Any, ...], **kwargs: Any) -> Op:
-        made = Op(f"{op.name}_{name}", target, args, kwargs, operands, [], op.place)
-        made.results = [Value(made.name, result.shape, result.dtype, made)]
-        return made
+        new = Op(f"{op.name}_{name}", target, args, kwargs, operands, [], op.place)
+        new.results = [Value(new.name, result.shape, result.dtype, new)]
+        return new
 
     _fold(graph, step("mm", contract, op.operands[1:], (Ref(0), Ref(1))), equation, ops)
     if alpha != 1:
@@ -169,39 +167,50 @@ def _add_before_view(graph: Graph, op: Op, ops: list[Op]) -> None:
             op.operands = [base, op.operands[1]]
             op.results = [Value(op.name, base.shape, old.dtype, op)]
             ops.append(op)
-            again = Op(f"{op.name}_view", aten.view.default, (Ref(0), old.shape), {}, op.results, [old], op.place)
-            old.producer, old.name = again, again.name
-            ops.append(again)
+            _view_as(op.results[0], old, op, ops)
             return
     ops.append(op)
 
 
+def _view_as(value: Value, old: Value, op: Op, ops: list[Op]) -> None:
+    """Appends the view that computes `old`, the former result of `op`, from `value`."""
+    view = Op(f"{op.name}_view", aten.view.default, (Ref(0), old.shape), {}, [value], [old], op.place)
+    old.producer, old.name = view, view.name
+    ops.append(view)
+
+
+def _new_view(value: Value, shape: tuple[int, ...], name: str, op: Op, ops: list[Op]) -> Value:
+    """Appends a view of a value, as a part of `op`, and returns its result."""
+    view = Op(name, aten.view.default, (Ref(0), shape), {}, [value], [], op.place)
+    view.results = [Value(name, shape, value.dtype, view)]
+    ops.append(view)
+    return view.results[0]
+
+
 def _fold_sum(graph: Graph, op: Op, ops: list[Op]) -> None:
-    """Turns a sum over merged dims (the gradient of a bias) into a sum over the dims themselves."""
+    """Rewrites a sum over merged dims (the gradient of a bias) to a sum over the dims themselves."""
     ops.append(op)
     source = op.operands[0]
-    seen = unmerge(source)
+    unmerged = unmerge(source)
     dims = [d % source.rank for d in op.args[1]] if len(op.args) > 1 and op.args[1] else list(range(source.rank))
-    if seen.base is source or any(len(seen.groups[d]) != 1 for d in range(source.rank) if d not in dims):
+    if unmerged.base is source or any(len(unmerged.groups[d]) != 1 for d in range(source.rank) if d not in dims):
         return
-    kept = [seen.groups[d][0] for d in range(source.rank) if d not in dims]
-    if kept != sorted(kept) or len(seen.base.shape) != sum(len(g) for g in seen.groups):
+    remaining = [unmerged.groups[d][0] for d in range(source.rank) if d not in dims]
+    if remaining != sorted(remaining) or len(unmerged.base.shape) != sum(len(g) for g in unmerged.groups):
         return
     old = op.results[0]
-    summed = tuple(sorted(b for d in dims for b in seen.groups[d]))
-    shape = tuple(seen.base.shape[b] for b in kept)
+    summed = tuple(sorted(b for d in dims for b in unmerged.groups[d]))
+    shape = tuple(unmerged.base.shape[b] for b in remaining)
     if not summed:
         return
-    op.operands, op.args = [seen.base], (Ref(0), summed)
+    op.operands, op.args = [unmerged.base], (Ref(0), summed)
     if shape != old.shape:
         op.results = [Value(op.name, shape, old.dtype, op)]
-        view = Op(f"{op.name}_view", aten.view.default, (Ref(0), old.shape), {}, op.results, [old], op.place)
-        old.producer, old.name = view, view.name
-        ops.append(view)
+        _view_as(op.results[0], old, op, ops)
 
 
 def _fold(graph: Graph, op: Op, equation: str, ops: list[Op]) -> None:
-    """Appends one product to `ops`, with its operands seen through views, followed by a view to the original shape."""
+    """Appends a product to `ops` as a contraction of its unmerged operands, with a view to the original shape."""
     a: Unmerged | None
     b: Unmerged | None
     a, b = (unmerge(v) for v in op.operands)
@@ -209,13 +218,13 @@ def _fold(graph: Graph, op: Op, equation: str, ops: list[Op]) -> None:
     roles_a, roles_b = inputs.split(",")
     shared = sorted(set(roles_a) & set(roles_b))
     if not all(_agree(a, a.groups[roles_a.index(role)], b, b.groups[roles_b.index(role)]) for role in shared):
-        a, b = _squeezed(a, op, ops), _squeezed(b, op, ops)
+        a, b = _squeeze(a, op, ops), _squeeze(b, op, ops)
     for role in shared:
         of_a, of_b = a.groups[roles_a.index(role)], b.groups[roles_b.index(role)]
         if not _agree(a, of_a, b, of_b):
-            a, b = _merged(a, of_a, op, ops), _merged(b, of_b, op, ops)
+            a, b = _merge_group(a, of_a, op, ops), _merge_group(b, of_b, op, ops)
         if a is None or b is None:
-            a, b = _plain(op.operands[0]), _plain(op.operands[1])
+            a, b = _as_is(op.operands[0]), _as_is(op.operands[1])
             break
     letters = iter(string.ascii_lowercase)
     names: dict[str, str] = {}
@@ -239,29 +248,25 @@ def _fold(graph: Graph, op: Op, equation: str, ops: list[Op]) -> None:
     if shape == old.shape:
         graph.replace(old, result)
     else:
-        view = Op(f"{op.name}_view", aten.view.default, (Ref(0), old.shape), {}, [result], [old], op.place)
-        old.producer, old.name = view, f"{old.name}_view"
-        ops.append(view)
+        _view_as(result, old, op, ops)
 
 
-def _squeezed(side: Unmerged, op: Op, ops: list[Op]) -> Unmerged:
+def _squeeze(side: Unmerged, op: Op, ops: list[Op]) -> Unmerged:
     """The operand without dims of size 1."""
     shape = side.base.shape
     if 1 not in shape:
         return side
-    kept = [d for d, n in enumerate(shape) if n != 1]
-    name, args = f"{op.name}_squeeze", (Ref(0), tuple(shape[d] for d in kept))
-    view = Op(name, aten.view.default, args, {}, [side.base], [], op.place)
-    view.results = [Value(view.name, view.args[1], side.base.dtype, view)]
-    ops.append(view)
-    return Unmerged(view.results[0], [tuple(kept.index(d) for d in group if d in kept) for group in side.groups])
+    remaining = [d for d, n in enumerate(shape) if n != 1]
+    base = _new_view(side.base, tuple(shape[d] for d in remaining), f"{op.name}_squeeze", op, ops)
+    return Unmerged(base, [tuple(remaining.index(d) for d in group if d in remaining) for group in side.groups])
 
 
 def _agree(a: Unmerged, of_a: tuple[int, ...], b: Unmerged, of_b: tuple[int, ...]) -> bool:
+    """Whether a group of dims of one operand has the sizes of a group of the other."""
     return [a.base.shape[d] for d in of_a] == [b.base.shape[d] for d in of_b]
 
 
-def _merged(side: Unmerged | None, group: tuple[int, ...], op: Op, ops: list[Op]) -> Unmerged | None:
+def _merge_group(side: Unmerged | None, group: tuple[int, ...], op: Op, ops: list[Op]) -> Unmerged | None:
     """The operand with one group of neighbouring dims merged by a view; None if they are not neighbours."""
     if side is None or len(group) == 1:
         return side
@@ -272,22 +277,20 @@ def _merged(side: Unmerged | None, group: tuple[int, ...], op: Op, ops: list[Op]
         return None
     shape = list(side.base.shape)
     shape[first : first + count] = [math.prod(shape[first : first + count])]
-    view = Op(f"{op.name}_merge", aten.view.default, (Ref(0), tuple(shape)), {}, [side.base], [], op.place)
-    view.results = [Value(view.name, tuple(shape), side.base.dtype, view)]
-    ops.append(view)
+    base = _new_view(side.base, tuple(shape), f"{op.name}_merge", op, ops)
 
-    def moved(d: int) -> int:
+    def after(d: int) -> int:
         return d if d <= first else max(first, d - count + 1)
 
-    groups = [(first,) if g == group else tuple(moved(d) for d in g) for g in side.groups]
-    return Unmerged(view.results[0], groups)
+    return Unmerged(base, [(first,) if g == group else tuple(after(d) for d in g) for g in side.groups])
 
 
-def _plain(value: Value) -> Unmerged:
+def _as_is(value: Value) -> Unmerged:
     return Unmerged(value, [(d,) for d in range(value.rank)])
 
 
 def _letters(side: Unmerged, roles: str, names: dict[str, str]) -> str:
+    """The letters of an operand's dims in the contraction's equation."""
     letters = [""] * side.base.rank
     for role, group in zip(roles, side.groups):
         for letter, d in zip(names[role], group):
@@ -350,7 +353,7 @@ def split_constants(graph: Graph) -> None:
             reader.operands = [copy.results[0] if v is op.results[0] else v for v in reader.operands]
             copy.results[0].users = [reader] * reader.operands.count(copy.results[0])
     if copies:
-        graph.ops = [made for op in graph.ops for made in (op, *copies.get(op, ()))]
+        graph.ops = [each for op in graph.ops for each in (op, *copies.get(op, ()))]
         graph.refresh_users()
 
 
@@ -359,13 +362,13 @@ def rename(graph: Graph) -> None:
 
     At a boundary the used parameter is `NAME.used`, its gradient `NAME.grad`, and the stored one `NAME.grad.stored`.
     """
-    taken: dict[str, int] = {}
+    uses: dict[str, int] = {}
     for op in graph.ops:
         if is_named(op):
             label = f"{op.module}.{op.args[1]}" if op.module else str(op.args[1])
             name = label + (".grad" if op.phase == "backward" else "")
-            taken[name] = taken.get(name, 0) + 1
-            op.results[0].name = name if taken[name] == 1 else f"{name}.{taken[name]}"
+            uses[name] = uses.get(name, 0) + 1
+            op.results[0].name = name if uses[name] == 1 else f"{name}.{uses[name]}"
             op.results[0].label = label
             op.results[0].dims = tuple(op.args[2])
         elif is_boundary(op):

@@ -33,7 +33,8 @@ class Trail:
         """(first, last + 1) sequence numbers of the ops of a place, inner places first."""
 
     @property
-    def here(self) -> Place:
+    def place(self) -> Place:
+        """The place of the op that is traced now."""
         return self.stack[-1]
 
     @contextlib.contextmanager
@@ -76,7 +77,7 @@ class Trail:
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
         """A context that records the module of every op of `torch.autograd.grad(loss, ...)`."""
         handles = []
-        seen: set[Any] = set()
+        visited: set[Any] = set()
         queue = [loss.grad_fn]
         places: dict[int, Place] = {}
         for start, end, place in self.spans:  # inner modules end first, so the first span of a number is the innermost
@@ -84,9 +85,9 @@ class Trail:
                 places.setdefault(number, place)
         while queue:
             node = queue.pop()
-            if node is None or node in seen:
+            if node is None or node in visited:
                 continue
-            seen.add(node)
+            visited.add(node)
             place = places.get(node._sequence_nr(), Place())._replace(phase="backward")
 
             def before(_grads: Any, place: Place = place) -> None:
@@ -135,7 +136,7 @@ def capture(
     if len(names) != len(where):
         raise ValueError(f"{len(names)} names were given for {len(where)} tensor arguments")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(None if trail is None else lambda: trail.here)
+    recorder = Recorder(None if trail is None else lambda: trail.place)
     recorder.rows = rows
     full = list(leaves)
     for i, name in zip(where, names):

@@ -1,4 +1,4 @@
-"""Choosing the sharding in which each op is computed: that of its factors with the least resharding and computation."""
+"""Choosing how each op is sharded: the sharding of its factors with the least communication and computation."""
 
 from __future__ import annotations
 
@@ -30,22 +30,24 @@ def choose(
     op: Op,
     rule: Rule,
     homes: Sequence[Layout],
-    wanted: Sequence[Layout],
+    targets: Sequence[Layout],
     fixed: Sequence[bool] = (),
-    there: Sequence[Collection[Layout]] = (),
+    fetched: Sequence[Collection[Layout]] = (),
     latency: int = LATENCY_BYTES,
 ) -> tuple[Rule, Choice]:
-    """A common factor sharding for an op, and the one of its rules that computes in it.
+    """Chooses the rule by which an op is computed, and the cut of each of its factors.
 
-    homes: the layouts of the operands. wanted: the propagated layouts of the results. If all agree, that is the choice;
-    otherwise it is the cheapest of: each tensor's own sharding, completed by the others'. A factor that needs its whole
-    dim gives its axes to a free batch dim where that is cheaper than gathering and replicated computing. fixed: the
-    operands placed by an annotation. there: layouts of the operands that another op fetches anyway. The cost of
-    resharding a value is shared by its readers. latency: of a collective, in bytes.
+    If the layouts of all tensors agree, they are the choice. Otherwise every tensor's sharding, completed by those of
+    the others, is a candidate, and the cheapest wins. A factor that needs its whole dim gives its axes to a free batch
+    dim where that is cheaper than gathering and replicated computing.
+
+    homes: the layouts of the operands. targets: the propagated layouts of the results. fixed: which operands an
+    annotation places. fetched: for each operand, layouts to which another op reshards it anyway. latency: the cost of
+    starting a collective, in bytes. The cost of resharding a value is shared by its readers.
     """
     candidates: list[tuple[Rule, Choice]] = []
     for way in (rule, *rule.others):
-        projected = [factors.cuts(layout, dims, way.sizes) for layout, dims in zip((*homes, *wanted), way.tensors)]
+        projected = [factors.cuts(layout, dims, way.sizes) for layout, dims in zip((*homes, *targets), way.tensors)]
         busy = [axis for h in homes for axis in h.partial]
         agreed = _agree(way, projected, busy) if way is rule else None
         if agreed is not None and len(homes) == len(op.operands) and computable(op, way, agreed) == agreed:
@@ -55,16 +57,16 @@ def choose(
                 candidates.append((way, choice))
     if len(candidates) == 1:
         return candidates[0]
-    return min(candidates, key=lambda c: _cost(op, c[0], c[1], homes, wanted, fixed, there, latency))
+    return min(candidates, key=lambda c: _cost(op, c[0], c[1], homes, targets, fixed, fetched, latency))
 
 
 def _candidates(op: Op, rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]) -> Iterator[Choice]:
     order = sorted(range(len(projected)), key=lambda t: (-_bytes(op, t), t))
     bases = [_merge(rule, [projected[lead], *(projected[t] for t in order if t != lead)], busy) for lead in order]
     least = 1.0
-    for i, base in enumerate((*bases, *_combined(rule, [projected[t] for t in order], busy))):
+    for i, base in enumerate((*bases, *_combinations(rule, [projected[t] for t in order], busy))):
         whole = {f: cut for f, cut in base.items() if rule.kinds[f] is not Kind.PERMUTE}
-        for choice in (base, whole, *_moved(rule, whole, projected)):
+        for choice in (base, whole, *_move_axes(rule, whole, projected)):
             sane = computable(op, rule, choice)
             if i < len(bases):
                 least = min(least, share(rule, sane))
@@ -74,22 +76,22 @@ def _candidates(op: Op, rule: Rule, projected: Sequence[Mapping[int, Cut]], busy
 
 
 TRIED = 32
-"""The maximal number of combinations tried for one op."""
+"""The largest number of combinations that are tried for one op."""
 
 
-def _combined(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]) -> list[Choice]:
-    """All compatible choices in which every factor is cut as in some tensor, or by the major part of that, or whole."""
+def _combinations(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]) -> list[Choice]:
+    """All choices without conflicts that cut every factor as some tensor does, by a prefix of that, or not at all."""
     cuts: dict[int, list[Cut]] = {}
     for tensor in projected:
         for f, (axes, grain) in tensor.items():
             for n in range(len(axes), 0, -1) if rule.kinds[f] is not Kind.WHOLE else ():
-                known = cuts.setdefault(f, [])
-                if Cut(axes[:n], grain) not in known:
-                    known.append(Cut(axes[:n], grain))
+                options = cuts.setdefault(f, [])
+                if Cut(axes[:n], grain) not in options:
+                    options.append(Cut(axes[:n], grain))
     out: list[Choice] = [{}]
-    for f, known in cuts.items():
+    for f, options in cuts.items():
         more = [
-            {**choice, f: cut} for cut in known for choice in out
+            {**choice, f: cut} for cut in options for choice in out
             if not any(overlap(a, busy) or overlap(a, b.axes) for a in cut.axes for b in (*choice.values(), WHOLE))
         ]  # fmt: skip
         out = (more + out)[:TRIED]
@@ -102,32 +104,35 @@ def _bytes(op: Op, t: int) -> int:
 
 
 def _agree(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]) -> Choice | None:
+    """The choice that all tensors' layouts already have; None where two contradict each other."""
     out: Choice = {}
-    taken: list[Axis] = list(busy)
+    used: list[Axis] = list(busy)
     for tensor in projected:
         for f, cut in tensor.items():
             if not cut.axes:
                 continue
-            known = out.get(f)
-            if known is None:
-                if rule.kinds[f] in NEEDY or any(overlap(a, taken) for a in cut.axes):
+            previous = out.get(f)
+            if previous is None:
+                if rule.kinds[f] in NEEDY or any(overlap(a, used) for a in cut.axes):
                     return None
                 out[f] = cut
-                taken.extend(cut.axes)
-            elif known != cut:
+                used.extend(cut.axes)
+            elif previous != cut:
                 return None
     return out
 
 
 def _merge(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]) -> Choice:
-    """One choice from all tensors: the first to use an axis keeps it; a longer list of one factor extends a shorter
-    one."""
+    """Merges the cuts of all tensors into one choice, in their order.
+
+    The first factor to use an axis keeps it; a longer list of axes for a factor extends a shorter one.
+    """
     out: Choice = {}
     for tensor in projected:
         for f, cut in tensor.items():
             if not cut.axes or rule.kinds[f] is Kind.WHOLE:
                 continue
-            others = [a for g, taken in out.items() if g != f for a in taken.axes] + list(busy)
+            others = [a for g, other in out.items() if g != f for a in other.axes] + list(busy)
             have = out.get(f, WHOLE)
             if not starts_with(cut.axes, have.axes):
                 continue
@@ -141,8 +146,8 @@ def _merge(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Ax
     return out
 
 
-def _moved(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) -> list[Choice]:
-    """Choices in which the axes of a factor that must be whole move to a free factor."""
+def _move_axes(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) -> list[Choice]:
+    """Choices in which the axes of a factor that must be whole shard a free factor instead."""
     out: list[Choice] = []
     used = [a for cut in base.values() for a in cut.axes]
     for tensor in projected:
@@ -154,12 +159,12 @@ def _moved(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) -> 
                 if kind is Kind.PASS and rule.sizes[g] % (size_of(have.axes) * size_of(axes)) == 0:
                     out.append({**base, g: Cut(merge((*have.axes, *axes)), have.grain)})
     if len(out) > 1:
-        out.append(_spread(rule, base, projected))
+        out.append(_spread_axes(rule, base, projected))
     return out
 
 
-def _spread(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) -> Choice:
-    """The choice with the axes of all whole factors moved, each to the first free factor that it divides."""
+def _spread_axes(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) -> Choice:
+    """The choice in which each axis of a factor that must be whole shards the first free factor that it divides."""
     out = dict(base)
     for tensor in projected:
         for f, (axes, _) in tensor.items():
@@ -175,7 +180,10 @@ def _spread(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) ->
 
 
 def computable(op: Op, rule: Rule, choice: Choice) -> Choice:
-    """The choice reduced to factors that may be cut, and within a dim to none after one that is not fully sharded."""
+    """Reduces a choice to what an op can compute.
+
+    Factors that must be whole are not cut. Within a dim, no factor is cut after one that is not fully sharded.
+    """
     out: Choice = {}
     for f, (axes, grain) in choice.items():
         if not _may_cut(op, rule, f, axes, grain):
@@ -205,6 +213,7 @@ def computable(op: Op, rule: Rule, choice: Choice) -> Choice:
 
 
 def _may_cut(op: Op, rule: Rule, f: int, axes: Axes, grain: int) -> bool:
+    """Whether a factor can be sharded over these axes at all."""
     windows = [window for g, window in rule.windows if g == f]
     if f in rule.mirrored:
         return even(rule.sizes[f], axes)
@@ -221,7 +230,7 @@ def _halo(op: Op, axes: Axes, window: Window) -> halo.Halo | None:
 
 
 def layout_of(rule: Rule, dims: Sequence[tuple[int, ...]], choice: Choice, result: bool) -> Layout:
-    """A tensor's layout under a choice; a result is partial over the sharded summed factors that it lacks."""
+    """The layout of a tensor under a choice; a result is partial over the axes of the factors that the op sums."""
     layout = factors.layout_of(dims, choice, rule.sizes)
     if not result:
         return layout
@@ -244,9 +253,9 @@ def _cost(
     rule: Rule,
     choice: Choice,
     homes: Sequence[Layout],
-    wanted: Sequence[Layout],
+    targets: Sequence[Layout],
     fixed: Sequence[bool],
-    there: Sequence[Collection[Layout]],
+    fetched: Sequence[Collection[Layout]],
     latency: int,
 ) -> float:
     total = 0.0
@@ -259,16 +268,16 @@ def _cost(
         need = layout_of(rule, dims, choice, False)
         if home.partial:
             need = need.summed(home.partial, home.kind) if not _clash(need, home) else need
-        if home != need and not (there and need in there[i]):
+        if home != need and not (fetched and need in fetched[i]):
             moved = moving(value, home, need)
             total += moved * INTENT if fixed and fixed[i] else moved / readers(value, op if rule.windows else None)
-    for value, want, dims in zip(op.results, wanted, rule.results):
+    for value, want, dims in zip(op.results, targets, rule.results):
         if not value.users:
             continue
-        made = layout_of(rule, dims, choice, True)
-        want = regrained(value.shape, want, made)
-        if made != want:
-            total += moving(value, made, want)
+        computed = layout_of(rule, dims, choice, True)
+        want = with_grains(value.shape, want, computed)
+        if computed != want:
+            total += moving(value, computed, want)
     for exchange in rule.exchanged:
         if exchange.factor in choice:
             rest = {f: cut for f, cut in choice.items() if f != exchange.factor}
@@ -289,18 +298,20 @@ def _cost(
     return total + work * share(rule, choice) / FLOPS_PER_BYTE
 
 
-def regrained(shape: Sequence[int], want: Layout, made: Layout) -> Layout:
-    """A propagated layout, whose grains are free, with the grains of the layout in which the value is computed."""
-    if not made.grains:
+def with_grains(shape: Sequence[int], want: Layout, computed: Layout) -> Layout:
+    """Gives a propagated layout, whose grains are free, the grains of the layout in which the value is computed."""
+    if not computed.grains:
         return want
-    fitting = [starts_with(a, b) or starts_with(b, a) for a, b in zip(want.dims, made.dims)]
-    grains = [g if fits else 1 for g, fits in zip(made.grains, fitting)]
+    fitting = [starts_with(a, b) or starts_with(b, a) for a, b in zip(want.dims, computed.dims)]
+    grains = [g if fits else 1 for g, fits in zip(computed.grains, fitting)]
     return want._replace(grains=even_grains(shape, want.dims, grains))
 
 
 def readers(value: Value, shift: Op | None = None) -> int:
-    """Ops among which the price of moving a value is shared. Where an op needs neighbours (`shift`), those alone that
-    do the same: others read the value as it lies."""
+    """The number of ops that share the cost of resharding a value.
+
+    For an op that reads its neighbours' elements (`shift`) only ops of the same kind: others read the value in place.
+    """
     return max(1, len({user for user in value.users if shift is None or user.target is shift.target}))
 
 

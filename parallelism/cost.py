@@ -1,7 +1,6 @@
-"""The cost model: seconds of one operation or collective on a device, from plain numbers.
+"""The cost model: the seconds of an operation or a collective on a device, from plain numbers.
 
-The planner, automatic bucketing and the search all price by it. A `Device` is plain data; this machine is never
-inspected.
+The planner, automatic bucketing and the search use it. A `Device` is plain data; this machine is never inspected.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from tpshard.parallelism.exchange import carried
+from tpshard.parallelism.exchange import sent_as
 from tpshard.parallelism.mesh import Axes
 from tpshard.parallelism.network import Level, Link, Topology, Wire, hierarchical_s, pairwise_s
 from tpshard.parallelism.rules.entry import Work
@@ -21,7 +20,7 @@ from tpshard.parallelism.rules.entry import Work
 
 @dataclass(frozen=True)
 class Crowd:
-    """What each of several processes reaches when all run on one host: rates, overheads and communication.
+    """The rates, overheads and communication of each of several processes that run on one host at the same time.
 
     They share cores, caches and memory, and take turns if there are more processes than cores. Rates are shares of an
     even part of the host's; overheads are multiples.
@@ -96,7 +95,7 @@ class Cpu:
     """Delay of the last member of a collective, as a share of the compute time since the previous one; set from
     `crowds` for a process's share."""
     crowds: Mapping[int, Crowd] = field(default_factory=dict)
-    """By number of processes on a host; between two entries the smaller one counts."""
+    """The contention by number of processes on a host; between two entries the smaller one counts."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class Device:
     """Bytes the allocator reserves per byte allocated at the peak."""
     cpu: Cpu = Cpu()
     levels: tuple[Level, ...] = ()
-    """Of the network, from the nearest; empty where `inside` and `across` are all of it."""
+    """The network's levels, from the nearest; empty where `inside` and `across` are all levels."""
     fitted: Mapping[str, str] = field(default_factory=dict)
     """How each fitted constant was fitted. Figures that depend on one are `calibrated`, others `roofline`."""
 
@@ -132,7 +131,7 @@ class Device:
 
     @property
     def slowdown(self) -> dict[str, float]:
-        """By level the share of the computing rate lost while a collective runs over it."""
+        """For each network level, the share of the computing rate lost while a collective runs over it."""
         return {level.name: level.link.slowdown for level in self.network}
 
     @property
@@ -141,7 +140,7 @@ class Device:
         return self.memory_bandwidth * self.efficiency.streaming
 
     def shared_by(self, processes: int) -> Device:
-        """The share of the device that one of `processes` on a host has. Only a CPU's cores and memory are shared.
+        """The device that one of `processes` on a host has: a CPU's cores and memory are shared, a GPU is not.
 
         `cpu.crowds` describes their further contention; without it, overheads grow with the turns that more processes
         than cores take.
@@ -181,13 +180,13 @@ class Device:
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of a matrix product in `dtype`; if the device has no rate for it, the next wider dtype's."""
-        for known in (_SHORT.get(dtype, dtype), "bf16" if dtype in _HALF else "fp32", "fp32"):
-            if known in self.rates:
-                return self.rates[known]
+        for candidate in (_SHORT.get(dtype, dtype), "bf16" if dtype in _HALF else "fp32", "fp32"):
+            if candidate in self.rates:
+                return self.rates[candidate]
         return max(self.rates.values())
 
     def unfitted(self, constants: Iterable[str]) -> tuple[str, ...]:
-        """Those of these constants (as the device file's `fitted` names them) that nothing was fitted to."""
+        """The constants, of these, that were not fitted on the device; names as in the device file's `fitted`."""
         return tuple(name for name in constants if name not in self.fitted)
 
 
@@ -197,13 +196,15 @@ _HALF = ("bf16", "fp16", "bfloat16", "float16", "int8", "int4", "fp8", "float8_e
 
 @dataclass(frozen=True)
 class CommCost:
+    """The cost of one collective on one device."""
+
     seconds: float
     wire_bytes: int
     """Bytes that one device sends."""
     wire: Wire
     algorithm: str
     level: str = "none"
-    """Of the network, that takes longest: what collectives of other groups share with it."""
+    """The network level that takes longest; collectives of other groups share it."""
 
 
 def wire_bytes(kind: str, buffer: int, members: int, backend: str = "nccl") -> int:
@@ -222,30 +223,32 @@ def wire_bytes(kind: str, buffer: int, members: int, backend: str = "nccl") -> i
 
 
 def collective(device: Device, topology: Topology, kind: str, refs: Axes, buffer: int) -> CommCost:
-    """Skew, latency, and bytes over bandwidth, as the executor sends it: on a CPU some are exchanges.
+    """The cost of a collective over the axes `refs` with a buffer of `buffer` bytes, as the executor runs it.
 
-    A device with levels takes the fastest of a ring, a tree, and level by level; one without takes the ring, or the
-    tree where that has less latency.
+    On a CPU some collectives run as exchanges (see `exchange`). A device with network levels uses the fastest of a
+    ring, a tree and one step per level; one without uses a ring, or a tree where that has less latency.
     """
     span = topology.span(refs)
     if span.members <= 1:
         return CommCost(0.0, 0, "none", "none")
     if kind == "recv":  # takes as long as its send, which runs elsewhere
         return CommCost(0.0, 0, span.wire, "point to point", span.wire)
-    as_kind, received = carried(kind, buffer, span.members) if device.kind == "cpu" else (kind, buffer)
+    as_kind, received = sent_as(kind, buffer, span.members) if device.kind == "cpu" else (kind, buffer)
     sent = wire_bytes(as_kind, received, span.members, device.backend)
-    # gloo's all-reduce takes both rounds also between two, where they send no more than the buffer
+    # gloo's all-reduce has two rounds even between two ranks, where they send no more than the buffer
     rounds = 2 if sent > received or (as_kind == "all_reduce" and device.backend == "gloo") else 1
-    found = topology.crossings(refs, device.network, device.host_devices)
-    tree = rounds * sum(math.ceil(math.log2(one.parts)) * one.level.link.latency_s for one in found)
+    crossings = topology.crossings(refs, device.network, device.host_devices)
+    tree = rounds * sum(math.ceil(math.log2(one.parts)) * one.level.link.latency_s for one in crossings)
     if as_kind in ("all_to_all", "permute", "send"):
-        times = pairwise_s(as_kind, received, span.members, found)
+        times = pairwise_s(as_kind, received, span.members, crossings)
         seconds, name = max(times.values()) + tree, "pairwise" if as_kind == "all_to_all" else "point to point"
     else:
-        ring = rounds * sum(one.hops * one.level.link.latency_s for one in found)
-        times = {one.level.name: sent / one.ring_rate() for one in found}
+        ring = rounds * sum(one.hops * one.level.link.latency_s for one in crossings)
+        times = {one.level.name: sent / one.ring_rate() for one in crossings}
         ways = {"ring": max(times.values()) + ring, "tree": max(times.values()) + 2 * tree}
-        steps = hierarchical_s(received, span.members, rounds, found) if device.levels and len(found) > 1 else {}
+        steps = (
+            hierarchical_s(received, span.members, rounds, crossings) if device.levels and len(crossings) > 1 else {}
+        )
         if steps:
             ways["hierarchical"] = sum(steps.values())
         name = min(ways, key=ways.__getitem__)

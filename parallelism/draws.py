@@ -1,5 +1,6 @@
-"""Random numbers that are the same on every mesh: an element's number depends only on the seed, the draw within the
-function, and the element's global position.
+"""Random numbers that are the same on every mesh.
+
+An element's number depends only on the seed, the number of the draw within the function, and its global position.
 
     tpshard::random(seed [] int64, number, size, begins, strides, dtype, row) -> [size]
 
@@ -40,8 +41,8 @@ _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.int64: 63}
 
 
-def mixed(*numbers: int) -> int:
-    """One int64 from several, each of which changes all its bits: the seed of a step's micro-batch."""
+def mix_seeds(*numbers: int) -> int:
+    """Hashes several integers into one int64, such as the seed and the micro-batch of a step."""
     state = 0
     for number in numbers:
         state = (state + number + _GAMMA) & _MASK
@@ -52,31 +53,36 @@ def mixed(*numbers: int) -> int:
 
 
 def step_seed(seed: int, micro: int, rows: int, apart: int) -> Tensor:
-    """The seed of a step's micro-batch, five int64: keys of the step and of the micro-batch, rows of a data rank in it,
-    the distance between two data ranks' rows in the step, and the first row of the data rank."""
-    return torch.tensor([mixed(seed), mixed(seed, micro), rows, apart, micro * rows])
+    """The seed of a step's micro-batch, int64 [5].
+
+    It holds the keys of the step and of the micro-batch, the rows of a data rank in it, the distance between the rows
+    of two data ranks in the step, and the first row of the data rank.
+    """
+    return torch.tensor([mix_seeds(seed), mix_seeds(seed, micro), rows, apart, micro * rows])
 
 
 def _signed(number: int) -> int:
+    """An unsigned 64-bit integer as the int64 of the same bits."""
     return number - (1 << 64) if number >> 63 else number
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """x >> bits as for unsigned 64-bit words."""
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shifts unsigned 64-bit words, stored as int64, right."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
-    x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
-    return x ^ _shifted(x, 31)
+    """The output function of SplitMix64, on unsigned 64-bit words."""
+    x = (x ^ _shift_right(x, 30)) * _signed(_FIRST)
+    x = (x ^ _shift_right(x, 27)) * _signed(_SECOND)
+    return x ^ _shift_right(x, 31)
 
 
 def random(
     seed: Tensor, number: int, size: Sequence[int], begins: Sequence[int], strides: Sequence[int], dtype: torch.dtype,
     row: int = 0,
 ) -> Tensor:  # fmt: skip
-    """`tpshard::random` in torch's own operations, which a compiler can fuse."""
+    """The random numbers of a device's part of a draw (`tpshard::random`), in operations that a compiler can fuse."""
     state = seed if not seed.dim() else seed[0 if row else 1]
     key = _mix(_mix(state + _signed(_GAMMA)) + _signed(number * _GAMMA & _MASK))
     place = torch.ones((), dtype=torch.int64, device=seed.device)
@@ -87,7 +93,7 @@ def random(
             along = along // rows * apart + first + along % rows
         place = place.unsqueeze(-1) + along * stride
     # the key first: inductor treats products of positions as addresses, and its kernels fail where they overflow
-    bits = _shifted(_mix((place + key) * _signed(_GAMMA)), 64 - _BITS[dtype])
+    bits = _shift_right(_mix((place + key) * _signed(_GAMMA)), 64 - _BITS[dtype])
     if dtype is torch.int64:
         return bits
     wide = torch.promote_types(dtype, torch.float32)
@@ -98,7 +104,7 @@ def _in_pieces(
     seed: Tensor, number: int, size: Sequence[int], begins: Sequence[int], strides: Sequence[int], dtype: torch.dtype,
     row: int = 0,
 ) -> Tensor:  # fmt: skip
-    """`random` computed in pieces that stay in the cache."""
+    """`random`, computed in pieces that stay in a core's cache."""
     d = next((d for d, n in enumerate(size) if n > 1), None)
     if seed.device.type != "cpu" or d is None or math.prod(size) <= _CHUNK:
         return random(seed, number, size, begins, strides, dtype, row)
@@ -111,11 +117,11 @@ def _in_pieces(
     return out
 
 
-def _unseeded(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _draw_outside_capture(size: Sequence[int], dtype: torch.dtype) -> Tensor:
     raise RuntimeError("a draw has a seed only while a function is captured")
 
 
-_library.impl("draw", _unseeded, "CompositeExplicitAutograd")
+_library.impl("draw", _draw_outside_capture, "CompositeExplicitAutograd")
 _library.impl("random", _in_pieces, "CompositeExplicitAutograd")
 
 

@@ -21,7 +21,7 @@ WHOLE = Cut()
 
 
 def divisor(axis: Axis, room: int) -> Axis | None:
-    """The largest major part of an axis that divides `room`."""
+    """The largest outer sub-axis of an axis whose size divides `room`; None if it has none."""
     size = math.gcd(axis.size, room)
     return Axis(axis.name, axis.pre, size) if size > 1 else None
 
@@ -32,15 +32,15 @@ class FactorAxes(NamedTuple):
     axes: Axes
     open: bool
     overflow: Axes
-    """Axes of its dim that neither it nor a later factor can have, because they do not divide it."""
+    """Axes of the dim that the factor cannot have, because they do not divide it; later factors get none of them."""
     last: bool
-    """Whether it is the dim's minor-most factor, the only one that axes need not divide."""
+    """Whether it is the minor-most factor of its dim, the only one that axes need not divide."""
 
 
 def parts(
     dims: Sequence[Axes], opens: Sequence[bool], rule_dims: Sequence[tuple[int, ...]], sizes: Sequence[int]
 ) -> dict[int, FactorAxes]:
-    """A tensor's sharding per factor: each dim's axes fill its factors from major to minor."""
+    """Distributes the axes of a tensor's dims over the factors of each dim, from major to minor."""
     out: dict[int, FactorAxes] = {}
     for axes, is_open, members in zip(dims, opens, rule_dims):
         if len(members) == 1:
@@ -51,57 +51,59 @@ def parts(
             if position == len(members) - 1:
                 out[f] = FactorAxes(merge(rest), is_open, (), True)
                 break
-            room, taken = sizes[f], []
+            room, filled = sizes[f], []
             while rest and (part := divisor(rest[0], room)) is not None:
-                taken.append(part)
+                filled.append(part)
                 room //= part.size
                 axis = rest.pop(0)
                 if part != axis:
                     rest.insert(0, Axis(axis.name, part.end, axis.size // part.size))
             if room > 1 and rest:
-                out[f] = FactorAxes(merge(taken), is_open, merge(rest), False)
+                out[f] = FactorAxes(merge(filled), is_open, merge(rest), False)
                 for g in members[position + 1 :]:
                     out[g] = FactorAxes((), False, (), g == members[-1])
                 break
-            out[f] = FactorAxes(merge(taken), is_open, (), False)
+            out[f] = FactorAxes(merge(filled), is_open, (), False)
     return out
 
 
 def project(dims: Sequence[Axes], rule_dims: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> dict[int, Axes]:
-    """The axes of each factor of a tensor's dims."""
+    """The axes of each factor, from the axes of a tensor's dims."""
     return {f: part.axes for f, part in parts(dims, (True,) * len(dims), rule_dims, sizes).items()}
 
 
 def extension(part: FactorAxes, axes: Axes, size: int, barred: Iterable[Axis]) -> Axes:
-    """The part of `axes` that a factor of `size` can have in addition to its own.
+    """Extends the axes of a factor towards `axes` as far as it can be sharded.
 
-    It must be open and not overflow. All factors of a dim except the last must be divided evenly, by a sub-axis if the
-    whole axis does not divide them.
+    A closed or overflowing factor is not extended. Every factor of a dim except the last must be divided evenly, by a
+    sub-axis if the whole axis does not divide it.
     """
     mine = part.axes
     if not starts_with(axes, mine):
         return axes
     barred = tuple(barred)
-    taken = list(mine)
+    extended = list(mine)
     for axis in remainder(axes, mine) if part.open and not part.overflow else ():
         free = without((axis,), barred)
         if not free:
             break
         fitting: Axis | None = free[0]
         if not part.last:
-            room, uneven = divmod(size, size_of(taken))
+            room, uneven = divmod(size, size_of(extended))
             fitting = None if uneven else divisor(free[0], room)
         if fitting is None:
             break
-        taken.append(fitting)
+        extended.append(fitting)
         if fitting != axis:
             break
-    return merge(taken)
+    return merge(extended)
 
 
 def unproject(members: Sequence[int], factors: Mapping[int, Axes], sizes: Sequence[int]) -> Axes:
-    """The factors' axes concatenated, up to the first factor that is not fully sharded, so that no layout is
-    strided."""
+    """The axes of a dim from those of its factors, up to the first factor that is not fully sharded.
+
+    Further axes would shard the dim with a stride, which no layout expresses.
+    """
     out: list[Axis] = []
     for f in members:
         out.extend(factors.get(f, ()))
@@ -111,7 +113,7 @@ def unproject(members: Sequence[int], factors: Mapping[int, Axes], sizes: Sequen
 
 
 def cuts(layout: Layout, rule_dims: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> dict[int, Cut]:
-    """A layout as a cut per factor; like `project`, for dims that may be cut unevenly."""
+    """The cut of each factor, from a layout; like `project`, but for dims that may be divided unevenly."""
     out: dict[int, Cut] = {}
     for dim, (axes, members) in enumerate(zip(layout.dims, rule_dims)):
         grain, last = layout.grain(dim), len(members) - 1
@@ -123,14 +125,14 @@ def cuts(layout: Layout, rule_dims: Sequence[tuple[int, ...]], sizes: Sequence[i
             if not fitting:
                 continue
             last, grain = fitting[0], grain // minor[fitting[0]]
-        for f, found in project((axes,), (members[: last + 1],), sizes).items():
-            out[f] = Cut(found, grain if f == members[last] else 1)
+        for f, factor_axes in project((axes,), (members[: last + 1],), sizes).items():
+            out[f] = Cut(factor_axes, grain if f == members[last] else 1)
         out.update((f, WHOLE) for f in members[last + 1 :])
     return out
 
 
 def layout_of(dims: Sequence[tuple[int, ...]], cut: Mapping[int, Cut], sizes: Sequence[int]) -> Layout:
-    """The layout of a tensor with these cuts, the inverse of `cuts`; axes that no layout can represent are left out."""
+    """The layout of a tensor from the cuts of its factors, without axes that no layout expresses; inverse of `cuts`."""
     out: list[Axes] = []
     grains: list[int] = []
     for members in dims:

@@ -28,10 +28,10 @@ def _target_name(target: Any) -> str:
     return target if isinstance(target, str) else str(getattr(target, "__name__", target))
 
 
-def known(node: fx.Node) -> Info:
-    """The `Info` of a node, or an empty one."""
-    found = node.meta.get(INFO)
-    return found if isinstance(found, Info) else _EMPTY
+def info_of(node: fx.Node) -> Info:
+    """The `Info` of a node; an empty one if it has none."""
+    info = node.meta.get(INFO)
+    return info if isinstance(info, Info) else _EMPTY
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Flow:
 
 def _flow(nodes: list[fx.Node]) -> Flow:
     sources = {node: node.all_input_nodes for node in nodes}
-    infos = {node: known(node) for node in nodes}
+    infos = {node: info_of(node) for node in nodes}
     names = {node: op_name(node) for node in nodes}
-    size = {node: here.bytes for node, here in infos.items()}
+    size = {node: info.bytes for node, info in infos.items()}
     views = _views(nodes, sources, infos)
     root: dict[fx.Node, fx.Node] = {}
     for node in nodes:
@@ -68,25 +68,25 @@ def _flow(nodes: list[fx.Node]) -> Flow:
 
 
 def _views(nodes: Sequence[fx.Node], sources: dict[fx.Node, list[fx.Node]], infos: dict[fx.Node, Info]) -> set[fx.Node]:
-    """The nodes that are views. A reshape that cannot be a view copies, as in torch."""
-    found: set[fx.Node] = set()
+    """The nodes whose results are views. A reshape that cannot be a view copies, as in torch."""
+    views: set[fx.Node] = set()
     strides: dict[fx.Node, tuple[int, ...]] = {}  # of non-contiguous values
     for node in nodes:
         view = entry_of(node.target).view
         if view is None or node.op != "call_function" or not sources[node]:
             continue
         source = sources[node][0]
-        here, there = infos[node].specs, infos[source].specs
-        if view is same or not here or len(there) != 1:
-            found.add(node)
+        results, operand = infos[node].specs, infos[source].specs
+        if view is same or not results or len(operand) != 1:
+            views.add(node)
             if source in strides:
                 strides[node] = strides[source]
             continue
-        before, after = there[0].shape, here[0].shape
+        before, after = operand[0].shape, results[0].shape
         moved = view(node.args, before, strides.get(source) or contiguous(before), after)
         if moved is None:
             continue
-        found.add(node)
+        views.add(node)
         if moved != contiguous(after):
             strides[node] = moved
-    return found
+    return views

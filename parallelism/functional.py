@@ -28,20 +28,22 @@ def writes(op: Op) -> bool:
 
 
 def writes_own_inputs(op: Op) -> bool:
-    """Whether an op modifies only graph inputs that no other op reads, such as a cache, and returns something else.
+    """Whether an op modifies only graph inputs that no other op reads, such as a cache, and returns a new tensor.
 
-    Such an op may stay.
+    Functionalization leaves such an op as it is.
     """
     schema = op.target._schema
     if any(result.alias_info is not None for result in schema.returns):
         return False
-    written = [a for a, given in zip(op.args, schema.arguments) if given.alias_info and given.alias_info.is_write]
+    written = [
+        a for a, parameter in zip(op.args, schema.arguments) if parameter.alias_info and parameter.alias_info.is_write
+    ]
     values = [op.operands[a.index] if isinstance(a, Ref) else None for a in written]
     return bool(values) and all(v is not None and v.producer is None and v.users == [op] for v in values)
 
 
 def functionalize(graph: Graph) -> Graph:
-    """The same function without writes; the graph itself if it has none.
+    """Returns a graph of the same function without in-place writes; the graph itself if it has none.
 
     Raises ValueError where an argument or a constant of the function is modified, since that change would be lost.
     """
@@ -51,7 +53,7 @@ def functionalize(graph: Graph) -> Graph:
 
 
 class _Functional(Recorder):
-    """Records views by strides as lookups: after functionalization nothing is written through them."""
+    """A recorder that turns views by strides into lookups, since nothing is written through them afterwards."""
 
     def __init__(self, place: Callable[[], Place]):
         super().__init__(place)
@@ -73,39 +75,39 @@ class _Replay:
         """Whether an op changes a tensor's shape in place: other names of the tensor are then different tensors."""
 
     def run(self) -> Graph:
-        held: list[tuple[Value, Tensor]] = []
+        stand_ins: list[tuple[Value, Tensor]] = []
         for value in self.graph.inputs:
-            held.append((value, self._stand_in(value)))
-            self.recorder.input(value.name, held[-1][1])
+            stand_ins.append((value, self._stand_in(value)))
+            self.recorder.input(value.name, stand_ins[-1][1])
         for name, (value, constant) in self.graph.constants.items():
-            held.append((value, self._stand_in(value)))
-            self.recorder.constant(name, constant, held[-1][1])
+            stand_ins.append((value, self._stand_in(value)))
+            self.recorder.constant(name, constant, stand_ins[-1][1])
         with self.mode, self.recorder, _wrapping():
-            for value, plain in held:
+            for value, plain in stand_ins:
                 self.env[value] = torch._to_functional_tensor(plain)
             for op in self.graph.ops:
                 self._again(op)
             outputs = [self._plain(o) if isinstance(o, Value) else o for o in self.graph.outputs]
-            changed = [value.name for value, plain in held if self._plain(value) is not plain]
+            changed = [value.name for value, plain in stand_ins if self._plain(value) is not plain]
         if changed:
             raise ValueError(
                 f"the function modifies its argument `{changed[0]}` in place, and that change would be lost. Work on "
                 f"a copy (`{changed[0]}.clone()`) and return it"
             )
-        made = self.recorder.graph(outputs)
-        left = next((op for op in made.ops if writes(op) and not writes_own_inputs(op)), None)
+        graph = self.recorder.graph(outputs)
+        left = next((op for op in graph.ops if writes(op) and not writes_own_inputs(op)), None)
         if left is not None:
             raise ValueError(f"`{left.target}` writes into a tensor in an unsupported way")
-        made.in_tree, made.out_tree = self.graph.in_tree, self.graph.out_tree
-        made.seed = None if self.graph.seed is None else made.inputs[-1]
-        return made
+        graph.in_tree, graph.out_tree = self.graph.in_tree, self.graph.out_tree
+        graph.seed = None if self.graph.seed is None else graph.inputs[-1]
+        return graph
 
     def _stand_in(self, value: Value) -> Tensor:
         like = Like(value.shape, contiguous(value.shape), value.dtype, torch.device("cpu"))
         return fake(self.mode, like)
 
     def _plain(self, value: Value) -> Tensor:
-        """The current tensor behind a wrapped one, with all writes done."""
+        """The tensor behind a wrapped one, after all writes to it."""
         wrapped = self.env[value]
         torch._sync(wrapped)
         return torch._from_functional_tensor(wrapped)
@@ -121,18 +123,18 @@ class _Replay:
         if op.target.namespace == "aten" or op.target.namespace == "prims":
             args, kwargs = self._arguments(op, lambda value: self.env[value])
             try:
-                made = op.target(*args, **kwargs)
+                output = op.target(*args, **kwargs)
             except RuntimeError as error:
                 reason = str(error).strip().splitlines()[0]
                 raise ValueError(f"`{op.target}` writes into a tensor in an unsupported way: {reason}") from error
-            results = list(made) if isinstance(made, (list, tuple)) else [made]
+            results = list(output) if isinstance(output, (list, tuple)) else [output]
         else:  # torch cannot functionalize custom ops, so they get plain tensors
             if writes(op) and not writes_own_inputs(op):
                 raise ValueError(f"`{op.target}` modifies a tensor in place that other operations read")
             args, kwargs = self._arguments(op, self._plain)
             with _wrapping(False):
-                made = op.target(*args, **kwargs)
-                plain = list(made) if isinstance(made, (list, tuple)) else [made]
+                output = op.target(*args, **kwargs)
+                plain = list(output) if isinstance(output, (list, tuple)) else [output]
             results = [torch._to_functional_tensor(p) if isinstance(p, Tensor) else p for p in plain]
         self.env.update(zip(op.results, results))
 
@@ -145,6 +147,7 @@ class _Replay:
 
 
 def _strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
+    """`as_strided` as a lookup of positions in the tensor's memory."""
     flat, _ = _flat(x)
     return aten.index.Tensor(flat, [_places(x, size, stride, offset)])
 
@@ -169,6 +172,7 @@ def _flat(x: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor:
+    """The position in memory of each element of a strided view: int64 [*size]."""
     place = torch.full(tuple(size), int(x.storage_offset()) if offset is None else offset, dtype=torch.int64)
     for d, (n, step) in enumerate(zip(size, stride)):
         place = place + (torch.arange(n) * step).view(-1, *[1] * (len(size) - 1 - d))
@@ -177,7 +181,7 @@ def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int |
 
 @contextmanager
 def _wrapping(on: bool = True) -> Iterator[None]:
-    """A context with functionalization switched on, or off inside of it."""
+    """A context that switches functionalization on, or off for a part of an outer context."""
     enable, disable = (lambda: torch._enable_functionalization(reapply_views=True)), torch._disable_functionalization
     first, last = (enable, disable) if on else (disable, enable)
     first()

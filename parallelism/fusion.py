@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import fx
 from tpshard.parallelism.cost import Device, operation
-from tpshard.parallelism.flow import Flow, known
+from tpshard.parallelism.flow import Flow, info_of
 from tpshard.parallelism.program import Info, Program
 from tpshard.parallelism.rules.entry import Work
 from tpshard.parallelism.rules.table import entry_of
@@ -35,15 +35,15 @@ class Kernel:
     """Bytes of new storage: 0 for views, and for values inside a fused kernel."""
     dtype: str
     counts: bool
-    """Whether it has its own kernel launch (the first node of a fused group has)."""
+    """Whether it launches a kernel of its own, as the first node of a fused group does."""
     compiled: bool = False
     exponentials: int = 0
     """Elements that need an exponential."""
 
 
 def classify(node: fx.Node, is_view: bool) -> Work:
-    """What bounds a node's kernel; integers that the executor computes from the rank have no kernel."""
-    if node.op != "call_function" or is_view or known(node).comm is not None or not known(node).specs:
+    """The kind of work that bounds a node's kernel; `free` if it has no kernel, such as an integer of the rank."""
+    if node.op != "call_function" or is_view or info_of(node).comm is not None or not info_of(node).specs:
         return "free"
     return entry_of(node.target).work
 
@@ -52,42 +52,42 @@ Compiled = Literal["all", "layers", "rest", "none"]
 """The part of a program that is compiled: all of it, the layers (`layers.3...`), all but the layers, or none."""
 
 
-def sees(compiled: Compiled, here: Info) -> bool:
+def is_compiled(compiled: Compiled, info: Info) -> bool:
     """Whether a node is compiled."""
     if compiled in ("all", "none"):
         return compiled == "all"
-    return (compiled == "layers") == (here.place.layer is not None)
+    return (compiled == "layers") == (info.place.layer is not None)
 
 
 @dataclass(frozen=True)
-class Cached:
-    """What a step reads of a server's cache: blocks per layer, and the mean number of blocks that a row attends to."""
+class CacheReads:
+    """What a step reads of a server's cache: blocks per layer, and the mean number of blocks to which a row attends."""
 
     blocks: float = 1.0
     by_row: float = 1.0
 
 
-NONE = Cached()
+NONE = CacheReads()
 
 
-def kernels(program: Program, *, compiled: Compiled, cached: Cached = NONE) -> list[Kernel]:
+def kernels(program: Program, *, compiled: Compiled, cached: CacheReads = NONE) -> list[Kernel]:
     """The kernel of every node of the program, in issue order."""
     return program.derived(("kernels", compiled, cached), lambda: _kernels(Flow.of(program), compiled, cached))
 
 
-def _kernels(flow: Flow, compiled: Compiled, cached: Cached) -> list[Kernel]:
+def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]:
     works = {node: classify(node, node in flow.views) for node in flow.nodes}
-    seen_by = {node: sees(compiled, flow.info[node]) for node in flow.nodes}
+    seen_by = {node: is_compiled(compiled, flow.info[node]) for node in flow.nodes}
     fused = _Fused(flow, works, seen_by) if compiled != "none" else _Unfused()
     inlined, group = fused.inlined, fused.group
-    seen: set[tuple[fx.Node, fx.Node]] = set()
+    counted: set[tuple[fx.Node, fx.Node]] = set()
     opened: set[fx.Node] = set()
     out = []
     for node in flow.nodes:
-        work, here = works[node], flow.info[node]
+        work, info = works[node], flow.info[node]
         dtype = _dtype(flow, node)
-        if here.comm is not None and node.op == "call_function":
-            out.append(Kernel(node, "free", 0, 0, here.bytes, dtype, False))
+        if info.comm is not None and node.op == "call_function":
+            out.append(Kernel(node, "free", 0, 0, info.bytes, dtype, False))
             continue
         if work == "free":
             out.append(Kernel(node, "free", 0, 0, 0, dtype, False, seen_by[node]))
@@ -98,16 +98,16 @@ def _kernels(flow: Flow, compiled: Compiled, cached: Cached) -> list[Kernel]:
         if not inside:
             for source, shown in _sources(flow, node, fused):
                 # a fused kernel reads a value once; a view reads no more than its own elements
-                if (mine, source) not in seen:
-                    seen.add((mine, source))
+                if (mine, source) not in counted:
+                    counted.add((mine, source))
                     read += shown
         entry = entry_of(node.target)
         if entry.lookup:
-            read = min(read, 2 * here.bytes + 8)
-        written = 0 if inside else here.bytes
+            read = min(read, 2 * info.bytes + 8)
+        written = 0 if inside else info.bytes
         counts = not inside and mine not in opened
-        exponentials = entry.exponentials * _elements(here)
-        flops = here.flops
+        exponentials = entry.exponentials * _elements(info)
+        flops = info.flops
         if entry.cached:
             flops = int(flops * cached.by_row)
             pools = [node.all_input_nodes[i] for i in entry.cached]
@@ -119,8 +119,8 @@ def _kernels(flow: Flow, compiled: Compiled, cached: Cached) -> list[Kernel]:
     return out
 
 
-def _elements(here: Info) -> int:
-    return sum([spec.bytes // spec.dtype.itemsize for spec in here.specs])
+def _elements(info: Info) -> int:
+    return sum([spec.bytes // spec.dtype.itemsize for spec in info.specs])
 
 
 class _Unfused:
@@ -132,9 +132,9 @@ class _Unfused:
 
 
 def _sources(flow: Flow, node: fx.Node, fused: _Unfused) -> list[tuple[fx.Node, int]]:
-    """(storage, bytes read of it) behind a node's operands, through values inlined into it."""
+    """The storages that a node's kernel reads, also through inlined values, each with the bytes read of it."""
     root, size, inlined, group = flow.root, flow.bytes, fused.inlined, fused.group
-    found: dict[fx.Node, int] = {}
+    read_bytes: dict[fx.Node, int] = {}
     queue = [(source, root[source]) for source in flow.sources[node]]
     visited: set[fx.Node] = set()
     mine = group.get(node)
@@ -148,8 +148,8 @@ def _sources(flow: Flow, node: fx.Node, fused: _Unfused) -> list[tuple[fx.Node, 
         if mine is not None and base is not node and group.get(base) is mine:
             continue  # stays in registers, though it may also be written
         shown = min(size[source], max(size[base], 1))
-        found[base] = max(found.get(base, 0), shown)
-    return list(found.items())
+        read_bytes[base] = max(read_bytes.get(base, 0), shown)
+    return list(read_bytes.items())
 
 
 class _Fused(_Unfused):
@@ -199,7 +199,10 @@ def _readers(flow: Flow) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _groups(flow: Flow, works: dict[fx.Node, Work], seen_by: dict[fx.Node, bool]) -> dict[fx.Node, fx.Node]:
-    """The fused kernel of each pointwise node: connected ones of one phase with equally many barriers before them."""
+    """The fused kernel of each pointwise node, named by one of its nodes.
+
+    A kernel has connected nodes, all or none of the forward pass, with equally many barriers before them.
+    """
     depth: dict[fx.Node, int] = {}
     parent: dict[fx.Node, fx.Node] = {}
 
@@ -245,15 +248,15 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def seconds(kernel: Kernel, device: Device) -> float:
     """Seconds of one kernel on `device`."""
-    node, here = kernel.node, known(kernel.node)
+    node, info = kernel.node, info_of(kernel.node)
     if kernel.work == "free":
         # the interpreter dispatches it though it moves nothing; a compiler removes it
-        dispatched = node.op == "call_function" and here.specs and here.comm is None
+        dispatched = node.op == "call_function" and info.specs and info.comm is None
         return device.cpu.view_s if dispatched and not kernel.compiled else 0.0
     if kernel.work == "stream" and not kernel.counts:
         streamed = kernel.moved + device.cpu.exponential * kernel.exponentials
         return streamed / device.stream_rate
-    head_dim = here.specs[0].shape[-1] if kernel.work.startswith("attention") and here.specs else 0
+    head_dim = info.specs[0].shape[-1] if kernel.work.startswith("attention") and info.specs else 0
     return operation(
         device, kernel.work, kernel.flops, kernel.moved, kernel.dtype, eager=not kernel.compiled, head_dim=head_dim,
         exponentials=kernel.exponentials,

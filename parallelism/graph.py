@@ -1,4 +1,4 @@
-"""The global graph: a function as ATen ops on global shapes, before anything is sharded."""
+"""The global graph: a function as ATen ops with global shapes, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Ref(NamedTuple):
-    """Stands for operand `index` inside an op's arguments."""
+    """A placeholder for operand `index` in an op's arguments."""
 
     index: int  # type: ignore[assignment]
 
@@ -31,7 +31,7 @@ class Layer(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of an op in the model and in the step."""
+    """Where an op belongs: its module in the model, and its phase of a step."""
 
     module: str = ""
     """The module's path, such as `layers.3.mlp`."""
@@ -66,7 +66,7 @@ class Value:
 
     @property
     def role(self) -> Role:
-        """The value's role: as stated, else that of its place."""
+        """The value's role: the stated one, else that of its producer's place."""
         return self.marked or (self.producer.place.role if self.producer is not None else "")
 
     @property
@@ -114,7 +114,7 @@ class Op:
 
 @dataclass
 class Graph:
-    """Inputs, ops in execution order, and outputs (values, or constants that the function returned)."""
+    """A function: its inputs, ops in execution order, and outputs (values, or constants that the function returns)."""
 
     inputs: list[Value]
     ops: list[Op]
@@ -126,6 +126,7 @@ class Graph:
     """The last input, if random numbers are drawn."""
 
     def values(self) -> Iterator[Value]:
+        """Yields all values: inputs, constants, and the results of ops in order."""
         yield from self.inputs
         for value, _ in self.constants.values():
             yield value
@@ -152,12 +153,12 @@ class Graph:
     def drop_dead(self) -> None:
         """Removes ops whose results are never read."""
         needed = {id(output) for output in self.outputs if isinstance(output, Value)}
-        kept: list[Op] = []
+        live: list[Op] = []
         for op in reversed(self.ops):
             if any(id(result) in needed for result in op.results):
-                kept.append(op)
+                live.append(op)
                 needed.update(id(operand) for operand in op.operands)
-        self.ops = kept[::-1]
+        self.ops = live[::-1]
         self.constants = {name: pair for name, pair in self.constants.items() if id(pair[0]) in needed}
         self.refresh_users()
 
@@ -173,7 +174,7 @@ def mark(values: Iterable[Any], role: Role) -> None:
 
 
 def map_refs(tree: Any, change: Callable[[Ref], Any]) -> Any:
-    """An argument tree with every `Ref` changed by `change`."""
+    """Replaces every `Ref` in a tree of arguments by `change(ref)`."""
     if isinstance(tree, Ref):
         return change(tree)
     if isinstance(tree, (list, tuple)):

@@ -21,10 +21,10 @@ aten = torch.ops.aten
 
 
 class Halo(NamedTuple):
-    """How every device of a sharded dim gets its window. Counts are elements along the dim; tables are by position on
-    the axes.
+    """The plan by which every device of a sharded dim gets its window.
 
-    A device concatenates [padding, left, its shard, right, padding] and slices its window from that.
+    A device concatenates [padding, left, its shard, right, padding] and slices its window from that. Counts are
+    elements along the dim; tables have an entry per position on the axes.
     """
 
     part: int
@@ -40,7 +40,7 @@ class Halo(NamedTuple):
     """Whether a window has positions outside of the operand."""
 
     def hops(self) -> Iterator[tuple[int, int]]:
-        """(distance, width) of each permute; positive distances are from the left."""
+        """Yields the distance and the width of each permute; positive distances are from the left."""
         for total, sign in ((self.left, 1), (self.right, -1)):
             for hop in range(1, -(-total // self.part) + 1):
                 yield sign * hop, min(self.part, total - (hop - 1) * self.part)
@@ -55,13 +55,13 @@ def halo_of(operand: int, result: int, axes: Axes, window: Window) -> Halo | Non
     adjoining = (even(local_size(n, axes[:1]), axes[1:]) for n in (operand, result))
     if not all(adjoining) or (window.cyclic and not even(operand, axes)):
         return None
-    members, part, made = size_of(axes), local_size(operand, axes), local_size(result, axes)
-    length = (made - 1) * window.stride + window.span
-    begins = tuple(r * made * window.stride + window.first for r in range(members))
+    members, part, written = size_of(axes), local_size(operand, axes), local_size(result, axes)
+    length = (written - 1) * window.stride + window.span
+    begins = tuple(r * written * window.stride + window.first for r in range(members))
     left = right = 0
     outside, reading = False, []
     for r, begin in enumerate(begins):
-        rows = min(made, result - r * made)
+        rows = min(written, result - r * written)
         end = begin + (rows - 1) * window.stride + window.span
         if not window.cyclic:
             outside = outside or (rows > 0 and (begin < 0 or end > operand))
@@ -79,7 +79,7 @@ def halo_of(operand: int, result: int, axes: Axes, window: Window) -> Halo | Non
 
 
 def price(halo: Halo, part_bytes: int, latency: float) -> float:
-    """The bytes that a device sends for its neighbours' windows, plus latencies in bytes."""
+    """The cost of a halo exchange: the bytes that a device sends, plus the latency of each permute in bytes."""
     return sum(latency + part_bytes * width / halo.part for _, width in halo.hops())
 
 
@@ -87,9 +87,9 @@ def window(
     emitter: Emitter, node: fx.Node, dim: int, size: int, axes: Axes, halo: Halo, fill: float | None,
     why: dict[str, Any],
 ) -> fx.Node:  # fmt: skip
-    """A device's window of an operand of which it holds the shard `node`; `size` is the operand's along `dim`.
+    """Emits the halo exchange that extends a device's shard `node` to its window.
 
-    Positions outside of the operand hold `fill`, or anything if that is None.
+    size: the operand's size along `dim`. Positions outside of the operand hold `fill`, or anything if that is None.
     """
     pieces = {0: node}
     for hop, width in halo.hops():
@@ -110,7 +110,7 @@ def window(
 def fold(
     emitter: Emitter, node: fx.Node, dim: int, size: int, axes: Axes, halo: Halo, why: dict[str, Any]
 ) -> fx.Node:  # fmt: skip
-    """The transpose of `window`: from a gradient of the window to the gradient of the device's shard.
+    """Emits the transpose of `window`: turns the gradient of a device's window into that of its shard.
 
     Parts that belong to neighbours are sent to them and added there.
     """
@@ -128,22 +128,22 @@ def fold(
     own = _narrow(emitter, node, dim, first, halo.part)
     for hop, width in halo.hops():
         at = first - (hop - 1) * halo.part - width if hop > 0 else first - hop * halo.part
-        came = shift(emitter, _narrow(emitter, node, dim, at, width), axes, -hop, why)
+        received = shift(emitter, _narrow(emitter, node, dim, at, width), axes, -hop, why)
         missing = halo.part - width
-        came = _pad(emitter, came, dim, *((missing, 0) if hop > 0 else (0, missing)))
-        own = emitter.move(aten.add.Tensor, own, _shape(own), came)
+        received = _pad(emitter, received, dim, *((missing, 0) if hop > 0 else (0, missing)))
+        own = emitter.move(aten.add.Tensor, own, _shape(own), received)
     return own
 
 
 def mirror(emitter: Emitter, node: fx.Node, dim: int, axes: Axes, why: dict[str, Any]) -> fx.Node:
-    """A device's shard of a flipped dim, which the axes divide evenly."""
+    """Emits the exchange by which a device gets its shard of a flipped dim, which the axes divide evenly."""
     members = size_of(axes)
-    came = emitter.send(node, axes, [members - 1 - i for i in range(members)], why)
-    return emitter.move(aten.flip.default, came, _shape(came), [dim])
+    received = emitter.send(node, axes, [members - 1 - i for i in range(members)], why)
+    return emitter.move(aten.flip.default, received, _shape(received), [dim])
 
 
 def shift(emitter: Emitter, node: fx.Node, axes: Axes, hop: int, why: dict[str, Any]) -> fx.Node:
-    """The shard of the device `hop` places before this one along the axes, cyclically."""
+    """Emits a permute: a device gets the shard of the one `hop` places before it along the axes, cyclically."""
     members = size_of(axes)
     return emitter.send(node, axes, [(i + hop) % members for i in range(members)], why)
 

@@ -22,6 +22,8 @@ CATEGORIES = (
 )  # fmt: skip
 _INPUTS = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer", "cache": "cache",
            "saved": "activations", "received": "communication"}  # fmt: skip
+_RESULTS = {"gradient": "gradients", "optimizer": "optimizer", "parameter": "parameters", "cache": "cache"}
+"""The categories of program inputs and results, by the kind of their port."""
 
 
 class Living(NamedTuple):
@@ -46,14 +48,14 @@ class Memory:
     """Bytes held while each node runs."""
     by_category: dict[str, list[int]] = field(default_factory=dict)
     alive: list[Living] = field(default_factory=list)
-    """At the peak, largest first."""
+    """The values in memory at the peak, largest first."""
     results: list[int] = field(default_factory=list)
     """Bytes of every value that is allocated and is not an input, in order."""
 
     @property
     def largest(self) -> list[tuple[str, str, int]]:
-        """At the peak: (value, category, bytes) of the twelve largest."""
-        return [(found.node.name, found.category, found.bytes) for found in self.alive[:12]]
+        """The twelve largest values at the peak: (name, category, bytes)."""
+        return [(value.node.name, value.category, value.bytes) for value in self.alive[:12]]
 
 
 def liveness(program: Program, kernels: Sequence[Kernel], *, always: Mapping[str, int] | None = None) -> Memory:
@@ -106,7 +108,7 @@ def liveness(program: Program, kernels: Sequence[Kernel], *, always: Mapping[str
 def _lives(
     program: Program, kernels: Sequence[Kernel], flow: Flow
 ) -> tuple[dict[fx.Node, int], dict[fx.Node, int], dict[fx.Node, int], dict[fx.Node, str]]:
-    """For each storage: the index of the node that allocates it, of its last use, its bytes, and its category."""
+    """For each storage, the index of the node that allocates it, the index of its last use, its bytes, its category."""
     nodes, sources, root = flow.nodes, flow.sources, flow.root
     end = len(nodes)
     birth: dict[fx.Node, int] = {}
@@ -155,13 +157,15 @@ def _lives(
             size[root[ends[output]]] = 0
     for base in birth:
         if base not in category:
-            category[base] = results_category(results.get(base, "")) or _category(base, readers.get(base, []), flow)
+            category[base] = _RESULTS.get(results.get(base, "")) or _category(base, readers.get(base, []), flow)
     return birth, death, size, category
 
 
 def _run_at(kernels: Sequence[Kernel], flow: Flow) -> dict[fx.Node, int]:
-    """The index at which a node's operands are read: a value inside a fused kernel is computed where that kernel
-    writes."""
+    """The index at which each node's operands are read.
+
+    A value inside a fused kernel is computed where the kernel writes its result.
+    """
     root = flow.root
     run = {node: i for i, node in enumerate(flow.nodes)}
     inner = {k.node for k in kernels if k.work == "stream" and not k.written}
@@ -172,48 +176,35 @@ def _run_at(kernels: Sequence[Kernel], flow: Flow) -> dict[fx.Node, int]:
     return run
 
 
-def results_category(kind: str) -> str:
-    return {"gradient": "gradients", "optimizer": "optimizer", "parameter": "parameters", "cache": "cache"}.get(
-        kind, ""
-    )
-
-
 def _category(base: fx.Node, readers: Sequence[fx.Node], flow: Flow) -> str:
-    known = flow.info
-    here = known[base]
-    if here.comm is not None:
-        moved = here.comm.of
-        if here.comm.kind == "all_gather" and moved == "parameter":
+    """The memory category of a value inside a program, from what it is, what it comes from and what reads it."""
+    infos = flow.info
+    info = infos[base]
+    if info.comm is not None:
+        moved = info.comm.of
+        if info.comm.kind == "all_gather" and moved == "parameter":
             return "gathered"
-        if here.phase == "forward" and any(known[reader].phase in ("backward", "recompute") for reader in readers):
+        if info.phase == "forward" and any(infos[reader].phase in ("backward", "recompute") for reader in readers):
             return "activations"
         return "gradients" if moved == "gradient" else "communication"
-    if here.place.role in ("logits", "loss"):
+    if info.place.role in ("logits", "loss"):
         return "logits_and_loss"
     for reader in readers:
-        comm = known[reader].comm
+        comm = infos[reader].comm
         if comm is not None:
             if comm.of == "gradient":
                 return "gradients"
             if comm.of == "parameter":
                 return "gathered"
-    sources = [known[flow.root[source]].comm for source in flow.sources[base]]
+    sources = [infos[flow.root[source]].comm for source in flow.sources[base]]
     if sources and all(c is not None and c.kind == "all_gather" and c.of == "parameter" for c in sources):
         return "gathered"  # a copy in the parameter's shape
-    if here.phase == "forward" and any(known[reader].phase in ("backward", "recompute") for reader in readers):
+    if info.phase == "forward" and any(infos[reader].phase in ("backward", "recompute") for reader in readers):
         return "activations"
-    return "activations" if here.phase == "recompute" else "temporary"
+    return "activations" if info.phase == "recompute" else "temporary"
 
 
 def _flat(output: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-
-    def walk(arg: object) -> None:
-        if isinstance(arg, fx.Node):
-            found.append(arg)
-        elif isinstance(arg, (list, tuple)):
-            for part in arg:
-                walk(part)
-
-    walk(output.args)
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg(output.args, nodes.append)
+    return nodes

@@ -1,4 +1,4 @@
-"""One op on one device, with the axes of its factors chosen: the object that a rule's `local` receives."""
+"""One op on one device, after the axes of its factors are chosen: the object that a rule's `local` receives."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ class LocalPart:
         for f, window in self.rule.windows:
             if f in self.choice and (window.read, window.reader) == (read, reader):
                 size = self._tensor(read).shape[window.dim]
-                made = self._tensor(reader).shape[window.reader_dim] // window.scale
-                plan = halo.halo_of(size, made, self.axes(f), window)
+                positions = self._tensor(reader).shape[window.reader_dim] // window.scale
+                plan = halo.halo_of(size, positions, self.axes(f), window)
                 assert plan is not None, "a choice shards a window that has no halo"
                 yield f, self.axes(f), plan, window
 
@@ -148,10 +148,10 @@ class LocalPart:
         return self.with_args(*self.op.args, **kwargs)
 
     def with_args(self, *args: Any, **kwargs: Any) -> Any:
-        made = map_refs(tuple(args), lambda ref: self.inputs[ref.index])
+        local_args = map_refs(tuple(args), lambda ref: self.inputs[ref.index])
         keywords = {k: map_refs(v, lambda ref: self.inputs[ref.index]) for k, v in {**self.op.kwargs, **kwargs}.items()}
         specs = [Spec(self.shape(i), r.dtype) for i, r in enumerate(self.op.results)]
-        node = self.emitter.call(self.op.target, made, specs, keywords)
+        node = self.emitter.call(self.op.target, local_args, specs, keywords)
         self._count(node)
         returns = getattr(getattr(self.op.target, "_schema", None), "returns", (None,))
         if len(specs) == 1 and len(returns) == 1 and "List" not in str(returns[0].type if returns[0] else ""):

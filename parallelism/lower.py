@@ -56,7 +56,7 @@ class Emitter:
         self.prologue: fx.Node | None = None
 
     def at(self, origin: str, place: Place) -> None:
-        """Sets the origin and place of the following nodes."""
+        """Sets the origin and the place of the nodes that are emitted next."""
         self.origin, self.place = origin, place
 
     def input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
@@ -73,10 +73,11 @@ class Emitter:
         return node
 
     def move(self, target: Any, node: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:
+        """A node that calls `target(node, *args)`, with a result of this shape and of the node's dtype."""
         return self.call(target, (node, *args), [Spec(tuple(shape), info(node).specs[0].dtype)])
 
     def number(self, target: Any, shape: Sequence[int], dtype: torch.dtype, *args: Any) -> fx.Node:
-        """A node whose dtype is given instead of inherited from an operand."""
+        """A node with an explicit shape and dtype, where `move` takes the dtype of its operand."""
         return self.call(target, args, [Spec(tuple(shape), dtype)])
 
     def reshape(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
@@ -90,8 +91,10 @@ class Emitter:
         return self.move(aten.permute.default, node, [shape[d] for d in order], list(order))
 
     def offset(self, axes: Axes, size: int, grain: int = 1) -> Any:
-        """A node with the first global index of this device's shard of a dim of `size` sharded over `axes`; 0 without
-        axes."""
+        """A node with the global index at which this device's shard of a dim of `size` over `axes` begins.
+
+        Without axes it is the number 0.
+        """
         strides = []
         for axis in axes:
             size = local_size(size, (axis,), grain)
@@ -99,7 +102,7 @@ class Emitter:
         return self.ranked_number(offset, axes, tuple(strides)) if axes else 0
 
     def position(self, axes: Axes) -> Any:
-        """A node with this device's index in the row-major order of `axes`; 0 without axes."""
+        """A node with this device's position in the row-major order of `axes`; without axes the number 0."""
         return self.offset(axes, size_of(axes))
 
     def valid(self, axes: Axes, size: int, grain: int = 1) -> Any:
@@ -145,33 +148,33 @@ class Emitter:
         local = info(node).specs[0]
         n = size_of(axes)
         out = Spec((local.shape[0] * n, *local.shape[1:]), local.dtype)
-        got = self._issue(funcol.all_gather_into_tensor.default, node, (n,), axes, out, "gather", out.bytes, why)
-        return self._joined(got, local.shape, step, shape)
+        gathered = self._issue(funcol.all_gather_into_tensor.default, node, (n,), axes, out, "gather", out.bytes, why)
+        return self._joined(gathered, local.shape, step, shape)
 
     def _joined(self, node: fx.Node, part: Sequence[int], step: ReshardStep, shape: tuple[int, ...]) -> fx.Node:
-        """The pieces [members of the group, *part] that a step received, joined along their dims.
+        """Joins the pieces [members of the group, *part] that a step received along their dims.
 
         Inner axes are joined before outer ones, and the padding of each is removed at once.
         """
-        given = {
+        joined = {
             d: _by_layout([a for a, source, _ in step.parts if source == d], step.before.dims[d])
             for d in range(len(shape))
         }
-        single = sorted((a for axes in given.values() for a in axes), key=self.mesh.key)
+        single = sorted((a for axes in joined.values() for a in axes), key=self.mesh.key)
         spread = self.reshape(node, (*(a.size for a in single), *part))
         order: list[int] = []
         for d in range(len(shape)):
-            order.extend(single.index(a) for a in given[d])
+            order.extend(single.index(a) for a in joined[d])
             order.append(len(single) + d)
         node = self.permute(spread, order)
-        wanted = local_shape(shape, step.after)
+        target = local_shape(shape, step.after)
         have = list(info(node).specs[0].shape)
-        for at, axes in given.items():  # dims before `at` are joined already
-            lengths = [wanted[at]]  # the dim's size before each axis divided it, outer to inner
+        for at, axes in joined.items():  # dims before `at` are joined already
+            lengths = [target[at]]  # the dim's size before each axis divided it, outer to inner
             for axis in axes:
                 lengths.append(local_size(lengths[-1], (axis,), step.grain(at)))
             if all(long == axis.size * short for axis, long, short in zip(axes, lengths, lengths[1:])):
-                have[at : at + len(axes) + 1] = [wanted[at]]
+                have[at : at + len(axes) + 1] = [target[at]]
             else:
                 for i in range(len(axes) - 1, -1, -1):
                     have[at + i : at + i + 2] = [axes[i].size * have[at + i + 1]]
@@ -187,7 +190,7 @@ class Emitter:
         return self.move(aten.slice.Tensor, node, (*have[:d], size, *have[d + 1 :]), d, 0, size)
 
     def _grow(self, node: fx.Node, d: int, size: int) -> fx.Node:
-        """Pads the end of a dim that is about to be divided unevenly."""
+        """Pads the end of a dim with zeros to `size`, so that it can be divided evenly."""
         have = info(node).specs[0].shape
         if have[d] == size:
             return node
@@ -195,10 +198,9 @@ class Emitter:
         return self.move(aten.constant_pad_nd.default, node, (*have[:d], size, *have[d + 1 :]), widths, 0)
 
     def _cut(self, node: fx.Node, step: ReshardStep) -> tuple[fx.Node, tuple[int, ...]]:
-        """Splits dims that receive axes into [axes..., part] and moves the axes to the front as one dim, in group
-        order.
+        """Cuts a tensor into the pieces for the members of a group, as one leading dim in the order of the group.
 
-        Returns the node and the shape of a part.
+        Returns the node [members * part[0], *part[1:]] and the shape of a part.
         """
         single: list[Axis] = []
         have = list(info(node).specs[0].shape)
@@ -241,10 +243,10 @@ class Emitter:
         whole, part = self._cut(node, step)
         held = info(whole).specs[0]
         sizes = [held.shape[0] // n] * n
-        got = self._issue(
+        received = self._issue(
             funcol.all_to_all_single.default, whole, (sizes, sizes), axes, held, "exchange", held.bytes, why
         )
-        return self._joined(got, part, step, shape)
+        return self._joined(received, part, step, shape)
 
     def _slice(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         for d in range(len(shape)):
@@ -274,7 +276,7 @@ class Emitter:
         return self._send(node, axes, table, why)
 
     def stack(self, node: fx.Node, axes: Axes, why: dict[str, Any]) -> fx.Node:
-        """The shards of all devices of the group over `axes`, outer to inner, stacked along a new first dim."""
+        """Gathers the shards of all devices over `axes`, outer to inner, along a new first dim."""
         local, members = info(node).specs[0], self.mesh.sorted(axes)
         n = size_of(axes)
         node = self.reshape(node, (1, *local.shape))
@@ -289,8 +291,7 @@ class Emitter:
         return self.reshape(self.permute(spread, [*(group.index(a) for a in inner), *rest]), out.shape)
 
     def send(self, node: fx.Node, axes: Axes, to: Sequence[int], why: dict[str, Any]) -> fx.Node:
-        """The shard of another device of the group over `axes` (outer to inner): device i sends its shard to
-        `to[i]`."""
+        """Sends the shard of each device of the group over `axes` (outer to inner) to another: device i to `to[i]`."""
         members = self.mesh.sorted(axes)
         cuts = atoms((axes, members))
         inner, group = split(axes, cuts), split(members, cuts)
@@ -305,32 +306,34 @@ class Emitter:
         flat = self.reshape(node, (numel,))
         refs = tuple(tuple(a) for a in axes)
         out, into = (self.call(transfers, (refs, table, numel, r), []) for r in (True, False))
-        got = self._issue(
+        received = self._issue(
             funcol.all_to_all_single.default, flat, (out, into), axes, Spec((numel,), spec.dtype), "permute",
             spec.bytes, why,
         )  # fmt: skip
-        return self.reshape(got, spec.shape)
+        return self.reshape(received, spec.shape)
 
 
 def _place(index: int, order: Axes, group: Axes) -> int:
-    """The place in the row-major order of `group` of a place in that of `order`, the same axes in another order."""
+    """Converts a position in the row-major order of the axes `order` to one in that of `group`, the same axes."""
     at = dict(zip(order, _unravel(index, [a.size for a in order])))
     return _ravel([(at[axis], axis.size) for axis in group])
 
 
 def permutation_table(before: Layout, after: Layout, axes: Axes) -> tuple[int, ...]:
-    """The target of each member of the group over `axes`. If several hold a piece, each sends it to one receiver;
-    devices that have their piece keep it."""
+    """The member to which each member of the group over `axes` sends its shard, in a permute between two layouts.
+
+    Members that hold the piece they need keep it; of several holders of a piece each sends it to one receiver.
+    """
     moved = moved_places(before.dims, after.dims)
     members = split(axes, atoms((axes, *(side for pair in moved for side in pair))))
     sizes = [a.size for a in members]
     holders: dict[tuple[int, ...], list[int]] = {}
     readers: dict[tuple[int, ...], list[int]] = {}
     for i in range(math.prod(sizes)):
-        here = dict(zip(members, _unravel(i, sizes)))
-        for found, side in ((holders, 0), (readers, 1)):
-            piece = tuple(_ravel([(here[a], a.size) for a in pair[side]]) for pair in moved)
-            found.setdefault(piece, []).append(i)
+        position = dict(zip(members, _unravel(i, sizes)))
+        for by_piece, side in ((holders, 0), (readers, 1)):
+            piece = tuple(_ravel([(position[a], a.size) for a in pair[side]]) for pair in moved)
+            by_piece.setdefault(piece, []).append(i)
     table = [0] * math.prod(sizes)
     for piece, have in holders.items():
         need = readers[piece]
@@ -351,6 +354,7 @@ def _ravel(places: Sequence[tuple[int, int]]) -> int:
 
 
 def _unravel(index: int, sizes: Sequence[int]) -> list[int]:
+    """The place in each dim of a row-major position; the inverse of `_ravel`."""
     out = []
     for n in reversed(sizes):
         out.append(index % n)
@@ -371,4 +375,5 @@ def _by_layout(axes: Sequence[Axis], order: Axes) -> Axes:
 
 
 def _identifier(name: str) -> str:
+    """The name with all characters but letters and digits replaced, as a graph's node requires."""
     return "".join(c if c.isalnum() else "_" for c in name)

@@ -1,19 +1,22 @@
-"""Manual regions: code that sees one device's part and calls collectives itself, amid what is spread automatically.
+"""Manual regions: functions that see one device's part of their tensors and call collectives themselves.
 
     @manual(mesh, "x", [("x",), None], [None])
     def loss(rows, weight):  # rows: this device's part of dim 0
         return psum((rows @ weight).square().sum(), "x")
 
-A region is a function mapped over its axes: for the rest of the graph a value that differs along an axis has one dim
-more, which lies on that axis, a part on each device, and a collective is what it is arithmetically along that dim: a
-sum, a transposition, a shift. So gradients follow by themselves, other axes are propagated inside as outside, and
-outside of `partition` a region computes the same on one device. (The calls are those of JAX's `shard_map`.)
+They may be called in a function whose other tensors are partitioned automatically. A region is mapped over its axes
+(`torch.vmap`). In the global graph, a value that differs along an axis has one more dim, which is sharded over that
+axis, and a collective is plain arithmetic along that dim: a sum, a transposition, a shift. Therefore gradients need
+nothing else, other axes propagate through a region as elsewhere, and without `partition` a region computes the same on
+one device. The functions are named as those of JAX's `shard_map`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar
@@ -30,28 +33,31 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass
 class _Region:
+    """A call of a manual region that is being traced."""
+
     mesh: Mesh
     axes: tuple[str, ...]
-    """Outer to inner, each one level of mapping."""
+    """The axes it is mapped over, outer to inner."""
     levels: dict[str, int] = field(default_factory=dict)
+    """For each axis, the level of its `vmap`."""
     places: dict[str, Tensor] = field(default_factory=dict)
-    """By axis: this device's index."""
+    """For each axis, this device's index."""
 
 
-_entered: list[_Region] = []
-"""The region that is being traced, if one is."""
+_current: ContextVar[_Region | None] = ContextVar("manual region", default=None)
 
 
 def manual(
     mesh: Mesh, axes: str | Sequence[str], in_shardings: Sequence[Any], out_shardings: Sequence[Any]
 ) -> Callable[[F], F]:
-    """Makes a function of one device's parts a function of whole tensors.
+    """A decorator that turns a function of one device's parts into a function of whole tensors.
 
     `in_shardings` and `out_shardings` have an entry per tensor, in the order of the flattened arguments or results:
-    None or a tuple, with per dim None, one of `axes` or a tuple of them, outer to inner. A dim that names axes is cut
-    evenly over them; dims that name none are left to propagation, over the mesh's other axes. A tensor that does not
-    name one of `axes` is the same on all devices along it; ValueError for a result that is not (see `psum`), for a size
-    that does not divide, and for another axis. Tensors that the function closes over are whole.
+    None or a tuple, with per dim None, one of `axes`, or a tuple of them, outer to inner. A dim with axes is divided
+    evenly over them; propagation may shard the other dims over the mesh's other axes. A tensor whose entry lacks one of
+    `axes` is the same on all devices along that axis. Tensors that the function closes over are whole. Raises
+    ValueError for an unknown axis, a dim that the axes do not divide, or a result that differs along an axis that its
+    entry lacks (see `psum`).
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     for name in names:
@@ -60,18 +66,18 @@ def manual(
     if not names or len(set(names)) != len(names):
         raise ValueError(f"a manual region takes one or more different axes, not {axes!r}")
     entries = {
-        side: [_entry(given, names, f"{side}_shardings[{i}]") for i, given in enumerate(shardings)]
+        side: [_entry(sharding, names, f"{side}_shardings[{i}]") for i, sharding in enumerate(shardings)]
         for side, shardings in (("in", in_shardings), ("out", out_shardings))
     }
 
     def decorate(fn: F) -> F:
         @wraps(fn)
         def whole(*args: Any, **kwargs: Any) -> Any:
-            if _entered:
+            if _current.get() is not None:
                 raise ValueError(f"the manual region `{fn.__name__}` is called inside of another")
             leaves, tree = pytree.tree_flatten((args, kwargs))
             where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            _count(len(where), entries["in"], "in", "tensor arguments", fn)
+            _check_count(len(where), entries["in"], "in", "tensor arguments", fn)
             region = _Region(mesh, names)
             out_tree: list[Any] = []
 
@@ -79,17 +85,17 @@ def manual(
                 full = list(leaves)
                 for i, part in zip(where, parts):
                     full[i] = part
-                given, named = pytree.tree_unflatten(full, tree)
-                results, found = pytree.tree_flatten(fn(*given, **named))
-                out_tree.append(found)
-                _count(len(results), entries["out"], "out", "results", fn)
-                _check_results(results, entries["out"], region, fn)
+                positionaling, named = pytree.tree_unflatten(full, tree)
+                results, result_tree = pytree.tree_flatten(fn(*positionaling, **named))
+                out_tree.append(result_tree)
+                _check_count(len(results), entries["out"], "out", "results", fn)
+                _check_results(results, entries["out"], fn)
                 return tuple(results)
 
-            with _inside(region):
+            with _entering(region):
                 parts = [_cut(leaves[i], entry, region, n) for n, (i, entry) in enumerate(zip(where, entries["in"]))]
-                made = _mapped(on_parts, region, entries["in"], entries["out"], parts)
-            results = [_joined(one, entry, region) for one, entry in zip(made, entries["out"])]
+                local_results = _map_over_axes(on_parts, region, entries["in"], entries["out"], parts)
+            results = [_join(one, entry, region) for one, entry in zip(local_results, entries["out"])]
             return pytree.tree_unflatten(results, out_tree[-1])
 
         return whole  # type: ignore[return-value]
@@ -99,120 +105,122 @@ def manual(
 
 # ---- what a region's function calls ----------------------------------------------------------------------------------
 def axis_index(axis: str) -> Tensor:
-    """This device's index along an axis, an int64 scalar."""
+    """This device's index along an axis, as an int64 scalar tensor."""
     return _region(axis).places[axis]
 
 
 def axis_size(axis: str) -> int:
-    """Devices along an axis."""
+    """The number of devices along an axis."""
     return _region(axis).mesh.axes[axis]
 
 
 def psum(x: Tensor, axis: str | Sequence[str]) -> Tensor:
-    """The sum over the devices along an axis, or several; the same on all of them."""
+    """Sums a tensor over the devices along one or several axes; all of them get the sum."""
     for name in (axis,) if isinstance(axis, str) else axis:
-        x = _over(x, name, lambda whole, dim: whole.sum(dim), lambda same, n: same * n)
+        x = _reduce_along(x, name, lambda whole, dim: whole.sum(dim), lambda same, n: same * n)
     return x
 
 
 def pmax(x: Tensor, axis: str) -> Tensor:
-    """The largest over the devices along an axis, element by element."""
-    return _over(x, axis, lambda whole, dim: whole.amax(dim), lambda same, n: same)
+    """The elementwise maximum over the devices along an axis; all of them get it."""
+    return _reduce_along(x, axis, lambda whole, dim: whole.amax(dim), lambda same, n: same)
 
 
 def all_gather(x: Tensor, axis: str, dim: int = 0) -> Tensor:
-    """The parts of all devices along an axis, joined along `dim` in their order."""
-    whole, held = _opened(_spread(x, axis))
+    """Concatenates the parts of all devices along an axis, in their order, along `dim`."""
+    whole, held = _unwrap(_vary_along(x, axis))
     at = held.index(axis)
     dim = _dim(dim, x)
     to = len(held) - 1 + dim
     whole = whole.movedim(at, to).flatten(to, to + 1)
     held.remove(axis)
-    return _closed(_anchored(whole, held, dim), held)
+    return _wrap(_anchor(whole, held, dim), held)
 
 
 def reduce_scatter(x: Tensor, axis: str, dim: int = 0) -> Tensor:
-    """The sum over the devices along an axis, of which each keeps its part of `dim`."""
+    """Sums a tensor over the devices along an axis; each keeps its part of `dim`."""
     dim, n = _dim(dim, x), axis_size(axis)
-    _divides(x, dim, n, "reduce_scatter", axis)
-    whole, held = _opened(_spread(x, axis))
+    _check_divides(x, dim, n, "reduce_scatter", axis)
+    whole, held = _unwrap(_vary_along(x, axis))
     at = held.index(axis)
     parts = whole.sum(at).unflatten(len(held) - 1 + dim, (n, -1)).movedim(len(held) - 1 + dim, at)
-    return _closed(_anchored(parts, held), held)
+    return _wrap(_anchor(parts, held), held)
 
 
 def all_to_all(x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
-    """Every device cuts `split_dim`, sends a part to each along an axis, and joins what comes along `concat_dim`."""
+    """Splits `split_dim` over the devices along an axis, and concatenates the parts they receive along `concat_dim`."""
     split_dim, concat_dim, n = _dim(split_dim, x), _dim(concat_dim, x), axis_size(axis)
-    _divides(x, split_dim, n, "all_to_all", axis)
-    whole, held = _opened(_spread(x, axis))
+    _check_divides(x, split_dim, n, "all_to_all", axis)
+    whole, held = _unwrap(_vary_along(x, axis))
     at, base = held.index(axis), len(held)
     whole = whole.unflatten(base + split_dim, (n, -1))
-    # [.., from, .., to, part, ..]: `to` takes the place of `from`, which goes before the dim that is joined
+    # dims are [.., sender, .., receiver, part, ..]: the receiver takes the place of the sender, which moves to
+    # `concat_dim`
     order = [d for d in range(whole.dim()) if d not in (at, base + split_dim)]
     order.insert(at, base + split_dim)
     joined = base + concat_dim + (1 if concat_dim >= split_dim else 0)
     order.insert(order.index(joined), at)
     whole = whole.permute(order)
     place = order.index(at)
-    return _closed(_anchored(whole.flatten(place, place + 1), held), held)
+    return _wrap(_anchor(whole.flatten(place, place + 1), held), held)
 
 
 def permute(x: Tensor, axis: str, pairs: Sequence[tuple[int, int]]) -> Tensor:
-    """Sends from device to device along an axis, by pairs (from, to); zeros where nothing is sent to.
+    """Sends the part of one device to another along an axis, for each pair (from, to); other devices receive zeros.
 
-    Pairs that are equally far apart travel together, one permute for each distance.
+    Pairs with the same distance share one permute.
     """
     n = axis_size(axis)
     sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
     if any(not 0 <= i < n for i in sources + targets) or any(len(set(e)) < len(e) for e in (sources, targets)):
         raise ValueError(f"`permute` over `{axis}` of {n} sends from each device, and to each, at most once: {pairs}")
-    whole, held = _opened(_spread(x, axis))
+    whole, held = _unwrap(_vary_along(x, axis))
     at = held.index(axis)
-    made: Tensor | None = None
+    total: Tensor | None = None
     for shift in sorted({(b - a) % n for a, b in pairs}):
-        sent = whole if shift == 0 else _anchored(torch.roll(whole, shift, at), held)
+        sent = whole if shift == 0 else _anchor(torch.roll(whole, shift, at), held)
         mine = [b for a, b in pairs if (b - a) % n == shift]
         if len(mine) < n:
-            taken = torch.zeros(n, dtype=torch.bool)
+            receives = torch.zeros(n, dtype=torch.bool)
             for b in mine:
-                taken = taken | (torch.arange(n) == b)
-            taken = taken.view([n if d == at else 1 for d in range(whole.dim())])
-            sent = torch.where(taken, sent, torch.zeros((), dtype=x.dtype))
-        made = sent if made is None else made + sent
-    return _closed(torch.zeros_like(whole) if made is None else made, held)
+                receives = receives | (torch.arange(n) == b)
+            receives = receives.view([n if d == at else 1 for d in range(whole.dim())])
+            sent = torch.where(receives, sent, torch.zeros((), dtype=x.dtype))
+        total = sent if total is None else total + sent
+    return _wrap(torch.zeros_like(whole) if total is None else total, held)
 
 
 # ---- between a region's parts and whole tensors ----------------------------------------------------------------------
 Entry = tuple[tuple[str, ...], ...]
-"""Per dim the region's axes that cut it."""
+"""For each dim, the region's axes that shard it."""
 
 
-def _entry(given: Any, names: Sequence[str], what: str) -> Entry:
-    if given is not None and not isinstance(given, (tuple, list)):
-        raise ValueError(f"{what} = {given!r}: give None, or a tuple with per dim None, an axis, or a tuple of axes")
-    entry = tuple(() if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in given or ())
+def _entry(sharding: Any, names: Sequence[str], what: str) -> Entry:
+    """Checks one entry of `in_shardings` or `out_shardings`; `what` is its name in errors."""
+    if sharding is not None and not isinstance(sharding, (tuple, list)):
+        raise ValueError(f"{what} = {sharding!r}: give None, or a tuple with per dim None, an axis, or a tuple of axes")
+    entry = tuple(() if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in sharding or ())
     flat = [axis for dim in entry for axis in dim]
     for axis in flat:
         if axis not in names:
             raise ValueError(f"{what} names `{axis}`, which is no axis of the manual region ({', '.join(names)})")
     if len(set(flat)) != len(flat):
-        raise ValueError(f"{what} names an axis twice: {given!r}")
+        raise ValueError(f"{what} names an axis twice: {sharding!r}")
     return entry
 
 
 def _axes(entry: Entry, region: _Region) -> list[str]:
-    """Of a tensor, in the region's order."""
+    """The axes along which a tensor differs, in the region's order."""
     return [axis for axis in region.axes if any(axis in dim for dim in entry)]
 
 
-def _count(found: int, entries: Sequence[Entry], side: str, what: str, fn: Callable[..., Any]) -> None:
-    if found != len(entries):
-        raise ValueError(f"{side}_shardings of `{fn.__name__}` has {len(entries)} entries for {found} {what}")
+def _check_count(count: int, entries: Sequence[Entry], side: str, what: str, fn: Callable[..., Any]) -> None:
+    if count != len(entries):
+        raise ValueError(f"{side}_shardings of `{fn.__name__}` has {len(entries)} entries for {count} {what}")
 
 
 def _cut(x: Tensor, entry: Entry, region: _Region, number: int) -> Tensor:
-    """A whole tensor as [devices along each of its axes..., one device's part]."""
+    """Reshapes a whole tensor to [devices along each of its axes..., *one device's part]."""
     if len(entry) > x.dim():
         raise ValueError(f"in_shardings[{number}] has {len(entry)} entries for a tensor of {x.dim()} dims")
     names = _axes(entry, region)
@@ -221,9 +229,7 @@ def _cut(x: Tensor, entry: Entry, region: _Region, number: int) -> Tensor:
     for d in range(x.dim() - 1, -1, -1):
         axes = entry[d] if d < len(entry) else ()
         sizes = [region.mesh.axes[axis] for axis in axes]
-        count = 1
-        for size in sizes:
-            count *= size
+        count = math.prod(sizes)
         if x.shape[d] % count:
             raise ValueError(
                 f"in_shardings[{number}]: dim {d} of {list(x.shape)} does not divide over {', '.join(axes)} ({count})"
@@ -239,15 +245,15 @@ def _cut(x: Tensor, entry: Entry, region: _Region, number: int) -> Tensor:
             order.append(at)
             at += 1
     x = x.permute([*(front[axis] for axis in names), *order]) if names else x
-    return _anchored(x, names, region=region)
+    return _anchor(x, names, region=region)
 
 
-def _joined(x: Tensor, entry: Entry, region: _Region) -> Tensor:
-    """Inverse of `_cut`."""
+def _join(x: Tensor, entry: Entry, region: _Region) -> Tensor:
+    """Reshapes [devices along each of its axes..., *part] to the whole tensor; the inverse of `_cut`."""
     names = _axes(entry, region)
     if not names:
         return x
-    x = _anchored(x, names, region=region)
+    x = _anchor(x, names, region=region)
     order: list[int] = []
     rank = x.dim() - len(names)
     for d in range(rank):
@@ -260,20 +266,20 @@ def _joined(x: Tensor, entry: Entry, region: _Region) -> Tensor:
     return x
 
 
-def _anchored(x: Tensor, held: Sequence[str], whole: int | None = None, region: _Region | None = None) -> Tensor:
-    """Annotates that each leading dim lies on its axis, and that dim `whole` of the part is whole."""
-    mesh = (region or _entered[-1]).mesh
+def _anchor(x: Tensor, held: Sequence[str], whole: int | None = None, region: _Region | None = None) -> Tensor:
+    """Annotates that each leading dim is sharded over its axis, and dim `whole` of the part not at all."""
+    mesh = (region or _region()).mesh
     mapping = [list(mesh.axes).index(axis) for axis in held] + [OPEN] * (x.dim() - len(held))
     if whole is not None:
         mapping[len(held) + whole] = -1
     return split_as(x, mesh, mapping)
 
 
-def _mapped(
+def _map_over_axes(
     fn: Callable[..., tuple[Tensor, ...]], region: _Region, ins: Sequence[Entry], outs: Sequence[Entry],
     parts: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """`fn` mapped over the region's axes, the outermost first."""
+    """Runs `fn` mapped over the region's axes, the outermost first."""
 
     def level(number: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if number == len(region.axes):
@@ -286,21 +292,21 @@ def _mapped(
 
         along = [0 if any(axis in dim for dim in entry) else None for entry in ins]
         back = tuple(0 if any(axis in dim for dim in entry) else None for entry in outs)
-        places = _anchored(torch.arange(region.mesh.axes[axis]), [axis], region=region)
+        places = _anchor(torch.arange(region.mesh.axes[axis]), [axis], region=region)
         mapped = torch.vmap(inner, in_dims=(0, *along), out_dims=back, randomness="different")  # type: ignore[arg-type]
-        made: tuple[Tensor, ...] = mapped(places, *tensors)
-        return made
+        return mapped(places, *tensors)  # type: ignore[no-any-return]
 
     return level(0, parts)
 
 
-def _check_results(results: Sequence[Any], outs: Sequence[Entry], region: _Region, fn: Callable[..., Any]) -> None:
+def _check_results(results: Sequence[Any], outs: Sequence[Entry], fn: Callable[..., Any]) -> None:
+    """Raises ValueError for a result that is no tensor, or differs along an axis that its entry lacks."""
     for i, (result, entry) in enumerate(zip(results, outs)):
         if not isinstance(result, Tensor):
             raise ValueError(f"result {i} of the manual region `{fn.__name__}` is no tensor")
         if len(entry) > result.dim():
             raise ValueError(f"out_shardings[{i}] has {len(entry)} entries for a result of {result.dim()} dims")
-        _, held = _opened(result)
+        _, held = _unwrap(result)
         for axis in held:
             if not any(axis in dim for dim in entry):
                 raise ValueError(
@@ -310,25 +316,26 @@ def _check_results(results: Sequence[Any], outs: Sequence[Entry], region: _Regio
 
 
 @contextmanager
-def _inside(region: _Region) -> Iterator[None]:
-    _entered.append(region)
+def _entering(region: _Region) -> Iterator[None]:
+    token = _current.set(region)
     try:
         yield
     finally:
-        _entered.pop()
+        _current.reset(token)
 
 
-def _region(axis: str) -> _Region:
-    if not _entered or axis not in _entered[-1].axes:
-        known = f"it is one over {', '.join(_entered[-1].axes)}" if _entered else "there is none"
-        raise ValueError(f"a collective over `{axis}` is called outside of a manual region over it: {known}")
-    return _entered[-1]
+def _region(axis: str = "") -> _Region:
+    """The region that is being traced. Raises ValueError if there is none, or it is not mapped over `axis`."""
+    region = _current.get()
+    if region is None or (axis and axis not in region.axes):
+        where = "there is none" if region is None else f"it is one over {', '.join(region.axes)}"
+        raise ValueError(f"a collective over `{axis}` is called outside of a manual region over it: {where}")
+    return region
 
 
-def _opened(x: Tensor) -> tuple[Tensor, list[str]]:
-    """The tensor of all devices, [devices along each axis that it differs along..., part], and those axes."""
-    region = _entered[-1]
-    by_level = {level: axis for axis, level in region.levels.items()}
+def _unwrap(x: Tensor) -> tuple[Tensor, list[str]]:
+    """Unwraps a mapped tensor: [devices along each axis along which it differs..., *part], and these axes."""
+    by_level = {level: axis for axis, level in _region().levels.items()}
     held: list[str] = []
     while layers.is_batchedtensor(x) and layers.maybe_get_level(x) in by_level:
         axis, dim = by_level[layers.maybe_get_level(x)], layers.maybe_get_bdim(x)
@@ -337,35 +344,38 @@ def _opened(x: Tensor) -> tuple[Tensor, list[str]]:
     return x, held
 
 
-def _closed(x: Tensor, held: Sequence[str]) -> Tensor:
-    """Inverse of `_opened`."""
+def _wrap(x: Tensor, held: Sequence[str]) -> Tensor:
+    """Wraps a tensor of all devices as one mapped over the axes `held`; the inverse of `_unwrap`."""
     for axis in held:
-        x = layers._add_batch_dim(x, 0, _entered[-1].levels[axis])
+        x = layers._add_batch_dim(x, 0, _region().levels[axis])
     return x
 
 
-def _spread(x: Tensor, axis: str) -> Tensor:
-    """The same value, as one that differs along the axis."""
+def _vary_along(x: Tensor, axis: str) -> Tensor:
+    """Expands a tensor along an axis, if it is the same on all devices of it."""
     region = _region(axis)
-    whole, held = _opened(x)
+    whole, held = _unwrap(x)
     if axis in held:
         return x
     held = [name for name in region.axes if name in (*held, axis)]
     at = held.index(axis)
-    return _closed(whole.unsqueeze(at).expand(*whole.shape[:at], axis_size(axis), *whole.shape[at:]), held)
+    return _wrap(whole.unsqueeze(at).expand(*whole.shape[:at], axis_size(axis), *whole.shape[at:]), held)
 
 
-def _over(
+def _reduce_along(
     x: Tensor, axis: str, reduce: Callable[[Tensor, int], Tensor], same: Callable[[Tensor, int], Tensor]
 ) -> Tensor:
-    """A reduction along an axis; `same` is what it comes to where all devices have the same."""
+    """Reduces a tensor over the devices along an axis.
+
+    same: `same(x, n)` is the result where all n devices have equal parts.
+    """
     _region(axis)
-    whole, held = _opened(x)
+    whole, held = _unwrap(x)
     if axis not in held:
         return same(x, axis_size(axis))
     at = held.index(axis)
     held.remove(axis)
-    return _closed(_anchored(reduce(whole, at), held), held)
+    return _wrap(_anchor(reduce(whole, at), held), held)
 
 
 def _dim(dim: int, x: Tensor) -> int:
@@ -374,11 +384,6 @@ def _dim(dim: int, x: Tensor) -> int:
     return dim % x.dim()
 
 
-def _divides(x: Tensor, dim: int, n: int, what: str, axis: str) -> None:
+def _check_divides(x: Tensor, dim: int, n: int, what: str, axis: str) -> None:
     if x.shape[dim] % n:
         raise ValueError(f"`{what}`: dim {dim} of {list(x.shape)} does not divide over `{axis}` ({n})")
-
-
-__all__ = [
-    "all_gather", "all_to_all", "axis_index", "axis_size", "manual", "permute", "pmax", "psum", "reduce_scatter",
-]  # fmt: skip

@@ -26,8 +26,10 @@ class Axis(NamedTuple):
         return self.pre * self.size
 
     def overlaps(self, other: Axis) -> bool:
-        """Whether no tensor can use both: the parts overlap, or no factorization of the axis has both (on six devices,
-        x:(1)2 and x:(3)2)."""
+        """Whether no tensor can be sharded over both axes.
+
+        Either the parts overlap, or no factorization of the axis has both (on six devices, x:(1)2 and x:(3)2).
+        """
         return self.name == other.name and bool(other.pre % self.end and self.pre % other.end)
 
 
@@ -68,7 +70,7 @@ class Mesh:
         return hash(tuple(self.axes.items()))
 
     def axis(self, ref: str | Sequence[object] | Axis) -> Axis:
-        """The axis of a name, or a sub-axis given as (name, pre, size). ValueError if the mesh does not have it."""
+        """The axis of a name, or a sub-axis given as (name, pre, size). Raises ValueError if the mesh lacks it."""
         name, *part = (ref,) if isinstance(ref, str) else tuple(ref)
         if name not in self.axes:
             raise ValueError(f"the mesh has no axis `{name}`; its axes are {', '.join(self.axes) or 'none'}")
@@ -111,7 +113,7 @@ class Mesh:
 
 
 def size_of(axes: Iterable[Axis]) -> int:
-    """The number of devices over which these axes shard."""
+    """The number of devices that these axes divide a dim over."""
     return math.prod(axis.size for axis in axes)
 
 
@@ -129,11 +131,12 @@ def merge(axes: Iterable[Axis]) -> Axes:
 
 
 def overlap(axis: Axis, axes: Iterable[Axis]) -> bool:
+    """Whether an axis overlaps any of `axes` (see `Axis.overlaps`)."""
     return any(axis.overlaps(other) for other in axes)
 
 
 def atoms(lists: Iterable[Iterable[Axis]]) -> dict[str, list[int]]:
-    """For each axis name, the sorted boundaries (pre and end of every part) in all lists."""
+    """The boundaries of all parts in these lists (their pre and end), sorted, by axis name."""
     cuts: dict[str, set[int]] = {}
     for axes in lists:
         for axis in axes:
@@ -154,10 +157,10 @@ def split(axes: Iterable[Axis], cuts: Mapping[str, Sequence[int]]) -> Axes:
 
 
 def union(*lists: Iterable[Axis]) -> Axes:
-    """All parts that occur in any list, once each, sorted by name and part."""
-    known = [tuple(axes) for axes in lists]
-    cuts = atoms(known)
-    return merge(sorted({part for axes in known for part in split(axes, cuts)}))
+    """All parts of axes that occur in any of the lists, once each, sorted by name and part."""
+    each = [tuple(axes) for axes in lists]
+    cuts = atoms(each)
+    return merge(sorted({part for axes in each for part in split(axes, cuts)}))
 
 
 def difference(axes: Iterable[Axis], gone: Iterable[Axis]) -> Axes:
@@ -173,7 +176,7 @@ def covers(wide: Sequence[Axis], narrow: Sequence[Axis]) -> bool:
 
 
 def common_prefix(a: Sequence[Axis], b: Sequence[Axis]) -> Axes:
-    """The longest list of major (sub-)axes on which both lists agree."""
+    """The longest list of (sub-)axes, from the outermost, on which both lists agree."""
     return _common_prefix(tuple(a), tuple(b))
 
 
@@ -189,11 +192,12 @@ def _common_prefix(a: Axes, b: Axes) -> Axes:
 
 
 def starts_with(longer: Sequence[Axis], shorter: Sequence[Axis]) -> bool:
+    """Whether `shorter` is a prefix of `longer`."""
     return common_prefix(longer, shorter) == merge(shorter)
 
 
 def remainder(longer: Sequence[Axis], prefix: Sequence[Axis]) -> Axes:
-    """The rest of `longer` after its prefix `prefix`."""
+    """The axes of `longer` after its prefix `prefix`."""
     return _remainder(tuple(longer), tuple(prefix))
 
 
@@ -203,18 +207,18 @@ def _remainder(longer: Axes, prefix: Axes) -> Axes:
     return merge(split(longer, cuts)[len(split(prefix, cuts)) :])
 
 
-def without(axes: Sequence[Axis], taken: Iterable[Axis]) -> Axes:
-    """The longest prefix of `axes` without `taken`; divides an axis if only its minor part is taken."""
-    return _without(tuple(axes), tuple(taken))
+def without(axes: Sequence[Axis], used: Iterable[Axis]) -> Axes:
+    """The longest prefix of `axes` that does not overlap `used`; it may end with the outer part of an axis."""
+    return _without(tuple(axes), tuple(used))
 
 
 @lru_cache(maxsize=1 << 14)
-def _without(axes: Axes, taken: Axes) -> Axes:
-    if not taken or not axes:
+def _without(axes: Axes, used: Axes) -> Axes:
+    if not used or not axes:
         return axes
-    kept = []
-    for axis in split(axes, atoms((axes, taken))):
-        if overlap(axis, taken):
+    prefix = []
+    for axis in split(axes, atoms((axes, used))):
+        if overlap(axis, used):
             break
-        kept.append(axis)
-    return merge(kept)
+        prefix.append(axis)
+    return merge(prefix)

@@ -15,10 +15,10 @@ Wire = Literal["inside", "across", "none"]
 
 @dataclass(frozen=True)
 class Link:
-    """What one device sends through, one direction.
+    """The connection through which one device sends, in one direction.
 
-    `bandwidth` in bytes/s of one device; `shared` says that it is the whole host's, divided by its devices; `direct`
-    that it leads to one peer (no switch), so that a group of m devices of a host uses m - 1 of them.
+    bandwidth: bytes/s of one device. shared: the bandwidth is the whole host's, divided by its devices. direct: a link
+    leads to one peer, without a switch, so that a group of m devices uses m - 1 links of each.
     """
 
     bandwidth: float
@@ -33,18 +33,18 @@ class Link:
 
 @dataclass(frozen=True)
 class Level:
-    """Devices, or what the level below joins, joined by links of one kind: NVLink in a host, leaf switches, a spine."""
+    """A network level: links of one kind between devices, or between units of the level below (NVLink, a spine)."""
 
     name: str
     link: Link
     devices: int = 0
-    """That it joins, all in one host; 0 where it joins hosts."""
+    """The number of devices that it joins, all in one host; 0 where it joins hosts."""
     hosts: int = 0
-    """That it joins; 0: all that there are."""
+    """The number of hosts that it joins; 0: all."""
     oversubscribed: float = 1.0
     """How much more the devices below can send than its links carry when all of them do."""
     rails: bool = False
-    """Devices with the same place in their hosts are joined; what goes to another place goes through the host first."""
+    """Whether it joins only devices with the same place in their hosts; other traffic crosses the host first."""
 
     @property
     def between_hosts(self) -> bool:
@@ -52,37 +52,37 @@ class Level:
 
     @property
     def rate(self) -> float:
-        """Bytes/s of one device, or of what shares the link, while all devices send."""
+        """Bytes/s of one device, or of all that share the link, while all devices send."""
         return self.link.bandwidth * self.link.efficiency / self.oversubscribed
 
     def joins(self, per_host: int) -> float:
-        """Devices of a mesh that it joins, of which `per_host` are on a host."""
+        """The number of devices that it joins, in a mesh with `per_host` devices on a host."""
         return min(self.devices, per_host) if self.devices else self.hosts * per_host if self.hosts else math.inf
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """What a group of devices has of one level."""
+    """The use of one network level by a group of devices."""
 
     level: Level
     parts: int
-    """Units of the level below that one unit of it joins."""
+    """Units of the level below that the group has in one unit of this level."""
     members: int
-    """Of the group, in a unit of the level below."""
+    """Members of the group in a unit of the level below."""
     sharers: int
-    """Devices of the mesh that a shared link is divided by."""
+    """Devices of the mesh among which a shared link is divided."""
     hops: int
-    """Of a ring through the whole group, over this level."""
+    """Hops over this level of a ring through the whole group."""
 
     def ring_rate(self) -> float:
-        """Bytes/s at which a ring leaves a unit of the level below: through the links of all its members there."""
-        return self._of(self.members, self.parts - 1)
+        """Bytes/s of a ring between units of the level below, which uses the links of all members in a unit."""
+        return self._rate(self.members, self.parts - 1)
 
     def own_rate(self, peers: int = 1) -> float:
-        """Bytes/s of one device that sends for itself, to so many peers at once."""
-        return self._of(1, peers)
+        """Bytes/s of one device that sends to `peers` others at once."""
+        return self._rate(1, peers)
 
-    def _of(self, members: int, peers: int) -> float:
+    def _rate(self, members: int, peers: int) -> float:
         rate = self.level.rate * members
         if self.level.link.direct:
             rate *= max(1, peers)
@@ -91,7 +91,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Span:
-    """Where the members of a group of devices sit: `members` in all, on `hosts` hosts, `inside` of them on one."""
+    """The extent of a group of devices: `members` in all, on `hosts` hosts, at most `inside` of them on one host."""
 
     members: int
     hosts: int
@@ -103,7 +103,7 @@ class Span:
 
 
 class Topology:
-    """Which links the mesh's axes run over: device r sits on host r // devices_per_host."""
+    """The placement of a mesh on hosts: device r is on host r // devices_per_host."""
 
     def __init__(self, mesh: Mesh, devices_per_host: int):
         self.mesh = mesh
@@ -114,7 +114,7 @@ class Topology:
         return -(-self.mesh.ranks // self.per_host)
 
     def span(self, refs: Axes) -> Span:
-        """The worst group over these axes: the one on most hosts."""
+        """The extent of the worst group over these axes, the one on most hosts."""
         return _span(self.mesh, self.per_host, refs)
 
     def crossings(self, refs: Axes, levels: tuple[Level, ...], host_devices: int) -> tuple[Crossing, ...]:
@@ -140,29 +140,29 @@ def _crossings(
     # how many units of each level a group is in; the worst is in most of the outermost one
     counts = max(
         ([len({rank // size for rank in group}) for size in sizes] for group in mesh.groups(refs)),
-        key=lambda found: found[::-1],
+        key=lambda units_of: units_of[::-1],
     )
     members = units = size_of(refs)
-    below, found = 1, []
+    below, crossings = 1, []
     for level, size, joined in zip(levels, sizes, counts):
         if joined < units:
             sharers = below if level.between_hosts else max(1, min(per_host, host_devices))
-            found.append(Crossing(level, -(-units // joined), -(-members // units), sharers, units - joined))
+            crossings.append(Crossing(level, -(-units // joined), -(-members // units), sharers, units - joined))
         below, units = int(min(size, mesh.ranks)), joined
-    return tuple(found)
+    return tuple(crossings)
 
 
-def pairwise_s(kind: str, buffer: int, members: int, found: Sequence[Crossing]) -> dict[str, float]:
-    """Seconds by level in which every device sends its part to each other one (`all_to_all`), or all to one.
+def pairwise_s(kind: str, buffer: int, members: int, crossings: Sequence[Crossing]) -> dict[str, float]:
+    """Seconds at each level of an `all_to_all`, or of sending the whole buffer to one other device.
 
-    What is for other hosts leaves through the device's own link of each level on the way.
+    Data for other hosts leaves through the device's own link of each level on the way.
     """
     times = {}
-    for one in found:
+    for one in crossings:
         if kind == "all_to_all":
             there = one.members * (one.parts if not one.level.between_hosts else 1)
             share = (members - one.members if one.level.between_hosts else there - one.members) / members
-            if not one.level.between_hosts and any(other.level.rails for other in found):
+            if not one.level.between_hosts and any(other.level.rails for other in crossings):
                 share = max(share, (there - one.members) / there)  # what is for another rail goes through here first
             times[one.level.name] = buffer * share / one.own_rate(one.parts - 1)
         else:
@@ -172,10 +172,10 @@ def pairwise_s(kind: str, buffer: int, members: int, found: Sequence[Crossing]) 
     return times
 
 
-def hierarchical_s(buffer: int, members: int, rounds: int, found: Sequence[Crossing]) -> dict[str, float]:
-    """Seconds by level of a collective that is done level by level, each on what the level above has left of it."""
-    times, outer = {}, math.prod(one.parts for one in found)
-    for one in found:
+def hierarchical_s(buffer: int, members: int, rounds: int, crossings: Sequence[Crossing]) -> dict[str, float]:
+    """Seconds at each level of a collective that runs level by level, each on the part that the level above leaves."""
+    times, outer = {}, math.prod(one.parts for one in crossings)
+    for one in crossings:
         outer //= one.parts
         sent = buffer * (one.parts - 1) * outer / members
         hops = min(one.parts - 1, 2 * math.ceil(math.log2(one.parts)))

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from tpshard.parallelism import words
 from tpshard.parallelism.graph import ANYWHERE, Place, Role
-from tpshard.parallelism.mesh import Axes, Axis, Mesh
+from tpshard.parallelism.mesh import Axes, Axis, Mesh, size_of
 from tpshard.parallelism.sharding import Layout, local_shape
 from tpshard.parallelism.why import Demand
 
@@ -39,7 +39,7 @@ class Collective:
     """The global values it moves: several in a bucket."""
     of: Role = ""
     """The role of these values: parameter, gradient, logits, loss, scalar or activation."""
-    asked: bool = True
+    requested: bool = True
     """False for a reshard that no annotation asks for."""
     why: tuple[Demand, ...] = ()
     """The reasons, one per value."""
@@ -57,10 +57,7 @@ class Collective:
     @property
     def size(self) -> int:
         """The number of devices in its group."""
-        n = 1
-        for axis in self.refs:
-            n *= axis.size
-        return n
+        return size_of(self.refs)
 
 
 @dataclass(frozen=True)
@@ -114,18 +111,19 @@ class Info:
 
 
 def info(node: fx.Node) -> Info:
+    """The metadata of a node that has some; `flow.info_of` accepts all nodes."""
     return node.meta[INFO]
 
 
 @dataclass(frozen=True)
 class Held:
-    """How a device holds an input that is not a plain tensor."""
+    """The form in which a device stores an input that is not a plain tensor, such as packed weights."""
 
     form: str
-    """The name of the form, as its kernels call it."""
+    """The name of the form in the kernels' room."""
     bytes: int
     of: tuple[str, ...]
-    """The parameters in it, side by side."""
+    """The parameters that it holds, side by side."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +148,15 @@ class Port:
 
     @property
     def local_bytes(self) -> int:
-        """Bytes that a device holds of it; for free dims, with size 1."""
+        """Bytes of a device's shard; free dims count with size 1."""
         return Spec(self.local, self.dtype).bytes if self.held is None else self.held.bytes
 
 
 def offset(axes: Axes, strides: tuple[int, ...]) -> int:
-    """The sum of the rank's position along each axis times its stride; a node that is evaluated where the rank is
-    known."""
+    """A number of the rank: the sum of its position along each axis times that axis's stride.
+
+    The function is a node's target; the executor and the simulation, which know the rank, evaluate it.
+    """
     raise RuntimeError("a program's offsets are evaluated by the executor or the simulation, which know the rank")
 
 

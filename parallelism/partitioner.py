@@ -15,7 +15,7 @@ from torch import fx
 from tpshard.parallelism.anchors import is_anchor, is_boundary, is_grouped, is_split, output
 from tpshard.parallelism.annotate import OPEN
 from tpshard.parallelism.capture import capture
-from tpshard.parallelism.choose import Choice, choose, computable, layout_of, regrained
+from tpshard.parallelism.choose import Choice, choose, computable, layout_of, with_grains
 from tpshard.parallelism.factors import Cut, cuts
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
 from tpshard.parallelism.local import LocalPart
@@ -30,7 +30,7 @@ from tpshard.parallelism.reshard import LATENCY_BYTES, cost, redistribution
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import Layout, Sharding, even, local_shape, replicated
-from tpshard.parallelism.why import Told
+from tpshard.parallelism.why import SourcePlace
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ def partition(
     names: Sequence[str] | None = None,
     latency: int = 0,
 ) -> Program:
-    """The per-device program of any traceable function of tensors (real or meta).
+    """Partitions any traceable function of tensors (real or meta) into the program of one device.
 
     in_shardings and out_shardings have an entry per tensor, in the order of the flattened arguments or results: None
     (free), or a tuple (closed) with None, an axis or a tuple of axes per dim; omitted trailing dims are replicated. No
@@ -58,30 +58,30 @@ def partition(
 
 def partition_captured(
     graph: Graph, mesh: Mesh, in_shardings: Sequence[Any] | None = None, out_shardings: Sequence[Any] | None = None,
-    told: Sequence[tuple[Told, ...]] = (), latency: int = LATENCY_BYTES,
+    written_at: Sequence[tuple[SourcePlace, ...]] = (), latency: int = LATENCY_BYTES,
 ) -> Program:  # fmt: skip
     """`partition` for a function that is already captured, and possibly rewritten.
 
-    `told` names the source of each of `in_shardings`; by default it is its index in the list.
+    written_at: where each of `in_shardings` was written; by default its index in the list.
     """
     mark_outputs(graph)
     annotations: dict[Value, Annotation] = dict(split_annotations(graph, mesh))
     arguments = [v for v in graph.inputs if v is not graph.seed]
     results = [o for o in graph.outputs if isinstance(o, Value)]
-    for what, values, given in (("in", arguments, in_shardings), ("out", results, out_shardings)):
-        if given is None:
+    for what, values, shardings in (("in", arguments, in_shardings), ("out", results, out_shardings)):
+        if shardings is None:
             continue
-        if len(given) != len(values):
-            raise ValueError(f"{what}_shardings has {len(given)} entries for {len(values)} tensors")
-        for i, (value, dims) in enumerate(zip(values, given)):
+        if len(shardings) != len(values):
+            raise ValueError(f"{what}_shardings has {len(shardings)} entries for {len(values)} tensors")
+        for i, (value, dims) in enumerate(zip(values, shardings)):
             if dims is None:
                 continue
             try:
                 sharding = Sharding.of(mesh, dims, value.rank)
             except ValueError as error:
                 raise ValueError(f"{what}_shardings[{i}] of `{value.name}` {list(value.shape)}: {error}") from error
-            named = told[i] if what == "in" and i < len(told) else ()
-            annotations[value] = Annotation(sharding, named or (Told(f"{what}_shardings[{i}] = {dims!r}"),))
+            named = written_at[i] if what == "in" and i < len(written_at) else ()
+            annotations[value] = Annotation(sharding, named or (SourcePlace(f"{what}_shardings[{i}] = {dims!r}"),))
     groups: dict[int, list[Value]] = {}
     for op in graph.ops:
         if is_grouped(op):
@@ -90,7 +90,7 @@ def partition_captured(
 
 
 def mark_outputs(graph: Graph) -> None:
-    """Ends every result in an identity op of its own, named `return[i]`."""
+    """Appends an identity op to every result of the function, named `return[i]`, which carries its annotation."""
     marked: list[Value | Any] = []
     for i, out in enumerate(graph.outputs):
         if not isinstance(out, Value):
@@ -107,18 +107,20 @@ def mark_outputs(graph: Graph) -> None:
 
 def split_annotations(graph: Graph, mesh: Mesh) -> Mapping[Value, Annotation]:
     """The annotations from `mesh_split` calls inside the function."""
-    found = {}
+    annotations = {}
     for op in graph.ops:
         if is_split(op):
             names = op.args[1]
             dims = ["?" if i == OPEN else None if i == -1 else names[i] for i in op.args[2]]
             value = op.results[0]
-            found[value] = Annotation(Sharding.of(mesh, dims, value.rank), (Told(f"mesh_split `{op.name}`"),))
-    return found
+            annotations[value] = Annotation(
+                Sharding.of(mesh, dims, value.rank), (SourcePlace(f"mesh_split `{op.name}`"),)
+            )
+    return annotations
 
 
 def partition_graph(shardings: Shardings, latency: int = LATENCY_BYTES, apart: Sequence[str] = ()) -> Program:
-    """The program of a propagated graph.
+    """Partitions a propagated graph into the program of one device.
 
     latency: the cost of starting a collective, in bytes. apart: mesh axes along which devices will run different parts
     of the program.
@@ -127,6 +129,8 @@ def partition_graph(shardings: Shardings, latency: int = LATENCY_BYTES, apart: S
 
 
 class _Partitioner:
+    """Chooses the sharding of every op, then emits the program op by op."""
+
     def __init__(self, shardings: Shardings, latency: int, apart: Sequence[str]):
         self.latency, self.apart = latency, apart
         self.s, self.graph, self.mesh = shardings, shardings.graph, shardings.mesh
@@ -137,11 +141,11 @@ class _Partitioner:
         self.rules: dict[Op, Rule] = {}
         self.warnings: list[str] = []
         self.reasons = Reasons(shardings)
-        self.asked: dict[Value, set[Layout]] = {}
-        """Layouts of each value that products with parameters fetch."""
+        self.fetched: dict[Value, set[Layout]] = {}
+        """The layouts to which products with parameters reshard each value."""
         self.partial: dict[Value, Axes] = {}
         """Values that are partial sums when their op computes them, with the axes."""
-        self.kept: dict[Value, Axes] = {}
+        self.left_partial: dict[Value, Axes] = {}
         """Values that stay partial until a later op or anchor, with the axes."""
         self.zeros: dict[fx.Node, frozenset[int]] = {}
         """Dims whose padding is known to be 0."""
@@ -154,7 +158,7 @@ class _Partitioner:
         The first pass finds the layouts that products with parameters fetch; the second lets all others use them.
         """
         self._choose_all(first=True)
-        self.kept = self._carried(self._choose_all(first=False))
+        self.left_partial = self._choose_partial(self._choose_all(first=False))
 
     def _is_fixed(self, value: Value) -> bool:
         """Whether a value is a used parameter, which stays where its annotation put it."""
@@ -177,27 +181,27 @@ class _Partitioner:
             homes = [self.home[v] for v in op.operands]
             fixed = [self._is_fixed(v) for v in op.operands]
             # a layout that another op has fetched costs nothing more
-            there = [() if first else self.asked.get(v, ()) for v in op.operands]
-            wanted = [self.propagated[r] for r in op.results]
-            rule, choice = choose(op, self.s.rules[op], homes, wanted, fixed, there, self.latency)
+            fetched = [() if first else self.fetched.get(v, ()) for v in op.operands]
+            targets = [self.propagated[r] for r in op.results]
+            rule, choice = choose(op, self.s.rules[op], homes, targets, fixed, fetched, self.latency)
             self.rules[op] = rule
             if first and any(fixed):
                 for value, dims in zip(op.operands, rule.operands):
                     need = layout_of(rule, dims, choice, False)
                     if need != self.home[value]:
-                        self.asked.setdefault(value, set()).add(need)
+                        self.fetched.setdefault(value, set()).add(need)
             self.choices[op] = choice
             for result, dims in zip(op.results, rule.results):
-                made = layout_of(rule, dims, choice, True)
-                if made.partial:
-                    natural[result] = (made.partial, made.kind)
-                    self.home[result] = self._resolved(result, made)
+                computed = layout_of(rule, dims, choice, True)
+                if computed.partial:
+                    natural[result] = (computed.partial, computed.kind)
+                    self.home[result] = self._layout_after_sum(result, computed)
                 else:
-                    self.home[result] = self._pinned(result) or made
+                    self.home[result] = self._pinned_layout(result) or computed
         return natural
 
-    def _pinned(self, value: Value) -> Layout | None:
-        """The layout of a value with a fully closed annotation between two operations."""
+    def _pinned_layout(self, value: Value) -> Layout | None:
+        """The layout that a fully closed annotation demands of a value between two ops; None without one."""
         if value not in self.s.annotated or any(self.s.annotated[value].sharding.open) or not value.rank:
             return None
         return self.propagated[value]
@@ -207,25 +211,26 @@ class _Partitioner:
         return self.rules.get(op, self.s.rules[op])
 
     def _anchor_layout(self, op: Op) -> Layout:
+        """The layout of the result of an anchor: its annotation's; without one, its operand's or the propagated one."""
         value = op.results[0]
         sharding = self.s.of[value]
         if value in self.s.annotated or is_boundary(op):
             return Layout(sharding.dims, sharding.unreduced)
         if op.target is output:
             return self.home[op.operands[0]].whole()
-        return regrained(value.shape, self.propagated[value], self.home[op.operands[0]])
+        return with_grains(value.shape, self.propagated[value], self.home[op.operands[0]])
 
-    def _resolved(self, value: Value, made: Layout) -> Layout:
+    def _layout_after_sum(self, value: Value, computed: Layout) -> Layout:
         """The layout of a partial value after its reduction: the propagated one, without losing its own axes."""
-        want = regrained(value.shape, self.propagated[value], made)
-        return want if any(want.dims) or not any(made.dims) else made.whole()
+        want = with_grains(value.shape, self.propagated[value], computed)
+        return want if any(want.dims) or not any(computed.dims) else computed.whole()
 
-    def _carried(self, natural: dict[Value, tuple[Axes, str]]) -> dict[Value, Axes]:
-        """The values that stay partial sums, with the axes.
+    def _choose_partial(self, natural: dict[Value, tuple[Axes, str]]) -> dict[Value, Axes]:
+        """Chooses the values that stay partial sums after their op; returns them with the axes.
 
-        A value stays partial through an op that is linear in it and its only reader, if the result is not larger (or,
-        for a widening cast, on its way to a gradient's storage), or if an anchor reads it, which reduces it to its
-        layout.
+        A value stays partial if its only reader is linear in it and has a result that is not larger (or is a widening
+        cast on the way to a gradient's storage). It also stays partial if its only reader is an anchor, which reduces
+        it to the anchor's layout.
         """
         refused: set[Value] = set()
         while True:
@@ -252,6 +257,7 @@ class _Partitioner:
             refused |= newly
 
     def _may_carry(self, value: Value, partial: Mapping[Value, Axes]) -> bool:
+        """Whether a partial value may stay partial through its only reader; see `_choose_partial`."""
         readers = set(value.users)
         if len(readers) != 1:
             return False
@@ -268,6 +274,7 @@ class _Partitioner:
         return result.bytes <= value.bytes or (result.numel == value.numel and self._to_storage(result))
 
     def _to_storage(self, value: Value) -> bool:
+        """Whether only linear ops of the same size are between a value and an anchor, such as a gradient's storage."""
         while len(set(value.users)) == 1:
             op = value.users[0]
             if is_anchor(op):
@@ -306,18 +313,18 @@ class _Partitioner:
             own = layout_of(rule, rule.results[0], choice, True).partial
             carried = difference(self.partial[op.results[0]], own)
             # a partial sum is whole over its axes, so they cannot also shard a dim of it
-            choice = {f: Cut(kept, cut.grain) for f, cut in choice.items() if (kept := without(cut.axes, carried))}
+            choice = {f: Cut(rest, cut.grain) for f, cut in choice.items() if (rest := without(cut.axes, carried))}
             choice = computable(op, rule, choice)
         inputs = []
         for i, (value, dims) in enumerate(zip(op.operands, rule.operands)):
             need = layout_of(rule, dims, choice, False)
             if carried and i in rule.additive:
                 need = need.summed(carried)
-            inputs.append(self._filled(self.get(value, need, op), op, rule, choice, i, need))
+            inputs.append(self._fill_padding(self.get(value, need, op), op, rule, choice, i, need))
         self._at(op, op.results[0])
         local = LocalPart(self.emitter, op, rule, choice, inputs)
-        nodes = self._computed(local)
-        if not rule.known and size_of(a for v in op.operands for a in self.home[v].axes) > 1:
+        nodes = self._emit_local(local)
+        if not rule.has_rule and size_of(a for v in op.operands for a in self.home[v].axes) > 1:
             self.warnings.append(f"`{op.name}` ({op.target}) has no rule: its operands are gathered whole")
         for i, (result, dims, node) in enumerate(zip(op.results, rule.results, nodes)):
             layout = layout_of(rule, dims, choice, True)
@@ -326,17 +333,17 @@ class _Partitioner:
             self.zeros[node] = self._zeros(op, rule, inputs, i, layout)
             self.copies[result] = {layout: node}
             self.home[result] = layout
-            if layout.partial and result not in self.kept:
-                target = self._resolved(result, layout)
+            if layout.partial and result not in self.left_partial:
+                target = self._layout_after_sum(result, layout)
                 self.get(result, target, op)
                 del self.copies[result][layout]
                 self.home[result] = target
-            elif (pinned := self._pinned(result)) is not None and pinned != layout and not layout.partial:
+            elif (pinned := self._pinned_layout(result)) is not None and pinned != layout and not layout.partial:
                 self.get(result, pinned, op)
                 self.home[result] = pinned
 
-    def _filled(self, node: fx.Node, op: Op, rule: Rule, choice: Choice, operand: int, layout: Layout) -> fx.Node:
-        """An operand whose padding holds a value with which the op can compute (see `Rule.fill`)."""
+    def _fill_padding(self, node: fx.Node, op: Op, rule: Rule, choice: Choice, operand: int, layout: Layout) -> fx.Node:
+        """Fills an operand's padding with a value that does not change the op's results (see `Rule.fill`)."""
         value = op.operands[operand]
         for d in _padded(value.shape, layout):
             axes, grain = layout.dims[d], layout.grain(d)
@@ -356,7 +363,7 @@ class _Partitioner:
         return node
 
     def _zeros(self, op: Op, rule: Rule, inputs: Sequence[fx.Node], result: int, layout: Layout) -> frozenset[int]:
-        """The dims of a result whose padding is 0, because the padding of all linear operands is."""
+        """The dims of a result whose padding is 0, because the padding of its linear operands is 0."""
         unclean = {f for f, kind in enumerate(rule.kinds) if kind is Kind.PERMUTE}
         held: set[int] = set()
         for i, (node, dims) in enumerate(zip(inputs, rule.operands)):
@@ -376,10 +383,10 @@ class _Partitioner:
         self.emitter.at(op.name, op.place._replace(role=value.role))
 
     def get(self, value: Value, layout: Layout, reader: Op) -> fx.Node:
-        """The node that holds `value` in `layout`, emitted once, by the cheapest way from an existing copy."""
+        """The node with `value` in `layout`; emits the cheapest resharding from an existing copy, once per layout."""
         copies = self.copies[value]
-        if layout not in copies and (seen := self._viewed(value, layout, reader)) is not None:
-            copies[layout] = seen
+        if layout not in copies and (view := self._as_view(value, layout, reader)) is not None:
+            copies[layout] = view
         if layout in copies:
             return copies[layout]
         size = value.dtype.itemsize
@@ -403,8 +410,11 @@ class _Partitioner:
         copies[layout] = node
         return node
 
-    def _viewed(self, value: Value, layout: Layout, reader: Op) -> fx.Node | None:
-        """The value in a layout as a view of its source: the source is resharded once for all its views."""
+    def _as_view(self, value: Value, layout: Layout, reader: Op) -> fx.Node | None:
+        """The value in a layout, computed as a view of its resharded source; None where that is not possible.
+
+        The source is resharded once for all its views.
+        """
         op = value.producer
         if op is None or len(op.operands) != 1 or entry_of(op.target).view is None or layout.partial:
             return None
@@ -418,13 +428,13 @@ class _Partitioner:
         if all(have.partial for have in self.copies[source]):
             return None
         node = self.get(source, need, reader)
-        (made,) = self._computed(LocalPart(self.emitter, op, rule, choice, [node]))
-        self.zeros[made] = self._zeros(op, rule, [node], 0, layout)
-        return made
+        (view,) = self._emit_local(LocalPart(self.emitter, op, rule, choice, [node]))
+        self.zeros[view] = self._zeros(op, rule, [node], 0, layout)
+        return view
 
-    def _computed(self, local: LocalPart) -> list[fx.Node]:
-        made = local.rule.local(local) if local.rule.local is not None else local.same()
-        return made if isinstance(made, list) else [made]
+    def _emit_local(self, local: LocalPart) -> list[fx.Node]:
+        nodes = local.rule.local(local) if local.rule.local is not None else local.same()
+        return nodes if isinstance(nodes, list) else [nodes]
 
     def finish(self) -> Program:
         outputs, ports = [], []
@@ -437,7 +447,7 @@ class _Partitioner:
         node = self.emitter.graph.output(tuple(outputs))
         node.meta[INFO] = Info(())
         _drop_dead(self.emitter.graph)
-        self.warnings += repeated(self.graph, self.mesh, self.rules, self.choices, self._done(), self.apart)
+        self.warnings += repeated(self.graph, self.mesh, self.rules, self.choices, self._work_of_ops(), self.apart)
         records = {v.name: self._record(v) for v in self.graph.values()}
         by_name = {v.name: v for v in self.graph.values()}
         return Program(
@@ -447,22 +457,22 @@ class _Partitioner:
             explanation=lambda name: self.s.explain(by_name[name]),
         )  # fmt: skip
 
-    def _done(self) -> dict[str, Info]:
-        """The nodes of each op, by its name, with what they compute."""
-        found: dict[str, Info] = {}
-        for known in (node.meta[INFO] for node in self.emitter.graph.nodes):
-            if known.flops:
-                had = found.get(known.origin, Info(()))
-                flops, whole = had.flops + known.flops, had.global_flops + known.global_flops
-                found[known.origin] = Info((), flops=flops, global_flops=whole)
-        return found
+    def _work_of_ops(self) -> dict[str, Info]:
+        """The FLOPs of each op's nodes, by the op's name."""
+        work: dict[str, Info] = {}
+        for info in (node.meta[INFO] for node in self.emitter.graph.nodes):
+            if info.flops:
+                sum_so_far = work.get(info.origin, Info(()))
+                flops, whole = sum_so_far.flops + info.flops, sum_so_far.global_flops + info.global_flops
+                work[info.origin] = Info((), flops=flops, global_flops=whole)
+        return work
 
     def _record(self, value: Value) -> ValueRecord:
         op = value.producer
         label = value.name if op is None else op.args[2] if is_boundary(op) else value.label
-        told = value in self.s.annotated and self.s.told(value)
+        annotated = value in self.s.annotated and self.s.is_annotated(value)
         layout = self.home.get(value, self.propagated[value])
-        return ValueRecord(value.name, value.shape, value.dtype, layout, told, value.role, label, value.dims)
+        return ValueRecord(value.name, value.shape, value.dtype, layout, annotated, value.role, label, value.dims)
 
     def _port(self, value: Value) -> Port:
         return Port(value.name, value.shape, value.dtype, self.home[value], value.role or "tensor")
@@ -478,6 +488,3 @@ def _drop_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op not in ("placeholder", "output"):
             graph.erase_node(node)
-
-
-__all__ = ["mark_outputs", "partition", "partition_captured", "partition_graph"]

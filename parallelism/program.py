@@ -48,8 +48,7 @@ class ValueRecord:
     """Whether an axis of it was annotated for the value itself."""
     role: Role = ""
     label: str = ""
-    """What the model, or the step, calls it: of a parameter in any form its name, of an activation and its gradient the
-    activation's, of an input its own."""
+    """Its name in the model or the step: a parameter's in any form, an activation's also for its gradient."""
     dims: tuple[str, ...] = ()
     """Names of its dims, where they have any."""
 
@@ -78,14 +77,13 @@ class Program:
     _derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def derived(self, key: Any, make: Callable[[], T]) -> T:
-        """The result of `make()`, a function of the program, cached under a key.
+        """The result of `make()`, a function of the program, cached under `key`.
 
-        A program does not change after the pass that returned it: passes work on copies.
+        That is safe, because a program does not change after the pass that returned it: passes work on copies.
         """
         if key not in self._derived:
             self._derived[key] = make()
-        found: T = self._derived[key]
-        return found
+        return self._derived[key]  # type: ignore[no-any-return]
 
     # ---- what other programs read -------------------------------------------------------------------------
     @property
@@ -93,11 +91,11 @@ class Program:
         return list(self.graph.nodes)
 
     def issues(self) -> Iterator[tuple[fx.Node, Collective]]:
-        """Nodes that issue a collective, with it, in issue order."""
+        """Yields the nodes that issue collectives, with these, in issue order."""
         for node in self.graph.nodes:
-            found = node.meta.get(INFO)
-            if found is not None and found.comm is not None:
-                yield node, found.comm
+            info = node.meta.get(INFO)
+            if info is not None and info.comm is not None:
+                yield node, info.comm
 
     @property
     def collectives(self) -> list[Collective]:
@@ -112,7 +110,7 @@ class Program:
         return [public(port.layout, self.mesh) for port in self.outputs]
 
     def sharding_of(self, name: str) -> tuple[Any, ...]:
-        """The sharding of a value: per dim None, an axis, or a tuple of axes. KeyError lists similar names."""
+        """The sharding of a value: per dim None, an axis, or a tuple of axes. Raises KeyError with similar names."""
         return public(self._record(name).layout, self.mesh)
 
     def explain(self, name: str) -> str:
@@ -129,16 +127,16 @@ class Program:
 
     def _record(self, name: str) -> ValueRecord:
         if name not in self.records:
-            near = [known for known in self.records if name in known][:8]
+            near = [candidate for candidate in self.records if name in candidate][:8]
             raise KeyError(f"no value is named {name!r}" + (f"; similar: {', '.join(near)}" if near else ""))
         return self.records[name]
 
     def local(self, rank: int, *global_args: Any, seed: int | torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Device `rank`'s shards of the given global arguments, flattened.
+        """Cuts global arguments into the shards of device `rank`; returns them flattened.
 
-        seed: for the random numbers that the program draws, if any; the same on every rank, and another one for each
-        step. Default: the last `torch.manual_seed` in this process. ValueError in a multi-process run without a seed,
-        since other processes may have another default.
+        seed: for a program that draws random numbers, the same on every rank, and a new one for each step. Default: the
+        last `torch.manual_seed` in this process. Raises ValueError in a multi-process run without a seed, since other
+        processes may have another default.
         """
         return simulate.local_arguments(self, rank, global_args, seed)
 
@@ -154,15 +152,17 @@ class Program:
         """Global FLOPs / (devices x FLOPs of one device), forward and backward without recomputation."""
         whole = local = 0
         for node in self.graph.nodes:
-            known = node.meta.get(INFO)
-            if known is not None and known.phase != "recompute":
-                whole, local = whole + known.global_flops, local + known.flops
+            info = node.meta.get(INFO)
+            if info is not None and info.phase != "recompute":
+                whole, local = whole + info.global_flops, local + info.flops
         return whole / (self.mesh.ranks * local) if local else 1.0
 
     # ---- comparing and saving -----------------------------------------------------------------------------
     def to_json(self, *, why: bool = True) -> dict[str, Any]:
-        """The program as plain data: nodes, ports, records. The same program gives the same bytes; `why` adds the
-        reasons, which contain file positions."""
+        """The program as plain data: mesh, ports and nodes. The same program gives the same bytes.
+
+        why: whether collectives have their reasons, which contain file positions.
+        """
         return {
             "mesh": self.mesh.axes,
             "inputs": [_port_json(p, self.mesh) for p in self.inputs],
@@ -173,10 +173,11 @@ class Program:
 
     @property
     def fingerprint(self) -> str:
-        """The sha256 of `to_json` without reasons. Ranks with different ones would hang."""
+        """The sha256 of `to_json` without reasons. Ranks with different fingerprints would hang."""
         return hashlib.sha256(json.dumps(self.to_json(why=False), sort_keys=True).encode()).hexdigest()
 
     def replace_graph(self, graph: fx.Graph) -> Program:
+        """The program with another graph."""
         return replace(self, graph=graph)
 
 
@@ -212,14 +213,14 @@ def _node_json(node: fx.Node, why: bool) -> dict[str, Any]:
     if isinstance(node.target, torch._ops.OpOverload):
         target = str(node.target)
     out = {"name": node.name, "op": node.op, "target": target, "args": plain(node.args), "kwargs": plain(node.kwargs)}
-    known = node.meta.get(INFO)
-    if known is not None:
-        comm = None if known.comm is None else {k: plain(v) for k, v in vars(known.comm).items() if k != "why"}
+    info = node.meta.get(INFO)
+    if info is not None:
+        comm = None if info.comm is None else {k: plain(v) for k, v in vars(info.comm).items() if k != "why"}
         if comm is not None and why:
-            comm["why"] = [plain(asdict(need)) for need in known.comm.why]
+            comm["why"] = [plain(asdict(need)) for need in info.comm.why]
         out["info"] = {
-            "specs": [[list(s.shape), str(s.dtype)] for s in known.specs], "module": known.module,
-            "phase": known.phase, "flops": known.flops, "global_flops": known.global_flops, "comm": comm,
+            "specs": [[list(s.shape), str(s.dtype)] for s in info.specs], "module": info.module,
+            "phase": info.phase, "flops": info.flops, "global_flops": info.global_flops, "comm": comm,
         }  # fmt: skip
     return out
 

@@ -1,10 +1,10 @@
 """Saving programs as JSON, alone or inside other plain values, and loading them.
 
-
-`Program.to_json` describes a program for people and for its fingerprint; this format holds everything: types of
-arguments, constants, and reasons of shardings. `dump` returns {"pool": [...], "value": ...}: equal values are stored
-once in the pool and referred to by number. Everything except numbers, text, true, false and null is a list that begins
-with its kind: `["tuple", ...]`, `["op", "aten.mm.default"]`, `["node", "mm_3"]`, `["pool", 7]`.
+`Program.to_json` describes a program for people and for its fingerprint. This format holds everything: the types of
+arguments, constants, and the reasons of shardings. `dump` returns {"pool": [...], "value": ...}. The pool stores equal
+values once, and other values refer to them by index. Numbers, strings, booleans and null are themselves; every other
+value is a list that begins with its kind: `["tuple", ...]`, `["op", "aten.mm.default"]`, `["node", "mm_3"]`,
+`["pool", 7]`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tpshard.parallelism.node_info import INFO, Collective, Held, Info, Port, Sp
 from tpshard.parallelism.program import Program, ValueRecord
 from tpshard.parallelism.rules import table  # noqa: F401  whose import registers our operations
 from tpshard.parallelism.sharding import Layout
-from tpshard.parallelism.why import Demand, Explanation, Hop, Through, Told
+from tpshard.parallelism.why import Demand, Explanation, Hop, SourcePlace, Through
 
 CLASSES = (
-    Axis, Collective, Demand, Explanation, Held, Hop, Info, Layer, Layout, Place, Port, Spec, Through, Told,
+    Axis, Collective, Demand, Explanation, Held, Hop, Info, Layer, Layout, Place, Port, Spec, Through, SourcePlace,
     ValueRecord,
 )  # fmt: skip
 """The classes in a program: frozen dataclasses and named tuples, stored as their fields in order."""
@@ -38,13 +38,13 @@ OPS = ("aten", "prims", "_c10d_functional", "tpshard")
 """Namespaces of operations that a file may name."""
 
 MODULES = ("_operator", "tpshard.parallelism", "tpshard.kernels")
-"""Modules, with their submodules, of functions that a file may name."""
+"""Modules that a file may name functions of; those of their submodules too."""
 
 
 def dump(value: Any, classes: Iterable[type] = ()) -> dict[str, Any]:
-    """`value` as JSON: programs and their parts, instances of `classes`, and tuples, lists and maps of these.
+    """Converts a value to JSON: programs and their parts, instances of `classes`, and tuples, lists and maps of these.
 
-    TypeError for anything else.
+    Raises TypeError for anything else.
     """
     writer = _Writer({*CLASSES, *classes})
     encoded = writer.encode(value)
@@ -52,7 +52,7 @@ def dump(value: Any, classes: Iterable[type] = ()) -> dict[str, Any]:
 
 
 def load(data: dict[str, Any], classes: Iterable[type] = ()) -> Any:
-    """The value that was given to `dump`. ValueError for data of another form."""
+    """Reads what `dump` returned, with the same `classes`. Raises ValueError for data of another form."""
     try:
         reader = _Reader({cls.__name__: cls for cls in (*CLASSES, *classes)}, data["pool"])
         return reader.decode(data["value"])
@@ -60,14 +60,21 @@ def load(data: dict[str, Any], classes: Iterable[type] = ()) -> Any:
         raise ValueError(f"not a stored program: {type(error).__name__}: {error}") from error
 
 
+def _is_allowed(module: str) -> bool:
+    """Whether a file may name the functions of a module."""
+    return any(module == allowed or module.startswith(f"{allowed}.") for allowed in MODULES)
+
+
 class _Writer:
+    """Converts values to JSON, and collects the pool."""
+
     def __init__(self, classes: set[type]) -> None:
         self.classes = classes
         self.pool: list[Any] = []
         self.number: dict[str, int] = {}
-        """For each value in the pool, by its text, its index."""
-        self.seen: dict[int, tuple[Any, list[Any]]] = {}
-        """For each object by address: the object, kept alive, and its reference."""
+        """The index in the pool of each value, by its JSON text."""
+        self.references: dict[int, tuple[Any, list[Any]]] = {}
+        """The reference to each pooled object, by its address; the object is kept alive, or its address could recur."""
 
     def encode(self, value: Any) -> Any:
         kind = type(value)
@@ -105,20 +112,20 @@ class _Writer:
             return ["mesh", [[name, size] for name, size in value.axes.items()]]
         if isinstance(value, Program):
             return ["program", *self.program(value)]
-        if callable(value) and value.__module__.startswith(MODULES):
+        if callable(value) and _is_allowed(value.__module__):
             return ["function", value.__module__, value.__qualname__]
         raise TypeError(f"a {kind.__name__} cannot be stored")
 
     def once(self, value: Any, make: Callable[[], Any]) -> list[Any]:
-        """A reference to `make()` in the pool."""
-        if id(value) not in self.seen:
-            made = make()
-            text = json.dumps(made)
+        """A reference to `make()`, the JSON of `value`, in the pool."""
+        if id(value) not in self.references:
+            encoded = make()
+            text = json.dumps(encoded)
             number = self.number.setdefault(text, len(self.pool))
             if number == len(self.pool):
-                self.pool.append(made)
-            self.seen[id(value)] = value, ["pool", number]
-        return self.seen[id(value)][1]
+                self.pool.append(encoded)
+            self.references[id(value)] = value, ["pool", number]
+        return self.references[id(value)][1]
 
     def program(self, program: Program) -> list[Any]:
         def explanations() -> Any:
@@ -142,9 +149,11 @@ class _Writer:
 
 
 class _Reader:
+    """Converts JSON back to values; the method `_KIND` reads a list of that kind."""
+
     def __init__(self, classes: dict[str, type], pool: list[Any]) -> None:
         self.classes, self.pool = classes, pool
-        self.made: dict[int, Any] = {}
+        self.decoded: dict[int, Any] = {}
         self.nodes: dict[str, fx.Node] = {}
 
     def decode(self, data: Any) -> Any:
@@ -157,9 +166,9 @@ class _Reader:
         return read(*rest)
 
     def _pool(self, number: int) -> Any:
-        if number not in self.made:
-            self.made[number] = self.decode(self.pool[number])
-        return self.made[number]
+        if number not in self.decoded:
+            self.decoded[number] = self.decode(self.pool[number])
+        return self.decoded[number]
 
     def _node(self, name: str) -> fx.Node:
         return self.nodes[name]
@@ -207,7 +216,7 @@ class _Reader:
         return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
     def _function(self, module: str, name: str) -> Any:
-        if not module.startswith(MODULES):
+        if not _is_allowed(module):
             raise TypeError(f"functions of {module}")
         return getattr(importlib.import_module(module), name)
 
@@ -220,18 +229,17 @@ class _Reader:
     ) -> Program:  # fmt: skip
         graph = fx.Graph()
         self.nodes = {}
-        for name, op, target, args, known, kwargs in nodes:
-            given = {} if kwargs is None else self.decode(kwargs)
-            node = graph.create_node(op, self.decode(target), self.decode(args), given, name=name)
+        for name, op, target, args, info, kwargs in nodes:
+            keywords = {} if kwargs is None else self.decode(kwargs)
+            node = graph.create_node(op, self.decode(target), self.decode(args), keywords, name=name)
             node.name = name
-            if known is not None:
-                node.meta[INFO] = self.decode(known)
+            if info is not None:
+                node.meta[INFO] = self.decode(info)
             self.nodes[name] = node
 
         @cache
         def explanations() -> dict[str, Explanation]:
-            made: dict[str, Explanation] = self.decode(why)
-            return made
+            return self.decode(why)  # type: ignore[no-any-return]
 
         return Program(
             self.decode(mesh), graph, self.decode(inputs), self.decode(outputs), self.decode(records),
@@ -241,6 +249,7 @@ class _Reader:
 
 
 def _values(value: Any) -> list[Any]:
+    """The fields of a dataclass or a named tuple, in order."""
     if is_dataclass(value):
         return [getattr(value, item.name) for item in fields(value) if item.init]
     return list(value)

@@ -1,4 +1,4 @@
-"""Propagation: extends a few annotations to a sharding for every value of the graph, each with its cause.
+"""Propagation: extends a few annotations to a sharding of every value in the graph, each with its cause.
 
 The algorithm is Shardy's (openxla/shardy, `propagation/`): the shardings of an op are projected onto the factors of its
 rule, merged there, and projected back, until nothing changes, in four nested loops: user priority > op priority >
@@ -45,7 +45,7 @@ class Direction(IntFlag):
 
 
 class Loop(NamedTuple):
-    """One of the inner loops: the ops that take part (0 to 4, see `_directions`), and how conflicts are resolved."""
+    """An inner loop of propagation: the ops that take part (level 0 to 4, see `_directions`), and its strategy."""
 
     level: int
     aggressive: bool
@@ -71,7 +71,7 @@ class Tie:
 
 @dataclass(eq=False)
 class Edge:
-    """One op (or tie) for propagation: its tensors and their factors."""
+    """An op (or tie) as propagation sees it: its tensors and their factors."""
 
     op: Op | Tie
     rule: Rule
@@ -83,8 +83,8 @@ class Edge:
     """The direction per level and factor."""
 
 
-class Moved(NamedTuple):
-    """The result of visiting an edge, independent of the names of its tensors."""
+class EdgeChange(NamedTuple):
+    """The changes that a visit of an edge makes, independent of the names of its tensors."""
 
     factors: tuple[tuple[int, dict[int, Axes]], ...]
     """Changes as (tensor, its axes per factor)."""
@@ -107,7 +107,7 @@ def propagate(
 
 
 def _directions(rule: Rule, single_use: bool, broadcasts: bool) -> tuple[tuple[Direction, ...], ...]:
-    """The direction in which an op propagates each factor, per level; levels accumulate.
+    """The direction in which an op propagates each factor, for each level; higher levels include the lower ones.
 
     0: pass-through ops whose operands have no other reader. 1: all pass-through ops. 2: factors that pass through, of
     any op; broadcasts only backward. 3: all factors. 4: broadcasts forward too.
@@ -123,6 +123,8 @@ def _directions(rule: Rule, single_use: bool, broadcasts: bool) -> tuple[tuple[D
 
 
 class _Propagation:
+    """The state of a propagation: the current sharding of every value, and the causes so far."""
+
     def __init__(
         self, graph: Graph, mesh: Mesh, annotations: Mapping[Value, Annotation], ties: Sequence[Sequence[Value]],
         rules: Mapping[Op, Rule] | None, loops: Sequence[Loop],
@@ -140,11 +142,13 @@ class _Propagation:
             self._set(value, annotation.sharding)
             for dim, axes in enumerate(annotation.sharding.dims):
                 for axis in axes:
-                    self.causes.setdefault((value, dim), []).append((axis, Cause(None, None, dim, annotation.told)))
+                    self.causes.setdefault((value, dim), []).append(
+                        (axis, Cause(None, None, dim, annotation.written_at))
+                    )
         self.rules = dict(rules) if rules is not None else {op: rule_for(op) for op in graph.ops}
         self.edges: list[Edge] = []
         self.forms: dict[tuple[object, ...], int] = {}
-        self.moves: dict[tuple[object, ...], Moved | None] = {}
+        self.moves: dict[tuple[object, ...], EdgeChange | None] = {}
         """Cached results of visits; None for a visit without effect."""
         members: list[Op | Tie] = [*graph.ops, *map(Tie, ties)]
         for op in members:
@@ -153,15 +157,17 @@ class _Propagation:
             pointwise = rule.priority == 0 and entry.view is None
             single = all(len(v.users) <= 1 or not v.rank for v in op.operands)
             directions = _directions(rule, single, entry.broadcasts)
-            known = (rule.operands, rule.results, rule.sizes, pointwise, directions)
-            form = self.forms.setdefault(known, len(self.forms))
+            signature = (rule.operands, rule.results, rule.sizes, pointwise, directions)
+            form = self.forms.setdefault(signature, len(self.forms))
             edge = Edge(op, rule, [*op.operands, *op.results], form, pointwise, directions)
             self.edges.append(edge)
         self.results = [edge for edge in self.edges if edge.op.target is output]
         self.ties: dict[Value, Edge] = {v: e for e in self.edges if isinstance(e.op, Tie) for v in e.tensors}
         self.touching: dict[Value, list[Edge]] = {}
-        """The op that computes a value, then its readers from last to first: the last to be notified is visited
-        first."""
+        """The edges to visit after a change of a value: its producer, then its readers from last to first.
+
+        The last one of this list is visited first.
+        """
         for edge in reversed(self.edges):
             for value in dict.fromkeys(edge.tensors):
                 if edge.op.target is not output and not isinstance(edge.op, Tie):
@@ -178,43 +184,44 @@ class _Propagation:
         for value, sharding in parked.items():
             self._park(value, sharding)
         for current in sorted({0} | {p for s in parked.values() if s.priority for p in s.priority}):
-            for value, wanted in parked.items():
-                self._restore(value, wanted, current)
+            for value, written in parked.items():
+                self._restore(value, written, current)
             for loop in self.loops:
                 self._to_fixpoint(loop)
-        for value, wanted in parked.items():
-            self._set(value, replace(self.state[value], priority=wanted.priority))
+        for value, written in parked.items():
+            self._set(value, replace(self.state[value], priority=written.priority))
         return Shardings(
             self.mesh, self.graph, self.state, self.rules, self.causes, self.annotated, list(self.conflicts.values())
         )
 
-    def _park(self, value: Value, wanted: Sharding) -> None:
-        """Empties and closes dims of a later priority, and keeps their axes off the value's other dims."""
-        assert wanted.priority is not None
-        later = [priority > 0 for priority in wanted.priority]
-        axes = [axis for dim, parked in zip(wanted.dims, later) if parked for axis in dim]
+    def _park(self, value: Value, written: Sharding) -> None:
+        """Empties and closes the dims whose priority is later, and keeps their axes off the value's other dims."""
+        assert written.priority is not None
+        later = [priority > 0 for priority in written.priority]
+        axes = [axis for dim, parked in zip(written.dims, later) if parked for axis in dim]
         self._set(value, replace(
-            wanted, dims=tuple(() if parked else dim for dim, parked in zip(wanted.dims, later)),
-            open=tuple(is_open and not parked for is_open, parked in zip(wanted.open, later)),
-            replicated=wanted.replicated | set(axes), priority=None,
+            written, dims=tuple(() if parked else dim for dim, parked in zip(written.dims, later)),
+            open=tuple(is_open and not parked for is_open, parked in zip(written.open, later)),
+            replicated=written.replicated | set(axes), priority=None,
         ))  # fmt: skip
 
-    def _restore(self, value: Value, wanted: Sharding, current: int) -> None:
-        """Sets dims of priority `current` to what the user wrote."""
-        assert wanted.priority is not None
+    def _restore(self, value: Value, written: Sharding, current: int) -> None:
+        """Gives the dims of priority `current` the sharding that the user wrote."""
+        assert written.priority is not None
         now = self.state[value]
-        back = [priority == current > 0 for priority in wanted.priority]
-        axes = [axis for dim, restored in zip(wanted.dims, back) if restored for axis in dim]
+        back = [priority == current > 0 for priority in written.priority]
+        axes = [axis for dim, restored in zip(written.dims, back) if restored for axis in dim]
         self._set(value, replace(
-            now, dims=tuple(w if restored else n for w, n, restored in zip(wanted.dims, now.dims, back)),
-            open=tuple(w if restored else n for w, n, restored in zip(wanted.open, now.open, back)),
-            replicated=now.replicated - set(axes) | wanted.replicated,
+            now, dims=tuple(w if restored else n for w, n, restored in zip(written.dims, now.dims, back)),
+            open=tuple(w if restored else n for w, n, restored in zip(written.open, now.open, back)),
+            replicated=now.replicated - set(axes) | written.replicated,
         ))  # fmt: skip
 
     def _to_fixpoint(self, loop: Loop) -> None:
-        """Visits every participating edge from top to bottom; edges affected by a change come next.
+        """Visits the edges that take part in a loop until nothing changes.
 
-        The function's results are visited before and after.
+        Edges are visited in the graph's order, but those affected by a change come next. The function's results are
+        visited before and after.
         """
         self._visit_results(loop)
         stack = [edge for edge in reversed(self.edges) if any(edge.directions[loop.level])]
@@ -240,7 +247,7 @@ class _Propagation:
         shardings = [self.state[v] for v in edge.tensors]
         key = (edge.form, loop, *map(id, shardings))
         if key not in self.moves:
-            self.moves[key] = self._moved(edge, shardings, loop)
+            self.moves[key] = self._change_of(edge, shardings, loop)
         moved = self.moves[key]
         if moved is None:
             return []
@@ -255,7 +262,7 @@ class _Propagation:
                 changed += self._visit(self.ties[value], loop)
         return changed
 
-    def _moved(self, edge: Edge, shardings: list[Sharding], loop: Loop) -> Moved | None:
+    def _change_of(self, edge: Edge, shardings: list[Sharding], loop: Loop) -> EdgeChange | None:
         if not any(axes for s in shardings for axes in s.dims):
             return None
         step = _Step(edge, shardings, loop)
@@ -264,7 +271,7 @@ class _Propagation:
             (t, {f: part.axes for f, part in new.items()})
             for t, (old, new) in enumerate(zip(step.before, step.parts)) if old != new
         )  # fmt: skip
-        return Moved(changed, step.sources, tuple(step.conflicts)) if changed or step.conflicts else None
+        return EdgeChange(changed, step.sources, tuple(step.conflicts)) if changed or step.conflicts else None
 
     def _write_back(
         self, edge: Edge, t: int, sharding: Sharding, factors: dict[int, Axes], sources: dict[tuple[int, int], int],
@@ -294,7 +301,7 @@ class _Propagation:
 
 
 class _Step:
-    """One step on the factors of an edge's tensors."""
+    """A visit of one edge: propagates axes between its tensors, factor by factor."""
 
     def __init__(self, edge: Edge, shardings: list[Sharding], loop: Loop):
         rule = edge.rule
@@ -307,7 +314,7 @@ class _Step:
         self.conflicts: list[tuple[int, Axes, Axes]] = []
 
     def basic(self) -> None:
-        """Per factor, the axes on which all tensors agree; a conflict in any tensor truncates them for all."""
+        """Gives all tensors, for each factor, the axes on which they agree, up to the first conflict in any tensor."""
         for f in range(len(self.sizes)):
             axes = self.compatible(f)
             for t in range(len(self.parts)) if axes else ():
@@ -320,29 +327,29 @@ class _Step:
                 self.expand(t, f, axes)
 
     def aggressive(self) -> None:
-        """Per tensor, the axes that it can have, results before operands.
+        """Gives every tensor the axes that it can have, whatever the others can; results before operands.
 
-        If factors compete for an axis, the order decides: largest source tensor, for pointwise ops the most axes,
-        lowest tensor, lowest factor.
+        Of factors that compete for an axis wins the one with the largest source tensor, then (for pointwise ops) the
+        most axes, the lowest tensor and the lowest factor.
         """
-        wanted = [self.compatible(f) for f in range(len(self.sizes))]
-        if not any(wanted):
+        candidates = [self.compatible(f) for f in range(len(self.sizes))]
+        if not any(candidates):
             return
         volumes = [size_of_factors(self.sizes, p) for p in self.parts]
 
         def rank(f: int) -> tuple[int, int, int, int]:
-            sources = [t for t, p in enumerate(self.parts) if f in p and starts_with(p[f].axes, wanted[f])]
+            sources = [t for t, p in enumerate(self.parts) if f in p and starts_with(p[f].axes, candidates[f])]
             source = max(sources, key=lambda t: (volumes[t], -t), default=-1)
-            axes = size_of(wanted[f]) if self.edge.pointwise else 0
+            axes = size_of(candidates[f]) if self.edge.pointwise else 0
             return (-volumes[source] if sources else 1, -axes, source, f)
 
-        order = sorted((f for f in range(len(self.sizes)) if wanted[f]), key=rank)
+        order = sorted((f for f in range(len(self.sizes)) if candidates[f]), key=rank)
         for t in (*range(self.count, len(self.parts)), *range(self.count)):
             for f in order:
                 part = self.parts[t].get(f)
                 if part is None:
                     continue
-                free = extension(part, wanted[f], self.sizes[f], self.barred[t])
+                free = extension(part, candidates[f], self.sizes[f], self.barred[t])
                 if free == part.axes or not starts_with(free, part.axes):
                     continue
                 others = self.others(t, f)
@@ -356,7 +363,7 @@ class _Step:
                 self.expand(t, f, axes)
 
     def compatible(self, f: int) -> Axes:
-        """The longest list of major axes of a factor on which its tensors agree.
+        """The longest list of axes of a factor, from the outermost, on which its tensors agree.
 
         In a one-directional step only the source tensors extend it; the others may shorten it.
         """
@@ -384,6 +391,7 @@ class _Step:
         return tuple(a for g, part in self.parts[t].items() if g != f for a in (*part.axes, *part.overflow))
 
     def expand(self, t: int, f: int, axes: Axes) -> None:
+        """Extends the axes of a tensor's factor, and records the tensor that they come from."""
         part = self.parts[t].get(f)
         if part is None or axes == part.axes or not starts_with(axes, part.axes):
             return

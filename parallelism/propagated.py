@@ -1,4 +1,4 @@
-"""The input and output of propagation: annotations, and a sharding for every value with its cause."""
+"""The input and the output of propagation: annotations, and the sharding of every value with its causes."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.sharding import Sharding, show_axis
-from tpshard.parallelism.why import Explanation, Hop, Through, Told
+from tpshard.parallelism.why import Explanation, Hop, SourcePlace, Through
 
 
 @dataclass(frozen=True)
 class Annotation:
-    """The user's annotation of one value: a sharding, and where it was written."""
+    """An annotation of one value: a sharding, and where the user wrote it."""
 
     sharding: Sharding
-    told: tuple[Told, ...] = ()
-    """The sources of the annotation; empty if it only excludes axes."""
+    written_at: tuple[SourcePlace, ...] = ()
+    """Empty if the annotation only excludes axes."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a dim has axes: they came from `source`'s dim through `op`, or from an annotation."""
+    """Why a dim has axes: they came through `op` from a dim of `source`, or from the value's own annotation."""
 
     op: Through | None
     source: Value | None
     source_dim: int
-    told: tuple[Told, ...] = ()
+    written_at: tuple[SourcePlace, ...] = ()
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """An axis that two tensors of one op need on different dims."""
+    """Axes that a value did not get, because another of its dims has them."""
 
     op: str
     value: Value
@@ -46,7 +46,7 @@ class Conflict:
 
 @dataclass
 class Shardings:
-    """The sharding of every value, with its reason."""
+    """The result of propagation: the sharding of every value, with its causes."""
 
     mesh: Mesh
     graph: Graph
@@ -58,39 +58,45 @@ class Shardings:
 
     def explain(self, value: Value) -> Explanation:
         """The reasons of a value's sharding: one chain per axis, each ending at an annotation."""
-        given = self.annotated.get(value)
-        annotated = given.sharding.notation(self.mesh, value.dims) if given is not None and given.told else ""
+        annotation = self.annotated.get(value)
+        annotated = (
+            annotation.sharding.notation(self.mesh, value.dims)
+            if annotation is not None and annotation.written_at
+            else ""
+        )
         links = [
             link for dim in range(value.rank) for axis in self.of[value].dims[dim]
             for link in self.chain(value, dim, axis)
         ]  # fmt: skip
-        return Explanation(annotated, given.told if given is not None else (), tuple(links))
+        return Explanation(annotated, annotation.written_at if annotation is not None else (), tuple(links))
 
     def chain(self, value: Value, dim: int, axis: Axis) -> list[Hop]:
+        """The steps by which an axis reached a dim of a value, back to an annotation."""
         links: list[Hop] = []
-        seen = set()
-        while (value, dim) not in seen:
-            seen.add((value, dim))
+        visited = set()
+        while (value, dim) not in visited:
+            visited.add((value, dim))
             cause = self.cause(value, dim, axis)
             if cause is None:
                 break
             source = cause.source.name if cause.source is not None else ""
             links.append(
-                Hop(show_axis(axis, self.mesh), value.name, dim, cause.op, source, cause.source_dim, cause.told)
+                Hop(show_axis(axis, self.mesh), value.name, dim, cause.op, source, cause.source_dim, cause.written_at)
             )
             if cause.source is None:
                 break
             value, dim = cause.source, cause.source_dim
         return links
 
-    def told(self, value: Value) -> bool:
-        """Whether an axis of a value was annotated for the value itself."""
+    def is_annotated(self, value: Value) -> bool:
+        """Whether an axis of a value comes from the value's own annotation."""
         axes = ((dim, axis) for dim, axes in enumerate(self.of[value].dims) for axis in axes)
         causes = (self.cause(value, dim, axis) for dim, axis in axes)
         return any(cause is not None and cause.source is None for cause in causes)
 
     def cause(self, value: Value, dim: int, axis: Axis) -> Cause | None:
-        for known, cause in self.causes.get((value, dim), ()):
-            if known.overlaps(axis):
+        """Why a dim of a value has an axis; None if it does not have it."""
+        for cause_axis, cause in self.causes.get((value, dim), ()):
+            if cause_axis.overlaps(axis):
                 return cause
         return None

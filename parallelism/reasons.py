@@ -10,53 +10,53 @@ from tpshard.parallelism.mesh import Axis, overlap
 from tpshard.parallelism.propagated import Shardings
 from tpshard.parallelism.reshard import ReshardStep
 from tpshard.parallelism.rules.table import entry_of
-from tpshard.parallelism.why import Demand, Told, through
+from tpshard.parallelism.why import Demand, SourcePlace, through
 
 FAR = 8
 """How many producers to search for the origin of an axis that a partial sum no longer shows."""
 
 
 class Reasons:
-    """Answers from the causes that propagation recorded."""
+    """Looks up the reasons of collectives in the causes that propagation recorded."""
 
     def __init__(self, shardings: Shardings):
         self.s, self.mesh = shardings, shardings.mesh
-        self.roots: dict[tuple[Value, int, str], tuple[tuple[Told, ...], bool]] = {}
+        self.roots: dict[tuple[Value, int, str], tuple[tuple[SourcePlace, ...], bool]] = {}
 
     def why(self, value: Value, step: ReshardStep, reader: Op) -> dict[str, Any]:
-        """The reason of a resharding step that brings `value` to `reader`, as arguments of a `Collective`."""
-        of, asked, mixes, by = what_moves(value, reader), True, "", reader
+        """The reason of a step that reshards `value` for `reader`, as keyword arguments of a `Collective`."""
+        of, requested, mixes, by = what_moves(value, reader), True, "", reader
         kind: Literal["sum", "given", "storage", "operand"]
         if step.kind in ("reduce", "scatter"):
             kind, by = ("given", reader) if value.producer is None else ("sum", value.producer)
         elif is_boundary(reader):
             kind = "storage"
         else:
-            kind, asked = "operand", is_anchor(reader)
+            kind, requested = "operand", is_anchor(reader)
             mixing = entry_of(reader.target).mixes
             mixes = reader.operands[mixing].name if mixing is not None else ""
-        axis, told = "", tuple[Told, ...]()
+        axis, written_at = "", tuple[SourcePlace, ...]()
         for moved, source, _ in step.parts:
-            told, annotated = self.root(value, source, moved)
-            if not told:
-                told, annotated = self.any_root(value, moved)
-            if told:
+            written_at, annotated = self.root(value, source, moved)
+            if not written_at:
+                written_at, annotated = self.any_root(value, moved)
+            if written_at:
                 axis = moved.name
-                asked = asked or annotated
+                requested = requested or annotated
                 break
         before, after = (layout.notation(self.mesh, value.dims) for layout in (step.before, step.after))
-        need = Demand(kind, through(by), value.name, before, after, mixes, axis, told)
+        need = Demand(kind, through(by), value.name, before, after, mixes, axis, written_at)
         name = reader.args[2] if of in ("parameter", "gradient") else value.name
-        return {"why": (need,), "value": (name,), "of": of, "asked": asked}
+        return {"why": (need,), "value": (name,), "of": of, "requested": requested}
 
-    def root(self, value: Value, dim: int, axis: Axis) -> tuple[tuple[Told, ...], bool]:
-        """(the annotation that an axis of a dim comes from, whether it was of an activation).
+    def root(self, value: Value, dim: int, axis: Axis) -> tuple[tuple[SourcePlace, ...], bool]:
+        """The annotation from which an axis of a dim comes, and whether it annotates an activation.
 
         An annotation of an activation asks for reshards towards it; one of a parameter does not. Memoized along the
         chain.
         """
         trail = []
-        answer: tuple[tuple[Told, ...], bool] = ((), False)
+        answer: tuple[tuple[SourcePlace, ...], bool] = ((), False)
         while dim >= 0:
             key = (value, dim, axis.name)
             if key in self.roots:
@@ -70,15 +70,15 @@ class Reasons:
             if cause.source is None:
                 maker = value.producer
                 activation = maker is not None and (is_named(maker) or is_split(maker))
-                answer = (cause.told, activation)
+                answer = (cause.written_at, activation)
                 break
             value, dim = cause.source, cause.source_dim
         for key in trail:
             self.roots[key] = answer
         return answer
 
-    def any_root(self, value: Value, axis: Axis) -> tuple[tuple[Told, ...], bool]:
-        """The annotation behind an axis that reaches a value through its producer's operands."""
+    def any_root(self, value: Value, axis: Axis) -> tuple[tuple[SourcePlace, ...], bool]:
+        """The annotation from which an axis comes that reaches a value through its producers' operands."""
         producer = value.producer
         for _ in range(FAR):
             if producer is None:
@@ -86,15 +86,16 @@ class Reasons:
             for operand in producer.operands:
                 for dim in range(operand.rank):
                     if overlap(axis, self.s.of[operand].dims[dim]):
-                        found = self.root(operand, dim, axis)
-                        if found[0]:
-                            return found
+                        root = self.root(operand, dim, axis)
+                        if root[0]:
+                            return root
             producer = producer.operands[0].producer if producer.operands else None
         return (), False
 
 
 def what_moves(value: Value, reader: Op) -> Role:
-    """The role of the moved value: parameter or gradient at a boundary, else logits, loss, scalar or activation."""
+    """The role of a value that is resharded: parameter or gradient at a boundary, else logits, loss, scalar or
+    activation."""
     if is_boundary(reader):
         return "gradient" if reader.args[1] == "gradient" else "parameter"
     if value.role in ("logits", "loss"):

@@ -1,6 +1,6 @@
 """Recording the ops that a function runs, on fake tensors and below autograd, as `Op`s of the global graph.
 
-It does the work of `make_fx` without proxies and without a second graph to translate.
+It replaces `make_fx`, without proxies and without a second graph to translate.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ aten = torch.ops.aten
 
 @functools.cache
 def decompositions() -> dict[Any, Any]:
-    """The decompositions of ops that are recorded as others, by overload: the op table's, and torch's for unknown
-    ops."""
-    found: dict[Any, Any] = {}
+    """The decompositions of ops that are not recorded as they are, by overload: the table's, and torch's for others."""
+    table: dict[Any, Any] = {}
     for func, split in decomposition_table.items():
         if isinstance(func, torch._ops.OpOverload) and entry_of(func) is OTHER and not _is_view_or_composite(func):
-            found[func] = split
+            table[func] = split
     for name, entry in TABLE.items():
         if entry.recorded == "decomposed":
             with contextlib.suppress(RuntimeError):
-                found |= get_decompositions([_named(name)])
+                table |= get_decompositions([_named(name)])
         elif callable(entry.recorded):
             named = _named(name)
             one = isinstance(named, torch._ops.OpOverload)
             each = [named] if one else [getattr(named, overload) for overload in named.overloads()]
-            found |= dict.fromkeys(each, entry.recorded)
-    return found
+            table |= dict.fromkeys(each, entry.recorded)
+    return table
 
 
 def _is_view_or_composite(func: Any) -> bool:
@@ -50,12 +49,15 @@ def _is_view_or_composite(func: Any) -> bool:
 
 
 def _named(name: str) -> Any:
-    """An op by name: `aten.add` with all its overloads, or one, `aten.add.Tensor`."""
+    """The op of a name: `aten.add`, with all its overloads, or one overload, `aten.add.Tensor`."""
     return functools.reduce(getattr, name.split("."), torch.ops)
 
 
 class Recorder(TorchDispatchMode):
-    """Records ops as they run, inside a `FakeTensorMode`. `place` returns the place of the running op."""
+    """A dispatch mode that records ops as they run, inside a `FakeTensorMode`.
+
+    place: returns the place of the running op.
+    """
 
     supports_higher_order_operators = True
     """Set so that higher-order operators arrive here and are refused."""
@@ -68,46 +70,49 @@ class Recorder(TorchDispatchMode):
         self.constants: dict[str, tuple[Value, Tensor]] = {}
         self.decompositions = decompositions()
         self.names = _Namespace()
-        self.known: dict[int, tuple[Value, Tensor]] = {}
-        """For each tensor by identity (kept alive): its value, the newest one if it was changed in place."""
+        self.value_of: dict[int, tuple[Value, Tensor]] = {}
+        """The value of each tensor, by the tensor's identity, and the tensor, kept alive.
+
+        After a change in place it is the newest value.
+        """
         self.composite: dict[Any, bool] = {}
         self.splitting: list[Any] = []
         """Ops whose decompositions are running."""
         self.shapes = Shapes()
         self.seed: Tensor | None = None
         """The seed input, after all others, if the function draws random numbers."""
-        self.drawn = 0
+        self.draws = 0
         self.rows = 0
-        """Rows of the batch, if draws for them depend on their place in a step (see `draws`)."""
+        """The rows of a batch whose draws depend on the row's place in a step (see `draws`); 0 if there is none."""
 
     def input(self, name: str, fake: Tensor) -> None:
         """Adds the function's next argument."""
         value = Value(name, tuple(fake.shape), fake.dtype, None, len(self.inputs))
         self.inputs.append(value)
-        self.known[id(fake)] = (value, fake)
+        self.value_of[id(fake)] = (value, fake)
 
     def constant(self, name: str, tensor: Tensor, fake: Tensor) -> None:
         """Adds a constant of the function, which `fake` stands for."""
         value = Value(name, tuple(tensor.shape), tensor.dtype)
         self.constants[name] = (value, tensor)
-        self.known[id(fake)] = (value, fake)
+        self.value_of[id(fake)] = (value, fake)
 
     def graph(self, outputs: list[Any]) -> Graph:
         """The graph of the recorded ops, with these results of the function."""
         results = [self.value(o) if isinstance(o, Tensor) else o for o in outputs]
         graph = Graph(self.inputs, self.ops, results, self.constants)
-        graph.seed = None if self.seed is None else self.known[id(self.seed)][0]
+        graph.seed = None if self.seed is None else self.value_of[id(self.seed)][0]
         graph.refresh_users()
         return graph
 
     def value(self, tensor: Tensor) -> Value:
-        """The value of a tensor; one that no op has produced is a constant."""
-        known = self.known.get(id(tensor))
-        if known is None:
+        """The value of a tensor; a tensor that no op has produced becomes a constant."""
+        pair = self.value_of.get(id(tensor))
+        if pair is None:
             name = f"_tensor_constant{len(self.constants)}"
-            known = (Value(name, tuple(tensor.shape), tensor.dtype), tensor)
-            self.constants[name] = self.known[id(tensor)] = known
-        return known[0]
+            pair = (Value(name, tuple(tensor.shape), tensor.dtype), tensor)
+            self.constants[name] = self.value_of[id(tensor)] = pair
+        return pair[0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -126,11 +131,11 @@ class Recorder(TorchDispatchMode):
             self.splitting.append(func)  # a decomposition may call the op itself, with other dtypes
             try:
                 with self:
-                    made = decomposition(*args, **kwargs)
+                    result = decomposition(*args, **kwargs)
             finally:
                 self.splitting.pop()
-            if made is not NotImplemented:  # a decomposition returns it for operands it does not support
-                return made
+            if result is not NotImplemented:  # a decomposition returns it for operands it does not support
+                return result
         operands: list[Tensor] = []
         refs = _refs(args, operands)
         keywords = {key: _refs(arg, operands) for key, arg in kwargs.items()}
@@ -141,31 +146,32 @@ class Recorder(TorchDispatchMode):
             func = aten.lift_fresh_copy.default
         # before the op runs, since it may change a tensor that it reads
         values = [self.value(tensor) for tensor in operands]
-        made = self.shapes.run(func, args, kwargs, (refs, keywords), operands)
-        if isinstance(made, (int, float, bool)):
-            return made  # of a constant: its value is known while tracing
-        self._record(func, refs, keywords, values, made)
-        return made
+        result = self.shapes.run(func, args, kwargs, (refs, keywords), operands)
+        if isinstance(result, (int, float, bool)):
+            return result  # of a constant: its value is known while tracing
+        self._record(func, refs, keywords, values, result)
+        return result
 
     def _draw(self, size: Any, dtype: torch.dtype) -> Tensor:
+        """Records the next draw from the seed, which becomes an input of the graph."""
         if self.seed is None:
             self.seed = torch.empty((5,) if self.rows else (), dtype=torch.int64)
             self.input(SEED, self.seed)
-        self.drawn += 1
+        self.draws += 1
         row = size[0] // self.rows if self.rows and size and size[0] % self.rows == 0 else 0
         with self:
-            return RANDOM(self.seed, self.drawn, list(size), [0] * len(size), strides_of(size), dtype, row)
+            return RANDOM(self.seed, self.draws, list(size), [0] * len(size), strides_of(size), dtype, row)
 
     def _is_composite(self, func: Any, operands: list[Tensor]) -> bool:
-        """Whether eager mode would run other ops instead, if autograd had seen the op."""
-        known = self.composite.get(func)
-        if known is None:
+        """Whether eager mode runs other ops in place of this one, because autograd decomposes it."""
+        composite = self.composite.get(func)
+        if composite is None:
             implicit = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-            known = implicit and autograd_would_have_decomposed(func, operands)
-            self.composite[func] = known
-        return known
+            composite = implicit and autograd_would_have_decomposed(func, operands)
+            self.composite[func] = composite
+        return composite
 
-    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], operands: list[Value], made: Any) -> None:
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], operands: list[Value], returned: Any) -> None:
         packet = func.overloadpacket.__name__
         if entry_of(func).random:
             raise ValueError(
@@ -173,19 +179,19 @@ class Recorder(TorchDispatchMode):
             )
         name = self.names.create_name(packet, None)
         op = Op(name, func, args, kwargs, operands, [], self.place() if self.place is not None else Place())
-        several = isinstance(made, (list, tuple))
-        for i, one in enumerate(made if several else [made]):
+        several = isinstance(returned, (list, tuple))
+        for i, one in enumerate(returned if several else [returned]):
             label = f"{name}.{i}" if several else name
             if isinstance(one, Tensor):
                 op.results.append(Value(label, tuple(one.shape), one.dtype, op, i))
-                self.known[id(one)] = (op.results[-1], one)
+                self.value_of[id(one)] = (op.results[-1], one)
             else:
                 op.results.append(Value(label, (), torch.int64, op, i))
         self.ops.append(op)
 
 
 def _refs(arg: Any, operands: list[Tensor]) -> Any:
-    """An argument with a `Ref` for every tensor; the tensors are appended to `operands`."""
+    """Replaces every tensor in an argument by a `Ref`; the tensors are appended to `operands`."""
     if isinstance(arg, Tensor):
         operands.append(arg)
         return Ref(len(operands) - 1)

@@ -1,4 +1,4 @@
-"""A cache of op results by shapes: equal layers ask the fake tensor mode only once."""
+"""A cache of the results of ops on fake tensors by shapes, so that equal layers are computed only once."""
 
 from __future__ import annotations
 
@@ -28,29 +28,32 @@ class Shapes:
     """
 
     def __init__(self) -> None:
-        self.known: dict[Any, tuple[type | None, list[Like]]] = {}
-        """By op and arguments: the type of the returned sequence, if it is one, and the tensors."""
+        self.results: dict[Any, tuple[type | None, list[Like]]] = {}
+        """The results by op and arguments: the type of the returned sequence, if it is one, and the tensors."""
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any], refs: Any, operands: list[Tensor]) -> Any:
-        """`func(*args, **kwargs)`. refs: all arguments, with a `Ref` for each tensor in `operands`."""
+        """Runs `func(*args, **kwargs)`, or takes its results from the cache.
+
+        refs: all arguments, with a `Ref` for each tensor in `operands`.
+        """
         key = _key(func, refs, operands)
         if key is None:
             return func(*args, **kwargs)
         if _is_view(func):
             return _view(func, args, kwargs, operands[0])
-        known = self.known.get(key)
-        if known is not None:
-            sequence, likes = known
+        cached = self.results.get(key)
+        if cached is not None:
+            sequence, likes = cached
             mode = operands[0].fake_mode  # type: ignore[attr-defined]
-            made = [fake(mode, like) for like in likes]
-            return made[0] if sequence is None else sequence(made)
-        made = func(*args, **kwargs)
-        several = type(made) in (list, tuple)
-        found = [_like(one) for one in (made if several else (made,))]
-        likes = [like for like in found if like is not None]
-        if len(likes) == len(found) and not any(made is operand for operand in operands):
-            self.known[key] = (type(made) if several else None, likes)
-        return made
+            tensors = [fake(mode, like) for like in likes]
+            return tensors[0] if sequence is None else sequence(tensors)
+        result = func(*args, **kwargs)
+        several = type(result) in (list, tuple)
+        results = [_like(one) for one in (result if several else (result,))]
+        likes = [like for like in results if like is not None]
+        if len(likes) == len(results) and not any(result is operand for operand in operands):
+            self.results[key] = (type(result) if several else None, likes)
+        return result
 
 
 def _key(func: Any, refs: Any, operands: list[Tensor]) -> Any:
@@ -81,19 +84,19 @@ def _is_view(func: Any) -> bool:
 
 
 def _view(func: Any, args: Any, kwargs: Any, source: Any) -> Any:
-    """A view of a fake tensor, made below all dispatch modes."""
+    """Runs a view op on a fake tensor, below all dispatch modes."""
     unseen, below = torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd()
     try:
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
     finally:
         del unseen, below
-    if isinstance(made, Tensor):
-        return FakeTensor(source.fake_mode, made, source.fake_device)
-    return type(made)([FakeTensor(source.fake_mode, one, source.fake_device) for one in made])
+    if isinstance(result, Tensor):
+        return FakeTensor(source.fake_mode, result, source.fake_device)
+    return type(result)([FakeTensor(source.fake_mode, one, source.fake_device) for one in result])
 
 
 def _exact(arg: Any, ours: bool) -> Any:
-    """An argument as a cache key: 1, 1.0 and True are equal in Python, but promote dtypes differently.
+    """An argument as a part of a cache key, with its type: 1, 1.0 and True are equal, but promote dtypes differently.
 
     ours: whether the op belongs to tpshard, whose strings are names of values.
     """
@@ -109,10 +112,10 @@ def _exact(arg: Any, ours: bool) -> Any:
 
 
 def fake(mode: FakeTensorMode, like: Like) -> Tensor:
-    """A new fake tensor, made below all dispatch modes.
+    """Makes a fake tensor, below all dispatch modes.
 
-    It has its own meta tensor: fake tensors that share one also share its version, so that autograd would take a change
-    of one for a change of all.
+    It gets a meta tensor of its own: fake tensors with one meta tensor share its version, so that autograd would take a
+    change of one of them for a change of all.
     """
     unseen = torch._C._DisableTorchDispatch()
     try:

@@ -14,18 +14,18 @@ from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import name_of
 
 SHARE = 0.01
-"""The share of a device's FLOPs from which replicated computation is reported."""
+"""The share of a device's FLOPs above which replicated computation is reported."""
 
 
 @dataclass
 class Repeated:
-    """Ops of one kind, in equal layers, that several devices compute alike."""
+    """Ops of one kind, in equal layers, that several devices compute identically."""
 
     op: Op
     idle: Axes
     count: int = 0
     flops: float = 0.0
-    """FLOPs of a device on them beyond its share."""
+    """The FLOPs of a device on these ops beyond its share."""
 
 
 def repeated(
@@ -36,14 +36,14 @@ def repeated(
     done: Mapping[str, Info],
     apart: Sequence[str] = (),
 ) -> list[str]:
-    """A warning for every op (one for equal layers) whose replicated work exceeds 1% of what a device computes.
+    """Warns of ops whose replicated work exceeds 1% of a device's FLOPs, once for equal layers.
 
-    Work on parameters after a step is not counted. done: the FLOPs of one device and of all work, by the op's name.
+    The update of the parameters is not counted. done: the FLOPs of each op on one device, and in all, by its name.
     apart: axes along which devices run different parts of the program.
     """
     every = tuple(Axis(name, 1, size) for name, size in mesh.axes.items() if size > 1 and name not in apart)
     total = sum(info.flops for info in done.values())
-    found: dict[tuple[str, ...], Repeated] = {}
+    groups: dict[tuple[str, ...], Repeated] = {}
     for op in graph.ops:
         info = done.get(op.name)
         if info is None or op not in choices or not info.global_flops or op.phase == "update":
@@ -53,14 +53,16 @@ def repeated(
         if size_of(idle) == 1:
             continue
         key = (str(op.target), re.sub(r"\d+", "#", op.place.module), str(idle))
-        one = found.setdefault(key, Repeated(op, idle))
+        one = groups.setdefault(key, Repeated(op, idle))
         one.count += 1
         one.flops += info.flops * (1 - 1 / size_of(idle))
-    worst = sorted(found.values(), key=lambda one: -one.flops)
-    return [_told(one, rules[one.op], choices[one.op], one.flops / total) for one in worst if one.flops > SHARE * total]
+    worst = sorted(groups.values(), key=lambda one: -one.flops)
+    return [
+        _warning(one, rules[one.op], choices[one.op], one.flops / total) for one in worst if one.flops > SHARE * total
+    ]
 
 
-def _told(one: Repeated, rule: Rule, choice: Choice, share: float) -> str:
+def _warning(one: Repeated, rule: Rule, choice: Choice, share: float) -> str:
     op, axes = one.op, ", ".join(sorted({axis.name for axis in one.idle}))
     alike = f" and {one.count - 1} like it" if one.count > 1 else ""
     where = f" in `{op.place.module}`" if op.place.module else ""
@@ -72,7 +74,7 @@ def _told(one: Repeated, rule: Rule, choice: Choice, share: float) -> str:
 
 
 def _cause(one: Repeated, rule: Rule, choice: Choice, axes: str) -> tuple[str, str]:
-    """Why nothing is sharded over the axes, and what to write instead."""
+    """Why an op is not sharded over the axes, and how to change that."""
     op, members = one.op, size_of(one.idle)
     values = [*op.results, *op.operands]
     needy = small = ""
@@ -96,6 +98,3 @@ def _cause(one: Repeated, rule: Rule, choice: Choice, axes: str) -> tuple[str, s
     if small:
         return f"{small} has fewer than {members} parts", f"make {axes} smaller, or that dim larger"
     return "its dims are sharded over other axes already", f"give {axes}'s devices to an axis that shards it"
-
-
-__all__ = ["repeated"]

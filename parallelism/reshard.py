@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 
 from tpshard.parallelism.mesh import Axes, Axis, atoms, merge, overlap, size_of, split
 from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size, refines
@@ -22,7 +23,7 @@ LATENCY_BYTES = 20_000
 
 @dataclass(frozen=True)
 class ReshardStep:
-    """One move. `parts`: (axis, from dim, to dim), with -1 for no dim."""
+    """One move of a resharding. `parts`: (axis, from dim, to dim), with -1 for no dim."""
 
     kind: str
     """gather, scatter (reduce-scatter), reduce (all-reduce), exchange (all-to-all), slice, mask or permute."""
@@ -30,29 +31,29 @@ class ReshardStep:
     before: Layout
     after: Layout
     grains: tuple[int, ...] = ()
-    """Grains of both layouts per dim, also of dims that one of them divides evenly."""
+    """The grain of each dim, common to both layouts, even where one of them divides the dim evenly."""
 
     def grain(self, dim: int) -> int:
         return self.grains[dim] if self.grains else 1
 
 
 def cost(steps: Sequence[ReshardStep], shape: Sequence[int], itemsize: int, latency: int = LATENCY_BYTES) -> float:
-    """Bytes that one device sends in a ring, plus latencies."""
+    """The cost of a sequence of steps: the bytes that one device sends in rings, plus latencies."""
     return sum(
         _price(s.kind, s.parts, local_bytes(shape, s.before, itemsize), local_bytes(shape, s.after, itemsize), latency)
         for s in steps
     )
 
 
-def _price(kind: str, parts: Parts, held: int, made: int, latency: int = LATENCY_BYTES) -> float:
-    """The cost of one move; `held` and `made` are the bytes of a device's shard before and after."""
+def _price(kind: str, parts: Parts, before: int, after: int, latency: int = LATENCY_BYTES) -> float:
+    """The cost of one move; `before` and `after` are the bytes of a device's shard."""
     if kind in ("slice", "mask"):
         return 0.001
     n = size_of(axis for axis, _, _ in parts)
     ring = (n - 1) / n
     moved = {
-        "gather": made * ring, "scatter": held * ring, "reduce": 2 * held * ring, "exchange": held * ring,
-        "permute": float(held),
+        "gather": after * ring, "scatter": before * ring, "reduce": 2 * before * ring, "exchange": before * ring,
+        "permute": float(before),
     }[kind]  # fmt: skip
     return latency + moved
 
@@ -61,10 +62,11 @@ def _price(kind: str, parts: Parts, held: int, made: int, latency: int = LATENCY
 def redistribution(
     shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int = LATENCY_BYTES
 ) -> tuple[ReshardStep, ...]:
-    """The cheapest steps from `source` to `target`.
+    """Searches the cheapest steps that reshard a tensor from layout `source` to `target`.
 
-    The target's partial axes must be among the source's, or unused by it (a replicated value becomes partial by a mask
-    that keeps it on one coordinate). latency: in bytes; 0 for collectives that will share buckets.
+    The target's partial axes must be among the source's, or unused by it: then a replicated value becomes partial by a
+    mask, which keeps it on one coordinate. latency: the cost of starting a collective, in bytes; 0 for collectives that
+    will share buckets.
     """
     source = _normal(shape, source)
     target = _normal(shape, target)
@@ -84,10 +86,10 @@ def redistribution(
     if not any(g > 1 for g in grains):
         return tuple(steps)
 
-    def grained(layout: Layout) -> Layout:
+    def with_grains(layout: Layout) -> Layout:
         return layout._replace(grains=even_grains(shape, layout.dims, grains))
 
-    return tuple(ReshardStep(s.kind, s.parts, grained(s.before), grained(s.after), grains) for s in steps)
+    return tuple(ReshardStep(s.kind, s.parts, with_grains(s.before), with_grains(s.after), grains) for s in steps)
 
 
 def _normal(shape: Sequence[int], layout: Layout) -> Layout:
@@ -97,7 +99,7 @@ def _normal(shape: Sequence[int], layout: Layout) -> Layout:
 
 
 def _grains(shape: Sequence[int], source: Layout, target: Layout) -> tuple[tuple[int, ...], list[int]]:
-    """Per dim, the grain at which both layouts divide it; and the dims for which there is none."""
+    """The grain at which both layouts divide each dim; and the dims for which no such grain exists."""
     grains: list[int] = []
     apart: list[int] = []
     for d, (size, a, b) in enumerate(zip(shape, source.dims, target.dims)):
@@ -118,14 +120,14 @@ Move = tuple[str, Parts, State]
 
 
 def _search(shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int) -> list[ReshardStep]:
-    """The cheapest sequence; if it replicates needlessly, also searches sequences that swap axes between dims."""
+    """The cheapest sequence of moves; sequences that swap axes between dims are tried only if others may be worse."""
     cuts = atoms((*source.dims, source.partial, *target.dims, target.partial))
-    bound = max(_held(shape, source.dims, itemsize), _held(shape, target.dims, itemsize))
+    bound = max(_shard_bytes(shape, source.dims, itemsize), _shard_bytes(shape, target.dims, itemsize))
     best = _cheapest(shape, source, target, itemsize, latency, cuts, bound, False)
     assert best is not None, f"no way from {source.show()} to {target.show()} for shape {list(shape)}"
     sent = [s for s in _join(best[1]) if s.kind not in ("slice", "mask")]
-    least = _held(shape, target.dims, itemsize)
-    swells = any(s.kind == "gather" and _held(shape, s.after.dims, itemsize) > least for s in sent)
+    least = _shard_bytes(shape, target.dims, itemsize)
+    swells = any(s.kind == "gather" and _shard_bytes(shape, s.after.dims, itemsize) > least for s in sent)
     # Every partial axis must be reduced, so sequences that only reduce gain nothing from swaps. Others have a permute
     # and a move before or after it.
     needed = len(sent) < 2 or all(s.kind in ("scatter", "reduce") for s in sent)
@@ -137,56 +139,53 @@ def _search(shape: tuple[int, ...], source: Layout, target: Layout, itemsize: in
         fine = {name: _primes(points, order) for name, points in cuts.items()}
         if fine not in tried:  # equal refinements, as for a power of two, give the same search
             tried.append(fine)
-            best = min(best, _relaid(shape, source, target, itemsize, latency, fine, bound) or best, key=_first)
+            relaid = _slice_and_permute(shape, source, target, itemsize, latency, fine, bound)
+            best = min(best, relaid or best, key=itemgetter(0))
             best = _cheapest(shape, source, target, itemsize, latency, fine, bound, True, best[0]) or best
     return best[1]
 
 
-def _first(pair: tuple[float, list[ReshardStep]]) -> float:
-    return pair[0]
-
-
-def _relaid(
+def _slice_and_permute(
     shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int,
     cuts: Mapping[str, Sequence[int]], bound: int,
 ) -> tuple[float, list[ReshardStep]] | None:  # fmt: skip
-    """Slices over the axes that only the target has, one permute, and the remaining steps."""
+    """A sequence that slices over the axes that only the target has, then permutes, then takes the cheapest rest."""
     goal = tuple(split(d, cuts) for d in target.dims)
     dims = tuple(split(d, cuts) for d in source.dims)
     partial = split(source.partial, cuts)
     best = None
     for slicing in (True, False):
         rows = [list(axes) for axes in dims]
-        taken = [axis for axes in (*dims, partial) for axis in axes]
+        used = [axis for axes in (*dims, partial) for axis in axes]
         for d, axes in enumerate(goal) if slicing else ():
             for axis in axes:
-                if not overlap(axis, taken) and even(shape[d], (*rows[d], axis)):
+                if not overlap(axis, used) and even(shape[d], (*rows[d], axis)):
                     rows[d].append(axis)
         sliced = tuple(map(tuple, rows))
         laid = _towards(sliced, goal, partial)
-        if laid is None or not _cut_alike(shape, sliced, laid):
+        if laid is None or not _same_pieces(shape, sliced, laid):
             continue
         first, second = (_layout((d, partial), source.kind) for d in (sliced, laid))
         steps = [ReshardStep("slice", tuple((a, -1, d) for d, (one, two) in enumerate(zip(dims, sliced))
                                      for a in two[len(one):]), source, first)] if sliced != dims else []  # fmt: skip
         if laid != sliced:
-            steps.append(ReshardStep("permute", _relabelled(sliced, laid), first, second))
+            steps.append(ReshardStep("permute", _moved_axes(sliced, laid), first, second))
         spent = 0.0
         for step in steps:
-            held, made = (_held(shape, layout.dims, itemsize) for layout in (step.before, step.after))
-            spent += _price(step.kind, step.parts, held, made, latency)
+            before, after = (_shard_bytes(shape, layout.dims, itemsize) for layout in (step.before, step.after))
+            spent += _price(step.kind, step.parts, before, after, latency)
         rest = _cheapest(shape, second, target, itemsize, latency, cuts, bound, False)
         if rest is not None and (best is None or spent + rest[0] < best[0]):
             best = spent + rest[0], steps + rest[1]
     return best
 
 
-def _held(shape: tuple[int, ...], dims: tuple[Axes, ...], itemsize: int) -> int:
+def _shard_bytes(shape: tuple[int, ...], dims: tuple[Axes, ...], itemsize: int) -> int:
     return math.prod(local_size(n, merge(axes)) for n, axes in zip(shape, dims)) * itemsize
 
 
 def _primes(points: Sequence[int], order: int) -> list[int]:
-    """Boundaries refined to prime parts, so that any two axes have parts that can be swapped."""
+    """Refines an axis's boundaries until all parts have prime sizes, so that parts of two axes can be swapped."""
     out = list(points[:1])
     for a, b in itertools.pairwise(points):
         rest, factors = b // a, []
@@ -200,70 +199,75 @@ def _primes(points: Sequence[int], order: int) -> list[int]:
 
 
 TRIES = 200
-"""The maximal number of layouts visited in a search with swaps."""
+"""The largest number of layouts that a search with swaps visits."""
 
 
 def _cheapest(
     shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int,
     cuts: Mapping[str, Sequence[int]], bound: int, swaps: bool, limit: float = math.inf,
 ) -> tuple[float, list[ReshardStep]] | None:  # fmt: skip
-    """Dijkstra over (layout, last kind of move). The returned price counts memory beyond `bound`.
+    """The cheapest sequence and its price, by Dijkstra's algorithm over pairs (layout, kind of the last move).
 
-    None if every sequence costs `limit` or more, or none is found within TRIES.
+    The price includes memory beyond `bound`. Returns None if every sequence costs `limit` or more, or a search with
+    swaps visits more than TRIES layouts.
     """
     start: State = (tuple(split(d, cuts) for d in source.dims), split(source.partial, cuts))
     goal: State = (tuple(split(d, cuts) for d in target.dims), split(target.partial, cuts))
     if start == goal:
         return (0.0, []) if limit > 0 else None
     kind = source.kind
-    wanted = {a for d in goal[0] for a in d}
+    goal_axes = {a for d in goal[0] for a in d}
     first = (start, "")
     best: dict[tuple[State, str], float] = {first: 0.0}
-    came: dict[tuple[State, str], tuple[tuple[State, str], Move]] = {}
+    reached_by: dict[tuple[State, str], tuple[tuple[State, str], Move]] = {}
     counter = itertools.count()
     heap = [(0.0, next(counter), first)]
     bytes_of: dict[tuple[Axes, ...], int] = {}  # many sequences lead to the same layout
 
     def held_by(dims: tuple[Axes, ...]) -> int:
         if dims not in bytes_of:
-            bytes_of[dims] = _held(shape, dims, itemsize)
+            bytes_of[dims] = _shard_bytes(shape, dims, itemsize)
         return bytes_of[dims]
 
     end = None
     for tries in itertools.count():
         if not heap or (swaps and tries > TRIES):
             return None
-        spent, _, here = heapq.heappop(heap)
-        state, last = here
+        spent, _, current = heapq.heappop(heap)
+        state, last = current
         if state == goal:
-            end = here
+            end = current
             break
-        if spent > best.get(here, math.inf):
+        if spent > best.get(current, math.inf):
             continue
-        held = held_by(state[0])
-        for move in _moves(shape, state, goal, wanted, kind, swaps):
+        before_bytes = held_by(state[0])
+        for move in _moves(shape, state, goal, goal_axes, kind, swaps):
             what, parts, after = move
-            made = held_by(after[0])
-            price = _price(what, parts, held, made, latency)
+            after_bytes = held_by(after[0])
+            price = _price(what, parts, before_bytes, after_bytes, latency)
             if last == what and what == "permute":
                 price = 0.001  # two permutes merge into one
-            elif last == what and what not in ("slice", "mask") and _joinable_parts(what, came[here][1][1], parts):
+            elif (
+                last == what
+                and what not in ("slice", "mask")
+                and _joinable_parts(what, reached_by[current][1][1], parts)
+            ):
                 price -= latency * 0.999
-            over = made - bound
+            over = after_bytes - bound
             if over > 0 and swaps:
                 continue
             if over > 0 and what == "gather":
                 price += SWELLING * over + latency
-            there = (after, what)
-            if spent + price < min(limit, best.get(there, math.inf)):
-                best[there] = spent + price
-                came[there] = (here, move)
-                heapq.heappush(heap, (spent + price, next(counter), there))
+            reached = (after, what)
+            if spent + price < min(limit, best.get(reached, math.inf)):
+                best[reached] = spent + price
+                reached_by[reached] = (current, move)
+                heapq.heappush(heap, (spent + price, next(counter), reached))
     assert end is not None
     path: list[ReshardStep] = []
     at = end
     while at != first:
-        previous, (what, parts, _) = came[at]
+        previous, (what, parts, _) = reached_by[at]
         path.append(ReshardStep(what, parts, _layout(previous[0], kind), _layout(at[0], kind)))
         at = previous
     return best[end], path[::-1]
@@ -278,11 +282,12 @@ def _layout(state: State, kind: str) -> Layout:
 
 
 def _moves(
-    shape: tuple[int, ...], state: State, goal: State, wanted: set[Axis], kind: str, swaps: bool
+    shape: tuple[int, ...], state: State, goal: State, goal_axes: set[Axis], kind: str, swaps: bool
 ) -> Iterator[Move]:
+    """Yields the moves that may be useful on the way from a layout to the goal."""
     dims, partial = state
-    taken = [a for d in dims for a in d] + list(partial)
-    used = {a for a in wanted | set(goal[1]) if overlap(a, taken)}
+    present = [a for d in dims for a in d] + list(partial)
+    used = {a for a in goal_axes | set(goal[1]) if overlap(a, present)}
 
     def put(d: int, axes: Axes, rest: tuple[Axes, ...] = dims) -> tuple[Axes, ...]:
         return (*rest[:d], axes, *rest[d + 1 :])
@@ -300,7 +305,7 @@ def _moves(
         return cuts_on(d, dims[d], goal[0][d][:n]) and cuts_on(d, goal[0][d][:n], goal[0][d])
 
     def added(d: int, among: Iterable[Axis]) -> Iterator[Axes]:
-        """What can be added to a dim in one move: an axis that divides it evenly, or the target's next parts."""
+        """Yields what one move can add to a dim: an axis that divides it evenly, or the target's next parts."""
         among = set(among)
         yield from ((axis,) for axis in sorted(among) if even(shape[d], (*dims[d], axis)))
         have = len(dims[d])
@@ -323,7 +328,7 @@ def _moves(
             yield "gather", tuple((a, d, -1) for a in axes[-n:]), (put(d, axes[:-n]), partial)
         for n in range(1, len(axes) + 1):  # the innermost n axes together, so that their order is kept
             block = axes[-n:]
-            if block[0] not in wanted:
+            if block[0] not in goal_axes:
                 break
             if not cuts_on(d, axes[:-n], axes):
                 continue
@@ -332,10 +337,10 @@ def _moves(
                     after = put(e, (*dims[e], *block), put(d, axes[:-n]))
                     yield "exchange", tuple((a, d, e) for a in block), (after, partial)
     for e in range(len(dims)):
-        for block in added(e, wanted - used):
+        for block in added(e, goal_axes - used):
             yield "slice", tuple((a, -1, e) for a in block), (put(e, (*dims[e], *block)), partial)
         if kind == "sum":
-            for block in added(e, (wanted & set(partial)) - set(goal[1])):
+            for block in added(e, (goal_axes & set(partial)) - set(goal[1])):
                 rest = tuple(a for a in partial if a not in block)
                 yield "scatter", tuple((a, -1, e) for a in block), (put(e, (*dims[e], *block)), rest)
     for i, axis in enumerate(partial):
@@ -345,22 +350,22 @@ def _moves(
         if axis not in used:
             yield "mask", ((axis, -1, -1),), (dims, tuple(sorted((*partial, axis))))
     if swaps:
-        yield from _swaps(shape, dims, partial, wanted - used)
+        yield from _swaps(shape, dims, partial, goal_axes - used)
         towards = _towards(dims, goal[0], partial)
-        if towards is not None and towards != dims and _cut_alike(shape, dims, towards):
-            yield "permute", _relabelled(dims, towards), (towards, partial)
-    elif partial == goal[1] and dims != goal[0] and _cut_alike(shape, dims, goal[0]):
-        yield "permute", _relabelled(dims, goal[0]), goal
+        if towards is not None and towards != dims and _same_pieces(shape, dims, towards):
+            yield "permute", _moved_axes(dims, towards), (towards, partial)
+    elif partial == goal[1] and dims != goal[0] and _same_pieces(shape, dims, goal[0]):
+        yield "permute", _moved_axes(dims, goal[0]), goal
 
 
 def _swaps(shape: tuple[int, ...], dims: tuple[Axes, ...], partial: Axes, unused: set[Axis]) -> Iterator[Move]:
-    """Two axes of one size that are swapped, or an axis that replaces another."""
+    """Yields permutes that swap two axes of one size, or replace an axis by an unused one."""
     places = [(d, i, axis) for d, axes in enumerate(dims) for i, axis in enumerate(axes)]
 
     def put(rows: list[list[Axis]]) -> Iterator[Move]:
         after = tuple(tuple(row) for row in rows)
-        if _cut_alike(shape, dims, after):
-            yield "permute", _relabelled(dims, after), (after, partial)
+        if _same_pieces(shape, dims, after):
+            yield "permute", _moved_axes(dims, after), (after, partial)
 
     for n, (d, i, a) in enumerate(places):
         for e, k, b in places[n + 1 :]:
@@ -376,8 +381,10 @@ def _swaps(shape: tuple[int, ...], dims: tuple[Axes, ...], partial: Axes, unused
 
 
 def _towards(dims: tuple[Axes, ...], goal: tuple[Axes, ...], partial: Axes) -> tuple[Axes, ...] | None:
-    """The dims with as many axes of the goal as fit, filled up with axes that will leave, so that shards stay as
-    small."""
+    """Relabels the axes of all dims towards the goal without changing the size of a shard; None where impossible.
+
+    Each dim gets as many of the goal's axes as fit, then axes that will move elsewhere.
+    """
     rows: list[list[Axis]] = []
     for axes, want in zip(dims, goal):
         row: list[Axis] = []
@@ -386,8 +393,8 @@ def _towards(dims: tuple[Axes, ...], goal: tuple[Axes, ...], partial: Axes) -> t
                 break
             row.append(axis)
         rows.append(row)
-    kept = {axis for row in rows for axis in row}
-    free = [axis for axes in dims for axis in axes if axis not in kept]
+    placed = {axis for row in rows for axis in row}
+    free = [axis for axes in dims for axis in axes if axis not in placed]
     going = {axis for want in goal for axis in want}  # to another dim, for which they must be innermost
     for axes, row in zip(dims, rows):
         for axis in sorted(free, key=lambda a: (a in going, a not in axes)):
@@ -414,14 +421,16 @@ def moved_places(before: Sequence[Axes], after: Sequence[Axes]) -> list[tuple[Ax
     return out
 
 
-def _relabelled(before: Sequence[Axes], after: Sequence[Axes]) -> Parts:
+def _moved_axes(before: Sequence[Axes], after: Sequence[Axes]) -> Parts:
     axes = {a for pair in moved_places(before, after) for side in pair for a in side}
     return tuple((a, -1, -1) for a in sorted(axes))
 
 
-def _cut_alike(shape: tuple[int, ...], source: tuple[Axes, ...], target: tuple[Axes, ...]) -> bool:
-    """Whether both cut every dim into the same pieces, whichever devices hold them: as many even ones, or uneven ones
-    by axes of the same sizes."""
+def _same_pieces(shape: tuple[int, ...], source: tuple[Axes, ...], target: tuple[Axes, ...]) -> bool:
+    """Whether two shardings cut every dim into the same pieces, which other devices may hold.
+
+    That is so for equally many even pieces, or uneven pieces by axes of the same sizes.
+    """
     return all(
         size_of(s) == size_of(t) and (even(n, s) or [a.size for a in merge(s)] == [a.size for a in merge(t)])
         for n, s, t in zip(shape, source, target)
@@ -429,11 +438,11 @@ def _cut_alike(shape: tuple[int, ...], source: tuple[Axes, ...], target: tuple[A
 
 
 def _join(steps: list[ReshardStep]) -> Iterator[ReshardStep]:
-    """Neighbouring moves of one kind, over different axes, as one."""
+    """Joins neighbouring moves of one kind over different axes into one step."""
     held: ReshardStep | None = None
     for step in steps:
         if held is not None and held.kind == step.kind == "permute":
-            held = ReshardStep("permute", _relabelled(held.before.dims, step.after.dims), held.before, step.after)
+            held = ReshardStep("permute", _moved_axes(held.before.dims, step.after.dims), held.before, step.after)
             continue
         if held is not None and held.kind == step.kind and _joinable_parts(held.kind, held.parts, step.parts):
             held = ReshardStep(held.kind, (*held.parts, *step.parts), held.before, step.after)
@@ -446,10 +455,11 @@ def _join(steps: list[ReshardStep]) -> Iterator[ReshardStep]:
 
 
 def _joinable_parts(kind: str, a: Parts, b: Parts) -> bool:
+    """Whether two neighbouring moves of one kind can be one collective."""
     if {x for x, _, _ in a} & {x for x, _, _ in b}:
         return False
-    if kind == "exchange":  # a dim both given to and taken from cannot be done at once
-        given = {to for _, _, to in (*a, *b)}
-        taken = {source for _, source, _ in (*a, *b)}
-        return not given & taken
+    if kind == "exchange":  # one all-to-all cannot both add axes to a dim and take some from it
+        to_dims = {to for _, _, to in (*a, *b)}
+        from_dims = {source for _, source, _ in (*a, *b)}
+        return not to_dims & from_dims
     return True

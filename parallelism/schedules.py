@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
-"""F: forward. B: backward. I and W: the backward pass in two, gradients of the stage's inputs and of its weights."""
+"""F: forward. B: backward. I and W: the two halves of a backward pass, for the stage's inputs and for its weights."""
 
 SCHEDULES = ("gpipe", "circular", "1f1b", "interleaved_1f1b", "zero_bubble")
 ROUNDS = ("circular", "interleaved_1f1b")
@@ -20,7 +20,7 @@ ROUNDS = ("circular", "interleaved_1f1b")
 
 
 class StageTask(NamedTuple):
-    """A stage's work on one micro-batch."""
+    """The work of a stage on one micro-batch: a forward or a backward pass."""
 
     kind: Kind
     stage: int
@@ -81,20 +81,19 @@ class Table:
 
     @cached_property
     def in_order(self) -> tuple[StageTask, ...]:
-        """All tasks in a valid order: after the tasks they need, and in their device's order.
+        """All tasks in an order that keeps each device's order, and in which a task comes after those that it needs.
 
-        ValueError if there is none.
+        Raises ValueError if there is none.
         """
         return tuple(slot.task for slot in self.timed(lambda task: 1.0))
 
     def timed(
         self, seconds: Callable[[StageTask], float], late: Callable[[StageTask], float] = lambda task: 0.0
     ) -> list[Slot]:
-        """The times of all tasks, by start, if each takes `seconds(task)`, and its result `late(task)` more to another
-        device.
+        """The time of every task, sorted by start, if each runs as soon as its device and its inputs are ready.
 
-        A device runs its row in order, each task as soon as its inputs are there. ValueError for a deadlock, with the
-        tasks that wait.
+        A task takes `seconds(task)`; its result arrives on another device `late(task)` seconds after its end. Raises
+        ValueError for a deadlock, with the tasks that wait.
         """
         ended: dict[StageTask, float] = {}
         slots: list[Slot] = []
@@ -125,14 +124,16 @@ class Table:
         return " and ".join(str(n) for n in self.needs(task) if n not in ended)
 
     def bubble(self, seconds: Callable[[StageTask], float]) -> float:
-        """The share of the devices' time that they wait, between the first task's start and the last one's end."""
+        """The share of the devices' time between the first task's start and the last one's end that they wait."""
         slots = self.timed(seconds)
         busy, last = sum(slot.end - slot.start for slot in slots), max(slot.end for slot in slots)
         return 1.0 - busy / (self.devices * last) if last else 0.0
 
     def held(self, device: int) -> int:
-        """The maximal number of (micro-batch, stage) pairs whose activations a device holds: from F to the end of B, or
-        W."""
+        """The largest number of (micro-batch, stage) pairs whose activations a device holds at once.
+
+        It holds them from the start of F to the end of B, or of W.
+        """
         now = most = 0
         for task in self.rows[device]:
             now += task.kind == "F"
@@ -155,7 +156,7 @@ class Table:
 
 
 def make(schedule: str, devices: int, micro_batches: int, rounds: int = 1) -> Table:
-    """The checked table of a schedule by name. ValueError for unsupported numbers; see `refusal`."""
+    """Makes and checks the table of a schedule. Raises ValueError for unsupported numbers; see `refusal`."""
     if why := refusal(schedule, devices, micro_batches, rounds):
         raise ValueError(why)
     rows = _MAKERS[schedule](devices, micro_batches, rounds)
@@ -216,8 +217,10 @@ def check(table: Table) -> None:
 
 # ---- the schedules ---------------------------------------------------------------------------------------------------
 def _all_forward_first(devices: int, micro_batches: int, rounds: int) -> list[list[StageTask]]:
-    """GPipe (Huang et al. 2019), and with several rounds GSPMD's circular pipeline (section 3.3), in which a
-    micro-batch passes around the devices once per round."""
+    """The rows of GPipe (Huang et al. 2019); with several rounds, of GSPMD's circular pipeline (section 3.3).
+
+    In the latter, a micro-batch passes around the devices once per round.
+    """
     micros = range(micro_batches)
     rows = []
     for device in range(devices):
@@ -228,10 +231,9 @@ def _all_forward_first(devices: int, micro_batches: int, rounds: int) -> list[li
 
 
 def _one_forward_one_backward(devices: int, micro_batches: int, rounds: int) -> list[list[StageTask]]:
-    """1F1B (Narayanan et al. 2021): as few forward passes as fill the pipeline, then one forward and one backward in
-    turn.
+    """The rows of 1F1B (Narayanan et al. 2021): forward passes to fill the pipeline, then forward and backward in turn.
 
-    With several rounds the device's stages take turns, with groups of `devices` micro-batches.
+    With several rounds the stages of a device take turns, each on a group of `devices` micro-batches.
     """
 
     def forward(k: int, device: int) -> StageTask:
@@ -258,7 +260,7 @@ def _one_forward_one_backward(devices: int, micro_batches: int, rounds: int) -> 
 
 
 def _zero_bubble(devices: int, micro_batches: int, rounds: int) -> list[list[StageTask]]:
-    """ZB-H1 (Qi et al. 2023): 1F1B with gradients of weights computed where a device would wait.
+    """The rows of ZB-H1 (Qi et al. 2023): 1F1B, but gradients of weights are computed where a device would wait.
 
     Device d computes the gradients of weights d micro-batches after those of inputs. This work fills the waiting time
     at the start of the first devices and at the end of the last ones. Every device then holds as many micro-batches as

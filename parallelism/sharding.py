@@ -14,16 +14,16 @@ DIM_LETTERS = {
     "batch": "B", "seq": "S", "embed": "E", "heads": "H", "kv_heads": "K", "head_dim": "D", "mlp": "M", "vocab": "V",
     "expert": "X",
 }  # fmt: skip
-"""What the dims of language models are called in `notation`; a dim with another name has that name."""
+"""The letters of language models' dims in `notation`; a dim with another name keeps it."""
 
 UNNAMED = "IJKLMNOPQR"
-"""What dims without a name are called, in order."""
+"""The letters of dims without a name, in order."""
 
 
 def notation(cuts: Sequence[str], partial: str = "", names: Sequence[str] = ()) -> str:
-    """A sharded tensor as the scaling book writes it: `[E_fsdp, M_tp]`, behind it ` {U_dp}` for a sum still to be made.
+    """A sharded tensor in the notation of the scaling book: `[E_fsdp, M_tp]`, with ` {U_dp}` for an unreduced sum.
 
-    `cuts`: per dim its axes, outer to inner, joined by `+`; empty where the dim is whole. `names`: of the dims, where
+    cuts: for each dim its axes, outer to inner, joined by `+`; empty for a whole dim. names: the names of the dims, if
     they have any.
     """
     named = len(names) == len(cuts)
@@ -34,6 +34,7 @@ def notation(cuts: Sequence[str], partial: str = "", names: Sequence[str] = ()) 
 
 
 def show_axis(axis: Axis, mesh: Mesh | None = None) -> str:
+    """An axis as text: its name, or `x:(pre)size` for a sub-axis."""
     whole = mesh is not None and mesh.axes.get(axis.name) == axis.size and axis.pre == 1
     return axis.name if whole or (mesh is None and axis.pre == 1) else f"{axis.name}:({axis.pre}){axis.size}"
 
@@ -65,29 +66,31 @@ class Sharding:
         return Sharding(((),) * rank, (True,) * rank)
 
     @staticmethod
-    def of(mesh: Mesh, given: object, rank: int) -> Sharding:
-        """The sharding that a user gives (see `LEGAL`); omitted trailing dims are replicated.
+    def of(mesh: Mesh, sharding: object, rank: int) -> Sharding:
+        """The sharding in any form that a user may give (see `LEGAL`); omitted trailing dims are replicated.
 
-        ValueError if it does not fit the mesh or a tensor of `rank` dims.
+        Raises ValueError if it does not fit the mesh or a tensor of `rank` dims.
         """
-        if isinstance(given, Sharding):
-            made = given
-        elif isinstance(given, str):
-            made = parse(given, mesh)
-        elif isinstance(given, (tuple, list)):
-            dims = [parse_dim(mesh, dim) for dim in given]
-            made = Sharding(tuple(axes for axes, _ in dims), tuple(is_open for _, is_open in dims))
+        if isinstance(sharding, Sharding):
+            parsed = sharding
+        elif isinstance(sharding, str):
+            parsed = parse(sharding, mesh)
+        elif isinstance(sharding, (tuple, list)):
+            dims = [parse_dim(mesh, dim) for dim in sharding]
+            parsed = Sharding(tuple(axes for axes, _ in dims), tuple(is_open for _, is_open in dims))
         else:
-            raise ValueError(f"{given!r} is not a sharding: give {LEGAL}")
-        if len(made.dims) > rank:
-            raise ValueError(f"a sharding of {len(made.dims)} dims was given for a tensor of {rank} dims: {given!r}")
-        missing = rank - len(made.dims)
-        made = replace(
-            made, dims=made.dims + ((),) * missing, open=made.open + (False,) * missing,
-            priority=made.priority + (0,) * missing if made.priority else None,
+            raise ValueError(f"{sharding!r} is not a sharding: give {LEGAL}")
+        if len(parsed.dims) > rank:
+            raise ValueError(
+                f"a sharding of {len(parsed.dims)} dims was given for a tensor of {rank} dims: {sharding!r}"
+            )
+        missing = rank - len(parsed.dims)
+        parsed = replace(
+            parsed, dims=parsed.dims + ((),) * missing, open=parsed.open + (False,) * missing,
+            priority=parsed.priority + (0,) * missing if parsed.priority else None,
         )  # fmt: skip
-        check_disjoint((*made.dims, tuple(made.replicated), made.unreduced))
-        return made
+        check_disjoint((*parsed.dims, tuple(parsed.replicated), parsed.unreduced))
+        return parsed
 
     @property
     def axes(self) -> Axes:
@@ -115,17 +118,21 @@ class Sharding:
     __str__ = show
 
     def notation(self, mesh: Mesh, names: Sequence[str] = ()) -> str:
-        """As `notation` writes it: `?` where a dim is open, and behind it the axes that may shard no dim. `names`: of
-        the dims."""
+        """The sharding in `notation`, with `?` for an open dim, and followed by the axes that may shard no dim.
+
+        names: the names of the dims.
+        """
         joined = ["+".join(show_axis(axis, mesh) for axis in axes) for axes in self.dims]
         cuts = [cut + "?" * is_open for cut, is_open in zip(joined, self.open)]
         partial = "+".join(show_axis(axis, mesh) for axis in self.unreduced)
-        kept = ", ".join(show_axis(axis, mesh) for axis in sorted(self.replicated))
-        return notation(cuts, f"U_{partial}" if partial else "", names) + (f" replicated over {kept}" if kept else "")
+        excluded = ", ".join(show_axis(axis, mesh) for axis in sorted(self.replicated))
+        return notation(cuts, f"U_{partial}" if partial else "", names) + (
+            f" replicated over {excluded}" if excluded else ""
+        )
 
 
 def parse_dim(mesh: Mesh, dim: object) -> tuple[Axes, bool]:
-    """One dim of a sharding given as a tuple: its axes, outer to inner, and whether it is open."""
+    """Parses one dim of a sharding in the form of a tuple: its axes, outer to inner, and whether it is open."""
     if dim is None:
         return (), False
     if isinstance(dim, str) or (isinstance(dim, (tuple, list)) and len(dim) == 3 and isinstance(dim[1], int)):
@@ -144,8 +151,8 @@ def parse_dim(mesh: Mesh, dim: object) -> tuple[Axes, bool]:
 def parse(text: str, mesh: Mesh) -> Sharding:
     """Parses the text form, `[{a,?} {b:(1)2@p1}] replicated={c} unreduced={d}`.
 
-    A `{}` per dim, `?` for an open dim, `x:(pre)size` for a sub-axis, `@p1` (or `p1` after the dim) for a priority.
-    ValueError names the error.
+    Each dim has a `{}`; `?` stands for an open dim, `x:(pre)size` for a sub-axis, `@p1` (or `p1` after the dim) for a
+    priority. Raises ValueError for anything else.
     """
 
     def refuse(why: str) -> ValueError:
@@ -182,13 +189,13 @@ def parse(text: str, mesh: Mesh) -> Sharding:
 
 
 def _groups(text: str, pattern: str, refuse: Callable[[str], ValueError]) -> Iterator[tuple[str, str]]:
-    """Both groups of each match; only blanks may be between matches."""
+    """Yields the two groups of every match of a pattern; between matches there may be only blanks."""
     at = 0
-    for found in re.finditer(pattern, text):
-        if text[at : found.start()].strip():
+    for match in re.finditer(pattern, text):
+        if text[at : match.start()].strip():
             break
-        at = found.end()
-        yield found[1], found[2]
+        at = match.end()
+        yield match[1], match[2]
     if text[at:].strip():
         raise refuse(f"`{text[at:].strip()}` is not understood")
 
@@ -196,17 +203,18 @@ def _groups(text: str, pattern: str, refuse: Callable[[str], ValueError]) -> Ite
 def _axes(names: Sequence[str], mesh: Mesh, refuse: Callable[[str], ValueError]) -> Axes:
     axes = []
     for name in names:
-        found = re.fullmatch(r"([^\s:(){}?]+)(?::\((\d+)\)(\d+))?", name)
-        if found is None:
+        match = re.fullmatch(r"([^\s:(){}?]+)(?::\((\d+)\)(\d+))?", name)
+        if match is None:
             raise refuse(f"`{name}` is no axis")
         try:
-            axes.append(mesh.axis((found[1], int(found[2]), int(found[3])) if found[2] else found[1]))
+            axes.append(mesh.axis((match[1], int(match[2]), int(match[3])) if match[2] else match[1]))
         except ValueError as error:
             raise refuse(str(error)) from None
     return tuple(axes)
 
 
 def check_disjoint(dims: Sequence[Axes]) -> None:
+    """Raises ValueError if two of these axes overlap."""
     flat = [axis for dim in dims for axis in dim]
     for i, axis in enumerate(flat):
         for other in flat[i + 1 :]:
@@ -215,13 +223,13 @@ def check_disjoint(dims: Sequence[Axes]) -> None:
 
 
 class Layout(NamedTuple):
-    """The placement of a value: axes per dim, and the axes over which it is an unreduced sum (or maximum)."""
+    """The placement of a value in a program: the axes of each dim, and those over which it is an unreduced sum."""
 
     dims: tuple[Axes, ...]
     partial: Axes = ()
     kind: str = "sum"
     grains: tuple[int, ...] = ()
-    """Per dim, the number of neighbouring elements that are never separated; empty if that is 1 for every dim.
+    """For each dim, the number of neighbouring elements that are never separated; empty if that is 1 for all dims.
 
     It matters only for uneven dims: [4, 128] on 3 devices, viewed as [512], is divided into 256, 256 and 0 elements,
     with a grain of 128; [512] by itself is divided into 171, 171 and 170. `even_grains` gives the normal form.
@@ -240,7 +248,7 @@ class Layout(NamedTuple):
         return text
 
     def notation(self, mesh: Mesh, names: Sequence[str] = ()) -> str:
-        """As `notation` writes it; a maximum still to be taken is `{max_tp}`. `names`: of the dims."""
+        """The layout in `notation`; an unreduced maximum is `{max_tp}`. names: the names of the dims."""
         cuts = ["+".join(show_axis(axis, mesh) for axis in axes) for axes in self.dims]
         partial = "+".join(show_axis(axis, mesh) for axis in self.partial)
         what = "U" if self.kind == "sum" else self.kind
@@ -264,10 +272,10 @@ def replicated(rank: int) -> Layout:
 
 
 def local_size(size: int, axes: Sequence[Axis], grain: int = 1) -> int:
-    """The length of one device's shard of a dim: each axis, outer to inner, divides into equal pieces, the last one
-    padded.
+    """The length of one device's shard of a dim of `size`, padding included.
 
-    Pieces are multiples of `grain`, which divides `size`. On every device the padding comes last.
+    Each axis, outer to inner, divides the dim into equal pieces, of which the last is padded at its end. Pieces are
+    multiples of `grain`, which divides `size`.
     """
     size //= grain
     for axis in axes:
@@ -303,6 +311,7 @@ def refines(size: int, fine: Axes, coarse: Axes) -> bool:
 
 
 def even(size: int, axes: Sequence[Axis]) -> bool:
+    """Whether the axes divide a dim of `size` evenly."""
     return size % size_of(axes) == 0
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
-from tpshard.parallelism.draws import SEED, mixed, step_seed
+from tpshard.parallelism.draws import SEED, mix_seeds, step_seed
 from tpshard.parallelism.lower import pick, transfers, valid
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.node_info import Port, offset, parse_group
@@ -24,7 +25,7 @@ ISSUING = {
 }  # fmt: skip
 
 RANKED = (offset, transfers, valid, pick)
-"""Functions of the rank, in which the devices' runs of one graph differ."""
+"""Functions of the rank; only in them do the devices' runs of one graph differ."""
 
 
 def evaluate(target: Any, args: tuple[Any, ...], mesh: Mesh, rank: int) -> Any:
@@ -47,15 +48,12 @@ def evaluate(target: Any, args: tuple[Any, ...], mesh: Mesh, rank: int) -> Any:
 def simulate(
     program: Program, global_args: Sequence[Any], seed: int | torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Runs every device's graph on its shards of the arguments, and joins the results into global tensors."""
+    """Runs a program for all devices on their shards of the arguments, and joins the results into global tensors."""
     mesh = program.mesh
     seed = torch.initial_seed() if seed is None else seed
     arguments = [local_arguments(program, rank, global_args, seed) for rank in range(mesh.ranks)]
     results = run_lockstep(program, arguments)
-    joined = []
-    for i, port in enumerate(program.outputs):
-        joined.append(join(port, mesh, [result[i] for result in results]))
-    return joined
+    return [join(port, mesh, [result[i] for result in results]) for i, port in enumerate(program.outputs)]
 
 
 def run_lockstep(
@@ -64,10 +62,11 @@ def run_lockstep(
     observe: Callable[[fx.Node, list[Any], list[Any]], None] | None = None,
     ranks: Sequence[int] | None = None,
 ) -> list[list[torch.Tensor]]:
-    """The local results of every device, from the local arguments of every device.
+    """Runs a program node by node, each on all devices; returns the local results of every device.
 
-    observe(node, operands, results): called for every node that issues a collective, with the tensors of all ranks.
-    ranks: the ranks that run the program, if not all do (a pipeline stage); arguments and results are theirs.
+    arguments: the local arguments of every device. observe(node, operands, results): called for every node that issues
+    a collective, with the tensors of all ranks. ranks: the ranks that run the program, if not all do (as for a pipeline
+    stage); arguments and results are theirs.
     """
     mesh = program.mesh
     ranks = range(mesh.ranks) if ranks is None else ranks
@@ -78,7 +77,7 @@ def run_lockstep(
     for node in program.graph.nodes:
         if node.op == "placeholder":
             i = next(feeds)
-            env[node] = [given[i] for given in arguments]
+            env[node] = [of_rank[i] for of_rank in arguments]
         elif node.op == "get_attr":
             env[node] = [program.constants[str(node.target)]] * len(ranks)
         elif node.op == "output":
@@ -96,12 +95,13 @@ def run_lockstep(
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    seen: set[fx.Node] = set()
+    """For each node, the operands that it is the last to read."""
+    read: set[fx.Node] = set()
     out: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
         for operand in node.all_input_nodes:
-            if operand not in seen:
-                seen.add(operand)
+            if operand not in read:
+                read.add(operand)
                 out.setdefault(node, []).append(operand)
     return out
 
@@ -127,50 +127,48 @@ def _run(
         groups[name] = [[place[r] for r in group] for group in mesh.groups(parse_group(name)) if group[0] in place]
     out = [None] * len(ranks)
     for group in groups[name]:
-        given = [arguments(i)[0] for i in group]
-        for i, made in zip(group, _collective(op, given)):
-            out[i] = made
+        group_args = [arguments(i)[0] for i in group]
+        for i, result in zip(group, _collective(op, group_args)):
+            out[i] = result
     return out
 
 
-def _collective(op: Any, given: list[Any]) -> list[torch.Tensor]:
-    tensors = [args[0] for args in given]
+def _collective(op: Any, group_args: list[Any]) -> list[torch.Tensor]:
+    tensors = [args[0] for args in group_args]
     n = len(tensors)
     if op is funcol.all_gather_into_tensor.default:
         whole = torch.cat([t.contiguous() for t in tensors])
         return [whole] * n
     if op is funcol.all_reduce.default:
-        total = _combine(tensors, given[0][1])
+        total = combine(tensors, group_args[0][1])
         return [total] * n
     if op is funcol.reduce_scatter_tensor.default:
         parts = [t.chunk(n) for t in tensors]
-        return [_combine([p[i] for p in parts], given[0][1]) for i in range(n)]
+        return [combine([p[i] for p in parts], group_args[0][1]) for i in range(n)]
     if op is funcol.all_to_all_single.default:
-        pieces = [list(t.split(list(args[2]))) for t, args in zip(tensors, given)]
+        pieces = [list(t.split(list(args[2]))) for t, args in zip(tensors, group_args)]
         return [torch.cat([pieces[source][i] for source in range(n)]) for i in range(n)]
     raise AssertionError(f"no simulation of {op}")
 
 
-def _combine(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
-    """The reduction of tensors in rank order, as in the executor's fixed-order reductions."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = (
-            total + tensor
-            if how == "sum"
-            else torch.maximum(total, tensor)
-            if how == "max"
-            else torch.minimum(total, tensor)
-        )
-    return total
+_REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add, "max": torch.maximum, "min": torch.minimum
+}  # fmt: skip
+
+
+def combine(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
+    """Reduces tensors (`how`: sum, max or min) in their order, so that every rank gets the same bits."""
+    return reduce(_REDUCTIONS[how], tensors)
 
 
 # ---- global <-> local -----------------------------------------------------------------------------------------
 def local_arguments(
     program: Program, rank: int, global_args: Sequence[Any], seed: int | torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Device `rank`'s shards of the tensors in `global_args`, flattened, padded where storage is uneven; and the seed,
-    if the program has one."""
+    """The local arguments of device `rank`: its shards of the tensors in `global_args`, padded where they are uneven.
+
+    If the program draws random numbers, its seed is the last one.
+    """
     leaves = [leaf for leaf in pytree.tree_leaves(tuple(global_args)) if isinstance(leaf, torch.Tensor)]
     own = [port for port in program.inputs if port.kind != SEED]
     if len(leaves) != len(own):
@@ -182,7 +180,7 @@ def local_arguments(
         return [*parts, seed]
     seed = _seed() if seed is None else seed
     plain = program.inputs[-1].shape == ()
-    return [*parts, torch.tensor(mixed(seed)) if plain else step_seed(seed, 0, 1 << 31, 0)]
+    return [*parts, torch.tensor(mix_seeds(seed)) if plain else step_seed(seed, 0, 1 << 31, 0)]
 
 
 def draws(program: Program) -> bool:
@@ -191,7 +189,7 @@ def draws(program: Program) -> bool:
 
 
 def _seed() -> int:
-    """The seed last given to `torch.manual_seed`."""
+    """The default seed, that of the last `torch.manual_seed`. Raises ValueError if other processes may have another."""
     if (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()
@@ -202,7 +200,7 @@ def _seed() -> int:
 
 
 def cut(tensor: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    """One device's shard of a global tensor, padded with zeros."""
+    """Cuts one device's shard out of a global tensor; padding is zeros."""
     for dim, axes in enumerate(layout.dims):
         for axis in axes:
             size = local_size(tensor.shape[dim], (axis,), layout.grain(dim))
@@ -217,7 +215,7 @@ def cut(tensor: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Te
 
 
 def join(port: Port, mesh: Mesh, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The global tensor of all devices' shards, the inverse of `cut`."""
+    """Joins the shards of all devices into the global tensor; the inverse of `cut`."""
     out = parts[0].new_zeros(port.shape)
     for rank in range(mesh.ranks):
         blocks = block(port.shape, port.layout, mesh, rank)
@@ -231,7 +229,7 @@ def join(port: Port, mesh: Mesh, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def block(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[int, int], ...]:
-    """The (start, size) per dim of one device's shard in the global tensor, without padding."""
+    """The part of the global tensor that a device holds, without padding: (start, size) for each dim."""
     out = []
     for dim, (size, axes) in enumerate(zip(shape, layout.dims)):
         start, piece, end = 0, size, size

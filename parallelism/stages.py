@@ -1,4 +1,4 @@
-"""Cutting the program of a training step into pipeline stages, where one layer passes its result to the next.
+"""Cutting the program of a training step into pipeline stages at the boundaries of layers.
 
 The whole step is captured, propagated and partitioned once, as if every device held all layers. Each stage then gets
 the nodes of its layers, with separate programs for forward and backward. Values that cross a cut are sent; values of
@@ -9,14 +9,14 @@ pipeline's axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
 from tpshard.parallelism.draws import SEED
-from tpshard.parallelism.flow import known
+from tpshard.parallelism.flow import info_of
 from tpshard.parallelism.mesh import Axis
 from tpshard.parallelism.passes.recompute import layer_of
 from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, info, make_collective
@@ -34,7 +34,7 @@ MANY = -1
 
 @dataclass(frozen=True)
 class Stage:
-    """The programs of one stage, whose ports are joined by name.
+    """The programs of one stage. An output of one program is the input of the same name of another.
 
     Inputs of kind `received` come from the previous stage (in `backward` from the next one), those of kind `saved` from
     an earlier program of the same stage. Outputs have the kinds `sent` and `saved`.
@@ -54,22 +54,22 @@ class Stage:
     @property
     def parameters(self) -> list[str]:
         """The parameters of its programs, in the order of the whole program."""
-        found = {p.name: None for program in self.programs for p in program.inputs if p.kind == "parameter"}
-        return list(found)
+        names = (p.name for program in self.programs for p in program.inputs if p.kind == "parameter")
+        return list(dict.fromkeys(names))
 
 
 def blocks_of(program: Program) -> list[str]:
     """The repeated layers of a program in execution order: `layers.0`, `layers.1`, ..."""
-    found = (_block_of(n) for n in program.graph.nodes if n.op == "call_function" and info(n).phase == "forward")
-    return list(dict.fromkeys(block for block in found if block))
+    layers = (_block_of(n) for n in program.graph.nodes if n.op == "call_function" and info(n).phase == "forward")
+    return list(dict.fromkeys(block for block in layers if block))
 
 
 def cut(program: Program, axis: Axis, layers: Sequence[int], *, split_backward: bool = False) -> tuple[Stage, ...]:
-    """The stages of a program after recomputation, before bucketing and scheduling.
+    """Cuts a program into stages, after recomputation and before bucketing and scheduling.
 
     layers: how many of `blocks_of` each stage has; earlier operations belong to the first stage, later ones to the
-    last. axis: the mesh axis of the stages, which shards nothing in the program. ValueError if a stage would read what
-    a later one computes.
+    last. axis: the mesh axis of the stages, which shards nothing in the program. Raises ValueError if a stage would
+    read a value that a later one computes.
     """
     blocks = blocks_of(program)
     if sum(layers) != len(blocks):
@@ -98,16 +98,18 @@ class _Part:
     run: Run
     stage: int
     own: list[fx.Node]
-    made: set[fx.Node] = field(default_factory=set)
+    nodes: set[fx.Node] = field(default_factory=set)
     """Its nodes, including recomputed ones."""
     reads: set[fx.Node] = field(default_factory=set)
-    """Values computed elsewhere."""
+    """The values that it reads and other programs compute."""
     received: list[fx.Node] = field(default_factory=list)
     sent: list[fx.Node] = field(default_factory=list)
     saved: list[fx.Node] = field(default_factory=list)
 
 
 class _Cutter:
+    """Assigns every node to a stage, finds the values that cross cuts, and builds the programs."""
+
     def __init__(self, program: Program, axis: Axis, stage_of: Mapping[str, int], stages: int, split: bool):
         self.program, self.axis, self.stage_of, self.stages = program, axis, stage_of, stages
         self.nodes = _live(program.graph)
@@ -142,7 +144,7 @@ class _Cutter:
         return set(kinds)
 
     def _home_of(self, node: fx.Node) -> _Home:
-        """A layer's stage; outside of layers, as late as the forward operands, as early as the backward ones."""
+        """The stage of a node: its layer's, else that of its latest forward or its earliest backward operand."""
         phase, block = info(node).phase, _block_of(node)
         before = [self.home[n] for n in node.all_input_nodes if n in self.home]
         run: Run = "F" if phase == "forward" else "B"
@@ -161,11 +163,11 @@ class _Cutter:
 
         Each contributing stage can then sum its own part.
         """
-        here = node
+        current = node
         if node.target is not aten.add.Tensor and len(node.all_input_nodes) != 1:
             return False
-        while len(here.users) == 1:
-            user = next(iter(here.users))
+        while len(current.users) == 1:
+            user = next(iter(current.users))
             if user.op == "output":
                 return True
             stored = user.target is aten.add.Tensor and any(
@@ -177,12 +179,11 @@ class _Cutter:
                 and not (user.target is aten.add.Tensor and layer_of(user) is None)
             ):
                 return False
-            here = user
+            current = user
         return False
 
     def _split(self) -> None:
-        """Marks backward nodes that lead only to the gradient of one parameter as `W`, since they can wait; others as
-        `I`."""
+        """Divides the backward nodes into `W`, which lead only to one parameter's gradient and can wait, and `I`."""
         reach: dict[fx.Node, int] = {}
         for i, result in enumerate(self.results):
             reach[result] = i if result not in reach else MANY
@@ -216,7 +217,7 @@ class _Cutter:
         return tuple(stages)
 
     def _operands(self, node: fx.Node, stage: int) -> list[fx.Node]:
-        """The operands of a node on a stage: of a gradient's parts only that stage's."""
+        """The operands of a node on a stage; of the parts of a gradient, only those of that stage."""
         home = self.home.get(node)
         if home is None or len(home.stages) == 1:
             return node.all_input_nodes
@@ -224,24 +225,27 @@ class _Cutter:
 
     def _close(self, part: _Part, forward: _Part | None) -> None:
         """Determines the nodes that a part recomputes, and the values it reads from others."""
-        part.made.update(part.own)
+        part.nodes.update(part.own)
         stack = list(part.own)
         while stack:
             for operand in self._operands(stack.pop(), part.stage):
-                if operand in part.made or operand in part.reads:
+                if operand in part.nodes or operand in part.reads:
                     continue
-                kept = part.run != "F" and forward is not None and operand in forward.made
+                saved = part.run != "F" and forward is not None and operand in forward.nodes
                 floats = operand in self.floating and operand.op == "call_function" and operand.target not in RANKED
                 again = operand.op == "get_attr" or operand.target in RANKED or _is_whole_view(operand)
-                if operand not in self.port and (again or (floats and not kept)):
-                    part.made.add(operand)
+                if operand not in self.port and (again or (floats and not saved)):
+                    part.nodes.add(operand)
                     stack.append(operand)
                 else:
                     part.reads.add(operand)
 
     def _connect(self, parts: Mapping[tuple[Run, int], _Part]) -> None:
-        """Sends values read on another stage through all stages between, and saves forward values that the backward
-        pass of the same stage reads."""
+        """Determines what each program sends, receives and saves.
+
+        Values read on another stage pass through all stages between. Forward values that the backward pass of the same
+        stage reads are saved.
+        """
         back: Run = self.runs[1] if len(self.runs) > 1 else "F"
         crossing: dict[tuple[Run, int], set[fx.Node]] = {}
         keeping: dict[tuple[Run, int], set[fx.Node]] = {}
@@ -259,61 +263,58 @@ class _Cutter:
                         f"values on in one direction"
                     )
                 way = range(start, stage) if by == "F" else range(start, stage, -1)
-                for here in way:
-                    crossing.setdefault((by, here), set()).add(node)
+                for sender in way:
+                    crossing.setdefault((by, sender), set()).add(node)
                 if run != by or (start == stage and source.run != run):
                     held: Run = by if start != stage else source.run
                     keeping.setdefault((held, stage), set()).add(node)
         step = {"F": 1, back: -1 if back != "F" else 1}
         for (run, stage), part in parts.items():
-            part.sent = self._sorted(crossing.get((run, stage), ()))
+            part.sent = sorted(crossing.get((run, stage), ()))
             if run in step:
-                part.received = self._sorted(crossing.get((run, stage - step[run]), ()))
-            part.saved = self._sorted(keeping.get((run, stage), ()))
-
-    def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        return sorted(nodes)
+                part.received = sorted(crossing.get((run, stage - step[run]), ()))
+            part.saved = sorted(keeping.get((run, stage), ()))
 
     # ---- programs ----------------------------------------------------------------------------------------------------
     def _program(self, part: _Part) -> Program:
         graph = fx.Graph()
-        made: dict[fx.Node, fx.Node] = {}
+        copies: dict[fx.Node, fx.Node] = {}
         order = {kind: i for i, kind in enumerate(("parameter", "gradient", "batch", SEED))}
         inputs: list[Port] = []
 
         def feed(node: fx.Node, port: Port) -> None:
-            made[node] = graph.placeholder(node.name)
+            copies[node] = graph.placeholder(node.name)
             spec = Spec(port.local, port.dtype)
-            made[node].meta[INFO] = Info((spec,), origin=port.name)
+            copies[node].meta[INFO] = Info((spec,), origin=port.name)
             inputs.append(port)
 
-        given = [node for node in self.port if node in part.reads]
-        for node in sorted(given, key=lambda n: order.get(self.port[n].kind, len(order))):
+        ports_read = [node for node in self.port if node in part.reads]
+        for node in sorted(ports_read, key=lambda n: order.get(self.port[n].kind, len(order))):
             feed(node, self.port[node])
         for node in part.received:
             feed(node, self._port(node, "received"))
-        for node in sorted(part.reads.difference(given, part.received)):
+        for node in sorted(part.reads.difference(ports_read, part.received)):
             feed(node, self._port(node, "saved"))
         sends: dict[fx.Node, fx.Node] = {}
         for node in part.received:
-            made[node] = self._transfer(graph, recv, made[node], node, part)
+            copies[node] = self._transfer(graph, recv, copies[node], node, part)
         for node in part.received:
             if node in part.sent:
-                sends[node] = self._transfer(graph, send, made[node], node, part)
+                sends[node] = self._transfer(graph, send, copies[node], node, part)
         for node in self.nodes:
-            if node not in part.made:
+            if node not in part.nodes:
                 continue
             operands = self._operands(node, part.stage)
             if len(operands) < len(node.all_input_nodes):
-                made[node] = made[operands[0]]
+                copies[node] = copies[operands[0]]
                 continue
-            made[node] = graph.node_copy(node, lambda n: made[n])
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
             if node in part.sent:
-                sends[node] = self._transfer(graph, send, made[node], node, part)
-        return self._finished(part, graph, made, sends, inputs)
+                sends[node] = self._transfer(graph, send, copies[node], node, part)
+        return self._finish(part, graph, copies, sends, inputs)
 
-    def _finished(
-        self, part: _Part, graph: fx.Graph, made: Mapping[fx.Node, fx.Node], sends: Mapping[fx.Node, fx.Node],
+    def _finish(
+        self, part: _Part, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node], sends: Mapping[fx.Node, fx.Node],
         inputs: Sequence[Port],
     ) -> Program:  # fmt: skip
         names = {port.name: i for i, port in enumerate(inputs)}
@@ -327,9 +328,9 @@ class _Cutter:
             if source is not None:
                 port = replace(port, name=self.port[feeds[source]].name)
                 donated[len(outputs)] = names[port.name]
-            outputs.append((made[result], port))
+            outputs.append((copies[result], port))
         outputs += [(sends[node], self._port(node, "sent")) for node in part.sent]
-        outputs += [(made[node], self._port(node, "saved")) for node in part.saved]
+        outputs += [(copies[node], self._port(node, "saved")) for node in part.saved]
         end = graph.output(tuple(node for node, _ in outputs))
         end.meta[INFO] = Info(())
         whole = self.program
@@ -341,22 +342,22 @@ class _Cutter:
         )  # fmt: skip
 
     def _transfer(self, graph: fx.Graph, target: Any, value: fx.Node, node: fx.Node, part: _Part) -> fx.Node:
-        known = info(node)
-        (spec,) = known.specs
+        source = info(node)
+        (spec,) = source.specs
         ahead = (part.run == "F") == (target is send)
         other = part.stage + (1 if ahead else -1)
-        op = Through(known.origin, str(getattr(node.target, "__name__", node.target)), known.module)
+        op = Through(source.origin, str(getattr(node.target, "__name__", node.target)), source.module)
         need = Demand("sent" if target is send else "received", op, node.name, stage=other)
         moved = graph.call_function(target, (value, other - part.stage))
         comm = make_collective(
             self.program.mesh, "send" if target is send else "recv", (self.axis,), spec.bytes, spec.dtype, why=(need,),
             value=(node.name,), of="activation",
         )  # fmt: skip
-        moved.meta[INFO] = Info((spec,), known.origin, known.place, comm=comm)
+        moved.meta[INFO] = Info((spec,), source.origin, source.place, comm=comm)
         return moved
 
     def _port(self, node: fx.Node, kind: str) -> Port:
-        """A value's port; if its layout differs from its record's, the port describes only a device's shard."""
+        """The port of a value; where its layout is not that of its record, the port describes only a device's shard."""
         (spec,) = info(node).specs
         record = self.program.records.get(info(node).origin)
         if record is not None and not record.layout.partial and local_shape(record.shape, record.layout) == spec.shape:
@@ -381,13 +382,10 @@ def _live(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_whole_view(node: fx.Node) -> bool:
-    """Whether a node is a view of all of its operand; it is repeated where it is read, so that one tensor is kept."""
+    """Whether a node is a view of its whole operand. Such a view is repeated where it is read, and never sent."""
     if node.op != "call_function" or entry_of(node.target).view is None or len(node.all_input_nodes) != 1:
         return False
-    source = known(node.all_input_nodes[0])
-    if known(node.all_input_nodes[0]).comm is not None or len(source.specs) != 1 or len(known(node).specs) != 1:
+    source = info_of(node.all_input_nodes[0])
+    if source.comm is not None or len(source.specs) != 1 or len(info_of(node).specs) != 1:
         return False
-    return math.prod(source.specs[0].shape) <= math.prod(known(node).specs[0].shape)
-
-
-__all__ = ["Stage", "blocks_of", "cut"]
+    return math.prod(source.specs[0].shape) <= math.prod(info_of(node).specs[0].shape)

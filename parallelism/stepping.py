@@ -1,4 +1,4 @@
-"""Running one step of a pipeline by its table: feeds the programs of each stage, and passes on their results."""
+"""Running one step of a pipeline by its table: runs the programs of each stage, and carries values between them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Carrier(Protocol[T]):
 
 
 class Walk(Generic[T]):
-    """One device's part of a step, task by task in the order of its row.
+    """The tasks of one device in a step, run one by one in the order of its row.
 
     `T` is a tensor, or in a simulation a list with one per rank of the stage. `call(program, task, inputs)` runs a
     program.
@@ -38,22 +38,23 @@ class Walk(Generic[T]):
         self, table: Table, stages: Sequence[Stage], call: Callable[[Program, StageTask, list[T]], list[T]],
         mail: Carrier[T], params: Mapping[str, T], sums: dict[str, T], batches: Sequence[Mapping[str, T]],
     ):  # fmt: skip
-        """params: by name. sums: by port (`NAME.grad_sum`), updated in place. batches: one per micro-batch, with its
-        seed if a program has one."""
+        """params: the parameters by name. sums: gradient sums by port (`NAME.grad_sum`), updated in place. batches: one
+        per micro-batch, with its seed if a program has one."""
         self.table, self.stages, self.call, self.mail = table, stages, call, mail
         self.params, self.sums, self.batches = params, sums, batches
         self.saved: dict[tuple[int, int], dict[str, T]] = {}
-        """By stage and micro-batch, the values that its backward pass reads."""
+        """The values that backward passes will read, by stage and micro-batch."""
         self.scalars: dict[int, list[T]] = {}
-        """By micro-batch, the scalar results of the last stage: loss and number of tokens."""
+        """The scalar results of the last stage, loss and number of tokens, by micro-batch."""
 
     def do(self, task: StageTask) -> None:
+        """Runs the program of a task, and sends, saves or returns its results."""
         program = program_of(self.stages, task)
-        made = self.call(program, task, [self._given(port, task) for port in program.inputs])
+        results = self.call(program, task, [self._input(port, task) for port in program.inputs])
         key = (task.stage, task.micro)
-        kept = self._read_later(task)
-        saved = {name: value for name, value in self.saved.pop(key, {}).items() if name in kept}
-        for port, value in zip(program.outputs, made, strict=True):
+        read_later = self._read_later(task)
+        saved = {name: value for name, value in self.saved.pop(key, {}).items() if name in read_later}
+        for port, value in zip(program.outputs, results, strict=True):
             if port.kind == "gradient":
                 self.sums[port.name] = value
             elif port.kind == "saved":
@@ -65,7 +66,7 @@ class Walk(Generic[T]):
         if saved:
             self.saved[key] = saved
 
-    def _given(self, port: Port, task: StageTask) -> T:
+    def _input(self, port: Port, task: StageTask) -> T:
         match port.kind:
             case "parameter":
                 return self.params[port.name]
@@ -146,6 +147,3 @@ def simulate_step(
 def ranks_of(mesh: Mesh, axis: Axis, device: int) -> list[int]:
     """The ranks at one position on the pipeline's axis."""
     return [rank for rank in range(mesh.ranks) if mesh.index(axis, rank) == device]
-
-
-__all__ = ["Carrier", "Parts", "Walk", "neighbour", "program_of", "ranks_of", "simulate_step"]

@@ -16,7 +16,7 @@ from tpshard.parallelism.mesh import Axes, Axis, Mesh, merge, overlap, size_of
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation, Shardings
 from tpshard.parallelism.sharding import Layout, Sharding, even
-from tpshard.parallelism.why import Told
+from tpshard.parallelism.why import SourcePlace
 
 
 def boundaries(graph: Graph, kind: str) -> dict[str, tuple[Value, Value]]:
@@ -26,10 +26,10 @@ def boundaries(graph: Graph, kind: str) -> dict[str, tuple[Value, Value]]:
 
 def used_values(graph: Graph) -> dict[str, list[Value]]:
     """For each parameter, the values without data axes: the used one, and the gradient before its storage."""
-    found = {name: [after] for name, (_, after) in boundaries(graph, "parameter").items()}
+    used = {name: [after] for name, (_, after) in boundaries(graph, "parameter").items()}
     for name, (before, _) in boundaries(graph, "gradient").items():
-        found.setdefault(name, []).append(before)
-    return found
+        used.setdefault(name, []).append(before)
+    return used
 
 
 def propagate_stored(
@@ -39,45 +39,45 @@ def propagate_stored(
     stored: Mapping[str, Sequence[Value]],
     data_axes: Axes,
     fsdp: Axis | None,
-    told: tuple[Told, ...],
+    written_at: tuple[SourcePlace, ...],
 ) -> Shardings:
     """Propagates with `data_axes` excluded from used parameters and gradients, then stores these over `fsdp`.
 
-    stored: for each parameter, the graph inputs with its layout (itself, gradient sums, moments). told: the source of
-    the FSDP axis.
+    stored: for each parameter, the graph inputs with its layout (itself, gradient sums, moments). written_at: where the
+    recipe names the FSDP axis.
     """
     kept_off = frozenset(data_axes) | (frozenset((fsdp,)) if fsdp is not None else frozenset())
-    given = dict(annotations)
+    annotated = dict(annotations)
     ties: list[list[Value]] = []
     for values in used_values(graph).values():
         for value in values:
-            known = given.get(value)
-            sharding = known.sharding if known is not None else Sharding.unknown(value.rank)
-            given[value] = Annotation(
-                replace(sharding, replicated=sharding.replicated | kept_off), known.told if known is not None else ()
+            own = annotated.get(value)
+            sharding = own.sharding if own is not None else Sharding.unknown(value.rank)
+            annotated[value] = Annotation(
+                replace(sharding, replicated=sharding.replicated | kept_off),
+                own.written_at if own is not None else (),
             )
         if len(values) > 1:
             ties.append(values)
-    free = propagate(graph, mesh, given, ties)
+    free = propagate(graph, mesh, annotated, ties)
     if fsdp is None or fsdp.size == 1:
         return free
     at_rest = [value for values in stored.values() for value in values]
     for value in at_rest:
         layout = storage_layout(value.shape, Layout(free.of[value].dims), fsdp)
-        given[value] = Annotation(Sharding(layout.dims, (False,) * value.rank), told)
+        annotated[value] = Annotation(Sharding(layout.dims, (False,) * value.rank), written_at)
     for name, (_, after) in boundaries(graph, "gradient").items():
-        given[after] = Annotation(given[stored[name][0]].sharding, told)
-    final = propagate(graph, mesh, given, ties, free.rules)
-    # axes found without the storage keep their reasons; `told` explains only what the storage adds
-    for place, found in free.causes.items():
-        there = [axis for axis, _ in found]
-        final.causes[place] = found + [pair for pair in final.causes.get(place, ()) if not overlap(pair[0], there)]
+        annotated[after] = Annotation(annotated[stored[name][0]].sharding, written_at)
+    final = propagate(graph, mesh, annotated, ties, free.rules)
+    # axes found without the storage keep their reasons; `written_at` explains only what the storage adds
+    for place, causes in free.causes.items():
+        there = [axis for axis, _ in causes]
+        final.causes[place] = causes + [pair for pair in final.causes.get(place, ()) if not overlap(pair[0], there)]
     return final
 
 
 def storage_layout(shape: Sequence[int], used: Layout, fsdp: Axis) -> Layout:
-    """`used` with `fsdp` appended as the minor-most axis of the first dim that it divides; else of the largest,
-    padded."""
+    """Appends the axis `fsdp` to a layout: innermost on the first dim that it divides, else on the largest, padded."""
     if not shape or overlap(fsdp, used.axes):
         return used
     for d, (size, axes) in enumerate(zip(shape, used.dims)):

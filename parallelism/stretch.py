@@ -14,16 +14,16 @@ from torch import fx
 from tpshard.parallelism.program import INFO, Collective, Info, Port, Program, info
 
 FEW = 4
-"""Layers of a program that can be stretched: two ends, and two between them that are compared."""
+"""The number of layers of the shallow program: the first, the last, and two between them that are compared."""
 SAME, ALIKE, LAST = 1, 2, 3
-"""The compared layer, the repeated one, and the last one."""
+"""The numbers of the compared layer, the repeated one, and the last one."""
 
 
-def stretched(program: Program, stack: str, layers: int) -> Program | None:
-    """A partitioned step of `FEW` layers `stack.N`, before any pass, as that of `layers` layers (at least `FEW`).
+def stretch_program(program: Program, stack: str, layers: int) -> Program | None:
+    """Turns a partitioned step of `FEW` layers `stack.N`, before any pass, into that of `layers` layers.
 
-    Returns None if the layers between the ends differ. Values have their names in the deep model's program; `records`
-    and explanations are those of the shallow one.
+    `layers` is at least `FEW`. Returns None if the layers between the ends differ. Values have the names of the deep
+    model's program; `records` and explanations remain those of the shallow one.
     """
     try:
         return _Stretch(program, stack, layers).run()
@@ -32,7 +32,7 @@ def stretched(program: Program, stack: str, layers: int) -> Program | None:
 
 
 class _Unlike(Exception):
-    """Layers differ in more than their number."""
+    """Raised where two layers differ in more than their number."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class _Run:
 
 
 class _Stretch:
+    """Compares the layers of a shallow program, and builds the deep one."""
+
     def __init__(self, program: Program, stack: str, layers: int):
         self.program, self.stack = program, stack
         self.copies = layers - FEW + 1
@@ -53,33 +55,33 @@ class _Stretch:
         self.port = dict(zip(feeds, program.inputs, strict=True))
         self.layer = self._layers()
         self.twin: dict[fx.Node, fx.Node] = {}
-        """For each node of the compared layer, the corresponding one of the repeated layer."""
+        """The node of the repeated layer that corresponds to each node of the compared one."""
         self.back: dict[fx.Node, fx.Node] = {}
-        """For each node of the last layer that the repeated one reads, the corresponding one of the repeated layer."""
+        """The node of the repeated layer that corresponds to each node of the last layer that it reads."""
         self.runs = self._runs()
         for node, other in self.twin.items():
             self._compare(node, other)
         self._check_readers()
 
-    # ---- what belongs where ------------------------------------------------------------------------------------------
+    # ---- the layers of nodes -----------------------------------------------------------------------------------------
     def _layers(self) -> dict[fx.Node, int | None]:
         """The layer of every node, by its place, its parameter, or its operands; None outside of layers."""
-        found: dict[fx.Node, int | None] = {}
+        layers: dict[fx.Node, int | None] = {}
         for node in self.nodes:
             layer = info(node).place.layer if node.op == "call_function" else None
             if layer is not None and layer.stack == self.stack:
-                found[node] = layer.number
+                layers[node] = layer.number
             elif node in self.port:
                 number = self.port[node].name.removeprefix(f"{self.stack}.").partition(".")[0]
                 own = self.port[node].name.startswith(f"{self.stack}.") and number.isdigit()
-                found[node] = int(number) if own else None
+                layers[node] = int(number) if own else None
             else:
-                read = {found[operand] for operand in node.all_input_nodes} - {None}
-                found[node] = read.pop() if len(read) == 1 and node.op == "call_function" else None
-        return found
+                read = {layers[operand] for operand in node.all_input_nodes} - {None}
+                layers[node] = read.pop() if len(read) == 1 and node.op == "call_function" else None
+        return layers
 
     def _runs(self) -> list[_Run]:
-        """The runs of the repeated layer; each is between one of the compared layer and one of the last."""
+        """The runs of the repeated layer; each has a run of the compared layer on one side."""
         cut: list[tuple[int | None, list[fx.Node]]] = []
         for node in self.nodes:
             if not cut or cut[-1][0] != self.layer[node]:
@@ -102,14 +104,14 @@ class _Stretch:
             raise _Unlike
         return runs
 
-    # ---- are they alike? ---------------------------------------------------------------------------------------------
+    # ---- comparing two layers ----------------------------------------------------------------------------------------
     def _compare(self, node: fx.Node, other: fx.Node) -> None:
         if (node.op, node.target) != (other.op, other.target) and node.op != "placeholder":
             raise _Unlike
         if node in self.port:
             if self._port(self.port[node], SAME, ALIKE) != self.port[other]:
                 raise _Unlike
-        elif self._bare(self._info(info(node), SAME, ALIKE)) != self._bare(info(other)):
+        elif self._without_origin(self._info(info(node), SAME, ALIKE)) != self._without_origin(info(other)):
             raise _Unlike
         self._compare_args((node.args, node.kwargs), (other.args, other.kwargs))
 
@@ -131,21 +133,20 @@ class _Stretch:
 
     def _compare_read(self, mine: fx.Node, theirs: fx.Node) -> None:
         """Compares the operands of a node and its twin: they must be equal, or correspond in the next layer."""
-        here, there = self.layer[mine], self.layer[theirs]
-        if mine is theirs and here not in (SAME, ALIKE, LAST):
+        layer, other = self.layer[mine], self.layer[theirs]
+        if mine is theirs and layer not in (SAME, ALIKE, LAST):
             return
-        if here is None or there != here + 1:
+        if layer is None or other != layer + 1:
             raise _Unlike
-        if here == SAME and self.twin.get(mine) is not theirs:
+        if layer == SAME and self.twin.get(mine) is not theirs:
             raise _Unlike
-        if here == ALIKE and self.back.setdefault(theirs, mine) is not mine:
+        if layer == ALIKE and self.back.setdefault(theirs, mine) is not mine:
             raise _Unlike
-        if here != SAME and self._specs(mine) != self._specs(theirs):
+        if layer != SAME and self._specs(mine) != self._specs(theirs):
             raise _Unlike
 
     def _check_readers(self) -> None:
-        """Checks that only itself, its neighbours and the results read the repeated layer, and that no layer skips
-        it."""
+        """Checks that only neighbours and results read the repeated layer, and that no layer reads past it."""
         for node in self.nodes:
             layer = self.layer[node]
             for operand in node.all_input_nodes if node.op != "output" else ():
@@ -159,44 +160,44 @@ class _Stretch:
         return self.port[node].local if node in self.port else info(node).specs
 
     @staticmethod
-    def _bare(known: Info) -> Info:
+    def _without_origin(metadata: Info) -> Info:
         """The metadata without its origin."""
-        comm = known.comm
+        comm = metadata.comm
         if comm is not None:
             comm = replace(comm, why=(), value=tuple(map(_bare_name, comm.value)))
-        return replace(known, origin="", comm=comm)
+        return replace(metadata, origin="", comm=comm)
 
-    # ---- the deep one ------------------------------------------------------------------------------------------------
+    # ---- the deep program --------------------------------------------------------------------------------------------
     def run(self) -> Program:
         graph = fx.Graph()
-        made: dict[tuple[fx.Node, int], fx.Node] = {}
+        copies: dict[tuple[fx.Node, int], fx.Node] = {}
         inputs: list[tuple[fx.Node, int]] = []
         following = {run.nodes[0]: run for run in self.runs}
         inside = {node for run in self.runs for node in run.nodes}
 
-        def copied(node: fx.Node, copy: int) -> None:
-            new = graph.node_copy(node, lambda operand: made[self._read(node, operand, copy)])
-            made[node, copy] = new
+        def add_copy(node: fx.Node, copy: int) -> None:
+            new = graph.node_copy(node, lambda operand: copies[self._read(node, operand, copy)])
+            copies[node, copy] = new
             if node in self.port:
                 inputs.append((node, copy))
-            known = node.meta.get(INFO)
-            if known is not None:
-                new.meta[INFO] = self._info(known, *self._numbers(node, copy))
+            metadata = node.meta.get(INFO)
+            if metadata is not None:
+                new.meta[INFO] = self._info(metadata, *self._numbers(node, copy))
 
         outputs: list[tuple[int, int]] = []
         for node in self.nodes:
             if node.op == "output":
                 outputs = self._outputs(node)
                 results = list(node.args[0])  # type: ignore[arg-type]
-                end = graph.output(tuple(made[results[i], copy] for i, copy in outputs))
+                end = graph.output(tuple(copies[results[i], copy] for i, copy in outputs))
                 end.meta[INFO] = Info(())
             elif node in following:
                 run = following[node]
                 for copy in range(self.copies) if run.rising else reversed(range(self.copies)):
                     for one in run.nodes:
-                        copied(one, copy)
+                        add_copy(one, copy)
             elif node not in inside:
-                copied(node, 0)
+                add_copy(node, 0)
         at = {key: i for i, key in enumerate(inputs)}
         feeds = list(self.port)
         donated = {
@@ -227,7 +228,7 @@ class _Stretch:
         return operand, 0
 
     def _outputs(self, node: fx.Node) -> list[tuple[int, int]]:
-        """The results in the deep program's order, as (index in the shallow program's, copy)."""
+        """The results of the deep program in order: the index of each in the shallow program, and the copy."""
         layers = [self.layer[result] for result in node.args[0]]  # type: ignore[index,union-attr]
         mine = [i for i, layer in enumerate(layers) if layer == ALIKE]
         if not mine:
@@ -242,7 +243,7 @@ class _Stretch:
         ]
 
     def _numbers(self, node: fx.Node, copy: int) -> tuple[int, int]:
-        """(a node's layer, its layer in the deep program)."""
+        """The number of a node's layer in the shallow program, and that of its copy in the deep one."""
         layer = self.layer[node]
         if layer == ALIKE:
             return ALIKE, ALIKE + copy
@@ -257,23 +258,20 @@ class _Stretch:
     def _port(self, port: Port, old: int, new: int) -> Port:
         return replace(port, name=self._name(port.name, old, new))
 
-    def _info(self, known: Info, old: int, new: int) -> Info:
+    def _info(self, metadata: Info, old: int, new: int) -> Info:
         if old == new:
-            return known
-        place, comm = known.place, known.comm
+            return metadata
+        place, comm = metadata.place, metadata.comm
         if place.layer is not None and place.layer == (self.stack, old):
             place = place._replace(module=self._name(place.module, old, new), layer=place.layer._replace(number=new))
         if comm is not None:
-            comm = self._renamed(comm, old, new)
-        return replace(known, place=place, comm=comm)
+            comm = self._rename(comm, old, new)
+        return replace(metadata, place=place, comm=comm)
 
-    def _renamed(self, comm: Collective, old: int, new: int) -> Collective:
+    def _rename(self, comm: Collective, old: int, new: int) -> Collective:
         return replace(comm, value=tuple(self._name(name, old, new) for name in comm.value))
 
 
 def _bare_name(name: str) -> str:
-    """Of a parameter its name; a value that the model gave no name has one of its operation, with a number."""
+    """The name of a parameter or an activation; "" for a value named after its operation, which has another number."""
     return name if "." in name else ""
-
-
-__all__ = ["FEW", "stretched"]

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 
 from torch import fx
 from tpshard.parallelism.cost import CommCost, Device, collective
-from tpshard.parallelism.flow import Flow, known
-from tpshard.parallelism.fusion import NONE, Cached, Compiled, Kernel, kernels, seconds
+from tpshard.parallelism.flow import Flow, info_of
+from tpshard.parallelism.fusion import NONE, CacheReads, Compiled, Kernel, kernels, seconds
 from tpshard.parallelism.network import Topology
 from tpshard.parallelism.program import Collective, Program
 
@@ -28,7 +28,7 @@ class LaneTask(NamedTuple):
     seconds: float
     lane: str = "compute"
     wire: str = "none"
-    """The level of the network that it shares with others."""
+    """The network level that it shares with other collectives."""
     of: int = -1
     """For a wait, the index of the task that issued the collective."""
 
@@ -64,11 +64,16 @@ class Timeline:
 
 
 def simulate(tasks: Sequence[LaneTask], slowdown: dict[str, float]) -> Timeline:
-    """Runs tasks in issue order. `slowdown`: level -> share of the computing rate that a collective on it takes."""
+    """Simulates tasks in issue order.
+
+    slowdown: for each network level, the share of the computing rate that a collective on it takes.
+    """
     return _Lanes(tasks, slowdown).run()
 
 
 class _Lanes:
+    """The state of a simulation: the time, and the collectives that wait and run on each lane."""
+
     def __init__(self, tasks: Sequence[LaneTask], slowdown: dict[str, float]):
         self.tasks = tasks
         self.slowdown = slowdown
@@ -183,13 +188,13 @@ class Priced:
 
 
 def price(
-    program: Program, device: Device, devices_per_host: int, *, compiled: Compiled, cached: Cached = NONE,
+    program: Program, device: Device, devices_per_host: int, *, compiled: Compiled, cached: CacheReads = NONE,
     topology: Topology | None = None,
 ) -> Priced:  # fmt: skip
-    """Tasks of one run of `program`: a task for every node, in issue order.
+    """Prices one run of a program: a task for every node, in issue order.
 
-    `device` must already be the one a process has (`Device.shared_by`); `cached` is what a server's step finds;
-    `topology` places the mesh's axes otherwise than in their order.
+    device: the share of a device that one process has (`Device.shared_by`). cached: the reads of a server's cache.
+    topology: a placement of the mesh's axes other than in their order.
     """
     topology = topology or Topology(program.mesh, devices_per_host)
     parts, flow = kernels(program, compiled=compiled, cached=cached), Flow.of(program)
@@ -212,8 +217,7 @@ def price(
 
 
 def comm_cost(device: Device, topology: Topology, node: fx.Node, comm: Collective, apart: float = 0.0) -> CommCost:
-    """The cost of a node's collective as the backend runs it, if its last member comes `apart` seconds after the
-    first."""
+    """The cost of a node's collective as the backend runs it; its members arrive within `apart` seconds."""
     cost = collective(device, topology, comm.kind, comm.refs, comm.bytes)
     return replace(cost, seconds=cost.seconds + device.overhead.issue_s + (apart if cost.wire != "none" else 0.0))
 
@@ -226,6 +230,6 @@ def lane_of(comm: Collective) -> str:
 def _issued(wait: fx.Node, index: dict[fx.Node, int]) -> int:
     """The index of the node that issued the collective of a wait."""
     node = wait.all_input_nodes[0]
-    while known(node).comm is None and node.all_input_nodes:
+    while info_of(node).comm is None and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return index[node]

@@ -11,21 +11,21 @@ from typing import Literal, NamedTuple
 from tpshard.parallelism.graph import Op
 
 
-class Told(NamedTuple):
-    """The source of an annotation: a place in a recipe, or a default."""
+class SourcePlace(NamedTuple):
+    """Where an annotation comes from: a place in a recipe or in a call, or a default."""
 
     source: str
-    """The file, or another description of the source."""
+    """The file, or a description of the call."""
     line: int = 0
     """The line, from 1; 0 if the source has no lines."""
     col: int = 0
     says: str = ""
     default: bool = False
-    """Whether it is a default, which nobody wrote."""
+    """Whether it is a default that the user did not write."""
 
 
 class Through(NamedTuple):
-    """An op through which an axis propagated, without its graph."""
+    """An op through which an axis propagated, by name and without its graph."""
 
     name: str
     target: str
@@ -49,7 +49,7 @@ class Hop(NamedTuple):
     through: Through | None = None
     source: str = ""
     source_dim: int = -1
-    told: tuple[Told, ...] = ()
+    written_at: tuple[SourcePlace, ...] = ()
 
 
 class Explanation(NamedTuple):
@@ -57,19 +57,19 @@ class Explanation(NamedTuple):
 
     annotated: str = ""
     """The value's own annotation, in text form."""
-    told: tuple[Told, ...] = ()
+    written_at: tuple[SourcePlace, ...] = ()
     links: tuple[Hop, ...] = ()
     """One chain per axis, each ending at an annotation."""
 
     @property
-    def roots(self) -> tuple[Told, ...]:
+    def roots(self) -> tuple[SourcePlace, ...]:
         """The annotations that the value's axes come from, each once."""
-        return tuple(dict.fromkeys(told for link in self.links for told in link.told))
+        return tuple(dict.fromkeys(place for link in self.links for place in link.written_at))
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Why one value is resharded from one layout to another."""
+    """Why a collective moves a value: what needs it in another layout or on another device."""
 
     kind: Literal["sum", "given", "storage", "operand", "neighbours", "others", "sent", "received"]
     """sum: an op computes it as a sum over a sharded dim. given: it is an input that is a sum. storage: a boundary with
@@ -85,6 +85,6 @@ class Demand:
     """The operand because of which the op needs a dim whole."""
     axis: str = ""
     """The moved axis with its origin, if known."""
-    told: tuple[Told, ...] = ()
+    written_at: tuple[SourcePlace, ...] = ()
     stage: int = -1
     """The other pipeline stage."""

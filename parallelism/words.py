@@ -1,23 +1,24 @@
-"""Turning reasons (`parallelism.why`) into text."""
+"""The texts of reasons (`parallelism.why`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tpshard.parallelism.why import TIE, Demand, Explanation, Hop, Through, Told
+from tpshard.parallelism.why import TIE, Demand, Explanation, Hop, SourcePlace, Through
 
 Name = Callable[[str], str]
 """A function that returns the displayed name of a value: its own, or a pattern."""
 
 
-def place(told: Told) -> str:
+def place(written_at: SourcePlace) -> str:
     """A source as text: `recipe.yaml:3:4 (heads: tp)`"""
-    at = f"{told.source}:{told.line}:{told.col}" if told.line else told.source
-    return f"{at} ({told.says})" if told.says else at
+    at = f"{written_at.source}:{written_at.line}:{written_at.col}" if written_at.line else written_at.source
+    return f"{at} ({written_at.says})" if written_at.says else at
 
 
-def places(told: Iterable[Told]) -> str:
-    return "; ".join(map(place, told))
+def places(written_at: Iterable[SourcePlace]) -> str:
+    """Several places as text, each as `place` gives it."""
+    return "; ".join(map(place, written_at))
 
 
 def op(through: Through) -> str:
@@ -28,16 +29,17 @@ def op(through: Through) -> str:
 
 
 def link(step: Hop) -> str:
-    here = f"{step.axis} on dim {step.dim} of {step.value}"
+    """A step of an axis's propagation as text."""
+    subject = f"{step.axis} on dim {step.dim} of {step.value}"
     if step.through is None:
-        return f"{here}: annotated at {places(step.told)}"
-    return f"{here}: from dim {step.source_dim} of {step.source} through {op(step.through)}"
+        return f"{subject}: annotated at {places(step.written_at)}"
+    return f"{subject}: from dim {step.source_dim} of {step.source} through {op(step.through)}"
 
 
-def explanation(found: Explanation) -> list[str]:
-    """A line per step; the last of each chain is the annotation."""
-    lines = [f"annotated {found.annotated} at {places(found.told)}"] if found.told else []
-    return [*lines, *map(link, found.links)] or ["replicated: no annotation reaches it"]
+def explanation(reasons: Explanation) -> list[str]:
+    """The reasons of a value's sharding as lines, one per step; the last of each chain names the annotation."""
+    lines = [f"annotated {reasons.annotated} at {places(reasons.written_at)}"] if reasons.written_at else []
+    return [*lines, *map(link, reasons.links)] or ["replicated: no annotation reaches it"]
 
 
 def cause(need: Demand, name: Name = str) -> str:
@@ -61,9 +63,9 @@ def cause(need: Demand, name: Name = str) -> str:
 
 
 def way(need: Demand) -> str:
-    """From where to where, and what was told that it lies there."""
+    """The two layouts of a resharded value, and the annotation behind the moved axis, as text."""
     moved = f"{need.value}{need.before} -> {need.after}" if need.before else ""
-    return moved + (f"; {need.axis} from {places(need.told)}" if need.told else "")
+    return moved + (f"; {need.axis} from {places(need.written_at)}" if need.written_at else "")
 
 
 def reason(needs: Sequence[Demand]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tpshard.plan.make import price_training, uncollected
+from tpshard.plan.make import price_training, without_gc
 from tpshard.plan.report import rounded
 from tpshard.plan.screen import gib, seconds
 from tpshard.programs import training
@@ -32,48 +32,50 @@ class Row:
 
 
 def rows(setting: Setting) -> list[Row]:
-    """One before the first pass and one after each; in a pipeline, whose stages are cut out of a program that is
-    recomputed, one after each from there on, with the collectives of the slowest device. Raises Mistakes for what does
-    not fit."""
-    found: list[Row] = []
+    """Prices a training step before its first pass and after every pass, a row each.
+
+    In a pipeline, rows after the cut into stages count the collectives of the slowest device. Raises `Mistakes` where
+    the parts of the recipe do not fit each other.
+    """
+    priced_rows: list[Row] = []
 
     def watch(programs: training.TrainingPrograms, name: str, settings: dict[str, Any], took: float) -> None:
         pricing = price_training(programs)
         lines = pricing.lines()
-        found.append(
+        priced_rows.append(
             Row(
                 name, _plain(settings), took, sum(line.count for line in lines),
                 sum(line.bytes for line in lines), pricing.peak_bytes, pricing.step_s, pricing.exposed_s,
             )
         )  # fmt: skip
 
-    with uncollected():
-        made = training.build(setting, lambda programs, p: watch(programs, p.name, p.settings, p.seconds))
-        if made.pipeline is not None:
-            for name, took, pipeline in between_passes(setting, made.micro, made.pipeline):
-                watch(replace(made, pipeline=pipeline), name, {}, took)
-    return found
+    with without_gc():
+        step = training.build(setting, lambda programs, p: watch(programs, p.name, p.settings, p.seconds))
+        if step.pipeline is not None:
+            for name, took, pipeline in between_passes(setting, step.micro, step.pipeline):
+                watch(replace(step, pipeline=pipeline), name, {}, took)
+    return priced_rows
 
 
-def to_json(found: list[Row]) -> dict[str, Any]:
-    shown = [asdict(row) for row in found]
+def to_json(table: list[Row]) -> dict[str, Any]:
+    shown = [asdict(row) for row in table]
     return {"passes": [{k: rounded(v) if isinstance(v, float) else v for k, v in row.items()} for row in shown]}
 
 
-def text(found: list[Row]) -> str:
+def text(priced_rows: list[Row]) -> str:
     """The rows as a table; a dot stands for an unchanged figure."""
     table: list[tuple[str, ...]] = [("PASSES of a step", "took", "collectives", "bytes", "peak", "step", "exposed")]
     before: tuple[str, ...] = ("",) * 5
-    for row in found:
+    for row in priced_rows:
         settings = ", ".join(f"{k} {v}" for k, v in row.settings.items())
         name = row.name + (f" ({settings})" if settings else "")
-        here = (
+        cells = (
             str(row.collectives), gib(row.collective_bytes), gib(row.peak_bytes), seconds(row.step_s),
             seconds(row.exposed_s),
         )  # fmt: skip
-        shown = ("." if now == then else now for now, then in zip(here, before))
+        shown = ("." if now == then else now for now, then in zip(cells, before))
         table.append((name or "as partitioned", seconds(row.pass_s) if row.name else "", *shown))
-        before = here
+        before = cells
     wide = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     lines = (
         "  ".join([row[0].ljust(wide[0]), *(cell.rjust(n) for cell, n in zip(row[1:], wide[1:]))]) for row in table
@@ -82,7 +84,7 @@ def text(found: list[Row]) -> str:
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a pass, as text or numbers."""
+    """The settings of a pass as plain values for JSON: a sequence becomes its length, a function its name."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, (bool, int, float, str)):

@@ -19,7 +19,6 @@ from tpshard.plan import compare, make, save
 from tpshard.plan.units import count, gib, seconds
 from tpshard.recipes import load as recipes
 from tpshard.recipes.diagnostic import Mistakes
-from tpshard.recipes.schema import Recipe
 
 EXACT = 1e-6
 """Relative error up to which counted figures agree."""
@@ -27,7 +26,7 @@ MEMORY = 0.02
 TIME = 0.1
 """Relative errors up to which memory and times agree."""
 SHARE = 0.15
-"""Of the computing time from which on a kind of work is named."""
+"""The least share of the computing time at which a kind of work is named."""
 CONSTANTS = {
     "matmul": ("matmul", "constants.matmul of rates"), "attention": ("attention", "constants.attention"),
     "stream": ("streaming", "constants.streaming of memory_bandwidth"),
@@ -63,39 +62,36 @@ class RunFinding:
 
 
 def check(folder: Path) -> RunFinding:
-    """Compares a run with its own plan, or with that of its recipe.
+    """Compares a run with the plan in its folder; without one, with a new plan of its recipe.
 
-    Raises `Mistakes` (exit 3) if it logged no step, or there is neither plan nor recipe.
+    Raises `Mistakes` (exit 3) if the run logged no step, or its folder has neither plan nor recipe.
     """
     plan = _plan(folder)
-    found = compare.compare(folder, plan)
-    if found is None:
+    comparison = compare.compare(folder, plan)
+    if comparison is None:
         raise Mistakes.one(
             f"{folder} has no steps to compare with a plan", why="metrics.jsonl has no row with a loss",
             fix="the folder of a run, as `tpshard train` leaves it",
         )  # fmt: skip
     spread = compare.spread(folder)
-    rows = [_held(name, row, plan, spread) for name, row in found.items()]
-    made = RunFinding(str(folder), plan["device"]["name"], rows)
+    rows = [_held(name, row, plan, spread) for name, row in comparison.items()]
+    finding = RunFinding(str(folder), plan["device"]["name"], rows)
     own = None
     with contextlib.suppress(Mistakes):
         own = _device(folder)
-    made.distrust = _distrusted({row.figure: row for row in rows}, plan, own, spread)
-    return made
+    finding.distrust = _distrusted({row.figure: row for row in rows}, plan, own, spread)
+    return finding
 
 
 def _plan(folder: Path) -> Any:
+    """The report in `plan.json` of a run's folder; without the file, a new one of the run's recipe."""
     if (folder / "plan.json").is_file():
         return save.read(str(folder / "plan.json")).report
-    return json.loads(json.dumps(make.report(_recipe(folder), str(folder)).to_json()))
-
-
-def _recipe(folder: Path) -> Recipe:
-    return recipes.load(folder)
+    return json.loads(json.dumps(make.report(recipes.load(folder), str(folder)).to_json()))
 
 
 def _device(folder: Path) -> Device:
-    cluster = _recipe(folder).cluster
+    cluster = recipes.load(folder).cluster
     return device_named(cluster.device if cluster is not None else compare.SHIPPED_CPU)
 
 
@@ -114,23 +110,24 @@ def _held(name: str, row: dict[str, Any], plan: Any, spread: float) -> RunFigure
 
 
 def _distrusted(rows: dict[str, RunFigure], plan: Any, device: Device | None, spread: float) -> list[str]:
-    """The constants behind the figures that disagree."""
+    """Names the constants of the device file that could explain the figures which differ from the plan."""
     step, exposed, peak = (rows.get(name) for name in ("step_s", "exposed_comm_s", "peak_memory_bytes"))
-    found: list[str] = []
+    constants: list[str] = []
     if step is not None and exposed is not None:
-        found += _computing(step.measured - exposed.measured, plan, device, spread)
+        constants += _computing(step.measured - exposed.measured, plan, device, spread)
     elif step is not None and step.verdict == "off":  # what is exposed is not seen: all of the step is in question
-        found += _computing(step.measured - plan["time"]["exposed_comm_s"], plan, device, spread)
+        constants += _computing(step.measured - plan["time"]["exposed_comm_s"], plan, device, spread)
     if exposed is not None and exposed.verdict == "off" and step is not None:
         off = abs(exposed.planned - exposed.measured) / step.measured
         if off > TIME / 2:
-            found += _links(exposed, plan)
+            constants += _links(exposed, plan)
     if peak is not None and peak.verdict == "off":
-        found.append("memory: no constant; what a compiler or allocator does, or another program than was planned")
-    return found
+        constants.append("memory: no constant; what a compiler or allocator does, or another program than was planned")
+    return constants
 
 
 def _computing(measured: float, plan: Any, device: Device | None, spread: float) -> list[str]:
+    """Names the constants behind the computing time, if it differs from the plan by more than the run's spread."""
     planned = plan["time"]["step_s"] - plan["time"]["exposed_comm_s"]
     if measured <= 0 or abs(planned / measured - 1) <= max(TIME, spread):
         return []
@@ -143,16 +140,17 @@ def _computing(measured: float, plan: Any, device: Device | None, spread: float)
         if spent < SHARE * planned:
             continue
         name, words = CONSTANTS.get(kind, ("", "constants.step, and of a CPU the memory it maps anew"))
-        said = f"{words}: {100 * spent / planned:.0f}% of the computing time, which took {ratio:.2f} times the plan"
+        line = f"{words}: {100 * spent / planned:.0f}% of the computing time, which took {ratio:.2f} times the plan"
         alone = 1 + (measured - planned) / spent  # if the others are right
         was = getattr(device.efficiency, name) if device is not None and name else 1.0
         if name and was < alone:  # no more than all of the rate
-            said += f"; {was:.3g} would be {was / alone:.3g} if it alone is wrong"
-        lines.append(said)
+            line += f"; {was:.3g} would be {was / alone:.3g} if it alone is wrong"
+        lines.append(line)
     return lines
 
 
 def _links(exposed: RunFigure, plan: Any) -> list[str]:
+    """Names the links that carry a large share of the collectives' time."""
     times: dict[str, float] = {}
     for line in plan["collectives"]:
         times[line["link"]] = times.get(line["link"], 0.0) + line["time_s"]
@@ -168,20 +166,20 @@ def _links(exposed: RunFigure, plan: Any) -> list[str]:
 FORMS = {"step_s": seconds, "exposed_comm_s": seconds, "peak_memory_bytes": gib, "sent_bytes": gib}
 
 
-def text(found: RunFinding) -> str:
+def text(finding: RunFinding) -> str:
     """The comparison as text."""
     lines = [
-        f"{found.run} against its plan for {found.device}",
+        f"{finding.run} against its plan for {finding.device}",
         f"  {'':<20}{'planned':>12}{'measured':>12}{'error':>8}",
     ]
-    for row in found.rows:
+    for row in finding.rows:
         form = FORMS.get(row.figure, count)
         error = "" if row.error is None else f"{100 * row.error:+.1f}%"
         lines.append(f"  {row.figure:<20}{form(row.planned):>12}{form(row.measured):>12}{error:>8}  {row.verdict}")
-    if not found.distrust:
+    if not finding.distrust:
         return "\n".join([*lines, "no constant of the device is to be distrusted"]) + "\n"
     lines.append("to distrust, the likeliest first (`tpshard doctor --measure` fits them on this machine)")
-    return "\n".join([*lines, *(f"  {line}" for line in found.distrust)]) + "\n"
+    return "\n".join([*lines, *(f"  {line}" for line in finding.distrust)]) + "\n"
 
 
 __all__ = ["RunFigure", "RunFinding", "check", "text"]

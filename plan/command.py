@@ -1,4 +1,4 @@
-"""Running `tpshard plan` on a checked recipe: returns the text, and writes the requested files."""
+"""The command `tpshard plan` on a checked recipe: returns the text for stdout, and writes the requested files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tpshard.plan import (
 from tpshard.plan import diff as diffs
 from tpshard.plan import skew as skews
 from tpshard.plan import trace as traces
-from tpshard.plan.outputs import Asked, Done
+from tpshard.plan.outputs import CommandResult, PlanOptions
 from tpshard.plan.plan_cache import PlanEntry
 from tpshard.plan.report import Report
 from tpshard.programs.setting import Setting, devices_of
@@ -36,74 +36,77 @@ from tpshard.recipes.schema import Recipe
 
 
 def run(
-    recipe: Recipe, asked: Asked, other: Recipe | None = None, note: Callable[[str], None] | None = None,
+    recipe: Recipe, options: PlanOptions, other: Recipe | None = None, note: Callable[[str], None] | None = None,
     entry: PlanEntry | None = None,
-) -> Done:  # fmt: skip
-    """Plans; writes the files that were asked for, and without `dry_run` those of the run's folder. `entry` keeps what
-    a plan says.
+) -> CommandResult:  # fmt: skip
+    """Plans a recipe, and answers with the text that the options select.
 
-    Exit code 0, or 4 where the recipe does not fit its devices; the output is the same. Raises `Mistakes` (exit 5)
-    before planning where a file cannot be written.
+    Writes the files that the options name and, unless `dry_run`, those of the run's folder. other: the second recipe of
+    a comparison. note: receives progress lines. entry: the place in the cache where a plan's texts are stored. The exit
+    code is 0, or 4 where the recipe does not fit its devices. Raises `Mistakes` (exit 5) before planning where a file
+    cannot be written.
     """
     tell = note or (lambda _: None)
     folder = Path(recipe.run.dir)
     saved = [folder / name for name in ("plan.json", "plan.html", "plan.trace.json")]
-    writes = {"fastest.yaml": asked.search, "fits.yaml": asked.fit, "pinned.yaml": asked.pin}
+    writes = {"fastest.yaml": options.search, "fits.yaml": options.fit, "pinned.yaml": options.pin}
     recipes = [folder / name for name, on in writes.items() if on]
-    plans = not (recipes or asked.passes or asked.net) and asked.explain is None and other is None
+    plans = not (recipes or options.passes or options.net) and options.explain is None and other is None
     saved = recipes or saved
-    kept = saved if (plans or recipes) and not asked.dry_run else []
-    for path in (asked.html, asked.trace, asked.svg, *kept):
+    to_write = saved if (plans or recipes) and not options.dry_run else []
+    for path in (options.html, options.trace, options.svg, *to_write):
         if path is not None:
             save.check_writable(path)
-    if asked.search:
-        return _searched(recipe, asked, tell, kept)
-    if asked.passes:
+    if options.search:
+        return _searched(recipe, options, tell, to_write)
+    if options.passes:
         rows = between.rows(Setting.of(recipe, devices_of(recipe)))
-        shown = json.dumps(between.to_json(rows), indent=1) + "\n" if asked.as_json else between.text(rows)
-        return Done(shown, Exit.DONE)
-    report = make.report(recipe, asked.source or recipe.name, asked.what, accuracy())
-    if asked.fit or asked.pin:
-        return _recipe_made(report, recipe, asked, tell, kept)
-    if asked.explain is not None:
-        told = _explained(report, asked.explain)
-        found = {"name": asked.explain, "lines": told.splitlines()}
-        return Done(json.dumps(found, indent=1) + "\n" if asked.as_json else told, Exit.DONE)
+        shown = json.dumps(between.to_json(rows), indent=1) + "\n" if options.as_json else between.text(rows)
+        return CommandResult(shown, Exit.DONE)
+    report = make.report(recipe, options.source or recipe.name, options.what, accuracy())
+    if options.fit or options.pin:
+        return _changed_recipe(report, recipe, options, tell, to_write)
+    if options.explain is not None:
+        explanation = _explained(report, options.explain)
+        answer = {"name": options.explain, "lines": explanation.splitlines()}
+        return CommandResult(json.dumps(answer, indent=1) + "\n" if options.as_json else explanation, Exit.DONE)
     if other is not None:
-        before, after = asked.compared
-        changed = diffs.diff(report, make.report(other, other.name, asked.what))
+        before, after = options.compared
+        changed = diffs.diff(report, make.report(other, other.name, options.what))
         changed |= {"before": before or recipe.name, "after": after or other.name}
-        return Done(json.dumps(changed, indent=1) + "\n" if asked.as_json else diffs.text(changed), Exit.DONE)
-    if asked.net:
+        return CommandResult(
+            json.dumps(changed, indent=1) + "\n" if options.as_json else diffs.text(changed), Exit.DONE
+        )
+    if options.net:
         network = placements.net(report, recipe)
-        shown = json.dumps(network.to_json(), indent=1) + "\n" if asked.as_json else placements.text(network)
-        return Done(shown, Exit.DONE)
-    if asked.run is not None:
-        report.forecast = make.forecast_of(report, recipe, asked.run)
-    if asked.skew is not None:
-        report.skew = skews.skew(report.pricing, Setting.of(recipe, devices_of(recipe)), asked.skew)
+        shown = json.dumps(network.to_json(), indent=1) + "\n" if options.as_json else placements.text(network)
+        return CommandResult(shown, Exit.DONE)
+    if options.run is not None:
+        report.forecast = make.forecast_of(report, recipe, options.run)
+    if options.skew is not None:
+        report.skew = skews.skew(report.pricing, Setting.of(recipe, devices_of(recipe)), options.skew)
     if not report.fits:
         report.edits = search.edits(report, recipe)
-    elif asked.suggest:
+    elif options.suggest:
         faster = suggest.suggest(report, recipe, tell)
-        report.suggestions, report.searched, report.search_said = faster.edits, faster.to_json(), faster.words
-    elif asked.what == "train":
+        report.suggestions, report.searched, report.search_summary = faster.edits, faster.to_json(), faster.words
+    elif options.what == "train":
         report.suggestions = suggest.promising(report, recipe)
     code = Exit.DONE if report.fits else Exit.FIT
-    made = texts(report, recipe, asked)
+    forms = texts(report, recipe, options)
     if entry is not None:
-        entry.write(made)
-    return Done(outputs.deliver(asked, folder, made, tell), code)
+        entry.write(forms)
+    return CommandResult(outputs.deliver(options, folder, forms, tell), code)
 
 
-def texts(report: Report, recipe: Recipe, asked: Asked) -> dict[str, str]:
-    """All that a plan is to say, by kind; and `exit`, the code that the command ends with."""
+def texts(report: Report, recipe: Recipe, options: PlanOptions) -> dict[str, str]:
+    """The texts of a plan, by kind of output; `exit` is the command's exit code."""
     code = Exit.DONE if report.fits else Exit.FIT
-    return {kind: _text(kind, report, recipe) for kind in outputs.kinds(asked)} | {"exit": str(int(code))}
+    return {kind: _text(kind, report, recipe) for kind in outputs.kinds(options)} | {"exit": str(int(code))}
 
 
 def _text(kind: str, report: Report, recipe: Recipe) -> str:
-    """What a plan says, in one of its forms."""
+    """The report in one form: json, saved, screen, verbose, page, trace or svg."""
     if kind == "json":
         return json.dumps(report.to_json(), indent=1) + "\n"
     if kind == "saved":
@@ -114,47 +117,52 @@ def _text(kind: str, report: Report, recipe: Recipe) -> str:
     return forms[kind](report)
 
 
-def _recipe_made(
-    report: Report, recipe: Recipe, asked: Asked, tell: Callable[[str], None], kept: Sequence[Path]
-) -> Done:
-    """Of `--fit` and `--pin`: a recipe, whose first lines say what was done to it."""
-    if asked.fit:
+def _changed_recipe(
+    report: Report, recipe: Recipe, options: PlanOptions, tell: Callable[[str], None], to_write: Sequence[Path]
+) -> CommandResult:
+    """The answer of `--fit` and `--pin`: a changed recipe that begins with a comment on the changes."""
+    if options.fit:
         fitted = None if report.fits else fitting.fit(report, recipe)
-        made = fitting.text(fitted, report, recipe)
-        shown: dict[str, object] = {"edits": [] if fitted is None else fitted.changes, "recipe": made}
+        recipe_text = fitting.text(fitted, report, recipe)
+        shown: dict[str, object] = {"edits": [] if fitted is None else fitted.changes, "recipe": recipe_text}
         if fitted is not None:
-            shown |= {"harms": [harm.name.lower() for harm in fitted.harms], **dataclasses.asdict(fitted.found)}
+            shown |= {"harms": [harm.name.lower() for harm in fitted.harms], **dataclasses.asdict(fitted.price)}
     else:
         pinned = pinning.pin(report, recipe)
-        made = pinning.text(pinned, report.job.name)
-        shown = {"pins": pinned.pins, "left": pinned.left, "programs": dict(pinned.fingerprints), "recipe": made}
-    for path in kept:
-        save.write(path, made)
+        recipe_text = pinning.text(pinned, report.job.name)
+        shown = {"pins": pinned.pins, "left": pinned.left, "programs": dict(pinned.fingerprints), "recipe": recipe_text}
+    for path in to_write:
+        save.write(path, recipe_text)
         tell(f"saved {path}; next: tpshard plan {path}, tpshard train {path}")
-    return Done(json.dumps(shown, indent=1) + "\n" if asked.as_json else made, Exit.DONE)
+    return CommandResult(json.dumps(shown, indent=1) + "\n" if options.as_json else recipe_text, Exit.DONE)
 
 
-def check(folder: Path, as_json: bool = False) -> Done:
-    """A run held against its plan. Raises `Mistakes` where there is nothing to hold."""
-    found = check_run.check(folder)
-    return Done(json.dumps(found.to_json(), indent=1) + "\n" if as_json else check_run.text(found), Exit.DONE)
+def check(folder: Path, as_json: bool = False) -> CommandResult:
+    """The answer of `--check`: a run compared with its plan. Raises `Mistakes` where the run or the plan is missing."""
+    finding = check_run.check(folder)
+    return CommandResult(
+        json.dumps(finding.to_json(), indent=1) + "\n" if as_json else check_run.text(finding), Exit.DONE
+    )
 
 
-def _searched(recipe: Recipe, asked: Asked, tell: Callable[[str], None], kept: Sequence[Path]) -> Done:
+def _searched(
+    recipe: Recipe, options: PlanOptions, tell: Callable[[str], None], to_write: Sequence[Path]
+) -> CommandResult:
     result = search.search(recipe, tell)
     winner = search.winner(result, recipe)
-    for path in kept if winner else ():
+    for path in to_write if winner else ():
         save.write(path, winner)
         tell(f"saved {path}; next: tpshard plan {path}, tpshard train {path}")
     code = Exit.DONE if winner else Exit.FIT
-    if asked.as_json:
-        rows = [dataclasses.asdict(c) for c in result.candidates]
-        found = {"candidates": rows, "refused": result.refused, "recipe": winner or None}
-        return Done(json.dumps(found, indent=1) + "\n", code)
-    return Done(search.text(result, recipe), code)
+    if options.as_json:
+        rows = [{**(row := dataclasses.asdict(c)), "found": row.pop("price")} for c in result.candidates]
+        answer = {"candidates": rows, "refused": result.refused, "recipe": winner or None}
+        return CommandResult(json.dumps(answer, indent=1) + "\n", code)
+    return CommandResult(search.text(result, recipe), code)
 
 
 def _explained(report: Report, name: str) -> str:
+    """The answer of `--explain`: why a value has its sharding. Raises `Mistakes` (exit 2) for an unknown name."""
     try:
         return describe.explain(report.pricing.parts[0].part.program, name)
     except KeyError as error:
@@ -162,6 +170,6 @@ def _explained(report: Report, name: str) -> str:
 
 
 def accuracy() -> str:
-    """The mean errors last written by `benchmarks/plan_accuracy.py`; empty if it never ran."""
+    """The planner's mean errors, as `benchmarks/plan_accuracy.py` last wrote them; empty if it never ran."""
     file = resources.files("tpshard.plan").joinpath("accuracy.txt")
     return file.read_text(encoding="utf-8").strip() if file.is_file() else ""

@@ -18,17 +18,17 @@ SKIPPED = 2
 
 
 def compare(folder: Path, plan: Any = None) -> dict[str, Any] | None:
-    """{figure: {predicted, measured, error}} of a run's folder; None where it has no plan or logged no step.
+    """Compares a run with its plan: {figure: {predicted, measured, error}}; None without a plan or a logged step.
 
-    Measured is the median over the last attempt's training rows; a step logged twice counts last. `plan` is read from
-    the folder where it is not given.
+    Measured is the median over the training rows of the last attempt; of a step logged twice the last row counts.
+    `plan` defaults to the one in the folder.
     """
     try:
         plan = plan or save.read(str(folder / "plan.json")).report
-        kept = measured_rows(folder)
+        rows = measured_rows(folder)
     except Exception:  # a run without a plan, or one that is being written: there is nothing to compare
         return None
-    if not kept:
+    if not rows:
         return None
     predicted = {
         "step_s": plan["time"]["step_s"],
@@ -38,17 +38,17 @@ def compare(folder: Path, plan: Any = None) -> dict[str, Any] | None:
         "sent_bytes": sum(line["wire_bytes"] for line in plan["collectives"]),
         "tokens_per_s": plan["tokens_per_s_per_device"] * _devices(plan),
     }
-    found: dict[str, Any] = {}
+    comparison: dict[str, Any] = {}
     for name, value in predicted.items():
-        measured = sorted(float(row[name]) for row in kept if row.get(name) is not None)
+        measured = sorted(float(row[name]) for row in rows if row.get(name) is not None)
         if measured:
             middle = measured[len(measured) // 2]
-            found[name] = {"predicted": value, "measured": middle, "error": value / middle - 1 if middle else None}
-    return found or None
+            comparison[name] = {"predicted": value, "measured": middle, "error": value / middle - 1 if middle else None}
+    return comparison or None
 
 
 def measured_rows(folder: Path) -> list[dict[str, Any]]:
-    """Rows of the last attempt's training steps, without those that it warmed up in."""
+    """The metrics of the last attempt's training steps, without its first steps, which warm up."""
     rows: dict[int, dict[str, Any]] = {}
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         try:
@@ -58,12 +58,12 @@ def measured_rows(folder: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and row.get("loss") is not None and "step" in row:
             rows[int(row["step"])] = row
     last = max((row.get("run") or 0 for row in rows.values()), default=None)
-    kept = [row for _, row in sorted(rows.items()) if (row.get("run") or 0) == last]
-    return kept[SKIPPED:] if len(kept) > SKIPPED + 2 else kept[1:] or kept
+    of_attempt = [row for _, row in sorted(rows.items()) if (row.get("run") or 0) == last]
+    return of_attempt[SKIPPED:] if len(of_attempt) > SKIPPED + 2 else of_attempt[1:] or of_attempt
 
 
 def spread(folder: Path) -> float:
-    """Of a run's step time: its middle half, as a share of the median."""
+    """How much a run's step time varies: the range of its middle half, as a share of the median."""
     times = sorted(float(row["step_s"]) for row in measured_rows(folder) if row.get("step_s"))
     if len(times) < 4:
         return 0.0
@@ -72,21 +72,21 @@ def spread(folder: Path) -> float:
 
 def record(folder: Path) -> str:
     """Writes the comparison to `plan_measured.json` beside the plan, and returns it as text; "" if there is none."""
-    found = compare(folder)
-    if found is None:
+    comparison = compare(folder)
+    if comparison is None:
         return ""
     plan = save.read(str(folder / "plan.json")).report
-    save.write(folder / "plan_measured.json", json.dumps(found, indent=1, sort_keys=True) + "\n")
+    save.write(folder / "plan_measured.json", json.dumps(comparison, indent=1, sort_keys=True) + "\n")
     show = {"step_s": seconds, "exposed_comm_s": seconds, "peak_memory_bytes": gib, "sent_bytes": gib}
     parts = []
-    for name, row in found.items():
+    for name, row in comparison.items():
         form = show.get(name, lambda v: f"{v:.0f}")
         error = "" if row["error"] is None else f" ({100 * row['error']:+.0f}%)"
         parts.append(f"{name} {form(row['predicted'])} against {form(row['measured'])}{error}")
-    said = "planned against measured: " + ", ".join(parts)
+    line = "planned against measured: " + ", ".join(parts)
     if plan["device"]["name"] == SHIPPED_CPU:
-        said += "; the plan is priced by the shipped file of a CPU: `tpshard doctor --measure` writes this machine's"
-    return said
+        line += "; the plan is priced by the shipped file of a CPU: `tpshard doctor --measure` writes this machine's"
+    return line
 
 
 def _devices(plan: Any) -> int:

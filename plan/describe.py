@@ -22,14 +22,14 @@ def report_of(
     warnings: Sequence[str],
 ) -> Report:
     """The report of a priced job; `program` is the one whose shardings are shown."""
-    tensors, given, inferred = shardings(program, parameters)
+    tensors, annotated, inferred = shardings(program, parameters)
     ranks = program.mesh.ranks
     return Report(
         job=job,
         pricing=pricing,
         tensors=tensors,
         lines=pricing.lines(),
-        given=given,
+        annotated=annotated,
         inferred=inferred,
         buckets=buckets_of(pricing),
         warnings=list(dict.fromkeys([*program.warnings, *warnings])),
@@ -45,15 +45,15 @@ def report_of(
 
 
 def extra_warnings(job: PlannedJob, device: Device, update: Program) -> list[str]:
-    found = list(update.warnings)
+    warnings = list(update.warnings)
     if job.device_assumed:
-        found.append("no `cluster` is named: priced on the shipped two-core CPU, not on this machine")
+        warnings.append("no `cluster` is named: priced on the shipped two-core CPU, not on this machine")
     if not device.fitted:
-        found.append(f"{device.name} has no fitted constants; `tpshard doctor --measure` fits them on a machine")
+        warnings.append(f"{device.name} has no fitted constants; `tpshard doctor --measure` fits them on a machine")
     if device.kind == "gpu" and job.devices_per_node > device.host_devices:
-        here = f"the recipe says {job.devices_per_node}"
-        found.append(f"a host of {device.name} has {device.host_devices} devices, {here}")
-    return found
+        in_recipe = f"the recipe says {job.devices_per_node}"
+        warnings.append(f"a host of {device.name} has {device.host_devices} devices, {in_recipe}")
+    return warnings
 
 
 def shardings(program: Program, parameters: Sequence[str]) -> tuple[list[Tensor], int, int]:
@@ -67,25 +67,26 @@ def shardings(program: Program, parameters: Sequence[str]) -> tuple[list[Tensor]
         for tensor in tensors_of(program, list(shown))
     ]
     out += [replace(tensor, kind="activation") for tensor in tensors_of(program, named)]
-    given = sum(record.annotated for record in program.records.values())
-    return out, given, len(program.records) - given
+    annotated = sum(record.annotated for record in program.records.values())
+    return out, annotated, len(program.records) - annotated
 
 
 def explain(program: Program, name: str) -> str:
-    """`--explain NAME`: the chain of reasons for a value, a parameter's used and stored forms, or a pattern.
+    """Explains the sharding of a value: its chain of reasons, and the collectives that move it (`--explain NAME`).
 
-    `.weight` may be omitted. Raises `KeyError` with similar names.
+    For a parameter, both its used and its stored form. The name may be a pattern, and may omit `.weight`. Raises
+    `KeyError` with similar names.
     """
-    known = program.records
+    records = program.records
     names: list[str] = []
-    for asked in (name, f"{name}.weight"):
-        names = names or [n for n in (f"{asked}.used", asked, f"{asked}.grad") if n in known]
-    for asked in (name, f"{name}.weight"):
-        names = names or [n for n in known if pattern(n) == pattern(asked)][:1]
+    for candidate in (name, f"{name}.weight"):
+        names = names or [n for n in (f"{candidate}.used", candidate, f"{candidate}.grad") if n in records]
+    for candidate in (name, f"{name}.weight"):
+        names = names or [n for n in records if pattern(n) == pattern(candidate)][:1]
     if not names:
         raise KeyError(f"no value is named {name!r}{_similar(name, program)}")
     parts = [program.explain(n) for n in names]
-    meant = {*names, *(known[n].label for n in names)}
+    meant = {*names, *(records[n].label for n in names)}
     moved = [
         f"  {c.kind} over {'+'.join(map(str, c.axes))}, {c.bytes} bytes: {c.reason}"
         for c in program.collectives
@@ -95,7 +96,7 @@ def explain(program: Program, name: str) -> str:
 
 
 def _similar(name: str, program: Program) -> str:
-    """Similar names among parameters and activations, for a misspelt one."""
+    """Parameters and activations with a name similar to a misspelt one, as the end of an error message."""
     shown = dict.fromkeys(r.label for r in program.records.values() if r.label and r.role in ("", "parameter"))
     near = [n for n in shown if name and name in n][:5] or difflib.get_close_matches(name, shown, 5)
     return f"; similar: {', '.join(near)}" if near else ""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from tpshard.plan.report import Report
-from tpshard.plan.screen import axes_text, cut, pipeline, spread
+from tpshard.plan.screen import axes_text, cut, pipeline_words, spread
 from tpshard.plan.units import gib, seconds
 
 
 def figures(report: Report) -> dict[str, float]:
-    """The compared figures, by name."""
+    """The figures of a plan that a comparison shows, by name."""
     return {
         "step_s": report.pricing.step_s,
         "exposed_comm_s": report.pricing.exposed_s,
@@ -23,7 +23,7 @@ def figures(report: Report) -> dict[str, float]:
 
 
 def diff(before: Report, after: Report) -> dict[str, Any]:
-    """The difference as plain data."""
+    """Compares two plans: their figures, and the shardings and collectives that differ, as plain data."""
     old, new = figures(before), figures(after)
     return {
         "before": before.job.name,
@@ -32,7 +32,7 @@ def diff(before: Report, after: Report) -> dict[str, Any]:
             name: {"before": old[name], "after": new[name], "change": new[name] / old[name] - 1 if old[name] else None}
             for name in old
         },
-        "pipeline": [pipeline(before) or None, pipeline(after) or None],
+        "pipeline": [pipeline_words(before) or None, pipeline_words(after) or None],
         "shardings": _shardings(before, after),
         "collectives": _collectives(before, after),
         "fits": [before.fits, after.fits],
@@ -59,11 +59,11 @@ def _shardings(before: Report, after: Report) -> list[dict[str, Any]]:
 
 def _collectives(before: Report, after: Report) -> list[dict[str, Any]]:
     def table(report: Report) -> dict[tuple[str, str, str], list[float]]:
-        found: dict[tuple[str, str, str], list[float]] = {}
+        sums: dict[tuple[str, str, str], list[float]] = {}
         for line in report.lines:
-            row = found.setdefault((line.kind, axes_text(line.axes), line.of), [0, 0, 0.0])
+            row = sums.setdefault((line.kind, axes_text(line.axes), line.of), [0, 0, 0.0])
             row[0], row[1], row[2] = row[0] + line.count, row[1] + line.wire_bytes, row[2] + line.time_s
-        return found
+        return sums
 
     old, new = table(before), table(after)
     rows = []
@@ -79,25 +79,28 @@ def _collectives(before: Report, after: Report) -> list[dict[str, Any]]:
     return rows
 
 
-def text(found: dict[str, Any]) -> str:
-    """The difference as text."""
+def text(difference: dict[str, Any]) -> str:
+    """The result of `diff` as text."""
     show = {"step_s": seconds, "exposed_comm_s": seconds, "needed_bytes": gib, "sent_bytes": gib}
-    lines = [f"{found['before']} -> {found['after']}"]
-    if found["devices"][0] != found["devices"][1]:
-        before, after = found["devices"]
+    lines = [f"{difference['before']} -> {difference['after']}"]
+    if difference["devices"][0] != difference["devices"][1]:
+        before, after = difference["devices"]
         lines.append(f"  on {before:,} and on {after:,} devices: figures are of one device each")
-    for name, row in found["figures"].items():
+    for name, row in difference["figures"].items():
         form = show.get(name, lambda v: f"{v:.4g}")
         change = "" if row["change"] is None else f"  {100 * row['change']:+.1f}%"
         lines.append(f"  {name:<26} {form(row['before']):>12} -> {form(row['after']):>12}{change}")
-    if found["pipeline"][0] != found["pipeline"][1]:
-        lines.append(f"PIPELINE  {found['pipeline'][0] or 'none'} -> {found['pipeline'][1] or 'none'}")
-    if found["fits"][0] != found["fits"][1]:
-        lines.append("  it does not fit, the other did" if found["fits"][0] else "  it fits, the other did not")
-    lines.append(f"SHARDINGS  {len(found['shardings'])} tensors change")
-    lines += [f"  {r['name']}: {r['before'] or '(none)'} -> {r['after'] or '(none)'}" for r in found["shardings"][:16]]
-    lines.append(f"COLLECTIVES  {len(found['collectives'])} kinds change")
-    for r in found["collectives"][:16]:
+    if difference["pipeline"][0] != difference["pipeline"][1]:
+        before, after = (words or "none" for words in difference["pipeline"])
+        lines.append(f"PIPELINE  {before} -> {after}")
+    if difference["fits"][0] != difference["fits"][1]:
+        lines.append("  it does not fit, the other did" if difference["fits"][0] else "  it fits, the other did not")
+    lines.append(f"SHARDINGS  {len(difference['shardings'])} tensors change")
+    lines += [
+        f"  {r['name']}: {r['before'] or '(none)'} -> {r['after'] or '(none)'}" for r in difference["shardings"][:16]
+    ]
+    lines.append(f"COLLECTIVES  {len(difference['collectives'])} kinds change")
+    for r in difference["collectives"][:16]:
         lines.append(
             f"  {r['kind']} over {r['axes']} of {r['of']}: {r['count'][0]} -> {r['count'][1]}, sent "
             f"{gib(r['wire_bytes'][0])} -> {gib(r['wire_bytes'][1])}"

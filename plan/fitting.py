@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tpshard.plan.report import Report
-from tpshard.plan.search import Quick, edits, quick, variant
+from tpshard.plan.search import VariantPrice, edits, price_variant, variant
 from tpshard.plan.units import gib, seconds
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -23,7 +23,7 @@ Settings = Mapping[str, object]
 
 
 class Harm(enum.IntEnum):
-    """The harm of an edit, the least first."""
+    """What an edit costs, the least harmful first."""
 
     WHEN = 0
     SLOWER = 1
@@ -53,17 +53,17 @@ class Fitted:
     changes: list[str]
     harms: list[Harm]
     """The harm of each change."""
-    found: Quick
+    price: VariantPrice
     recipe: str
     """The recipe as YAML."""
 
 
 def fit(report: Report, recipe: Recipe) -> Fitted:
     """The smallest edits for a training recipe that does not fit. Raises `Mistakes` (exit 4) if there are none."""
-    turned = _Turned(report, recipe)
-    found = turned.smallest()
-    if found is None:
-        closest = min(turned.tried.values(), key=lambda q: q.needed_bytes, default=None)
+    search = _KnobSearch(report, recipe)
+    smallest = search.smallest()
+    if smallest is None:
+        closest = min(search.tried.values(), key=lambda q: q.needed_bytes, default=None)
         least = f"with all of them it needs {gib(closest.needed_bytes)}" if closest is not None else "none is possible"
         others = [edit.change for edit in edits(report, recipe) if edit.fits]
         raise Mistakes.one(
@@ -71,27 +71,27 @@ def fit(report: Report, recipe: Recipe) -> Fitted:
             why=f"{least}, and a device has {gib(report.pricing.device.memory_bytes)}",
             fix="; or ".join(others) if others else "more devices, a larger one, or a smaller model",
         )  # fmt: skip
-    levels, quick_found = found
-    changed = [turned.changes({i: levels[i]}) for i in levels]
-    every = turned.changes(levels)
-    harms = [max(turned.knobs[i].harm for i, own in zip(levels, changed) if one in own) for one in every]
-    return Fitted(every, harms, quick_found, variant(recipe, every).to_yaml())
+    levels, price = smallest
+    changed = [search.changes({i: levels[i]}) for i in levels]
+    every = search.changes(levels)
+    harms = [max(search.knobs[i].harm for i, own in zip(levels, changed) if one in own) for one in every]
+    return Fitted(every, harms, price, variant(recipe, every).to_yaml())
 
 
 @dataclass
-class _Turned:
-    """Knobs, and what was found for their settings."""
+class _KnobSearch:
+    """The search for the smallest edits; keeps the price of every combination that it has tried."""
 
     report: Report
     recipe: Recipe
-    tried: dict[tuple[str, ...], Quick] = field(default_factory=dict)
+    tried: dict[tuple[str, ...], VariantPrice] = field(default_factory=dict)
     variants: Variants = field(default_factory=Variants)
 
     def __post_init__(self) -> None:
         self.knobs = sorted(knobs(self.report, self.recipe), key=lambda knob: knob.harm)
 
-    def smallest(self) -> tuple[dict[int, int], Quick] | None:
-        """Knob -> its level, and what that needs; None where nothing fits."""
+    def smallest(self) -> tuple[dict[int, int], VariantPrice] | None:
+        """The lowest levels of the knobs at which the recipe fits, with their price; None where nothing fits."""
         levels: dict[int, int] = {}
         for harm in Harm:
             for i, knob in enumerate(self.knobs):
@@ -101,7 +101,7 @@ class _Turned:
                 break
         else:
             return None
-        for i in sorted(levels, reverse=True):  # as the knobs are sorted: by harm, then by how much they turn over
+        for i in sorted(levels, reverse=True):  # the most harmful first, as the knobs are sorted
             strongest = levels.pop(i)
             if self.fits(levels):
                 continue
@@ -117,20 +117,21 @@ class _Turned:
                 return
 
     def fits(self, levels: Mapping[int, int]) -> bool:
-        found = self.quick(levels)
-        return found is not None and found.fits
+        price = self.quick(levels)
+        return price is not None and price.fits
 
-    def quick(self, levels: Mapping[int, int]) -> Quick | None:
-        """None where they do not go together."""
+    def quick(self, levels: Mapping[int, int]) -> VariantPrice | None:
+        """The price of the recipe with its knobs at these levels; None where the levels contradict each other."""
         changes = tuple(self.changes(dict(sorted(levels.items()))))
         if changes not in self.tried:
             try:
-                self.tried[changes] = quick(variant(self.recipe, changes), "train", self.variants)
+                self.tried[changes] = price_variant(variant(self.recipe, changes), "train", self.variants)
             except Mistakes:
                 return None
         return self.tried[changes]
 
     def changes(self, levels: Mapping[int, int]) -> list[str]:
+        """The levels as changes `key=value` of the recipe; fsdp gets the devices that dp and tp leave."""
         settings: dict[str, object] = {}
         for i, level in levels.items():
             settings |= self.knobs[i].levels[level]
@@ -180,20 +181,20 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(n - 1, 0, -1) if n % d == 0]
 
 
-def text(found: Fitted | None, report: Report, recipe: Recipe) -> str:
+def text(fitted: Fitted | None, report: Report, recipe: Recipe) -> str:
     """The recipe with a comment that lists the changes; the unchanged recipe if there are none."""
     device = report.pricing.device
     has = f"{gib(device.memory_bytes)} of each {device.name}"
-    if found is None:
+    if fitted is None:
         head = [f"`{report.job.name}` fits as it is: {gib(report.pricing.needed_bytes)} of the {has}"]
         return _commented(head, recipe.to_yaml())
     head = [
-        f"`{report.job.name}`, made to fit: {gib(found.found.needed_bytes)} of the {has}, as given "
+        f"`{report.job.name}`, made to fit: {gib(fitted.price.needed_bytes)} of the {has}, as given "
         f"{gib(report.pricing.needed_bytes)}",
-        *(f"  {change.replace('=', ': ', 1)}   ({harm.words})" for change, harm in zip(found.changes, found.harms)),
-        f"step {seconds(found.found.step_s)}, as given {seconds(report.pricing.step_s)} if it fitted",
+        *(f"  {change.replace('=', ': ', 1)}   ({harm.words})" for change, harm in zip(fitted.changes, fitted.harms)),
+        f"step {seconds(fitted.price.step_s)}, as given {seconds(report.pricing.step_s)} if it fitted",
     ]
-    return _commented(head, found.recipe)
+    return _commented(head, fitted.recipe)
 
 
 def _commented(head: Sequence[str], recipe: str) -> str:

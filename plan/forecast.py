@@ -98,14 +98,14 @@ class Forecast:
 
     def to_json(self) -> dict[str, Any]:
         """All figures, with infinite ones as null."""
-        made = {
+        derived = {
             "total_s": self.total_s, "work_s": self.work_s, "goodput": self.goodput, "device_hours": self.device_hours,
             "best_every_steps": self.best_every_steps, "best_goodput": self.work_s / self.best_total_s,
             "cost": None if self.price is None else self.price * self.device_hours,
             "kwh": None if self.watts is None else self.watts * self.device_hours / 1000,
         }  # fmt: skip
-        known = {**asdict(self), **made}
-        return {k: None if isinstance(v, float) and math.isinf(v) else v for k, v in known.items()}
+        figures = {**asdict(self), **derived}
+        return {k: None if isinstance(v, float) and math.isinf(v) else v for k, v in figures.items()}
 
 
 def expected_seconds(work: float, interval: float, save: float, restart: float, between: float) -> float:
@@ -136,21 +136,21 @@ def forecast(
     assumptions = {
         "failures": ASSUMED_FAILURES, "restart_s": ASSUMED_RESTART_S, "save_s": saved_bytes / hosts / ASSUMED_WRITE,
     }  # fmt: skip
-    given = {name: getattr(conditions, name) for name in assumptions}
-    value = {name: assumptions[name] if given[name] is None else given[name] for name in assumptions}
+    stated = {name: getattr(conditions, name) for name in assumptions}
+    value = {name: assumptions[name] if stated[name] is None else stated[name] for name in assumptions}
     between = 3600 / (value["failures"] * devices) if value["failures"] else math.inf
     return Forecast(
         steps, float(steps) * tokens_a_step, devices, step_s, provenance, between, value["restart_s"], value["save_s"],
-        every_steps, conditions.price, conditions.watts, tuple(name for name in assumptions if given[name] is None),
+        every_steps, conditions.price, conditions.watts, tuple(name for name in assumptions if stated[name] is None),
     )  # fmt: skip
 
 
 def amount(text: str) -> float:
     """The number of tokens in `15T`, `300B` or `1.5e12`. Raises ValueError."""
-    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kMBT]?)", text.strip())
-    if found is None or float(found[1]) <= 0:
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kMBT]?)", text.strip())
+    if match is None or float(match[1]) <= 0:
         raise ValueError(f"{text!r} is not a number of tokens; write 15T, 300B or 1.5e12")
-    return float(found[1]) * UNITS[found[2]]
+    return float(match[1]) * UNITS[match[2]]
 
 
 def days(s: float) -> str:
@@ -160,31 +160,31 @@ def days(s: float) -> str:
     return f"{s / DAY:,.1f} days" if s >= DAY else f"{s / 3600:.1f} h" if s >= 3600 else seconds(s)
 
 
-def rows(made: Forecast) -> list[str]:
+def rows(run: Forecast) -> list[str]:
     """The forecast as lines of the screen."""
-    label = ", ".join({"restart_s": "restart", "save_s": "save"}.get(name, name) for name in made.assumed)
+    label = ", ".join({"restart_s": "restart", "save_s": "save"}.get(name, name) for name in run.assumed)
     lines = [
-        f"RUN  {count(made.tokens)} tokens = {made.steps:,} steps" + (f"   [assumed: {label}]" if label else ""),
-        f"  {days(made.work_s)} of steps [{made.provenance}], {days(made.total_s)} with failures and checkpoints: "
-        f"goodput {made.goodput:.3f}",
+        f"RUN  {count(run.tokens)} tokens = {run.steps:,} steps" + (f"   [assumed: {label}]" if label else ""),
+        f"  {days(run.work_s)} of steps [{run.provenance}], {days(run.total_s)} with failures and checkpoints: "
+        f"goodput {run.goodput:.3f}",
     ]
-    costs = [f"{count(made.device_hours)} device-hours"]
-    if made.price is not None:
-        costs.append(f"{count(made.price * made.device_hours)} at {made.price:g} a device-hour")
-    if made.watts is not None:
-        costs.append(f"{made.watts * made.device_hours / 1e6:,.2f} MWh at {made.watts:g} W a device")
+    costs = [f"{count(run.device_hours)} device-hours"]
+    if run.price is not None:
+        costs.append(f"{count(run.price * run.device_hours)} at {run.price:g} a device-hour")
+    if run.watts is not None:
+        costs.append(f"{run.watts * run.device_hours / 1e6:,.2f} MWh at {run.watts:g} W a device")
     lines.append("  " + ", ".join(costs))
-    if math.isinf(made.between_failures_s):
+    if math.isinf(run.between_failures_s):
         lines.append("  without failures")
         return lines
-    kept = f"every {made.every_steps:,} steps ({days(made.every_steps * made.step_s)})" if made.every_steps else "never"
+    saves = f"every {run.every_steps:,} steps ({days(run.every_steps * run.step_s)})" if run.every_steps else "never"
     lines.append(
-        f"  a failure every {days(made.between_failures_s)}, {seconds(made.restart_s)} to restart; saved {kept}, "
-        f"{seconds(made.save_s)} each"
+        f"  a failure every {days(run.between_failures_s)}, {seconds(run.restart_s)} to restart; saved {saves}, "
+        f"{seconds(run.save_s)} each"
     )
-    if made.total_s > 1.005 * made.best_total_s:
+    if run.total_s > 1.005 * run.best_total_s:
         lines.append(
-            f"  try: checkpoint.every_steps: {made.best_every_steps}: {days(made.best_total_s)}, goodput "
-            f"{made.work_s / made.best_total_s:.3f}"
+            f"  try: checkpoint.every_steps: {run.best_every_steps}: {days(run.best_total_s)}, goodput "
+            f"{run.work_s / run.best_total_s:.3f}"
         )
     return lines

@@ -25,7 +25,7 @@ def training_parts(programs: training.TrainingPrograms, compiled: Compiled | Non
     """The parts of a training step in execution order: the micro-batches, then the update."""
     recipe, times = programs.setting.recipe, programs.setting.batch.micro_batches
     chosen = compiled or compiled_by(recipe)
-    rest = {kind: _held(programs.update, kind) for kind in ("parameter", "gradient", "optimizer")}
+    rest = {kind: _input_bytes(programs.update, kind) for kind in ("parameter", "gradient", "optimizer")}
     moments = {"optimizer": rest["optimizer"]}
     stored = {"parameters": rest["parameter"]} if programs.gather is not None else {}
     parts = [StepPart("micro-batch", programs.micro, times, moments | stored, chosen)]
@@ -38,7 +38,7 @@ def training_parts(programs: training.TrainingPrograms, compiled: Compiled | Non
     return [*parts, StepPart("update", programs.update, 1, {}, chosen)]
 
 
-def _held(program: Program, kind: str) -> int:
+def _input_bytes(program: Program, kind: str) -> int:
     """Bytes of a device's inputs of one kind."""
     return sum(port.local_bytes for port in program.inputs if port.kind == kind)
 
@@ -58,10 +58,10 @@ def report(recipe: Recipe, source: str, what: str = "train", accuracy: str = "")
 
     Raises `Mistakes` for parts that do not fit each other (exit 4), the recipe (3) and the mesh (5).
     """
-    with uncollected():
+    with without_gc():
         if what != "train":
             return server.report(recipe, what, source, accuracy)
-        return of_training(built(Setting.of(recipe, devices_of(recipe))), source, accuracy)
+        return report_of_training(build_programs(Setting.of(recipe, devices_of(recipe))), source, accuracy)
 
 
 def forecast_of(report: Report, recipe: Recipe, conditions: Conditions) -> Forecast:
@@ -75,8 +75,8 @@ def forecast_of(report: Report, recipe: Recipe, conditions: Conditions) -> Forec
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Disables garbage collection, which would walk over a plan's hundred thousand live nodes again and again."""
+def without_gc() -> Iterator[None]:
+    """A context without garbage collection, which would walk over a plan's hundred thousand nodes again and again."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -89,13 +89,13 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def built(setting: Setting) -> training.TrainingPrograms:
-    """The programs of a training run, as `train` builds them."""
-    with uncollected():
+def build_programs(setting: Setting) -> training.TrainingPrograms:
+    """Builds the programs of a training run, as `train` does."""
+    with without_gc():
         return training.build(setting)
 
 
-def of_training(programs: training.TrainingPrograms, source: str = "", accuracy: str = "") -> Report:
+def report_of_training(programs: training.TrainingPrograms, source: str = "", accuracy: str = "") -> Report:
     """The report of a training recipe, from its built programs."""
     setting, recipe = programs.setting, programs.setting.recipe
     device, nodes, per_host = cluster.device_of(recipe)
@@ -123,30 +123,31 @@ def of_training(programs: training.TrainingPrograms, source: str = "", accuracy:
         stacking=setting.stacking,
     )
     warnings = describe.extra_warnings(job, device, programs.update)
-    made = describe.report_of(job, pricing, programs.micro, list(parameters), accuracy, warnings)
-    made.step = programs
-    return made
+    result = describe.report_of(job, pricing, programs.micro, list(parameters), accuracy, warnings)
+    result.step = programs
+    return result
 
 
-def planned(saved: save.SavedPlan, setting: Setting) -> training.TrainingPrograms:
-    """The programs of a saved plan, for a setting that `save.check` has passed.
+def read_programs(saved: save.SavedPlan, setting: Setting) -> training.TrainingPrograms:
+    """Reads the programs of a saved plan, for a setting that `save.check` has passed.
 
-    Raises `Mistakes` (exit 3) where they cannot be read, or are not those that the plan tells of.
+    Raises `Mistakes` (exit 3) where they cannot be read, or their fingerprints are not those in the plan.
     """
     try:
-        made = saved_step.unpacked(saved.step or "", setting)
+        programs = saved_step.unpacked(saved.step or "", setting)
     except (ValueError, KeyError) as error:
         raise Mistakes.one(f"the programs in {saved.path} cannot be read", why=str(error), fix="plan again") from error
-    if save.fingerprints(of_training(made)) != dict(saved.fingerprints):
+    if save.fingerprints(report_of_training(programs)) != dict(saved.fingerprints):
         raise Mistakes.one(
-            f"the programs in {saved.path} are not those that it tells of", why="its fingerprints differ",
+            f"the programs in {saved.path} are not those that it names", why="the fingerprints differ",
             fix="plan again",
         )  # fmt: skip
-    return made
+    return programs
 
 
 def _remat(recipe: Recipe) -> str:
-    found = recipe.remat
-    if isinstance(found, str):
-        return found
-    return f"every {found.every}" if hasattr(found, "every") else "+".join(found)
+    """The recipe's `remat` as text."""
+    remat = recipe.remat
+    if isinstance(remat, str):
+        return remat
+    return f"every {remat.every}" if hasattr(remat, "every") else "+".join(remat)

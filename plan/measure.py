@@ -56,24 +56,24 @@ def fit(rows: Sequence[Sequence[float]]) -> Fit:
     count = scaled.shape[1]
     best, best_left = np.zeros(count), np.inf
     for size in range(1, count + 1):
-        for kept in combinations(range(count), size):
-            found, *_ = np.linalg.lstsq(scaled[:, kept], ones, rcond=None)
-            left = float(((scaled[:, kept] @ found - ones) ** 2).sum())
-            if (found >= 0).all() and left < best_left:
+        for subset in combinations(range(count), size):
+            costs, *_ = np.linalg.lstsq(scaled[:, subset], ones, rcond=None)
+            left = float(((scaled[:, subset] @ costs - ones) ** 2).sum())
+            if (costs >= 0).all() and left < best_left:
                 best, best_left = np.zeros(count), left
-                best[list(kept)] = found
+                best[list(subset)] = costs
     error = float(np.abs(scaled @ best - ones).mean())
     return Fit(tuple(float(cost) for cost in best), error)
 
 
-def typical(found: Sequence[Any]) -> Any:
+def typical(samples: Sequence[Any]) -> Any:
     """The element-wise median of several results of one structure."""
-    first = found[0]
+    first = samples[0]
     if isinstance(first, dict):
-        return {key: typical([one[key] for one in found]) for key in first}
+        return {key: typical([one[key] for one in samples]) for key in first}
     if isinstance(first, list):
-        return [typical(parts) for parts in zip(*found, strict=True)]
-    return first if all(one == first for one in found) else float(np.median(found))
+        return [typical(parts) for parts in zip(*samples, strict=True)]
+    return first if all(one == first for one in samples) else float(np.median(samples))
 
 
 @dataclass(frozen=True)
@@ -168,11 +168,11 @@ def communicating(results: Sequence[Result], local: float) -> Communicating:
     # all members see one collective: the time that one waits for another is not latency
     every: dict[tuple[Any, ...], list[list[float]]] = {}
     for entry in results:
-        for i, (kind, members, buffer, *seen) in enumerate(entry["comm"]):
-            every.setdefault((kind, members, buffer, i), []).append(seen)
-    least = min((seen[0] for members in every.values() for seen in members), default=0.0)
-    for (kind, members, buffer, _), found in every.items():
-        computed, seconds, share = (sum(part) / len(found) for part in zip(*found, strict=True))
+        for i, (kind, members, buffer, *sample) in enumerate(entry["comm"]):
+            every.setdefault((kind, members, buffer, i), []).append(sample)
+    least = min((sample[0] for members in every.values() for sample in members), default=0.0)
+    for (kind, members, buffer, _), samples in every.items():
+        computed, seconds, share = (sum(part) / len(samples) for part in zip(*samples, strict=True))
         summed = buffer / local if kind == "all_reduce" else 0.0
         hops, sent = _hops(kind, members), wire_bytes(kind, buffer, members, "gloo")
         rows.append((1.0, hops, sent, computed, max(seconds - summed, 0.2 * seconds)))
@@ -208,20 +208,23 @@ def measure(say: Callable[[str], None] | None = None, *, name: str = "", today: 
     crowds = sorted({1, 2, 4, min(cores, MOST)})
     many = ", ".join(map(str, crowds))
     tell(f"{many} processes on {plural(cores, 'core')} compute, move and send, {ROUNDS} times ...")
-    found = _workers(crowds, cores, tell)
-    return device_file(name or "measured-cpu", today, cores, psutil.virtual_memory().total, found)
+    results = _workers(crowds, cores, tell)
+    return device_file(name or "measured-cpu", today, cores, psutil.virtual_memory().total, results)
 
 
 ROUNDS = 5
 """Repetitions of all measurements: a machine shared with others is slow now and then, for seconds or more."""
 MOST = 16
-"""The maximal number of processes; more add nothing to the host's rates."""
+"""The largest crowd; more processes add nothing to the host's rates."""
 LIMIT_S = 600
 """Seconds after which a measurement is aborted."""
 
 
 def _workers(crowds: list[int], cores: int, tell: Callable[[str], None]) -> dict[int, list[Result]]:
-    """The results of each process of each crowd. `tell` reports rounds; the largest crowd's processes serve all."""
+    """Runs the measuring processes; returns for each crowd the results of its processes.
+
+    The processes of the largest crowd serve all crowds. `tell` receives a line per round.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
         command = [sys.executable, "-m", "tpshard.plan.measure_worker", folder]
@@ -255,32 +258,32 @@ def _workers(crowds: list[int], cores: int, tell: Callable[[str], None]) -> dict
         for code, error in zip(ended, errors, strict=True):
             if code:
                 error.seek(0)
-                said = error.read().strip().splitlines()
-                why = said[-1] if said else f"exit code {code}"
+                lines = error.read().strip().splitlines()
+                why = lines[-1] if lines else f"exit code {code}"
                 raise Mistakes.one(f"the measurement with {len(workers)} processes failed", exit=Exit.MACHINE, why=why)
         each = [json.loads(Path(folder, f"result-{rank}.json").read_text()) for rank in range(len(workers))]
     return {n: [typical(result[str(n)]) for result in each[:n]] for n in crowds}
 
 
-def device_file(name: str, today: str, cores: int, memory: int, found: dict[int, list[Result]]) -> str:
+def device_file(name: str, today: str, cores: int, memory: int, results_of: dict[int, list[Result]]) -> str:
     """A device file from the measurements of each crowd.
 
     The rates are those of the largest crowd with a core per process; the other crowds' are given as shares of them.
     """
-    each = {n: computing(results) for n, results in found.items()}
-    sends = {n: communicating(results, each[n].streaming) for n, results in found.items() if n > 1}
+    each = {n: computing(results) for n, results in results_of.items()}
+    sends = {n: communicating(results, each[n].streaming) for n, results in results_of.items() if n > 1}
     base = max(n for n in each if n <= cores)
-    here, near = each[base], sends[min(n for n in sends if n >= min(base, 2))]
-    rates = {dtype: rate * base for dtype, rate in here.rates.items()}
-    memory_rate = here.streaming * base
-    op_s, view_s = here.op_s, here.view_s
+    own, near = each[base], sends[min(n for n in sends if n >= min(base, 2))]
+    rates = {dtype: rate * base for dtype, rate in own.rates.items()}
+    memory_rate = own.streaming * base
+    op_s, view_s = own.op_s, own.view_s
 
     def crowd(n: int) -> str:
         mine = each[n]
         parts = {
             "compute": f"{mine.rates['fp32'] * n / rates['fp32']:.3g}",
             "memory": f"{mine.streaming * n / memory_rate:.3g}",
-            "growth": f"{mine.growth * n / (here.growth * base):.3g}",
+            "growth": f"{mine.growth * n / (own.growth * base):.3g}",
             "overhead": f"{(mine.op_s + mine.view_s) / max(op_s + view_s, 1e-9):.3g}",
         }
         if n in sends:
@@ -292,16 +295,16 @@ def device_file(name: str, today: str, cores: int, memory: int, found: dict[int,
         return f"    {n}: {{{', '.join(f'{key}: {value}' for key, value in parts.items())}}}"
 
     constants = {
-        "matmul": "1.0", "packing": f"{here.packing / here.streaming:.3g}",
-        "attention": _share(here.attention / here.rates["fp32"]),
-        "attention_backward": _share(here.attention_backward / here.rates["fp32"]), "softmax": f"{here.softmax:.3g}",
-        "streaming": "1.0", "exponential": f"{here.exponential:.3g}", "op": f"{op_s * 5e5:.3g} us",
+        "matmul": "1.0", "packing": f"{own.packing / own.streaming:.3g}",
+        "attention": _share(own.attention / own.rates["fp32"]),
+        "attention_backward": _share(own.attention_backward / own.rates["fp32"]), "softmax": f"{own.softmax:.3g}",
+        "streaming": "1.0", "exponential": f"{own.exponential:.3g}", "op": f"{op_s * 5e5:.3g} us",
         "eager_op": f"{op_s * 1e6:.3g} us",
-        "growth": f"{here.growth * base / 1e9:.4g} GB/s", "view": f"{view_s * 1e6:.3g} us",
-        "issue": "0 us", "step": f"{here.step_s * 1e3:.3g} ms", "reserved": "1.0",
+        "growth": f"{own.growth * base / 1e9:.4g} GB/s", "view": f"{view_s * 1e6:.3g} us",
+        "issue": "0 us", "step": f"{own.step_s * 1e3:.3g} ms", "reserved": "1.0",
     }  # fmt: skip
-    said = f"measured {today}"
-    errors = {key: f"mean error {100 * value:.0f}%" for key, value in here.errors.items()}
+    when = f"measured {today}"
+    errors = {key: f"mean error {100 * value:.0f}%" for key, value in own.errors.items()}
     link = f"bandwidth: {near.bandwidth * 2 / 1e9:.4g} GB/s, latency: {near.latency_s * 1e6:.4g} us"
     machine = f"{platform.processor() or platform.machine()}, {plural(cores, 'core')}"
     return f"""# {machine}; written by `tpshard doctor --measure`.
@@ -323,10 +326,10 @@ host:
 {chr(10).join(crowd(n) for n in sorted(each))}
 constants: {{{", ".join(f"{key}: {value}" for key, value in constants.items())}}}
 fitted:
-  matmul: "{said}, products of 3x10^7 to 2x10^9 FLOPs, {errors["matmul"]}"
-  streaming: "{said}, blocks of pointwise operations and sums on 0.25 to 8 MB, {errors["streaming"]}"
-  attention: "{said}, sequences of 256 and 512, heads of 16 to 128, {errors["attention"]}"
-  inside: "{said}, gloo with {" and ".join(str(n) for n in sends)} processes, mean error {100 * near.error:.0f}%"
+  matmul: "{when}, products of 3x10^7 to 2x10^9 FLOPs, {errors["matmul"]}"
+  streaming: "{when}, blocks of pointwise operations and sums on 0.25 to 8 MB, {errors["streaming"]}"
+  attention: "{when}, sequences of 256 and 512, heads of 16 to 128, {errors["attention"]}"
+  inside: "{when}, gloo with {" and ".join(str(n) for n in sends)} processes, mean error {100 * near.error:.0f}%"
 """
 
 

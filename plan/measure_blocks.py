@@ -71,10 +71,10 @@ def forward(tape: Tape, x: fx.Node, weight: fx.Node) -> tuple[fx.Node, tuple[fx.
     return out, (inverse, scaled, normed, gate, out)
 
 
-def backward(tape: Tape, x: fx.Node, kept: tuple[fx.Node, ...], weight: fx.Node) -> fx.Node:
+def backward(tape: Tape, x: fx.Node, saved: tuple[fx.Node, ...], weight: fx.Node) -> fx.Node:
     """The gradient of `forward`: sums over rows, a copy in another order, and an exponential."""
     op, mul, add = tape.op, partial(tape.op, aten.mul.Tensor), partial(tape.op, aten.add.Tensor)
-    inverse, scaled, normed, gate, out = kept
+    inverse, scaled, normed, gate, out = saved
     grad = op(aten.exp.default, op(aten.div.Tensor, normed, out))
     back = add(mul(grad, gate), mul(mul(grad, normed), weight))
     op(aten.sum.dim_IntList, mul(back, scaled), [0])
@@ -101,10 +101,10 @@ def blocks(elements: int, count: int) -> tuple[Tape, fx.Node]:
     tape = Tape()
     width = 128 if elements <= 1 << 18 else 512
     x, weight = tape.feed(elements // width, width), tape.feed(width)
-    kept = []
+    saved_of = []
     for _ in range(count):
         x, saved = forward(tape, x, weight)
-        kept.append(saved)
-    for saved in reversed(kept):
+        saved_of.append(saved)
+    for saved in reversed(saved_of):
         x = backward(tape, x, saved, weight)
     return tape, x

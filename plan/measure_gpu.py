@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from tpshard.devices.read import BUILTIN, device
 from tpshard.kernels import attention
+from tpshard.parallelism.network import Link
 
 OPS = attention.__name__  # importing it registers torch.ops.tpshard.attention
 
@@ -15,23 +16,23 @@ def best(run: Callable[[], object], times: int = 10) -> float:
     """Median seconds of one call on the device, timed by CUDA events."""
     for _ in range(3):
         run()
-    taken = []
+    seconds = []
     for _ in range(times):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         run()
         end.record()
         end.synchronize()
-        taken.append(start.elapsed_time(end) / 1e3)
-    return sorted(taken)[len(taken) // 2]
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return sorted(seconds)[len(seconds) // 2]
 
 
 def nearest(name: str, memory: int) -> str:
-    """The shipped device with the most similar name and memory, whose links are assumed."""
+    """The name of the shipped device that is most like a GPU of this name and memory; its links are assumed."""
     kinds = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
     family = next((short for long, short in kinds.items() if long in name), "h100")
-    there = [known for known in BUILTIN if known.startswith(family)] or ["h100-sxm-80g"]
-    return min(there, key=lambda known: (abs(device(known).memory_bytes - memory), known))
+    there = [shipped for shipped in BUILTIN if shipped.startswith(family)] or ["h100-sxm-80g"]
+    return min(there, key=lambda shipped: (abs(device(shipped).memory_bytes - memory), shipped))
 
 
 def measure_gpu(tell: Callable[[str], None], name: str, today: str) -> str:
@@ -57,13 +58,13 @@ def measure_gpu(tell: Callable[[str], None], name: str, today: str) -> str:
     peak = base.rates["bf16"]
     rates = ", ".join(f"{dtype}: {rate / 1e12:g} TFLOP/s" for dtype, rate in base.rates.items())
 
-    def link(found: object) -> str:
+    def link(of: Link) -> str:
         return (
-            f"{{bandwidth: {found.bandwidth / 1e9:g} GB/s, latency: {found.latency_s * 1e6:g} us, "  # type: ignore[attr-defined]
-            f"efficiency: {found.efficiency:g}, slowdown: {found.slowdown:g}}}"  # type: ignore[attr-defined]
+            f"{{bandwidth: {of.bandwidth / 1e9:g} GB/s, latency: {of.latency_s * 1e6:g} us, "
+            f"efficiency: {of.efficiency:g}, slowdown: {of.slowdown:g}}}"
         )
 
-    said = f"measured {today}"
+    when = f"measured {today}"
     return f"""# {properties.name}; written by `tpshard doctor --measure`.
 # Dense rates and links are those of {base_name}.
 schema: 1
@@ -82,5 +83,5 @@ host:
 constants: {{matmul: {min(1.0, sustained / peak):.3g}, attention: {min(1.0, ahead / peak):.3g}, """ + (
         f"attention_backward: {min(1.0, back / peak):.3g}, streaming: {min(1.0, moved / base.memory_bandwidth):.3g}, "
         f"op: {op * 0.5e6:.3g} us, eager_op: {op * 1e6:.3g} us, reserved: {base.reserved:g}}}\n"
-        f'fitted: {{matmul: "{said}, 8192^3 in bf16", streaming: "{said}, 512 MiB in bf16", attention: "{said}"}}\n'
+        f'fitted: {{matmul: "{when}, 8192^3 in bf16", streaming: "{when}, 512 MiB in bf16", attention: "{when}"}}\n'
     )

@@ -65,30 +65,30 @@ class Clock:
         A step is a sum of operations, so the mean is right: a median would ignore delays that only some of them have.
         """
         run()
-        taken: list[float] = []
+        samples: list[float] = []
         end = self.read() + least_s
-        while (begun := self.read()) < end or len(taken) < 3:
+        while (begun := self.read()) < end or len(samples) < 3:
             run()
-            taken.append(self.read() - begun)
-        kept = sorted(taken)[: max(1, len(taken) * 9 // 10)]
-        return sum(kept) / len(kept) * self.turns
+            samples.append(self.read() - begun)
+        fastest = sorted(samples)[: max(1, len(samples) * 9 // 10)]
+        return sum(fastest) / len(fastest) * self.turns
 
     def behind(self, run: Callable[[int], object], larger: list[Tensor], times: int = 100) -> float:
         """Mean seconds of `run(i)`, each after an operation on one of the larger tensors, without the slowest tenth."""
-        taken = []
+        samples = []
         for i in range(times):
             torch.mul(larger[i % len(larger)], 2.0)
             begun = self.read()
             run(i)
-            taken.append(self.read() - begun)
-        kept = sorted(taken)[: times * 9 // 10]
-        return sum(kept) / len(kept) * self.turns
+            samples.append(self.read() - begun)
+        fastest = sorted(samples)[: times * 9 // 10]
+        return sum(fastest) / len(fastest) * self.turns
 
 
 # ---- computing -----------------------------------------------------------------------------------------------
-# Each part allocates its tensors once, and measures whenever it is called with the clock of a crowd.
+# Each function allocates its tensors once, and returns the function that measures with the clock of a crowd.
 def products() -> Callable[[Clock], list[list[float | str]]]:
-    """Matrix products, plain and with either operand transposed: (dtype, FLOPs, bytes read and written, seconds)."""
+    """Measures matrix products, plain and with either operand transposed: (dtype, FLOPs, bytes moved, seconds)."""
     cases: list[tuple[list[float | str], Callable[[], Tensor]]] = []
     for dtype, shapes in MATMULS.items():
         name = str(dtype).removeprefix("torch.")
@@ -109,7 +109,7 @@ def _next(pairs: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def attentions() -> Callable[[Clock], tuple[list[list[float]], list[list[float]]]]:
-    """Causal attention within documents, forward and backward: (FLOPs, head size, seconds)."""
+    """Measures causal attention within documents, forward and backward: (FLOPs, head size, seconds)."""
     forward, backward = torch.ops.tpshard.attention, torch.ops.tpshard.attention_backward
     cases = []
     for b, s, h, d in HEADS:
@@ -124,7 +124,7 @@ def attentions() -> Callable[[Clock], tuple[list[list[float]], list[list[float]]
 
 
 def streams() -> Callable[[Clock], list[list[float]]]:
-    """Blocks of several sizes: (operations, bytes moved, exponentials, seconds)."""
+    """Measures blocks of small operations in several sizes: (operations, bytes moved, exponentials, seconds)."""
     cases: list[tuple[list[float], Callable[[], object]]] = []
     for elements in ELEMENTS:
         tape, result = blocks(elements, max(1, min(16, (1 << 21) // elements)))
@@ -146,7 +146,7 @@ def new_memory(size: int) -> Tensor:
 
 
 def overheads() -> Callable[[Clock], dict[str, list[float]]]:
-    """Overheads in seconds, by name: a tiny operation, a view, an exponential, and a byte of new memory.
+    """Measures the seconds of a tiny operation, a view, an exponential, and a byte of new memory.
 
     Operation and view each follow an operation that evicts the nearer caches. An exponential is the time per element
     beyond an operation without one. New memory is the time of its first write beyond that of the second.
@@ -159,8 +159,8 @@ def overheads() -> Callable[[Clock], dict[str, list[float]]]:
 
     def op(i: int) -> None:
         a, b, kind = small[i % len(small)], small[(i + 7) % len(small)], kinds[i % len(kinds)]
-        made = kind(a, b)
-        aten.sqrt.default(made) if i % 2 else aten.sum.dim_IntList(made, [0])
+        result = kind(a, b)
+        aten.sqrt.default(result) if i % 2 else aten.sum.dim_IntList(result, [0])
 
     def view(i: int) -> None:
         aten.permute.default(aten.reshape.default(larger[i % 2], [8, -1, 32, 16]), [0, 2, 1, 3])
@@ -177,20 +177,22 @@ def overheads() -> Callable[[Clock], dict[str, list[float]]]:
 
     def measure(clock: Clock) -> dict[str, list[float]]:
         nothing = clock.behind(lambda i: None, larger)
-        found = {
+        overhead_s = {
             "op": [(clock.behind(op, larger) - nothing) / 2],
             "view": [(clock.behind(view, larger) - nothing) / 2],
         }
-        taken = [[clock.seconds(partial(run, x)) for run in pair] for pair in pairs]
-        found["exponential"] = [(exponential - plain) / x.numel() for exponential, plain in taken]
-        return {**found, "fresh": [fresh(clock) for _ in range(5)]}
+        pair_s = [[clock.seconds(partial(run, x)) for run in pair] for pair in pairs]
+        overhead_s["exponential"] = [(exponential - plain) / x.numel() for exponential, plain in pair_s]
+        return {**overhead_s, "fresh": [fresh(clock) for _ in range(5)]}
 
     return measure
 
 
 def loops() -> Callable[[Clock], list[float]]:
-    """Wall seconds of a training step besides its program: a thread that reads ahead holds the interpreter's lock as
-    long as it may, and a line of metrics is written."""
+    """Measures the wall seconds of a training step outside its program: reading ahead and writing metrics.
+
+    The reading thread holds the interpreter's lock as long as it may.
+    """
     larger, row = torch.rand(ELEMENTS[0]), json.dumps(dict.fromkeys(map(str, range(16)), 0.1)).encode()
 
     def reading() -> None:
@@ -198,7 +200,7 @@ def loops() -> Callable[[Clock], list[float]]:
         while time.perf_counter() < end:
             pass
 
-    def taken(ahead: Thread | None) -> float:
+    def seconds(ahead: Thread | None) -> float:
         begun = time.perf_counter()
         if ahead is not None:
             ahead.start()
@@ -210,12 +212,12 @@ def loops() -> Callable[[Clock], list[float]]:
                 file.write(row)
         return time.perf_counter() - begun
 
-    return lambda _: [taken(Thread(target=reading)) - taken(None) for _ in range(4)]
+    return lambda _: [seconds(Thread(target=reading)) - seconds(None) for _ in range(4)]
 
 
 # ---- communicating -------------------------------------------------------------------------------------------
 def communications(crowd: int, cores: int) -> Callable[[Clock], list[list[Any]]]:
-    """Collectives as a program runs them, in pairs and over all of a crowd, each after some computation.
+    """Measures collectives as a program runs them, in pairs and over all of a crowd, each after some computation.
 
     Returns (kind, members, bytes of the buffer, seconds of the computation, seconds, share of the host's cores kept
     busy). Late members are waited for. Some collectives follow much computation: the longer ranks compute, the further
@@ -285,7 +287,7 @@ def main(folder: str, rank: int, cores: int, rounds: int, crowds: list[int]) -> 
         "gloo", store=dist.FileStore(str(Path(folder) / "store"), world), rank=rank, world_size=world,
         timeout=timedelta(seconds=120),
     )  # fmt: skip
-    found: dict[int, list[dict[str, Any]]] = {crowd: [{} for _ in range(rounds)] for crowd in crowds if rank < crowd}
+    results: dict[int, list[dict[str, Any]]] = {crowd: [{} for _ in range(rounds)] for crowd in crowds if rank < crowd}
     torch.set_num_threads(1)
     keep_memory()
     with torch.no_grad():
@@ -301,10 +303,10 @@ def main(folder: str, rank: int, cores: int, rounds: int, crowds: list[int]) -> 
                     dist.barrier()
                     if rank < crowd:
                         torch.set_num_threads(threads)
-                        found[crowd][i][name] = parts[crowd][name](Clock(threads, max(1.0, crowd / cores)))
+                        results[crowd][i][name] = parts[crowd][name](Clock(threads, max(1.0, crowd / cores)))
             if rank == 0:
                 print(i + 1, flush=True)
-    (Path(folder) / f"result-{rank}.json").write_text(json.dumps(found))
+    (Path(folder) / f"result-{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -20,7 +20,7 @@ SAVED = {"plan.json": "saved", "plan.html": "page", "plan.trace.json": "trace"}
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanOptions:
     """The options of the command line."""
 
     source: str = ""
@@ -48,49 +48,61 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Done:
+class CommandResult:
+    """What the command prints, and its exit code."""
+
     text: str
     """The text for stdout."""
     exit: Exit
 
 
-def kinds(asked: Asked) -> list[str]:
+def kinds(options: PlanOptions) -> list[str]:
     """The kinds of text that the options request, that for stdout first."""
-    found = ["json" if asked.as_json else "verbose" if asked.verbose else "screen"]
-    files = {"page": asked.html, "trace": asked.trace, "svg": asked.svg}
-    found += [kind for kind, path in files.items() if path is not None]
-    return list(dict.fromkeys([*found, *([] if asked.dry_run else SAVED.values())]))
+    requested = ["json" if options.as_json else "verbose" if options.verbose else "screen"]
+    files = {"page": options.html, "trace": options.trace, "svg": options.svg}
+    requested += [kind for kind, path in files.items() if path is not None]
+    return list(dict.fromkeys([*requested, *([] if options.dry_run else SAVED.values())]))
 
 
-def deliver(asked: Asked, folder: Path, texts: Mapping[str, str], tell: Callable[[str], None]) -> str:
-    """Writes the files, and returns the text for stdout. `folder` is the run's."""
-    files = [(asked.html, "page"), (asked.trace, "trace"), (asked.svg, "svg")]
-    if not asked.dry_run:
+def deliver(options: PlanOptions, folder: Path, texts: Mapping[str, str], tell: Callable[[str], None]) -> str:
+    """Writes a plan's texts to the files that the options name and, unless `dry_run`, to the run's `folder`.
+
+    Returns the text for stdout.
+    """
+    files = [(options.html, "page"), (options.trace, "trace"), (options.svg, "svg")]
+    if not options.dry_run:
         files += [(folder / name, kind) for name, kind in SAVED.items()]
     for path, kind in files:
         if path is not None:
             save.write(path, texts[kind])
-    if not asked.dry_run:
+    if not options.dry_run:
         tell(f"saved {folder}/{', '.join(SAVED)}")
-    return texts[kinds(asked)[0]]
+    return texts[kinds(options)[0]]
 
 
-def entry(recipe: Recipe, asked: Asked) -> PlanEntry | None:
-    """Where the plan of a recipe is kept; None where it is not: it says something else than a plan does, or no hash can
-    know all that it depends on."""
-    modes = asked.search or asked.passes or asked.net or asked.fit or asked.pin or asked.explain is not None
+def entry(recipe: Recipe, options: PlanOptions) -> PlanEntry | None:
+    """The cache entry of a recipe's plan; None for options whose output is no plan, or a recipe that has no entry."""
+    modes = options.search or options.passes or options.net or options.fit or options.pin or options.explain is not None
     if modes:
         return None
-    return entry_of(recipe, asked.source, asked.what, asked.suggest, asked.run, asked.skew)
+    return entry_of(recipe, options.source, options.what, options.suggest, options.run, options.skew)
 
 
-def known(recipe: Recipe, asked: Asked, kept: PlanEntry, tell: Callable[[str], None]) -> Done | None:
-    """The cached plan; None if there is none. Raises `Mistakes` (exit 5) for files that cannot be written."""
-    texts = kept.read([*kinds(asked), "exit"])
+def cached(recipe: Recipe, options: PlanOptions, entry: PlanEntry, tell: Callable[[str], None]) -> CommandResult | None:
+    """The answer from the cache, with its files written; None if the entry lacks a text.
+
+    Raises `Mistakes` (exit 5) for files that cannot be written.
+    """
+    texts = entry.read([*kinds(options), "exit"])
     if texts is None:
         return None
     folder = Path(recipe.run.dir)
-    for path in (asked.html, asked.trace, asked.svg, *(() if asked.dry_run else (folder / name for name in SAVED))):
+    for path in (
+        options.html,
+        options.trace,
+        options.svg,
+        *(() if options.dry_run else (folder / name for name in SAVED)),
+    ):
         if path is not None:
             save.check_writable(path)
-    return Done(deliver(asked, folder, texts, tell), Exit(int(texts["exit"])))
+    return CommandResult(deliver(options, folder, texts, tell), Exit(int(texts["exit"])))

@@ -28,7 +28,7 @@ h3{font-size:14px;margin:12px 0 4px}
 
 
 def page(report: Report) -> str:
-    """The HTML text; the same report gives the same bytes."""
+    """The page as HTML; the same report gives the same bytes."""
     how = report.provenance
     data = _in_script(report.to_json())
     parts = [
@@ -53,7 +53,7 @@ def page(report: Report) -> str:
 
 
 def _in_script(data: object) -> str:
-    """JSON that ends no script."""
+    """JSON that can stand inside a `<script>` element."""
     return json.dumps(data, sort_keys=True, separators=(",", ":")).replace("</", "<\\/")
 
 
@@ -134,7 +134,7 @@ def _shardings(report: Report) -> str:
             )
         )
         titles.append(t.reason)
-    head = f"<p>{report.given} annotated, {report.inferred} inferred. A click on a tensor draws why.</p>"
+    head = f"<p>{report.annotated} annotated, {report.inferred} inferred. A click on a tensor draws why.</p>"
     why = '<h3>Why <select id="tensor-choice"></select></h3><div id="tensor-graph"></div>'
     return head + _table(("tensor", "shape", "used as", "stored as"), rows, (), titles) + why
 
@@ -174,7 +174,8 @@ def _collectives(report: Report) -> str:
     rows = [
         (
             line.kind, axes_text(line.axes), line.of, line.phase, line.level, f"{line.count}", gib(line.bytes),
-            gib(line.wire_bytes), seconds(line.time_s), seconds(line.exposed_s), "" if line.asked else "not asked for",
+            gib(line.wire_bytes), seconds(line.time_s), seconds(line.exposed_s),
+            "" if line.requested else "not asked for",
         )
         for line in report.lines
     ]  # fmt: skip

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpshard.parallelism import words
-from tpshard.parallelism.flow import known
+from tpshard.parallelism.flow import info_of
 from tpshard.parallelism.liveness import Living
 from tpshard.parallelism.program import Program
-from tpshard.parallelism.why import Explanation, Told
+from tpshard.parallelism.why import Explanation, SourcePlace
 from tpshard.plan.pictures import COLORS, tint
 from tpshard.plan.pricing import Line, PricedPart
 from tpshard.plan.report import Report, Tensor
@@ -40,32 +40,35 @@ def data(report: Report) -> dict[str, Any]:
 
 # ---- tensors --------------------------------------------------------------------------------------------------------
 def groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Tensors in groups that differ only by their layer."""
-    found: dict[tuple[object, ...], list[Tensor]] = {}
+    """Groups the tensors that differ only by their layer."""
+    by_key: dict[tuple[object, ...], list[Tensor]] = {}
     for one in tensors:
         key = (
             pattern(one.name),
             one.shape,
             spread(one.sharding, one.dims),
             spread(one.stored or (), one.dims),
-            one.told,
+            one.written_at,
         )
-        found.setdefault(key, []).append(one)
-    return list(found.values())
+        by_key.setdefault(key, []).append(one)
+    return list(by_key.values())
 
 
 def tensor(group: Sequence[Tensor], program: Program) -> dict[str, Any]:
-    """The first tensor of a group, the group's names, and for each form the chains from annotations to its sharding."""
+    """The page's entry for a group of like tensors: names, shape, and for each form its sharding with the reasons.
+
+    The forms are the value itself (or the stored parameter), the used parameter, and the gradient.
+    """
     first = group[0]
     forms = []
     for form, name in (("", first.name), ("used", f"{first.name}.used"), ("gradient", f"{first.name}.grad")):
         record = program.records.get(name)
         if record is not None:
-            found = program.explained(name)
+            explanation = program.explained(name)
             forms.append({
                 "form": form or ("stored" if first.stored is not None else "value"),
-                "sharding": record.layout.notation(program.mesh, record.dims), "chains": chains(found),
-                "annotated": f"{found.annotated} at {'; '.join(map(place, found.told))}" if found.told else "",
+                "sharding": record.layout.notation(program.mesh, record.dims), "chains": chains(explanation),
+                "annotated": _annotation(explanation),
             })  # fmt: skip
     return {
         "name": first.name, "pattern": pattern(first.name), "names": [one.name for one in group],
@@ -73,48 +76,56 @@ def tensor(group: Sequence[Tensor], program: Program) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def chains(found: Explanation) -> list[dict[str, Any]]:
-    """Chains from annotations to the tensor: per axis the values on the way, each with the operation that leads to
-    it."""
-    made: list[dict[str, Any]] = []
+def _annotation(explanation: Explanation) -> str:
+    """The tensor's own annotation with its place in the recipe; "" if it has none."""
+    if not explanation.written_at:
+        return ""
+    return f"{explanation.annotated} at {'; '.join(map(place, explanation.written_at))}"
+
+
+def chains(explanation: Explanation) -> list[dict[str, Any]]:
+    """The steps by which each axis reached the tensor: values from the annotation on, with the operations between."""
+    result: list[dict[str, Any]] = []
     at: tuple[str, int] | None = None
-    for hop in found.links:
-        if at != (hop.value, hop.dim) or not made or made[-1]["axis"] != hop.axis:
-            made.append({"axis": hop.axis, "dim": hop.dim, "told": [], "steps": []})
-        chain = made[-1]
+    for hop in explanation.links:
+        if at != (hop.value, hop.dim) or not result or result[-1]["axis"] != hop.axis:
+            result.append({"axis": hop.axis, "dim": hop.dim, "told": [], "steps": []})
+        chain = result[-1]
         through = "" if hop.through is None else words.op(hop.through)
         chain["steps"].insert(0, {"value": hop.value, "dim": hop.dim, "through": through})
-        chain["told"] = [place(told) for told in hop.told]
+        chain["told"] = [place(written) for written in hop.written_at]
         at = (hop.source, hop.source_dim) if hop.source else None
-    return made
+    return result
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
 def behind(line: Line, program: Program) -> list[dict[str, Any]]:
-    """The tensors of a line's collectives, over all layers: the reader that needs them moved, both layouts, and the
-    annotations behind it."""
-    found: Counter[tuple[str, str, str, tuple[str, ...]]] = Counter()
+    """The reasons of a line's collectives: for each tensor its reader, both layouts and the annotations that caused it.
+
+    Tensors of different layers that have the same reason are counted together.
+    """
+    counts: Counter[tuple[str, str, str, tuple[str, ...]]] = Counter()
     for comm in line.issues:
         for name, need in zip(comm.value, comm.why):
             record = program.records.get(name)
             called = kind(record.label if record is not None and record.label else name)
             where = f" in {pattern(need.op.module)}" if need.op.module else ""
             moved = f"{need.before} -> {need.after}" if need.before else ""
-            found[called, words.cause(need, kind) + where, moved, tuple(map(place, need.told))] += 1
+            counts[called, words.cause(need, kind) + where, moved, tuple(map(place, need.written_at))] += 1
     return [
-        {"value": value, "cause": cause, "moved": moved, "told": list(told), "count": count}
-        for (value, cause, moved, told), count in found.items()
+        {"value": value, "cause": cause, "moved": moved, "told": list(places), "count": count}
+        for (value, cause, moved, places), count in counts.items()
     ]
 
 
 def kind(name: str) -> str:
-    """`mm_30` -> `mm`, `layers.3.mlp.hidden` -> `layers.*.mlp.hidden`: what names of all layers have in common."""
+    """The part of a name that all layers share: `mm_30` -> `mm`, `layers.3.mlp.hidden` -> `layers.*.mlp.hidden`."""
     return re.sub(r"_\d+$", "", pattern(name))
 
 
-def place(told: Told) -> str:
-    """As `words.place`, without folders."""
-    return words.place(told._replace(source=told.source.rpartition("/")[2]))
+def place(source: SourcePlace) -> str:
+    """The text of a place in a recipe, as `words.place` gives it, without the file's folders."""
+    return words.place(source._replace(source=source.source.rpartition("/")[2]))
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -136,25 +147,25 @@ def alive(report: Report) -> list[dict[str, Any]]:
 
 
 def _living(one: Living, name: str, entry: PricedPart) -> dict[str, Any]:
-    here, nodes = known(one.node), entry.priced.kernels
-    told: tuple[Told, ...] = ()
-    if here.comm is not None:
-        values = here.comm.value
+    info, nodes = info_of(one.node), entry.priced.kernels
+    sources: tuple[SourcePlace, ...] = ()
+    if info.comm is not None:
+        values = info.comm.value
         name = name or ", ".join(values[:3]) + (f" and {len(values) - 3} more" if len(values) > 3 else "")
-        told = tuple(dict.fromkeys(said for need in here.comm.why for said in need.told))
-    name = name or here.origin or one.node.name
+        sources = tuple(dict.fromkeys(source for need in info.comm.why for source in need.written_at))
+    name = name or info.origin or one.node.name
     program = entry.part.program
-    record = program.records.get(here.origin or name)
+    record = program.records.get(info.origin or name)
     if record is not None:
         name = record.label or name
-        told = told or program.explained(record.name).roots
-    last = "the end" if one.last >= len(nodes) else _made(known(nodes[one.last].node))
+        sources = sources or program.explained(record.name).roots
+    last = "the end" if one.last >= len(nodes) else _producer(info_of(nodes[one.last].node))
     row = _row(name, one.category, one.bytes)
-    return row | {"made": _made(here), "last": last, "told": [place(one) for one in told]}
+    return row | {"made": _producer(info), "last": last, "told": [place(one) for one in sources]}
 
 
-def _made(here: Any) -> str:
-    return " ".join(filter(None, (here.phase, here.module or here.origin)))
+def _producer(info: Any) -> str:
+    return " ".join(filter(None, (info.phase, info.module or info.origin)))
 
 
 def _row(name: str, category: str, size: int) -> dict[str, Any]:
@@ -167,21 +178,24 @@ def timeline(part: PricedPart) -> dict[str, Any]:
     """The events of each lane as [start, length, colour, words], in units of `seconds` / `FINEST`."""
     total = part.timeline.seconds or 1.0
     colors: dict[str, int] = {}
-    said: dict[str, int] = {}
-    made: dict[str, list[list[int]]] = {lane: [] for lane in lanes(part)}
+    descriptions: dict[str, int] = {}
+    events: dict[str, list[list[int]]] = {lane: [] for lane in lanes(part)}
     for event in part.timeline.events:
-        here = known(part.priced.kernels[event.task].node)
-        name = pattern(here.module or here.origin or event.name)
-        if here.comm is not None:
-            name = f"{here.comm.kind} of {pattern(here.comm.value[0])}" if here.comm.value else here.comm.kind
+        info = info_of(part.priced.kernels[event.task].node)
+        name = pattern(info.module or info.origin or event.name)
+        if info.comm is not None:
+            name = f"{info.comm.kind} of {pattern(info.comm.value[0])}" if info.comm.value else info.comm.kind
         color = colors.setdefault(COLORS.get(tint(event.lane, part, event.task), "#888888"), len(colors))
         start, end = round(event.start / total * FINEST), round(event.end / total * FINEST)
-        before = made[event.lane][-1] if made[event.lane] else None
+        before = events[event.lane][-1] if events[event.lane] else None
         short = before is not None and end - start <= 1 and before[1] <= 1
         if before is not None and short and before[2] == color and start - before[0] - before[1] <= 0:
             before[1] = end - before[0]
             continue
-        made[event.lane].append([start, end - start, color, said.setdefault(f"{name} ({here.phase})", len(said))])
+        events[event.lane].append(
+            [start, end - start, color, descriptions.setdefault(f"{name} ({info.phase})", len(descriptions))]
+        )
     return {
-        "seconds": part.timeline.seconds, "finest": FINEST, "colors": list(colors), "words": list(said), "lanes": made,
+        "seconds": part.timeline.seconds, "finest": FINEST, "colors": list(colors), "words": list(descriptions),
+        "lanes": events,
     }  # fmt: skip

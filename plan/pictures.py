@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from tpshard.parallelism.flow import known
+from tpshard.parallelism.flow import info_of
 from tpshard.parallelism.liveness import CATEGORIES
 from tpshard.plan.pricing import PricedPart
 from tpshard.plan.report import Report
@@ -47,26 +47,26 @@ def svg(report: Report) -> str:
 
 
 def stages_height(report: Report) -> int:
-    found = report.pricing.pipeline
-    return 0 if found is None else _ROW * found.table.devices + 36
+    pipeline = report.pricing.pipeline
+    return 0 if pipeline is None else _ROW * pipeline.table.devices + 36
 
 
 def stages(report: Report) -> str:
     """The schedule of a pipeline over a step: a lane per device, a bar per task; white is waiting."""
-    found = report.pricing.pipeline
-    if found is None:
+    pipeline = report.pricing.pipeline
+    if pipeline is None:
         return ""
-    scale = (_W - _LEFT - 10) / (found.seconds or 1.0)
-    out = [f'<text x="8" y="{_ROW * d + 15}">device {d}</text>' for d in range(found.table.devices)]
-    for task, start, end in found.slots:
+    scale = (_W - _LEFT - 10) / (pipeline.seconds or 1.0)
+    out = [f'<text x="8" y="{_ROW * d + 15}">device {d}</text>' for d in range(pipeline.table.devices)]
+    for task, start, end in pipeline.slots:
         words = f"{task}, {seconds(end - start)}"
         bar = (_LEFT + start * scale, _LEFT + end * scale - 0.5, COLORS[_TASKS[task.kind]], words)
-        out.append(_bar(bar, _ROW * found.table.device_of(task.stage)))
+        out.append(_bar(bar, _ROW * pipeline.table.device_of(task.stage)))
         if (end - start) * scale > 16:
-            x, y = _LEFT + (start + end) / 2 * scale, _ROW * found.table.device_of(task.stage) + 15
+            x, y = _LEFT + (start + end) / 2 * scale, _ROW * pipeline.table.device_of(task.stage) + 15
             out.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle" fill="#ffffff">{task.micro}</text>')
-    words = f"{found.table.schedule}: {100 * found.bubble:.1f}% bubble, {seconds(found.seconds)}"
-    out.append(f'<text x="{_LEFT}" y="{_ROW * found.table.devices + 15}" fill="#555555">{words}</text>')
+    words = f"{pipeline.table.schedule}: {100 * pipeline.bubble:.1f}% bubble, {seconds(pipeline.seconds)}"
+    out.append(f'<text x="{_LEFT}" y="{_ROW * pipeline.table.devices + 15}" fill="#555555">{words}</text>')
     return "\n".join(out)
 
 
@@ -94,7 +94,7 @@ def timeline(part: PricedPart) -> str:
         for event in part.timeline.events:
             if event.lane != lane:
                 continue
-            here = known(part.priced.kernels[event.task].node)
+            info = info_of(part.priced.kernels[event.task].node)
             color = COLORS.get(tint(lane, part, event.task), "#888888")
             x0, x1 = _LEFT + event.start * scale, _LEFT + event.end * scale
             if run is not None and run[2] == color and x0 - run[1] < 0.3 and run[1] - run[0] < 6:
@@ -102,9 +102,9 @@ def timeline(part: PricedPart) -> str:
                 continue
             if run is not None:
                 out.append(_bar(run, y))
-            words = f"{here.module or here.origin or event.name} {here.phase} {seconds(event.end - event.start)}"
-            if here.comm is not None:
-                words += f" {here.comm.kind} {gib(here.comm.bytes)}: {here.comm.reason}"
+            words = f"{info.module or info.origin or event.name} {info.phase} {seconds(event.end - event.start)}"
+            if info.comm is not None:
+                words += f" {info.comm.kind} {gib(info.comm.bytes)}: {info.comm.reason}"
             run = (x0, x1, color, words)
         if run is not None:
             out.append(_bar(run, y))
@@ -115,8 +115,8 @@ def timeline(part: PricedPart) -> str:
         words = f"{total * tick / 5 / size:.3g} {unit}"
         anchor = "middle" if tick < 5 else "end"  # the last one would be cut off
         out.append(f'<text x="{x:.1f}" y="{y + 14}" text-anchor="{anchor}" fill="#555555">{words}</text>')
-    found = {tint(event.lane, part, event.task) for event in part.timeline.events}
-    out += legend({words: COLORS[name] for name, words in TINTS.items() if name in found}, y + 22)
+    tints = {tint(event.lane, part, event.task) for event in part.timeline.events}
+    out += legend({words: COLORS[name] for name, words in TINTS.items() if name in tints}, y + 22)
     return "\n".join(out)
 
 
@@ -129,15 +129,15 @@ def _bar(run: tuple[float, float, str, str], y: float) -> str:
 
 
 def tint(lane: str, part: PricedPart, task: int) -> str:
-    """What an event's colour stands for: its phase, the link of a collective, waiting."""
+    """The key in `COLORS` for an event: its phase, the link of a collective, or `wait`."""
     if lane == "wait":
         return "wait"
     cost = part.priced.costs.get(task)
-    return cost.wire if cost is not None else known(part.priced.kernels[task].node).phase
+    return cost.wire if cost is not None else info_of(part.priced.kernels[task].node).phase
 
 
 def memory(report: Report, part: PricedPart, height: int) -> str:
-    """Bytes held over the time of one run of a part, stacked by category, with the device's memory as a line."""
+    """Draws the memory of a part over time, stacked by category, with the device's memory as a line."""
     at, curves = part.timeline.at, part.memory.by_category
     total = part.timeline.seconds or 1.0
     plot_h = height - 60
@@ -180,7 +180,7 @@ def legend(colors: Mapping[str, str], y: float) -> list[str]:
 
 
 def sampled(at: Sequence[float], curve: Sequence[int]) -> list[int]:
-    """Indices of the points to draw: at most a few hundred, including the maximum of each stretch."""
+    """Picks the points of a curve to draw: at most a few hundred indices, with the maximum of each stretch."""
     if not at:
         return []
     total = at[-1] or 1.0
@@ -193,7 +193,7 @@ def sampled(at: Sequence[float], curve: Sequence[int]) -> list[int]:
 
 
 def mesh_map(report: Report) -> str:
-    """Devices as boxes, a frame per host; the last axis runs to the right. At most 8 hosts are drawn."""
+    """Draws the mesh: a box per device in a frame per host, the last axis from left to right; at most 8 hosts."""
     per, nodes = report.job.devices_per_node, report.job.nodes
     shown, cell = min(nodes, 8), 44
     columns = min(per, 8)

@@ -23,6 +23,8 @@ Pins = dict[str, tuple[tuple[str, ...], ...]]
 
 @dataclass(frozen=True)
 class Pinned:
+    """A recipe with its shardings pinned, and what could not be pinned."""
+
     recipe: str
     """The recipe as YAML."""
     pins: Pins
@@ -41,12 +43,12 @@ def pin(report: Report, recipe: Recipe) -> Pinned:
         pins, left = pins_of([tensor for tensor in chosen if _alike(tensor, program.records)])
         written = recipe.pinned(pins)
         try:
-            made = save.fingerprints(make.report(loads(written, file=recipe.name), recipe.name))
+            fingerprints = save.fingerprints(make.report(loads(written, file=recipe.name), recipe.name))
         except Mistakes:
             continue
-        if made == expected:
-            kept = {tensor.name for tensor in chosen if _alike(tensor, program.records)}
-            names = dict.fromkeys(pattern(tensor.name) for tensor in every if tensor.name not in kept)
+        if fingerprints == expected:
+            pinned = {tensor.name for tensor in chosen if _alike(tensor, program.records)}
+            names = dict.fromkeys(pattern(tensor.name) for tensor in every if tensor.name not in pinned)
             return Pinned(written, pins, (*left, *names), expected)
     raise Mistakes.one(
         f"the shardings of `{report.job.name}` cannot be pinned", exit=Exit.FIT,
@@ -56,8 +58,10 @@ def pin(report: Report, recipe: Recipe) -> Pinned:
 
 
 def pins_of(tensors: list[Tensor]) -> tuple[Pins, tuple[str, ...]]:
-    """A pin for each kind of tensor, and the names of those sharded over a part of an axis, which recipes cannot
-    say."""
+    """The pins of these tensors by name or pattern, and the names that are left out.
+
+    A tensor sharded over a part of a mesh axis is left out, because recipes cannot express that.
+    """
     groups: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(pattern(tensor.name), []).append(tensor)
@@ -92,10 +96,10 @@ def _alike(tensor: Tensor, records: Mapping[str, Any]) -> bool:
     return tensor.kind == "parameter" or len({(len(record.shape), record.layout.dims) for record in named}) <= 1
 
 
-def text(found: Pinned, name: str) -> str:
+def text(result: Pinned, name: str) -> str:
     """The pinned recipe, with a comment that names its programs and what is not pinned."""
     head = [f"`{name}` with its shardings pinned"]
-    head += [f"program of the {part}: {fingerprint}" for part, fingerprint in found.fingerprints.items()]
-    if found.left:
-        head.append(f"not pinned: {', '.join(found.left)}")
-    return "".join(f"# {line}\n" for line in head) + found.recipe
+    head += [f"program of the {part}: {fingerprint}" for part, fingerprint in result.fingerprints.items()]
+    if result.left:
+        head.append(f"not pinned: {', '.join(result.left)}")
+    return "".join(f"# {line}\n" for line in head) + result.recipe

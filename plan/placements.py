@@ -22,7 +22,7 @@ from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.schema import Recipe
 
 WHOLE = 5
-"""Of the best other orders, that are built whole: all those of three axes."""
+"""The number of best orders whose programs are built: enough for all orders of three axes."""
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,26 @@ class AxisPlace:
     axis: str
     size: int
     stride: int
-    """Between neighbours along it, in devices."""
+    """The distance between neighbours along the axis, in devices."""
     levels: tuple[tuple[str, int], ...]
-    """The levels that its groups use, from the nearest, and how many units of the level below each joins."""
+    """The network levels that its groups use, from the nearest, each with the number of units it joins."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """An order of the mesh's axes, outer to inner, and what a step would take with it."""
+    """The times of a step if devices are numbered in one order of the mesh's axes, outer to inner."""
 
     order: tuple[str, ...]
     comm_s: float
     exposed_s: float
     step_s: float
     whole: bool
-    """Whether its program was built, which may send other collectives; else the recipe's program was priced so."""
+    """Whether a program was built for this order; otherwise the recipe's own program is priced with it."""
 
 
 @dataclass(frozen=True)
 class Net:
-    """What `plan --net` says."""
+    """The answer of `plan --net`: the network, where the axes run, the collectives, and the orders that were priced."""
 
     levels: tuple[Level, ...]
     places: tuple[AxisPlace, ...]
@@ -81,7 +81,7 @@ class Net:
 
 
 def net(report: Report, recipe: Recipe) -> Net:
-    """Prices the program of a training plan on every order of the mesh's axes, and builds the best of them whole."""
+    """Prices a planned training step with every order of the mesh's axes, and builds the programs of the best ones."""
     device, per_host = report.pricing.device, report.job.devices_per_node
     axes = dict(report.job.mesh)
     mesh = Mesh(axes)
@@ -97,13 +97,13 @@ def net(report: Report, recipe: Recipe) -> Net:
 
 def _place(device: Device, topology: Topology, name: str) -> AxisPlace:
     axis = topology.mesh.axis(name)
-    found = topology.crossings((axis,), device.network, device.host_devices)
-    levels = tuple((one.level.name, one.parts) for one in found)
+    crossings = topology.crossings((axis,), device.network, device.host_devices)
+    levels = tuple((one.level.name, one.parts) for one in crossings)
     return AxisPlace(name, axis.size, topology.mesh.stride[name], levels)
 
 
 def _orders(axes: dict[str, int]) -> Iterator[tuple[str, ...]]:
-    """Other orders of the axes that have a size, the others staying outermost."""
+    """All other orders of the mesh's axes; axes of size 1 stay outermost."""
     sized = [name for name, size in axes.items() if size > 1]
     alone = [name for name, size in axes.items() if size <= 1]
     for order in itertools.permutations(sized):
@@ -112,36 +112,36 @@ def _orders(axes: dict[str, int]) -> Iterator[tuple[str, ...]]:
 
 
 def placed(report: Report, order: Sequence[str]) -> Placement:
-    """The report's programs where devices are numbered in another order of the axes."""
+    """Prices the report's programs with devices numbered in another order of the axes."""
     pricing = report.pricing
     topology = Topology(Mesh({name: report.job.mesh[name] for name in order}), report.job.devices_per_node)
     comm = exposed = total = 0.0
     for entry in pricing.parts:
         part = entry.part
-        told = price(
+        timeline = price(
             part.program, pricing.device, topology.per_host, compiled=part.compiled, cached=part.cached,
             topology=topology,
         ).run()  # fmt: skip
-        comm, exposed = comm + told.comm_s * part.times, exposed + told.exposed_s * part.times
-        total += told.seconds * part.times
+        comm, exposed = comm + timeline.comm_s * part.times, exposed + timeline.exposed_s * part.times
+        total += timeline.seconds * part.times
     return Placement(tuple(order), comm, exposed, total + pricing.fixed_s, whole=False)
 
 
 def _whole(recipe: Recipe, one: Placement, axes: dict[str, int], variants: Variants) -> Placement:
-    """The same order, as the recipe's own plan would say; as it was where the recipe cannot be built so."""
+    """Prices an order by building the recipe with it; returns the placement unchanged where that is not possible."""
     mesh = ", ".join(f"{name}: {axes[name]}" for name in one.order)
     try:
-        found = search.quick(search.variant(recipe, [f"mesh={{{mesh}}}"]), variants=variants)
+        price = search.price_variant(search.variant(recipe, [f"mesh={{{mesh}}}"]), variants=variants)
     except Mistakes:
         return one
-    return Placement(one.order, found.comm_s, found.exposed_s, found.step_s, whole=True)
+    return Placement(one.order, price.comm_s, price.exposed_s, price.step_s, whole=True)
 
 
 # ---- the screen -----------------------------------------------------------------------------------------------------
-def text(found: Net) -> str:
-    """All of it, in lines of 100 columns."""
+def text(network: Net) -> str:
+    """The answer as text, in lines of 100 columns."""
     lines = ["NET  from the nearest level outwards"]
-    for level in found.levels:
+    for level in network.levels:
         joins = f"{level.devices:,} devices" if level.devices and level.devices < 1 << 20 else ""
         joins = joins or (f"{level.hosts:,} hosts" if level.hosts else "a host" if level.devices else "all hosts")
         notes = [f"{level.oversubscribed:g} times oversubscribed"] if level.oversubscribed > 1 else []
@@ -150,29 +150,29 @@ def text(found: Net) -> str:
         rate = f"{level.rate / 1e9:,.1f} GB/s a device, {seconds(level.link.latency_s)} a hop"
         lines.append(f"  {level.name:<10}{joins:<16}{rate}{', ' if notes else ''}{', '.join(notes)}")
     lines.append("AXES   size  stride  runs over")
-    for place in found.places:
+    for place in network.places:
         over = ", ".join(f"{name} (joins {parts})" for name, parts in place.levels)
         lines.append(f"  {place.axis:<5}{place.size:5,}{place.stride:8,}  {over}")
     lines.append("COLLECTIVES             axes       of          level      algorithm        bytes      time   exposed")
-    for line in found.lines:
+    for line in network.lines:
         lines.append(
             f"  {line.count:6,} {line.kind:<15}{cut(axes_text(line.axes), 10):<11}{line.of:<12}{line.level:<11}"
             f"{cut(line.algorithm, 12):<12}{gib(line.bytes):>11}{seconds(line.time_s):>10}{seconds(line.exposed_s):>10}"
         )
     lines.append("PLACED  axes from the outermost                    communication    exposed       step")
-    for i, one in enumerate(found.placements):
-        order = ", ".join(f"{name} {_size(found, name)}" for name in one.order if _size(found, name) > 1)
+    for i, one in enumerate(network.placements):
+        order = ", ".join(f"{name} {_size(network, name)}" for name in one.order if _size(network, name) > 1)
         note = "the recipe's" if i == 0 else "built whole" if one.whole else "the recipe's program, placed so"
         times = f"{seconds(one.comm_s):>16}{seconds(one.exposed_s):>11}{seconds(one.step_s):>11}"
         lines.append(f"  {cut(order, 44):<46}{times}  {note}")
-    best = min(found.placements, key=lambda one: one.step_s if one.whole else math.inf)
-    if best is not found.placements[0] and best.step_s < 0.99 * found.placements[0].step_s:
-        mesh = ", ".join(f"{name}: {_size(found, name)}" for name in best.order)
+    best = min(network.placements, key=lambda one: one.step_s if one.whole else math.inf)
+    if best is not network.placements[0] and best.step_s < 0.99 * network.placements[0].step_s:
+        mesh = ", ".join(f"{name}: {_size(network, name)}" for name in best.order)
         lines.append(f"  try: mesh: {{{mesh}}}")
-    elif len(found.placements) > 1:
+    elif len(network.placements) > 1:
         lines.append("  no other order that was built is faster by 1%")
     return "\n".join(lines) + "\n"
 
 
-def _size(found: Net, name: str) -> int:
-    return next((place.size for place in found.places if place.axis == name), 1)
+def _size(network: Net, name: str) -> int:
+    return next((place.size for place in network.places if place.axis == name), 1)

@@ -40,11 +40,11 @@ class PlanEntry:
     def read(self, kinds: Iterable[str]) -> dict[str, str] | None:
         """The texts of these kinds; None if one is missing."""
         try:
-            found = {kind: gzip.decompress((self.folder / f"{kind}.gz").read_bytes()).decode() for kind in kinds}
+            texts = {kind: gzip.decompress((self.folder / f"{kind}.gz").read_bytes()).decode() for kind in kinds}
             os.utime(self.folder)
         except (OSError, EOFError, zlib.error, UnicodeDecodeError):
             return None
-        return found
+        return texts
 
     def write(self, texts: dict[str, str]) -> None:
         """Stores these texts, each atomically. A folder that cannot be written is ignored."""
@@ -60,25 +60,25 @@ class PlanEntry:
 
 
 def place() -> Path:
-    """The folder of the cache, `plans` in the user's cache folder for tpshard (`train.sample.cache_dir`)."""
+    """The folder of all cached plans, in the user's cache folder for tpshard (`train.sample.cache_dir`)."""
     if own := os.environ.get("TPSHARD_CACHE"):
         return Path(own, "plans")
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "tpshard", "plans")
 
 
 def _entries(folder: Path) -> list[Path]:
-    """The entries in a folder of plans. Whatever else lies there is not the cache's to delete."""
+    """The entries in the cache's folder; anything else in it must never be deleted."""
     return [path for path in folder.iterdir() if re.fullmatch("[0-9a-f]{32}", path.name)]
 
 
-def entry_of(recipe: Recipe, *asked: object) -> PlanEntry | None:
-    """The entry of a recipe's plan; `asked`: other inputs of the plan. None if no hash can cover all inputs."""
+def entry_of(recipe: Recipe, *inputs: object) -> PlanEntry | None:
+    """The cache entry of a recipe's plan; `inputs` are the command's options. None if no hash can cover all inputs."""
     model = recipe.model
     if model.module is not None or model.transformers is not None or ":" in recipe.task:
         return None
     try:
         made_with = json.dumps(save.versions(recipe), sort_keys=True)
-        parts = [recipe.to_yaml(resolved=True), recipe.file, repr(recipe._places), repr(asked), made_with]
+        parts = [recipe.to_yaml(resolved=True), recipe.file, repr(recipe._places), repr(inputs), made_with]
     except (Mistakes, OSError):
         return None  # planning reports the error
     key = hashlib.sha256()
@@ -89,5 +89,5 @@ def entry_of(recipe: Recipe, *asked: object) -> PlanEntry | None:
 
 def _gpus() -> list[str]:
     """The GPUs of this machine, which decide the devices of a recipe without a cluster."""
-    found = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
-    return [*found, os.environ.get("CUDA_VISIBLE_DEVICES", "")]
+    devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    return [*devices, os.environ.get("CUDA_VISIBLE_DEVICES", "")]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tpshard.parallelism.cost import CommCost, Device, collective
-from tpshard.parallelism.flow import known
-from tpshard.parallelism.fusion import NONE, Cached, Compiled, Kernel
+from tpshard.parallelism.flow import info_of
+from tpshard.parallelism.fusion import NONE, CacheReads, Compiled, Kernel
 from tpshard.parallelism.liveness import Memory, liveness
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.network import Topology
@@ -28,11 +28,13 @@ class StepPart:
     times: int = 1
     always: Mapping[str, int] = field(default_factory=dict)
     compiled: Compiled = "all"
-    cached: Cached = NONE
+    cached: CacheReads = NONE
 
 
 @dataclass
 class PricedPart:
+    """A part of a step with its cost: the timeline of one run, and its memory."""
+
     part: StepPart
     priced: Priced
     timeline: Timeline
@@ -53,12 +55,12 @@ class Line:
     wire: str
     """`inside` a host or `across` hosts."""
     level: str
-    """Of the network, that takes longest: `inside` a host or `across` hosts where the device file names no others."""
+    """The network level that takes longest; `inside` or `across` where the device file names no levels."""
     dtype: str
     algorithm: str
     phase: str
     reason: str
-    asked: bool
+    requested: bool
     count: int = 0
     members: int = 0
     bytes: int = 0
@@ -66,7 +68,7 @@ class Line:
     time_s: float = 0.0
     exposed_s: float = 0.0
     issues: list[Collective] = field(default_factory=list)
-    """What is issued, each once however often its part runs."""
+    """The collectives of the line, each once however often its part runs."""
 
 
 @dataclass
@@ -134,7 +136,7 @@ class Pricing:
         local = whole = 0
         for entry in self.parts:
             for kernel in entry.priced.kernels:
-                if known(kernel.node).phase != "recompute" or recompute:
+                if info_of(kernel.node).phase != "recompute" or recompute:
                     own, all_devices = work_of(kernel)
                     local += own * entry.part.times
                     whole += all_devices * entry.part.times
@@ -144,35 +146,36 @@ class Pricing:
 
     def lines(self) -> list[Line]:
         """The step's collectives in groups, the most expensive first."""
-        found: dict[tuple[object, ...], Line] = {}
+        groups: dict[tuple[object, ...], Line] = {}
         for entry in self.parts:
             for i, cost in sorted(entry.priced.costs.items()):
                 node = entry.priced.kernels[i].node
-                here = known(node)
-                assert here.comm is not None
-                _add(found, here.comm, here.phase, cost, entry.timeline.exposed.get(i, 0.0), entry.part.times)
-        return sorted(found.values(), key=lambda line: (-line.time_s, line.kind, str(line.axes), line.of, line.phase))
+                info = info_of(node)
+                assert info.comm is not None
+                _add(groups, info.comm, info.phase, cost, entry.timeline.exposed.get(i, 0.0), entry.part.times)
+        return sorted(groups.values(), key=lambda line: (-line.time_s, line.kind, str(line.axes), line.of, line.phase))
 
 
 def work_of(kernel: Kernel) -> tuple[int, int]:
     """(FLOPs of one device, FLOPs of the whole operation)."""
-    here = known(kernel.node)
-    times = kernel.flops / here.flops if here.flops and kernel.flops else 1.0
-    return (kernel.flops or here.flops), int(here.global_flops * times)
+    info = info_of(kernel.node)
+    times = kernel.flops / info.flops if info.flops and kernel.flops else 1.0
+    return (kernel.flops or info.flops), int(info.global_flops * times)
 
 
 def line_key(comm: Collective, phase: str, cost: CommCost) -> tuple[object, ...]:
-    """What the collectives of one `Line` have in common."""
-    return (comm.kind, comm.axes, comm.of, cost.wire, cost.level, comm.dtype, cost.algorithm, phase, comm.asked)
+    """The properties that all collectives of one `Line` share, as a key."""
+    return (comm.kind, comm.axes, comm.of, cost.wire, cost.level, comm.dtype, cost.algorithm, phase, comm.requested)
 
 
 def _add(
-    found: dict[tuple[object, ...], Line], comm: Collective, phase: str, cost: CommCost, exposed: float, times: int
+    groups: dict[tuple[object, ...], Line], comm: Collective, phase: str, cost: CommCost, exposed: float, times: int
 ) -> None:
+    """Adds a collective, which runs `times` times a step, to the line of its group."""
     key = line_key(comm, phase, cost)
-    line = found.get(key)
+    line = groups.get(key)
     if line is None:
-        line = found[key] = Line(
+        line = groups[key] = Line(
             comm.kind,
             comm.axes,
             comm.of,
@@ -182,7 +185,7 @@ def _add(
             cost.algorithm,
             phase,
             comm.reason,
-            comm.asked,
+            comm.requested,
         )
     line.issues.append(comm)
     line.count += times
@@ -227,10 +230,10 @@ LARGEST = 1 << 25
 
 
 def _growing(parts: Sequence[PricedPart], device: Device) -> float:
-    """Seconds of a step in which a CPU's system provides memory anew, after glibc has returned it.
+    """Seconds per step that a CPU's system takes to provide memory which glibc had returned to it.
 
-    When a program ends, its results leave the heap's end free, of which glibc keeps twice the largest. A result too
-    large for the heap is mapped anew whenever it is computed.
+    After a program the end of the heap is free, and glibc keeps twice the largest result of it. A result too large for
+    the heap is mapped anew whenever it is computed.
     """
     if not device.cpu.growth:
         return 0.0

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tpshard.parallelism import words
-from tpshard.parallelism.flow import known, op_name
-from tpshard.parallelism.why import Told
+from tpshard.parallelism.flow import info_of, op_name
+from tpshard.parallelism.why import SourcePlace
 from tpshard.plan.forecast import Forecast
 from tpshard.plan.pricing import Line, Pricing
 from tpshard.plan.skew import Skew
@@ -18,7 +18,7 @@ from tpshard.programs.stacked_layers import Stacking
 from tpshard.programs.training import TrainingPrograms
 
 _COUNTS = 0.01
-"""Share of a step's time from which on a kind of work counts among what the time rests on."""
+"""The least share of a step's time at which the constants of a kind of work affect the label of the time."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     sharding: tuple[Any, ...]
-    told: tuple[Told, ...]
+    written_at: tuple[SourcePlace, ...]
     """The sources of the axes that shard it; empty where it is whole."""
     kind: str
     annotated: bool
@@ -73,7 +73,7 @@ class Tensor:
     def reason(self) -> str:
         if not any(self.sharding):
             return "whole: no annotation cuts it"
-        return words.places(self.told) or "inferred"
+        return words.places(self.written_at) or "inferred"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Report:
     pricing: Pricing
     tensors: list[Tensor]
     lines: list[Line]
-    given: int
+    annotated: int
     inferred: int
     buckets: list[dict[str, Any]]
     warnings: list[str]
@@ -105,18 +105,18 @@ class Report:
     edits: list[Edit] = field(default_factory=list)
     suggestions: list[Edit] = field(default_factory=list)
     searched: dict[str, int] | None = None
-    """Of a search for suggestions, where it was asked for: how many variants were planned, and what became of them."""
-    search_said: str = ""
+    """The counts of `plan --suggest`: variants planned, refused and too large; None without the option."""
+    search_summary: str = ""
     accuracy: str = ""
     fingerprint: str = ""
     programs: list[dict[str, Any]] = field(default_factory=list)
-    """Of a server: rows and fingerprint of each."""
+    """The programs of a server: rows and fingerprint of each."""
     step: TrainingPrograms | None = None
     """What a training run executes; None for a server."""
     forecast: Forecast | None = None
-    """Of the whole run, where it was asked for."""
+    """The forecast of the whole run, if requested."""
     skew: Skew | None = None
-    """Of an uneven routing, where it was asked for."""
+    """The effect of uneven routing to experts, if requested."""
 
     # ---- figures --------------------------------------------------------------------------------------------------
     @property
@@ -185,7 +185,7 @@ class Report:
 
     @property
     def provenance(self) -> dict[str, str]:
-        """Figure -> exact, calibrated or roofline."""
+        """The basis of each figure: exact, calibrated or roofline."""
         times = self._label("time")
         return {
             "params": "exact",
@@ -204,16 +204,16 @@ class Report:
         }
 
     def _label(self, figure: str) -> str:
-        """`calibrated` where every constant under a figure was fitted on this device, for this kind of step."""
+        """`calibrated` where every constant behind a figure was fitted on this device for this kind of step.
+
+        A GPU's constants were fitted to training steps, so that a server's figures are never calibrated there.
+        """
         server_on_gpu = self.job.what != "train" and self.pricing.device.kind == "gpu"
         return "roofline" if self.unfitted[figure] or server_on_gpu else "calibrated"
 
     @property
     def unfitted(self) -> dict[str, tuple[str, ...]]:
-        """Figure -> the constants under it that nothing was fitted to on this device, by their names in its file.
-
-        A GPU's constants were fitted on training steps: under a server's none counts as fitted.
-        """
+        """For each figure, the constants of the device that it depends on and that were not fitted, by name."""
         times, device = self.pricing, self.pricing.device
         kinds = {"matmul": "matmul", "attention": "attention", "stream": "streaming"}
         works = [kinds[kind] for kind, spent in self.work_seconds().items() if spent > _COUNTS * times.step_s]
@@ -300,7 +300,7 @@ class Report:
                     "link": line.level,
                     "algorithm": line.algorithm,
                     "members": line.members,
-                    "asked": line.asked,
+                    "asked": line.requested,
                     "reason": line.reason,
                 }
                 for line in self.lines
@@ -319,7 +319,7 @@ class Report:
             ],
             "buckets": self.buckets,
             "pipeline": self._pipeline(),
-            "annotations": {"given": self.given, "inferred": self.inferred},
+            "annotations": {"given": self.annotated, "inferred": self.inferred},
             "reshards": self.reshards,
             "edits": [asdict(e) for e in self.edits],
             "suggestions": [asdict(e) for e in self.suggestions],
@@ -341,9 +341,9 @@ class Report:
         if not entry.priced.kernels:
             return entry.part.name
         node = entry.priced.kernels[entry.memory.peak_index].node
-        here = known(node)
-        place = here.module or here.origin or node.name
-        return f"{entry.part.name}, {here.phase} of {place} ({op_name(node)})"
+        info = info_of(node)
+        place = info.module or info.origin or node.name
+        return f"{entry.part.name}, {info.phase} of {place} ({op_name(node)})"
 
     def static_bytes(self) -> dict[str, int]:
         """Bytes per device of stored parameters, gradients and optimizer state: exact."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpshard.parallelism import words
-from tpshard.parallelism.flow import known, op_name
+from tpshard.parallelism.flow import info_of, op_name
 from tpshard.parallelism.program import Program, public
-from tpshard.parallelism.why import Told
+from tpshard.parallelism.why import SourcePlace
 from tpshard.plan.pricing import Pricing, work_of
 from tpshard.plan.report import Tensor, rounded
 
@@ -24,7 +24,7 @@ def tensors_of(program: Program, names: Sequence[str] | None = None) -> list[Ten
     stored = {port.name: port for port in program.inputs if port.kind == "parameter"}
     chosen = list(program.records) if names is None else list(names)
     out = []
-    reasons: dict[tuple[str, str], tuple[Told, ...]] = {}
+    reasons: dict[tuple[str, str], tuple[SourcePlace, ...]] = {}
     for name in chosen:
         record = program.records.get(name)
         if record is None:
@@ -50,16 +50,16 @@ def tensors_of(program: Program, names: Sequence[str] | None = None) -> list[Ten
 
 
 def reshards_of(pricing: Pricing) -> list[dict[str, Any]]:
-    """Collectives that no annotation asks for, grouped, the most expensive first."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    """The collectives that no annotation asks for, grouped, the most expensive first."""
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for entry in pricing.parts:
         for i, cost in sorted(entry.priced.costs.items()):
-            comm = known(entry.priced.kernels[i].node).comm
-            if comm is None or comm.asked:
+            comm = info_of(entry.priced.kernels[i].node).comm
+            if comm is None or comm.requested:
                 continue
             need, value = comm.why[0], pattern(comm.value[0])
             key = (comm.kind, comm.axes, pattern(need.mixes) or value, comm.bytes)
-            row = found.setdefault(
+            row = groups.setdefault(
                 key,
                 {
                     "kind": comm.kind, "axes": [str(a) for a in comm.axes], "value": value, "count": 0,
@@ -69,7 +69,7 @@ def reshards_of(pricing: Pricing) -> list[dict[str, Any]]:
             row["count"] += entry.part.times
             row["bytes"] += comm.bytes * entry.part.times
             row["time_s"] = rounded(row["time_s"] + cost.seconds * entry.part.times)
-    return sorted(found.values(), key=lambda row: (-row["time_s"], row["value"]))
+    return sorted(groups.values(), key=lambda row: (-row["time_s"], row["value"]))
 
 
 def losses_of(pricing: Pricing, devices: int, bubble: float = 0.0) -> list[dict[str, Any]]:
@@ -78,18 +78,18 @@ def losses_of(pricing: Pricing, devices: int, bubble: float = 0.0) -> list[dict[
     bubble: the share of the layers' FLOPs that fills and drains a vectorized pipeline, which is not counted here.
     `where` is a module of the model, or the phase for operations outside of modules (rotary angles, the optimizer).
     """
-    found: dict[tuple[str, str], list[int]] = {}
+    flops_of: dict[tuple[str, str], list[int]] = {}
     for entry in pricing.parts:
         for kernel in entry.priced.kernels:
-            here = known(kernel.node)
+            info = info_of(kernel.node)
             local, whole = work_of(kernel)
-            if local and here.phase != "recompute":
-                row = found.setdefault((op_name(kernel.node), pattern(here.module or here.phase)), [0, 0])
-                row[0] += round(local * (1.0 - bubble if here.place.layer else 1.0)) * entry.part.times
+            if local and info.phase != "recompute":
+                row = flops_of.setdefault((op_name(kernel.node), pattern(info.module or info.phase)), [0, 0])
+                row[0] += round(local * (1.0 - bubble if info.place.layer else 1.0)) * entry.part.times
                 row[1] += whole * entry.part.times
     rows = [
         {"op": op, "where": where, "efficiency": rounded(whole / (devices * local)), "wasted": devices * local - whole}
-        for (op, where), (local, whole) in found.items()
+        for (op, where), (local, whole) in flops_of.items()
         if devices * local > whole * 1.0001
     ]
     return sorted(rows, key=lambda row: (-int(str(row["wasted"])), str(row["where"])))
@@ -100,17 +100,17 @@ def buckets_of(pricing: Pricing) -> list[dict[str, Any]]:
     rows = []
     entry = max(pricing.parts, key=lambda p: p.seconds)
     for i, cost in sorted(entry.priced.costs.items()):
-        here = known(entry.priced.kernels[i].node)
-        if here.comm is None or here.comm.of not in ("parameter", "gradient"):
+        info = info_of(entry.priced.kernels[i].node)
+        if info.comm is None or info.comm.of not in ("parameter", "gradient"):
             continue
         rows.append(
             {
-                "kind": here.comm.kind,
-                "unit": here.unit,
-                "phase": here.phase,
-                "members": here.comm.members,
-                "values": ", ".join(here.comm.value),
-                "bytes": here.comm.bytes,
+                "kind": info.comm.kind,
+                "unit": info.unit,
+                "phase": info.phase,
+                "members": info.comm.members,
+                "values": ", ".join(info.comm.value),
+                "bytes": info.comm.bytes,
                 "time_s": rounded(cost.seconds),
             }
         )

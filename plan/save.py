@@ -30,7 +30,7 @@ ELSEWHERE = (
 """Sections of a recipe that say what a run reads and writes and when, not what it computes: they may differ."""
 
 ROOMS = ("devices", "kernels", "models", "parallelism", "programs", "recipes")
-"""Whose code makes programs."""
+"""The rooms whose code decides a plan's programs."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class SavedPlan:
     recipe: str
     """The recipe as YAML, interpolations kept."""
     values: Mapping[str, Any]
-    """Its keys, dotted, with what they stand for."""
+    """The recipe's dotted keys with their values; see `values`."""
     mesh: Mapping[str, int]
     versions: Mapping[str, str]
-    """What the programs were made with."""
+    """The versions of the packages, code and files that built the programs; see `versions`."""
     fingerprints: Mapping[str, str]
     """The fingerprint of each part's program."""
     step: str | None
@@ -55,6 +55,7 @@ class SavedPlan:
 
 
 def fingerprints(report: Report) -> dict[str, str]:
+    """The fingerprint of each program of a plan, by part of the step."""
     if report.pricing.pipeline is not None:
         return dict(report.pricing.pipeline.programs.fingerprints)
     return {entry.part.name: entry.part.program.fingerprint for entry in report.pricing.parts}
@@ -78,28 +79,28 @@ def values(recipe: Recipe) -> dict[str, Any]:
     An interpolation is kept as written with a hash of its value, so that the environment's values are not saved.
     """
 
-    def below(path: str, written: Any, known: Any) -> Iterator[tuple[str, Any]]:
+    def below(path: str, written: Any, resolved: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(written, Mapping) and written:
             for key, item in written.items():
-                yield from below(f"{path}.{key}", item, known.get(key) if isinstance(known, Mapping) else None)
+                yield from below(f"{path}.{key}", item, resolved.get(key) if isinstance(resolved, Mapping) else None)
         elif "${" in (text := json.dumps(written)):
-            yield path, f"{text} ({hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]})"
+            yield path, f"{text} ({hashlib.sha256(json.dumps(resolved).encode()).hexdigest()[:8]})"
         else:
             yield path, written
 
-    known = as_data(recipe, resolved=True)
+    resolved = as_data(recipe, resolved=True)
     sections = [(key, value) for key, value in as_data(recipe).items() if key not in ELSEWHERE]
-    pairs = [pair for key, value in sections for pair in below(key, value, known.get(key))]
+    pairs = [pair for key, value in sections for pair in below(key, value, resolved.get(key))]
     return dict(json.loads(json.dumps(pairs)))
 
 
 def versions(recipe: Recipe) -> dict[str, str]:
     """Versions of the packages, and hashes of tpshard's code and of files that the recipe names."""
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for package in ("tpshard", "torch", *(["transformers"] if recipe.model.transformers else [])):
-        found[package] = metadata.version(package)
-    found["the code of tpshard"] = code_of(ROOMS)
-    return found | {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in _files(recipe)}
+        result[package] = metadata.version(package)
+    result["the code of tpshard"] = code_of(ROOMS)
+    return result | {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in _files(recipe)}
 
 
 def code_of(rooms: Iterable[str]) -> str:
@@ -115,7 +116,7 @@ def code_of(rooms: Iterable[str]) -> str:
 
 
 def _files(recipe: Recipe) -> Iterator[tuple[str, Path]]:
-    """Files besides the recipe that decide the programs: those of devices, buckets, models and modules."""
+    """Yields the files besides the recipe that decide its programs: of its device, buckets, model and modules."""
     model, bucket = recipe.model, recipe.fsdp.bucket
     named = [recipe.cluster.device if recipe.cluster is not None else "", getattr(bucket, "file", "")]
     named += [os.path.join(folder, "config.json") for folder in (model.hf, model.transformers) if folder]
@@ -132,7 +133,7 @@ def _files(recipe: Recipe) -> Iterator[tuple[str, Path]]:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes to a temporary file and renames it, so that readers see the old or the new one. Raises `Mistakes` (5)."""
+    """Writes a file atomically, by renaming a temporary one. Raises `Mistakes` (exit 5) where it cannot be written."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,14 +183,18 @@ def read(path: str) -> SavedPlan:
 
 
 def check(saved: SavedPlan, recipe: Recipe, world: int) -> None:
-    """Raises `Mistakes` (exit 4), with all differences, for a plan of another recipe, other devices or other
-    versions."""
+    """Refuses a plan made from another recipe, for other devices or by other versions.
+
+    Raises `Mistakes` (exit 4) with all differences.
+    """
     if saved.step is None:
-        told = [(Source(saved.path, 0, 0, ""), "it holds no programs of a training run, or another version wrote it")]
+        differences = [
+            (Source(saved.path, 0, 0, ""), "it holds no programs of a training run, or another version wrote it")
+        ]
     else:
-        told = list(_differences(saved, recipe, world))
-    if told:
-        (where, why), *also = told
+        differences = list(_differences(saved, recipe, world))
+    if differences:
+        (where, why), *also = differences
         raise Mistakes(
             [
                 Diagnostic(
@@ -205,6 +210,7 @@ def check(saved: SavedPlan, recipe: Recipe, world: int) -> None:
 
 
 def _differences(saved: SavedPlan, recipe: Recipe, world: int) -> Iterator[tuple[Source, str]]:
+    """Yields what differs between a saved plan and a recipe on `world` devices, each with its place and a sentence."""
     now = values(recipe)
     for key in dict.fromkeys((*now, *saved.values)):
         if now.get(key) != saved.values.get(key):

@@ -28,7 +28,7 @@ LABELS = {
 
 
 def spread(sharding: Sequence[Any], dims: Sequence[str] = ()) -> str:
-    """`[M_tp, E]`: every dim by its letter (`DIM_LETTERS`), with the mesh axes that shard it."""
+    """A sharding in the notation of the docs, such as `[M_tp, E]`: each dim's letter with the axes that shard it."""
 
     def axes(dim: Any) -> str:
         if dim is None or isinstance(dim, str):
@@ -49,25 +49,25 @@ def cut(text: str, width: int = WIDTH) -> str:
 
 
 def short(tensor: Tensor, home: str = "", room: float = math.inf) -> str:
-    """The reason of a sharding in short: without folders, defaults as `heads: tp (default)`.
+    """The reason of a tensor's sharding in at most `room` columns: places in the recipe, or `heads: tp (default)`.
 
-    If it is longer than `room`, places in the file `home` lose the file's name, then all lose their words, so that only
-    line numbers remain.
+    Files lose their folders. If that is still too long, places in the file `home` lose the file's name, then all lose
+    their words, so that only line numbers remain.
     """
-    if not tensor.told:
+    if not tensor.written_at:
         return tensor.reason if len(tensor.reason) <= room else tensor.reason.partition(":")[0]
-    named = [told._replace(source=told.source.rpartition("/")[2]) for told in tensor.told]
-    near = [words.place(told).removeprefix(f"{home}:") for told in named]
-    bare = [words.place(told._replace(says="")).removeprefix(f"{home}:") for told in named]
+    named = [source._replace(source=source.source.rpartition("/")[2]) for source in tensor.written_at]
+    near = [words.place(source).removeprefix(f"{home}:") for source in named]
+    bare = [words.place(source._replace(says="")).removeprefix(f"{home}:") for source in named]
 
     def joined(places: Sequence[str]) -> str:
         return "; ".join(f"{t.says} (default)" if t.default else place for t, place in zip(named, places))
 
     keys = [f"{t.says.partition(':')[0]} (default)" if t.default else place for t, place in zip(named, bare)]
-    if all(told.default for told in named):
-        keys = [*(told.says.partition(":")[0] for told in named[:-1]), keys[-1]]
+    if all(source.default for source in named):
+        keys = [*(source.says.partition(":")[0] for source in named[:-1]), keys[-1]]
     forms = [joined(list(map(words.place, named))), joined(near), ", ".join(keys)]
-    if all(told.default for told in named):
+    if all(source.default for source in named):
         forms.append(", ".join(keys).removesuffix(" (default)"))
     return next((form for form in forms if len(form) <= room), forms[-1])
 
@@ -81,10 +81,10 @@ def verdict(report: Report) -> str:
 
 
 def label(report: Report, figure: str) -> str:
-    """`roofline: attention, across not fitted`"""
+    """The basis of a figure as text, such as `roofline: attention, across not fitted`."""
     word, missing = report.provenance[figure], report.unfitted.get(figure, ())
-    known = len(missing) and report.pricing.device.fitted
-    return f"{word}: {', '.join(missing)} not fitted" if known else word
+    shown = len(missing) and report.pricing.device.fitted
+    return f"{word}: {', '.join(missing)} not fitted" if shown else word
 
 
 def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
@@ -118,7 +118,7 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
         room = HEIGHT - len(head) - len(tail) - sum(map(len, middle)) - 2
         rows = _limit(rows, max(3, room))
     file = home(report)
-    title = f"SHARDING  {report.given} annotated (*), {report.inferred} inferred   [exact]" + (
+    title = f"SHARDING  {report.annotated} annotated (*), {report.inferred} inferred   [exact]" + (
         f"   line:column of {file} that decided" if file else ""
     )
     lines = [*head, title, *rows, *middle[1], *middle[2], *middle[3], *middle[0], *tail]
@@ -133,9 +133,9 @@ def _limit(rows: list[str], room: int) -> list[str]:
 
 def home(report: Report) -> str:
     """The file that decided most shardings, without its folder; "" where all are defaults."""
-    written = [told.source for tensor in report.tensors for told in tensor.told if told.line]
-    found = Counter(source.rpartition("/")[2] for source in written if not source.startswith("<"))
-    return min(found, key=lambda name: (-found[name], name), default="")
+    written = [place.source for tensor in report.tensors for place in tensor.written_at if place.line]
+    counts = Counter(source.rpartition("/")[2] for source in written if not source.startswith("<"))
+    return min(counts, key=lambda name: (-counts[name], name), default="")
 
 
 def shardings(report: Report, width: float = math.inf) -> list[str]:
@@ -199,56 +199,56 @@ def _reshards(report: Report, verbose: bool) -> list[str]:
 
 def _pipeline(report: Report, verbose: bool) -> list[str]:
     """The time and memory of each stage; with `verbose` also the schedule, a column per unit of time."""
-    found = report.pricing.pipeline
-    if found is None:
-        return [f"PIPELINE  {pipeline(report)}"] if report.job.stacking is not None else []
+    pipeline = report.pricing.pipeline
+    if pipeline is None:
+        return [f"PIPELINE  {pipeline_words(report)}"] if report.job.stacking is not None else []
     rows = [
-        f"PIPELINE  {pipeline(report)} [{report.provenance['time']}]",
-        f"  split {_runs([stage.layers for stage in found.stages])} "
-        + ("balances the stages; " if found.programs.balanced else "as pipeline.split says; ")
-        + _slowest(found),
-        "  stage  layers  " + "".join(f"{words:>21}" for words in found.kinds) + "       kept      sent",
+        f"PIPELINE  {pipeline_words(report)} [{report.provenance['time']}]",
+        f"  split {_runs([stage.layers for stage in pipeline.stages])} "
+        + ("balances the stages; " if pipeline.programs.balanced else "as pipeline.split says; ")
+        + _slowest(pipeline),
+        "  stage  layers  " + "".join(f"{words:>21}" for words in pipeline.kinds) + "       kept      sent",
     ]
-    shown = found.stages if verbose else found.stages[:STAGES]
+    shown = pipeline.stages if verbose else pipeline.stages[:STAGES]
     for stage in shown:
         times = "".join(f"{seconds(stage.seconds[kind]):>21}" for kind in stage.seconds)
         rows.append(
             f"  {stage.stage:>5}  {stage.layers:>6}  {times}{gib(stage.saved_bytes):>11}{gib(stage.sent_bytes):>10}"
         )
-    if len(shown) < len(found.stages):
-        rows.append(f"  ... {len(found.stages) - len(shown)} more stages (--verbose)")
+    if len(shown) < len(pipeline.stages):
+        rows.append(f"  ... {len(pipeline.stages) - len(shown)} more stages (--verbose)")
     rows.append("  device  busy in a step   waiting  once a step   peak memory  micro-batches held")
-    places = list(enumerate(found.devices))
+    places = list(enumerate(pipeline.devices))
     for i, device in places if verbose else places[:STAGES]:
         rows.append(
-            f"  {i:>6}{seconds(device.busy_s):>16}{seconds(found.seconds - device.busy_s):>10}"
+            f"  {i:>6}{seconds(device.busy_s):>16}{seconds(pipeline.seconds - device.busy_s):>10}"
             f"{seconds(device.once_s):>13}{gib(device.peak_bytes):>14}{device.held:>20}"
         )
-    return rows + (["  the schedule", *str(found.table).splitlines()] if verbose else [])
+    return rows + (["  the schedule", *str(pipeline.table).splitlines()] if verbose else [])
 
 
-def pipeline(report: Report) -> str:
+def pipeline_words(report: Report) -> str:
     """The pipeline of a plan in words: schedule, stages, micro-batches and bubble; "" without one."""
-    found = report.pricing.pipeline
-    if found is None:
+    pipeline = report.pricing.pipeline
+    if pipeline is None:
         return "" if report.job.stacking is None else str(report.job.stacking)
-    table = found.table
+    table = pipeline.table
     rounds = f" x {table.rounds} rounds" if table.rounds > 1 else ""
     return (
         f"{table.schedule}, {table.devices} stages{rounds}, {table.micro_batches} micro-batches: "
-        f"{100 * found.bubble:.1f}% bubble"
+        f"{100 * pipeline.bubble:.1f}% bubble"
     )
 
 
-def _slowest(found: Piped) -> str:
-    above = 100 * found.above_mean
+def _slowest(pipeline: Piped) -> str:
+    above = 100 * pipeline.above_mean
     if above < 1:
         return "all devices take the same time"
-    return f"device {found.slowest} is the slowest, {above:.0f}% above the mean"
+    return f"device {pipeline.slowest} is the slowest, {above:.0f}% above the mean"
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """Numbers as text; four or more equal ones in a row as `2 x 8`."""
+    """Formats numbers as text; four or more equal ones in a row become `2 x 8`."""
     runs = [(number, len(list(same))) for number, same in groupby(numbers)]
     return ", ".join(f"{n} x {number}" if n > 3 else ", ".join([str(number)] * n) for number, n in runs)
 
@@ -299,7 +299,7 @@ def _advice(report: Report) -> list[str]:
     most = 3 if report.searched is None else 10
     rows = [f"  try: {_edit(e, report.pricing.step_s)}" for e in report.suggestions[:most]]
     if report.searched is not None:
-        rows.append(f"  searched: {report.search_said}")
+        rows.append(f"  searched: {report.search_summary}")
     rows += [f"  warning: {text}" for text in report.warnings[:3]]
     if len(report.warnings) > 3:
         rows.append(f"  ... {len(report.warnings) - 3} more warnings (--verbose)")

@@ -20,7 +20,7 @@ from tpshard.recipes.schema import Recipe
 
 
 @dataclass(frozen=True)
-class Quick:
+class VariantPrice:
     """The figures of a variant: reserved memory of a device, and the time of a step."""
 
     needed_bytes: int
@@ -36,20 +36,22 @@ def variant(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     return loads(recipe.to_yaml(), list(changes), file=recipe.name)
 
 
-def quick(recipe: Recipe, what: str = "train", variants: Variants | None = None) -> Quick:
+def price_variant(recipe: Recipe, what: str = "train", variants: Variants | None = None) -> VariantPrice:
     """Prices a variant; `variants` reuses parts of earlier ones. Raises `Mistakes` where it does not fit together."""
-    with make.uncollected():
+    with make.without_gc():
         if what == "train":
             setting = Setting.of(recipe, devices_of(recipe))
             pricing = make.price_training((variants or Variants()).build(setting))
         else:
             pricing = server.report(recipe, what, whole=False).pricing
     needed = pricing.needed_bytes
-    return Quick(needed, pricing.step_s, pricing.exposed_s, needed <= pricing.device.memory_bytes, pricing.comm_s)
+    return VariantPrice(
+        needed, pricing.step_s, pricing.exposed_s, needed <= pricing.device.memory_bytes, pricing.comm_s
+    )
 
 
 # ---- edits ----------------------------------------------------------------------------------------------------------
-def edits(report: Report, recipe: Recipe, wanted: int = 3, tries: int = 9) -> list[Edit]:
+def edits(report: Report, recipe: Recipe, count: int = 3, tries: int = 9) -> list[Edit]:
     """The smallest edits that make the recipe fit, smallest first; if none does, those that come closest.
 
     An edit that extends a fitting one is tried only if there are too few others.
@@ -72,15 +74,15 @@ def edits(report: Report, recipe: Recipe, wanted: int = 3, tries: int = 9) -> li
         yield from further
 
     for change in first():
-        if tries == 0 or len(fitting) == wanted:
+        if tries == 0 or len(fitting) == count:
             break
-        found = _edit(recipe, change, variants, report.job.what)
-        if found is not None:
+        edit = _edit(recipe, change, variants, report.job.what)
+        if edit is not None:
             tries -= 1
-            done.append(found)
-            if found.fits:
+            done.append(edit)
+            if edit.fits:
                 fitting.append(_keys(change))
-    return [e for e in done if e.fits] or sorted(done, key=lambda e: (e.needed_bytes, e.change))[:wanted]
+    return [e for e in done if e.fits] or sorted(done, key=lambda e: (e.needed_bytes, e.change))[:count]
 
 
 def _keys(changes: Sequence[str]) -> frozenset[str]:
@@ -89,11 +91,11 @@ def _keys(changes: Sequence[str]) -> frozenset[str]:
 
 def _edit(recipe: Recipe, changes: Sequence[str], variants: Variants, what: str = "train") -> Edit | None:
     try:
-        found = quick(variant(recipe, changes), what, variants)
+        price = price_variant(variant(recipe, changes), what, variants)
     except Mistakes:
         return None
     words = ", ".join(change.replace("=", ": ", 1) for change in changes)
-    return Edit(words, found.needed_bytes, found.step_s, found.fits)
+    return Edit(words, price.needed_bytes, price.step_s, price.fits)
 
 
 def _smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
@@ -169,7 +171,7 @@ class Candidate:
     mesh: dict[str, int]
     remat: str
     per_device: int
-    found: Quick
+    price: VariantPrice
     tokens_per_s_per_device: float
     pareto: bool = False
     more: tuple[str, ...] = ()
@@ -183,6 +185,8 @@ class Candidate:
 
 @dataclass
 class SearchResult:
+    """The variants that fit, the fastest first, and what is known of the others."""
+
     candidates: list[Candidate] = field(default_factory=list)
     refused: int = 0
     """Variants that contradict themselves (divisibility) or exceed the memory."""
@@ -210,7 +214,7 @@ def search(recipe: Recipe, say: Callable[[str], None] | None = None) -> SearchRe
         tried.pipelines()
     result = tried.result
     if not result.candidates and result.closest is None:
-        quick(recipe)
+        price_variant(recipe)
     result.candidates = _marked(result.candidates)
     return result
 
@@ -227,30 +231,32 @@ class _Search:
         self.recipe, self.tell, self.variants, self.result = recipe, tell, Variants(), SearchResult()
 
     def least_remat(self, mesh: Mapping[str, int], per_device: int, more: Sequence[str] = ()) -> Candidate | None:
-        """Keeps the variant with the least recomputation that fits; None where none does."""
+        """Finds the least recomputation with which a variant fits, and keeps it; None where none fits."""
         for remat in ("none", "selective", "full"):
-            found = _tried(self.recipe, dict(mesh), remat, per_device, self.variants, more)
-            if found is None or not found.found.fits:
+            candidate = _tried(self.recipe, dict(mesh), remat, per_device, self.variants, more)
+            if candidate is None or not candidate.price.fits:
                 self.result.refused += 1
-                self.result.closest = min(filter(None, (self.result.closest, found)), key=_needed, default=None)
+                self.result.closest = min(filter(None, (self.result.closest, candidate)), key=_needed, default=None)
                 continue
-            self.result.candidates.append(found)
-            what = " ".join([_sizes(found.mesh), *_piped(found), f"remat {remat} per_device {per_device}"])
-            self.tell(f"{what}: {seconds(found.found.step_s)}")
-            return found
+            self.result.candidates.append(candidate)
+            what = " ".join([_sizes(candidate.mesh), *_piped(candidate), f"remat {remat} per_device {per_device}"])
+            self.tell(f"{what}: {seconds(candidate.price.step_s)}")
+            return candidate
         return None
 
     def pipelines(self) -> None:
-        """Stages of every size in place of data ranks, for the two fastest tp; then other schedules, and larger
-        micro-batches, for the two fastest of these."""
+        """Tries pipelines: every number of stages in place of data ranks, for the two fastest sizes of tp.
+
+        The two fastest of these are tried with other schedules and larger micro-batches.
+        """
         recipe = self.recipe
         if not (layers := search_pipelines.layers_of(recipe)):
             return
-        ordered = sorted(self.result.candidates, key=lambda c: c.found.step_s)
+        ordered = sorted(self.result.candidates, key=lambda c: c.price.step_s)
         every = list(meshes(recipe))
         widths = list(dict.fromkeys(c.mesh.get("tp", 1) for c in ordered)) or [every[-1].get("tp", 1)]
         fixed = recipe.fsdp.accumulate.gather == "step" or bool(recipe.where("fsdp.accumulate").line)
-        found: list[Candidate] = []
+        first_fits: list[Candidate] = []
         for tp in widths[:2]:
             whole = next(mesh for mesh in every if mesh.get("tp", 1) == tp and mesh.get("dp", 1) == 1)
             for stages in search_pipelines.sizes(recipe, layers, whole["fsdp"]):
@@ -258,11 +264,11 @@ class _Search:
                 for once in [()] if fixed else [search_pipelines.ONCE, ()]:
                     if not _per_device(recipe, mesh):
                         continue
-                    made = self.least_remat(mesh, 1, [*search_pipelines.first(recipe), *once])
-                    if made is not None:
-                        found.append(made)
+                    candidate = self.least_remat(mesh, 1, [*search_pipelines.first(recipe), *once])
+                    if candidate is not None:
+                        first_fits.append(candidate)
                         break
-        for best in sorted(found, key=lambda c: c.found.step_s)[:2]:
+        for best in sorted(first_fits, key=lambda c: c.price.step_s)[:2]:
             for other in search_pipelines.schedules(recipe, layers, best.mesh["pp"]):
                 self.least_remat(best.mesh, best.per_device, [*best.more, *other])
             for per_device in (n for n in _per_device(recipe, best.mesh) if n == 2):
@@ -270,12 +276,14 @@ class _Search:
 
 
 def _needed(candidate: Candidate) -> int:
-    return candidate.found.needed_bytes
+    return candidate.price.needed_bytes
 
 
 def meshes(recipe: Recipe) -> Iterator[dict[str, int]]:
-    """Meshes over the recipe's devices: tp within a host, dp over whole hosts or not at all, pp 1; other axes as
-    they are."""
+    """Yields meshes over the recipe's devices: tp within a host, dp over whole hosts or 1, pp 1, fsdp the rest.
+
+    Other axes keep their sizes.
+    """
     world = devices_of(recipe)
     per_host = recipe.cluster.devices_per_node if recipe.cluster is not None else world
     fixed = {axis: size for axis, size in recipe.mesh.items() if axis not in ("pp", "dp", "fsdp", "tp")}
@@ -290,24 +298,24 @@ def meshes(recipe: Recipe) -> Iterator[dict[str, int]]:
 def _tried(
     recipe: Recipe, mesh: dict[str, int], remat: str, per_device: int, variants: Variants, more: Sequence[str]
 ) -> Candidate | None:
-    made = Candidate(mesh, remat, per_device, Quick(0, 0.0, 0.0, False), 0.0, more=tuple(more))
+    unpriced = Candidate(mesh, remat, per_device, VariantPrice(0, 0.0, 0.0, False), 0.0, more=tuple(more))
     try:
-        changed = variant(recipe, made.changes)
-        found = quick(changed, variants=variants)
+        changed = variant(recipe, unpriced.changes)
+        price = price_variant(changed, variants=variants)
     except Mistakes:
         return None
     tokens = changed.batch.global_sequences * changed.model.seq_len
-    return replace(made, found=found, tokens_per_s_per_device=tokens / found.step_s / devices_of(changed))
+    return replace(unpriced, price=price, tokens_per_s_per_device=tokens / price.step_s / devices_of(changed))
 
 
 def _marked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates, fastest first, with those marked that no other beats in both time and memory."""
-    ordered = sorted(candidates, key=lambda c: (c.found.step_s, c.found.needed_bytes))
+    """Sorts candidates, fastest first, and marks those that no other beats in both time and memory."""
+    ordered = sorted(candidates, key=lambda c: (c.price.step_s, c.price.needed_bytes))
     least = math.inf
     out = []
     for c in ordered:
-        better = c.found.needed_bytes < least
-        least = min(least, c.found.needed_bytes)
+        better = c.price.needed_bytes < least
+        least = min(least, c.price.needed_bytes)
         out.append(replace(c, pareto=better))
     return out
 
@@ -319,7 +327,7 @@ def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
     for c in result.candidates[:rows]:
         lines.append(
             f" {'*' if c.pareto else ' '} {_sizes(c.mesh):<38} {c.remat:<10} {c.per_device:>10} "
-            f"{gib(c.found.needed_bytes):>10} {seconds(c.found.step_s):>10} {c.tokens_per_s_per_device:>12.0f}"
+            f"{gib(c.price.needed_bytes):>10} {seconds(c.price.step_s):>10} {c.tokens_per_s_per_device:>12.0f}"
             f"{'  ' + ', '.join(_piped(c)) if c.more else ''}"
         )
     if result.best is not None:
@@ -336,16 +344,16 @@ def winner(result: SearchResult, recipe: Recipe) -> str:
 
 
 def _piped(candidate: Candidate) -> list[str]:
-    """What a variant changes of other keys, in words."""
-    said: dict[str, str] = {}
+    """The changes of a variant's pipeline, as words for the table."""
+    settings: dict[str, str] = {}
     for change in candidate.more:
         key, _, value = change.partition("=")
-        said[key.rpartition(".")[2]] = value.removeprefix("{schedule: ").removesuffix("}")
-    if said.get("pipeline") == "null":
+        settings[key.rpartition(".")[2]] = value.removeprefix("{schedule: ").removesuffix("}")
+    if settings.get("pipeline") == "null":
         return []
-    schedule = said.pop("schedule", said.pop("pipeline", ""))
-    said.pop("pipeline", None)
-    return [*([schedule] if schedule else []), *(f"{key} {value}" for key, value in said.items())]
+    schedule = settings.pop("schedule", settings.pop("pipeline", ""))
+    settings.pop("pipeline", None)
+    return [*([schedule] if schedule else []), *(f"{key} {value}" for key, value in settings.items())]
 
 
 def _sizes(mesh: dict[str, int]) -> str:

@@ -22,22 +22,22 @@ def layers_of(recipe: Recipe) -> int:
 
 
 def sizes(recipe: Recipe, layers: int, left: int) -> list[int]:
-    """Sizes of `mesh.pp` to try with `left` devices for it and the data axes; the recipe's size if it gives stages."""
-    asked = recipe.pipeline
-    if asked is not None and (asked.stages is not None or asked.split is not None):
-        here = recipe.mesh.get("pp", 1)
-        return [here] if left % here == 0 else []
+    """Sizes of `mesh.pp` to try on `left` devices, shared with the data axes; only the recipe's if it fixes stages."""
+    pipeline = recipe.pipeline
+    if pipeline is not None and (pipeline.stages is not None or pipeline.split is not None):
+        size = recipe.mesh.get("pp", 1)
+        return [size] if left % size == 0 else []
     return [n for n in (2, 4, 8, MOST_STAGES) if n <= layers and left % n == 0]
 
 
 def schedules(recipe: Recipe, layers: int, stages: int) -> Iterator[list[str]]:
     """Changes to other schedules than 1f1b, or than the recipe's, for this number of stages."""
-    asked = recipe.pipeline
-    if asked is not None and recipe.where("pipeline.schedule").line:
-        names: Sequence[str] = [asked.schedule] if asked.schedule in ROUNDS else []
+    pipeline = recipe.pipeline
+    if pipeline is not None and recipe.where("pipeline.schedule").line:
+        names: Sequence[str] = [pipeline.schedule] if pipeline.schedule in ROUNDS else []
     else:
-        names = ["circular"] if asked is not None and asked.vectorized else ["interleaved_1f1b", "zero_bubble"]
-    fixed = asked.rounds if asked is not None else None
+        names = ["circular"] if pipeline is not None and pipeline.vectorized else ["interleaved_1f1b", "zero_bubble"]
+    fixed = pipeline.rounds if pipeline is not None else None
     for name in names:
         for rounds in [fixed] if fixed is not None else [2, 4, 8] if name in ROUNDS else [None]:
             if stages * (rounds or 1) <= layers:
@@ -48,26 +48,26 @@ def first(recipe: Recipe) -> list[str]:
     """The change that divides a model into stages, if the recipe has none."""
     if recipe.pipeline is None:
         return ["pipeline={schedule: 1f1b}"]
-    asked = recipe.pipeline
-    free = asked.rounds is None and not asked.vectorized and not recipe.where("pipeline.schedule").line
+    pipeline = recipe.pipeline
+    free = pipeline.rounds is None and not pipeline.vectorized and not recipe.where("pipeline.schedule").line
     return ["pipeline.schedule=1f1b"] if free else []
 
 
 def faster(report: Report, recipe: Recipe) -> Iterator[list[str]]:
     """Edits of a pipeline that may make it faster, the most promising first."""
-    found, asked = report.pricing.pipeline, recipe.pipeline
-    if found is None or asked is None:
+    priced, pipeline = report.pricing.pipeline, recipe.pipeline
+    if priced is None or pipeline is None:
         return
-    table, layers = found.table, sum(stage.layers for stage in found.stages)
-    if asked.split is not None and found.above_mean > 0.02:
+    table, layers = priced.table, sum(stage.layers for stage in priced.stages)
+    if pipeline.split is not None and priced.above_mean > 0.02:
         yield ["pipeline.split=null"]
-    if found.bubble > 0.1:
+    if priced.bubble > 0.1:
         yield from more_micro_batches(report, recipe)
-        if table.schedule in ("1f1b", "gpipe") and 2 * table.devices <= layers and asked.split is None:
+        if table.schedule in ("1f1b", "gpipe") and 2 * table.devices <= layers and pipeline.split is None:
             yield ["pipeline.schedule=interleaved_1f1b"]
         if table.schedule == "1f1b":
             yield ["pipeline.schedule=zero_bubble"]
-        if table.rounds > 1 and 2 * table.stages <= layers and asked.split is None:
+        if table.rounds > 1 and 2 * table.stages <= layers and pipeline.split is None:
             yield [f"pipeline.rounds={2 * table.rounds}"]
     if report.pricing.exposed_s > 0.1 * report.pricing.step_s and recipe.fsdp.accumulate.gather != "step":
         yield list(ONCE)
@@ -75,14 +75,14 @@ def faster(report: Report, recipe: Recipe) -> Iterator[list[str]]:
 
 def smaller(report: Report, recipe: Recipe, mesh: Mapping[str, int]) -> Iterator[list[str]]:
     """Edits of a pipeline that reduce memory."""
-    found, fsdp = report.pricing.pipeline, mesh.get("fsdp", 1)
-    if found is None:
+    priced, fsdp = report.pricing.pipeline, mesh.get("fsdp", 1)
+    if priced is None:
         return
-    if found.table.schedule in ("gpipe", "circular"):
-        yield ["pipeline.schedule=" + ("1f1b" if found.table.schedule == "gpipe" else "interleaved_1f1b")]
+    if priced.table.schedule in ("gpipe", "circular"):
+        yield ["pipeline.schedule=" + ("1f1b" if priced.table.schedule == "gpipe" else "interleaved_1f1b")]
     yield from more_micro_batches(report, recipe)
     if recipe.pipeline is not None and recipe.pipeline.split is None and fsdp % 2 == 0:
-        yield [f"mesh.pp={2 * found.table.devices}", f"mesh.fsdp={fsdp // 2}"]
+        yield [f"mesh.pp={2 * priced.table.devices}", f"mesh.fsdp={fsdp // 2}"]
 
 
 def more_micro_batches(report: Report, recipe: Recipe) -> Iterator[list[str]]:

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from tpshard.parallelism.cost import Device
-from tpshard.parallelism.fusion import Cached
+from tpshard.parallelism.fusion import CacheReads
 from tpshard.plan import describe
 from tpshard.plan.pricing import StepPart, price_parts
 from tpshard.plan.report import PlannedJob, Report
@@ -40,9 +40,9 @@ def report(
     attended = used / sequences * (0.5 if what == "prefill" else 1)  # half on average while a prompt grows
     # a program holds one block of the cache per layer
     held = {"cache": blocks * programs.bytes("cache")}
-    found = Cached(used, attended)
+    cached = CacheReads(used, attended)
     parts = [
-        StepPart(what if len(sizes) == 1 else f"{what} of {rows}", programs.steps[rows], times, held, "none", found)
+        StepPart(what if len(sizes) == 1 else f"{what} of {rows}", programs.steps[rows], times, held, "none", cached)
         for rows, times in sizes.items()
     ]
     pricing = price_parts(parts, device, per_host, processes=per_host)
@@ -58,32 +58,33 @@ def report(
         quantized="" if quantized is None else f"{quantized}, layout {recipe.serve.layout}",
     )  # fmt: skip
     few = _too_few(blocks, requests, length, programs.bytes("cache"))
-    steps = _said(sizes) if what == "prefill" and sum(sizes.values()) > 1 else ""
+    steps = _steps_note(sizes) if what == "prefill" and sum(sizes.values()) > 1 else ""
     notes = [text for text in (few, steps, *programs.notes) if text]
     warnings = [*notes, *describe.extra_warnings(job, device, program)]
-    made = describe.report_of(job, pricing, program, list(programs.shapes), accuracy, warnings)
-    return replace(made, programs=programs.listed)
+    result = describe.report_of(job, pricing, program, list(programs.shapes), accuracy, warnings)
+    return replace(result, programs=programs.listed)
 
 
 def _steps(setting: ServeSetting, tokens: int) -> dict[int, int]:
     """Rows of the programs that compute this many tokens, with their number of runs, as by the server's scheduler."""
     times, rest = divmod(tokens, setting.most)
-    found = {setting.most: times} if times else {}
+    runs = {setting.most: times} if times else {}
     if rest:
         size = next(rows for rows in setting.rows if rows >= rest)
-        found[size] = found.get(size, 0) + 1
-    return found
+        runs[size] = runs.get(size, 0) + 1
+    return runs
 
 
-def _said(sizes: dict[int, int]) -> str:
+def _steps_note(sizes: dict[int, int]) -> str:
+    """The warning that a prompt takes several steps."""
     steps = " and ".join(f"{times:,} of {rows:,} tokens" for rows, times in sizes.items())
     return f"a prompt is computed in steps: {steps} (serve.step_tokens)"
 
 
 def cache_blocks(recipe: Recipe, programs: ServingPrograms | None = None, device: Device | None = None) -> int:
     """Blocks of the cache that the server would allocate on an otherwise empty device of the recipe."""
-    found, _, per_host = cluster.device_of(recipe)
-    device = device or found
+    of_recipe, _, per_host = cluster.device_of(recipe)
+    device = device or of_recipe
     if programs is None:
         setting = ServeSetting.of(recipe, served(recipe, device.kind), device.kind)
         programs = build_serving(setting, setting.rows[:1])

@@ -33,17 +33,17 @@ class TimeLimits:
     ttft: float | None = None
     tpot: float | None = None
 
-    def kept(self, found: Rehearsal) -> bool:
+    def hold_for(self, rehearsal: Rehearsal) -> bool:
         """Whether no request was refused and the limits hold."""
-        first = self.ttft is None or found.ttft(SHARE) <= self.ttft
-        return first and (self.tpot is None or found.tpot(SHARE) <= self.tpot) and not found.refused
+        first = self.ttft is None or rehearsal.ttft(SHARE) <= self.ttft
+        return first and (self.tpot is None or rehearsal.tpot(SHARE) <= self.tpot) and not rehearsal.refused
 
     def __bool__(self) -> bool:
         return self.ttft is not None or self.tpot is not None
 
     def __str__(self) -> str:
-        told = (("TTFT", self.ttft), ("TPOT", self.tpot))
-        return " and ".join(f"{name} {seconds(limit)}" for name, limit in told if limit is not None)
+        named = (("TTFT", self.ttft), ("TPOT", self.tpot))
+        return " and ".join(f"{name} {seconds(limit)}" for name, limit in named if limit is not None)
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ class Figures:
     mean_running: float
     refused: int
     preempted: int
-    kept: bool
+    within_limits: bool
     """Whether the limits, if any, hold."""
 
     @staticmethod
-    def of(found: Rehearsal, traffic: Traffic, limits: TimeLimits) -> Figures:
-        done = found.requests_a_second
+    def of(rehearsal: Rehearsal, traffic: Traffic, limits: TimeLimits) -> Figures:
+        done = rehearsal.requests_a_second
         return Figures(
             rate=done if traffic.rate is None else traffic.rate, requests_a_second=done,
-            tokens_a_second=done * traffic.answer, ttft_s=(found.ttft(0.5), found.ttft(SHARE)),
-            tpot_s=(found.tpot(0.5), found.tpot(SHARE)), mean_running=found.mean_running, refused=found.refused,
-            preempted=found.preempted, kept=limits.kept(found),
+            tokens_a_second=done * traffic.answer, ttft_s=(rehearsal.ttft(0.5), rehearsal.ttft(SHARE)),
+            tpot_s=(rehearsal.tpot(0.5), rehearsal.tpot(SHARE)), mean_running=rehearsal.mean_running,
+            refused=rehearsal.refused, preempted=rehearsal.preempted, within_limits=limits.hold_for(rehearsal),
         )  # fmt: skip
 
 
@@ -114,8 +114,7 @@ class ServeAnswers:
 
     @property
     def provenance(self) -> str:
-        """The basis of its times: a GPU's constants were fitted to training runs, and do not count as calibrated
-        here."""
+        """The basis of its times, `calibrated` or `roofline`. A GPU's constants are fitted to training alone."""
         device = self.server.prices.device
         rests_on = ("matmul", "attention", "streaming", "inside")
         return "roofline" if device.kind == "gpu" or device.unfitted(rests_on) else "calibrated"
@@ -133,8 +132,11 @@ class ServeAnswers:
         }  # fmt: skip
 
 
-def _json(found: Figures | None) -> dict[str, Any] | None:
-    return None if found is None else asdict(found)
+def _json(figures: Figures | None) -> dict[str, Any] | None:
+    if figures is None:
+        return None
+    values = asdict(figures)
+    return {**values, "kept": values.pop("within_limits")}
 
 
 def answers(
@@ -158,8 +160,8 @@ def answers(
             fix="fewer tokens: --prompt, --answer" + ("" if by_model else "; or a larger `serve.cache_mb`"),
         )  # fmt: skip
 
-    def figures(one: PricedServer, asked: Traffic) -> Figures:
-        return Figures.of(rehearse(one.room, asked, one.prices), asked, limits)
+    def figures(one: PricedServer, load: Traffic) -> Figures:
+        return Figures.of(rehearse(one.room, load, one.prices), load, limits)
 
     full = figures(server, _full(traffic, server))
     at_rate = figures(server, traffic) if traffic.rate is not None else None
@@ -180,9 +182,9 @@ def _highest(at: Callable[[float], Figures], full: Figures) -> Figures | None:
     low, high, best = 0.0, full.requests_a_second, None
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        found = at(middle)
-        if found.kept:
-            low, best = middle, found
+        figures = at(middle)
+        if figures.within_limits:
+            low, best = middle, figures
         else:
             high = middle
     return best
@@ -193,18 +195,18 @@ def _front(
     figures: Callable[[PricedServer, Traffic], Figures], note: Callable[[str], None],
 ) -> tuple[tuple[FrontPoint, ...], tuple[str, ...]]:  # fmt: skip
     """The servers that no other beats, over sizes of the mesh's axis and `serve.requests`; and the refused ones."""
-    found: list[FrontPoint] = []
+    points: list[FrontPoint] = []
     refused: dict[str, str] = {}
     for axis, ways in _meshes(recipe):
         mesh = f"{axis} {ways}"
         before = 0
         for requests in FRONT_REQUESTS:
             try:
-                told = loads(
+                changed = loads(
                     recipe.to_yaml(), [f"serve.mesh={{{axis}: {ways}}}", f"serve.requests={requests}"],
                     file=recipe.name,
                 )  # fmt: skip
-                server = builder.build(told)
+                server = builder.build(changed)
             except Mistakes as error:
                 refused[mesh] = error.diagnostics[0].message
                 break
@@ -215,13 +217,13 @@ def _front(
             note(f"tried {mesh}, {plural(requests, 'request')} at once")
             full = best = figures(server, _full(traffic, server))
             if limits:
-                kept = _highest(lambda rate: figures(server, replace(traffic, rate=rate)), full)  # noqa: B023
-                if kept is None:
+                within = _highest(lambda rate: figures(server, replace(traffic, rate=rate)), full)  # noqa: B023
+                if within is None:
                     continue
-                best = kept
-            made = best.tokens_a_second / ways
-            found.append(FrontPoint(mesh, requests, made, best.tpot_s[0], best.ttft_s[0], best.rate))
-    return tuple(sorted(unbeaten(found), key=lambda p: -p.tokens_a_second_a_device)), tuple(
+                best = within
+            tokens_a_second = best.tokens_a_second / ways
+            points.append(FrontPoint(mesh, requests, tokens_a_second, best.tpot_s[0], best.ttft_s[0], best.rate))
+    return tuple(sorted(unbeaten(points), key=lambda p: -p.tokens_a_second_a_device)), tuple(
         f"{mesh}: {why}" for mesh, why in refused.items()
     )
 
@@ -251,48 +253,47 @@ def _meshes(recipe: Recipe) -> Iterator[tuple[str, int]]:
 
 
 # ---- the screen -----------------------------------------------------------------------------------------------------
-def screen(made: ServeAnswers) -> str:
+def screen(answers: ServeAnswers) -> str:
     """The answers as text of 100 columns."""
-    server, traffic = made.server, made.traffic
-    setting, told = server.programs.setting, server.recipe.serve
+    server, traffic = answers.server, answers.traffic
+    setting, settings = server.programs.setting, server.recipe.serve
     mesh = ", ".join(f"{axis} {size}" for axis, size in setting.mesh.axes.items() if size > 1) or "one device"
     tokens = server.room.blocks * BLOCK_SIZE
-    head = f"ANSWERS [the server's scheduler, steps {made.provenance}]"
+    head = f"ANSWERS [the server's scheduler, steps {answers.provenance}]"
     lines = [
         f"plan: {server.recipe.name}, a server for prompts of {traffic.prompt:,} tokens and answers of "
         f"{traffic.answer:,}",
         f"  {server.prices.device.name}, {mesh}, {setting.served.dtype}; steps of up to {setting.most:,} tokens, "
-        f"{plural(told.requests, 'request')} at once",
+        f"{plural(settings.requests, 'request')} at once",
         f"CACHE [exact]  {gib(server.cache_bytes)} on each device, {tokens:,} tokens: "
-        f"{plural(made.fitting, 'request')} at once",
+        f"{plural(answers.fitting, 'request')} at once",
         f"{head:<53}TTFT median     99th   TPOT median     99th   tokens/s",
     ]
-    if made.at_rate is not None:
-        seen = f"{traffic.rate:g} requests/s at random times, seed {traffic.seed}"
-        lines += _row(seen, made.at_rate)
-        if made.at_rate.requests_a_second < 0.9 * made.at_rate.rate:
+    if answers.at_rate is not None:
+        arrivals = f"{traffic.rate:g} requests/s at random times, seed {traffic.seed}"
+        lines += _row(arrivals, answers.at_rate)
+        if answers.at_rate.requests_a_second < 0.9 * answers.at_rate.rate:
             lines.append("  ! more requests arrive than the server can answer: the times grow without bound")
-        if made.limits:
-            lines.append(
-                f"  limits {made.limits}: {'kept' if made.at_rate.kept else 'not kept'} for 99 of 100 requests"
-            )
-    lines += _row(f"maximum: {made.saturated.requests_a_second:.3g} requests/s", made.saturated)
-    if made.highest is not None:
-        lines += _row(f"highest within limits: {made.highest.rate:.3g} requests/s", made.highest)
-    elif made.limits:
-        lines.append(f"  no rate keeps {made.limits} for 99 of 100 requests")
-    if made.fitting < told.requests:
-        lines.append(f"  ! the cache holds {made.fitting} of {told.requests} such requests: others wait for it")
-    if made.front or made.refused:
-        kept = f", at the highest rate within {made.limits}" if made.limits else ", each as fast as it can"
-        lines.append(f"FRONT  no other server tried is better in both{kept}")
+        if answers.limits:
+            outcome = "kept" if answers.at_rate.within_limits else "not kept"
+            lines.append(f"  limits {answers.limits}: {outcome} for 99 of 100 requests")
+    lines += _row(f"maximum: {answers.saturated.requests_a_second:.3g} requests/s", answers.saturated)
+    if answers.highest is not None:
+        lines += _row(f"highest within limits: {answers.highest.rate:.3g} requests/s", answers.highest)
+    elif answers.limits:
+        lines.append(f"  no rate keeps {answers.limits} for 99 of 100 requests")
+    if answers.fitting < settings.requests:
+        lines.append(f"  ! the cache holds {answers.fitting} of {settings.requests} such requests: others wait for it")
+    if answers.front or answers.refused:
+        condition = f", at the highest rate within {answers.limits}" if answers.limits else ", each as fast as it can"
+        lines.append(f"FRONT  no other server tried is better in both{condition}")
         lines.append("  mesh     requests   tokens/s a device   TPOT median   TTFT median   requests/s")
-        for p in made.front:
+        for p in answers.front:
             lines.append(
                 f"  {p.mesh:<9}{p.requests:8d}{p.tokens_a_second_a_device:20,.1f}{seconds(p.tpot_s):>14}"
                 f"{seconds(p.ttft_s):>14}{p.rate:13.3g}"
             )
-        lines += [f"  left out: {one}" for one in made.refused]
+        lines += [f"  left out: {one}" for one in answers.refused]
     lines.append("Network, tokenization and sampling are not included.")
     return "\n".join(lines) + "\n"
 

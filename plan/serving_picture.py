@@ -12,19 +12,19 @@ _W, _H, _LEFT, _GAP = 1000, 220, 90, 60
 _COLORS = {"median": "#4e79a7", "99th percentile": "#e15759"}
 
 
-def drawn(made: ServeAnswers) -> str:
+def drawn(answers: ServeAnswers) -> str:
     """The drawing: TTFT above, TPOT below, each at the median and the 99th percentile; limits as lines."""
     charts = [
-        _chart("TTFT", [f.ttft_s for f in made.curve], made.curve, made.limits.ttft),
-        _chart("TPOT", [f.tpot_s for f in made.curve], made.curve, made.limits.tpot),
+        _chart("TTFT", [f.ttft_s for f in answers.curve], answers.curve, answers.limits.ttft),
+        _chart("TPOT", [f.tpot_s for f in answers.curve], answers.curve, answers.limits.tpot),
     ]
     height = 30 + 2 * (_H + _GAP)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_W}" height="{height}" viewBox="0 0 {_W} {height}" '
         'font-family="sans-serif" font-size="11">',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<text x="8" y="18" font-size="14">{escape(made.server.recipe.name)}: prompts of {made.traffic.prompt:,}, '
-        f"answers of {made.traffic.answer:,} tokens</text>",
+        f'<text x="8" y="18" font-size="14">{escape(answers.server.recipe.name)}: prompts of '
+        f"{answers.traffic.prompt:,}, answers of {answers.traffic.answer:,} tokens</text>",
     ]
     for i, chart in enumerate(charts):
         out.append(f'<g transform="translate(0,{34 + i * (_H + _GAP)})">{chart}</g>')

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import fx
-from tpshard.parallelism.flow import known
+from tpshard.parallelism.flow import info_of
 from tpshard.plan.pricing import Pricing, StepPart
 from tpshard.plan.units import gib, seconds
 from tpshard.programs.setting import Setting
@@ -52,7 +52,10 @@ class Skew:
 
 
 def skew(pricing: Pricing, setting: Setting, busiest: float) -> Skew:
-    """Prices both. Mistakes: exit 2 for an impossible number, 4 for a model without experts, or in stages."""
+    """Prices a step with even routing and with the busiest expert at `busiest` times the mean.
+
+    Raises `Mistakes`: exit 2 for an impossible number, 4 for a model without experts or a pipeline.
+    """
     where = setting.recipe.where("model")
     experts, top_k, capacity = _numbers(setting)
     if not experts or not top_k:
@@ -67,8 +70,8 @@ def skew(pricing: Pricing, setting: Setting, busiest: float) -> Skew:
             f"--skew {busiest:g}: the busiest expert gets 1 to {experts / top_k:g} times the mean", exit=Exit.USAGE,
             why=f"each token chooses {top_k} of {experts} experts, an expert at most once",
         )  # fmt: skip
-    made = [_routing(pricing, one, experts, capacity) for one in (1.0, busiest)]
-    return Skew(experts, top_k, capacity, *made)
+    routings = [_routing(pricing, one, experts, capacity) for one in (1.0, busiest)]
+    return Skew(experts, top_k, capacity, *routings)
 
 
 def _numbers(setting: Setting) -> tuple[int, int, float | None]:
@@ -89,7 +92,7 @@ def _routing(pricing: Pricing, busiest: float, experts: int, capacity: float | N
     for entry in pricing.parts:
         tasks = list(entry.priced.tasks)
         for i, node in _products(entry.part, entry.priced.kernels):
-            ids, gate = (known(operand).specs[0] for operand in _routed(node))
+            ids, gate = (info_of(operand).specs[0] for operand in _routed(node))
             own = gate.shape[0]
             load = (busiest + (own - 1) * others) / own
             device = max(device, load)
@@ -110,7 +113,7 @@ def _products(part: StepPart, kernels: list[Any]) -> Iterator[tuple[int, fx.Node
 
 
 def _routed(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The choices and the first expert matrices of a node."""
+    """The operands of an experts operation that hold the tokens' choices and the gate matrices."""
     after = 1 if str(node.target) == _OPS[1] else 0
     return node.args[1 + after], node.args[3 + after]  # type: ignore[return-value]
 
@@ -121,12 +124,12 @@ def _workspace(node: fx.Node, tokens: float, hidden: int, width: int, itemsize: 
     return int(tokens * (wide * hidden + narrow * width) * itemsize)
 
 
-def rows(found: Skew) -> list[str]:
+def rows(skew: Skew) -> list[str]:
     """The lines of the screen on skew."""
-    how = "dropless" if found.capacity is None else f"capacity {found.capacity:g}"
-    lines = [f"SKEW  {found.experts} experts, {found.top_k} a token, {how}"]
-    for name, one in (("balanced", found.balanced), ("skewed", found.skewed)):
-        more = f", {one.dropped:.1%} of choices dropped" if found.capacity is not None else (
+    how = "dropless" if skew.capacity is None else f"capacity {skew.capacity:g}"
+    lines = [f"SKEW  {skew.experts} experts, {skew.top_k} a token, {how}"]
+    for name, one in (("balanced", skew.balanced), ("skewed", skew.skewed)):
+        more = f", {one.dropped:.1%} of choices dropped" if skew.capacity is not None else (
             f", its device {one.busiest_device:.2f} of a mean, {gib(one.workspace_bytes)} to compute it"
         )  # fmt: skip
         lines.append(f"  {name:8} the busiest gets {one.busiest:.2f} of a mean: step {seconds(one.step_s)}{more}")

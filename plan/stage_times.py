@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tpshard.parallelism.cost import Device
-from tpshard.parallelism.flow import known
+from tpshard.parallelism.flow import info_of
 from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.liveness import liveness
 from tpshard.parallelism.program import Program
@@ -69,7 +69,7 @@ class Piped:
     """FLOPs of all stages and micro-batches, without recomputation."""
     all_flops: int
     programs: StagedPrograms
-    """What is priced."""
+    """The programs that are priced."""
 
     @property
     def kinds(self) -> list[str]:
@@ -143,14 +143,14 @@ def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, comp
     """Prices every program once, then simulates the schedule with these times."""
     table = pipeline.table
     runs: dict[tuple[str, int], tuple[Priced, Timeline]] = {}
-    seen: dict[int, tuple[Priced, Timeline]] = {}
+    priced_programs: dict[int, tuple[Priced, Timeline]] = {}
     for stage in pipeline.stages:
         for kind in dict.fromkeys(task.kind for task in table.rows[table.device_of(stage.index)]):
             program = program_of(pipeline.stages, StageTask(kind, stage.index, 0))
-            if id(program) not in seen:  # stages that are alike may share their programs
+            if id(program) not in priced_programs:  # stages that are alike may share their programs
                 priced = price(program, device, per_host, compiled=compiled)
-                seen[id(program)] = (priced, priced.run())
-            runs[kind, stage.index] = seen[id(program)]
+                priced_programs[id(program)] = (priced, priced.run())
+            runs[kind, stage.index] = priced_programs[id(program)]
 
     def seconds(task: StageTask) -> float:
         return _until_handed_over(runs[task.kind, task.stage][1])
@@ -161,14 +161,14 @@ def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, comp
     slots = table.timed(seconds, late)
     stages, devices, worst, parts_of = [], [], [], []
     for stage in pipeline.stages:
-        here = {kind: run for (kind, index), run in runs.items() if index == stage.index}
-        sent = (known(n).comm for program in stage.programs for n in program.graph.nodes)
+        of_stage = {kind: run for (kind, index), run in runs.items() if index == stage.index}
+        sent = (info_of(n).comm for program in stage.programs for n in program.graph.nodes)
         stages.append(
             StagePrice(
                 stage.index, table.device_of(stage.index), pipeline.layers[stage.index],
-                {kind: _until_handed_over(timeline) for kind, (_, timeline) in here.items()},
+                {kind: _until_handed_over(timeline) for kind, (_, timeline) in of_stage.items()},
                 _of_kind(stage.forward, "saved", outputs=True),
-                sum(c.bytes for c in sent if c is not None and c.kind == "send"), _late(*here["F"]),
+                sum(c.bytes for c in sent if c is not None and c.kind == "send"), _late(*of_stage["F"]),
             )
         )  # fmt: skip
     for i in range(table.devices):
@@ -180,14 +180,14 @@ def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, comp
         parts_of.append(parts)
     flops = [_flops(stage.programs) for stage in pipeline.stages]
     once = [_flops(tuple(program for _, program in _once(pipeline, place))) for place in range(table.devices)]
-    made = Piped(
+    result = Piped(
         table, slots, stages, devices, [], max(worst, key=lambda p: p.memory.peak_bytes),
         table.micro_batches * sum(useful for useful, _ in flops) + sum(useful for useful, _ in once),
         table.micro_batches * sum(every for _, every in flops) + sum(every for _, every in once),
         pipeline,
     )  # fmt: skip
-    made.parts = parts_of[made.slowest]
-    return made
+    result.parts = parts_of[result.slowest]
+    return result
 
 
 ONCE = ("gather", "reduce", "exchange", "totals", "update")
@@ -222,8 +222,8 @@ def _device(
         peak = own[key] + others + more
         if tallest is None or peak > tallest[0]:
             tallest = (peak, key, others + more)
-        kept = _of_kind(program, "saved", outputs=True)
-        after = {"F": kept, "B": 0, "W": 0, "I": kept}[task.kind]
+        saved = _of_kind(program, "saved", outputs=True)
+        after = {"F": saved, "B": 0, "W": 0, "I": saved}[task.kind]
         if task.kind == "I":
             later = program_of(pipeline.stages, task._replace(kind="W"))
             after = _of_kind(later, "saved")
@@ -243,6 +243,7 @@ def _device(
 
 
 def _once(pipeline: StagedPrograms, place: int) -> Iterator[tuple[str, Program]]:
+    """Yields the programs that a device runs once per step, with their names."""
     mine = pipeline.devices[place]
     for name in ONCE:
         program: Program | None = getattr(mine, name)
@@ -251,11 +252,11 @@ def _once(pipeline: StagedPrograms, place: int) -> Iterator[tuple[str, Program]]
 
 
 def _beside(rest: Mapping[str, int], program: Program, activations: int) -> dict[str, int]:
-    """Bytes by category in memory while a program runs that are not its inputs."""
-    found = {name: size - sum(_of_kind(program, kind) for kind, is_ in HELD.items() if is_ == name)
+    """Bytes by category that stay in memory while a program runs, besides its own inputs."""
+    sizes = {name: size - sum(_of_kind(program, kind) for kind, is_ in HELD.items() if is_ == name)
              for name, size in rest.items()}  # fmt: skip
-    found["activations"] = activations
-    return {name: size for name, size in found.items() if size > 0}
+    sizes["activations"] = activations
+    return {name: size for name, size in sizes.items() if size > 0}
 
 
 def _of_kind(program: Program, kind: str, *, outputs: bool = False) -> int:
@@ -264,7 +265,7 @@ def _of_kind(program: Program, kind: str, *, outputs: bool = False) -> int:
 
 def _flops(programs: tuple[Program, ...]) -> tuple[int, int]:
     """FLOPs of all devices (without recomputation, with it)."""
-    nodes = [known(node) for program in programs for node in program.graph.nodes]
+    nodes = [info_of(node) for program in programs for node in program.graph.nodes]
     return sum(n.global_flops for n in nodes if n.phase != "recompute"), sum(n.global_flops for n in nodes)
 
 
@@ -275,13 +276,14 @@ def _until_handed_over(timeline: Timeline) -> float:
 
 def _late(priced: Priced, timeline: Timeline) -> float:
     """Seconds after a program's end until what it sends has arrived."""
-    sends = {i for i, kernel in enumerate(priced.kernels) if (c := known(kernel.node).comm) is not None and
+    sends = {i for i, kernel in enumerate(priced.kernels) if (c := info_of(kernel.node).comm) is not None and
              c.kind == "send"}  # fmt: skip
     ends = [event.end for event in timeline.events if event.task in sends]
     return max(0.0, max(ends, default=0.0) - _until_handed_over(timeline))
 
 
 def _trimmed(timeline: Timeline) -> Timeline:
+    """The timeline without the sends at its end, which overlap with the next program."""
     waits = sum(event.end - event.start for event in timeline.events if event.lane == "wait")
     return replace(timeline, seconds=_until_handed_over(timeline), exposed_s=waits)
 

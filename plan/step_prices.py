@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpshard.parallelism.cost import Device
-from tpshard.parallelism.fusion import Cached
+from tpshard.parallelism.fusion import CacheReads
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.timeline import price
 from tpshard.plan.server import processes
@@ -31,24 +31,24 @@ class StepPrices:
     """The program for each number of rows, smallest first."""
     device: Device
     per_host: int
-    _known: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _seconds: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
-    def __call__(self, rows: int, found: Cached) -> float:
+    def __call__(self, rows: int, cached: CacheReads) -> float:
         """Seconds of a step with this many rows, padded to the next size; padding reads a block of its own."""
         size = next(n for n in self.steps if n >= rows)
-        by_row = (found.by_row * rows + size - rows) / size
-        (b0, b1, b), (r0, r1, r) = _between(found.blocks), _between(by_row)
+        by_row = (cached.by_row * rows + size - rows) / size
+        (b0, b1, b), (r0, r1, r) = _between(cached.blocks), _between(by_row)
         low = (1 - r) * self._at(size, b0, r0) + r * self._at(size, b0, r1)
         high = (1 - r) * self._at(size, b1, r0) + r * self._at(size, b1, r1)
         return (1 - b) * low + b * high
 
     def _at(self, size: int, blocks: int, by_row: int) -> float:
         key = (size, blocks, by_row)
-        if key not in self._known:
-            found = Cached(APART**blocks, APART**by_row)
-            priced = price(self.steps[size], self.device, self.per_host, compiled="none", cached=found)
-            self._known[key] = priced.run().seconds
-        return self._known[key]
+        if key not in self._seconds:
+            cached = CacheReads(APART**blocks, APART**by_row)
+            priced = price(self.steps[size], self.device, self.per_host, compiled="none", cached=cached)
+            self._seconds[key] = priced.run().seconds
+        return self._seconds[key]
 
 
 def _between(value: float) -> tuple[int, int, float]:
@@ -93,15 +93,15 @@ class ServerBuilder:
         self._built: dict[tuple[object, ...], ServingPrograms] = {}
 
     def build(self, recipe: Recipe) -> PricedServer:
-        """The server of a recipe.
+        """Builds the server of a recipe.
 
-        `Mistakes` (exit 4) where the mesh does not fit the heads, or the weights the device.
+        Raises `Mistakes` (exit 4) where the mesh does not fit the heads, or the weights the device.
         """
         device, _, per_host = cluster.device_of(recipe)
         setting = ServeSetting.of(recipe, served(recipe, device.kind), device.kind)
-        made = {rows: self._program(setting, rows) for rows in setting.rows}
-        first = next(iter(made.values()))
-        programs = replace(first, setting=setting, steps={rows: one.steps[rows] for rows, one in made.items()})
+        programs_of = {rows: self._program(setting, rows) for rows in setting.rows}
+        first = next(iter(programs_of.values()))
+        programs = replace(first, setting=setting, steps={rows: one.steps[rows] for rows, one in programs_of.items()})
         ranks = setting.mesh.ranks
         per_host = processes(recipe, ranks, per_host)
         mine = device.shared_by(per_host)
@@ -113,8 +113,8 @@ class ServerBuilder:
                 f"{(blocks + 1) * each / 2**30:.2f} GiB do not fit {free / 2**30:.2f} GiB on each {device.name}",
                 exit=Exit.FIT, where=recipe.where("serve.mesh"), fix="a larger `serve.mesh`, or `serve.cache_mb`",
             )  # fmt: skip
-        told = recipe.serve
-        room = Room(blocks, setting.most, setting.logit_rows(setting.most), told.requests, told.queue)
+        settings = recipe.serve
+        room = Room(blocks, setting.most, setting.logit_rows(setting.most), settings.requests, settings.queue)
         return PricedServer(recipe, programs, StepPrices(programs.steps, mine, per_host), room, (blocks + 1) * each)
 
     def _program(self, setting: ServeSetting, rows: int) -> ServingPrograms:

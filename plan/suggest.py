@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from tpshard.plan import search_pipelines
 from tpshard.plan.report import Edit, Report
-from tpshard.plan.search import Quick, quick, variant
+from tpshard.plan.search import VariantPrice, price_variant, variant
 from tpshard.plan.units import seconds
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Mistakes
@@ -47,10 +47,10 @@ class Suggested:
 
     @property
     def words(self) -> str:
-        found = f"{len(self.edits)} faster by 2% or more" if self.edits else "nothing helps: none is 2% faster"
+        outcome = f"{len(self.edits)} faster by 2% or more" if self.edits else "nothing helps: none is 2% faster"
         return (
             f"{self.planned} variants planned whole, {self.unfit} do not fit, {self.unstorable} cannot even be stored, "
-            f"{self.refused} do not divide; {found}"
+            f"{self.refused} do not divide; {outcome}"
         )
 
     def to_json(self) -> dict[str, int]:
@@ -62,15 +62,15 @@ def suggest(report: Report, recipe: Recipe, tell: Callable[[str], None] | None =
     return _Search(report, recipe, tell or (lambda _: None)).run()
 
 
-def promising(report: Report, recipe: Recipe, wanted: int = 3) -> list[Edit]:
+def promising(report: Report, recipe: Recipe, count: int = 3) -> list[Edit]:
     """Suggestions without a search: the changes that the plan's figures favour, tried one by one."""
-    search, found = _Search(report, recipe, lambda _: None), []
+    search, helpful = _Search(report, recipe, lambda _: None), []
     tries = 2 if len(report.pricing.parts[0].part.program.nodes) < LARGE else 1
     for change in search.likely()[:tries]:
-        made = search.edit(change)
-        if made is not None and made.fits and made.step_s < GAIN * report.pricing.step_s:
-            found.append(made)
-    return sorted(found, key=lambda edit: (edit.step_s, edit.change))[:wanted]
+        tried = search.edit(change)
+        if tried is not None and tried.fits and tried.step_s < GAIN * report.pricing.step_s:
+            helpful.append(tried)
+    return sorted(helpful, key=lambda edit: (edit.step_s, edit.change))[:count]
 
 
 class _Search:
@@ -78,11 +78,11 @@ class _Search:
         self.report, self.recipe, self.tell = report, recipe, tell
         self.base = report.pricing.step_s
         self.variants = Variants()
-        self.tried: dict[frozenset[tuple[str, str]], Quick | None] = {}
-        self.made = Suggested()
+        self.tried: dict[frozenset[tuple[str, str]], VariantPrice | None] = {}
+        self.result = Suggested()
 
     def run(self) -> Suggested:
-        alone = {change: found for change in self.free() if (found := self.quick(change)) is not None}
+        alone = {change: price for change in self.free() if (price := self.quick(change)) is not None}
         useful = sorted((c for c, q in alone.items() if q.fits and q.step_s < self.base), key=lambda c: alone[c].step_s)
         best: Change = ()
         limit = self.base
@@ -90,12 +90,12 @@ class _Search:
             merged = together(best, change)
             if merged is None:
                 continue
-            found = self.quick(merged)
-            if found is not None and found.fits and found.step_s < 0.995 * limit:
-                best, limit = merged, found.step_s
-        for change, found in alone.items():  # what needs room, or was no gain by itself, may be one now
+            price = self.quick(merged)
+            if price is not None and price.fits and price.step_s < 0.995 * limit:
+                best, limit = merged, price.step_s
+        for change, price in alone.items():  # what needs room, or was no gain by itself, may be one now
             merged = together(best, change)
-            if merged is None or change in useful or found.step_s > 1.05 * self.base:
+            if merged is None or change in useful or price.step_s > 1.05 * self.base:
                 continue
             more = self.quick(merged)
             if more is not None and more.fits and more.step_s < 0.995 * limit:
@@ -107,62 +107,63 @@ class _Search:
             change: q for change, q in gains.items()
             if not any(less < change and other.step_s <= q.step_s for less, other in gains.items())
         }  # fmt: skip
-        edits = [_edit(sorted(change, key=_order), found) for change, found in needed.items()]
-        self.made.edits = sorted(edits, key=lambda edit: (edit.step_s, edit.change))
-        return self.made
+        edits = [_edit(sorted(change, key=_order), price) for change, price in needed.items()]
+        self.result.edits = sorted(edits, key=lambda edit: (edit.step_s, edit.change))
+        return self.result
 
     def edit(self, change: Change) -> Edit | None:
-        found = self.quick(change)
-        return None if found is None else _edit(change, found)
+        price = self.quick(change)
+        return None if price is None else _edit(change, price)
 
-    def quick(self, change: Change) -> Quick | None:
-        """None where it does not go together, or was not planned."""
+    def quick(self, change: Change) -> VariantPrice | None:
+        """The price of the recipe with a change; None where it contradicts the recipe, or enough was planned."""
         key = frozenset(change)
-        if key not in self.tried and self.made.planned < MOST:
+        if key not in self.tried and self.result.planned < MOST:
             self.tried[key] = self._planned(change)
         return self.tried.get(key)
 
-    def _planned(self, change: Change) -> Quick | None:
+    def _planned(self, change: Change) -> VariantPrice | None:
         try:
-            found = quick(variant(self.recipe, [f"{key}={value}" for key, value in change]), "train", self.variants)
+            price = price_variant(
+                variant(self.recipe, [f"{key}={value}" for key, value in change]), "train", self.variants
+            )
         except Mistakes:
-            self.made.refused += 1
+            self.result.refused += 1
             return None
-        self.made.planned += 1
-        self.made.unfit += not found.fits
-        self.tell(f"{_words(change)}: {seconds(found.step_s)}{'' if found.fits else ', does not fit'}")
-        return found
+        self.result.planned += 1
+        self.result.unfit += not price.fits
+        self.tell(f"{_words(change)}: {seconds(price.step_s)}{'' if price.fits else ', does not fit'}")
+        return price
 
-    # ---- what is free ------------------------------------------------------------------------------------------------
+    # ---- changes to try ----------------------------------------------------------------------------------------------
     def free(self) -> list[Change]:
-        """All single changes; first those that do not change the partitioned program, which are the cheapest to
-        plan."""
+        """All single changes that may be tried, the cheapest to plan first: they keep the partitioned program."""
         return [*self._scheduled(), *self._pipelines(), *self._micro_batches(), *self._sequence(), *self._meshes()]
 
     def likely(self) -> list[Change]:
         """Changes that the report's figures favour, the most promising first."""
         report, recipe = self.report, self.recipe
         spare = report.spare_bytes > 0.15 * report.pricing.device.memory_bytes
-        found = list(self._pipelines())
+        changes = list(self._pipelines())
         if recipe.compile == "eager" and report.pricing.device.kind == "gpu":
-            found.append((("compile", "inductor"),))
+            changes.append((("compile", "inductor"),))
         if report.pricing.exposed_s > 0.1 * self.base:
             if spare:
-                found += [change for change in self._sequence() if "null" in dict(change).values()]
+                changes += [change for change in self._sequence() if "null" in dict(change).values()]
             if recipe.fsdp.prefetch < 4:
-                found.append((("fsdp.prefetch", "4"),))
+                changes.append((("fsdp.prefetch", "4"),))
             if spare and recipe.fsdp.reshard_after_forward is True:
-                found.append((("fsdp.reshard_after_forward", "false"),))
+                changes.append((("fsdp.reshard_after_forward", "false"),))
             crossing = [line for line in report.lines if line.wire == "across" and line.exposed_s > 0]
-            found += list(self._meshes(split_only=True))[-1:] if spare and crossing else []
+            changes += list(self._meshes(split_only=True))[-1:] if spare and crossing else []
         if spare and recipe.remat == "full":
-            found.append((("remat", "selective"),))
+            changes.append((("remat", "selective"),))
         if spare and recipe.remat != "none":
-            found.append((("remat", "none"),))
+            changes.append((("remat", "none"),))
         if spare and report.job.micro_batches % 2 == 0:
-            found.append((("batch.per_device", str(report.job.per_device * 2)),))
+            changes.append((("batch.per_device", str(report.job.per_device * 2)),))
         tp = list(self._tensor_parallel())
-        return found + tp[:1]
+        return changes + tp[:1]
 
     def _pipelines(self) -> Iterator[Change]:
         for changes in search_pipelines.faster(self.report, self.recipe):
@@ -182,9 +183,9 @@ class _Search:
             for how in ("wrap", "greedy"):
                 if how != fsdp.bucket:
                     yield (("fsdp.bucket", how),)
-        for kept in ("none", "selective", "{every: 2}", "full"):
-            if kept != self.recipe.remat:
-                yield (("remat", kept),)
+        for remat in ("none", "selective", "{every: 2}", "full"):
+            if remat != self.recipe.remat:
+                yield (("remat", remat),)
         if several and fsdp.accumulate.gather != "step":
             yield (("fsdp.accumulate.gather", "step"),)
         if several and fsdp.accumulate.reduce != "last":
@@ -198,8 +199,10 @@ class _Search:
                 yield (("batch.per_device", str(size)),)
 
     def _sequence(self) -> Iterator[Change]:
-        """Norms and residuals sharded over the sequence between tensor-parallel blocks; or whole, if they are
-        sharded."""
+        """Yields the change that shards norms and residuals over the sequence between tensor-parallel blocks.
+
+        If the recipe does that already, yields the change that makes them whole.
+        """
         annotate, rules = self.recipe.sharding.annotate, self.recipe.sharding.rules
         named = {d for dims in annotate.values() for d in dims if d is not None and d.startswith("seq_")}
         cut = sorted(d for d in named if rules.get(d))
@@ -208,11 +211,11 @@ class _Search:
             yield (*((f"sharding.rules.{d}", "null") for d in cut), ("sharding.annotate", json.dumps(whole)))
         elif self.report.job.mesh.get("tp", 1) > 1 and self.recipe.model.preset is not None and not named:
             dims = ["batch", "seq_sp", "embed"]
-            made = json.dumps({"layers.*.residual": dims, "embedded": dims})
-            yield (("sharding.rules.seq_sp", "tp"), ("sharding.annotate", made))
+            annotations = json.dumps({"layers.*.residual": dims, "embedded": dims})
+            yield (("sharding.rules.seq_sp", "tp"), ("sharding.annotate", annotations))
 
     def _meshes(self, split_only: bool = False) -> Iterator[Change]:
-        """Smaller and larger FSDP groups with as many devices (`split_only`: smaller ones); then tensor parallelism."""
+        """Yields smaller and larger FSDP groups, then other sizes of tp; with `split_only` only smaller groups."""
         sizes = self.report.job.mesh
         dp, fsdp = sizes.get("dp", 1), sizes.get("fsdp", 1)
         if "fsdp" not in sizes or self.recipe.pipeline is not None:
@@ -240,12 +243,12 @@ class _Search:
     def _stores(self, times: float) -> bool:
         """Whether a device can hold `times` its present parameters, gradients and moments."""
         fits = times * sum(self.report.static_bytes().values()) < self.report.pricing.device.memory_bytes
-        self.made.unstorable += not fits
+        self.result.unstorable += not fits
         return fits
 
 
 def together(one: Change, other: Change) -> Change | None:
-    """Both changes combined; None if both change one key, or the mesh."""
+    """Combines two changes; None if both change the same key, or both the mesh."""
     keys = {key.partition(".")[0] if key.startswith("mesh.") else key for key, _ in one}
     if any((key.partition(".")[0] if key.startswith("mesh.") else key) in keys for key, _ in other):
         return None
@@ -260,5 +263,5 @@ def _words(change: Iterable[tuple[str, str]]) -> str:
     return ", ".join(f"{key}: {value}" for key, value in change)
 
 
-def _edit(change: Iterable[tuple[str, str]], found: Quick) -> Edit:
-    return Edit(_words(change), found.needed_bytes, found.step_s, found.fits)
+def _edit(change: Iterable[tuple[str, str]], price: VariantPrice) -> Edit:
+    return Edit(_words(change), price.needed_bytes, price.step_s, price.fits)

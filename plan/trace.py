@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tpshard.parallelism.flow import known
+from tpshard.parallelism.flow import info_of
 from tpshard.plan.pricing import PricedPart
 from tpshard.plan.report import Report
 
 
 def lanes(part: PricedPart) -> list[str]:
     """The names of a part's lanes: computation first, then one per group of collectives."""
-    found = {event.lane for event in part.timeline.events}
-    return [lane for lane in ("compute", "wait") if lane in found] + sorted(found - {"compute", "wait"})
+    names = {event.lane for event in part.timeline.events}
+    return [lane for lane in ("compute", "wait") if lane in names] + sorted(names - {"compute", "wait"})
 
 
 def trace(report: Report) -> str:
-    """JSON in the trace-event format, in microseconds. Parts of a step follow each other, each once; a pipeline's
-    schedule is shown as the whole step runs it."""
+    """The plan as JSON in the trace-event format, with times in microseconds.
+
+    The parts of a step follow each other, each once. A pipeline's schedule is shown for the whole step.
+    """
     events: list[dict[str, Any]] = []
     order: dict[str, int] = {}
     for part in report.pricing.parts:
@@ -31,16 +33,16 @@ def trace(report: Report) -> str:
     offset = 0.0
     for part in report.pricing.parts:
         for event in part.timeline.events:
-            here = known(part.priced.kernels[event.task].node)
-            args: dict[str, Any] = {"module": here.module, "phase": here.phase, "part": part.part.name}
-            if here.comm is not None:
-                args |= {"kind": here.comm.kind, "bytes": here.comm.bytes, "reason": here.comm.reason}
-            elif here.flops:
-                args["flops"] = here.flops
+            info = info_of(part.priced.kernels[event.task].node)
+            args: dict[str, Any] = {"module": info.module, "phase": info.phase, "part": part.part.name}
+            if info.comm is not None:
+                args |= {"kind": info.comm.kind, "bytes": info.comm.bytes, "reason": info.comm.reason}
+            elif info.flops:
+                args["flops"] = info.flops
             events.append(
                 {
-                    "ph": "X", "pid": 0, "tid": order[event.lane], "name": here.origin or event.name,
-                    "cat": here.phase, "ts": _us(offset + event.start), "dur": _us(event.end - event.start),
+                    "ph": "X", "pid": 0, "tid": order[event.lane], "name": info.origin or event.name,
+                    "cat": info.phase, "ts": _us(offset + event.start), "dur": _us(event.end - event.start),
                     "args": args,
                 }
             )  # fmt: skip
@@ -65,19 +67,19 @@ def trace(report: Report) -> str:
 
 def _stages(report: Report) -> list[dict[str, Any]]:
     """A lane per device of a pipeline, with the tasks of its schedule."""
-    found = report.pricing.pipeline
-    if found is None:
+    pipeline = report.pricing.pipeline
+    if pipeline is None:
         return []
     events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"pipeline, {found.table.schedule}"}}
+        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"pipeline, {pipeline.table.schedule}"}}
     ]
-    for device in range(found.table.devices):
+    for device in range(pipeline.table.devices):
         named = {"name": f"device {device} along pp"}
         events.append({"ph": "M", "pid": 1, "tid": device, "name": "thread_name", "args": named})
-    for task, start, end in found.slots:
+    for task, start, end in pipeline.slots:
         events.append(
             {
-                "ph": "X", "pid": 1, "tid": found.table.device_of(task.stage), "name": str(task), "cat": task.kind,
+                "ph": "X", "pid": 1, "tid": pipeline.table.device_of(task.stage), "name": str(task), "cat": task.kind,
                 "ts": _us(start), "dur": _us(end - start), "args": {"stage": task.stage, "micro_batch": task.micro},
             }
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SCHEMA = 1
-"""Of a plan's JSON."""
+"""The version of a plan's JSON."""
 
 
 def gib(n: float) -> str:
@@ -41,6 +41,7 @@ def seconds(s: float) -> str:
 
 
 def count(n: float) -> str:
+    """A number as text with a suffix: `8.03 B`."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(n) >= size:
             return f"{n / size:.2f} {unit}"

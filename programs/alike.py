@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tpshard.parallelism.program import Program, ValueRecord
-from tpshard.parallelism.stretch import FEW, stretched
+from tpshard.parallelism.stretch import FEW, stretch_program
 from tpshard.programs import step_programs
 from tpshard.programs.checks import traceable
 from tpshard.programs.setting import Setting
@@ -21,7 +21,7 @@ def micro(setting: Setting, base: Program | None = None, *, gathered: bool = Fal
     """`step_programs.micro_program`: where layers are alike from that of a model with few of them."""
     few = few_layers(setting, base, gathered=gathered, unreduced=unreduced)
     if few is not None and setting.config is not None:
-        deep = stretched(few, STACK, setting.config.layers)
+        deep = stretch_program(few, STACK, setting.config.layers)
         if deep is not None:
             return replace(deep, records=of_all_layers(few, setting.config.layers))
     return step_programs.micro_program(setting, base, gathered=gathered, unreduced=unreduced)

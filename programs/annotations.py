@@ -11,7 +11,7 @@ from tpshard.parallelism.mesh import Axes, Mesh, merge, size_of
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.storage import used_values
-from tpshard.parallelism.why import Told
+from tpshard.parallelism.why import SourcePlace
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.recipes.patterns import matches
 from tpshard.recipes.schema import Recipe
@@ -135,7 +135,7 @@ class _Reader:
         axes = [self.fits(value, i, a, name, f"sharding.rules.{dims[i]}") for i, a in enumerate(axes)]
         annotations[value] = Annotation(Sharding(tuple(axes), opened), sources)
 
-    def source_of(self, path: str, says: str) -> Told:
+    def source_of(self, path: str, says: str) -> SourcePlace:
         return source_of(self.recipe, path, says)
 
     def pattern(
@@ -213,10 +213,10 @@ class _Reader:
         return axes
 
 
-def source_of(recipe: Recipe, path: str, says: str) -> Told:
+def source_of(recipe: Recipe, path: str, says: str) -> SourcePlace:
     """A key of a recipe with its value and place, as the source of an annotation."""
     where = recipe.where(path)
-    return Told(where.file, where.line, where.col, says, default=not where.line)
+    return SourcePlace(where.file, where.line, where.col, says, default=not where.line)
 
 
 def _show(axes: Sequence[str]) -> str:

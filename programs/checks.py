@@ -62,7 +62,7 @@ def check_reshards(setting: Setting, programs: Iterable[Program]) -> None:
     if how == "allow":
         return
     for program in programs:
-        unasked = [comm for comm in program.collectives if not comm.asked]
+        unasked = [comm for comm in program.collectives if not comm.requested]
         if not unasked:
             continue
         total = sum(comm.bytes for comm in unasked)

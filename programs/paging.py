@@ -73,7 +73,7 @@ def rows_of(graph: Graph, inputs: Mapping[Value, int]) -> dict[Value, int]:
         (factor, *more), *others = factors
         elsewhere = [dim for dims, own in zip(rule.operands, operand_dims) for i, dim in enumerate(dims) if i != own]
         after = [[i for i, dim in enumerate(dims) if dim == (factor,)] for dims in rule.results]
-        apart = not more and not others and rule.known and rule.kinds[factor] is Kind.PASS
+        apart = not more and not others and rule.has_rule and rule.kinds[factor] is Kind.PASS
         if not apart or any(factor in dim for dim in elsewhere) or any(len(places) != 1 for places in after):
             raise ValueError(
                 f"`{op.name}` ({op.target}) in `{op.module or 'the model'}` lets tokens of a step see each other, or "

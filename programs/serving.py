@@ -30,7 +30,7 @@ from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.rules.table import rule_for
 from tpshard.parallelism.sharding import Sharding
-from tpshard.parallelism.why import Told
+from tpshard.parallelism.why import SourcePlace
 from tpshard.programs import naming
 from tpshard.programs.annotations import annotate
 from tpshard.programs.layouts import Arrangement, arrange
@@ -58,10 +58,13 @@ STEP = ("tokens", "positions", *ROWS, "logit_rows")
 """Inputs of every step: tokens, positions, slots, sequences [1, rows], tables [rows + 1, blocks], logit_rows [n]."""
 LONGEST = {"cpu": 64, "gpu": 2048}
 """Rows of the largest step by default. More rows gain nothing on a CPU, and delay other requests."""
-WHOLE = [Annotation(Sharding(((),) * rank, (False,) * rank), (Told("a server's rows are whole"),)) for rank in range(3)]
+WHOLE = [
+    Annotation(Sharding(((),) * rank, (False,) * rank), (SourcePlace("a server's rows are whole"),))
+    for rank in range(3)
+]
 """By rank: what every device has all of."""
 CACHE = Annotation(
-    Sharding(((),) * 4, (False, False, True, False)), (Told("a block of the cache is whole, but for KV heads"),)
+    Sharding(((),) * 4, (False, False, True, False)), (SourcePlace("a block of the cache is whole, but for KV heads"),)
 )
 """Of a cache: attention writes to what a device holds, so that it must be what attention reads."""
 APART = {"cpu": 2, "gpu": 8}

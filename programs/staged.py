@@ -24,7 +24,7 @@ from tpshard.parallelism.schedules import Table, make
 from tpshard.parallelism.sharding import Layout, Sharding
 from tpshard.parallelism.stages import Stage, blocks_of, cut
 from tpshard.parallelism.transfer import recv, send
-from tpshard.parallelism.why import Demand, Through, Told
+from tpshard.parallelism.why import Demand, SourcePlace, Through
 from tpshard.programs import step_programs
 from tpshard.programs.batching import check_micro_batches
 from tpshard.programs.checks import check_reshards, traceable
@@ -245,16 +245,18 @@ def _held(table: Table, stages: Sequence[Stage], device: int, names: Sequence[st
 def summed(axis: Axis, value: Value) -> Annotation:
     """The annotation of an input that is summed over the devices of the pipeline."""
     none: tuple[Any, ...] = ((),) * value.rank
-    return Annotation(Sharding(none, (False,) * value.rank, unreduced=(axis,)), (Told(f"the sum over {axis.name}"),))
+    return Annotation(
+        Sharding(none, (False,) * value.rank, unreduced=(axis,)), (SourcePlace(f"the sum over {axis.name}"),)
+    )
 
 
 def whole(value: Value) -> Annotation:
-    return Annotation(Sharding(((),) * value.rank, (False,) * value.rank), (Told("the same on all devices"),))
+    return Annotation(Sharding(((),) * value.rank, (False,) * value.rank), (SourcePlace("the same on all devices"),))
 
 
 def stored(storage: Mapping[str, Layout], name: str) -> Annotation:
     layout = storage[name]
-    return Annotation(Sharding(layout.dims, (False,) * len(layout.dims)), (Told(f"how `{name}` is stored"),))
+    return Annotation(Sharding(layout.dims, (False,) * len(layout.dims)), (SourcePlace(f"how `{name}` is stored"),))
 
 
 def totals_program(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.stages import Stage
-from tpshard.parallelism.stretch import FEW, stretched
+from tpshard.parallelism.stretch import FEW, stretch_program
 from tpshard.programs.alike import STACK, few_layers, micro, of_all_layers
 from tpshard.programs.setting import Setting
 from tpshard.programs.splitting import balanced, layers_of
@@ -31,7 +31,7 @@ def build(setting: Setting) -> tuple[Program, StagedPrograms] | None:
     config, few = setting.config, few_layers(setting)
     if config is None or few is None or isinstance(setting.recipe.fsdp.bucket, BucketFile):
         return None
-    if stretched(few, STACK, FEW + 1) is None:
+    if stretch_program(few, STACK, FEW + 1) is None:
         return None
     table, axis = table_of(setting), axis_of(setting)
     even = layers_of(setting, config.layers, table.stages)

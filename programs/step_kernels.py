@@ -17,7 +17,7 @@ from tpshard.kernels.linear import can_pack, fixed_rows_linear, linear
 from tpshard.kernels.norm import NORM
 from tpshard.kernels.quantized_linear import quantized_gate, quantized_linear
 from tpshard.kernels.reorder import REORDER
-from tpshard.parallelism.passes.copy import copied
+from tpshard.parallelism.passes.copy import copy_program
 from tpshard.parallelism.program import INFO, Held, Info, Program, Spec, info
 from tpshard.programs.served import Coded
 
@@ -29,7 +29,7 @@ class _Edited:
     """A copy of a program whose nodes and inputs a pass edits."""
 
     def __init__(self, program: Program) -> None:
-        self.program, _ = copied(program)
+        self.program, _ = copy_program(program)
         self.graph = self.program.graph
         feeds = [node for node in self.graph.nodes if node.op == "placeholder"]
         self.ports = dict(zip(feeds, program.inputs))

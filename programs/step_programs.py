@@ -22,7 +22,7 @@ from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Layout, Sharding
 from tpshard.parallelism.simulate import draws
 from tpshard.parallelism.storage import boundaries, propagate_stored
-from tpshard.parallelism.why import Told
+from tpshard.parallelism.why import SourcePlace
 from tpshard.programs.annotations import annotate, source_of
 from tpshard.programs.checks import uneven_notes
 from tpshard.programs.setting import DTYPES, Setting
@@ -133,7 +133,7 @@ def micro_program(
 
 
 def _lies(layout: Layout, how: str) -> Annotation:
-    return Annotation(Sharding(layout.dims, (False,) * len(layout.dims), unreduced=layout.partial), (Told(how),))
+    return Annotation(Sharding(layout.dims, (False,) * len(layout.dims), unreduced=layout.partial), (SourcePlace(how),))
 
 
 def gather_program(

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tpshard.parallelism.fusion import Cached
+from tpshard.parallelism.fusion import CacheReads
 
-StepTime = Callable[[int, Cached], float]
+StepTime = Callable[[int, CacheReads], float]
 """A function from a step's rows and what they read of the cache to its seconds."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tpshard.models import counts
-from tpshard.parallelism.passes.run import Passed
+from tpshard.parallelism.passes.run import PassResult
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.sharding import Layout
 from tpshard.programs import staged
@@ -73,7 +73,7 @@ class TrainingPrograms:
 
 
 def build(
-    setting: Setting, watch: Callable[[TrainingPrograms, Passed], None] | None = None,
+    setting: Setting, watch: Callable[[TrainingPrograms, PassResult], None] | None = None,
     make: MicroMaker | None = None, update: Callable[[Setting, Mapping[str, Layout]], Program] | None = None,
 ) -> TrainingPrograms:  # fmt: skip
     """Captures, propagates and partitions all programs of a training recipe. Raises Mistakes for what does not fit.

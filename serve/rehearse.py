@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from tpshard.parallelism.fusion import Cached
+from tpshard.parallelism.fusion import CacheReads
 from tpshard.programs.serving import BLOCK_SIZE
 from tpshard.programs.traffic import Answered, Rehearsal, Room, StepTime, Traffic
 from tpshard.serve.blocks import BlockPool
@@ -79,7 +79,7 @@ class _Stage:
                 self.open.remove(number)
 
 
-def cache_reads(slices: list[Slice]) -> Cached:
+def cache_reads(slices: list[Slice]) -> CacheReads:
     """What a step reads of the cache: all blocks of its sequences, and the mean number of blocks before a row."""
     blocks = rows = 0
     attended = 0.0
@@ -88,4 +88,4 @@ def cache_reads(slices: list[Slice]) -> Cached:
         blocks += -(-end // BLOCK_SIZE)
         attended += piece.count * ((piece.start + end + 1) / 2 / BLOCK_SIZE + 0.5)  # the last block counts whole
         rows += piece.count
-    return Cached(blocks, attended / rows)
+    return CacheReads(blocks, attended / rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
-from tpshard.parallelism.passes.copy import copied
+from tpshard.parallelism.passes.copy import copy_program
 from tpshard.parallelism.program import INFO, Info, Program, Spec, info, offset
 
 
@@ -28,7 +28,7 @@ FAULTS = {
 
 def plant(program: Program, fault: Fault) -> Program:
     """The micro-batch's program with the fault in what it adds to the sum of gradients."""
-    faulty, nodes = copied(program)
+    faulty, nodes = copy_program(program)
     names = [port.name for port in program.inputs if port.kind == "parameter"]
     place = names.index(fault.parameter)
     feeds = [node for node in program.graph.nodes if node.op == "placeholder"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tpshard.parallelism.draws import mixed
+from tpshard.parallelism.draws import mix_seeds
 from tpshard.parallelism.runtime import messages
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.watchdog import Doing
@@ -192,7 +192,7 @@ class TrainingLoop:
         watchdog.doing = Doing("reading data")
         batch = self.loader.next()
         lr = learning_rate(step, self.recipe.schedule, peak=self.recipe.optimizer.lr, steps=self.recipe.train.steps)
-        seed = mixed(self.recipe.seed, step)
+        seed = mix_seeds(self.recipe.seed, step)
         for i in range(self.plan.micro_batches):
             rows = batch.rows(i * self.plan.per_device, (i + 1) * self.plan.per_device)
             self.engine.accumulate(rows, seed)

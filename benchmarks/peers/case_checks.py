@@ -18,7 +18,7 @@ from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.reshard import ReshardStep, redistribution
 from tpshard.parallelism.rules.table import rule_for
 from tpshard.parallelism.sharding import Layout, Sharding, local_bytes
-from tpshard.parallelism.why import Told
+from tpshard.parallelism.why import SourcePlace
 
 from peers.operations import Builder
 from peers.program_text import numbers, read
@@ -43,7 +43,7 @@ def _annotations(case: dict[str, Any], named: dict[str, Value], mesh: Mesh) -> d
         name = "return[0]" if name == "result" and name not in named else name
         if name not in named:
             raise NotExpressible(f"no value is named `{name}`")
-        found[named[name]] = Annotation(sharding_of(text, named[name].rank, mesh), (Told(name),))
+        found[named[name]] = Annotation(sharding_of(text, named[name].rank, mesh), (SourcePlace(name),))
     return found
 
 
@@ -152,7 +152,7 @@ def explicit_reshards(case: dict[str, Any]) -> Answer:
     given = _annotations(case, named, mesh)
     for name, value in named.items():  # what carries no sharding is whole
         if value not in given and not name.startswith("_"):
-            given[value] = Annotation(Sharding(((),) * value.rank, (False,) * value.rank), (Told(name),))
+            given[value] = Annotation(Sharding(((),) * value.rank, (False,) * value.rank), (SourcePlace(name),))
     theirs = _peer_bytes(case, named, mesh, {n: layout_of_annotation(given[v]) for n, v in named.items() if v in given})
     program = partition_graph(propagate(builder.graph, mesh, given, list(builder.ties.values())), latency=0)
     mine = sum(wire_bytes(c.kind, c.bytes, c.size) for c in program.collectives)

@@ -44,6 +44,7 @@ def bucket(program: Program, groups: Sequence[Sequence[str]]) -> Program:
 
 
 def _merge(graph: fx.Graph, nodes: list[fx.Node], kind: str, unit: str) -> None:
+    """Replaces collectives of one kind by one over their concatenated tensors, followed by a split."""
     comms = [comm for n in nodes if (comm := info(n).comm) is not None]
     first = info(nodes[0])
     waits = [next(iter(n.users)) for n in nodes]
@@ -67,34 +68,25 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], kind: str, unit: str) -> None:
     )
     with graph.inserting_after(last):
         anchor = graph.call_function(len)  # a position to insert before; erased below
+    # the buffer of a reduce-scatter is [n, total] before it, that of an all-gather after it
+    before, after = ((n,) if kind == side else () for side in ("reduce_scatter", "all_gather"))
     with graph.inserting_before(anchor):
-        if kind == "reduce_scatter":
-            flat = [call(aten.reshape.default, (node.args[0], [n, k]), (n, k)) for node, k in zip(nodes, lengths)]
-            packed = call(aten.cat.default, (flat, 1), (n, total))
+        flat = [
+            call(aten.reshape.default, (node.args[0], [*before, k]), (*before, k)) for node, k in zip(nodes, lengths)
+        ]
+        packed = call(aten.cat.default, (flat, len(before)), (*before, total))
+        if before:
             packed = call(aten.reshape.default, (packed, [n * total]), (n * total,))
-            started = call(nodes[0].target, (packed, *nodes[0].args[1:]), (total,), joined)
-            done = call(funcol.wait_tensor.default, (started,), (total,))
-            parts = call(aten.split_with_sizes.default, (done, lengths), ())
-            shapes = [info(node).specs[0].shape for node in nodes]
-        elif kind == "all_reduce":
-            flat = [call(aten.reshape.default, (node.args[0], [k]), (k,)) for node, k in zip(nodes, lengths)]
-            packed = call(aten.cat.default, (flat,), (total,))
-            started = call(nodes[0].target, (packed, *nodes[0].args[1:]), (total,), joined)
-            done = call(funcol.wait_tensor.default, (started,), (total,))
-            parts = call(aten.split_with_sizes.default, (done, lengths), ())
-            shapes = sent
-        else:
-            flat = [call(aten.reshape.default, (node.args[0], [k]), (k,)) for node, k in zip(nodes, lengths)]
-            packed = call(aten.cat.default, (flat,), (total,))
-            started = call(nodes[0].target, (packed, *nodes[0].args[1:]), (n * total,), joined)
-            done = call(funcol.wait_tensor.default, (started,), (n * total,))
+        length = math.prod((*after, total))
+        started = call(nodes[0].target, (packed, *nodes[0].args[1:]), (length,), joined)
+        done = call(funcol.wait_tensor.default, (started,), (length,))
+        if after:
             done = call(aten.reshape.default, (done, [n, total]), (n, total))
-            parts = call(aten.split_with_sizes.default, (done, lengths, 1), ())
-            shapes = [info(node).specs[0].shape for node in nodes]
-        many = (n,) if kind == "all_gather" else ()
-        parts.meta[INFO] = replace(info(parts), specs=tuple(Spec((*many, k), first.specs[0].dtype) for k in lengths))
-        for i, (wait, shape) in enumerate(zip(waits, shapes)):
-            one = call(getitem, (parts, i), (*many, lengths[i]))
+        parts = call(aten.split_with_sizes.default, (done, lengths, len(after)), ())
+        parts.meta[INFO] = replace(info(parts), specs=tuple(Spec((*after, k), first.specs[0].dtype) for k in lengths))
+        for i, (wait, node) in enumerate(zip(waits, nodes)):
+            shape = info(node).specs[0].shape
+            one = call(getitem, (parts, i), (*after, lengths[i]))
             whole = call(aten.reshape.default, (one, list(shape)), tuple(shape))
             wait.replace_all_uses_with(whole)
     graph.erase_node(anchor)

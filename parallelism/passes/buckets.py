@@ -20,7 +20,7 @@ def by_unit(names: Sequence[str], unit_of: Callable[[str], str]) -> Groups:
 
 
 def by_size(names: Sequence[str], sizes: Mapping[str, int], limit: float) -> Groups:
-    """Neighbours in order of use, up to `limit` bytes of gathered parameters per bucket; at least one each."""
+    """Buckets of neighbours in order of use, with up to `limit` bytes of gathered parameters, but at least one each."""
     groups: Groups = []
     held = 0
     for name in names:
@@ -33,7 +33,7 @@ def by_size(names: Sequence[str], sizes: Mapping[str, int], limit: float) -> Gro
 
 
 def first_uses(program: Program) -> dict[str, int]:
-    """For each parameter, the index of the first operation that reads it gathered."""
+    """The index of the first operation that reads each gathered parameter, by the parameter's name."""
     first: dict[str, int] = {}
     names: dict[fx.Node, tuple[str, ...]] = {}
     stored = {port.name for port in program.inputs if port.kind == "parameter"}
@@ -62,7 +62,7 @@ def in_order_of_use(program: Program) -> list[str]:
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter for `greedy`: its gathered bytes and the computation after it."""
+    """A parameter as `greedy` sees it: its gathered bytes, and the computation that follows its first use."""
 
     name: str
     bytes: int

@@ -6,13 +6,10 @@ from torch import fx
 from tpshard.parallelism.program import Program
 
 
-def copied(program: Program) -> tuple[Program, dict[fx.Node, fx.Node]]:
-    """(the program on a new graph, the copy of each node)."""
-    made: dict[fx.Node, fx.Node] = {}
+def copy_program(program: Program) -> tuple[Program, dict[fx.Node, fx.Node]]:
+    """Copies a program's graph; returns the program with the new graph, and the copy of each node."""
+    copies: dict[fx.Node, fx.Node] = {}
     graph = fx.Graph()
     for node in program.graph.nodes:
-        made[node] = graph.node_copy(node, lambda n: made[n])
-    return program.replace_graph(graph), made
-
-
-__all__ = ["copied"]
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    return program.replace_graph(graph), copies

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tpshard.parallelism.passes.moves import moves
+from tpshard.parallelism.passes.moves import find_moves
 from tpshard.parallelism.passes.order import NodeOrder
 from tpshard.parallelism.program import Program
 
@@ -13,9 +13,9 @@ def gather_late(program: Program) -> Program:
     Recomputed operations move likewise. Computing operations keep their order; gradients are packed, reduced and summed
     after all of them.
     """
-    found, order = moves(program), NodeOrder(program.graph)
+    moves, order = find_moves(program), NodeOrder(program.graph)
     for node in order.old:
-        if found.computes(node):
+        if moves.computes(node):
             order.add(node)
     order.apply()
     return program

@@ -1,24 +1,24 @@
-"""A pass that finishes gradients where they are computed."""
+"""A pass that moves the last operations of a gradient to where the gradient is computed."""
 
 from __future__ import annotations
 
 from torch import fx
-from tpshard.parallelism.passes.moves import moves
+from tpshard.parallelism.passes.moves import find_moves
 from tpshard.parallelism.passes.order import reorder
 from tpshard.parallelism.program import Program, info
 
 
 def hoist_gradients(program: Program) -> Program:
-    """Moves casts and sums that only serve a gradient directly behind their operands.
+    """Moves the casts and sums that lead only to a gradient's reduction directly behind their operands.
 
     They are traced after the whole backward pass; left there, every unsharded gradient would live until then. All other
     nodes keep their order.
     """
-    found, nodes = moves(program), list(program.graph.nodes)
+    moves, nodes = find_moves(program), list(program.graph.nodes)
     tail: set[fx.Node] = set()
     for node in reversed(nodes):
         if node.op == "call_function" and not info(node).saved and info(node).phase == "backward":
-            ends = (u.op == "output" or u in tail or u in found.reductions or u in found.reduced for u in node.users)
+            ends = (u.op == "output" or u in tail or u in moves.reductions or u in moves.reduced for u in node.users)
             if all(ends):
                 tail.add(node)
     at: dict[fx.Node, tuple[int, int]] = {}

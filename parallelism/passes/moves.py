@@ -14,7 +14,7 @@ wait = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass(frozen=True)
 class Moves:
-    """Sets of `call_function` nodes; nodes in none of them compute."""
+    """The nodes of a step that move parameters and gradients, in sets; nodes in none of them compute."""
 
     gathers: frozenset[fx.Node]
     """All-gathers of parameters."""
@@ -34,7 +34,8 @@ class Moves:
         return node.op == "call_function" and not any(node in one for one in sets)
 
 
-def moves(program: Program) -> Moves:
+def find_moves(program: Program) -> Moves:
+    """Classifies the nodes of a step."""
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     gathers = {node for node in nodes if _moves(node, "parameter") and _kind(node) == "all_gather"}
     reductions = {node for node in nodes if _moves(node, "gradient")}
@@ -57,12 +58,12 @@ def moves(program: Program) -> Moves:
 
 
 def _only_for(nodes: list[fx.Node], ends: Collection[fx.Node]) -> set[fx.Node]:
-    """The nodes that serve nothing but `ends`."""
-    found: set[fx.Node] = set()
+    """The nodes whose results only `ends`, or other such nodes, read."""
+    serving: set[fx.Node] = set()
     for node in reversed(nodes):
-        if node.users and all(user in ends or user in found for user in node.users):
-            found.add(node)
-    return found
+        if node.users and all(user in ends or user in serving for user in node.users):
+            serving.add(node)
+    return serving
 
 
 def _moves(node: fx.Node, what: str) -> bool:
@@ -73,6 +74,3 @@ def _moves(node: fx.Node, what: str) -> bool:
 def _kind(node: fx.Node) -> str:
     comm = info(node).comm
     return "" if comm is None else comm.kind
-
-
-__all__ = ["Moves", "moves"]

@@ -15,7 +15,7 @@ def reorder(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
 
 
 class NodeOrder:
-    """A new order of a graph's nodes, in which each comes after its operands."""
+    """A new order of a graph's nodes that is built node by node; operands always come before their readers."""
 
     def __init__(self, graph: fx.Graph, ahead: Callable[[fx.Node], Iterable[fx.Node]] | None = None):
         """ahead: further nodes that must come before a node, besides its operands."""
@@ -28,21 +28,21 @@ class NodeOrder:
                 self._add(node)
 
     def add(self, node: fx.Node) -> None:
-        """Adds a node, after the missing nodes that it needs."""
+        """Appends a node, and before it the operands that are not in the order yet."""
         stack = [node]
         while stack:
-            here = stack[-1]
-            if here in self.done:
+            current = stack[-1]
+            if current in self.done:
                 stack.pop()
                 continue
-            missing = [operand for operand in here.all_input_nodes if operand not in self.done]
+            missing = [operand for operand in current.all_input_nodes if operand not in self.done]
             if missing:
                 stack.extend(reversed(missing))
                 continue
             stack.pop()
-            for other in self.ahead(here) if self.ahead is not None else ():
+            for other in self.ahead(current) if self.ahead is not None else ():
                 self.add(other)
-            self._add(here)
+            self._add(current)
 
     def can(self, node: fx.Node) -> bool:
         """Whether all operands of a node are added."""
@@ -58,6 +58,3 @@ class NodeOrder:
         if node not in self.done:
             self.done.add(node)
             self.new.append(node)
-
-
-__all__ = ["NodeOrder", "reorder"]

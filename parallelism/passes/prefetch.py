@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import fx
-from tpshard.parallelism.passes.moves import moves, wait
+from tpshard.parallelism.passes.moves import find_moves, wait
 from tpshard.parallelism.passes.order import NodeOrder
 from tpshard.parallelism.program import Program
 
@@ -16,7 +16,7 @@ def prefetch(program: Program, units: int = 1) -> Program:
     Memory grows by at most `units` gathered buckets. The order of collectives depends only on the program, and is the
     same on every rank.
     """
-    gathers = moves(program).gathers
+    gathers = find_moves(program).gathers
     waits = [node for node in program.graph.nodes if node.target is wait and node.all_input_nodes[0] in gathers]
     used = list(dict.fromkeys(node.all_input_nodes[0] for node in waits))
     turn = {gather: i for i, gather in enumerate(used)}

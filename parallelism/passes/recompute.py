@@ -1,5 +1,4 @@
-"""Recomputation: what the backward pass computes again instead of saving (Chen et al. 2016; SimpleFSDP, section
-4.3)."""
+"""Recomputation of forward values in the backward pass (Chen et al. 2016; SimpleFSDP, section 4.3)."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ from tpshard.parallelism.graph import Layer
 from tpshard.parallelism.program import INFO, Program, info
 
 Keep = Callable[[fx.Node], bool]
-"""Whether to save a forward value that the backward pass reads."""
+"""A function that decides whether to save a forward value which the backward pass reads."""
 
 
 def recompute(program: Program, keep: Keep, reshard_after_forward: bool = True) -> Program:
-    """Makes the backward pass recompute every forward value that `keep` refuses, from those that are saved.
+    """Makes the backward pass recompute every forward value that `keep` does not save, from those that are saved.
 
     With `reshard_after_forward` gathered parameters are never saved: the whole chain (cast, all-gather, wait, views) is
     repeated, as in SimpleFSDP. Recomputed nodes have the phase `recompute`; later passes decide their position. Results
@@ -25,27 +24,21 @@ def recompute(program: Program, keep: Keep, reshard_after_forward: bool = True) 
     graph = program.graph
     gathered = parameter_values(program)
     forward = [n for n in graph.nodes if n.op == "call_function" and info(n).phase == "forward"]
-    again: set[fx.Node] = set()
-    for node in forward:
-        if node in gathered:
-            if reshard_after_forward:
-                again.add(node)
-        elif not keep(node):
-            again.add(node)
+    again = {node for node in forward if (reshard_after_forward if node in gathered else not keep(node))}
     position = {node: i for i, node in enumerate(graph.nodes)}
     clones: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or info(node).phase not in ("backward",):
+        if node.op != "call_function" or info(node).phase != "backward":
             continue
         for operand in list(node.all_input_nodes):
             if operand in again:
-                _make_again(graph, operand, node, again, clones, position)
+                _clone_before(graph, operand, node, again, clones, position)
         node.args = fx.map_arg(node.args, lambda n: clones.get(n, n) if n in again else n)
         node.kwargs = fx.map_arg(node.kwargs, lambda n: clones.get(n, n) if n in again else n)
     return program
 
 
-def _make_again(
+def _clone_before(
     graph: fx.Graph,
     node: fx.Node,
     reader: fx.Node,
@@ -53,33 +46,33 @@ def _make_again(
     clones: dict[fx.Node, fx.Node],
     position: dict[fx.Node, int],
 ) -> None:
-    """Clones `node`, and the nodes of `again` that it needs, before `reader`."""
+    """Clones `node`, and the nodes of `again` that it depends on, before `reader`."""
     chain: list[fx.Node] = []
     queue = [node]
-    seen: set[fx.Node] = set()
+    visited: set[fx.Node] = set()
     while queue:
-        here = queue.pop()
-        if here in clones or here in seen:
+        current = queue.pop()
+        if current in clones or current in visited:
             continue
-        seen.add(here)
-        chain.append(here)
-        queue.extend(operand for operand in here.all_input_nodes if operand in again)
+        visited.add(current)
+        chain.append(current)
+        queue.extend(operand for operand in current.all_input_nodes if operand in again)
     with graph.inserting_before(reader):
-        for here in sorted(chain, key=position.__getitem__):
-            copy = graph.node_copy(here, lambda n: clones.get(n, n))
-            known = info(here)
+        for current in sorted(chain, key=position.__getitem__):
+            copy = graph.node_copy(current, lambda n: clones.get(n, n))
+            metadata = info(current)
             # repeated work counts for the device, but not as useful work of the model
-            copy.meta[INFO] = replace(known, place=known.place._replace(phase="recompute"), global_flops=0)
-            clones[here] = copy
+            copy.meta[INFO] = replace(metadata, place=metadata.place._replace(phase="recompute"), global_flops=0)
+            clones[current] = copy
 
 
 def parameter_values(program: Program) -> set[fx.Node]:
-    """Gathered parameters: their all-gathers, waits, and values computed from parameters and constants alone."""
+    """The forward nodes computed from parameters and constants alone: casts, all-gathers, their waits, and views."""
     kinds = [port.kind for port in program.inputs]
     feeds = [n for n in program.graph.nodes if n.op == "placeholder"]
     pure = {feed for feed, kind in zip(feeds, kinds) if kind == "parameter"}
     fixed: set[fx.Node] = set()
-    found: set[fx.Node] = set()
+    values: set[fx.Node] = set()
     for node in program.graph.nodes:
         if node.op == "get_attr":
             fixed.add(node)
@@ -89,8 +82,8 @@ def parameter_values(program: Program) -> set[fx.Node]:
             fixed.add(node)
         elif all(n in pure or n in fixed for n in node.all_input_nodes):
             pure.add(node)
-            found.add(node)
-    return found
+            values.add(node)
+    return values
 
 
 # ---- what to keep ------------------------------------------------------------------------------------------------
@@ -105,12 +98,12 @@ def leaves_layer(node: fx.Node) -> bool:
 
 
 def keep_all(node: fx.Node) -> bool:
-    """Saves everything (remat: none)."""
+    """A `Keep` that saves every value (remat: none)."""
     return True
 
 
 def keep_layer_inputs(every: int = 1) -> Keep:
-    """Saves only the input of every n-th layer (remat: full, or {every: n})."""
+    """A `Keep` that saves only the input of every n-th layer (remat: full, or {every: n})."""
 
     def keep(node: fx.Node) -> bool:
         layer = layer_of(node)
@@ -120,7 +113,7 @@ def keep_layer_inputs(every: int = 1) -> Keep:
 
 
 def keep_selected(names: Collection[str] = ()) -> Keep:
-    """Saves outputs of matrix products and attention, and what was communicated for them (remat: selective, or a list).
+    """A `Keep` that saves outputs of products and attention, and communicated values (remat: selective, or a list).
 
     names: operations (`mm`, `attention`), or the modules whose product is saved (`wq`, `gate`).
     """
@@ -138,7 +131,7 @@ def keep_selected(names: Collection[str] = ()) -> Keep:
     def named(node: fx.Node) -> bool:
         target = str(getattr(node.target, "overloadpacket", node.target))
         module = info(node).module
-        known = (target, target.rpartition(".")[2], module, module.rpartition(".")[2])
-        return not names or any(name in known for name in names)
+        candidates = (target, target.rpartition(".")[2], module, module.rpartition(".")[2])
+        return not names or any(name in candidates for name in names)
 
     return keep

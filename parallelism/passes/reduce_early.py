@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import fx
-from tpshard.parallelism.passes.moves import Moves, moves
+from tpshard.parallelism.passes.moves import Moves, find_moves
 from tpshard.parallelism.passes.order import NodeOrder
 from tpshard.parallelism.program import Program
 
@@ -13,17 +13,17 @@ def reduce_early(program: Program) -> Program:
 
     The order of collectives depends only on the program, and is the same on every rank.
     """
-    found, order = moves(program), NodeOrder(program.graph)
+    moves, order = find_moves(program), NodeOrder(program.graph)
     missing: dict[fx.Node, int] = {}
     feeds: dict[fx.Node, list[fx.Node]] = {}
     for node in order.old:
-        if node in found.reductions:
-            sources = _sources(node, found)
+        if node in moves.reductions:
+            sources = _sources(node, moves)
             missing[node] = len(sources)
             for source in sources:
                 feeds.setdefault(source, []).append(node)
     for node in order.old:
-        if node in found.packing or node in found.reductions or node in found.reduced:
+        if node in moves.packing or node in moves.reductions or node in moves.reduced:
             continue
         order.add(node)
         for reduction in feeds.get(node, ()):
@@ -34,14 +34,14 @@ def reduce_early(program: Program) -> Program:
     return program
 
 
-def _sources(reduction: fx.Node, found: Moves) -> set[fx.Node]:
-    """The computed values that a reduction packs."""
+def _sources(reduction: fx.Node, moves: Moves) -> set[fx.Node]:
+    """The computing nodes whose results a reduction packs."""
     sources: set[fx.Node] = set()
     queue = list(reduction.all_input_nodes)
     while queue:
         node = queue.pop()
-        if node in found.packing:
+        if node in moves.packing:
             queue.extend(node.all_input_nodes)
-        elif node.op == "call_function" and node not in found.reduced:
+        elif node.op == "call_function" and node not in moves.reduced:
             sources.add(node)
     return sources

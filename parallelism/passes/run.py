@@ -1,4 +1,4 @@
-"""Running passes in order. They change when operations run and what is stored, never the results."""
+"""Running a list of passes, which change when operations run and what is stored, but never the results."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from tpshard.parallelism.passes.copy import copied
+from tpshard.parallelism.passes.copy import copy_program
 from tpshard.parallelism.program import Program
 
 Pass = Callable[[Program], Program]
 """A function that edits its own copy of a program and returns it, named like the pass."""
 
 
-class Passed(NamedTuple):
+class PassResult(NamedTuple):
     """A program after a pass."""
 
     name: str
@@ -22,33 +22,30 @@ class Passed(NamedTuple):
     settings: dict[str, Any]
     """The arguments of the pass."""
     program: Program
-    """The program; the next pass edits it, so observers must read it at once."""
+    """The program after the pass; the next pass edits it, so observers must read it at once."""
     seconds: float
     """Seconds that the pass took."""
 
 
-Watch = Callable[[Passed], None]
+Watch = Callable[[PassResult], None]
 
 
 def run(passes: Sequence[Pass], program: Program, watch: Watch | None = None) -> Program:
-    """The program after all passes in order; the given one is not changed."""
-    program, _ = copied(program)
+    """Runs passes in order on a copy of a program, and returns the result. `watch` is called after each pass."""
+    program, _ = copy_program(program)
     if watch is not None:
-        watch(Passed("", {}, program, 0.0))
+        watch(PassResult("", {}, program, 0.0))
     for one in passes:
         started = time.perf_counter()
-        made = one(program)
+        result = one(program)
         seconds = time.perf_counter() - started
-        program = made.replace_graph(made.graph)  # cached facts of the old graph are invalid
+        program = result.replace_graph(result.graph)  # cached facts of the old graph are invalid
         if watch is not None:
-            watch(Passed(*_called(one), program, seconds))
+            watch(PassResult(*_name_and_settings(one), program, seconds))
     return program
 
 
-def _called(one: Pass) -> tuple[str, dict[str, Any]]:
+def _name_and_settings(one: Pass) -> tuple[str, dict[str, Any]]:
     if isinstance(one, partial):
         return one.func.__name__, one.keywords
     return getattr(one, "__name__", str(one)), {}
-
-
-__all__ = ["Pass", "Passed", "Watch", "run"]

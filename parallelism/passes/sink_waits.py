@@ -5,30 +5,32 @@ from __future__ import annotations
 from collections import deque
 
 from torch import fx
-from tpshard.parallelism.passes.moves import Moves, moves
+from tpshard.parallelism.passes.moves import Moves, find_moves
 from tpshard.parallelism.passes.order import NodeOrder
 from tpshard.parallelism.program import Program
 
 
 def sink_waits(program: Program, in_flight: int = 1) -> Program:
-    """Waits for each reduction, and sums its shard, once `in_flight` later ones have been issued.
+    """Waits for each reduction, and adds its shard to the sum, once `in_flight` later ones have been issued.
 
     This bounds the number of unsharded gradients. The reduction of shards among replicas is issued there too.
     """
-    found, order = moves(program), NodeOrder(program.graph)
-    sinking = _Sinking(found, order, in_flight)
+    moves, order = find_moves(program), NodeOrder(program.graph)
+    sinking = _Sinking(moves, order, in_flight)
     for node in order.old:
-        if node in found.reductions:
+        if node in moves.reductions:
             sinking.issue(node)
-        elif node not in found.reduced:
+        elif node not in moves.reduced:
             order.add(node)
     order.apply()
     return program
 
 
 class _Sinking:
-    def __init__(self, found: Moves, order: NodeOrder, in_flight: int):
-        self.found, self.order, self.in_flight = found, order, in_flight
+    """The reductions in flight, and the order in which they are issued and waited for."""
+
+    def __init__(self, moves: Moves, order: NodeOrder, in_flight: int):
+        self.moves, self.order, self.in_flight = moves, order, in_flight
         self.running: deque[fx.Node] = deque()
 
     def issue(self, reduction: fx.Node) -> None:
@@ -41,15 +43,15 @@ class _Sinking:
             self.finish(self.running.popleft())
 
     def finish(self, reduction: fx.Node) -> None:
-        """Waits for a reduction and runs what follows it, except for nodes that need another reduction."""
+        """Appends the wait for a reduction and the nodes behind it, except for those that need another reduction."""
         queue = deque(sorted(reduction.users))  # in graph order
-        seen: set[fx.Node] = set()
+        visited: set[fx.Node] = set()
         while queue:
             node = queue.popleft()
-            if node in seen or node.op == "output":
+            if node in visited or node.op == "output":
                 continue
-            seen.add(node)
-            if node in self.found.reductions:  # of shards, among replicas
+            visited.add(node)
+            if node in self.moves.reductions:  # of shards, among replicas
                 self.issue(node)
             elif self.order.can(node):
                 self.order.add(node)

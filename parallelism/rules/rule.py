@@ -86,7 +86,7 @@ class Rule:
     """The factors whose sharding divides the work."""
     local: Callable[[LocalOp], Any] | None = None
     """Emits the op on one device's shards; None: the same op on the local operands."""
-    known: bool = True
+    has_rule: bool = True
     """False for an op without a rule, whose dims are all whole."""
     priority: int = 2
     """0: pass-through ops (pointwise, views), propagated first; 2: all others."""
@@ -240,7 +240,7 @@ def whole(op: Op) -> Rule:
     factors = Factors()
     operands = [factors.dims(v.shape, Kind.WHOLE) for v in op.operands]
     results = [factors.dims(v.shape, Kind.WHOLE) for v in op.results]
-    return factors.rule(operands, results, known=False)
+    return factors.rule(operands, results, has_rule=False)
 
 
 def product(sizes: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from tpshard.parallelism.exchange import exchanged
+from tpshard.parallelism.exchange import runs_as_exchange
 from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.program import Collective, Program, info
 from tpshard.parallelism.rules.table import entry_of
@@ -19,7 +19,7 @@ from tpshard.parallelism.runtime.mail import Mail, positions
 from tpshard.parallelism.runtime.regions import boxed, with_blocks
 from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.parallelism.sharding import show_axis
-from tpshard.parallelism.simulate import RANKED, evaluate
+from tpshard.parallelism.simulate import RANKED, combine, evaluate
 from tpshard.parallelism.transfer import recv, send
 
 aten = torch.ops.aten
@@ -187,7 +187,7 @@ def _members(node: fx.Node) -> int:
 
 def _is_exchange(node: fx.Node) -> bool:
     comm = info(node).comm
-    return comm is not None and exchanged(comm.kind, comm.bytes, comm.size)
+    return comm is not None and runs_as_exchange(comm.kind, comm.bytes, comm.size)
 
 
 def _localize_wait(
@@ -227,11 +227,6 @@ def piece_sizes(tensor: Tensor, count: int) -> list[int]:
     return [tensor.shape[0] // count] * count
 
 
-_REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add, "max": torch.maximum, "min": torch.minimum
-}  # fmt: skip
-
-
 def copies(tensor: Tensor, count: int) -> Tensor:
     """`count` copies of a tensor along dim 0, one for each rank: [...] -> [count * n]"""
     return tensor.reshape(1, -1).expand(count, -1).reshape(-1)
@@ -239,12 +234,7 @@ def copies(tensor: Tensor, count: int) -> Tensor:
 
 def reduce_pieces(tensor: Tensor, count: int, how: str) -> Tensor:
     """Reduces the pieces of all ranks in rank order, like the simulation: [count * n, ...] -> [n, ...]"""
-    reduce = _REDUCE[how]
-    first, *rest = tensor.chunk(count)
-    total = first
-    for piece in rest:
-        total = reduce(total, piece)
-    return total
+    return combine(tensor.chunk(count), how)
 
 
 def _sums_in_place(program: Program) -> set[fx.Node]:

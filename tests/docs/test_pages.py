@@ -37,6 +37,26 @@ def titles(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
+WRITTEN = ("gallery.md", "plan_accuracy.md")
+"""Pages with tables that a benchmark writes from its record."""
+MEASURED = re.compile(r"(?<!\w)\d[\d.,]* ?([nuµm]?s|min|h|%|(k |M )?tokens/s|[KMG]i?B/s|[MGT]bit/s|TFLOP/s)(?![\w/])")
+"""A number with the sign of a unit. Limits and settings are in words: "30 seconds", "two percent"."""
+
+
+def typed_measurements(text: str) -> list[str]:
+    """The numbers with a unit in prose and in transcripts that no record is the source of."""
+    text = re.sub(r"(?s)<!--[\w-]+:text [\w.-]+-->\n+```\n.*?```", "", text)
+    text = re.sub(r"`[^`\n]+`", "", re.sub(BLOCK, "", text))
+    return [measured[0] for measured in MEASURED.finditer(text)]
+
+
+def test_no_page_has_a_typed_measurement() -> None:
+    pages = [page for page in PAGES if page.name not in WRITTEN and "reference" not in page.parts]
+    assert {page.name: typed for page in pages if (typed := typed_measurements(page.read_text("utf-8")))} == {}
+    assert typed_measurements("8.7<!--plan_speed:8b.cpu--> s and `4 us`") == []
+    assert typed_measurements("it took 8.7 s, 5% more\n```\nstep 700 ms\n```") == ["8.7 s", "5%", "700 ms"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(BLOCK, "", page.read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.devices.read import device
 from tpshard.parallelism import Mesh, Program, partition
-from tpshard.parallelism.exchange import LEAST_BYTES, MOST_BYTES, MOST_SENT, exchanged
+from tpshard.parallelism.exchange import LEAST_BYTES, MOST_BYTES, MOST_SENT, runs_as_exchange
 from tpshard.parallelism.network import Topology
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
@@ -24,11 +24,11 @@ SMALL, LARGE = 1000, MOST_BYTES // 4 // ROWS + 1
 
 
 def test_what_goes_as_an_exchange() -> None:
-    assert exchanged("reduce_scatter", 1 << 30, 2)
-    assert not exchanged("all_gather", 64, 4) and not exchanged("all_to_all", 64, 4)
-    assert [exchanged("all_reduce", n, 4) for n in (8, LEAST_BYTES, MOST_BYTES, MOST_BYTES + 4)] == [0, 1, 1, 0]
+    assert runs_as_exchange("reduce_scatter", 1 << 30, 2)
+    assert not runs_as_exchange("all_gather", 64, 4) and not runs_as_exchange("all_to_all", 64, 4)
+    assert [runs_as_exchange("all_reduce", n, 4) for n in (8, LEAST_BYTES, MOST_BYTES, MOST_BYTES + 4)] == [0, 1, 1, 0]
     for members, most in ((2, MOST_SENT), (33, MOST_SENT // 32)):
-        assert [exchanged("all_reduce", most + n, members) for n in (0, 1)] == [1, 0]
+        assert [runs_as_exchange("all_reduce", most + n, members) for n in (0, 1)] == [1, 0]
 
 
 def product(columns: int, ranks: int) -> Program:

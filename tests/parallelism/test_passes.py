@@ -17,7 +17,7 @@ from tpshard.parallelism.passes.hoist_gradients import hoist_gradients
 from tpshard.parallelism.passes.prefetch import prefetch
 from tpshard.parallelism.passes.recompute import keep_all, keep_layer_inputs, keep_selected, recompute
 from tpshard.parallelism.passes.reduce_early import reduce_early
-from tpshard.parallelism.passes.run import Pass, Passed, run
+from tpshard.parallelism.passes.run import Pass, PassResult, run
 from tpshard.parallelism.passes.sink_waits import sink_waits
 from tpshard.parallelism.program import Program, info
 from tpshard.programs import step_programs
@@ -237,7 +237,7 @@ def collectives_of(program: Program, what: str) -> list[tuple[str, tuple[str, ..
 def test_each_pass_moves_only_what_it_says() -> None:
     seen: list[tuple[str, list[tuple[str, str, int]], list[str]]] = []
 
-    def watch(passed: Passed) -> None:
+    def watch(passed: PassResult) -> None:
         nodes = [n for n in passed.program.graph.nodes if n.op == "call_function"]
         seen.append((passed.name, events(passed.program), [n.name for n in nodes if info(n).saved]))
 

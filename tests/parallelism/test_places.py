@@ -94,10 +94,12 @@ def test_a_collective_says_why_as_values_and_in_words() -> None:
     (need,) = comm.why
     assert (need.kind, need.op.target, need.axis) == ("sum", "contract", "x")
     assert comm.value == (need.value,) and need.before.endswith("{U_x}")
-    assert [told.source for told in need.told] == ["in_shardings[0] = (None, 'x')"]
+    assert [told.source for told in need.written_at] == ["in_shardings[0] = (None, 'x')"]
     assert comm.reason.startswith(f"`{need.op.name}` sums over a sharded dim: {need.value}[")
     told = program.explained("arg0")
-    assert told.roots == need.told and program.explain("arg0").endswith("annotated at in_shardings[0] = (None, 'x')")
+    assert told.roots == need.written_at and program.explain("arg0").endswith(
+        "annotated at in_shardings[0] = (None, 'x')"
+    )
 
 
 def test_a_sum_that_is_given_names_no_op_that_made_it() -> None:

@@ -14,7 +14,7 @@ from tpshard.parallelism.partitioner import mark_outputs
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import parse
-from tpshard.parallelism.why import Told
+from tpshard.parallelism.why import SourcePlace
 
 MESH = Mesh({"a": 2, "b": 2, "c": 2})
 
@@ -67,7 +67,7 @@ def test_answer(
     mark_outputs(graph)
     values = [*graph.inputs, *graph.outputs]
     annotations = {
-        value: Annotation(parse(text, MESH), (Told(f"line {i}"),))
+        value: Annotation(parse(text, MESH), (SourcePlace(f"line {i}"),))
         for i, (value, text) in enumerate(zip(values, [*given, *wanted], strict=True))
         if text is not None
     }
@@ -76,7 +76,7 @@ def test_answer(
     for value in values:
         for dim, axes in enumerate(found.of[value].dims):
             for axis in axes:
-                assert found.chain(value, dim, axis)[-1].told[0].source.startswith("line ")
+                assert found.chain(value, dim, axis)[-1].written_at[0].source.startswith("line ")
 
 
 def test_lost_conflicts_are_told() -> None:

@@ -14,7 +14,7 @@ from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.simulate import join, local_arguments, run_lockstep
-from tpshard.parallelism.why import Told
+from tpshard.parallelism.why import SourcePlace
 
 from fuzz import closeness, difference
 from fuzzed import Case, numbered
@@ -93,20 +93,20 @@ def test_propagation_keeps_its_laws(seed: int) -> None:
     given = dict(split_annotations(graph, case.mesh))
     for value, dims in zip(graph.inputs, case.in_shardings):
         if dims is not None:
-            given[value] = Annotation(Sharding.of(case.mesh, dims, value.rank), (Told(f"here:{value.name}"),))
+            given[value] = Annotation(Sharding.of(case.mesh, dims, value.rank), (SourcePlace(f"here:{value.name}"),))
     once = propagate(graph, case.mesh, given)
     for value, annotation in given.items():
         for dim, axes in enumerate(annotation.sharding.dims):
             assert once.of[value].dims[dim] == axes or annotation.sharding.open[dim], case
             assert starts_with(once.of[value].dims[dim], axes), case
-    asked = {a.told for a in given.values()}
+    asked = {a.written_at for a in given.values()}
     for value, sharding in once.of.items():
         flat: list[Axis] = list(sharding.axes)
         for i, axis in enumerate(flat):
             assert not any(axis.overlaps(other) for other in flat[i + 1 :]), (value, case)
         for dim, axes in enumerate(sharding.dims):
             for axis in axes:
-                assert once.chain(value, dim, axis)[-1].told in asked, (value, dim, axis, case)
+                assert once.chain(value, dim, axis)[-1].written_at in asked, (value, dim, axis, case)
     again = propagate(graph, case.mesh, {v: Annotation(s) for v, s in once.of.items()})
     assert again.of == once.of, case
 

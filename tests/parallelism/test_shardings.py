@@ -154,7 +154,7 @@ def test_op_without_a_rule_is_computed_whole() -> None:
     value = Value("a", (4, 4), torch.float32)
     op = Op("odd", torch.ops.aten.linalg_cross.default, (Ref(0),), {}, [value], [Value("b", (4, 4), torch.float32)])
     rule = rule_for(op)
-    assert not rule.known and set(rule.kinds) == {Kind.WHOLE}
+    assert not rule.has_rule and set(rule.kinds) == {Kind.WHOLE}
 
 
 # ---- layouts --------------------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ from small_recipe import RECIPE
 
 @pytest.fixture(scope="session")
 def programs() -> training.TrainingPrograms:
-    return make.built(Setting.of(loads(RECIPE)))
+    return make.build_programs(Setting.of(loads(RECIPE)))
 
 
 @pytest.fixture(scope="session")
 def report(programs: training.TrainingPrograms) -> Report:
-    return make.of_training(programs, "small.yaml")
+    return make.report_of_training(programs, "small.yaml")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from small_recipe import RECIPE
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.devices.read import device
 from tpshard.parallelism.cost import Cpu, collective
-from tpshard.parallelism.exchange import carried
+from tpshard.parallelism.exchange import sent_as
 from tpshard.parallelism.fusion import kernels
 from tpshard.parallelism.liveness import liveness
 from tpshard.parallelism.network import Topology
@@ -50,7 +50,7 @@ class Counting(TorchDispatchMode):
 
 def count_on_rank(context: Context, recipe: str) -> tuple[dict[str, list[tuple[str, int, int]]], dict[str, int]]:
     """Runs both programs of a recipe on this rank; what was dispatched, and the bytes of the tensors they hold."""
-    built = make.built(Setting.of(loads(recipe)))
+    built = make.build_programs(Setting.of(loads(recipe)))
     sent, held = {}, Counter[str]()
     for name, program in (("micro-batch", built.micro), ("update", built.update)):
         inputs = [torch.zeros(p.local, dtype=p.dtype) for p in program.inputs]
@@ -72,7 +72,7 @@ def test_collectives_and_bytes_equal_those_dispatched_on_real_ranks(pool, report
         counted = planned.setdefault(part.part.name, Counter())
         for comm in part.part.program.collectives:
             # on a CPU the executor sends some as an all-to-all, and the plan prices them as such
-            counted[carried(comm.kind, comm.bytes, comm.size)] += 1
+            counted[sent_as(comm.kind, comm.bytes, comm.size)] += 1
     expected = {name: sorted((k, b, n) for (k, b), n in found.items()) for name, found in planned.items()}
     assert expected["micro-batch"]
     for sent, held in results:
@@ -135,7 +135,7 @@ def test_predicted_peak_is_that_of_the_storages_alive_while_running():
 def test_of_compiled_blocks_the_loss_is_priced_as_eager():
     """A vocabulary so large that the peak is at the loss, where eager mode keeps more copies of the logits."""
     overrides = ["model.vocab=65536", "mesh.tp=1", "mesh.fsdp=4", "remat=full"]
-    programs = make.built(Setting.of(loads(RECIPE, [*overrides, "compile=blocks", "fsdp.bucket=wrap"])))
+    programs = make.build_programs(Setting.of(loads(RECIPE, [*overrides, "compile=blocks", "fsdp.bucket=wrap"])))
     eager, blocks, whole = (make.price_training(programs, seen) for seen in ("none", None, "all"))
     at_peak = [p.worst.memory.at_peak["logits_and_loss"] for p in (eager, blocks, whole)]
     assert at_peak[0] == at_peak[1] > at_peak[2]

@@ -7,28 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_recipe import RECIPE
+from small_recipe import RECIPE, tight_device
 from tpshard.cli.main import run as tpshard
 from tpshard.plan import check_run, fitting, make, pinning, save
 from tpshard.plan.report import Report
-from tpshard.plan.search import quick, variant
+from tpshard.plan.search import price_variant, variant
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
 
-TIGHT = """
-schema: 1
-name: tight
-kind: cpu
-backend: gloo
-memory: MEMORY GiB
-memory_bandwidth: 20 GB/s
-rates: {fp32: 100 GFLOP/s}
-host:
-  devices: 64
-  cores: 4
-  inside: {bandwidth: 2 GB/s, latency: 60 us, shared: true}
-  across: {bandwidth: 1 GB/s, latency: 100 us, shared: true}
-"""
 CHANGES = [
     "cluster.device=tight.yaml", "cluster.devices_per_node=3", "mesh.fsdp=3", "mesh.tp=1", "model.vocab=32768",
     "model.seq_len=128", "batch.per_device=4", "batch.global_sequences=12", "fsdp.reshard_after_forward=false",
@@ -38,20 +24,20 @@ CHANGES = [
 
 def test_the_edits_that_fit_are_all_needed_and_harm_as_little_as_can_be(small: Path) -> None:
     def tight(memory: float) -> None:
-        (small.parent / "tight.yaml").write_text(TIGHT.replace("MEMORY", str(memory)))
+        (small.parent / "tight.yaml").write_text(tight_device(memory))
 
     tight(4)
     needs = {
-        words: quick(loads(RECIPE, [*CHANGES, *changes])).needed_bytes * 3 / 2**30
+        words: price_variant(loads(RECIPE, [*CHANGES, *changes])).needed_bytes * 3 / 2**30
         for words, changes in {"all": (), "half": ("batch.per_device=2",)}.items()
     }
     tight((needs["all"] + needs["half"]) / 2)
     recipe = loads(RECIPE, CHANGES)
     found = fitting.fit(make.report(recipe, "small.yaml"), recipe)
-    assert quick(loads(found.recipe)).fits and found.found.fits
+    assert price_variant(loads(found.recipe)).fits and found.price.fits
     assert found.harms == sorted(found.harms)
     kept = [[c for c in found.changes if c != change] for change in found.changes]
-    assert kept and not any(quick(variant(recipe, changes)).fits for changes in kept)
+    assert kept and not any(price_variant(variant(recipe, changes)).fits for changes in kept)
     tight(0.25)
     recipe = loads(RECIPE, [*CHANGES, "model.vocab=131072", "model.seq_len=512"])
     with pytest.raises(Mistakes) as refused:

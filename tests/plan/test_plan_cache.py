@@ -56,7 +56,7 @@ def test_a_second_plan_says_the_same_without_torch(small: Path, capsys: Any, mon
 
 def test_an_entry_is_of_all_that_a_plan_depends_on(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def entry(*overrides: str, **asked: Any) -> plan_cache.PlanEntry | None:
-        return outputs.entry(load("small.yaml", overrides), outputs.Asked(**asked))
+        return outputs.entry(load("small.yaml", overrides), outputs.PlanOptions(**asked))
 
     box = small.parent / "box.yaml"
     box.write_text(DEVICE.replace("RATE", "100"))
@@ -74,7 +74,7 @@ def test_an_entry_is_of_all_that_a_plan_depends_on(small: Path, monkeypatch: pyt
 
 
 def test_a_broken_or_full_cache_is_no_mistake(small: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = outputs.entry(load("small.yaml"), outputs.Asked())
+    kept = outputs.entry(load("small.yaml"), outputs.PlanOptions())
     assert kept is not None and kept.read(["screen"]) is None
     kept.write({"screen": "said"})
     assert kept.read(["screen"]) == {"screen": "said"} and kept.read(["screen", "exit"]) is None

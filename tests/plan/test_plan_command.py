@@ -65,13 +65,13 @@ def test_a_saved_plan_is_refused_for_another_program(report, tmp_path, monkeypat
 def test_a_saved_plan_holds_the_programs_that_it_tells_of(report, tmp_path):
     file = tmp_path / "plan.json"
     save.write(file, save.dumps(report, loads(RECIPE)))
-    made = make.planned(save.read(str(file)), report.step.setting)
-    assert make.of_training(made, "small.yaml").to_json() == report.to_json()
+    made = make.read_programs(save.read(str(file)), report.step.setting)
+    assert make.report_of_training(made, "small.yaml").to_json() == report.to_json()
     held = json.loads(file.read_text())
     for step in (held["step"][:-40], "AAAA", saved_step.packed(dataclasses.replace(made, micro=made.update))):
         file.write_text(json.dumps(held | {"step": step}))
-        with pytest.raises(Mistakes, match=r"the programs in \S+ (cannot be read|are not those that it tells of)"):
-            make.planned(save.read(str(file)), report.step.setting)
+        with pytest.raises(Mistakes, match=r"the programs in \S+ (cannot be read|are not those that it names)"):
+            make.read_programs(save.read(str(file)), report.step.setting)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_files_that_cannot_be_written_are_found_before_planning(small, capsys, m
 def test_without_dry_run_the_plan_is_saved_in_the_runs_folder(small, report, monkeypatch):
     monkeypatch.setattr(make, "report", lambda *_: report)
     monkeypatch.setattr(suggest, "promising", lambda *_: [])
-    done = command.run(loads(RECIPE), command.Asked(source="small.yaml"))
+    done = command.run(loads(RECIPE), command.PlanOptions(source="small.yaml"))
     assert done.exit == Exit.DONE
     folder = small.parent / "runs" / "small"
     assert sorted(p.name for p in folder.iterdir()) == ["plan.html", "plan.json", "plan.trace.json"]

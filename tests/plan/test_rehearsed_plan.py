@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tpshard.cli.main import run as tpshard
-from tpshard.parallelism.fusion import Cached
+from tpshard.parallelism.fusion import CacheReads
 from tpshard.parallelism.timeline import price
 from tpshard.plan.serving_answers import FrontPoint, TimeLimits, answers, unbeaten
 from tpshard.plan.step_prices import ServerBuilder
@@ -24,9 +24,9 @@ def test_a_step_between_priced_states_takes_what_its_program_does() -> None:
     prices, draw = server.prices, random.Random(0)
     for _ in range(8):
         rows = draw.randrange(1, 500)
-        found = Cached(draw.uniform(1, 300), draw.uniform(1, 100))
+        found = CacheReads(draw.uniform(1, 300), draw.uniform(1, 100))
         size = server.programs.fitting(rows)
-        padded = Cached(found.blocks, (found.by_row * rows + size - rows) / size)
+        padded = CacheReads(found.blocks, (found.by_row * rows + size - rows) / size)
         exact = price(server.programs.steps[size], prices.device, prices.per_host, compiled="none", cached=padded)
         assert prices(rows, found) == pytest.approx(exact.run().seconds, rel=0.01)
 
@@ -34,10 +34,10 @@ def test_a_step_between_priced_states_takes_what_its_program_does() -> None:
 def test_the_highest_rate_keeps_the_limits_and_a_higher_one_does_not() -> None:
     recipe, limits = loads(RECIPE), TimeLimits(ttft=0.05, tpot=0.01)
     made = answers(recipe, Traffic(40, 16, count=200), limits, rehearse)
-    assert made.highest is not None and made.highest.kept and 0 < made.highest.rate < made.saturated.rate
+    assert made.highest is not None and made.highest.within_limits and 0 < made.highest.rate < made.saturated.rate
     assert made.highest.ttft_s[1] <= 0.05 and made.highest.tpot_s[1] <= 0.01
     more = rehearse(made.server.room, Traffic(40, 16, 1.1 * made.highest.rate, count=200), made.server.prices)
-    assert not limits.kept(more)
+    assert not limits.hold_for(more)
 
 
 def test_no_point_of_a_front_beats_another() -> None:

@@ -12,7 +12,7 @@ import pytest
 from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
 from tpshard.cli.preflight import beyond
-from tpshard.parallelism.why import Told
+from tpshard.parallelism.why import SourcePlace
 from tpshard.plan import command, describe, diff, make, screen
 from tpshard.plan.report import Tensor
 from tpshard.programs.setting import Setting
@@ -30,15 +30,15 @@ def test_one_screen(report):
 
 
 def test_a_narrow_screen_keeps_the_line_that_decided():
-    def asked(*told: Told) -> Tensor:
+    def asked(*told: SourcePlace) -> Tensor:
         return Tensor("w", (8, 8), ("tp" if told else None, None), told, "parameter", True)
 
     file, batch, heads = "/far/away/llama3-8b.yaml", "batch: [dp, fsdp]", "heads: tp"
-    written = asked(Told(file, 8, 18, batch), Told(file, 8, 48, heads))
+    written = asked(SourcePlace(file, 8, 18, batch), SourcePlace(file, 8, 48, heads))
     assert screen.short(written) == "llama3-8b.yaml:8:18 (batch: [dp, fsdp]); llama3-8b.yaml:8:48 (heads: tp)"
     assert screen.short(written, "llama3-8b.yaml", 50) == "8:18 (batch: [dp, fsdp]); 8:48 (heads: tp)"
     assert screen.short(written, "llama3-8b.yaml", 20) == "8:18, 8:48"
-    defaults = asked(*(Told("<default>", says=says, default=True) for says in (batch, heads)))
+    defaults = asked(*(SourcePlace("<default>", says=says, default=True) for says in (batch, heads)))
     assert screen.short(defaults) == "batch: [dp, fsdp] (default); heads: tp (default)"
     assert screen.short(defaults, "", 25) == "batch, heads (default)"
     assert screen.short(asked()) == "whole: no annotation cuts it" and screen.short(asked(), "", 10) == "whole"
@@ -133,7 +133,7 @@ def test_explain_of_a_misspelt_name_says_which_are_near(programs):
 
 
 def test_diff_says_what_changes_and_what_it_costs(report):
-    other = make.of_training(make.built(Setting.of(loads(RECIPE, ["mesh.tp=1", "mesh.fsdp=4"]))))
+    other = make.report_of_training(make.build_programs(Setting.of(loads(RECIPE, ["mesh.tp=1", "mesh.fsdp=4"]))))
     found = diff.diff(report, other)
     assert any(row["name"] == "layers.0.mlp.up.weight" for row in found["shardings"])
     assert any(row["axes"] == "tp" and row["count"][1] == 0 for row in found["collectives"])
@@ -146,6 +146,6 @@ def test_diff_says_what_changes_and_what_it_costs(report):
 
 def test_an_explanation_is_json_where_json_is_asked_for(report, monkeypatch):
     monkeypatch.setattr(make, "report", lambda *_: report)
-    said = command.run(loads(RECIPE), command.Asked(explain="norm.weight")).text
-    found = json.loads(command.run(loads(RECIPE), command.Asked(explain="norm.weight", as_json=True)).text)
+    said = command.run(loads(RECIPE), command.PlanOptions(explain="norm.weight")).text
+    found = json.loads(command.run(loads(RECIPE), command.PlanOptions(explain="norm.weight", as_json=True)).text)
     assert found == {"name": "norm.weight", "lines": said.splitlines()} and found["lines"]

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from small_recipe import RECIPE
+from small_recipe import RECIPE, tight_device
 from tpshard.cli.main import run as tpshard
 from tpshard.plan import command, make, search, suggest
 from tpshard.plan.report import Edit
@@ -16,22 +16,7 @@ from tpshard.recipes.load import loads
 
 
 def test_too_little_memory_names_edits_that_fit(small, capsys):
-    (small.parent / "tight.yaml").write_text(
-        """
-schema: 1
-name: tight
-kind: cpu
-backend: gloo
-memory: 1 GiB
-memory_bandwidth: 20 GB/s
-rates: {fp32: 100 GFLOP/s}
-host:
-  devices: 64
-  cores: 4
-  inside: {bandwidth: 2 GB/s, latency: 60 us, shared: true}
-  across: {bandwidth: 1 GB/s, latency: 100 us, shared: true}
-"""
-    )
+    (small.parent / "tight.yaml").write_text(tight_device(1))
     code = tpshard(
         ["plan", "small.yaml", "--dry-run", "--json", "cluster.device=tight.yaml", "model.vocab=65536",
          "model.seq_len=512", "batch.per_device=4"]
@@ -70,10 +55,10 @@ def test_an_edit_that_fits_is_not_offered_again_with_more_beside_it(report, monk
 
     def quick(recipe, what, variants):
         tried.append((recipe.batch.per_device, recipe.remat))
-        return search.Quick(1, 1.0, 0.0, recipe.batch.per_device == 1 or recipe.remat == "full")
+        return search.VariantPrice(1, 1.0, 0.0, recipe.batch.per_device == 1 or recipe.remat == "full")
 
-    monkeypatch.setattr(search, "quick", quick)
-    edits = search.edits(report, loads(RECIPE, ["remat=none"]), wanted=2)
+    monkeypatch.setattr(search, "price_variant", quick)
+    edits = search.edits(report, loads(RECIPE, ["remat=none"]), count=2)
     assert [edit.change for edit in edits] == ["remat: full", "batch.per_device: 1"]
 
 
@@ -82,7 +67,7 @@ def test_search_ranks_what_fits():
                             "batch.global_sequences=2", "batch.per_device=1"])  # fmt: skip
     found = search.search(recipe)
     assert {(c.mesh["fsdp"], c.mesh["tp"]) for c in found.candidates} == {(2, 1), (1, 2)}
-    steps = [c.found.step_s for c in found.candidates]
+    steps = [c.price.step_s for c in found.candidates]
     assert steps == sorted(steps)
     assert found.candidates[0].pareto
     winner = loads(search.text(found, recipe).partition("# the fastest, as a recipe\n")[2])
@@ -96,9 +81,9 @@ def test_a_search_of_a_pipeline_tries_stages_and_schedules_and_none(monkeypatch)
     def quick(recipe, **_):
         asked = recipe.pipeline
         tried.append("none" if asked is None else f"{asked.schedule} {recipe.mesh['pp']} x {asked.each}")
-        return search.Quick(1, 1.0 / recipe.mesh.get("pp", 1), 0.0, True)
+        return search.VariantPrice(1, 1.0 / recipe.mesh.get("pp", 1), 0.0, True)
 
-    monkeypatch.setattr(search, "quick", quick)
+    monkeypatch.setattr(search, "price_variant", quick)
     changes = ["cluster.nodes=2", "mesh={pp: 2, fsdp: -1}", "batch={global_sequences: 16}", "model.layers=8"]
     found = search.search(loads(RECIPE, [*changes, "pipeline={micro_batches: null}"]))
     assert {"none", "1f1b 2 x 1", "1f1b 4 x 1", "1f1b 8 x 1", "zero_bubble 8 x 1"} < set(tried)
@@ -119,17 +104,17 @@ def test_a_search_plans_stages_schedules_and_micro_batches():
     assert {"1f1b", "interleaved_1f1b", "zero_bubble"} <= schedules and {c.per_device for c in piped} == {1, 2}
     for candidate in piped[:2]:
         planned = make.report(search.variant(recipe, candidate.changes), "").pricing
-        assert planned.step_s == pytest.approx(candidate.found.step_s, rel=1e-9)
-    without = min(c.found.step_s for c in found.candidates if c not in piped)
-    assert found.best is not None and found.best.found.step_s <= without
+        assert planned.step_s == pytest.approx(candidate.price.step_s, rel=1e-9)
+    without = min(c.price.step_s for c in found.candidates if c not in piped)
+    assert found.best is not None and found.best.price.step_s <= without
 
 
 def test_machines_are_told_the_suggestions_that_people_are(small, report, monkeypatch):
     faster = Edit("remat: none", 2**20, report.pricing.step_s / 2, True)
     monkeypatch.setattr(make, "report", lambda *_: report)
     monkeypatch.setattr(suggest, "promising", lambda *_: [faster])
-    shown = command.run(loads(RECIPE), command.Asked(dry_run=True)).text
-    found = json.loads(command.run(loads(RECIPE), command.Asked(dry_run=True, as_json=True)).text)
+    shown = command.run(loads(RECIPE), command.PlanOptions(dry_run=True)).text
+    found = json.loads(command.run(loads(RECIPE), command.PlanOptions(dry_run=True, as_json=True)).text)
     assert "try: remat: none" in shown
     assert [edit["change"] for edit in found["suggestions"]] == ["remat: none"]
 
@@ -155,8 +140,8 @@ def test_the_fastest_is_saved_as_a_recipe_that_plans_as_it_was_found(small, caps
 def test_a_search_that_finds_nothing_says_why(small, capsys, monkeypatch):
     assert tpshard(["plan", "small.yaml", "--search", "cluster.device=nowhere.yaml"]) == Exit.RECIPE
     assert "nowhere.yaml" in capsys.readouterr().err
-    too_much = lambda recipe, **_: search.Quick(2**40 + recipe.batch.per_device, 1.0, 0.0, False)  # noqa: E731
-    monkeypatch.setattr(search, "quick", too_much)
+    too_much = lambda recipe, **_: search.VariantPrice(2**40 + recipe.batch.per_device, 1.0, 0.0, False)  # noqa: E731
+    monkeypatch.setattr(search, "price_variant", too_much)
     assert tpshard(["plan", "small.yaml", "--search"]) == Exit.FIT
     assert "the smallest needs 1024 GiB a device: " in capsys.readouterr().out
     assert [path.name for path in small.parent.iterdir()] == ["small.yaml"]

@@ -19,8 +19,8 @@ from tpshard.kernels.gptq_solver import Order, Settings
 from tpshard.models import build, to_hf
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf_config import folder_config
-from tpshard.parallelism.exchange import carried
-from tpshard.parallelism.flow import known, op_name
+from tpshard.parallelism.exchange import sent_as
+from tpshard.parallelism.flow import info_of, op_name
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.runtime.context import Context
 from tpshard.plan import make, screen, search
@@ -90,7 +90,7 @@ class Counting(TorchDispatchMode):
 
 def as_sent(program: Program) -> Counter[tuple[str, int]]:
     """(kind, bytes handed over) -> times, on a CPU."""
-    return Counter(carried(c.kind, c.bytes, c.size) for c in program.collectives)
+    return Counter(sent_as(c.kind, c.bytes, c.size) for c in program.collectives)
 
 
 def prompt() -> StepInput:
@@ -184,7 +184,7 @@ def test_columns_that_pad_an_mlp_are_no_useful_work(tmp_path: Path) -> None:
     whole, padded = (make.report(recipe(folder, "tp_aware", f"serve.mesh.tp={tp}"), "", "decode") for tp in (1, 2))
 
     def work(report: Report) -> list[tuple[str, str, int, int]]:
-        infos = [(node, known(node)) for node in report.pricing.parts[0].part.program.graph.nodes]
+        infos = [(node, info_of(node)) for node in report.pricing.parts[0].part.program.graph.nodes]
         return [
             (here.module, op_name(node), here.flops, here.global_flops)
             for node, here in infos if ".mlp" in here.module and "norm" not in here.module and here.flops
@@ -309,4 +309,4 @@ def test_a_variant_is_priced_with_the_cache_of_all_its_layers(monkeypatch: pytes
     told = cached("model.layers=8", "model.vocab=256")
     made = make.report(told, "", "decode")
     assert "holds 6 of 8" in made.warnings[0]
-    assert search.quick(told, "decode").needed_bytes == pytest.approx(made.pricing.needed_bytes, rel=1e-4)
+    assert search.price_variant(told, "decode").needed_bytes == pytest.approx(made.pricing.needed_bytes, rel=1e-4)

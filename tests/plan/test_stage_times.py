@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from tpshard.plan import between, diff, make, page, pictures, save, screen, search_pipelines, suggest, trace
 from tpshard.plan.report import Report
-from tpshard.plan.search import Quick
+from tpshard.plan.search import VariantPrice
 from tpshard.programs.setting import Setting, devices_of
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
@@ -113,10 +113,10 @@ def test_a_pipeline_that_waits_is_told_schedules_that_wait_less(monkeypatch: pyt
     told = list(search_pipelines.faster(report, recipe))
     assert told == [["pipeline.schedule=interleaved_1f1b"], ["pipeline.schedule=zero_bubble"]]
 
-    def quick(recipe: Recipe, *_: object) -> Quick:
+    def priced(recipe: Recipe, *_: object) -> VariantPrice:
         assert recipe.pipeline is not None
         faster = recipe.pipeline.schedule == "zero_bubble"
-        return Quick(1, report.pricing.step_s * (0.9 if faster else 1.1), 0.0, True)
+        return VariantPrice(1, report.pricing.step_s * (0.9 if faster else 1.1), 0.0, True)
 
-    monkeypatch.setattr(suggest, "quick", quick)
+    monkeypatch.setattr(suggest, "price_variant", priced)
     assert [edit.change for edit in suggest.promising(report, recipe)] == ["pipeline.schedule: zero_bubble"]

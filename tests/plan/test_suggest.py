@@ -9,7 +9,7 @@ import pytest
 from small_recipe import RECIPE
 from tpshard.plan import make, suggest
 from tpshard.plan.report import Report
-from tpshard.plan.search import Quick, variant
+from tpshard.plan.search import VariantPrice, variant
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
 
@@ -34,27 +34,29 @@ def steps(report: Report, gains: Mapping[str, float], unfit: tuple[str, ...] = (
     """Prices a variant by what each changed key gains alone."""
     base, plain = report.pricing.step_s, loads(RECIPE)
 
-    def quick(recipe: Recipe, what: str, variants: object) -> Quick:
+    def quick(recipe: Recipe, what: str, variants: object) -> VariantPrice:
         values = {"remat": recipe.remat, "fsdp.prefetch": recipe.fsdp.prefetch, "tp": recipe.mesh["tp"]}
         before = {"remat": plain.remat, "fsdp.prefetch": plain.fsdp.prefetch, "tp": plain.mesh["tp"]}
         moved = [key for key in values if values[key] != before[key]]
         step = base
         for key in moved:
             step *= gains.get(key, 1.0)
-        return Quick(1, step, 0.0, not any(key in unfit for key in moved))
+        return VariantPrice(1, step, 0.0, not any(key in unfit for key in moved))
 
     return quick
 
 
 def test_changes_that_help_are_combined_and_those_that_do_not_fit_left_out(report, monkeypatch) -> None:
-    monkeypatch.setattr(suggest, "quick", steps(report, {"remat": 0.9, "fsdp.prefetch": 0.8, "tp": 0.5}, ("tp",)))
+    monkeypatch.setattr(
+        suggest, "price_variant", steps(report, {"remat": 0.9, "fsdp.prefetch": 0.8, "tp": 0.5}, ("tp",))
+    )
     found = suggest.suggest(report, loads(RECIPE))
     assert {change.partition("=")[0] for change in changes(found.edits[0])} == {"remat", "fsdp.prefetch"}
     assert found.unfit and not any("mesh.tp" in edit.change for edit in found.edits)
 
 
 def test_where_nothing_helps_the_search_says_what_it_tried(report, monkeypatch) -> None:
-    monkeypatch.setattr(suggest, "quick", steps(report, {}))
+    monkeypatch.setattr(suggest, "price_variant", steps(report, {}))
     found = suggest.suggest(report, loads(RECIPE))
     assert found.edits == [] and found.planned > 10
     assert found.words.startswith(f"{found.planned} variants planned whole") and "nothing helps" in found.words

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import fx
 from tpshard.parallelism.program import Program, info
-from tpshard.parallelism.stretch import FEW, stretched
+from tpshard.parallelism.stretch import FEW, stretch_program
 from tpshard.plan import make, search
 from tpshard.programs import alike, staged_alike, step_programs, training
 from tpshard.programs.setting import Setting, devices_of
@@ -40,7 +40,7 @@ def shape_of(program: Program) -> list[Any]:
             row += [str(node.target), here.specs, here.place, here.flops, here.global_flops, here.saved]
             if comm is not None:
                 named = comm.value if comm.of in ("parameter", "gradient") else ()
-                row += [comm.kind, comm.refs, comm.bytes, comm.dtype, comm.of, comm.asked, named]
+                row += [comm.kind, comm.refs, comm.bytes, comm.dtype, comm.of, comm.requested, named]
         rows.append(row)
     return rows
 
@@ -60,7 +60,7 @@ def test_a_stretched_program_is_the_deep_models_node_by_node(name: str) -> None:
     deep = SETTINGS[name]
     assert deep.config is not None
     shallow = step_programs.micro_program(replace(deep, config=replace(deep.config, layers=FEW)))
-    made = stretched(shallow, "layers", deep.config.layers)
+    made = stretch_program(shallow, "layers", deep.config.layers)
     assert made is not None
     whole = step_programs.micro_program(deep)
     assert shape_of(made) == shape_of(whole)
@@ -74,7 +74,7 @@ def test_layers_that_are_not_alike_are_not_repeated(layer: int) -> None:
     deep = setting("{fsdp: 2, tp: 2}", "tiny", pinned)
     assert deep.config is not None
     shallow = step_programs.micro_program(replace(deep, config=replace(deep.config, layers=FEW)))
-    assert stretched(shallow, "layers", deep.config.layers) is None
+    assert stretch_program(shallow, "layers", deep.config.layers) is None
     assert shape_of(alike.micro(deep)) == shape_of(step_programs.micro_program(deep))
 
 
@@ -96,8 +96,8 @@ def test_a_variant_costs_what_its_plan_says(name: str, layers: int) -> None:
     variants = Variants()
     for changes in ([], ["remat=selective", "fsdp.prefetch=2"]):
         changed = search.variant(recipe, changes)
-        found = search.quick(changed, variants=variants)
-        plan = make.price_training(make.built(Setting.of(changed, devices_of(changed))))
+        found = search.price_variant(changed, variants=variants)
+        plan = make.price_training(make.build_programs(Setting.of(changed, devices_of(changed))))
         assert (found.needed_bytes, found.step_s, found.exposed_s) == (plan.needed_bytes, plan.step_s, plan.exposed_s)
 
 

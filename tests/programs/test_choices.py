@@ -53,7 +53,7 @@ def test_a_reshard_nobody_asked_for_stops_only_where_the_recipe_says_so() -> Non
     pins = ["mesh.fsdp=1", "mesh.tp=2", "sharding.pin={layers.*.mlp.gate.weight: [tp, null], "
             "layers.*.mlp.up.weight: [null, tp], layers.*.mlp.down.weight: [tp, null]}"]  # fmt: skip
     setting = Setting.of(loads(RECIPE, [*pins, "sharding.on_reshard=error"]))
-    unasked = [c for c in step_programs.micro_program(setting).collectives if not c.asked]
+    unasked = [c for c in step_programs.micro_program(setting).collectives if not c.requested]
     if not unasked:
         pytest.fail("this recipe is meant to have a reshard that nothing asks for")
     with pytest.raises(Mistakes) as stopped:

@@ -39,7 +39,7 @@ def test_a_pipeline_is_compared_with_the_plain_model() -> None:
 
 def test_a_fault_in_an_operation_is_found_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate of the second layer comes out a thousandth too large, wherever tp cuts it."""
-    plain = partitioner._Partitioner._computed
+    plain = partitioner._Partitioner._emit_local
 
     def faulty(self: Any, local: Any) -> Any:
         made = plain(self, local)
@@ -49,7 +49,7 @@ def test_a_fault_in_an_operation_is_found_there(monkeypatch: pytest.MonkeyPatch)
             return [node, *made[1:]]
         return made
 
-    monkeypatch.setattr(partitioner._Partitioner, "_computed", faulty)
+    monkeypatch.setattr(partitioner._Partitioner, "_emit_local", faulty)
     one, other = setting_of({"tp": 2}, ONE_BATCH.format(12)), setting_of({}, ONE_BATCH.format(12))
     assert not compare(one, other).equal
     first = first_difference(one, other)

@@ -113,7 +113,7 @@ served = cache(lambda family, order: Served(*(MODELS | UNEVEN)[family], order))
 def gathers(made: ServingPrograms) -> list[str]:
     """Modules whose act-order is gathered for."""
     found = [c for c in made.any.collectives if c.why[0].mixes]
-    assert all(c.kind == "all_gather" and not c.asked for c in found)
+    assert all(c.kind == "all_gather" and not c.requested for c in found)
     return [c.why[0].mixes.removesuffix(".order") for c in found]
 
 

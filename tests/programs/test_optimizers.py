@@ -47,7 +47,7 @@ def test_lion_trains_the_same_on_every_mesh() -> None:
 def test_what_is_kept_is_what_is_planned(told: tuple[str, ...], a_parameter: int) -> None:
     """Bytes of a parameter's state at rest: in the plan, on a rank, and in what `auto` choices reckon with."""
     programs = built(*told, "mesh={}")
-    report = make.of_training(programs)
+    report = make.report_of_training(programs)
     assert report.static_bytes()["optimizer"] == a_parameter * report.job.params
     engine = SpmdEngine(programs, alone(), lambda name, starts, sizes, **_: torch.zeros(sizes))
     kept = {name: shard.tensor for name, shard in engine.tensors().items() if name.startswith("optimizer/")}

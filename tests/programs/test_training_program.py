@@ -271,5 +271,5 @@ def test_reason_moves_with_its_line() -> None:
 def test_every_collective_says_why() -> None:
     program = step_programs.micro_program(setting("{dp: 2, fsdp: 2, tp: 2}", *SEQUENCE))
     for comm in program.collectives:
-        assert comm.asked, comm
+        assert comm.requested, comm
         assert any(place in comm.reason for place in ("recipe.yaml:", "<default ", "<override ")), comm

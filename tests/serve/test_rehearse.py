@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tpshard.parallelism.fusion import Cached
+from tpshard.parallelism.fusion import CacheReads
 from tpshard.programs.traffic import Room, Traffic
 from tpshard.serve.engine import Engine
 from tpshard.serve.rehearse import rehearse
@@ -40,7 +40,7 @@ def test_a_rehearsal_takes_the_steps_of_the_engine() -> None:
         engine.step()
     seen = []
 
-    def step_s(rows: int, found: Cached) -> float:
+    def step_s(rows: int, found: CacheReads) -> float:
         seen.append((rows, found.blocks))
         return 1.0
 
