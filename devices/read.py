@@ -201,7 +201,10 @@ def _link(values: dict[str, Any]) -> Link:
 
 
 def _network(root: Node, top: dict[str, Any], reader: _Reader) -> tuple[Link, Link, tuple[Level, ...]]:
-    """(within a host, between hosts, levels): the first two are the nearest between hosts and the one before it."""
+    """The links within a host and between hosts, and the network's levels.
+
+    Where levels are given, the links are those of the last level within a host and of the first between hosts.
+    """
     host, level_values = top["host"], top["levels"]
     node, list_node = root.get("host") or root, root.get("levels")
     if list_node is None:
@@ -217,7 +220,7 @@ def _network(root: Node, top: dict[str, Any], reader: _Reader) -> tuple[Link, Li
         Level(one["name"], _link(one), one["devices"], one["hosts"], one["oversubscribed"], one["rails"])
         for one in level_values
     )  # fmt: skip
-    if why := _odd(levels, host["devices"], top["kind"]):
+    if why := _level_mistake(levels, host["devices"], top["kind"]):
         reader.wrong("these `levels` make no network", list_node, why, "from the nearest: " + _WORDS["levels"][1])
     if reader.mistakes:
         return NO_LINK, NO_LINK, ()
@@ -225,8 +228,8 @@ def _network(root: Node, top: dict[str, Any], reader: _Reader) -> tuple[Link, Li
     return levels[first - 1].link, levels[first].link, levels
 
 
-def _odd(levels: tuple[Level, ...], devices: int, kind: str) -> str:
-    """What is wrong about the order and the sizes of levels; empty where nothing is."""
+def _level_mistake(levels: tuple[Level, ...], devices: int, kind: str) -> str:
+    """What is wrong with the order, sizes or names of the levels; empty if they make a network."""
     if kind == "cpu":
         return "processes of a CPU share its memory: `host.inside` and `host.across`"
     near = [level for level in levels if not level.between_hosts]
@@ -246,7 +249,7 @@ def _odd(levels: tuple[Level, ...], devices: int, kind: str) -> str:
 
 
 NO_LINK = Link(1.0, 0.0)
-"""Stands for one that was refused."""
+"""Stands for a link that was refused."""
 
 
 def _crowd(values: dict[str, Any]) -> Crowd:
@@ -258,14 +261,17 @@ def _crowd(values: dict[str, Any]) -> Crowd:
 
 
 class _Reader:
+    """Reads the values of a device file's keys, and collects what is wrong with them in `mistakes`."""
+
     def __init__(self) -> None:
         self.mistakes: list[Diagnostic] = []
 
     def wrong(self, message: str, node: Node, why: str, fix: str) -> None:
+        """Adds a mistake at the place of `node`: what is wrong, why, and how to write it right."""
         self.mistakes.append(Diagnostic(message, Exit.RECIPE, node.source, why, fix))
 
     def section(self, node: Node, keys: dict[str, _Key], path: str) -> dict[str, Any]:
-        """The values of a map with these keys; unknown and missing keys are reported."""
+        """The value of each key of a map, or its default. Unknown and missing keys are mistakes."""
         values: dict[str, Any] = {}
         if node.kind != "map":
             self.wrong(f"`{path or 'the file'}` is not a map", node, "key: value pairs expected", "")
@@ -296,6 +302,7 @@ class _Reader:
         return key.default
 
     def value(self, node: Node, key: _Key, path: str) -> Any:
+        """The value written for a key, converted by the key's unit; its default where the value is a mistake."""
         if key.unit == "host":
             return self.section(node, _HOST, path)
         if key.unit == "link":

@@ -14,13 +14,12 @@ other heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from tpshard.kernels import attention_parts, flash
-from tpshard.kernels.attention_mask import capped, slopes, visible, wide
+from tpshard.kernels import attention_blocks, attention_parts, flash
+from tpshard.kernels.attention_mask import visible, wide
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define(
@@ -35,9 +34,6 @@ _library.define(
 PARTS = attention_parts.__name__
 """The module of the partial-sequence operations; importing it here registers them together with these."""
 ATTENTION = torch.ops.tpshard.attention.default
-
-_BLOCK = 512
-"""Query rows scored at once by the blockwise path, which needs b * h * _BLOCK * t floats of memory."""
 
 
 def attention(
@@ -62,94 +58,54 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: in
         raise ValueError(f"attention: window is {window}; it must be at least 1, the row's own position")
 
 
-def _allowed(documents: Tensor | None, rows: range, keys: range, window: int | None, device: torch.device) -> Tensor:
-    """The causal mask, true where a row may attend to a key: [b or 1, 1, rows, keys] bool."""
-    pair = None if documents is None else (documents[:, rows.start : rows.stop], documents[:, keys.start : keys.stop])
-    return visible(pair, rows, keys, window, device)
-
-
-# The reference: matrix products over blocks of queries, in fp32 or fp64. Also used where no library kernel applies.
-
-
-def _blocks(s: int, t: int, window: int | None) -> Iterator[tuple[slice, range, range]]:
-    """Blocks of queries, each as (slice of the queries, their positions, the positions that any of them attends to)."""
-    for start in range(0, s, _BLOCK):
-        stop = min(start + _BLOCK, s)
-        rows = range(t - s + start, t - s + stop)
-        yield slice(start, stop), rows, range(0 if window is None else max(0, rows.start - window + 1), rows.stop)
-
-
-def _grouped(x: Tensor, kv: int) -> Tensor:
-    """[b,s,h,d] -> [b,kv,h/kv,s,d] in fp32 or fp64"""
-    return x.unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).to(wide(x))
+# The reference. Also used where no library kernel applies.
 
 
 def blockwise(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Causal attention by matrix products over blocks of queries; the reference, for any device and dtype."""
-    (b, s, h, _), t, kv = q.shape, k.shape[1], k.shape[2]
-    queries, keys, values = _grouped(q, kv) * scale, _grouped(k, kv), _grouped(v, kv)
-    out, lse = torch.empty_like(q), torch.empty(b, h, s, dtype=wide(q), device=q.device)
-    for rows, positions, visible_keys in _blocks(s, t, window):
-        part = slice(visible_keys.start, visible_keys.stop)
-        scores = capped(queries[..., rows, :] @ keys[..., part, :].transpose(-1, -2), softcap)
-        mask = _allowed(documents, positions, visible_keys, window, q.device).unsqueeze(1)
-        scores.masked_fill_(~mask, -torch.inf)
-        row_lse = scores.logsumexp(-1)
-        probabilities = scores.sub_(row_lse.unsqueeze(-1)).exp_()
-        out[:, rows] = (probabilities @ values[..., part, :]).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
-        lse[..., rows] = row_lse.flatten(1, 2)
-    return out, lse
+    """`tpshard::attention` by matrix products over blocks of queries; the reference, for any device and dtype."""
+    first_query = k.shape[1] - q.shape[1]
+    return attention_blocks.forward(q, k, v, _pair(documents, first_query), scale, window, first_query, 0, softcap)
 
 
 def blockwise_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
     window: int | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradient of `blockwise` from its output and logsumexps (Dao et al. 2022, algorithm 4)."""
-    s, t, kv = q.shape[1], k.shape[1], k.shape[2]
-    queries, keys, values = _grouped(q, kv), _grouped(k, kv), _grouped(v, kv)
-    grad, logs = _grouped(dout, kv), lse.unflatten(1, (kv, -1)).unsqueeze(-1)
-    mean = (grad * _grouped(out, kv)).sum(-1, keepdim=True)
-    dq = torch.empty_like(q)
-    dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-    for rows, positions, visible_keys in _blocks(s, t, window):
-        part = slice(visible_keys.start, visible_keys.stop)
-        block, dblock = queries[..., rows, :], grad[..., rows, :]
-        scores = capped((block * scale) @ keys[..., part, :].transpose(-1, -2), softcap)
-        slope = slopes(scores, softcap)
-        mask = _allowed(documents, positions, visible_keys, window, q.device).unsqueeze(1)
-        scores.masked_fill_(~mask, -torch.inf)
-        probabilities = scores.sub_(logs[..., rows, :]).exp_()
-        dscores = dblock @ values[..., part, :].transpose(-1, -2)
-        dscores.sub_(mean[..., rows, :]).mul_(probabilities).mul_(slope * scale)
-        dq[:, rows] = (dscores @ keys[..., part, :]).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
-        dk[..., part, :] += (dscores.transpose(-1, -2) @ block).sum(2, keepdim=True)
-        dv[..., part, :] += (probabilities.transpose(-1, -2) @ dblock).sum(2, keepdim=True)
-    return dq, dk.squeeze(2).transpose(1, 2).to(k.dtype), dv.squeeze(2).transpose(1, 2).to(v.dtype)
+    """`tpshard::attention_backward` by matrix products over blocks of queries."""
+    first_query = k.shape[1] - q.shape[1]
+    pair = _pair(documents, first_query)
+    dq, dk, dv = attention_blocks.backward(dout, q, k, v, out, lse, pair, scale, window, first_query, 0, softcap)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _pair(documents: Tensor | None, first_query: int) -> attention_blocks.Documents:
+    """The document ids of the queries and of the keys."""
+    return None if documents is None else (documents[:, first_query:], documents)
 
 
 # CPU: torch's flash kernel, four times faster than matrix products for a small model.
 
 
 def _cpu_mask(q: Tensor, k: Tensor, documents: Tensor | None, window: int | None) -> Tensor | None:
+    """The causal mask as torch's kernel adds it to the scores; None where the kernel's own causal mask is the same."""
     s, t = q.shape[1], k.shape[1]
     if documents is None and s == t and (window is None or window >= t):
         return None
-    allowed = _allowed(documents, range(t - s, t), range(t), window, q.device)
+    allowed = visible(_pair(documents, t - s), range(t - s, t), range(t), window, q.device)
     return torch.zeros((), dtype=q.dtype).where(allowed, -torch.inf)
 
 
-def _repeated(x: Tensor, heads: int) -> Tensor:
-    """[b,t,kv,d] -> [b,heads,t,d]"""
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Keys or values [b,t,kv,d] with every KV head repeated for the query heads that share it: [b,heads,t,d]."""
     x = x.transpose(1, 2)
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _plain(q: Tensor, softcap: float | None) -> bool:
-    """Whether torch's kernel does not take this."""
+def _needs_blocks(q: Tensor, softcap: float | None) -> bool:
+    """Whether torch's CPU kernel refuses these queries, so that `blockwise` computes them."""
     return not q.is_floating_point() or q.numel() == 0 or q.dtype == torch.float64 or softcap is not None
 
 
@@ -158,12 +114,12 @@ def _cpu(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(q, k, v, documents, window)
-    if _plain(q, softcap):
+    if _needs_blocks(q, softcap):
         return blockwise(q, k, v, documents, scale, window, softcap)
     h = q.shape[2]
     mask = _cpu_mask(q, k, documents, window)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.transpose(1, 2), _repeated(k, h), _repeated(v, h), 0.0, mask is None, attn_mask=mask, scale=scale
+        q.transpose(1, 2), _repeat_heads(k, h), _repeat_heads(v, h), 0.0, mask is None, attn_mask=mask, scale=scale
     )
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
@@ -172,12 +128,12 @@ def _cpu_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
     window: int | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if _plain(q, softcap):
+    if _needs_blocks(q, softcap):
         return blockwise_backward(dout, q, k, v, out, lse, documents, scale, window, softcap)
     h, kv = q.shape[2], k.shape[2]
     mask = _cpu_mask(q, k, documents, window)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout.transpose(1, 2), q.transpose(1, 2), _repeated(k, h), _repeated(v, h), out.transpose(1, 2), lse,
+        dout.transpose(1, 2), q.transpose(1, 2), _repeat_heads(k, h), _repeat_heads(v, h), out.transpose(1, 2), lse,
         0.0, mask is None, attn_mask=mask, scale=scale,
     )  # fmt: skip
     if h != kv:

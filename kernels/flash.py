@@ -52,23 +52,24 @@ def _starts(documents: Tensor) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
+    """The rows of all sequences one after another."""
     return x.flatten(0, 1).contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The tensor with its last dim contiguous, as the kernels require."""
+    """The tensor itself, or a copy where its last dim is not contiguous, as the kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _sides(window: int | None) -> dict[str, int]:
-    """The window as the kernels' arguments: positions before a row's own, and after it."""
+    """The kernels' arguments for a window: how many positions before and after its own a row attends to."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """`tpshard::attention` for q [b,s,h,d], k and v [b,t,kv,d] -> (out [b,s,h,d], lse [b,h,s])."""
+    """`tpshard::attention` by torch's FlashAttention: the output [b,s,h,d] and logsumexps [b,h,s]."""
     b, s = q.shape[:2]
     if documents is None:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -86,7 +87,7 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`tpshard::attention_backward`: the gradients of q, k and v, in their shapes."""
+    """`tpshard::attention_backward` by torch's FlashAttention: the gradients of q, k and v."""
     b, s, t = q.shape[0], q.shape[1], k.shape[1]
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of dropout, which is off
     with _deterministic():

@@ -82,6 +82,7 @@ def ordering(importance: Tensor, settings: Settings, order: Order, heads: Heads 
 
 
 def _within_heads(importance: Tensor, size: int, heads: Heads) -> Ordering:
+    """The order of `head_local` where groups of `size` inputs are smaller than a head."""
     if heads.head_dim % size:
         raise ValueError(
             f"Groups of {size} inputs and heads of {heads.head_dim} do not divide one another: a head-local order "
@@ -101,7 +102,7 @@ def _within_heads(importance: Tensor, size: int, heads: Heads) -> Ordering:
 
 
 def grid(weights: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """(scales fp16 [outputs], zeros uint8 [outputs]) for one group's weights [outputs, inputs in the group].
+    """The scale and zero of each output for one group's weights [outputs, inputs]: fp16 and uint8, [outputs].
 
     Zeros are at least 1, which every reader of format version 1 understands. A group of zero weights gets scale 1.
     """
@@ -128,13 +129,13 @@ def _round(weights: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
 
 
 def round_to_nearest(weight: Tensor, settings: Settings, plan: Ordering | None = None) -> Quantized:
-    """weight [outputs, inputs] quantized value by value, without compensation: the baseline that GPTQ must beat."""
+    """Rounds every weight [outputs, inputs] to its nearest grid value: the baseline that GPTQ must beat."""
     plan = plan or ordering(weight.new_ones(weight.shape[1]), settings, "none")
     return solve(weight, torch.eye(weight.shape[1], device=weight.device), settings, plan)
 
 
 def solve(weight: Tensor, hessian: Tensor, settings: Settings, plan: Ordering) -> Quantized:
-    """weight [outputs, inputs] quantized by GPTQ, as a linear [inputs, outputs].
+    """Quantizes weight [outputs, inputs] by GPTQ, and returns it as a linear [inputs, outputs].
 
     hessian [inputs, inputs]: any positive multiple of the sum of x x^T. Raises ValueError where either is not finite.
     """
@@ -188,9 +189,9 @@ def _runs(members: Tensor) -> bool:
 
 
 def _inverse_factor(hessian: Tensor, damp: float) -> Tensor:
-    """The upper Cholesky factor of the inverse Hessian, fp64.
+    """The upper Cholesky factor of the damped Hessian's inverse, fp64.
 
-    Zero diagonals become 1; damping grows until it exists.
+    Zeros on the diagonal become 1. The damping grows until the factor exists.
     """
     h = hessian.to(torch.float64).clone()
     diagonal = h.diagonal()
@@ -231,8 +232,8 @@ class Hessian:
         return self.crossed / max(self.rows, 1)
 
 
-def compensated(weight: Tensor, hessian: Tensor, cross: Tensor, damp: float) -> Tensor:
-    """weight [outputs, inputs] adjusted so that its outputs on the actual inputs match those on the error-free inputs.
+def compensate(weight: Tensor, hessian: Tensor, cross: Tensor, damp: float) -> Tensor:
+    """Adjusts weight [outputs, inputs] so that its outputs on the actual inputs match those on the error-free inputs.
 
     Least squares, drawn towards `weight` by the damping ("GPTAQ", Li et al. 2025). Equal inputs return `weight`.
     """
@@ -245,7 +246,7 @@ def compensated(weight: Tensor, hessian: Tensor, cross: Tensor, damp: float) -> 
 
 
 def relative_error(weight: Tensor, quantized: Quantized, hessian: Tensor) -> float:
-    """||(W - Q) X|| / ||W X|| over the calibration inputs X; weight [outputs, inputs]."""
+    """The relative error of the quantized outputs over the calibration inputs X: ||(W - Q) X|| / ||W X||."""
     difference = weight.to(torch.float32) - quantized.dequantize(torch.float32).T
     h = hessian.to(torch.float32)
     lost = (difference @ h * difference).sum().clamp(min=0)

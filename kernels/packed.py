@@ -73,7 +73,7 @@ def pack(weight: Quantized, quads: bool = False) -> Packed:
         words=pack_words(weight.codes, width, chunk, quads),
         scales=weight.scales.to(torch.float16).contiguous(),
         zeros=None if weight.symmetric else weight.zeros.contiguous(),
-        row_group=_padded(weight.group, chunk) if ragged else None,
+        row_group=_pad_groups(weight.group, chunk) if ragged else None,
         bias=weight.bias,
         bits=weight.bits,
         width=width,
@@ -86,9 +86,10 @@ def pack(weight: Quantized, quads: bool = False) -> Packed:
 
 
 def _regular(group: Tensor, smallest: int) -> tuple[int, int, int]:
-    """(chunk, chunks per group, first row's chunk within its group), or chunk 0 where groups are ragged.
+    """How groups divide into chunks: rows of a chunk, chunks of a group, and the first row's chunk within its group.
 
-    All groups must have one size; only the first may lack its beginning and the last its end.
+    The rows are 0 where groups are ragged. Otherwise all have one size; the first may lack its beginning, the last its
+    end.
     """
     sizes = torch.bincount(group.long()).tolist()
     size = max(sizes[1:-1], default=max(sizes))
@@ -102,13 +103,14 @@ def _regular(group: Tensor, smallest: int) -> tuple[int, int, int]:
     return 0, 1, 0
 
 
-def _padded(group: Tensor, chunk: int) -> Tensor:
+def _pad_groups(group: Tensor, chunk: int) -> Tensor:
+    """The group of every row, with the last group repeated up to a whole chunk."""
     short = -len(group) % chunk
     return torch.cat([group, group[-1:].expand(short)]).to(torch.int32).contiguous()
 
 
 def pack_words(codes: Tensor, width: int, chunk: int, quads: bool) -> Tensor:
-    """codes uint8 [inputs, outputs] -> words int32 [chunks, outputs, chunk * width / 32], padded with code 0."""
+    """Packs codes uint8 [inputs, outputs], padded with 0, into words int32 [chunks, outputs, chunk * width / 32]."""
     inputs, outputs = codes.shape
     chunks = -(-inputs // chunk)
     pairs, words = 16 // width, chunk * width // 128
@@ -127,7 +129,7 @@ def pack_words(codes: Tensor, width: int, chunk: int, quads: bool) -> Tensor:
 
 
 def unpack_words(packed: Packed) -> Tensor:
-    """codes uint8 [inputs, columns]: the inverse of `pack_words`."""
+    """Unpacks the words into codes uint8 [inputs, columns]: the inverse of `pack_words`."""
     chunks, outputs, _ = packed.words.shape
     pairs, words = 16 // packed.width, packed.chunk * packed.width // 128
     mask = (1 << packed.width) - 1

@@ -39,9 +39,9 @@ _SCORES = 1 << 22
 
 
 def span(position: int) -> int:
-    """Keys that a row at `position` reads, padding included: 64, 96, 128, 192, 256, ...
+    """The number of keys that a row at `position` reads, with padding: 64, 96, 128, 192, 256, ...
 
-    Depends on the position alone.
+    It depends on the position alone, so that a row's bits do not depend on the other rows.
     """
     size = 64
     while size <= position:

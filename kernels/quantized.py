@@ -110,12 +110,12 @@ class Quantized:
     def padded(self, inputs: int, outputs: int) -> Quantized:
         """The linear padded to more inputs and outputs, whose weights are exactly 0 in every layout.
 
-        Added groups and outputs have scale 0; inputs added to an existing group (see `longer`) have its zero as code.
+        Added groups and outputs have scale 0. Inputs added to a group (see `extend_groups`) have its zero as code.
         """
         rows, columns = inputs - self.inputs, outputs - self.outputs
         if not rows and not columns:
             return self
-        group = longer(self.group, inputs)
+        group = extend_groups(self.group, inputs)
         groups = max(0, int(group.max()) + 1 - self.groups)
         middle = 1 << (self.bits - 1)
         zeros = F.pad(self.zeros, (0, columns, 0, groups), value=middle)
@@ -145,9 +145,11 @@ def group_count(inputs: int, group_size: int) -> int:
     return 1 if group_size == -1 else -(-inputs // group_size)
 
 
-def longer(group: Tensor, inputs: int) -> Tensor:
-    """`group` [in] extended to `inputs`: new inputs fill the last group, then groups of the same size; one group stays
-    one."""
+def extend_groups(group: Tensor, inputs: int) -> Tensor:
+    """Extends `group`, the group of each input, to `inputs`: first the last group is filled, then new ones of its size.
+
+    A single group stays single.
+    """
     sizes = torch.bincount(group.long())
     size = int(sizes.max()) if len(sizes) > 1 else inputs
     more = torch.arange(len(group), inputs, device=group.device) // size

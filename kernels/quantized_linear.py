@@ -25,7 +25,7 @@ Prepared = Packed | Int4
 
 
 def multiplies(bits: int, dtype: torch.dtype, kind: str) -> bool:
-    """Whether a `cpu` or `gpu` multiplies codes of these bits directly in a dtype; otherwise they are made dense."""
+    """Whether a device of this kind (`cpu` or `gpu`) multiplies quantized weights without making them dense first."""
     return kind == "gpu" or (dtype == torch.bfloat16 and bits in int4.BITS)
 
 

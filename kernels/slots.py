@@ -38,7 +38,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _rows(slots: Tensor, n: int) -> Tensor:
-    """[b, s, k]: slots as rows of all sequences' slots side by side; a negative slot becomes the row after the last."""
+    """Each slot's row [b, s, k] with all sequences' slots side by side; a negative slot is the row after the last."""
     first = torch.arange(slots.shape[0], device=slots.device).view(-1, 1, 1) * n
     return torch.where(slots >= 0, slots + first, slots.shape[0] * n)
 
@@ -52,25 +52,25 @@ def _to_slots(x: Tensor, slots: Tensor, weights: Tensor | None, n: int) -> Tenso
     return out[:-1].view(b, n, m)
 
 
-def _picked(y: Tensor, slots: Tensor, choice: int) -> Tensor:
-    """[b, s, m]: the contents of one choice's slots, 0 for a negative slot."""
+def _contents(y: Tensor, slots: Tensor, choice: int) -> Tensor:
+    """The contents [b, s, m] of the slot that is each token's choice number `choice`; 0 for a negative slot."""
     b, n, m = y.shape
     rows = _rows(slots[..., choice : choice + 1], n).reshape(-1)
-    picked = y.reshape(-1, m).index_select(0, rows.clamp(max=b * n - 1))
-    return picked.masked_fill_((rows == b * n).unsqueeze(1), 0).view(b, -1, m)
+    values = y.reshape(-1, m).index_select(0, rows.clamp(max=b * n - 1))
+    return values.masked_fill_((rows == b * n).unsqueeze(1), 0).view(b, -1, m)
 
 
 def _from_slots(y: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
     out = y.new_zeros(y.shape[0], slots.shape[1], y.shape[2], dtype=_wide(y))
     for choice in range(slots.shape[2]):
-        value = _picked(y, slots, choice).to(out.dtype)
+        value = _contents(y, slots, choice).to(out.dtype)
         out += value if weights is None else value * weights[..., choice, None]
     return out.to(y.dtype)
 
 
 def _slot_products(x: Tensor, y: Tensor, slots: Tensor) -> Tensor:
     wide = x.to(_wide(x))
-    return torch.stack([(wide * _picked(y, slots, choice)).sum(-1) for choice in range(slots.shape[2])], -1)
+    return torch.stack([(wide * _contents(y, slots, choice)).sum(-1) for choice in range(slots.shape[2])], -1)
 
 
 for _device in ("CPU", "CUDA"):

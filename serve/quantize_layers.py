@@ -24,7 +24,7 @@ from tpshard.kernels.gptq_solver import (
     Order,
     Ordering,
     Settings,
-    compensated,
+    compensate,
     ordering,
     relative_error,
     round_to_nearest,
@@ -237,7 +237,7 @@ class Quantizer:
         quantized = nearest = round_to_nearest(weight, self.settings)
         hessian = statistics.mean()
         if self.method == "gptq":
-            target = compensated(weight, hessian, statistics.cross(), self.settings.damp)
+            target = compensate(weight, hessian, statistics.cross(), self.settings.damp)
             quantized = solve(target, hessian, self.settings, plan)
         linear.weight = nn.Parameter(quantized.dequantize().T.to(self.dtype).contiguous(), requires_grad=False)
         error, nearest_error = (relative_error(weight, q, hessian) for q in (quantized, nearest))

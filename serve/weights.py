@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tpshard.kernels import linear
-from tpshard.kernels.quantized import Quantized, concatenate, longer
+from tpshard.kernels.quantized import Quantized, concatenate, extend_groups
 from tpshard.kernels.quantized_linear import prepare
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.program import Port
@@ -106,7 +106,7 @@ class Filler:
     def _group(self, name: str) -> Tensor | None:
         """`Weights.group`, extended to the program's number of inputs."""
         index = self.weights.group(name)
-        return None if index is None else longer(index, self.shapes[name][1])
+        return None if index is None else extend_groups(index, self.shapes[name][1])
 
 
 def _cut(order: Tensor | None, part: tuple[int, int]) -> Tensor:

@@ -7,7 +7,7 @@ from tpshard.kernels.gptq_solver import (
     Heads,
     Hessian,
     Settings,
-    compensated,
+    compensate,
     grid,
     ordering,
     relative_error,
@@ -102,12 +102,12 @@ def test_compensation_makes_up_for_errors_of_earlier_layers():
     seen = Hessian(64)
     seen.add(x, dense)
     weight = torch.randn(16, 64, generator=g)
-    better = compensated(weight, seen.mean(), seen.cross(), 1e-6)
+    better = compensate(weight, seen.mean(), seen.cross(), 1e-6)
     wanted = dense @ weight.T
     assert (x @ better.T - wanted).norm() < 0.02 * (x @ weight.T - wanted).norm()
     unharmed = Hessian(64)
     unharmed.add(dense)
-    assert torch.equal(compensated(weight, unharmed.mean(), unharmed.cross(), 0.01), weight)
+    assert torch.equal(compensate(weight, unharmed.mean(), unharmed.cross(), 0.01), weight)
 
 
 def test_gptq_loses_less_than_rounding_and_order_helps():

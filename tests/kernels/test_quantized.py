@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tpshard.kernels.norm import NORM
 from tpshard.kernels.packed import pack, unpacked
-from tpshard.kernels.quantized import Quantized, concatenate, group_count, group_index, longer
+from tpshard.kernels.quantized import Quantized, concatenate, extend_groups, group_count, group_index
 
 
 def linear(inputs=128, outputs=64, bits=4, group_size=32, order=False, bias=False, seed=0, sort=True):
@@ -44,7 +44,7 @@ def test_padding_fills_the_last_group(symmetric):
         weight = dataclasses.replace(weight, zeros=torch.full_like(weight.zeros, 8))
     wider = weight.padded(320, 64)
     assert torch.bincount(wider.group).tolist() == [64] * 5 and wider.symmetric == symmetric
-    assert torch.equal(wider.group, longer(weight.group, 320))
+    assert torch.equal(wider.group, extend_groups(weight.group, 320))
     assert not wider.dequantize()[144:].any() and torch.equal(wider.dequantize()[:144], weight.dequantize())
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from servers import lockstep, recipe, weights_of
 from tpshard.kernels.gptq_config import GPTQConfig
 from tpshard.kernels.gptq_solver import Heads, Settings, ordering, round_to_nearest
-from tpshard.kernels.quantized import Quantized, group_index, longer
+from tpshard.kernels.quantized import Quantized, extend_groups, group_index
 from tpshard.kernels.reorder import fewer, head_local_order, positions, sorting
 from tpshard.models import Blueprint, build
 from tpshard.models.config import ModelConfig
@@ -156,7 +156,7 @@ DOWN = "layers.0.mlp.down.weight"
 
 def groups_of_devices(made: ServingPrograms, model: Served) -> list[set[int]]:
     """The groups whose rows of `down` each device holds."""
-    group = longer(model.quantized[DOWN].group, made.shapes[DOWN][1])
+    group = extend_groups(model.quantized[DOWN].group, made.shapes[DOWN][1])
     rows = made.arrangement.rows_of(DOWN, lambda _: group)
     assert rows is not None
     return [set(part.tolist()) for part in group[rows].chunk(made.setting.mesh.ranks)]
