@@ -45,6 +45,7 @@ def report_of(
 
 
 def extra_warnings(job: PlannedJob, device: Device, update: Program) -> list[str]:
+    """The warnings of the update, and those about a device that is assumed, not fitted, or has fewer places."""
     warnings = list(update.warnings)
     if job.device_assumed:
         warnings.append("no `cluster` is named: priced on the shipped two-core CPU, not on this machine")
@@ -57,7 +58,7 @@ def extra_warnings(job: PlannedJob, device: Device, update: Program) -> list[str
 
 
 def shardings(program: Program, parameters: Sequence[str]) -> tuple[list[Tensor], int, int]:
-    """(parameters and named activations with their shardings, number annotated, number inferred)."""
+    """The parameters and named activations with their shardings; how many are annotated, and how many inferred."""
     stored = dict(zip((port.name for port in program.inputs), program.in_shardings))
     used = {r.label: name for name, r in program.records.items() if r.role == "parameter" and name != r.label}
     shown = {used.get(name, name): name for name in parameters}

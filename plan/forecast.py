@@ -27,7 +27,7 @@ ASSUMED_WRITE = 2e9
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions of a run from the command line; None where not given."""
+    """The tokens, prices and failure rates of a run that the command line sets; None where it does not."""
 
     tokens: float | None = None
     """Training tokens; None: the recipe's `train.steps`."""
@@ -43,7 +43,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The duration of a run, in seconds."""
+    """The expected duration of a run with failures, and the figures it follows from."""
 
     steps: int
     tokens: float
@@ -76,13 +76,16 @@ class Forecast:
 
     @property
     def total_s(self) -> float:
+        """The expected duration with the recipe's checkpoints."""
         return self._total(self.every_steps)
 
     @property
     def best_total_s(self) -> float:
+        """The expected duration with the best interval between checkpoints."""
         return self._total(self.best_every_steps)
 
     def _total(self, every: int) -> float:
+        """The expected duration with a checkpoint every `every` steps; 0: none."""
         interval = (every or self.steps) * self.step_s
         save = self.save_s if every else 0.0
         return expected_seconds(self.work_s, interval, save, self.restart_s, self.between_failures_s)
@@ -109,7 +112,10 @@ class Forecast:
 
 
 def expected_seconds(work: float, interval: float, save: float, restart: float, between: float) -> float:
-    """Daly (20): the expected seconds for `work` seconds of steps, saved every `interval` seconds."""
+    """The expected duration of `work` seconds of steps with failures and a checkpoint every `interval` seconds.
+
+    Source: Daly, equation 20.
+    """
     if math.isinf(between):
         return work * (1 + save / interval)
     exponent = (interval + save) / between
@@ -119,7 +125,7 @@ def expected_seconds(work: float, interval: float, save: float, restart: float, 
 
 
 def best_interval(save: float, between: float) -> float:
-    """Daly (37): seconds of steps between checkpoints that minimize the expected time."""
+    """The seconds of steps between checkpoints that minimize the expected duration (Daly, equation 37)."""
     if save >= 2 * between:
         return between
     ratio = save / (2 * between)

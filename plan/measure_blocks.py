@@ -1,5 +1,4 @@
-"""The streams of operations that `doctor --measure` times: blocks of a transformer layer without matrix products and
-attention, with their gradients, as a graph that runs like a program."""
+"""The graphs that `doctor --measure` times: blocks of a transformer layer without matrix products and attention."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ HEAD_DIM = 32
 
 
 class Tape:
-    """A graph of operations that runs like a program's, with the bytes they read, write and hold."""
+    """Builds a graph that runs like a program, and counts its operations, the bytes they move, and exponentials."""
 
     def __init__(self) -> None:
         self.graph, self.inputs = fx.Graph(), list[Tensor]()
@@ -24,17 +23,20 @@ class Tape:
         """For each view, the node whose memory it shares."""
 
     def feed(self, *shape: int) -> fx.Node:
+        """Adds an input of this shape, with random values."""
         node = self.graph.placeholder(f"x{len(self.inputs)}")
         node.meta["value"] = torch.rand(shape) + 0.5
         self.inputs.append(node.meta["value"])
         return node
 
     def view(self, target: Any, source: fx.Node, *args: Any) -> fx.Node:
+        """Adds a view of `source`, which moves no bytes."""
         node = self._call(target, source, *args)
         self.root[node] = self.root.get(source, source)
         return node
 
     def op(self, target: Any, *args: Any) -> fx.Node:
+        """Adds an operation, and counts it."""
         node = self._call(target, *args)
         self.ops += 1
         self.moved += sum(_bytes(n) for n in (*node.all_input_nodes, node))
@@ -47,6 +49,7 @@ class Tape:
         return node
 
     def module(self, *results: fx.Node) -> fx.GraphModule:
+        """Ends the graph with these results, and returns it."""
         self.graph.output(results)
         return fx.GraphModule({}, self.graph)
 
@@ -56,9 +59,9 @@ def _bytes(node: fx.Node) -> int:
 
 
 def forward(tape: Tape, x: fx.Node, weight: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """(result, tensors saved for the gradient) of a layer's work besides matrix products and attention.
+    """Adds a block: a norm, a rotation of each head, a copy in another order, a gate, and much scaling and adding.
 
-    Mostly scaling and adding; also a norm, a rotation of each head, a copy in another order, and a gate.
+    Returns the result and the tensors that its gradient needs.
     """
     op, mul, add = tape.op, partial(tape.op, aten.mul.Tensor), partial(tape.op, aten.add.Tensor)
     inverse = op(aten.rsqrt.default, op(aten.mean.dim, mul(x, x), [-1], True))
@@ -72,7 +75,7 @@ def forward(tape: Tape, x: fx.Node, weight: fx.Node) -> tuple[fx.Node, tuple[fx.
 
 
 def backward(tape: Tape, x: fx.Node, saved: tuple[fx.Node, ...], weight: fx.Node) -> fx.Node:
-    """The gradient of `forward`: sums over rows, a copy in another order, and an exponential."""
+    """Adds the gradient of a block: sums over rows, a copy in another order, and an exponential."""
     op, mul, add = tape.op, partial(tape.op, aten.mul.Tensor), partial(tape.op, aten.add.Tensor)
     inverse, scaled, normed, gate, out = saved
     grad = op(aten.exp.default, op(aten.div.Tensor, normed, out))
@@ -85,19 +88,19 @@ def backward(tape: Tape, x: fx.Node, saved: tuple[fx.Node, ...], weight: fx.Node
 
 
 def _heads(tape: Tape, x: fx.Node) -> fx.Node:
-    """[rows, width] -> [8, rows / 8, heads, head size]"""
+    """Views rows [rows, width] as 8 sequences of heads: [8, rows / 8, heads, head size]."""
     rows, width = x.meta["value"].shape
     return tape.view(aten.reshape.default, x, [8, rows // 8, width // HEAD_DIM, HEAD_DIM])
 
 
 def _reordered(tape: Tape, heads: fx.Node, like: fx.Node) -> fx.Node:
-    """A copy with the heads before the sequence, in the shape of `like`."""
+    """Copies the heads into the order [sequence, head, row, size], in the shape of `like`."""
     turned = tape.view(aten.permute.default, heads, [0, 2, 1, 3])
     return tape.op(aten.reshape.default, turned, list(like.meta["value"].shape))
 
 
 def blocks(elements: int, count: int) -> tuple[Tape, fx.Node]:
-    """Several blocks in a row with this many elements, then their gradients in reverse order; and the result."""
+    """A graph of `count` blocks in a row on this many elements, then of their gradients in reverse; and its result."""
     tape = Tape()
     width = 128 if elements <= 1 << 18 else 512
     x, weight = tape.feed(elements // width, width), tape.feed(width)

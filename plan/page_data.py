@@ -26,7 +26,7 @@ MOST_ALIVE = 200
 
 
 def data(report: Report) -> dict[str, Any]:
-    """All data of the page."""
+    """All data of the page: tensors, collectives and timelines."""
     program = report.pricing.parts[0].part.program
     for entry in report.pricing.parts:  # that of the step, not of an update or a gather
         if entry.part.name.startswith("micro-batch"):
@@ -147,6 +147,7 @@ def alive(report: Report) -> list[dict[str, Any]]:
 
 
 def _living(one: Living, name: str, entry: PricedPart) -> dict[str, Any]:
+    """The page's row for a value in memory at the peak; `name` is its port's, "" if it is no input."""
     info, nodes = info_of(one.node), entry.priced.kernels
     sources: tuple[SourcePlace, ...] = ()
     if info.comm is not None:
@@ -165,6 +166,7 @@ def _living(one: Living, name: str, entry: PricedPart) -> dict[str, Any]:
 
 
 def _producer(info: Any) -> str:
+    """The phase and the module of a node, such as `backward layers.0.mlp`."""
     return " ".join(filter(None, (info.phase, info.module or info.origin)))
 
 

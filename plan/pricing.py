@@ -132,7 +132,7 @@ class Pricing:
         return self.reserved_bytes + self.device.context_bytes
 
     def flops(self, *, recompute: bool) -> tuple[int, int]:
-        """(FLOPs of one device, useful FLOPs of all devices) per step."""
+        """The FLOPs of a step: those of one device, and the useful ones of all devices."""
         local = whole = 0
         for entry in self.parts:
             for kernel in entry.priced.kernels:
@@ -157,7 +157,7 @@ class Pricing:
 
 
 def work_of(kernel: Kernel) -> tuple[int, int]:
-    """(FLOPs of one device, FLOPs of the whole operation)."""
+    """The FLOPs of a kernel: those of one device, and those of the whole operation."""
     info = info_of(kernel.node)
     times = kernel.flops / info.flops if info.flops and kernel.flops else 1.0
     return (kernel.flops or info.flops), int(info.global_flops * times)
@@ -199,7 +199,7 @@ def _add(
 def price_parts(
     parts: Sequence[StepPart], device: Device, per_host: int, *, processes: int, trains: bool = False
 ) -> Pricing:
-    """Prices a step.
+    """Prices a step: the memory and time of each of its parts on a device.
 
     per_host: devices of a host that the mesh uses. processes: those on the busiest host. trains: whether the training
     loop's own work is included.

@@ -24,7 +24,7 @@ _OPS = ("tpshard.experts.default", "tpshard.experts_backward.default")
 
 @dataclass(frozen=True)
 class Routing:
-    """A step with one routing."""
+    """What a step takes under one routing of tokens to experts."""
 
     busiest: float
     """Tokens of the busiest expert over the mean."""
@@ -75,7 +75,7 @@ def skew(pricing: Pricing, setting: Setting, busiest: float) -> Skew:
 
 
 def _numbers(setting: Setting) -> tuple[int, int, float | None]:
-    """(number of experts, choices per token, capacity)."""
+    """The model's number of experts, its choices per token, and its capacity; 0, 0 and None without experts."""
     config = setting.config
     if config is not None:
         return config.experts or 0, config.top_k or 0, config.capacity
@@ -87,6 +87,7 @@ def _numbers(setting: Setting) -> tuple[int, int, float | None]:
 
 
 def _routing(pricing: Pricing, busiest: float, experts: int, capacity: float | None) -> Routing:
+    """Prices a step whose busiest expert gets `busiest` times the mean, and the others the rest evenly."""
     others = (experts - busiest) / max(1, experts - 1)
     total, workspace, device = pricing.fixed_s, 0, 1.0
     for entry in pricing.parts:
@@ -107,6 +108,7 @@ def _routing(pricing: Pricing, busiest: float, experts: int, capacity: float | N
 
 
 def _products(part: StepPart, kernels: list[Any]) -> Iterator[tuple[int, fx.Node]]:
+    """The operations of experts among a part's kernels, with their indices."""
     for i, kernel in enumerate(kernels):
         if str(kernel.node.target) in _OPS:
             yield i, kernel.node

@@ -15,24 +15,24 @@ def gib(n: float) -> str:
 
 
 def plural(n: float, word: str) -> str:
-    """`1 host`, `2 hosts`, `2 micro-batches`."""
+    """A number with a noun in singular or plural: `1 host`, `2 hosts`, `2 micro-batches`."""
     return f"{n:g} {word}" if n == 1 else f"{n:g} {word}{'es' if word.endswith('h') else 's'}"
 
 
 def bytes_axis(top: float) -> tuple[float, str]:
-    """(bytes per unit, the unit's name) for all labels of an axis that ends at `top` bytes."""
+    """The unit, as its bytes and name, for the labels of an axis that ends at `top` bytes."""
     units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
     return next((unit for unit in units if top >= unit[0]), units[-1])
 
 
 def seconds_axis(top: float) -> tuple[float, str]:
-    """(seconds per unit, the unit's name) for all labels of an axis that ends at `top` seconds."""
+    """The unit, as its seconds and name, for the labels of an axis that ends at `top` seconds."""
     units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
     return next((unit for unit in units if top >= unit[0]), units[-1])
 
 
 def seconds(s: float) -> str:
-    """Seconds as text, in a suitable unit."""
+    """A duration as text, in the unit that suits it: `3.2 ms`."""
     if s == 0:
         return "0"
     if s < 1e-3:
