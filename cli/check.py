@@ -65,7 +65,7 @@ def check(
 
 
 def _at_once(setting: Setting) -> list[str]:
-    """The changes that make one micro-batch of a step's sequences."""
+    """The overrides with which a step has a single micro-batch."""
     if setting.stacking is not None:
         return []
     staged = setting.recipe.pipeline is not None and setting.recipe.pipeline.micro_batches is not None

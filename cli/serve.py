@@ -74,7 +74,7 @@ def _model(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:
 
 
 def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> Served:
-    """The description of what would be served; a recipe's own model needs no checkpoint for it."""
+    """The model as it would be served, without its weights; a recipe's own model needs no checkpoint."""
     from tpshard.programs.served import LATEST, served
 
     if loaded.serve.checkpoint == LATEST:
@@ -83,7 +83,7 @@ def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> Served:
 
 
 def stored(loaded: Recipe, model: SourceModel) -> Served:
-    """The description of serving an existing model."""
+    """An existing model as it would be served: its blueprint, dtype and quantization."""
     from tpshard.programs.served import stored_model
 
     names = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}

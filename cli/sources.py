@@ -192,7 +192,7 @@ def _recipe_of_run(checkpoint: Path) -> Recipe | None:
 
 
 def _require(checkpoint: SavedCheckpoint, blueprint: Blueprint) -> torch.dtype:
-    """The dtype of the model's values. Raises `Mistakes` if the checkpoint is of another model."""
+    """Checks that the checkpoint is of this model, and returns the dtype of its values. Raises `Mistakes` otherwise."""
     import torch
     from tpshard.train.checkpoint import OPTIMIZER
 

@@ -106,7 +106,7 @@ class _Plan:
         return self._report
 
     def programs(self, setting: Setting) -> TrainingPrograms:
-        """Those of the file."""
+        """The programs saved in the plan file."""
         from tpshard.plan import make
 
         assert self.file is not None

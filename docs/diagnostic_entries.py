@@ -116,7 +116,7 @@ class Texts:
                 self._assign(part, of)
 
     def all(self, node: ast.expr, depth: int = 0) -> list[str]:
-        """Every template, each once; `…` alone where the text is computed."""
+        """The templates that the expression may be, each once; a computed text is `…`."""
         if isinstance(node, ast.Constant):
             return [node.value] if isinstance(node.value, str) else [FILLED]
         if isinstance(node, ast.JoinedStr):

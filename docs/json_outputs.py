@@ -285,13 +285,13 @@ def unknown(printed: Any, output: Output) -> list[str]:
 
 
 def missing(printed: Any, output: Output) -> list[str]:
-    """Keys that always stand there and were not printed."""
+    """The required keys of the output that were not printed."""
     paths = list(_paths(printed))
     return [key for key in output.keys if not any(_covers(key, path) for path in paths)]
 
 
 def _paths(value: Any, at: str = "") -> Iterator[str]:
-    """The path of each value that holds no other. Of an empty list or map, its own."""
+    """The paths of all leaf values; an empty list or map counts as a leaf."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _paths(inner, f"{at}.{key}" if at else key)
@@ -303,6 +303,6 @@ def _paths(value: Any, at: str = "") -> Iterator[str]:
 
 
 def _covers(key: str, path: str) -> bool:
-    """`a[]` describes what lies below it too, and an empty list describes the keys of its entries."""
+    """Whether a documented key describes a printed path: `a[]` also describes everything below it."""
     stem = key.removesuffix(".*")
     return path == stem or path.startswith((stem + ".", stem + "[")) or (path.endswith("[]") and key.startswith(path))

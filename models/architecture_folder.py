@@ -146,7 +146,7 @@ class FolderWeights:
 
 
 def _turned(model: nn.Module) -> frozenset[str]:
-    """Weights that a module holds as [inputs, outputs]."""
+    """The names of the weights that a module stores as [inputs, outputs]."""
     from transformers.pytorch_utils import Conv1D
 
     return frozenset(f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Conv1D))
@@ -187,7 +187,7 @@ def initial(model: nn.Module) -> dict[str, Initial | Tensor]:
 
 
 def _begun(model: Any, module: nn.Module, own: Mapping[str, nn.Parameter], seed: int) -> dict[str, Tensor]:
-    """The small parameters of a module after the class's initialization; NaN where it leaves them unset."""
+    """The values of a module's small parameters after the class's initialization; NaN if it leaves them unset."""
     small = {key: torch.full(p.shape, float("nan")) for key, p in own.items() if p.numel() <= _WHOLE}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)

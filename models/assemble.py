@@ -65,7 +65,7 @@ def build_module(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within it the modules of a model compute as after training: nothing is dropped."""
+    """A context in which the modules of a model compute as after training: nothing is dropped."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -110,7 +110,7 @@ class QuantizedModules:
         return None if module is None else self._folder.linear(module)
 
     def group(self, name: str) -> Tensor | None:
-        """Which group each input of a weight belongs to, int32 [inputs]; None for a parameter that is dense."""
+        """The group of each input of a weight, int32 [inputs]; None for a parameter that is dense."""
         module = self._module_of(name)
         return None if module is None else self._folder.group(module)
 

@@ -31,7 +31,10 @@ class Step:
 
 
 def take_place(model: nn.Module) -> Step | None:
-    """Makes such modules of a model compute by tpshard's operation; returns the step they read, or None without any."""
+    """Replaces the attention of Falcon's and Bloom's modules by tpshard's operation.
+
+    Returns the `Step` that they read, or None if the model has no such modules.
+    """
     step, replaced = Step(), False
     for module in model.modules():
         forward = _OWN.get(type(module).__name__)

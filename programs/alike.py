@@ -18,7 +18,7 @@ STACK = "layers"
 
 
 def micro(setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False) -> Program:
-    """`step_programs.micro_program`: where layers are alike from that of a model with few of them."""
+    """Builds the micro-batch's program, from that of a model with few layers if all layers are alike."""
     few = few_layers(setting, base, gathered=gathered, unreduced=unreduced)
     if few is not None and setting.config is not None:
         deep = stretch_program(few, STACK, setting.config.layers)
@@ -30,7 +30,7 @@ def micro(setting: Setting, base: Program | None = None, *, gathered: bool = Fal
 def few_layers(
     setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False
 ) -> Program | None:
-    """The micro-batch's program of the model with few layers; None where it has no more, or they may not be alike."""
+    """The micro-batch's program of the same model with few layers; None if that saves nothing or layers may differ."""
     config = setting.config
     if config is None or config.layers <= FEW + 1 or config.full_layers or _names_layers(setting):
         return None
@@ -40,7 +40,7 @@ def few_layers(
 
 
 def of_all_layers(few: Program, layers: int) -> dict[str, ValueRecord]:
-    """Records, those of parameters and their gradients for every layer: the second one stands for all."""
+    """The records of `few`, with those of the second layer's parameters and gradients repeated for all layers."""
     records = dict(few.records)
     second = f"{STACK}.1."
     for name, record in few.records.items():
@@ -50,7 +50,7 @@ def of_all_layers(few: Program, layers: int) -> dict[str, ValueRecord]:
 
 
 def _names_layers(setting: Setting) -> bool:
-    """Whether the recipe speaks of single layers."""
+    """Whether the recipe names single layers, such as `layers.3`."""
     sharding = setting.recipe.sharding
     return any(part.isdigit() for name in (*sharding.annotate, *sharding.pin) for part in name.split("."))
 

@@ -20,7 +20,7 @@ BATCH_DIMS = ("batch", "seq")
 
 
 class Annotated(Protocol):
-    """What annotating needs: a recipe's model on a mesh."""
+    """The settings that annotating reads: a recipe, its mesh, and the dim names of its model."""
 
     @property
     def recipe(self) -> Recipe: ...
@@ -74,7 +74,7 @@ def _name_dims(
     setting: Annotated, graph: Graph, used: Mapping[str, Sequence[Value]], batch: Iterable[Value],
     fields: Mapping[str, Sequence[str]],
 ) -> None:  # fmt: skip
-    """Tell parameters, their gradients and the batch the names of their dims, for people who read a plan."""
+    """Records the dim names of parameters, gradients and batch on their values, for people who read a plan."""
     named: list[tuple[Value, Sequence[str]]] = []
     named += [(value, setting.dims.get(name, ())) for name, values in used.items() for value in values]
     named += [(value, setting.dims.get(value.name, ())) for value in graph.inputs]

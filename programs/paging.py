@@ -116,7 +116,7 @@ def take_logit_rows(graph: Graph, where: Mapping[Value, int], count: int) -> Non
 
 
 def _with_logit_rows_alone(graph: Graph, where: Mapping[Value, int], output: Value) -> set[Value]:
-    """The values of which only the output's rows are read."""
+    """The values that need to be computed only for the rows with logits."""
     shortened: set[Value] = set()
 
     def onward(value: Value) -> bool:

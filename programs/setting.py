@@ -216,7 +216,7 @@ class Setting:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Of the optimizer's moments at rest."""
+        """The dtype in which the optimizer's moments are stored."""
         return DTYPES[self.recipe.optimizer.state_dtype]
 
     @property

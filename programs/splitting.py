@@ -57,8 +57,8 @@ def layers_of(setting: Setting, count: int, stages: int) -> list[int]:
 def balanced(
     setting: Setting, even: Sequence[int], devices: int, cut: Callable[[Sequence[int]], tuple[Stage, ...]]
 ) -> tuple[list[int], tuple[Stage, ...]]:
-    """The split that the recipe says, or else whose slowest device takes least, and its stages; `cut` makes those of a
-    split, ready to run.
+    """Chooses the layers of each stage and returns them with the stages, which `cut` makes: the recipe's split, or else
+    the one whose slowest device is fastest.
 
     Layer times are measured on an even split, then on the best split by these times, until a split repeats.
     """

@@ -137,15 +137,15 @@ def build(setting: Setting) -> tuple[Program, StagedPrograms]:
 
 
 def axis_of(setting: Setting) -> Axis:
-    """Along which the stages lie."""
+    """The mesh axis of the pipeline's stages."""
     axis = setting.pipeline_axis
     assert axis is not None, "a law of recipes"
     return axis
 
 
 def recomputed(setting: Setting, base: Program, make_micro: step_programs.MicroMaker) -> Program:
-    """A micro-batch's program as it is cut: gathering and reducing as the recipe says, and recomputed; `base` is the
-    plain one."""
+    """The micro-batch's program before it is cut into stages: with the recipe's gathering, reducing and recomputation.
+    `base` is the program without them."""
     fsdp, whole = setting.recipe.fsdp, base
     gathers, reduces = fsdp.accumulate.gather == "step", fsdp.accumulate.reduce == "last"
     if gathers or reduces:
@@ -170,7 +170,10 @@ def finished_stages(setting: Setting, again: Program, table: Table, layers: Sequ
 def device_programs(
     setting: Setting, storage: Mapping[str, Layout], base: Program, held: Sequence[Sequence[str]], i: int, noted: int
 ) -> DevicePrograms:
-    """What device `i` runs once a step; `held`: the parameters of every device; `noted`: how many counts there are."""
+    """The programs that device `i` runs once per step.
+
+    held: the parameters of every device. noted: the number of counters.
+    """
     names, axis, accumulate = held[i], axis_of(setting), setting.recipe.fsdp.accumulate
     gathers, reduces = accumulate.gather == "step", accumulate.reduce == "last"
     first = [n for n in names if all(n not in before for before in held[:i])]
@@ -262,7 +265,7 @@ def stored(storage: Mapping[str, Layout], name: str) -> Annotation:
 def totals_program(
     setting: Setting, storage: Mapping[str, Layout], axis: Axis, names: Sequence[str], first: Sequence[str], noted: int
 ) -> Program:
-    """The program `DevicePrograms.totals`.
+    """Builds the program that adds up losses, counts and squared gradient norms over all stages.
 
     first: the names whose gradients count on this device. noted: the number of counters.
     """

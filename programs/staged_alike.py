@@ -66,7 +66,7 @@ class _Alike:
         self.setting, self.few, self.table = setting, few, table_of(setting)
 
     def _counts(self, split: Sequence[int]) -> tuple[int, list[int], int]:
-        """Layers of the first stage, of each kind of middle stage, and of the last."""
+        """The numbers of layers of the first stage, of each kind of middle stage, and of the last."""
         return split[0], sorted(set(split[1:-1])), split[-1]
 
     def built(self, split: Sequence[int]) -> int:

@@ -30,7 +30,7 @@ from tpshard.programs.stacked_layers import discount
 
 
 class MicroMaker(Protocol):
-    """See `micro_program`."""
+    """A function that builds the program of a micro-batch, like `micro_program`."""
 
     def __call__(
         self, setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False
@@ -49,7 +49,7 @@ def _batch(setting: Setting) -> dict[str, Tensor]:
 
 
 def rows_of(batch: Mapping[str, Tensor]) -> int:
-    """Of a micro-batch, on all data ranks together."""
+    """The number of rows of a micro-batch, of all data ranks together."""
     return next(iter(batch.values())).shape[0]
 
 

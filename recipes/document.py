@@ -195,7 +195,7 @@ def completions(incomplete: str) -> list[tuple[str, str]]:
 
 
 def _free(hint: Any, path: str, rest: list[str], incomplete: str) -> list[tuple[str, str]]:
-    """Common names for a key that allows any."""
+    """Completions of a key with free names, by names in common use."""
     usual = {"mesh": ("dp", "fsdp", "tp"), "serve.mesh": ("tp",), "sharding.rules": tuple(DIMS)}.get(path, ())
     if mapping_of(hint) is None or len(rest) != 1 or "=" in incomplete:
         return []

@@ -85,7 +85,7 @@ def _batch(recipe: Recipe, mesh: Mapping[str, int]) -> Iterator[Diagnostic]:
 
 @dataclass(frozen=True)
 class _Use:
-    """A dim that mesh axes shard, with the key that says so."""
+    """A dim that mesh axes shard, with the recipe's key that shards it."""
 
     dim: str
     axes: tuple[str, ...]

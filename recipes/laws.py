@@ -86,14 +86,18 @@ def mesh_on_cluster(recipe: Recipe) -> Iterator[Diagnostic]:
             yield wrong
 
 
+def _uses(recipe: Recipe) -> dict[str, tuple[str, ...]]:
+    """The mesh axes that each rule, each pin and `fsdp.axis` names, by key."""
+    uses = {f"sharding.rules.{name}": axes for name, axes in recipe.sharding.rules.items()}
+    uses |= {
+        f"sharding.pin.{name}": tuple(a for dim in dims for a in dim) for name, dims in recipe.sharding.pin.items()
+    }
+    return uses | {"fsdp.axis": (recipe.fsdp.axis,)}
+
+
 def known_axes(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires that rules, pins and fsdp.axis name axes of the mesh."""
-    uses = [(f"sharding.rules.{name}", axes) for name, axes in recipe.sharding.rules.items()]
-    uses += [
-        (f"sharding.pin.{name}", tuple(a for dim in dims for a in dim)) for name, dims in recipe.sharding.pin.items()
-    ]
-    uses.append(("fsdp.axis", (recipe.fsdp.axis,)))
-    for path, axes in uses:
+    for path, axes in _uses(recipe).items():
         for axis in dict.fromkeys(axes):
             if axis not in recipe.mesh and axis not in AXES:
                 close = suggestion(axis, recipe.mesh)
@@ -108,8 +112,7 @@ def known_axes(recipe: Recipe) -> Iterator[Diagnostic]:
 
 def used_axes(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires that every axis is used; an unused one would waste its devices."""
-    used = {axis for axes in recipe.sharding.rules.values() for axis in axes} | {recipe.fsdp.axis}
-    used |= {axis for dims in recipe.sharding.pin.values() for dim in dims for axis in dim}
+    used = {axis for axes in _uses(recipe).values() for axis in axes}
     used |= {"pp"} if recipe.pipeline is not None else set()
     if not used <= {*recipe.mesh, *AXES}:
         return  # a misspelt axis would be reported twice
@@ -242,12 +245,9 @@ def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:
             fix="leave pipeline.split out, or form: staged",
             also=((recipe.where("pipeline.form"), "the form"),),
         )
-    outside = ("stage", "vocab") if section.vectorized else ("stage",)
-    uses = [(f"sharding.rules.{name}", axes) for name, axes in recipe.sharding.rules.items() if name not in outside]
-    pins = recipe.sharding.pin.items()
-    uses += [(f"sharding.pin.{name}", tuple(axis for dim in dims for axis in dim)) for name, dims in pins]
-    for path, axes in [*uses, ("fsdp.axis", (recipe.fsdp.axis,))]:
-        if "pp" in axes:
+    outside = ["sharding.rules.stage", *["sharding.rules.vocab"] * section.vectorized]
+    for path, axes in _uses(recipe).items():
+        if "pp" in axes and path not in outside:
             yield Diagnostic(
                 f"`{path}` shards over `pp`, the axis of the pipeline's stages",
                 where=recipe.where(path),

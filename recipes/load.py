@@ -197,7 +197,7 @@ def _override(text: str, number: int) -> Node:
 
 
 def _nested(parts: list[str], leaf: Node, hint: Any, where: Source) -> Node:
-    """The maps around the leaf. In a map with free keys the rest of the path is one key (`layers.*.residual`)."""
+    """Wraps a leaf in the maps of its path. In a map with free keys the rest of the path is one key (`layers.*.up`)."""
     inner = section_of(hint)
     if inner is not None and (len(parts) == 1 or parts[0] not in hints(inner)):
         name, value = parts[0], leaf

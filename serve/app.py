@@ -29,7 +29,7 @@ READ = ["GET", "HEAD"]
 
 @dataclass
 class Server:
-    """What the routes need: the service, the tokenizer, and the model's name."""
+    """The state that all routes share: the service, the tokenizer, and the model's name."""
 
     model: str
     """The model's name, which requests must use."""

@@ -232,7 +232,7 @@ def _message(value: Any) -> dict[str, Any]:
 
 
 def _within(place: str, check: Check, value: Any) -> Any:
-    """What the check makes of a part of a field; what it refuses is told with its place."""
+    """Checks a part of a field and returns its value; a refusal names the part."""
     try:
         return check(value)
     except Refused as error:

@@ -91,7 +91,7 @@ def kernels(program: Program) -> dict[str, int]:
 
 
 def _meaning(arrangement: Arrangement, layout: str) -> str:
-    """A text on what a layout does with the act-order."""
+    """A sentence on how a layout treats the act-order."""
     if not arrangement.rows:
         return "in order as they come"
     local = [name for name in arrangement.of if arrangement.rows[name].blocks > 1]

@@ -113,7 +113,7 @@ class PipelineEngine(State):
         return walk
 
     def _number(self, task: StageTask, stage: int) -> int:
-        """The message number of a value: it tells apart micro-batches and receiving stages."""
+        """The number that identifies a value's message among those of other micro-batches and stages."""
         return task.micro * self.pipeline.table.stages + stage
 
     def _call(self, program: Program, task: StageTask, inputs: list[Tensor]) -> list[Tensor]:
