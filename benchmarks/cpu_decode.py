@@ -58,12 +58,12 @@ def runners(config: ModelConfig, blocks: int) -> dict[str, ProgramRunner]:
     weights, settings = weights_of(config), GPTQConfig(group_size=GROUP)
     coded = {name: settings for name in config.shapes if weights.group(name) is not None}
     recipe = loads("name: decode\ncluster: {device: cpu}\nmodel: {preset: tiny}\nserve: {mesh: {tp: 1}}\n")
-    found = {}
+    by_dtype = {}
     for name, dtype in DTYPES.items():
         served = Served(Blueprint(config), dtype, Quantization(settings, coded, {}))
         programs = build_serving(ServeSetting.of(recipe, served, "cpu"), ROWS)
-        found[name] = ProgramRunner(alone(), programs, weights, blocks)
-    return found
+        by_dtype[name] = ProgramRunner(alone(), programs, weights, blocks)
+    return by_dtype
 
 
 def batch(rows: int, context: int) -> StepInput:
@@ -79,19 +79,19 @@ def measure(options: argparse.Namespace) -> list[dict[str, float]]:
         family="llama", layers=options.layers, width=width, heads=width // 64, kv_heads=max(1, width // 256),
         head_dim=64, mlp=width * 11 // 4 // 256 * 256, vocab=8192, max_seq=2048, seq_len=512, dtype="fp32",
     )  # fmt: skip
-    known = runners(config, max(ROWS) * (options.context // 16 + 1))
-    found = []
+    by_dtype = runners(config, max(ROWS) * (options.context // 16 + 1))
+    results = []
     for rows in ROWS:
-        taken: dict[str, list[float]] = {name: [] for name in known}
+        milliseconds: dict[str, list[float]] = {name: [] for name in by_dtype}
         for turn in range(options.rounds + 2):
-            for name, runner in known.items():
+            for name, runner in by_dtype.items():
                 began = time.thread_time()
                 for _ in range(4):
                     runner.step(batch(rows, options.context))
                 if turn > 1:
-                    taken[name].append(1e3 * (time.thread_time() - began) / 4)
-        found.append({"M": rows} | {name: statistics.median(times) for name, times in taken.items()})
-    return found
+                    milliseconds[name].append(1e3 * (time.thread_time() - began) / 4)
+        results.append({"M": rows} | {name: statistics.median(times) for name, times in milliseconds.items()})
+    return results
 
 
 def main() -> None:

@@ -66,18 +66,18 @@ def recipe(folder: Path, mesh: Mapping[str, int]) -> Any:
     return loads(text, [f"batch.per_device={each}"])
 
 
-def apart(made: Tensor, expected: Tensor, scale: float = 0.0) -> float:
+def apart(computed: Tensor, expected: Tensor, scale: float = 0.0) -> float:
     """The largest difference, relative to the largest element, or to a thousandth of `scale` if that is larger.
 
     Some gradients, such as that of the keys' bias, are zero except for rounding.
     """
-    return float((made - expected).abs().max() / expected.abs().max().clamp(min=max(1e-30, scale / 1000)))
+    return float((computed - expected).abs().max() / expected.abs().max().clamp(min=max(1e-30, scale / 1000)))
 
 
-def furthest(made: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def furthest(computed: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest difference over several gradients."""
     scale = max(float(one.abs().max()) for one in expected)
-    return max(apart(one, other, scale) for one, other in zip(made, expected, strict=True))
+    return max(apart(one, other, scale) for one, other in zip(computed, expected, strict=True))
 
 
 def trained(name: str, folder: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
@@ -87,27 +87,27 @@ def trained(name: str, folder: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
     values, batch = architectures.values(name), architectures.batch(several)
     loss, grads = architectures.reference(name, batch, several)
     sums = [torch.zeros_like(value) for value in values.values()]
-    made, _, *summed = program.simulate(*values.values(), *sums, *batch.values())
+    loss_sum, _, *summed = program.simulate(*values.values(), *sums, *batch.values())
     worst = furthest(summed, list(grads.values()))
     sent = sum(c.bytes for c in program.collectives)
     gathered = sum("has no rule" in warning for warning in program.warnings)
-    return {"loss": apart(made, loss), "gradients": worst, "collective_bytes": sent, "ops_without_rule": gathered}
+    return {"loss": apart(loss_sum, loss), "gradients": worst, "collective_bytes": sent, "ops_without_rule": gathered}
 
 
 def serves(name: str, folder: Path) -> float:
     """The difference of a server's logits on two devices from transformers'."""
-    told = recipe(folder, {})
-    programs = build_serving(ServeSetting.of(told, served(told, "cpu"), "cpu"), rows=[8])
+    loaded = recipe(folder, {})
+    programs = build_serving(ServeSetting.of(loaded, served(loaded, "cpu"), "cpu"), rows=[8])
     values = architectures.values(name)
 
     def block(path: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
         return values[path][tuple(slice(start, start + size) for start, size in zip(starts, sizes))]
 
-    made = lockstep(programs, Weights({path: tuple(v.shape) for path, v in values.items()}, block))
+    logits = lockstep(programs, Weights({path: tuple(v.shape) for path, v in values.items()}, block))
     tokens, own = torch.from_numpy(prompts().tokens)[None], architectures.own(name)
     with torch.no_grad():
         each = [torch.func.functional_call(own, values, (part,)).logits[0] for part in (tokens[:, :5], tokens[:, 5:])]
-    return apart(made, torch.cat(each))
+    return apart(logits, torch.cat(each))
 
 
 def quantized(name: str, place: Path) -> float:
@@ -119,12 +119,12 @@ def quantized(name: str, place: Path) -> float:
     with mock.patch.dict(architectures.CONFIGS, {name: {**config, **wider}}):
         folder, values = folders.quantized(name, place / f"{name}-gptq")
         programs = programs_of(folder, "serve.mesh.tp=2", "serve.requests=8", "serve.step_tokens=8")
-        made = lockstep(programs, open_weights(str(folder)))
+        logits = lockstep(programs, open_weights(str(folder)))
         tokens, own = torch.from_numpy(prompts().tokens)[None], architectures.own(name)
         parts = (tokens[:, :5], tokens[:, 5:])
         with torch.no_grad():
             each = [torch.func.functional_call(own, values, (part,)).logits[0] for part in parts]
-    return apart(made, torch.cat(each))
+    return apart(logits, torch.cat(each))
 
 
 def causal(name: str, place: Path) -> dict[str, Any]:
@@ -141,10 +141,10 @@ def causal(name: str, place: Path) -> dict[str, Any]:
 
 def family(folder: Path) -> str:
     """The family of tpshard that quantizes such a folder. ValueError where there is none."""
-    found = hf_config.read_config(json.loads((folder / "config.json").read_text()))
-    if found.experts is not None:
+    config = hf_config.read_config(json.loads((folder / "config.json").read_text()))
+    if config.experts is not None:
         raise ValueError("quantizing experts is not tried here")
-    return found.family
+    return config.family
 
 
 def attempt(what: Callable[[], Any]) -> Any:
@@ -191,25 +191,25 @@ def encoder(name: str) -> dict[str, Any]:
 
     def step(values: dict[str, Tensor], inputs: dict[str, Tensor]) -> list[Tensor]:
         leaves = {path: value.detach().requires_grad_() for path, value in values.items()}
-        given = {key: value for key, value in inputs.items() if key != "targets"}
-        logits = torch.func.functional_call(model, leaves, (), given).logits
+        features = {key: value for key, value in inputs.items() if key != "targets"}
+        logits = torch.func.functional_call(model, leaves, (), features).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), inputs["targets"].flatten(), reduction="sum")
         return [loss.detach(), *torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)]
 
-    told = [next((dims for end, dims in columns.items() if path.endswith(end)), None) for path in values]
-    told += [("dp",)] * len(inputs)
+    shardings = [next((dims for end, dims in columns.items() if path.endswith(end)), None) for path in values]
+    shardings += [("dp",)] * len(inputs)
 
     def whole() -> dict[str, Any]:
-        program = partition(step, (values, inputs), Mesh({"dp": 2, "tp": 2}), in_shardings=told)
-        made, expected = program.simulate(values, inputs), step(values, inputs)
+        program = partition(step, (values, inputs), Mesh({"dp": 2, "tp": 2}), in_shardings=shardings)
+        computed, expected = program.simulate(values, inputs), step(values, inputs)
         sent = sum(c.bytes for c in program.collectives)
-        worst = furthest(made[1:], expected[1:])
-        gone = apart(made[0], expected[0])
+        worst = furthest(computed[1:], expected[1:])
+        gone = apart(computed[0], expected[0])
         return {"loss": gone, "gradients": worst, "collective_bytes": sent, "planned": len(program.collectives)}
 
-    found = attempt(whole)
-    planned = found if "refused" in found else found["planned"]
-    return {"name": name, "class": cls, "plan": planned, "train": {"dp x tp": found}, "serve": None, "quantize": None}
+    outcome = attempt(whole)
+    planned = outcome if "refused" in outcome else outcome["planned"]
+    return {"name": name, "class": cls, "plan": planned, "train": {"dp x tp": outcome}, "serve": None, "quantize": None}
 
 
 def encoder_inputs(name: str) -> dict[str, Tensor]:
@@ -239,9 +239,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _trained(meshes: Mapping[str, Any]) -> str:
-    if any("refused" in found for found in meshes.values()):
+    if any("refused" in outcome for outcome in meshes.values()):
         return "no"
-    worst = max(found["gradients"] for found in meshes.values())
+    worst = max(outcome["gradients"] for outcome in meshes.values())
     return f"{worst:.0e}" + ("" if worst <= BOUND else " (not equal)")
 
 
@@ -250,23 +250,23 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/transformers.md")
     add_options(parser)
-    told = parser.parse_args()
-    record = Record("gallery", quiet=told.json)
+    options = parser.parse_args()
+    record = Record("gallery", quiet=options.json)
     with tempfile.TemporaryDirectory() as place:
-        for name in told.names or [*architectures.CONFIGS, *ENCODERS]:
+        for name in options.names or [*architectures.CONFIGS, *ENCODERS]:
             begun = time.monotonic()
             row = encoder(name) if name in ENCODERS else causal(name, Path(place))
             record.rows.append(row)
             record.say(f"{json.dumps(row)}  {time.monotonic() - begun:.0f} s")
-    if told.names and (RECORDS / "gallery.json").exists():  # the other rows stay
+    if options.names and (RECORDS / "gallery.json").exists():  # the other rows stay
         fresh = {row["name"]: row for row in record.rows}
-        kept = [row["name"] for row in load("gallery")["rows"]]
+        recorded = [row["name"] for row in load("gallery")["rows"]]
         old = {row["name"]: row for row in load("gallery")["rows"]}
-        record.rows[:] = [{**old, **fresh}[name] for name in dict.fromkeys([*kept, *fresh])]
+        record.rows[:] = [{**old, **fresh}[name] for name in dict.fromkeys([*recorded, *fresh])]
     record.say(table(record.rows))
-    if told.docs:
+    if options.docs:
         put_between(PAGE, BEGIN, END, table(record.rows))
-    record.close(write=told.record, as_json=told.json)
+    record.close(write=options.record, as_json=options.json)
 
 
 if __name__ == "__main__":

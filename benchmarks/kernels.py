@@ -52,18 +52,18 @@ class Product:
 def products(models: list[str]) -> list[Product]:
     from tpshard.models.presets import PRESETS
 
-    found = []
+    listed = []
     for model in models:
         c = PRESETS[model]
         for tp in (1, 8):
             heads, kv = c.heads * c.head_dim // tp, c.kv_heads * c.head_dim // tp
-            found += [
+            listed += [
                 Product(model, "q|k|v", tp, c.width, heads + 2 * kv),
                 Product(model, "o", tp, heads, c.width),
                 Product(model, "gate|up", tp, c.width, 2 * c.mlp // tp, gated=True),
                 Product(model, "down", tp, c.mlp // tp, c.width),
             ]
-    return found
+    return listed
 
 
 def random_packed(p: Product) -> Packed:
@@ -137,7 +137,7 @@ def measure(p: Product, rows: list[int], choice: TileChoice, bandwidth: float, c
     packed = [first, *(replace(first, words=first.words.clone()) for _ in range(copies(first.nbytes) - 1))]
     dense = [torch.randn(p.columns, p.inputs, dtype=torch.bfloat16, device="cuda") / math.sqrt(p.inputs)
              for _ in range(copies(p.dense_bytes))]  # fmt: skip
-    found = []
+    results = []
     for m in rows:
         x = torch.randn(m, p.inputs, dtype=torch.bfloat16, device="cuda")
         tile = choice.tile(x, first, p.gated)
@@ -150,7 +150,7 @@ def measure(p: Product, rows: list[int], choice: TileChoice, bandwidth: float, c
         cublas_us = microseconds([partial(dense_call, x, w, p.gated) for w in dense])
         fused_us = dequantize_us if tile is None else kernel_us
         better = min(kernel_us, dequantize_us)
-        found.append({
+        results.append({
             "model": p.model, "linear": p.name, "tp": p.tp, "inputs": p.inputs, "columns": p.columns, "M": m,
             "fused_us": fused_us, "cublas_us": cublas_us, "dequantize_us": dequantize_us, "better_us": better,
             "limit_us": 1e6 * first.nbytes / bandwidth, "speedup": cublas_us / fused_us,
@@ -159,7 +159,7 @@ def measure(p: Product, rows: list[int], choice: TileChoice, bandwidth: float, c
         })  # fmt: skip
         if error is not None and not error < 1e-2:
             print(f"WRONG: {p} M={m} {tile}: relative error {error}", file=sys.stderr)
-    return found
+    return results
 
 
 def mean(rows: list[dict[str, Any]], m: int) -> float:
@@ -192,9 +192,9 @@ def main() -> None:
                        f"{r['speedup']:>6.2f}  {r['limit_us'] / r['fused_us']:>7.0%}  {r['of_better']:>8.2f}  "
                        f"{r['tile']}")  # fmt: skip
         torch.cuda.empty_cache()
-    for m, wanted in ((1, 2.5), (16, 2.0)):
+    for m, goal in ((1, 2.5), (16, 2.0)):
         if m in a.rows:
-            record.figure(f"large.{m}", mean(rows, m), f"times cuBLAS (wanted: {wanted})")
+            record.figure(f"large.{m}", mean(rows, m), f"times cuBLAS (wanted: {goal})")
     worst = min(rows, key=lambda r: float(r["of_better"]))
     record.figure("of_better.worst", worst["of_better"], "of the better path (wanted: 0.90)")
     record.say(f"worst at {worst['model']} {worst['linear']} tp{worst['tp']} M={worst['M']}")

@@ -60,9 +60,9 @@ def write_task(folder: Path) -> None:
 
 
 def write_model(folder: Path) -> Path:
-    made = folder / "model"
-    to_hf(build(preset("tiny"), device="cpu", seed=5), made, tokenizer=ensure_sample().tokenizer)
-    return made
+    target = folder / "model"
+    to_hf(build(preset("tiny"), device="cpu", seed=5), target, tokenizer=ensure_sample().tokenizer)
+    return target
 
 
 def likelihoods(folder: Path, label: str, model: str, arguments: str) -> list[float]:

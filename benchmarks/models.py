@@ -107,9 +107,9 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def tensors(made: Any) -> list[Tensor]:
+def tensors(outputs: Any) -> list[Tensor]:
     """The floating-point tensors among a model's results."""
-    flat = torch.utils._pytree.tree_flatten(dict(made))[0]
+    flat = torch.utils._pytree.tree_flatten(dict(outputs))[0]
     return [m for m in flat if isinstance(m, Tensor) and m.is_floating_point()]
 
 
@@ -126,23 +126,23 @@ class Program:
             config._experts_implementation = "batched_mm"  # the other ways loop over what data says
         self.model = model(config).train(step)
         self.inputs, self.step = family.inputs(rows), step
-        self.given = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        self.state = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         self.trained = set(dict(self.model.named_parameters()))
-        self.args = [*self.inputs.values(), *(value.detach() for value in self.given.values())]
+        self.args = [*self.inputs.values(), *(value.detach() for value in self.state.values())]
 
     def __call__(self, *args: Tensor) -> list[Tensor]:
         inputs = dict(zip(self.inputs, args))
-        given = dict(zip(self.given, args[len(inputs) :]))
+        state = dict(zip(self.state, args[len(inputs) :]))
         if self.step:
-            given = {k: v.detach().requires_grad_() if k in self.trained else v.clone() for k, v in given.items()}
+            state = {k: v.detach().requires_grad_() if k in self.trained else v.clone() for k, v in state.items()}
         kwargs = {} if "Image" in type(self.model).__name__ or "Wav2Vec2" in type(self.model).__name__ else {
             "use_cache": False
         }  # fmt: skip
-        made = tensors(torch.func.functional_call(self.model, given, (), {**inputs, **kwargs}))
+        outputs = tensors(torch.func.functional_call(self.model, state, (), {**inputs, **kwargs}))
         if not self.step:
-            return made
-        loss = sum((m.float() * m.detach().float().cos()).mean() for m in made)
-        parameters = [v for k, v in given.items() if k in self.trained]
+            return outputs
+        loss = sum((m.float() * m.detach().float().cos()).mean() for m in outputs)
+        parameters = [v for k, v in state.items() if k in self.trained]
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)  # type: ignore[arg-type]
         return [loss.detach(), *(g for g in gradients if g is not None)]  # type: ignore[union-attr]
 
@@ -159,12 +159,12 @@ def measured(name: str, mesh: str, step: bool) -> dict[str, Any]:
     program = Program(FAMILIES[name], BATCH[mesh], step)
     axes = tuple(MESHES[mesh])
     dims = [((axes if len(axes) > 1 else axes[0]),)] * len(program.inputs)
-    made = partition(program, program.args, Mesh(MESHES[mesh]), [*dims, *[()] * len(program.given)])
+    partitioned = partition(program, program.args, Mesh(MESHES[mesh]), [*dims, *[()] * len(program.state)])
     want = program(*program.args)
-    row["apart"] = apart(made.simulate(*program.args), want)
-    row["efficiency"] = made.flop_efficiency
-    row["warnings"] = [str(w) for w in made.warnings]
-    row["collectives"] = len(made.collectives)
+    row["apart"] = apart(partitioned.simulate(*program.args), want)
+    row["efficiency"] = partitioned.flop_efficiency
+    row["warnings"] = [str(w) for w in partitioned.warnings]
+    row["collectives"] = len(partitioned.collectives)
     row["seconds"] = round(time.perf_counter() - began, 1)
     return row
 
@@ -180,22 +180,22 @@ def main() -> None:
     parser.add_argument("--mesh", nargs="*", choices=list(MESHES), default=list(MESHES))
     parser.add_argument("--forward", action="store_true", help="no steps with gradients")
     add_options(parser)
-    given = parser.parse_args()
-    if unknown := set(given.names) - set(FAMILIES):
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(FAMILIES):
         parser.error(f"no model {', '.join(sorted(unknown))}: {', '.join(FAMILIES)}")
     warnings.simplefilter("ignore")
-    record = Record("models", quiet=given.json)
+    record = Record("models", quiet=options.json)
     record.say(f"{'model':<10} {'what':<8} {'mesh':<4} {'apart':>8} {'FLOPs':>6} {'collectives':>11} {'s':>6}")
-    for name in given.names or FAMILIES:
-        for step in (False,) if given.forward else (False, True):
-            for mesh in given.mesh:
+    for name in options.names or FAMILIES:
+        for step in (False,) if options.forward else (False, True):
+            for mesh in options.mesh:
                 try:
                     row = measured(name, mesh, step)
                 except Exception as error:
                     frame = traceback.extract_tb(error.__traceback__)[-1]
                     where = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
-                    told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({where})"
-                    row = {"model": name, "mesh": mesh, "what": "step" if step else "forward", "error": told}
+                    message = f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({where})"
+                    row = {"model": name, "mesh": mesh, "what": "step" if step else "forward", "error": message}
                 record.rows.append(row)
                 first = f"{name:<10} {row['what']:<8} {mesh:<4}"
                 if "error" in row:
@@ -210,7 +210,7 @@ def main() -> None:
     record.figure("programs", len(record.rows), "programs")
     record.figure("hold", sum(map(holds, record.rows)), "programs")
     record.say(f"{sum(map(holds, record.rows))} of {len(record.rows)} hold")
-    record.close(as_json=given.json, write=given.record)
+    record.close(as_json=options.json, write=options.record)
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ class Outcome:
         return self.step_s / published - 1 if published else None
 
     def to_json(self) -> dict[str, object]:
-        found = {"memory_gib": self.memory_gib, "step_s": self.step_s, "fitted": self.fitted, "seconds": self.seconds}
-        return {**self.row, "planned": found}
+        planned = {"memory_gib": self.memory_gib, "step_s": self.step_s, "fitted": self.fitted, "seconds": self.seconds}
+        return {**self.row, "planned": planned}
 
     @property
     def fitted(self) -> bool:
@@ -83,10 +83,10 @@ def device_of(row: dict[str, str]) -> str:
         return "h100-sxm-96g"
     if gpu.startswith("H200"):
         return "h200-x4" if number(row, "gpus_per_node", 8) == 4 else "h200"
-    found = next((name for prefix, name in DEVICES.items() if gpu.startswith(prefix)), None)
-    if found is None:
+    device = next((name for prefix, name in DEVICES.items() if gpu.startswith(prefix)), None)
+    if device is None:
         raise ValueError(f"no device is known as {gpu!r}; known: H100-96GB, H200, {', '.join(DEVICES)}")
-    return found
+    return device
 
 
 def recipe_of(row: dict[str, str]) -> Recipe:
@@ -190,7 +190,7 @@ def summary(outcomes: list[Outcome]) -> list[str]:
     return lines
 
 
-def said(outcomes: list[Outcome]) -> str:
+def accuracy_line(outcomes: list[Outcome]) -> str:
     """What a plan of a training step on GPUs says of its own accuracy: of rows that nothing was fitted on."""
     parts = []
     for what, name in (("memory", "memory"), ("time", "step time")):
@@ -207,14 +207,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write docs/plan_accuracy.md and the plan's accuracy line")
     parser.add_argument("--quick", action="store_true", help="make layers that are alike once")
     add_options(parser)
-    asked = parser.parse_args()
-    record = Record("plan_accuracy", quiet=asked.json)
+    options = parser.parse_args()
+    record = Record("plan_accuracy", quiet=options.json)
     outcomes: list[Outcome] = []
     left_out: list[str] = []
-    with asked.file.open(newline="") as file:
+    with options.file.open(newline="") as file:
         for row in csv.DictReader(file):
             try:
-                outcomes.append(predict(row, asked.quick))
+                outcomes.append(predict(row, options.quick))
                 record.say(f"{table(outcomes[-1:])[2]} ({outcomes[-1].seconds:.0f} s)")
                 record.rows.append(outcomes[-1].to_json())
             except (ValueError, KeyError, Mistakes) as error:
@@ -227,12 +227,12 @@ def main() -> None:
             if errors:
                 record.figure(f"{title}.{what}.mean", sum(errors) / len(errors), "% off")
                 record.figure(f"{title}.{what}.worst", max(errors), "% off")
-    if asked.write:
+    if options.write:
         head = "# How far the plan is from what others measured\n\n"
-        head += f"Written by `python benchmarks/plan_accuracy.py FILE{' --quick' * asked.quick} --write`.\n\n"
+        head += f"Written by `python benchmarks/plan_accuracy.py FILE{' --quick' * options.quick} --write`.\n\n"
         (ROOT / "docs" / "plan_accuracy.md").write_text(head + "\n".join(lines) + "\n")
-        (ROOT / "plan" / "accuracy.txt").write_text(said(outcomes) + "\n")
-    record.close(write=asked.record, as_json=asked.json)
+        (ROOT / "plan" / "accuracy.txt").write_text(accuracy_line(outcomes) + "\n")
+    record.close(write=options.record, as_json=options.json)
     sys.exit(0 if outcomes else 1)
 
 

@@ -69,13 +69,13 @@ def tpshard(*arguments: str, folder: str) -> None:
 def commands(folder: str, device: Path, steps: int) -> dict[str, list[str]]:
     """Name -> arguments of `tpshard train`."""
     same = ["evaluate.every_steps=0", "checkpoint.every_steps=0", "logging.every_steps=1", "logging.wandb=null"]
-    found = {"quickstart": ["quickstart", f"cluster.device={device}", f"train.steps={steps}", *same]}
+    by_name = {"quickstart": ["quickstart", f"cluster.device={device}", f"train.steps={steps}", *same]}
     for name, text in OTHERS.items():
         file = Path(folder) / f"{name.replace(', ', '-').replace(' ', '-')}.yaml"
         cluster = f"cluster: {{device: {device}}}\n"
         file.write_text(COMMON.format(name=file.stem, steps=steps) + cluster + text)
-        found[name] = [str(file)]
-    return found
+        by_name[name] = [str(file)]
+    return by_name
 
 
 def others_busy(before: tuple[float, float], begun: float) -> float:
@@ -94,13 +94,13 @@ def cpu_seconds() -> tuple[float, float]:
 def pace() -> float:
     """Seconds that a fixed piece of work takes all cores: matrix products, and sums beyond the caches."""
     a, x = torch.ones(768, 768), torch.ones(1 << 22)
-    taken = []
+    seconds = []
     for _ in range(12):
         begun = time.perf_counter()
         for _ in range(2):
             torch.mm(a, a), torch.add(x, x)
-        taken.append(time.perf_counter() - begun)
-    return sum(sorted(taken)[2:-2]) / 8
+        seconds.append(time.perf_counter() - begun)
+    return sum(sorted(seconds)[2:-2]) / 8
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ def run(arguments: list[str], folder: Path, then: float) -> Run:
     earlier, begun, before = pace(), time.monotonic(), cpu_seconds()
     tpshard("train", *arguments, folder=str(folder))
     others, now = others_busy(before, begun), (earlier + pace()) / 2
-    found = compare.compare(folder / "runs" / Path(arguments[0]).stem)
-    assert found is not None, "a run leaves its plan and its steps"
+    comparison = compare.compare(folder / "runs" / Path(arguments[0]).stem)
+    assert comparison is not None, "a run leaves its plan and its steps"
     nothing = {"predicted": 0.0, "measured": 0.0}
-    return Run(found["step_s"], found.get("exposed_comm_s", nothing), others, now / then)
+    return Run(comparison["step_s"], comparison.get("exposed_comm_s", nothing), others, now / then)
 
 
 def turn(folder: Path, steps: int, device: Path | None) -> dict[str, Run]:
@@ -172,12 +172,12 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=3, help="measurements, each with a run of every recipe")
     parser.add_argument("--device", type=Path, help="a device file that is there already")
     add_options(parser)
-    asked = parser.parse_args()
-    record = Record("plan_this_machine", quiet=asked.json)
+    options = parser.parse_args()
+    record = Record("plan_this_machine", quiet=options.json)
     turns = []
-    for _ in range(asked.turns):
+    for _ in range(options.turns):
         with tempfile.TemporaryDirectory() as folder:
-            turns.append(turn(Path(folder), asked.steps, asked.device and asked.device.resolve()))
+            turns.append(turn(Path(folder), options.steps, options.device and options.device.resolve()))
     text, worst = table(turns)
     record.say(text)
     record.rows += [{"recipe": name, **asdict(run)} for each in turns for name, run in each.items()]
@@ -185,7 +185,7 @@ def main() -> int:
         record.figure(f"{name.replace(', ', '-').replace(' ', '-')}.ratio", [each[name].ratio for each in turns],
                       "predicted / measured")  # fmt: skip
     record.figure("worst", 100 * worst, "% off")
-    record.close(write=asked.record, as_json=asked.json)
+    record.close(write=options.record, as_json=options.json)
     return 0 if worst <= WITHIN else 1
 
 

@@ -24,18 +24,18 @@ COST, SHARE = 0.05, 0.7
 
 
 def tpshard(*arguments: str) -> str:
-    made = subprocess.run([sys.executable, "-m", "tpshard.cli.main", *arguments], capture_output=True, text=True)
-    if made.returncode:
-        sys.exit(made.stderr)
-    return made.stdout
+    done = subprocess.run([sys.executable, "-m", "tpshard.cli.main", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return done.stdout
 
 
 def quantized(run: Path, group_size: int, sequences: int, *options: str) -> dict[str, Any]:
     """The report of `tpshard quantize`: held-out loss before and after, in nats a token."""
     settings = [f"quantize.group_size={group_size}", f"evaluate.sequences={sequences}"]
     with tempfile.TemporaryDirectory() as folder:
-        made = tpshard("quantize", "quickstart", f"{folder}/out", f"run.dir={run}", *settings, "--json", *options)
-    report: dict[str, Any] = json.loads(made)
+        printed = tpshard("quantize", "quickstart", f"{folder}/out", f"run.dir={run}", *settings, "--json", *options)
+    report: dict[str, Any] = json.loads(printed)
     return report
 
 
@@ -45,16 +45,16 @@ def main() -> int:
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--sequences", type=int, default=256, help="of held-out text")
     add_options(parser)
-    asked = parser.parse_args()
-    record = Record("quantization", quiet=asked.json)
+    arguments = parser.parse_args()
+    record = Record("quantization", quiet=arguments.json)
     record.say("seed   dense loss   GPTQ costs   rounding costs   share   tokens")
     costs, rounding = [], []
-    for seed in asked.seeds.split(","):
+    for seed in arguments.seeds.split(","):
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "run"
             tpshard("train", "quickstart", f"seed={seed}", f"run.dir={run}", "logging.wandb=null")
             solved, nearest = (
-                quantized(run, asked.group_size, asked.sequences, *options) for options in ((), ("--nearest",))
+                quantized(run, arguments.group_size, arguments.sequences, *options) for options in ((), ("--nearest",))
             )
         costs.append(solved["loss_after"] - solved["loss_before"])
         rounding.append(nearest["loss_after"] - nearest["loss_before"])
@@ -69,7 +69,7 @@ def main() -> int:
     record.say(f"at most {COST} nats and {SHARE} of rounding's: {'yes' if good else 'NO'}")
     record.figure("gptq.cost", cost, "nats, mean")
     record.figure("nearest.cost", mean(rounding), "nats, mean")
-    record.close(write=asked.record, as_json=asked.json)
+    record.close(write=arguments.record, as_json=arguments.json)
     return 0 if good else 1
 
 

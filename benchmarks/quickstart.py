@@ -34,7 +34,7 @@ def tpshard(folder: str, *arguments: str) -> str:
     return done.stdout
 
 
-def asked(folder: str, *arguments: str) -> dict[str, Any]:
+def completion(folder: str, *arguments: str) -> dict[str, Any]:
     """The response of a server that is started for one request."""
     serving = subprocess.Popen(
         [*COMMAND, "serve", *arguments, "serve.port=0"], cwd=folder, stdout=subprocess.PIPE, text=True,
@@ -59,12 +59,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "recipes").symlink_to(ROOT / "recipes")
         begun = time.perf_counter()
-        said = tpshard(folder, "train", "recipes/quickstart.yaml")
+        printed = tpshard(folder, "train", "recipes/quickstart.yaml")
         record.figure("train", time.perf_counter() - begun, "s")
-        record.texts["train"] = said
-        record.figure("train.held_out", float(re.findall(r"held-out loss (\S+)\n", said)[-1]), "nats")
-        record.figure("train.speed", float(re.findall(r"speed +(\S+)k tokens/s", said)[-1]), "k tokens/s")
-        record.texts["completion"] = json.dumps(asked(folder, "recipes/quickstart.yaml"), indent=1)
+        record.texts["train"] = printed
+        record.figure("train.held_out", float(re.findall(r"held-out loss (\S+)\n", printed)[-1]), "nats")
+        record.figure("train.speed", float(re.findall(r"speed +(\S+)k tokens/s", printed)[-1]), "k tokens/s")
+        record.texts["completion"] = json.dumps(completion(folder, "recipes/quickstart.yaml"), indent=1)
         begun = time.perf_counter()
         record.texts["quantize"] = tpshard(
             folder, "quantize", "quickstart", "quickstart-gptq", "quantize.group_size=64"

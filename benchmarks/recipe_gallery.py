@@ -30,22 +30,22 @@ def planned(name: str) -> dict[str, Any]:
     done = subprocess.run([*COMMAND, "plan", name, "--dry-run", "--json"], capture_output=True, text=True)
     if done.returncode not in (0, 4) or not done.stdout:
         sys.exit(f"plan {name}: {done.stderr}")
-    told = json.loads(done.stdout)
-    device = told["device"]
+    plan = json.loads(done.stdout)
+    device = plan["device"]
     return {
-        "fits": told["fits"], "params": told["params"], "mesh": told["mesh"], "device": device["name"],
-        "hosts": device["nodes"], "needed_bytes": told["memory"]["needed_bytes"],
-        "memory_bytes": device["memory_bytes"], "step_s": told["time"]["step_s"],
-        "exposed_comm_s": told["time"]["exposed_comm_s"], "tokens_per_s_per_device": told["tokens_per_s_per_device"],
-        "mfu": told["mfu"], "bottleneck": told["bottleneck"],
+        "fits": plan["fits"], "params": plan["params"], "mesh": plan["mesh"], "device": device["name"],
+        "hosts": device["nodes"], "needed_bytes": plan["memory"]["needed_bytes"],
+        "memory_bytes": device["memory_bytes"], "step_s": plan["time"]["step_s"],
+        "exposed_comm_s": plan["time"]["exposed_comm_s"], "tokens_per_s_per_device": plan["tokens_per_s_per_device"],
+        "mfu": plan["mfu"], "bottleneck": plan["bottleneck"],
     }  # fmt: skip
 
 
 def trained(name: str, steps: int) -> dict[str, Any]:
     """What a few steps gave on this machine."""
     with tempfile.TemporaryDirectory() as place:
-        told = [f"train.steps={steps}", f"run.dir={place}/run"]
-        done = subprocess.run([*COMMAND, "train", name, *told], cwd=place, capture_output=True, text=True)
+        overrides = [f"train.steps={steps}", f"run.dir={place}/run"]
+        done = subprocess.run([*COMMAND, "train", name, *overrides], cwd=place, capture_output=True, text=True)
         if done.returncode:
             return {"exit": done.returncode, "said": done.stderr.strip().splitlines()[:3]}
         rows = [json.loads(line) for line in (Path(place) / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -85,18 +85,20 @@ def main() -> None:
     parser.add_argument("--train", metavar="NAME,...", help="run these alone; default: all that are for a CPU")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/gallery.md")
     add_options(parser)
-    told = parser.parse_args()
-    record = Record("recipe_gallery", quiet=told.json)
-    for name in told.names or sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")):
+    options = parser.parse_args()
+    record = Record("recipe_gallery", quiet=options.json)
+    for name in options.names or sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")):
         plan = planned(name)
-        here = "cpu" in str(plan["device"]).lower() and (told.train is None or name in told.train.split(","))
-        ran = trained(name, told.steps) if here else None
+        runs_on_cpu = "cpu" in str(plan["device"]).lower() and (
+            options.train is None or name in options.train.split(",")
+        )
+        ran = trained(name, options.steps) if runs_on_cpu else None
         record.rows.append({"name": name, "plan": plan, "run": ran})
         record.say(json.dumps(record.rows[-1]))
     record.say(table(record.rows))
-    if told.docs:
+    if options.docs:
         put_between(PAGE, BEGIN, END, table(record.rows))
-    record.close(write=told.record, as_json=told.json)
+    record.close(write=options.record, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -60,25 +60,25 @@ def _processor() -> str:
 
 def versions(*peers: str) -> dict[str, str]:
     """Versions of Python, of this checkout and of packages; "none" where a package is not installed."""
-    found = {"python": platform.python_version(), "tpshard": _commit()}
+    by_package = {"python": platform.python_version(), "tpshard": _commit()}
     for package in (*PACKAGES, *peers):
         try:
-            found[package] = metadata.version(package)
+            by_package[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "none"
+            by_package[package] = "none"
     import torch
 
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+        by_package["cuda"] = torch.version.cuda
+    return by_package
 
 
 def _commit() -> str:
     """The checkout's commit, with a `+` if files differ from it; "" outside of a repository."""
-    told = subprocess.run(
+    described = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True, text=True
     )
-    return told.stdout.strip()
+    return described.stdout.strip()
 
 
 def _shown(argument: str) -> str:
@@ -192,8 +192,8 @@ def put_between(page: Path, begin: str, end: str, text: str) -> None:
 
 def load(name: str) -> dict[str, Any]:
     """A record by name. FileNotFoundError if it does not exist."""
-    found: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text())
-    return found
+    record: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text())
+    return record
 
 
 def as_written(value: float, like: str) -> str:
@@ -207,10 +207,10 @@ def differences(text: str) -> Iterator[tuple[str, str]]:
 
     KeyError for an unknown figure.
     """
-    for found in SOURCE.finditer(text):
-        value = load(found["record"])["figures"][found["figure"]]["median"]
-        if (wanted := as_written(value, found["number"])) != found["number"]:
-            yield found[0], wanted + found["mark"]
+    for number in SOURCE.finditer(text):
+        value = load(number["record"])["figures"][number["figure"]]["median"]
+        if (recorded := as_written(value, number["number"])) != number["number"]:
+            yield number[0], recorded + number["mark"]
     for block in BLOCK.finditer(text):
         printed = load(block["record"])["texts"][block["text"]].splitlines()
         for line in block["lines"].splitlines():
@@ -232,17 +232,17 @@ def main() -> int:
     write, wrong = parser.parse_args().write, 0
     for page in pages():
         text = page.read_text(encoding="utf-8")
-        for said, wanted in list(differences(text)):
+        for written, recorded in list(differences(text)):
             wrong += not write
-            report(page, said, wanted, sys.stdout)
-            text = text.replace(said, wanted)
+            report(page, written, recorded, sys.stdout)
+            text = text.replace(written, recorded)
         if write:
             page.write_text(text, encoding="utf-8")
     return int(wrong > 0)
 
 
-def report(page: Path, said: str, wanted: str, out: TextIO) -> None:
-    print(f"{page.relative_to(ROOT)}: {said} should be {wanted}", file=out)
+def report(page: Path, written: str, recorded: str, out: TextIO) -> None:
+    print(f"{page.relative_to(ROOT)}: {written} should be {recorded}", file=out)
 
 
 if __name__ == "__main__":

@@ -77,26 +77,28 @@ def serve_and_time(out: Path, arguments: list[str]) -> int:
 
     def observed(metrics: Metrics, engine: Engine) -> None:
         step, take = engine.step, engine._input
-        seen: list[StepInput] = []
+        last_input: list[StepInput] = []
 
-        def taken(slices: Any) -> StepInput:
-            seen[:] = [take(slices)]
-            return seen[0]
+        def keep_input(slices: Any) -> StepInput:
+            last_input[:] = [take(slices)]
+            return last_input[0]
 
         def timed() -> Any:
             begun = time.perf_counter()
             if steps and steps[-1][3] < 0:
                 steps[-1] = (*steps[-1][:3], begun + steps[-1][3])
             events = step()
-            if seen:
-                reach = seen[0].positions // BLOCK_SIZE + 1
-                blocks = sum(int(reach[seen[0].sequences == s].max()) for s in set(seen[0].sequences.tolist()))
+            if last_input:
+                reach = last_input[0].positions // BLOCK_SIZE + 1
+                blocks = sum(
+                    int(reach[last_input[0].sequences == s].max()) for s in set(last_input[0].sequences.tolist())
+                )
                 took = -begun if engine.busy else time.perf_counter() - begun
                 steps.append((len(reach), blocks, float(reach.mean()), took))
-                seen.clear()
+                last_input.clear()
             return events
 
-        engine.step, engine._input = timed, taken  # type: ignore[method-assign]
+        engine.step, engine._input = timed, keep_input  # type: ignore[method-assign]
         observe(metrics, engine)
 
     Metrics.observe = observed  # type: ignore[method-assign]
@@ -111,13 +113,13 @@ class Server:
 
     def __init__(self, changes: list[str], out: Path):
         self._out = out
-        told = [sys.executable, str(Path(__file__).resolve()), "--serve", str(out), "tiny", *changes, "serve.port=0"]
-        self._process = subprocess.Popen(told, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(out), "tiny", *changes, "serve.port=0"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert self._process.stdout is not None
-        found = re.search(r"on (http://\S+)/v1", self._process.stdout.readline())
-        if found is None:
+        address = re.search(r"on (http://\S+)/v1", self._process.stdout.readline())
+        if address is None:
             raise SystemExit("the server did not start")
-        self.url = found[1]
+        self.url = address[1]
 
     def end(self) -> list[tuple[float, ...]]:
         self._process.send_signal(signal.SIGTERM)
@@ -162,10 +164,14 @@ def drawn(steps: list[tuple[float, ...]], fitting: Callable[[int], int], seed: i
     tables = {size: np.array(some) for size, some in by_size.items()}
     draw = random.Random(seed)
 
+<<<<<<< HEAD
     def step_s(rows: int, found: CacheReads) -> float:
+=======
+    def step_s(rows: int, cached: Cached) -> float:
+>>>>>>> 21c301b (Names in benchmarks say what they hold)
         size = fitting(rows)
-        table = tables[size if size in tables else min(tables, key=lambda known: abs(known - size))]
-        far = np.abs(table[:, 0] - rows) + np.abs(table[:, 1] - found.blocks)
+        table = tables[size if size in tables else min(tables, key=lambda size_of_table: abs(size_of_table - size))]
+        far = np.abs(table[:, 0] - rows) + np.abs(table[:, 1] - cached.blocks)
         near = np.argsort(far, kind="stable")[:NEAREST]
         return float(table[near[draw.randrange(len(near))], 3])
 
@@ -199,7 +205,7 @@ def main() -> int:
                 traffic = Traffic(options.prompt, options.answer, rate, count=options.requests, seed=turn)
                 server = Server(changes, Path(scratch) / "steps.json")
                 try:
-                    found = asyncio.run(served(server.url, traffic))
+                    answered = asyncio.run(served(server.url, traffic))
                 finally:
                     steps = server.end()
                 ways = {"measured": drawn(steps, priced.programs.fitting, turn), "priced": priced.prices}
@@ -208,9 +214,9 @@ def main() -> int:
                     row: dict[str, Any] = {"turn": turn, "rate": rate, "steps": way}
                     for name, share in SHARES.items():
                         for figure in ("ttft", "tpot"):
-                            here, there = getattr(found, figure)(share), getattr(planned, figure)(share)
-                            row[f"{figure}.{name}"] = [round(1e3 * here, 2), round(1e3 * there, 2)]
-                            ratios[f"{way}.{rate:g}.{figure}.{name}"].append(here / there)
+                            served_s, there = getattr(answered, figure)(share), getattr(planned, figure)(share)
+                            row[f"{figure}.{name}"] = [round(1e3 * served_s, 2), round(1e3 * there, 2)]
+                            ratios[f"{way}.{rate:g}.{figure}.{name}"].append(served_s / there)
                     record.rows.append(row)
                     record.say(json.dumps(row))
     for name, values in ratios.items():

@@ -31,8 +31,14 @@ class Left(Exception):
 async def ask(client: httpx.AsyncClient, url: str, model: str, leave: float, draw: random.Random) -> str:
     """Sends one request; returns ok, left, 429, or an error."""
     prompt = "the quick brown fox " * draw.randrange(1, 8) if draw.random() < 0.5 else "x" * draw.randrange(1, 40)
-    wanted = draw.randrange(1, 64)
-    body = {"model": model, "prompt": prompt, "max_tokens": wanted, "ignore_eos": True, "stream": draw.random() < 0.7}
+    max_tokens = draw.randrange(1, 64)
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": draw.random() < 0.7,
+    }
     left_after = draw.randrange(0, 8) if draw.random() < leave else None
     try:
         if not body["stream"]:
@@ -40,8 +46,8 @@ async def ask(client: httpx.AsyncClient, url: str, model: str, leave: float, dra
             response = await asyncio.wait_for(client.post(url, json=body), timeout)
             if response.status_code == 429:
                 return "429"
-            made = response.json()["usage"]["completion_tokens"]
-            return "ok" if response.status_code == 200 and made == wanted else f"status {response.status_code}"
+            completed = response.json()["usage"]["completion_tokens"]
+            return "ok" if response.status_code == 200 and completed == max_tokens else f"status {response.status_code}"
         lines = 0
         async with client.stream("POST", url, json=body) as response:
             if response.status_code == 429:

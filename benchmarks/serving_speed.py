@@ -184,9 +184,9 @@ def nearest(weight: torch.Tensor, act_order: bool) -> Quantized:
     return Quantized(codes, scales.half(), zeros, group.to(torch.int32), 4)
 
 
-def job(folder: Path, *told: str) -> Job:
+def job(folder: Path, *overrides: str) -> Job:
     text = "name: served\ncluster: {device: cpu}\nmodel: {preset: tiny}\n"
-    recipe = loads(text, [f"serve.checkpoint={folder}", "timeout_s.step=600", *told])
+    recipe = loads(text, [f"serve.checkpoint={folder}", "timeout_s.step=600", *overrides])
     return Job.of(build_serving(ServeSetting.of(recipe, served(recipe, "cpu"), "cpu")), str(folder), 1024)
 
 
@@ -225,8 +225,8 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
                     results.setdefault((name, count), []).append(run(requests, options.new))
     for (name, count), runs in results.items():
         middle = sorted(runs, key=lambda m: m.tokens_per_s)[len(runs) // 2]
-        known = [results[other, count] for other in peers if (other, count) in results]
-        beside = [statistics.median(m.tokens_per_s for m in runs) for runs in known]
+        measured = [results[other, count] for other in peers if (other, count) in results]
+        beside = [statistics.median(m.tokens_per_s for m in runs) for runs in measured]
         yield {
             "engine": name, "requests": count, **vars(middle), "all_tokens_per_s": [m.tokens_per_s for m in runs],
             "ratio": middle.tokens_per_s / max(beside) if beside else None,

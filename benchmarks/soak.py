@@ -48,12 +48,12 @@ def leg(number: int, steps: int, stop: int, folder: Path) -> dict[str, Any]:
     (folder / "recipe.yaml").write_text(RECIPE.format(mesh=mesh, steps=steps))
     begun, starts, deaths = time.monotonic(), [], []
     for until in (stop, None):
-        code, said = run(folder, until)
+        code, printed = run(folder, until)
         starts.append(code)
-        died = re.findall(r"rank (\d+) was lost: killed by (SIG\w+)(.*)", said)
+        died = re.findall(r"rank (\d+) was lost: killed by (SIG\w+)(.*)", printed)
         deaths += [{"rank": int(rank), "signal": name, "after": reached(folder)} for rank, name, _ in died]
         if code not in (0, 75) and not died:
-            deaths.append({"exit": code, "after": reached(folder), "said": said[-500:]})
+            deaths.append({"exit": code, "after": reached(folder), "printed": printed[-500:]})
     row = {
         "leg": number, "mesh": mesh, "steps": reached(folder), "stop": stop, "exits": starts, "deaths": deaths,
         "seconds": round(time.monotonic() - begun, 1),
@@ -65,18 +65,18 @@ def leg(number: int, steps: int, stop: int, folder: Path) -> dict[str, Any]:
 
 def run(folder: Path, stop: int | None) -> tuple[int, str]:
     """Starts a run, and asks it to stop at a step if given; returns its exit code and output."""
-    with (folder / "said").open("w+") as said:
+    with (folder / "output").open("w+") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tpshard.cli.main", "train", "recipe.yaml"], cwd=folder, stdout=said, stderr=said,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [sys.executable, "-m", "tpshard.cli.main", "train", "recipe.yaml"], cwd=folder, stdout=output,
+            stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         while process.poll() is None:
             time.sleep(0.2)
             if stop is not None and reached(folder) >= stop:
                 process.send_signal(signal.SIGTERM)
                 stop = None
-        said.seek(0)
-        return process.returncode, said.read()
+        output.seek(0)
+        return process.returncode, output.read()
 
 
 def reached(folder: Path) -> int:
@@ -95,30 +95,30 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="seed of the steps at which legs are stopped")
     add_options(parser)
-    asked = parser.parse_args()
-    record = Record("soak", quiet=asked.json)
-    stops = random.Random(asked.seed)
-    legs = [stops.randrange(1, asked.leg) for _ in range(-(-asked.steps // asked.leg))]
+    options = parser.parse_args()
+    record = Record("soak", quiet=options.json)
+    stops = random.Random(options.seed)
+    legs = [stops.randrange(1, options.leg) for _ in range(-(-options.steps // options.leg))]
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
 
     def go(number: int) -> dict[str, Any]:
-        row = leg(number, asked.leg, legs[number], folder / f"leg-{number}")
-        told = "; ".join(map(str, row["deaths"])) or "whole"
-        record.say(f"leg {number}: {row['mesh']}, {row['steps']} steps in {row['seconds']} s: {told}")
+        row = leg(number, options.leg, legs[number], folder / f"leg-{number}")
+        message = "; ".join(map(str, row["deaths"])) or "whole"
+        record.say(f"leg {number}: {row['mesh']}, {row['steps']} steps in {row['seconds']} s: {message}")
         return row
 
-    with ThreadPoolExecutor(asked.at_once) as pool:
+    with ThreadPoolExecutor(options.at_once) as pool:
         record.rows = list(pool.map(go, range(len(legs))))
     done, deaths = sum(row["steps"] for row in record.rows), sum(len(row["deaths"]) for row in record.rows)
     record.figure("steps", done, "steps")
     record.figure("starts", sum(len(row["exits"]) for row in record.rows), "starts")
     record.figure("deaths", deaths, "deaths")
-    record.close(write=asked.record, as_json=asked.json)
+    record.close(write=options.record, as_json=options.json)
     if not deaths:
         shutil.rmtree(folder)
     else:
         record.say(f"what died is kept in {folder}")
-    return int(deaths > 0 or done < asked.leg * len(legs))
+    return int(deaths > 0 or done < options.leg * len(legs))
 
 
 if __name__ == "__main__":

@@ -76,21 +76,21 @@ def weights_of(config: ModelConfig) -> tuple[Weights, Quantization]:
     read = {name: weight.group for name, weight in quantized.items()}.get
     settings = GPTQConfig(group_size=GROUP, desc_act=True)
     orders = act_orders(build(config), config, read)
-    told = Quantization(settings, dict.fromkeys(quantized, settings), orders, shared_rows(config, read))
-    return Weights(config.shapes, block, quantized.get, read), told
+    quantization = Quantization(settings, dict.fromkeys(quantized, settings), orders, shared_rows(config, read))
+    return Weights(config.shapes, block, quantized.get, read), quantization
 
 
 def runners(config: ModelConfig, ranks: int, rows: list[int], context: Context) -> dict[str, ProgramRunner]:
     weights, quantized = weights_of(config)
-    found = {}
+    by_layout = {}
     for layout in LAYOUTS:
         recipe = loads(
             "name: layouts\ncluster: {device: cpu}\nmodel: {preset: tiny}\n",
             [f"serve.mesh.tp={ranks}", f"serve.layout={layout}", f"serve.requests={max(rows)}"],
         )
         setting = ServeSetting.of(recipe, Served(Blueprint(config), "bf16", quantized), "cpu")
-        found[layout] = ProgramRunner(context, build_serving(setting, rows), weights, 16 * max(rows))
-    return found
+        by_layout[layout] = ProgramRunner(context, build_serving(setting, rows), weights, 16 * max(rows))
+    return by_layout
 
 
 def batch(rows: int) -> StepInput:
@@ -102,13 +102,13 @@ def batch(rows: int) -> StepInput:
 
 
 def measure(context: Context, ranks: int, rows: list[int], rounds: int) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = []
+    results: list[dict[str, object]] = []
     for shape, config in SHAPES.items():
-        known = runners(config, ranks, rows, context)
+        by_layout = runners(config, ranks, rows, context)
         for m in rows:
-            taken: dict[str, list[float]] = {layout: [] for layout in known}
-            waited: dict[str, list[float]] = {layout: [] for layout in known}
-            turns = list(known.items())
+            milliseconds: dict[str, list[float]] = {layout: [] for layout in by_layout}
+            waited: dict[str, list[float]] = {layout: [] for layout in by_layout}
+            turns = list(by_layout.items())
             for i in range(rounds + 3):
                 turns.append(turns.pop(0))
                 for layout, runner in turns:
@@ -117,14 +117,14 @@ def measure(context: Context, ranks: int, rows: list[int], rounds: int) -> list[
                     before = executor.waited_s  # type: ignore[attr-defined]
                     runner.step(batch(m))
                     if i >= 3:
-                        taken[layout].append(1e3 * (time.perf_counter() - began))
+                        milliseconds[layout].append(1e3 * (time.perf_counter() - began))
                         waited[layout].append(1e3 * (executor.waited_s - before))  # type: ignore[attr-defined]
             row: dict[str, object] = {"shape": shape, "ranks": ranks, "M": m}
             for layout in LAYOUTS:
-                row[f"{layout}_ms"] = statistics.median(taken[layout])
+                row[f"{layout}_ms"] = statistics.median(milliseconds[layout])
                 row[f"{layout}_collectives_ms"] = statistics.median(waited[layout])
-            found.append(row)
-    return found
+            results.append(row)
+    return results
 
 
 def worker(rank: int, ranks: int, rows: list[int], rounds: int, folder: Path) -> None:
@@ -139,13 +139,15 @@ def worker(rank: int, ranks: int, rows: list[int], rounds: int, folder: Path) ->
 
 def run(ranks: int, rows: list[int], rounds: int) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
-        told = ["--rounds", str(rounds), "--rows", *map(str, rows), "--folder", folder, "--ranks", str(ranks)]
-        workers = [subprocess.Popen([sys.executable, __file__, *told, "--rank", str(rank)]) for rank in range(ranks)]
+        arguments = ["--rounds", str(rounds), "--rows", *map(str, rows), "--folder", folder, "--ranks", str(ranks)]
+        workers = [
+            subprocess.Popen([sys.executable, __file__, *arguments, "--rank", str(rank)]) for rank in range(ranks)
+        ]
         codes = [process.wait() for process in workers]
         if any(codes):
             raise SystemExit(f"workers ended with {codes}")
-        found: list[dict[str, object]] = json.loads((Path(folder) / "rows.json").read_text())
-        return found
+        results: list[dict[str, object]] = json.loads((Path(folder) / "rows.json").read_text())
+        return results
 
 
 def mean_ratio(rows: list[dict[str, object]], over: str, ranks: list[int]) -> float:
@@ -164,7 +166,7 @@ def main() -> None:
     a = parser.parse_args()
     if a.rank is not None:
         return worker(a.rank, a.ranks[0], a.rows, a.rounds, a.folder)
-    rows = [found for ranks in a.ranks for found in run(ranks, a.rows, a.rounds)]
+    rows = [row for ranks in a.ranks for row in run(ranks, a.rows, a.rounds)]
     if a.json:
         return print(json.dumps(rows))
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo")
