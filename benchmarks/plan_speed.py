@@ -32,9 +32,9 @@ CASES = {
 
 def pace() -> float:
     """Seconds of a plain Python loop, for comparing machines, or one machine at different times."""
-    start, seen = time.perf_counter(), {}
+    start, entries = time.perf_counter(), {}
     for i in range(3_000_000):
-        seen[i % 1000] = (i, str(i & 255))
+        entries[i % 1000] = (i, str(i & 255))
     return time.perf_counter() - start
 
 
@@ -47,19 +47,19 @@ def measure(record: Record, name: str, devices: int, path: str) -> None:
         programs = make.build_programs(Setting.of(recipe))
         built = time.perf_counter()
         report = make.report_of_training(programs, path)
-    asked = outputs.PlanOptions(source=path, dry_run=True)
-    texts = command.texts(report, recipe, asked)
+    options = outputs.PlanOptions(source=path, dry_run=True)
+    texts = command.texts(report, recipe, options)
     end, used = time.perf_counter(), time.process_time() - cpu
     report.suggestions = suggest.promising(report, recipe)
     suggested = time.perf_counter() - end
-    entry = outputs.entry(recipe, asked)
+    entry = outputs.entry(recipe, options)
     assert entry is not None
     entry.write(texts)
     begun = time.perf_counter()
     again = [sys.executable, "-m", "tpshard.cli.main", "plan", path, "--dry-run"]
-    said = subprocess.run(again, capture_output=True, text=True, check=False).stdout
+    printed = subprocess.run(again, capture_output=True, text=True, check=False).stdout
     second = time.perf_counter() - begun
-    assert said == texts["screen"], "the second plan did not come from the cache"
+    assert printed == texts["screen"], "the second plan did not come from the cache"
     record.rows.append({"case": name, "devices": devices, "nodes": len(programs.micro.nodes), "build_s": built - start,
                         "price_s": end - built, "cpu_s": used, "suggestions_s": suggested, "second_s": second,
                         "suggested": [edit.change for edit in report.suggestions]})  # fmt: skip
@@ -77,11 +77,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; default: all")
     add_options(parser)
-    asked = parser.parse_args()
-    record = Record("plan_speed", quiet=asked.json)
+    options = parser.parse_args()
+    record = Record("plan_speed", quiet=options.json)
     record.figure("pace", pace(), "s for a plain Python loop of 3 million")
     record.say("case  devices   nodes  build s  price s  total s (cpu s)  suggestions  second s  needs GiB    step s")
-    for name in asked.names or CASES:
+    for name in options.names or CASES:
         preset, devices, mesh, sequences = CASES[name]
         text = f"""
 name: {name}
@@ -95,7 +95,7 @@ remat: full
             path = Path(folder) / f"{name}.yaml"
             path.write_text(text)
             measure(record, name, devices, str(path))
-    record.close(write=asked.record, as_json=asked.json)
+    record.close(write=options.record, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -164,11 +164,7 @@ def drawn(steps: list[tuple[float, ...]], fitting: Callable[[int], int], seed: i
     tables = {size: np.array(some) for size, some in by_size.items()}
     draw = random.Random(seed)
 
-<<<<<<< HEAD
-    def step_s(rows: int, found: CacheReads) -> float:
-=======
-    def step_s(rows: int, cached: Cached) -> float:
->>>>>>> 21c301b (Names in benchmarks say what they hold)
+    def step_s(rows: int, cached: CacheReads) -> float:
         size = fitting(rows)
         table = tables[size if size in tables else min(tables, key=lambda size_of_table: abs(size_of_table - size))]
         far = np.abs(table[:, 0] - rows) + np.abs(table[:, 1] - cached.blocks)
