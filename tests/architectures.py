@@ -1,5 +1,4 @@
-"""Small random models of transformers by their config.json, and what one step of each is in one process by transformers
-itself: nothing of this package's modules, attention or loss."""
+"""Small random transformers models, and the loss and gradients of one step by transformers itself in one process."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def folder(place: Path, name: str, *, weights: bool = False, **changes: Any) -> 
 
 
 def own(name: str) -> Any:
-    """transformers' own module, as it comes."""
+    """transformers' own module, unchanged."""
     import transformers
 
     cls = getattr(transformers, CONFIGS[name]["architectures"][0])
@@ -90,7 +89,7 @@ def values(name: str) -> dict[str, Tensor]:
 
 
 def batch(several: bool) -> dict[str, Tensor]:
-    """Tokens and what goes with them, two documents in a row where `several`."""
+    """A batch of tokens with documents and positions; rows have two documents if `several`."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=generator)
     targets = tokens[:, 1:].clone()
@@ -105,7 +104,7 @@ def batch(several: bool) -> dict[str, Tensor]:
 
 
 def keeps_apart(name: str) -> bool:
-    """Whether transformers' own module keeps documents apart, by positions that begin anew."""
+    """Whether transformers' own module keeps documents apart by positions that restart."""
     cls = type(own(name))
     return "position_ids" in inspect.signature(cls.forward).parameters and bool(cls._supports_attention_backend)
 

@@ -1,4 +1,4 @@
-"""Operands of attention, and what it gives by plain softmax in fp64."""
+"""Inputs of attention, with the results of plain softmax in fp64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a command beside processes that keep cores busy: python tests/busy.py 2 make test"""
+"""Runs a command while other processes keep cores busy: python tests/busy.py 2 make test"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tpshard` as a user calls it, from this checkout whether it is installed or not."""
+"""Runs `tpshard` in a process from this checkout, whether or not it is installed."""
 
 from __future__ import annotations
 

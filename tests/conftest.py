@@ -1,4 +1,4 @@
-"""What all tests share: one pool of gloo workers for every test that needs several processes."""
+"""Fixtures of all tests: one pool of gloo workers for every test that needs several processes."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def cache() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def no_plans_of_other_tests(cache: Path) -> Iterator[None]:
-    """A test finds no plan that another made."""
+    """Gives each test its own cache of plans."""
     yield
     shutil.rmtree(cache / "plans", ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""GPTQ folders of small random models of transformers, in act-order, as other tools name their tensors."""
+"""Act-ordered GPTQ folders of small random transformers models, with the tensor names of other tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDER = {"num_key_value_heads": 4, "intermediate_size": 64}
 
 
 def quantized(name: str, place: Path) -> tuple[Path, dict[str, Tensor]]:
-    """A GPTQ folder of a small random model, in act-order, and the dense parameters that it stands for.
+    """Writes an act-ordered GPTQ folder of a small random model; returns it with its dequantized parameters.
 
     Linears of one input share their order, as those of one Hessian do.
     """

@@ -1,4 +1,4 @@
-"""Cases of ops that layers, look-ups and linear algebra call: `tests/parallelism/test_ops.py` runs them."""
+"""Cases of the ops of layers, look-ups and linear algebra, which `tests/parallelism/test_ops.py` runs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def both(fn: Callable[..., Any], *given: Any) -> Case:
 
 
 def _square(x: Tensor) -> Tensor:
-    """Well conditioned, symmetric."""
+    """A well-conditioned symmetric matrix."""
     return x @ x.mT + 2 * torch.eye(x.shape[-2], dtype=x.dtype)
 
 
 def _pools(rank: int) -> dict[str, list[Case]]:
-    """Pooling, padding and resizing of so many dims."""
+    """Cases of pooling, padding and resizing over a number of dims."""
     x = f(2, 3, *[6, 4, 4][:rank])
     pool, average = getattr(F, f"max_pool{rank}d"), getattr(F, f"avg_pool{rank}d")
     unpool, adaptive = getattr(F, f"max_unpool{rank}d"), getattr(F, f"adaptive_max_pool{rank}d")
@@ -80,7 +80,7 @@ def _batch_norm(x: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
 
 
 def _decomposed(x: Tensor) -> list[Tensor]:
-    """By what does not depend on the signs of vectors."""
+    """Cases of decompositions, compared by values that do not depend on the signs of vectors."""
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
     q, r = torch.linalg.qr(x)
     return [u @ vh, s, q @ r]

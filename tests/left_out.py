@@ -1,4 +1,4 @@
-"""Says at the end of a run which tests it left out, and which command runs them. For `conftest.py`."""
+"""Lists at the end of a run the tests that were left out, and the commands that run them. For `conftest.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LEFT_OUT = pytest.StashKey[set[tuple[str, str]]]()
 
 
 def _of(config: pytest.Config) -> set[tuple[str, str]]:
-    """(marker, test) of everything that was left out so far."""
+    """The pairs (marker, test) of all tests left out so far."""
     return config.stash.setdefault(_LEFT_OUT, set())
 
 

@@ -1,4 +1,4 @@
-"""A function of tensors that calls one op of the table, and how to write one in a line."""
+"""A test case of one op: a function of tensors that calls it, written in one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 @dataclass
 class Of:
-    """A tensor to be made: fp64 numbers, or integers from `low` to below `high`, or truth values."""
+    """The description of a tensor: fp64 numbers, integers in [`low`, `high`), or bools."""
 
     shape: tuple[int, ...]
     high: int = 0

@@ -1,4 +1,4 @@
-"""Waiting in tests: long enough for any machine, so that only what hangs is an error."""
+"""Waiting for a condition, with a limit that is long enough for any machine."""
 
 from __future__ import annotations
 

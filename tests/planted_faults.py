@@ -1,4 +1,4 @@
-"""Faults that are planted into a training program, to show that a comparison of two ways to train would see them."""
+"""Wrong gradients planted into a training program, to show that a comparison of two runs can fail."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tpshard.parallelism.program import INFO, Info, Program, Spec, info, offset
 
 @dataclass(frozen=True)
 class Fault:
-    """One parameter's gradient comes out `factor` times as large, on one rank or on all."""
+    """A fault: one parameter's gradient is multiplied by `factor`, on one rank or on all."""
 
     parameter: str
     factor: float
@@ -27,7 +27,7 @@ FAULTS = {
 
 
 def plant(program: Program, fault: Fault) -> Program:
-    """The micro-batch's program with the fault in what it adds to the sum of gradients."""
+    """The micro-batch's program, with the fault in the gradient that it adds to the sum."""
     faulty, nodes = copy_program(program)
     names = [port.name for port in program.inputs if port.kind == "parameter"]
     place = names.index(fault.parameter)
@@ -48,5 +48,5 @@ def plant(program: Program, fault: Fault) -> Program:
 
 
 def altered(before: Tensor, after: Tensor, rank: int, factor: float, where: int | None) -> Tensor:
-    """`after`, with what was added to `before` scaled, if this is the rank that the fault is on."""
+    """`after`, with its difference from `before` scaled if this rank has the fault."""
     return before + (after - before) * factor if where is None or where == rank else after.clone()

@@ -1,4 +1,4 @@
-"""A worker of the tests' pool: runs functions that the tests send, each in a fresh process group."""
+"""A worker of the tests' pool: runs the functions that tests send, each in a new process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers' programs and runners for tests: of a model in memory, or of a folder, in this process or in ranks."""
+"""Programs and runners of small servers: of a model in memory or a folder, in this process or in workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def recipe(*told: str) -> Recipe:
 
 
 def setting(config: ModelConfig, *told: str, dtype: str = "fp32", kind: Any = "cpu") -> ServeSetting:
-    """Of a dense model; `told` are changes of a recipe for one device."""
+    """The setting of a dense model's server; `told` overrides keys of its recipe."""
     return ServeSetting.of(recipe(*told), Served(Blueprint(config), dtype), kind)
 
 
@@ -47,7 +47,7 @@ def weights_of(model: torch.nn.Module) -> Weights:
 
 
 def runner_of(model: torch.nn.Module, *told: str, blocks: int = 64, dtype: str = "fp32") -> ProgramRunner:
-    """Of a model in memory."""
+    """A runner of a model in memory."""
     programs = build_serving(setting(model.config, *told, dtype=dtype))  # type: ignore[arg-type]
     device = next(model.parameters()).device
     return ProgramRunner(alone(device), programs, weights_of(model), blocks)
@@ -59,7 +59,7 @@ def programs_of(folder: Path, *told: str) -> ServingPrograms:
 
 
 def folder_runner(folder: Path, *told: str, blocks: int = 16) -> ProgramRunner:
-    """Of a folder, in this process."""
+    """A runner of a folder, in this process."""
     return ProgramRunner(alone(), programs_of(folder, *told), open_weights(str(folder)), blocks)
 
 
@@ -68,7 +68,7 @@ def job_of(folder: Path, *told: str, blocks: int = 256, **more: Any) -> Job:
 
 
 def ranks_of(folder: Path, *told: str, **more: Any) -> Ranks:
-    """Of a folder, in worker processes."""
+    """A runner of a folder, in worker processes."""
     return Ranks(WORKER, job_of(folder, *told, **more))
 
 

@@ -1,4 +1,4 @@
-"""The exercises of `docs/contributing` are done word for word, each in a copy of the checkout."""
+"""Every exercise of `docs/contributing` works word for word in a copy of the checkout."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_exercise_does_what_it_says(page: Path, tmp_path: Path) -> None:
 
 
 def write(checkout: Path, text: str) -> None:
-    """A new file, named by the block's first line."""
+    """Writes a new file, which the block's first line names."""
     name, _, rest = text.partition("\n")
     path = checkout / name.removeprefix("# ")
     assert not path.exists()
@@ -52,7 +52,7 @@ def write(checkout: Path, text: str) -> None:
 
 
 def change(checkout: Path, text: str) -> None:
-    """Lines with a minus, or none, are there once and become those with a plus, or none."""
+    """Applies a diff: its lines without a plus occur once in the file and become those without a minus."""
     for part in re.split(r"^--- ", text, flags=re.MULTILINE)[1:]:
         name, *lines = part.splitlines(keepends=True)
         path = checkout / name.strip()
@@ -64,7 +64,7 @@ def change(checkout: Path, text: str) -> None:
 
 
 def done(checkout: Path, commands: str) -> str:
-    """What commands print to stdout; they must end with 0."""
+    """The stdout of commands, which must exit with 0."""
     bin_ = checkout.parent / "bin"
     bin_.mkdir(exist_ok=True)
     for name, line in (("python", '"$@"'), ("tpshard", '-m tpshard.cli.main "$@"')):

@@ -1,4 +1,4 @@
-"""A file and a public class have names of their own, so that a name in a message or a search leads to one place."""
+"""File names and public class names are unique in the project."""
 
 from __future__ import annotations
 

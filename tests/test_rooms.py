@@ -1,4 +1,4 @@
-"""Which rooms of the house know which: drawn from every import, those inside functions too."""
+"""No room imports a room above it, and imports form no circle; imports inside functions count too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 
 def files() -> dict[str, Path]:
-    """tpshard.room.file -> its path."""
+    """The path of each module, by its name tpshard.room.file."""
     found = {}
     for room in FLOOR:
         for path in sorted((HOUSE / room).rglob("*.py")):
@@ -26,7 +26,7 @@ def files() -> dict[str, Path]:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Names that are imported when the code runs."""
+    """The names that a module imports at run time."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
@@ -40,7 +40,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def arrows() -> dict[str, set[str]]:
-    """File -> files of tpshard that it imports."""
+    """The modules of tpshard that each module imports."""
     known = files()
 
     def file_of(name: str) -> str:

@@ -1,4 +1,4 @@
-"""A small training recipe with its batches, and what three steps of it come to on one device by autograd alone."""
+"""A small training recipe with its batches, and the results of three steps by autograd on one device."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def whole(engine: State, shards: dict[str, Shard]) -> dict[str, torch.Tensor]:
 
 
 def train(context: Context, programs: TrainingPrograms, count: int = 3) -> dict[str, Any]:
-    """A few steps; the record, the gradients of the first and the whole state at the end."""
+    """Trains a few steps; returns the record, the first step's gradients, and the whole final state."""
     setting = programs.setting
     engine = engine_of(programs, context, blueprint(setting).initial_block)
     engine.initialize(SEED)
@@ -95,7 +95,7 @@ def train(context: Context, programs: TrainingPrograms, count: int = 3) -> dict[
 
 @cache
 def reference(count: int = 3, *overrides: str) -> dict[str, Any]:
-    """The same on one device, with torch's autograd and nothing else."""
+    """The same results by torch's autograd on one device."""
     with float64():
         return _reference(count, overrides)
 
@@ -128,7 +128,7 @@ def _reference(count: int, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def assert_trained(made: dict[str, Any], expected: dict[str, Any], bound: float = BOUND) -> None:
-    """Losses, norms, gradients and state agree, relative; both sides in float64."""
+    """Asserts that losses, norms, gradients and state agree, relatively and in float64."""
     assert made["losses"] == pytest.approx(expected["losses"], rel=bound)
     assert made["norms"] == pytest.approx(expected["norms"], rel=bound)
     for what in ("grads", "state"):

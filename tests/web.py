@@ -1,4 +1,4 @@
-"""HTTP as the tests of the server speak it: a connection a request, and no answer is too late."""
+"""An HTTP client for the server's tests: one connection per request, with the suite's time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of benchmarks: what they hold, and that README and docs say the same."""
+"""Records contain what their benchmarks measured, and README and docs cite them correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tpshard check`: what it prints, and how it ends."""
+"""`tpshard check` prints the comparison and exits as documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever SOURCE is, OUT is a folder that gives the same logits; a refusal leaves no trace."""
+"""`tpshard convert` writes a folder with the same logits for any SOURCE; a refusal leaves no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps a machine from running a recipe is told as such: driver, build, MIG, busy devices, no device at all."""
+"""Everything that keeps a machine from running a recipe is reported: driver, build, MIG, busy or missing GPUs."""
 
 from __future__ import annotations
 

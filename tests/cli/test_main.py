@@ -1,4 +1,4 @@
-"""The door: starts fast, imports no torch, and never answers with a traceback that is not a bug."""
+"""The command line starts fast without torch, and shows a traceback only for a bug."""
 
 from __future__ import annotations
 

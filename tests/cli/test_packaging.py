@@ -1,4 +1,4 @@
-"""What is installed is what is here: mypy sees every room, and a wheel works far from the checkout."""
+"""mypy checks every room, and an installed wheel or sdist works outside the checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tpshard train` as a user meets it: two workers, killed, asked to stop, and started again."""
+"""`tpshard train` with two workers: killed, stopped on request, and started again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tpshard validate`, `recipes`, and what `plan` and `train` check before they start."""
+"""`tpshard validate` and `recipes`, and the checks of `plan` and `train` before they start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a worker's error reads, and how many workers a recipe gets."""
+"""A worker's error is readable, and a recipe gets the right number of workers."""
 
 from __future__ import annotations
 

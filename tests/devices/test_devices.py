@@ -1,4 +1,4 @@
-"""Device files: every shipped one reads, and what is missing or absurd is refused with its place."""
+"""Every shipped device file is valid, and missing or absurd values are refused with their place."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The pages for users: the site builds, links lead somewhere, examples run, and the reference is what the code says."""
+"""The site builds, links lead somewhere, examples run, and the reference is up to date."""
 
 from __future__ import annotations
 

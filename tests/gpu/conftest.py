@@ -1,4 +1,4 @@
-"""Tests of what a GPU does otherwise. Each runs on the CPU too where it can, so that the test itself is tested."""
+"""Fixtures of the GPU tests; each also runs on the CPU where it can, so that the test itself is tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention on a device against plain softmax in fp64 on the CPU: flash kernels, plain blocks, and the paged cache."""
+"""Attention on a device equals plain softmax in fp64: flash kernels, plain blocks, and the paged cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tpshard doctor` says of a GPU, and the device file that it measures."""
+"""`tpshard doctor` reports a GPU, and writes a device file that can be priced."""
 
 from __future__ import annotations
 

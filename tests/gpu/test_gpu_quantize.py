@@ -1,4 +1,4 @@
-"""Quantizing on a device: the same codes as on the CPU but for a few that a rounding decides."""
+"""Quantizing on a device gives the CPU's codes, except for a few that rounding decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on one device against autograd on the CPU: the same programs, start-up, collectives and kernels."""
+"""Training on one device equals autograd on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with quantized weights on a device: measured, captured, and the same in every batch."""
+"""Products with quantized weights on a device: the same in every batch, and under CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every Triton kernel against its plain reference, in Triton's interpreter (`test_triton_kernels.py` starts it).
+"""Every Triton kernel equals its plain reference in Triton's interpreter; `test_triton_kernels.py` runs this file.
 
 On a GPU: pytest tests/kernels/interpreted_kernels.py
 """

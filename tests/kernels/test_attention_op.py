@@ -1,4 +1,4 @@
-"""The attention operation against plain softmax in fp64; on a GPU: tests/gpu/test_attention.py."""
+"""The attention operation equals plain softmax in fp64; tests/gpu/test_attention.py does the same on a GPU."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_refuses_operands_that_do_not_fit(fault: str) -> None:
 def test_the_flash_kernels_take_what_they_are_given(
     packed: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their schemas and shapes in this torch, on `meta`; a GPU computes the rest."""
+    """Their schemas and shapes in this torch, on `meta`; tests/gpu runs them."""
     monkeypatch.setattr(flash, "_starts", lambda documents: torch.empty(4, dtype=torch.int32, device="meta"))
     q, k, v, dout = (x.to("meta", torch.bfloat16) for x in inputs((2, 9, 9, 4, 2, 16), 0, torch.float32))
     documents = torch.empty(2, 9, dtype=torch.int64, device="meta") if packed else None

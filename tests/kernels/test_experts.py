@@ -1,4 +1,4 @@
-"""Experts as one operation, against each expert over all tokens, weighted; and its parts, against the whole."""
+"""Experts as one operation equal the weighted sum of every expert over all tokens, and their parts add up to it."""
 
 from __future__ import annotations
 

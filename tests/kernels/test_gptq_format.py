@@ -1,4 +1,4 @@
-"""GPTQ folders, against a bit stream written out as one Python integer."""
+"""GPTQ folders are read and written like a bit stream in one Python integer."""
 
 import json
 import pickle
@@ -77,7 +77,7 @@ def test_dense_weights_are_one_fp16_product_bit_for_bit():
 
 @pytest.mark.parametrize("bits", (2, 4, 8))
 def test_whole_word_zeros_are_read_and_a_borrow_is_refused(bits):
-    """v1 by whole-word subtraction: the same bits without a zero of 0; refused where one borrows from its neighbour."""
+    """Subtracting 1 from a whole word equals subtracting it from each code; a borrow from a code of 0 is refused."""
     linear = random_linear(bits=bits)
     ones = sum(1 << i for i in range(0, 32, bits))
     words = encode(linear, "gptq_v2")["qzeros"].long() & 0xFFFFFFFF

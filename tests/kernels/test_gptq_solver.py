@@ -1,4 +1,4 @@
-"""GPTQ against its definition, its control and its promises."""
+"""GPTQ agrees with its definition, beats rounding, and has the properties it documents."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tpshard.kernels.reorder import head_local_order
 
 
 def correlated(inputs, rows=512, seed=0):
-    """Activations whose inputs differ in size and depend on one another."""
+    """Activations with correlated inputs of different sizes."""
     g = torch.Generator().manual_seed(seed)
     mix = torch.randn(inputs // 4, inputs, generator=g)
     sizes = torch.exp(torch.randn(inputs, generator=g))
@@ -34,7 +34,7 @@ def hessian_of(x):
 
 
 def literal_gptq(weight, hessian, settings, plan):
-    """The definition, slowly: after each input the best change of all later ones, by solving with their Hessian."""
+    """GPTQ by its definition: after each input, the best change of all later ones, solved with their Hessian."""
     sequence = plan.sequence
     w = weight.double()[:, sequence].clone()
     h = hessian.double()[sequence][:, sequence]

@@ -1,4 +1,4 @@
-"""A row of a product has the same bits whatever the other rows are."""
+"""A row of a batch-invariant product has the same bits whatever the other rows are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paged operation equals attention over the whole sequence, and a row's bits do not depend on the other rows."""
+"""Paged attention equals attention over the whole sequence, with bits independent of the other rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tpshard.kernels.paged_attention import paged_attention, paged_attention_ref
 
 
 def fill(lengths: list[int], kv: int, d: int, block: int = 16) -> tuple[torch.Tensor, ...]:
-    """Pools that hold the past of sequences of these lengths in shuffled blocks, and what was put there."""
+    """Cache pools with the past of sequences of these lengths in shuffled blocks, and their keys and values."""
     torch.manual_seed(sum(lengths))
     width = max(-(-n // block) for n in lengths)
     order = torch.randperm(width * len(lengths)) + 1
@@ -73,7 +73,7 @@ def test_a_row_has_the_same_bits_in_every_batch(window: int | None) -> None:
 
 
 def test_what_lies_beyond_a_rows_position_does_not_reach_it() -> None:
-    """A freed block may hold NaN: of its next owner, nothing that was not written is read. Block 0 is nobody's."""
+    """NaN in a freed block never reaches its next owner, who reads only what it has written. Block 0 has no owner."""
     lengths = [1, 17, 40, 90]
     tables, pools, past = fill(lengths, 2, 16)
     dirty = torch.full_like(pools, float("nan"))

@@ -1,4 +1,4 @@
-"""Quantized linears as plain tensors: padded, put side by side; and the norm in an order."""
+"""Quantized linears can be padded and concatenated without changing results; a norm can store its result permuted."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Tokens to slots and back, against products with one-hot tensors."""
+"""Moving tokens to slots and back equals products with one-hot tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tpshard.kernels.slots import from_slots, to_slots
 
 
 def routes(b: int, s: int, k: int, n: int) -> Tensor:
-    """Slots, no two alike in a sequence, some of them none."""
+    """Random slots, unique within a sequence; some tokens have none."""
     g = torch.Generator().manual_seed(n)
     found = torch.stack([torch.randperm(max(n, s * k), generator=g)[: s * k] for _ in range(b)]).view(b, s, k)
     return torch.where(found < n, found, -1)

@@ -1,5 +1,5 @@
 # ruff: noqa: E402 (nothing of Triton may be imported where it has no wheel)
-"""The Triton kernels: right in the interpreter, lean when compiled for GPUs that need not be there."""
+"""Triton kernels are right in the interpreter, and compile to lean code for GPUs that are not present."""
 
 import itertools
 import os
@@ -51,7 +51,7 @@ def test_kernels_equal_their_references_in_the_interpreter():
 
 
 def compiled(kernel, constants, dtype, capability, warps, stages, folder):
-    """(resources as cuobjdump says, SASS lines) of a kernel for a device that is not here."""
+    """(resources by cuobjdump, SASS lines) of a kernel compiled for a device that is not present."""
     names = kernel.arg_names
     floating = {"x": f"*{dtype}", "out": f"*{dtype}", "weight": f"*{dtype}"}
     types = POINTERS | NUMBERS | floating
@@ -149,7 +149,7 @@ def forms(capability):
 
 
 def emulated(assembly: str, word: int, offset: int, dtype: torch.dtype) -> list[float]:
-    """The 8 outputs of the packed-pair assembly, which the interpreter cannot run: its five instructions, by hand."""
+    """The 8 outputs of the packed-pair assembly, by emulating its five instructions."""
     held: dict[str, int | list[float]] = {"$8": word, "$9": offset}
 
     def value(name: str) -> int:

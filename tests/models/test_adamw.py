@@ -1,4 +1,4 @@
-"""AdamW against torch's own, and what it does where something is not finite."""
+"""AdamW equals torch's, and leaves everything unchanged if a gradient is not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of transformers' models: in by blocks, out bit for bit, and how they begin without any."""
+"""Weights of transformers models are read by block, written bit for bit, and initialized as by their class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of the models' arithmetic: what may influence what, names of dims, initial values, the loss."""
+"""Laws of the models' arithmetic: causality, dim names, initial values, the loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One value says which model is meant, wherever its numbers come from."""
+"""A blueprint describes one model, whatever the source of its values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A family is described once, and modules, shapes, counts and folders follow from that."""
+"""Modules, shapes, counts and folder names of a family follow from its one description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that transformers writes are read and the other way around, with equal logits; the unsound is refused."""
+"""Folders of transformers are read and written with equal logits, and invalid ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lion against its formula, and beside AdamW where both do the same."""
+"""Lion equals its formula, and shares clipping and decay with AdamW."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the workers of test_launch.py run: `python launched_worker.py MODE [FOLDER]`.
+"""The worker processes of test_launch.py: `python launched_worker.py MODE [FOLDER]`.
 
 MODE `crash SIGNAL RANK STEP...`: that rank sends itself the signal after that step, at its n-th start after the n-th.
 """

@@ -1,4 +1,4 @@
-"""Layers dealt out to stages, against all ways to do it."""
+"""The layers dealt to stages are the best of all possible splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads and writes by index: devices together give what one does, and dims that are counted along need no exchange."""
+"""Reads and writes by index equal one device's, and index dims that count along need no exchange."""
 
 from __future__ import annotations
 

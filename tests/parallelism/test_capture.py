@@ -1,4 +1,4 @@
-"""What is recorded is what torch's own tracer sees, op by op; what a static graph cannot hold is refused."""
+"""A capture records the ops that torch's tracer records, and refuses what a static graph cannot express."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost model against arithmetic done by hand."""
+"""The cost model agrees with arithmetic by hand."""
 
 from dataclasses import replace
 

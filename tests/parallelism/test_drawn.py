@@ -1,4 +1,4 @@
-"""Random numbers: the same on every mesh, forward and backward, and distributed as they should be."""
+"""Random numbers are the same on every mesh, forward and backward, with the right distribution."""
 
 from __future__ import annotations
 

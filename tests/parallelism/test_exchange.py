@@ -1,4 +1,4 @@
-"""Small all-reduces of a CPU's ranks go as one exchange: who sends what, at which price, and the bits all end with."""
+"""Small all-reduces on a CPU run as one exchange, with the expected messages, price and bits."""
 
 from __future__ import annotations
 

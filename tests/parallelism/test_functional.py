@@ -1,4 +1,4 @@
-"""Writes are seen through every view, on one device and on several: the captured graph has none of them left."""
+"""Writes through views give eager mode's results, and none remain in the captured graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All-gathers on gloo: the op that several threads of it may run at a time, in everything that a CPU's rank issues."""
+"""Ranks on a CPU issue only the all-gather that gloo may run in several threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool, the context and the process groups over mesh axes, on real gloo processes."""
+"""The pool, the context and the process groups of mesh axes work on real gloo processes."""
 
 from __future__ import annotations
 

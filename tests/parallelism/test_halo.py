@@ -1,4 +1,4 @@
-"""Slices, padding, shifts and joins of a dim that is cut: neighbours are read by permute, and nothing else is sent."""
+"""Slices, padding, shifts and joins of a sharded dim read neighbours by permute and send nothing else."""
 
 from __future__ import annotations
 

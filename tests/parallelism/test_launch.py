@@ -1,4 +1,4 @@
-"""The launcher: what it starts, how it ends, and what it leaves behind (nothing)."""
+"""The launcher starts workers, ends them as documented, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers on parts: attention with any mask, norms over a cut batch, convolutions over cut channels, what is created."""
+"""Layers on shards equal whole ones: masked attention, norms over a sharded batch, convolutions over channels."""
 
 from __future__ import annotations
 

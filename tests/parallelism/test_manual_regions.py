@@ -1,4 +1,4 @@
-"""Manual regions: collectives written by hand mean what they say, and are what the program sends."""
+"""Hand-written collectives mean what they document, and the program sends exactly them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks of levels against arithmetic done by hand; two levels price as `inside` and `across` do."""
+"""Networks with levels are priced like arithmetic by hand; two levels like `inside` and `across`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every entry of the table of ops, by brute force: however its operands lie, the devices compute what one does."""
+"""Every op of the table, with its operands in every layout, equals one device's result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes change when things happen and what is kept, never what comes out."""
+"""Passes change when operations run and which values are stored, but no result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ops come from and what values are: noted while tracing, kept through every rewrite, found on the nodes."""
+"""The module and role of every op and value are recorded while tracing and survive every rewrite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny programs with the answer beside them: what propagation decides, and why."""
+"""Small programs with the expected shardings beside them, and the recorded reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random functions with random shardings, also uneven ones: what the devices compute together is what one computes."""
+"""Random functions with random, also uneven, shardings equal one device's results."""
 
 from __future__ import annotations
 

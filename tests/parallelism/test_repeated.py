@@ -1,4 +1,4 @@
-"""A program says what its devices compute alike, for how much of the step, why, and what to write instead."""
+"""A program reports what its devices compute redundantly: the share of the step, the cause, and a fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules as tables: whole, free of deadlock, as short as theory says, and holding no more than it says."""
+"""Pipeline schedules are complete and free of deadlock, with the length and memory that theory gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""argmax, top-k and running sums of a dim that is cut: each device's own result, and a small exchange."""
+"""argmax, top-k and running sums of a sharded dim combine each device's result with a small exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut equals attention over the whole, whichever way it is computed."""
+"""Attention over a sharded sequence equals attention over the whole one, in every implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of meshes, axes, shardings, factors, and of moving a value from any layout to any other."""
+"""Laws of meshes, axes, shardings and factors, and of moving a value between any two layouts."""
 
 from __future__ import annotations
 

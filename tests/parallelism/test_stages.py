@@ -1,4 +1,4 @@
-"""Stages cut out of one program come to what the program itself comes to, and hand over the residual stream alone."""
+"""Stages cut from a program give its results, and hand over only the residual stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank sends and holds is counted as it happens."""
+"""The bytes that a rank sends and holds are counted as they occur."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dims that their axes do not divide: padded, computed in parts, and never wrong for the padding."""
+"""Dims that their axes do not divide are padded, and the padding never changes a result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline as a sharding (GSPMD, section 3.3): stages are a dim that is cut, and a shift along it hands over."""
+"""A pipeline as a sharded dim of stages (GSPMD, section 3.3): a shift along it becomes a permute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolution, pooling and resizing of images cut along their height or width: neighbours send what windows read."""
+"""Convolution, pooling and resizing of a sharded height or width exchange halos with neighbours."""
 
 from __future__ import annotations
 

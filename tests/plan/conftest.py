@@ -1,4 +1,4 @@
-"""One small plan for all tests of this folder, and the helpers beside them, which importlib mode does not find."""
+"""Fixtures of this folder's tests: one small plan; and the path of helpers that importlib mode does not find."""
 
 from __future__ import annotations
 

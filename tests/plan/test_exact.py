@@ -1,4 +1,4 @@
-"""Figures that a plan calls exact, against the programs that run."""
+"""Every figure that a plan marks exact equals what the running programs do."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Counting(TorchDispatchMode):
 
 
 def count_on_rank(context: Context, recipe: str) -> tuple[dict[str, list[tuple[str, int, int]]], dict[str, int]]:
-    """Runs both programs of a recipe on this rank; what was dispatched, and the bytes of the tensors they hold."""
+    """Runs both programs of a recipe on this rank; returns the dispatched collectives and the bytes of tensors."""
     built = make.build_programs(Setting.of(loads(recipe)))
     sent, held = {}, Counter[str]()
     for name, program in (("micro-batch", built.micro), ("update", built.update)):
@@ -133,7 +133,7 @@ def test_predicted_peak_is_that_of_the_storages_alive_while_running():
 
 
 def test_of_compiled_blocks_the_loss_is_priced_as_eager():
-    """A vocabulary so large that the peak is at the loss, where eager mode keeps more copies of the logits."""
+    """The vocabulary is so large that the peak is at the loss, where eager mode stores more copies of the logits."""
     overrides = ["model.vocab=65536", "mesh.tp=1", "mesh.fsdp=4", "remat=full"]
     programs = make.build_programs(Setting.of(loads(RECIPE, [*overrides, "compile=blocks", "fsdp.bucket=wrap"])))
     eager, blocks, whole = (make.price_training(programs, seen) for seen in ("none", None, "all"))

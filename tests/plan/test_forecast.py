@@ -1,4 +1,4 @@
-"""How long a run takes: the formulas against runs with failures drawn at random, and what the command says."""
+"""The forecast of a run's duration agrees with runs whose failures are drawn at random."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tpshard.recipes.diagnostic import Exit
 
 
 def lived(work: float, interval: float, save: float, restart: float, between: float, rng: random.Random) -> float:
-    """Seconds of one run whose failures are drawn one after the other."""
+    """Seconds of one run with randomly drawn failures."""
     spent, done, failure = 0.0, 0.0, rng.expovariate(1 / between)
     while done < work:
         part = min(interval, work - done)

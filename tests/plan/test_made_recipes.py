@@ -1,4 +1,4 @@
-"""Recipes that a plan writes (`--fit`, `--pin`), and runs held against their plans (`--check`)."""
+"""`--fit` and `--pin` write recipes that plan as promised, and `--check` compares a run with its plan."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def folder(report: Report, tmp_path: Path) -> Path:
 
 
 def ran(folder: Path, **factors: float) -> check_run.RunFinding:
-    """A run that is as planned but for these factors."""
+    """Writes a run that equals its plan except for these factors."""
     plan = save.read(str(folder / "plan.json")).report
     row = {
         "step_s": plan["time"]["step_s"], "exposed_comm_s": plan["time"]["exposed_comm_s"],

@@ -1,4 +1,4 @@
-"""What `doctor --measure` makes of measurements: constants come back from synthetic ones, in a file that prices."""
+"""`doctor --measure` recovers the constants behind synthetic measurements, in a file that can be priced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOOP = 6e-3
 
 
 def process(n: int) -> dict[str, Any]:
-    """What one of n processes on two cores measures if everything is shared evenly, and a fifth is lost by four."""
+    """The measurements of one of n processes on two cores that share evenly; four of them lose a fifth."""
     slower = max(1.0, n / CORES) / (CORES if n == 1 else 1)
     lost = slower * (1.2 if n == 4 else 1.0)
     turns = max(1.0, n / CORES)
@@ -129,7 +129,7 @@ def test_a_collective_costs_what_was_measured(machine: Device) -> None:
 
 
 def test_what_one_process_waits_for_another_is_not_late_with() -> None:
-    """A collective costs what its members see on average, so that it comes out alike whoever was first."""
+    """A collective's cost is the mean over its members, whichever of them was first."""
     even = [process(2) for _ in range(2)]
     uneven = [
         {**one, "comm": [[*row[:4], row[4] * share, row[5]] for row in one["comm"]]}

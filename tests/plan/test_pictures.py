@@ -1,4 +1,4 @@
-"""The files that a plan draws: a page that needs nothing else, a trace, a picture."""
+"""A plan's page, trace and picture are complete and need no other file."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_page_is_whole_and_loads_nothing(report):
 
 
 def test_the_page_knows_the_way_from_what_was_told_to_every_tensor(report):
-    """Each axis of a sharding has a chain; it begins at a line, and each value on it is what the next one came from."""
+    """Each axis of a sharding has a chain that begins at a line of the recipe, and each value leads to the next."""
     made = page_data.data(report)
     program = report.pricing.parts[0].part.program
     assert {name for tensor in made["tensors"] for name in tensor["names"]} == {t.name for t in report.tensors}
@@ -108,7 +108,7 @@ console.log(JSON.stringify({ seen, behind, zoomed: zoomed_, reset: svg.innerHTML
 
 @pytest.mark.skipif(NODE is None, reason="no JavaScript engine here")
 def test_clicks_show_chains_and_tensors_and_the_wheel_zooms(report, tmp_path):
-    """The page's own script, in a document that is no more than what it asks for."""
+    """Runs the page's own script in a minimal document."""
     parser = Outside()
     parser.feed(page.page(report))
     script = tmp_path / "clicks.js"
@@ -167,7 +167,7 @@ def test_svg_is_xml(report):
 
 
 def test_a_picture_has_one_unit_and_says_what_its_colours_mean(report):
-    """Memory ends at what the device has, also where the plan needs little of it."""
+    """The memory axis ends at the device's memory, even if the plan needs little."""
     drawn = ET.fromstring(pictures.svg(report))
     words = [str(element.text) for element in drawn.iter() if element.tag.endswith("text")]
     limit = report.pricing.device.memory_bytes - report.pricing.device.context_bytes

@@ -1,4 +1,4 @@
-"""`plan --net`: where axes run, and what other orders of them would give."""
+"""`plan --net` shows the links of each axis, and the step on other orders of the axes."""
 
 from __future__ import annotations
 

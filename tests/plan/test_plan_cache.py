@@ -1,4 +1,4 @@
-"""Plans that were made before: found by all that they depend on, and by nothing less."""
+"""A cached plan is used if and only if everything it depends on is unchanged."""
 
 from __future__ import annotations
 

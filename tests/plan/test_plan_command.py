@@ -1,4 +1,4 @@
-"""`tpshard plan` as a command: what it refuses before it plans, and the files that it writes."""
+"""`tpshard plan` refuses bad options before it plans, and writes the files that are asked for."""
 
 from __future__ import annotations
 

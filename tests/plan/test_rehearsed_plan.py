@@ -1,4 +1,4 @@
-"""`plan --for serve`: what steps take between priced states, the rate that keeps limits, the front, the command."""
+"""`plan --for serve`: interpolated step times, the highest rate within limits, the search's front, the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tpshard plan` says, to people and to machines: one screen, stable names, the same bytes each time."""
+"""A plan fits one screen, and its text and JSON have stable names and the same bytes each time."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_names_of_the_screen_are_what_patterns_match(report):
 
 
 def wrong_with(name, rank):
-    """What is wrong with a pattern over a tensor of so many dims."""
+    """The error of a pattern for a tensor with a number of dims."""
     recipe = loads(RECIPE, [f"sharding.annotate={{{name}: [{', '.join(['null'] * rank)}]}}"])
     return [found for found in beyond(recipe) if found.severity == "error"]
 

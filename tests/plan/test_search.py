@@ -1,4 +1,4 @@
-"""Edits that would fit, suggestions, and the search over meshes."""
+"""Edits that make a recipe fit, suggestions, and the search over meshes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_search_ranks_what_fits():
 
 
 def test_a_search_of_a_pipeline_tries_stages_and_schedules_and_none(monkeypatch):
-    """Within what the recipe leaves free: not another schedule where it names one."""
+    """The search keeps what the recipe sets, such as a named schedule."""
     tried: list[str] = []
 
     def quick(recipe, **_):

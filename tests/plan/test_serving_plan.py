@@ -1,4 +1,4 @@
-"""Plans for serving quantized weights: what is priced is what the ranks of a server run, in every layout."""
+"""A plan for a server with quantized weights prices what its ranks run, in every layout."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def prompt() -> StepInput:
 
 
 def serve_on_rank(context: Context, jobs: list[bytes]) -> list[tuple[dict[tuple[str, int], int], int, list[Any]]]:
-    """For each job: the collectives that a step of the server dispatches, bytes of weights held, and the logits."""
+    """For each job: the dispatched collectives of a step, the bytes of weights, and the logits."""
     done = []
     for raw in jobs:
         job = Job.decode(raw)
@@ -245,7 +245,7 @@ def test_a_folder_that_is_not_there_is_planned_as_it_will_be_written(
 
 @pytest.mark.parametrize(("device", "held"), [("h100-sxm-80g", 128 // 2 + 4 * 2), ("cpu", 128 // 2 + 4 * 4)])
 def test_four_bits_are_planned_as_four_bits(device: str, held: int, folders: dict[str, Path]) -> None:
-    """Bytes of an output of `down`: codes, a scale for every 32 inputs, on a CPU in bf16 a shift as well."""
+    """An output of `down` has codes, a scale per 32 inputs, and on a CPU in bf16 also a shift."""
     told = recipe(folders["global"], "tp_aware", "serve.mesh.tp=1", f"cluster.device={device}", "serve.dtype=bf16")
     (port,) = [p for p in make.report(told, "", "decode").pricing.parts[0].part.program.inputs
                if p.name == "layers.0.mlp.down.weight"]  # fmt: skip
@@ -258,7 +258,7 @@ def cached(*told: str) -> Recipe:
 
 
 def with_memory(each: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives each of two devices so many bytes."""
+    """A recipe for two devices with a number of bytes each."""
     whole = cluster.device_of
 
     def device_of(recipe: Recipe) -> Any:

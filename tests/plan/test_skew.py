@@ -1,4 +1,4 @@
-"""An uneven routing, priced: what a capacity drops, and what the device of the busiest expert computes more."""
+"""An uneven routing is priced: dropped tokens with a capacity, the busiest device's extra work without."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def skewed(busiest: float, *told: str) -> Skew:
 
 
 def test_without_a_capacity_the_others_wait_for_the_busiest_device() -> None:
-    """Of 4 experts of a device one gets twice the mean, the others what seven share of the rest: 6/7 each."""
+    """Of a device's 4 experts one gets twice the mean, and the others 6/7 each."""
     found = skewed(2.0, "model.capacity=null")
     assert (found.balanced.busiest_device, found.balanced.dropped, found.skewed.dropped) == (1.0, 0.0, 0.0)
     assert found.skewed.busiest_device == pytest.approx((2 + 3 * 6 / 7) / 4)

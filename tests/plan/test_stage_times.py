@@ -1,4 +1,4 @@
-"""The plan of a pipeline: its time is the schedule's, its memory what the schedule holds, and it is all shown."""
+"""A pipeline's plan has the time of its schedule and the memory that the schedule holds, and shows both."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_step_is_the_schedule_and_what_runs_once(schedule: str) -> None:
 
 
 def test_memory_is_what_the_schedule_holds() -> None:
-    """GPipe keeps every micro-batch until all have gone forward; 1F1B as many as there are stages at most."""
+    """GPipe stores all micro-batches; 1F1B stores at most as many as there are stages."""
     gpipe, one = planned("gpipe").pricing.pipeline, planned("1f1b").pricing.pipeline
     assert gpipe is not None and one is not None
     assert [s.saved_bytes for s in gpipe.stages] == [s.saved_bytes for s in one.stages]

@@ -1,4 +1,4 @@
-"""What would make a recipe faster: every suggestion is a plan, and that nothing helps is said with what was tried."""
+"""Each suggestion is planned as a whole; if none helps, the plan says what was tried."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_suggestions_are_planned_whole_and_the_fastest_comes_first(monkeypatch: 
 
 
 def steps(report: Report, gains: Mapping[str, float], unfit: tuple[str, ...] = ()) -> Any:
-    """Prices a variant by what each changed key gains alone."""
+    """The price of a variant, from the gain of each changed key."""
     base, plain = report.pricing.step_s, loads(RECIPE)
 
     def quick(recipe: Recipe, what: str, variants: object) -> VariantPrice:

@@ -1,4 +1,4 @@
-"""Programs of deep models made from shallow ones are those of the deep models."""
+"""The program of a deep model built from that of a shallow one equals the one built directly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ batch: {{global_sequences: 8}}
 
 
 def shape_of(program: Program) -> list[Any]:
-    """Everything that is priced or passed on, by places instead of names."""
+    """Everything in a program that is priced or passed on, with places instead of names."""
     at = {node: i for i, node in enumerate(program.graph.nodes)}
     rows = []
     for node in program.graph.nodes:

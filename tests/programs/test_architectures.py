@@ -1,4 +1,4 @@
-"""Models of transformers: partitioned, a step is what transformers itself computes in one process."""
+"""A partitioned step of a transformers model equals that of transformers in one process."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_folder_with_pickles_alone_is_refused_before_anything_is_built(tmp_pat
 
 
 def test_a_plan_reads_what_a_folder_holds(tmp_path: Path) -> None:
-    """By its headers alone: nothing is loaded."""
+    """Only the headers of its files are read."""
     folder = architectures.folder(tmp_path, "llama", weights=True)
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
@@ -153,7 +153,7 @@ def test_a_model_that_looks_at_values_is_refused_with_its_line(tmp_path: Path, m
     ],
 )
 def test_a_servers_step_is_transformers_own(name: str, tp: int, tmp_path: Path) -> None:
-    """Attention to the cache has taken the place of the class's own, sliding windows included."""
+    """Attention to the cache replaces the class's attention, sliding windows included."""
     from servers import lockstep, prompts
     from tpshard.programs.served import served
     from tpshard.programs.serving import ServeSetting, build_serving

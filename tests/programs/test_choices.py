@@ -1,4 +1,4 @@
-"""What a recipe leaves open or asks to be told of: buckets, kept parameters, reshards, uneven dims."""
+"""Buckets, kept parameters, reshards and uneven dims are chosen, or reported, as the recipe says."""
 
 from __future__ import annotations
 

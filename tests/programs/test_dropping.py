@@ -1,4 +1,4 @@
-"""Dropout in a module of the user's: the same numbers on every mesh, in every policy, and none in evaluation."""
+"""Dropout in a user's module draws the same numbers on every mesh and policy, and none in evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two recipes compared: rounding is told from a fault, and a fault is found where it is."""
+"""`compare` tells rounding from a fault, and `first_difference` names the operation with the fault."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_meshes_and_policies_differ_by_rounding_alone(mesh: dict[str, int], over
 
 
 def test_a_pipeline_is_compared_with_the_plain_model() -> None:
-    """Stages that are unlike, tied embeddings, gradients reduced once a step."""
+    """Also with unequal stages, tied embeddings, and gradients reduced once per step."""
     told = ("model.layers=3", "model.tie_embeddings=true", "fsdp.accumulate={gather: step, reduce: last}")
     staged = setting_of({"pp": 2, "fsdp": 2}, "pipeline={split: [1, 2]}", *told)
     compared = compare(staged, setting_of({}, *told[:2]), steps=2)
@@ -38,7 +38,7 @@ def test_a_pipeline_is_compared_with_the_plain_model() -> None:
 
 
 def test_a_fault_in_an_operation_is_found_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gate of the second layer comes out a thousandth too large, wherever tp cuts it."""
+    """The planted fault makes the gate of the second layer a thousandth too large."""
     plain = partitioner._Partitioner._emit_local
 
     def faulty(self: Any, local: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Layouts as a rewrite of the program: the same logits in all of them, and the gathers where the permutation says."""
+"""All layouts of act-ordered weights give the same logits, and gather only where the order mixes shards."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ served = cache(lambda family, order: Served(*(MODELS | UNEVEN)[family], order))
 
 
 def gathers(made: ServingPrograms) -> list[str]:
-    """Modules whose act-order is gathered for."""
+    """The modules before which activations are gathered for an act-order."""
     found = [c for c in made.any.collectives if c.why[0].mixes]
     assert all(c.kind == "all_gather" and not c.requested for c in found)
     return [c.why[0].mixes.removesuffix(".order") for c in found]
@@ -119,7 +119,7 @@ def gathers(made: ServingPrograms) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Products this small wait longer for a second thread than they take."""
+    """Uses one thread, which is faster for products this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -142,7 +142,7 @@ def test_every_layout_gives_the_logits_of_the_dense_weights(family: str, order: 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_every_dtype(layout: Layout, dtype: str) -> None:
-    """In bf16 by torch's int4 product, else made dense."""
+    """Weights are multiplied by torch's int4 product in bf16, and dequantized in other dtypes."""
     model = served("llama", "head_local")
     made = model.step(layout, 2, dtype)
     kernels = {getattr(node.target, "__name__", "") for node in made.any.graph.nodes}
@@ -176,7 +176,7 @@ def test_shards_are_cut_between_groups(family: str, layout: Layout) -> None:
 
 
 def test_what_is_added_must_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: with other values there the logits are others."""
+    """The control: other values in the padding change the logits."""
     model, zeros = served("llama, 11 groups", "head_local"), Quantized.padded
 
     def spoiled(self: Quantized, inputs: int, outputs: int) -> Quantized:
@@ -225,7 +225,7 @@ def test_only_what_is_not_divided_is_padded() -> None:
 
 def test_what_is_left_to_do_at_run_time() -> None:
     def reordered(made: ServingPrograms) -> list[tuple[str, int]]:
-        """What takes an order, a norm or an operation of its own, and in how many blocks."""
+        """The operations that permute at run time, each with its number of blocks."""
         nodes = [(n, str(n.target)) for n in made.any.graph.nodes]
         orders = [(n.args[1], n.args[2]) for n, name in nodes if name == "tpshard.reorder.default"]
         norms = [(n.args[2], 1) for n, name in nodes if name == "tpshard.rms_norm_permuted.default" and n.args[2]]

@@ -1,4 +1,4 @@
-"""What an optimizer keeps is what is planned, trained and saved, whichever it is."""
+"""Every optimizer stores the state that the plan counts, trains as defined, and resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_lion_trains_the_same_on_every_mesh() -> None:
     [((), 8), ((LION,), 4), (("optimizer.state_dtype=bf16",), 4), ((LION, "optimizer.state_dtype=bf16"), 2)],
 )
 def test_what_is_kept_is_what_is_planned(told: tuple[str, ...], a_parameter: int) -> None:
-    """Bytes of a parameter's state at rest: in the plan, on a rank, and in what `auto` choices reckon with."""
+    """The bytes of a parameter's state are equal in the plan, on a rank, and in the estimate of `auto` choices."""
     programs = built(*told, "mesh={}")
     report = make.report_of_training(programs)
     assert report.static_bytes()["optimizer"] == a_parameter * report.job.params

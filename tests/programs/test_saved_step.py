@@ -1,4 +1,4 @@
-"""A run's programs are read back from text as they were written: the same code, the same reasons, the same numbers."""
+"""A run's saved programs load with the same code, reasons and results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ batch: {global_sequences: 8, per_device: 2}
 
 
 def everything(program: Program) -> tuple[object, ...]:
-    """All that a program says of itself."""
+    """Everything that a program contains, for comparison."""
     why = {name: program.explained(name) for name in program.records}
     infos = [node.meta.get("tpshard") for node in program.graph.nodes]
     same = program.mesh, program.inputs, program.outputs, program.records, program.donated, program.warnings

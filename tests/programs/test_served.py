@@ -1,4 +1,4 @@
-"""What a plan says of quantized weights, against the weights themselves."""
+"""The planned quantization of weights equals that of the weights themselves."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A server's programs: equal to the plain model on any number of devices, the same bits on each."""
+"""A server's programs compute the plain model's logits on any number of devices, with the same bits on each."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_an_axis_of_another_name_is_as_good_as_tp() -> None:
 
 # ---- modules of the user's ------------------------------------------------------------------------------------------
 class Mine(nn.Module):
-    """Two layers of attention with a gate of its own, no MLP; `mixed` lets tokens see each other beside attention."""
+    """A user's model: two gated attention layers without an MLP; `mixed` also mixes tokens outside of attention."""
 
     def __init__(self, mixed: str = "") -> None:
         super().__init__()

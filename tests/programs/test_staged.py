@@ -1,4 +1,4 @@
-"""Recipes with a pipeline: what is derived, what is refused and with which way out, and what runs once a step."""
+"""Recipes with a pipeline: the derived schedule and split, refusals with a fix, and what runs once per step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def setting(*overrides: str) -> Setting:
 
 
 def refused(*overrides: str) -> str:
-    """What is said of a recipe that cannot be, with its exit code."""
+    """The error of a recipe that cannot be built, with its exit code."""
     with pytest.raises(Mistakes) as caught:
         training.build(setting(*overrides))
     (one, *_) = caught.value.diagnostics
@@ -91,7 +91,7 @@ def test_an_uneven_split_is_given_by_hand() -> None:
 
 
 def test_by_default_no_split_has_a_faster_slowest_device() -> None:
-    """The head and the loss of a large vocabulary count, by the plan's own prices."""
+    """The prices include the head and the loss of a large vocabulary."""
     large = ("mesh.pp=2", "model.layers=5", "model.vocab=256", "pipeline.micro_batches=4")
 
     def busy(*overrides: str) -> tuple[list[int], float]:
@@ -120,7 +120,7 @@ def test_every_parameter_lies_on_one_device_but_for_tied_ones() -> None:
 
 
 def test_devices_agree_on_the_norm_by_one_sum() -> None:
-    """Loss, tokens and the square of the norm are summed over the stages: nothing else is, once a step."""
+    """Once per step only loss, tokens and the squared norm are summed over the stages."""
     pipeline = build().pipeline
     assert pipeline is not None
     for device in pipeline.devices:

@@ -1,4 +1,4 @@
-"""Passes that give a step its kernels: each keeps the values, and takes the place of what it stands for alone."""
+"""Each pass that chooses kernels keeps all values, and replaces only the operations it is for."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_pass_of_a_server_keeps_the_values(family: str, tp: int, monkeypat
 
 
 def test_a_weight_that_others_read_too_is_held_twice() -> None:
-    """Tied: the table is looked up as it is, and multiplied as the library packs it."""
+    """A tied table is looked up unpacked and multiplied packed."""
     program = build_serving(setting(LLAMA), rows=[8]).any
     table, packed = (next(p for p in program.inputs if p.name == name) for name in
                      ("tok_embed.weight", "tok_embed.weight (onednn)"))  # fmt: skip
@@ -174,7 +174,7 @@ def test_only_useful_work_is_counted_where_a_model_was_made_wider() -> None:
 
 # ---- gates on a GPU -------------------------------------------------------------------------------------------------
 class Reference(fx.Interpreter):
-    """Products with packed weights by plain torch."""
+    """A stand-in for the GPU kernels: products with packed weights in plain torch."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target not in (quantized_linear, quantized_gate):

@@ -1,4 +1,4 @@
-"""Models that are no language models: their steps on a mesh are those of one device, by autograd alone."""
+"""A step of each task's model on a mesh equals autograd's on one device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def text_rows(rows: int, length: int, vocab: int) -> dict[str, torch.Tensor]:
     ],
 )
 def test_a_step_is_that_of_one_device(name: str, told: list[str], moves: set[str]) -> None:
-    """Batch norm over a sharded batch, group norm over a cut depth, both ways of attention, weights in 2-D."""
+    """Covers batch norm over a sharded batch, group norm over a sharded depth, bidirectional attention, 2-D weights."""
     setting = Setting.of(load(name, [*told, "batch.global_sequences=4", "batch.per_device=2"]))
     program = step_programs.micro_program(setting)
     assert moves <= {c.kind for c in program.collectives}

@@ -1,4 +1,4 @@
-"""The micro-batch of a Llama: right on every mesh, nothing sent in vain, and every reason a line of the recipe."""
+"""A Llama's micro-batch is right on every mesh, sends nothing needless, and every reason names a recipe's line."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def setting(mesh: str, *overrides: str, text: str = SCRATCH) -> Setting:
 
 
 def kept(program: Program) -> dict[str, tuple[Any, ...]]:
-    """Everything that has a name, and where it lies."""
+    """The layout of every named value."""
     return {name: record.layout for name, record in program.records.items()}
 
 
@@ -85,7 +85,7 @@ def test_a_fault_is_seen(fault: str) -> None:
 
 
 def assert_trains_as_one_device(made: Setting, program: Program) -> None:
-    """Two micro-batches, the second added to the first, against autograd, in float64."""
+    """Asserts that two accumulated micro-batches equal autograd in float64."""
     generator = torch.Generator().manual_seed(1)
     model = made.model.to_empty(device="cpu").double()
     with torch.no_grad():
@@ -143,7 +143,7 @@ class Counting(TorchDispatchMode):
 
 @pytest.fixture
 def alone() -> Iterator[Any]:
-    """One process that believes it is rank 0 of a world; its collectives go nowhere."""
+    """A process that acts as rank 0 of a world; its collectives do nothing."""
 
     def start(world: int) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
@@ -154,7 +154,7 @@ def alone() -> Iterator[Any]:
 
 
 def issued(program: Program) -> list[tuple[str, str, Tensor]]:
-    """What rank 0 sends while it runs the micro-batch."""
+    """The collectives that rank 0 issues in one micro-batch."""
     groups = Groups(program.mesh)
     groups.ensure(c.refs for c in program.collectives)
     module = localize(program, 0, torch.device("cpu"), lambda t, _: torch.ops._c10d_functional.wait_tensor(t), False)

@@ -1,4 +1,4 @@
-"""Whole optimizer steps, simulated: the same on every mesh, and however often parameters are gathered."""
+"""A simulated optimizer step has the same result on every mesh, however often parameters are gathered."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def built(
 
 
 class Simulated(Lockstep):
-    """A run of the recipe, perhaps with a fault."""
+    """A simulated run of the recipe, with a planted fault if one is given."""
 
     def __init__(
         self, mesh: str, *overrides: str, sequence: bool = False, fault: Fault | None = None, recipe: str = RECIPE
@@ -60,7 +60,7 @@ class Simulated(Lockstep):
         super().__init__(programs if fault is None else replace(programs, micro=plant(programs.micro, fault)), VOCAB)
 
     def join(self, ports: Sequence[Port], parts: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Ranks that hold the same part hold the same bits of it."""
+        """Joins the ranks' parts; asserts that equal parts have equal bits."""
         joined = super().join(ports, parts)
         for i, (name, port) in enumerate(zip(self.names, ports, strict=True)):
             for rank, part in enumerate(parts):
@@ -84,7 +84,7 @@ def assert_close(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 
 @dataclass(frozen=True)
 class Trained:
-    """What training comes to: gradients of the first step, then losses, norms and weights of five steps of AdamW."""
+    """The results of training: the first step's gradients, and losses, norms and weights of five AdamW steps."""
 
     gradients: dict[str, torch.Tensor]
     record: list[tuple[float, float]]

@@ -1,4 +1,4 @@
-"""How a mistake looks: as text, in colour, cut to a width, and as JSON."""
+"""Diagnostics are rendered as text, in colour, within a width, and as JSON."""
 
 from __future__ import annotations
 

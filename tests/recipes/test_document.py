@@ -1,4 +1,4 @@
-"""The schema as editors and shells read it, and the recipes that are shipped."""
+"""The schema for editors and shells agrees with the loader, and every shipped recipe is valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipe, model and mesh fit each other, or it is said how they would, before anything is built."""
+"""A recipe that does not fit its model or mesh is refused with the sizes that would fit, before anything is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that stand for others: by OmegaConf's grammar, checked where they stand, kept when saved, and never code."""
+"""Interpolations follow OmegaConf's grammar, are checked in place, are kept when saved, and never run code."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_circle_is_one_mistake_that_shows_all_of_it(text: str, at: list[str]) 
 def test_what_is_no_value_or_could_run_code_is_refused(
     value: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module that would be imported lies in wait, and a resolver that somebody else registered."""
+    """Neither a module that would be imported nor another library's resolver is reached."""
     ran: list[str] = []
     (tmp_path / "planted.py").write_text("x = int\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""What a recipe means once it is sound: defaults, layers, overrides, interpolation, and the way back to YAML."""
+"""A valid recipe gets its defaults, layers and overrides, and loads to the same after it was saved."""
 
 from __future__ import annotations
 

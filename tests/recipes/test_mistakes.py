@@ -1,4 +1,4 @@
-"""Every mistake of a recipe is told at once, with its place and what would be legal."""
+"""All mistakes of a recipe are reported at once, each with its place and the legal values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One small random model, and one runner over it, for all tests of the engine."""
+"""Fixtures of the server's tests: a small random model, and one runner of it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONFIG = ModelConfig(
 
 
 def sharpened(config: ModelConfig, seed: int = 1) -> torch.nn.Module:
-    """Random weights large enough that the answers vary."""
+    """Random weights, large enough for varied answers."""
     model = build(config, device="cpu", seed=seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -86,7 +86,7 @@ class Running:
     make: Callable[[], Runner]
 
     def settled(self) -> None:
-        """Waits until nothing runs, then checks that all blocks are back."""
+        """Waits until nothing runs, then asserts that all cache blocks are free."""
         until(lambda: self.service.idle and not self.service._engine.busy, "the end of all requests")
         pool = self.service._engine.pool
         assert pool.available == pool.total
@@ -115,7 +115,7 @@ def serving(make: Callable[[], Runner], folder: Path, limits: Limits, key: str |
 
 
 class Kept:
-    """A runner that other tests use as well: its server does not close it."""
+    """A runner shared by several tests: a server does not close it."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -134,5 +134,5 @@ def server(runner: ProgramRunner, tokenizer_folder: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def served(tokenizer_folder: Path) -> Callable[..., contextlib.AbstractContextManager[Running]]:
-    """A server of one's own: `served(make_runner, limits, key=...)` as a context."""
+    """A context with a separate server: `served(make_runner, limits, key=...)`."""
     return lambda make, limits, key=None: serving(make, tokenizer_folder, limits, key)

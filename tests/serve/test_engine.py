@@ -1,4 +1,4 @@
-"""The engine: the same tokens whatever else is going on, nothing computed twice, nothing leaked."""
+"""A request's tokens do not depend on other requests; nothing is computed twice, and no block is leaked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every field of a request: what is out of range, of another type, or unknown is refused by name (faults, row 34)."""
+"""Every field of a request with a value out of range or of another type, and every unknown one, is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real processes: ranks that die or hang, a server that drains, and what is refused before anything is loaded."""
+"""Server processes: ranks that die or hang are replaced, requests are drained, bad starts are refused early."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_server_that_is_ended_while_it_starts_leaves_nothing(
 
 
 class Process:
-    """`tpshard serve` as a user starts it."""
+    """A process that runs `tpshard serve`."""
 
     def __init__(self, recipe: Path, folder: Path, *overrides: str) -> None:
         told = [f"serve.checkpoint={folder}", "serve.port=0", "serve.cache_mb=4", *overrides]
@@ -215,7 +215,7 @@ def test_a_server_survives_its_worker_and_drains_at_the_end(process: Process, re
 def fails(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
-    """Runs the command in this process: exit code and what it said."""
+    """Runs the command in this process; returns its exit code and its errors."""
     monkeypatch.delenv("TPSHARD_API_KEY", raising=False)
     monkeypatch.chdir(recipe.parent)
 

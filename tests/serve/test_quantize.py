@@ -1,4 +1,4 @@
-"""`serve.quantize` and its command: what goes in, what comes out, and what is refused."""
+"""`tpshard quantize` writes a folder that others read, reports its errors, and refuses unsuitable sources."""
 
 import json
 import resource
@@ -161,7 +161,7 @@ def test_the_command_writes_reports_and_never_replaces(folder, tmp_path, capsys)
 
 @pytest.fixture
 def files_end():
-    """No file grows beyond 64 KiB: what a full disk is to those who write."""
+    """Limits files to 64 KiB, which has the effect of a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     yield

@@ -1,4 +1,4 @@
-"""GPTQ folders with act-order, served in every layout: the answers of the dense weights that they stand for."""
+"""An act-ordered GPTQ folder gives the answers of its dense weights in every layout."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_four_bits_are_multiplied_as_four_bits(folders: dict[str, Path]) -> None
 
 
 def test_in_fp32_a_cpu_has_the_files_weights_to_the_bit(folders: dict[str, Path]) -> None:
-    """No kernel multiplies codes in fp32: they are made dense, in the order that the program has them."""
+    """In fp32 the codes are dequantized, in the program's order."""
     runner = folder_runner(folders["llama"], *requests("serve.batch_invariant=false"))
     port, held = next((p, x) for p, x in zip(runner._programs.any.inputs, runner._given[8]) if ".mlp.down" in p.name)
     stored = open_weights(str(folders["llama"])).quantized(port.name)

@@ -1,4 +1,4 @@
-"""A rehearsal is the server without its model: it takes the same steps, and its times follow from theirs."""
+"""A rehearsal takes the same steps as the server, and its times follow from the steps' times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOM = Room(blocks=40, rows=16, logit_rows=8, running=8, queue=4)
 
 
 class Blank:
-    """A runner whose tokens are all alike; it notes what the rows of each step read."""
+    """A runner that always predicts the same token, and records the cache blocks that each step reads."""
 
     blocks, block_size, max_rows, max_logit_rows, vocab, max_seq = 40, 16, 16, 8, 4, 1000
 

@@ -1,4 +1,5 @@
-"""The server as clients see it: OpenAI's own client, refusals, lost workers (faults, rows 34 to 40)."""
+"""The server as clients see it: OpenAI's client works, requests are refused as documented, lost workers are
+replaced."""
 
 from __future__ import annotations
 
@@ -133,7 +134,7 @@ def test_what_can_never_be_taken_is_no_matter_of_waiting(server: Running) -> Non
 
 
 def ended(server: Running) -> dict[str, float]:
-    """How many sequences have ended, by reason."""
+    """The number of ended sequences by reason."""
     start = "serve/requests_finished_total."
     return {k.removeprefix(start): v for k, v in server.service.metrics.snapshot().items() if k.startswith(start)}
 
@@ -325,7 +326,7 @@ def test_the_key_is_asked_for_on_every_route(runner: ProgramRunner, served: Any)
 
 
 class Failing:
-    """A runner whose steps fail when they are told to."""
+    """A runner whose steps fail on request."""
 
     def __init__(self, runner: ProgramRunner, failures: list[BaseException]) -> None:
         self.runner, self.failures = runner, failures
@@ -431,14 +432,14 @@ def test_an_aborted_sequence_that_never_ran_is_no_leak(server: Running) -> None:
 
 @torch.no_grad()
 def likelihoods(peer: Any, context: list[int], continuation: list[int]) -> tuple[list[float], list[float]]:
-    """Log-probability of each token of the continuation, and of the likeliest one there."""
+    """The log-probabilities of the continuation's tokens, and of the likeliest token at each place."""
     logits = peer(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1]
     logprobs = torch.log_softmax(logits.double(), -1)
     return logprobs.gather(1, torch.tensor(continuation)[:, None])[:, 0].tolist(), logprobs.max(-1).values.tolist()
 
 
 def test_log_likelihoods_are_those_of_transformers(server: Running, model: torch.nn.Module, tmp_path: Any) -> None:
-    """24 items as lm-eval's `local-completions` asks for them, against the same model under transformers."""
+    """Requests are those of lm-eval's `local-completions`, for 24 items."""
     from tpshard.models import to_hf
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Text that grows token by token, stop strings across tokens, and chat templates within their bounds."""
+"""Streamed text equals the whole text, stop strings may span tokens, and chat templates stay within limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of transformers behind the server: over HTTP, in batches and from the cache, the tokens of `generate`."""
+"""A transformers model over HTTP, batched or from the cache, gives the tokens of `generate`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ids(tokenizer_folder: Path) -> Callable[[Sequence[str]], list[int]]:
 
 
 def expected(name: str, values: dict[str, Tensor]) -> list[list[int]]:
-    """By transformers, each prompt by itself."""
+    """The tokens that transformers generates for each prompt alone."""
     model = architectures.own(name)
     model.load_state_dict(values, strict=False)
     model.generation_config.eos_token_id = None
@@ -41,7 +41,7 @@ def expected(name: str, values: dict[str, Tensor]) -> list[list[int]]:
 
 
 def answers(url: str, ids: Callable[[Sequence[str]], list[int]]) -> list[list[int]]:
-    """By the server, all at once; the last prompt afterwards, from the cache."""
+    """The tokens of the server: all prompts at once, then the last one again from the cache."""
 
     def ask(prompt: list[int]) -> list[int]:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}

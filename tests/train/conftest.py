@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import the helpers that lie beside them, which importlib mode does not."""
+"""Makes the helpers of this folder importable, which importlib mode does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: any block from any layout, and a fault at every phase of saving costs nothing that was saved."""
+"""Any block of a checkpoint can be read, and a fault while saving never damages earlier checkpoints."""
 
 from __future__ import annotations
 

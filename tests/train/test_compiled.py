@@ -1,4 +1,4 @@
-"""`compile: inductor` and `blocks` against `compile: eager`, on two real processes."""
+"""`compile: inductor` and `blocks` agree with `compile: eager`, on two processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where text comes from, and every way in which it can be bad: named errors, or counted and skipped."""
+"""Every source of text is read, and every kind of bad text is a named error, or counted and skipped."""
 
 from __future__ import annotations
 

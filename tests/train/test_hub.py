@@ -1,4 +1,4 @@
-"""C4 by `datasets` streaming, against a small hub on loopback; in a process of its own, which reads HF_ENDPOINT."""
+"""C4 is streamed by `datasets` from a small hub on loopback, in a process of its own that reads HF_ENDPOINT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning rate, and how a step's sequences are dealt out."""
+"""The learning rate follows its schedule, and a step's sequences are divided among ranks."""
 
 from __future__ import annotations
 

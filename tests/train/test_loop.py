@@ -1,4 +1,4 @@
-"""The loop with an engine of twenty lines, on one and two ranks: resuming, stopping, and what is not finite."""
+"""The training loop with a tiny engine on one and two ranks: resuming, stopping, and non-finite losses."""
 
 from __future__ import annotations
 

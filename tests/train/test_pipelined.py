@@ -1,4 +1,4 @@
-"""Stages on real processes against one plain model: losses, every gradient, updates, evaluation, on every schedule."""
+"""Pipeline stages on real processes equal one plain model on every schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: the record, complete whatever the disk or a killed run does to it."""
+"""metrics.jsonl stays complete when the disk is full or the run is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's folder belongs to one run at a time, and a killed one does not hold it for ever."""
+"""A run's folder is locked by one living run at a time."""
 
 from __future__ import annotations
 

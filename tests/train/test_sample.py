@@ -1,4 +1,4 @@
-"""The sample: made once, the same everywhere, whole or not at all."""
+"""The sample text is created once, the same everywhere, complete or not at all."""
 
 from __future__ import annotations
 

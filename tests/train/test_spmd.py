@@ -1,4 +1,4 @@
-"""Programs on real processes against one plain model: losses, gradients, updates; and bit for bit the simulation."""
+"""Training on real processes equals one plain model, and equals the simulation bit for bit."""
 
 from __future__ import annotations
 

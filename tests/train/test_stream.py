@@ -1,4 +1,4 @@
-"""The global token stream: the same on any mesh, after any resume, and complete."""
+"""The global token stream is complete, and the same on any mesh and after any resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of transformers that is stopped on one mesh goes on on another as if it had not been."""
+"""A stopped run of a transformers model continues on another mesh with the same results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ compile: eager
 
 
 def leg(context: Context, folder: str, steps: range, source: str | None, out: str | None) -> dict[str, Any]:
-    """Some steps, from the beginning or from a checkpoint; losses, and the whole state at the end."""
+    """Trains some steps from the start or a checkpoint; returns losses and the whole final state."""
     with float64():
         setting = Setting.of(loads(RECIPE.format(mesh=dict(context.mesh.axes), folder=folder)))
         engine = engine_of(training.build(setting), context, Blueprint.of(transformers=folder).initial_block)

@@ -1,4 +1,4 @@
-"""What surrounds the loop: held-out text, progress on a screen that is none, and what is said at the end."""
+"""Held-out text, progress display and summary of a run."""
 
 from __future__ import annotations
 

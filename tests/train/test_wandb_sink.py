@@ -1,4 +1,4 @@
-"""wandb gets what it should, nothing else, and can fail in every way without the run noticing more than one warning."""
+"""wandb gets the run's rows and nothing else, and its failures cost the run at most one warning."""
 
 from __future__ import annotations
 
