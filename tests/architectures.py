@@ -76,16 +76,16 @@ def values(name: str) -> dict[str, Tensor]:
     """Values for its parameters, large enough for soft caps and gates to bend; norms near 1, decays of a state as
     they begin."""
     generator = torch.Generator().manual_seed(7)
-    made = {}
+    result = {}
     for path, parameter in own(name).named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if path.endswith("A_log"):
-            made[path] = parameter.detach().clone()
+            result[path] = parameter.detach().clone()
         elif parameter.dim() < 2:
-            made[path] = 0.3 * noise + (0.0 if path.endswith("bias") else 1.0)
+            result[path] = 0.3 * noise + (0.0 if path.endswith("bias") else 1.0)
         else:
-            made[path] = 0.25 * noise
-    return made
+            result[path] = 0.25 * noise
+    return result
 
 
 def batch(several: bool) -> dict[str, Tensor]:

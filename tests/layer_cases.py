@@ -18,10 +18,10 @@ def both(fn: Callable[..., Any], *given: Any) -> Case:
 
     def run(*tensors: Tensor) -> Any:
         tensors = tuple(t.detach().requires_grad_() if t.is_floating_point() else t for t in tensors)
-        made = [m for m in flat(fn(*tensors)) if m.requires_grad]
-        wanted = [t for t in tensors if t.requires_grad]
-        loss = sum((m.sin() * m.detach().cos()).sum() for m in made)
-        return [*(m.detach() for m in made), *torch.autograd.grad(loss, wanted)]
+        result = [m for m in flat(fn(*tensors)) if m.requires_grad]
+        expected = [t for t in tensors if t.requires_grad]
+        loss = sum((m.sin() * m.detach().cos()).sum() for m in result)
+        return [*(m.detach() for m in result), *torch.autograd.grad(loss, expected)]
 
     return of(run, *given)
 
@@ -67,10 +67,10 @@ def _pools(rank: int) -> dict[str, list[Case]]:
             sized = {"size": [5, 3], "mode": mode, "antialias": True}
             cases[f"_upsample_{mode}2d_aa"] = [both(lambda x, sized=sized: F.interpolate(x, **sized), x)]
         cases["upsample_bicubic2d"] = [both(lambda x: F.interpolate(x, size=[5, 3], mode="bicubic"), x)]
-    made = {f"aten.{name} aten.{name}_backward": each for name, each in cases.items()}
+    result = {f"aten.{name} aten.{name}_backward": each for name, each in cases.items()}
     if rank > 1:
-        made[f"aten.max_unpool{rank}d"] = [of(lambda x: unpool(*pool(x, 2, return_indices=True), 2), x)]
-    return made
+        result[f"aten.max_unpool{rank}d"] = [of(lambda x: unpool(*pool(x, 2, return_indices=True), 2), x)]
+    return result
 
 
 def _batch_norm(x: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:

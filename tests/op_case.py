@@ -60,8 +60,8 @@ def call(target: Any, *args: Any, **kwargs: Any) -> Case:
         full = list(leaves)
         for i, tensor in zip(places, tensors):
             full[i] = tensor
-        given, named = tree_unflatten(full, tree)
-        return target(*given, **named)
+        inputs, named = tree_unflatten(full, tree)
+        return target(*inputs, **named)
 
     return Case(fn, [leaves[i].make(n) for n, i in enumerate(places)])
 

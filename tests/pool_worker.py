@@ -14,9 +14,9 @@ from typing import Any
 
 def load(name: str, path: str) -> ModuleType:
     """The test's module under the name that pytest gave it, so that its classes travel both ways."""
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) == path:
-        return known
+    response = sys.modules.get(name)
+    if response is not None and getattr(response, "__file__", None) == path:
+        return response
     sys.path.insert(0, os.path.dirname(path))  # helpers that lie beside the test
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

@@ -88,15 +88,15 @@ def lockstep(programs: ServingPrograms, weights: Weights, blocks: int = 2) -> to
         "tokens": b.tokens[None], "positions": b.positions[None], "slots": b.slots[None],
         "sequences": b.sequences[None], "tables": b.tables, "logit_rows": b.logit_rows,
     }  # fmt: skip
-    given = []
+    inputs = []
     for rank in range(s.mesh.ranks):
         fill = Filler(weights, programs.arrangement, programs.shapes, s.mesh, rank, torch.device("cpu"), blocks)
-        given.append([
+        inputs.append([
             cut(torch.from_numpy(brought[p.name]), p.layout, s.mesh, rank) if p.name in brought else fill(p)
             for p in program.inputs
         ])  # fmt: skip
     with torch.no_grad():
-        results = run_lockstep(program, given)
+        results = run_lockstep(program, inputs)
     for (other,) in results[1:]:
         assert torch.equal(results[0][0], other)
     return results[0][0]

@@ -18,14 +18,14 @@ def test_a_file_name_stands_once() -> None:
 
 
 def test_a_public_class_name_stands_once() -> None:
-    found = [
+    actual = [
         (node.name, path)
         for room in ROOMS
         for path in (ROOT / room).rglob("*.py")
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
-    twins = more_than_once(found)
+    twins = more_than_once(actual)
     assert twins == set()
 
 

@@ -17,12 +17,12 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 def files() -> dict[str, Path]:
     """The path of each module, by its name tpshard.room.file."""
-    found = {}
+    result = {}
     for room in FLOOR:
         for path in sorted((HOUSE / room).rglob("*.py")):
             name = ".".join(["tpshard", *path.relative_to(HOUSE).with_suffix("").parts])
-            found[name.removesuffix(".__init__")] = path
-    return found
+            result[name.removesuffix(".__init__")] = path
+    return result
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -53,13 +53,13 @@ def arrows() -> dict[str, set[str]]:
 
 
 def reached(start: str, graph: dict[str, set[str]]) -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     queue = [start]
     while queue:
-        for name in graph[queue.pop()] - found:
-            found.add(name)
+        for name in graph[queue.pop()] - names:
+            names.add(name)
             queue.append(name)
-    return found
+    return names
 
 
 def test_every_folder_of_code_has_a_floor() -> None:

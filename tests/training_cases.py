@@ -114,13 +114,13 @@ def _reference(count: int, overrides: Sequence[str]) -> dict[str, Any]:
         loss, tokens = cross_entropy_sum(logits, batch.targets)
         grads = torch.autograd.grad(loss, list(leaves.values()))
         first = first or dict(zip(params, grads))
-        made = adamw_update(
+        updated = adamw_update(
             [p.detach() for p in params.values()], grads, *moments, loss.detach(), tokens, torch.tensor(0.01),
             torch.tensor(step + 1.0), treated=treated, config=AdamW(),
         )  # fmt: skip
-        params, moments = dict(zip(params, made.params)), [made.exp_avg, made.exp_avg_sq]
+        params, moments = dict(zip(params, updated.params)), [updated.exp_avg, updated.exp_avg_sq]
         losses.append(float(loss.detach() / tokens))
-        norms.append(float(made.grad_norm))
+        norms.append(float(updated.grad_norm))
     state = dict(params)
     for kind, tensors in zip(("exp_avg", "exp_avg_sq"), moments):
         state |= {f"optimizer/{kind}/{n}": t for n, t in zip(params, tensors)}

@@ -32,16 +32,16 @@ def test_a_record_says_where_when_and_how(
 ) -> None:
     monkeypatch.setattr(record, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmarks" / "serving_speed.py"), "--new", "8", "/far/away.csv"])
-    made = record.Record("serving", "nosuchpeer")
-    made.rows.append({"engine": "tpshard", "s": 1.5})
+    actual = record.Record("serving", "nosuchpeer")
+    actual.rows.append({"engine": "tpshard", "s": 1.5})
     times = [3.0, 1.0, 2.0, 9.0, 4.0]
-    assert made.figure("first.token", times, "s").median == statistics.median(times)
-    made.close(write=True)
-    said = capsys.readouterr().out
-    assert "python benchmarks/serving_speed.py --new 8 away.csv\n" in said and "first.token" in said
+    assert actual.figure("first.token", times, "s").median == statistics.median(times)
+    actual.close(write=True)
+    printed = capsys.readouterr().out
+    assert "python benchmarks/serving_speed.py --new 8 away.csv\n" in printed and "first.token" in printed
     held = json.loads((tmp_path / "records" / "serving.json").read_text())
     assert held == record.load("serving")
-    assert held["command"] == "python benchmarks/serving_speed.py --new 8 away.csv" and held["rows"] == made.rows
+    assert held["command"] == "python benchmarks/serving_speed.py --new 8 away.csv" and held["rows"] == actual.rows
     assert held["machine"]["cores"] >= 1 and held["versions"]["torch"] != held["versions"]["nosuchpeer"] == "none"
     figure = held["figures"]["first.token"]
     assert figure["low"] < figure["median"] < figure["high"] and (figure["count"], figure["unit"]) == (5, "s")
@@ -49,10 +49,10 @@ def test_a_record_says_where_when_and_how(
 
 def test_json_is_all_that_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmarks/kernels.py"])
-    made = record.Record("kernels", quiet=True)
-    made.say("a table")
-    made.figure("one", 2, "times")
-    made.close(as_json=True)
+    actual = record.Record("kernels", quiet=True)
+    actual.say("a table")
+    actual.figure("one", 2, "times")
+    actual.close(as_json=True)
     assert json.loads(capsys.readouterr().out)["figures"]["one"]["median"] == 2.0
 
 

@@ -22,9 +22,9 @@ def recipe(tmp_path: Path) -> str:
 
 def test_equal_runs_end_with_0(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["check", recipe, "--against", "mesh.fsdp=1", "--against", "mesh.tp=2", "--json"]) == Exit.DONE
-    told = json.loads(capsys.readouterr().out)
-    assert told["equal"] and told["first_difference"] is None
-    assert 0 < told["largest"]["apart"] <= float64.BOUND
+    parsed = json.loads(capsys.readouterr().out)
+    assert parsed["equal"] and parsed["first_difference"] is None
+    assert 0 < parsed["largest"]["apart"] <= float64.BOUND
 
 
 def test_a_difference_ends_with_1(
@@ -32,9 +32,9 @@ def test_a_difference_ends_with_1(
 ) -> None:
     monkeypatch.setattr(equality, "BOUND", 0.0)  # so that rounding counts as a fault
     assert main.run(["check", recipe, "--against", "mesh.fsdp=1"]) == Exit.BUG
-    said = capsys.readouterr()
-    assert "They differ" in said.out and "The first operation that differs computes" in said.out
-    assert "here: " in said.out and "there: " in said.out and "comparing every value" in said.err
+    printed = capsys.readouterr()
+    assert "They differ" in printed.out and "The first operation that differs computes" in printed.out
+    assert "here: " in printed.out and "there: " in printed.out and "comparing every value" in printed.err
 
 
 def test_without_another_recipe_it_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

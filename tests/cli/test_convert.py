@@ -104,8 +104,8 @@ def test_a_model_of_transformers_leaves_as_it_came(here: Path, capsys: pytest.Ca
     source = checkpoint(here / "runs" / "checkpoints", 5, model, {"model": blueprint.to_json()})
     assert run(["convert", str(source), "out"]) == Exit.DONE
     assert blueprint.architecture is not None
-    found = dict(blueprint.architecture.cls.from_pretrained("out").named_parameters())
-    assert all(torch.equal(found[name], value) for name, value in architectures.values("qwen2_moe").items())
+    actual = dict(blueprint.architecture.cls.from_pretrained("out").named_parameters())
+    assert all(torch.equal(actual[name], value) for name, value in architectures.values("qwen2_moe").items())
     assert run(["convert", "out", "again", "--dtype", "bf16"]) == Exit.DONE
     assert json.loads(Path("again/config.json").read_text())["dtype"] == "bfloat16"
     capsys.readouterr()
@@ -156,7 +156,7 @@ def test_refusals_say_what_is_wrong(here: Path, capsys: pytest.CaptureFixture[st
         (["in", "model.layers=3"], Exit.USAGE, "model.layers=3"),
         (["in", "--tokenizer", "in/nothing"], Exit.USAGE, "in/nothing"),
     ]
-    for number, ((source, *rest), code, said) in enumerate(cases):
+    for number, ((source, *rest), code, output) in enumerate(cases):
         assert run(["convert", source, f"out-{number}", *rest]) == code, source
-        assert said in capsys.readouterr().err
+        assert output in capsys.readouterr().err
     assert not list(here.glob("out-*")) and not list(here.glob(".out-*"))

@@ -22,9 +22,9 @@ BUILD = Torch("2.13.0", "12.8", 1, ("sm_80", "sm_90"))
 
 
 def told(driver: Driver, torch: Torch, wanted: int = 1) -> str:
-    found = list(gpu_problems(driver, torch, wanted))
-    assert all(d.exit == Exit.MACHINE for d in found)
-    return " | ".join(f"{d.message}: {d.why}: {d.fix}" for d in found)
+    result = list(gpu_problems(driver, torch, wanted))
+    assert all(d.exit == Exit.MACHINE for d in result)
+    return " | ".join(f"{d.message}: {d.why}: {d.fix}" for d in result)
 
 
 def test_a_machine_that_fits_has_no_problems() -> None:
@@ -58,23 +58,23 @@ def test_a_machine_that_fits_has_no_problems() -> None:
     ],
 )
 def test_each_obstacle_is_named_with_a_way_out(driver: Driver, torch: Torch, wanted: int, words: str) -> None:
-    said = told(driver, torch, wanted)
-    assert words in said
-    assert "--device cpu" in said or "smaller mesh" in said
+    output = told(driver, torch, wanted)
+    assert words in output
+    assert "--device cpu" in output or "smaller mesh" in output
 
 
 def test_a_busy_device_names_who_is_on_it() -> None:
     gpu = Gpu(3, "H100", 80 * GIB, 60 * GIB, "9.0", False, ("pid 12 (60.0 GiB)",))
-    (found,) = busy(Driver("570", (gpu,)), None)
-    assert "GPU 3 is busy: pid 12 (60.0 GiB)" in found.message
-    assert "20.0 of 80.0 GiB free" in found.why
+    (actual,) = busy(Driver("570", (gpu,)), None)
+    assert "GPU 3 is busy: pid 12 (60.0 GiB)" in actual.message
+    assert "20.0 of 80.0 GiB free" in actual.why
     assert list(busy(Driver("570", (gpu,)), 10 * GIB)) == []
 
 
 def test_another_kind_of_device_is_told_with_its_name() -> None:
-    (found,) = kind_problems("a100-80g", Driver("570", (H100,)))
-    assert found.fix == "cluster.device=h100-sxm-80g"
-    assert "NVIDIA H100" in found.message
+    (actual,) = kind_problems("a100-80g", Driver("570", (H100,)))
+    assert actual.fix == "cluster.device=h100-sxm-80g"
+    assert "NVIDIA H100" in actual.message
 
 
 FAKE = """#!/bin/sh
@@ -97,9 +97,9 @@ def fake_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_driver_is_read(fake_driver: Path) -> None:
-    found = machine.probe_driver()
-    (gpu,) = found.gpus
-    assert (found.version, gpu.name, gpu.mig, gpu.capability) == ("470.57.02", "NVIDIA A100-SXM4-40GB", True, "8.0")
+    actual = machine.probe_driver()
+    (gpu,) = actual.gpus
+    assert (actual.version, gpu.name, gpu.mig, gpu.capability) == ("470.57.02", "NVIDIA A100-SXM4-40GB", True, "8.0")
     assert (gpu.total, gpu.used, gpu.processes) == (40960 << 20, 39000 << 20, ("pid 4242 (37.1 GiB)",))
 
 
@@ -111,8 +111,8 @@ def test_training_for_gpus_that_are_not_here_is_5(
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "TPSHARD_RENDEZVOUS"):
         monkeypatch.delenv(name, raising=False)
     assert run(["train", "llama3-1b", "data.tokenizer=none"]) == Exit.MACHINE
-    said = capsys.readouterr().err
-    assert "this machine has none" in said and "--device cpu" in said and "llama3-1b.yaml:4:" in said
+    printed = capsys.readouterr().err
+    assert "this machine has none" in printed and "--device cpu" in printed and "llama3-1b.yaml:4:" in printed
     assert list(tmp_path.iterdir()) == []
 
 
@@ -136,9 +136,9 @@ def test_the_doctor_reports_everything_once(fake_driver: Path, capsys: pytest.Ca
 def test_the_doctor_lets_two_processes_sum_and_leaves_none_behind(capsys: pytest.CaptureFixture[str]) -> None:
     from tpshard.cli import doctor
 
-    (found,) = doctor.collective()
-    assert (found.name, found.state) == ("gloo", "ok"), found.value
-    assert "sum of two ranks" in found.value
+    (actual,) = doctor.collective()
+    assert (actual.name, actual.state) == ("gloo", "ok"), actual.value
+    assert "sum of two ranks" in actual.value
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert "tpshard.cli.pair" not in running
 
@@ -147,8 +147,8 @@ def test_a_collective_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, t
     from tpshard.cli import doctor
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchlink")
-    found = doctor._pair("gloo", timeout=PATIENCE)
-    assert found.state == "bad" and "failed" in found.value
+    actual = doctor._pair("gloo", timeout=PATIENCE)
+    assert actual.state == "bad" and "failed" in actual.value
 
 
 def test_a_folder_that_cannot_be_written_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +172,6 @@ def test_a_port_in_use_is_a_finding() -> None:
         with contextlib.suppress(OSError):  # somebody else holds it already, which is the same
             taken.bind(("127.0.0.1", 8000))
         taken.listen()
-        found = {f.name: f for f in doctor.ports()}
-    assert (found["loopback"].state, found["serve"].state) == ("ok", "note")
-    assert "serve.port" in found["serve"].fix
+        actual = {f.name: f for f in doctor.ports()}
+    assert (actual["loopback"].state, actual["serve"].state) == ("ok", "note")
+    assert "serve.port" in actual["serve"].fix

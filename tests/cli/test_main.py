@@ -54,8 +54,8 @@ def test_every_command_exists_and_explains_itself(name: str, capsys: pytest.Capt
 def test_usage_mistakes_are_2(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["bogus"], ["validate"], ["validate", "--bogus"], ["plan", "no-such-recipe"], [], ["recipes"]):
         assert main.run(arguments) == Exit.USAGE
-        said = capsys.readouterr()
-        assert said.out == "" and said.err
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err
 
 
 def test_a_bug_is_1_and_asks_for_a_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,9 +64,9 @@ def test_a_bug_is_1_and_asks_for_a_report(monkeypatch: pytest.MonkeyPatch, capsy
 
     monkeypatch.setattr("tpshard.cli.preflight.checked", broken)
     assert main.run(["validate", "tiny", "serve.api_key=hunter2"]) == Exit.BUG
-    said = capsys.readouterr().err
-    assert "RuntimeError: oh" in said and "a bug in tpshard" in said
-    assert "tpshard validate tiny serve.api_key=***" in said and "hunter2" not in said
+    printed = capsys.readouterr().err
+    assert "RuntimeError: oh" in printed and "a bug in tpshard" in printed
+    assert "tpshard validate tiny serve.api_key=***" in printed and "hunter2" not in printed
 
 
 def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,9 +50,9 @@ def test_a_planted_error_is_found_by_mypy(tmp_path: Path) -> None:
     assert mypy().returncode == 0
     planted = checkout / "recipes" / "patterns.py"
     planted.write_text(planted.read_text() + "\nplanted: int = 'text'\n")
-    found = mypy()
-    assert found.returncode == 1
-    assert "recipes/patterns.py" in found.stdout and "[assignment]" in found.stdout
+    actual = mypy()
+    assert actual.returncode == 1
+    assert "recipes/patterns.py" in actual.stdout and "[assignment]" in actual.stdout
 
 
 @pytest.mark.parametrize("kind", ["checkout", "sdist"])
@@ -65,8 +65,8 @@ def test_a_wheel_holds_every_room_and_works_outside_the_checkout(tmp_path: Path,
         subprocess.run([sys.executable, "-c", call, str(tmp_path)], cwd=source, check=True, **quiet)  # type: ignore[call-overload]
         (source,) = tmp_path.glob("*.tar.gz")
     build = [*argv, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)]
-    made = subprocess.run(build, **quiet)  # type: ignore[call-overload]
-    assert made.returncode == 0, made.stderr
+    actual = subprocess.run(build, **quiet)  # type: ignore[call-overload]
+    assert actual.returncode == 0, actual.stderr
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     for room in ROOMS:

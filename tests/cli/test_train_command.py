@@ -123,13 +123,13 @@ def test_a_run_whose_worker_crashes_goes_on_by_itself(rank: int, number: signal.
     assert crashed.returncode == 0, err
     assert f"rank {rank} was lost: killed by {number.name} after step" in err
     assert "warning: the run is started again from its last checkpoint (restart 1 of 1" in err
-    found = re.search(r"continuing from step (5|10|15)\b", err)
-    assert found and "restarts      1, after a worker crashed" in out, out
+    variants = re.search(r"continuing from step (5|10|15)\b", err)
+    assert variants and "restarts      1, after a worker crashed" in out, out
     log = tmp_path / "runs" / "crashed" / "logs" / f"rank-{rank}.log"
     assert "Fatal Python error" in log.read_text() and "loop.py" in log.read_text() and f"stacks: {log}" in err
     steps = [row for row in rows(tmp_path, "crashed") if "loss" in row]
     assert {(row["run"], row["restarts"]) for row in steps} == {(1, 0), (2, 1)}
-    assert [row["step"] for row in steps if row["restarts"]] == list(range(int(found[1]) + 1, 21))
+    assert [row["step"] for row in steps if row["restarts"]] == list(range(int(variants[1]) + 1, 21))
     twice: dict[int, set[tuple[Any, ...]]] = {}
     for row in steps:
         twice.setdefault(row["step"], set()).add(tuple(row[key] for key in ("loss", "grad_norm", "lr", "tokens")))

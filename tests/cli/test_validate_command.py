@@ -22,22 +22,22 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def diagnostics(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["diagnostics"]
-    return found
+    parsed: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["diagnostics"]
+    return parsed
 
 
 def test_sound_recipes_are_fine(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["validate", "quickstart", "llama3-8b"]) == 0
-    said = capsys.readouterr()
-    assert (said.out, said.err) == ("", "quickstart: fine\nllama3-8b: fine\n")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "quickstart: fine\nllama3-8b: fine\n")
 
 
 def test_every_file_is_reported_and_nothing_is_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "a.yaml").write_text("modle: 1\nmesh: {tp: 0}\n")
     (here / "b.yaml").write_text("model: {preset: tiny}\nmesh: {tp: 3}\n")
     assert run(["validate", "--json", "a.yaml", "b.yaml", "tiny"]) == Exit.RECIPE
-    found = diagnostics(capsys)
-    assert [(d["file"], d["line"], d["exit"]) for d in found] == [
+    mistakes = diagnostics(capsys)
+    assert [(d["file"], d["line"], d["exit"]) for d in mistakes] == [
         ("a.yaml", 1, 3), ("a.yaml", 1, 3), ("a.yaml", 2, 3), ("b.yaml", 2, 4), ("b.yaml", 2, 4)]  # fmt: skip
     assert sorted(p.name for p in here.iterdir()) == ["a.yaml", "b.yaml"]
 
@@ -47,9 +47,9 @@ def test_what_a_model_cannot_be_spread_over_is_4_before_anything_starts(
 ) -> None:
     for command in ("validate", "plan", "train"):
         assert run([command, "quickstart", "mesh.tp=3"]) == Exit.FIT
-        said = capsys.readouterr()
-        assert "`mesh.tp: 3` does not divide the 8 heads of tiny" in said.err
-        assert "<override 1>:1:9" in said.err and said.out == ""
+        printed = capsys.readouterr()
+        assert "`mesh.tp: 3` does not divide the 8 heads of tiny" in printed.err
+        assert "<override 1>:1:9" in printed.err and printed.out == ""
     assert list(here.iterdir()) == []
 
 
@@ -60,22 +60,22 @@ def test_mistakes_of_the_recipe_and_of_the_fit_come_together(here: Path, capsys:
 
 def test_a_mesh_for_another_cluster_is_5(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["validate", "--json", "llama3-8b", "mesh.fsdp=3"]) == Exit.MACHINE
-    (found,) = diagnostics(capsys)
-    assert found["fix"].startswith("mesh: {")
+    (actual,) = diagnostics(capsys)
+    assert actual["fix"].startswith("mesh: {")
 
 
 def test_numbers_that_contradict_each_other_are_3(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["validate", "--json", "tiny", "model.kv_heads=3"]) == Exit.RECIPE
-    (found,) = diagnostics(capsys)
-    assert "KV heads" in found["message"] and found["file"] == "<override 1>"
+    (actual,) = diagnostics(capsys)
+    assert "KV heads" in actual["message"] and actual["file"] == "<override 1>"
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_3(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(["validate", "--json", "tiny", "model.vocab=1024"]) == Exit.RECIPE
-    (found,) = diagnostics(capsys)
-    assert (found["file"], found["fix"]) == ("<override 1>", "model.vocab: 2048")
+    (actual,) = diagnostics(capsys)
+    assert (actual["file"], actual["fix"]) == ("<override 1>", "model.vocab: 2048")
     (here / "tokenizer").mkdir()
     words = {"model": {"vocab": {"a": 0, "b": 2999}}, "added_tokens": [{"id": 3000, "content": "<x>"}]}
     (here / "tokenizer" / "tokenizer.json").write_text(json.dumps(words))
@@ -170,10 +170,10 @@ def test_a_copy_makes_folders_below_the_working_directory_only(here: Path, capsy
 def test_a_device_file_is_read_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = ["validate", "--json", "quickstart", "cluster.device=mine.yaml"]
     assert run(recipe) == Exit.RECIPE
-    (found,) = diagnostics(capsys)
-    assert found["file"] == "<override 1>" and "mine.yaml" in found["message"]
+    (actual,) = diagnostics(capsys)
+    assert actual["file"] == "<override 1>" and "mine.yaml" in actual["message"]
     (here / "mine.yaml").write_text("name: mine\nkind: toaster\n")
     assert run(recipe) == Exit.RECIPE
-    assert {found["file"] for found in diagnostics(capsys)} == {"mine.yaml"}
+    assert {actual["file"] for actual in diagnostics(capsys)} == {"mine.yaml"}
     shutil.copy(Path(devices.__file__).with_name("cpu.yaml"), here / "mine.yaml")
     assert run(recipe) == Exit.DONE

@@ -23,19 +23,19 @@ host:
 
 @pytest.mark.parametrize("name", BUILTIN)
 def test_shipped_devices_read_and_are_plausible(name):
-    found = device(name)
-    assert found.name == name
-    assert found.context_bytes < found.memory_bytes
-    assert found.rate("bfloat16") >= found.rate("float32")
-    assert found.inside.bandwidth >= found.across.bandwidth
+    actual = device(name)
+    assert actual.name == name
+    assert actual.context_bytes < actual.memory_bytes
+    assert actual.rate("bfloat16") >= actual.rate("float32")
+    assert actual.inside.bandwidth >= actual.across.bandwidth
 
 
 def test_units_are_what_they_say():
-    found = parse(GOOD.encode(), "box.yaml")
-    assert found.memory_bytes == 80 * 2**30
-    assert found.across.bandwidth == 50e9
-    assert found.memory_bandwidth == 3.35e12
-    assert found.inside.latency_s == pytest.approx(4e-6)
+    actual = parse(GOOD.encode(), "box.yaml")
+    assert actual.memory_bytes == 80 * 2**30
+    assert actual.across.bandwidth == 50e9
+    assert actual.memory_bandwidth == 3.35e12
+    assert actual.inside.latency_s == pytest.approx(4e-6)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,10 @@ LEVELS = (
 
 
 def test_levels_read_and_those_that_make_no_network_are_refused():
-    found = parse(LEVELS.encode(), "box.yaml")
-    assert [level.name for level in found.levels] == ["nvlink", "leaf", "spine"]
-    assert found.levels[2].rate == pytest.approx(0.8 * 50e9 / 4) and found.levels[1].rails
-    assert (found.inside, found.across) == (found.levels[0].link, found.levels[1].link)
+    actual = parse(LEVELS.encode(), "box.yaml")
+    assert [level.name for level in actual.levels] == ["nvlink", "leaf", "spine"]
+    assert actual.levels[2].rate == pytest.approx(0.8 * 50e9 / 4) and actual.levels[1].rails
+    assert (actual.inside, actual.across) == (actual.levels[0].link, actual.levels[1].link)
     for old, new, words in (
         ("devices: 8, b", "devices: 4, b", "must join the 8 devices"),
         ("name: spine", "name: leaf", "two have one name"),
@@ -129,26 +129,26 @@ CROWDED = (
 
 
 def test_crowds_say_what_processes_lose_to_each_other():
-    found = parse(CROWDED.encode(), "box.yaml")
-    four = found.shared_by(4)
-    assert four.rate("bf16") == pytest.approx(found.rate("bf16") * 0.8 / 4)
+    actual = parse(CROWDED.encode(), "box.yaml")
+    four = actual.shared_by(4)
+    assert four.rate("bf16") == pytest.approx(actual.rate("bf16") * 0.8 / 4)
     assert four.memory_bandwidth == pytest.approx(3.35e12 * 0.5 / 4)
     assert (four.cpu.view_s, four.overhead.eager_op_s) == (pytest.approx(15e-6), pytest.approx(30e-6))
     assert (four.inside.bandwidth, four.inside.latency_s, four.inside.slowdown) == (1e9, 2e-3, 0.9)
     assert four.cpu.growth == pytest.approx(4e9)  # of its own; without, as of the memory
     without = parse(CROWDED.replace("growth: 2, ", "").encode(), "box.yaml").shared_by(4)
     assert without.cpu.growth == pytest.approx(1e9)
-    assert (four.cpu.skew_s, found.shared_by(8).cpu.skew_s) == (3e-3, 6e-3)
-    assert [found.shared_by(n).cpu.spread for n in (2, 4, 8)] == [0.0, 0.1, 0.1]
+    assert (four.cpu.skew_s, actual.shared_by(8).cpu.skew_s) == (3e-3, 6e-3)
+    assert [actual.shared_by(n).cpu.spread for n in (2, 4, 8)] == [0.0, 0.1, 0.1]
     # one process has an entry of its own, two and three take it too
-    assert found.shared_by(1).rate("bf16") == pytest.approx(found.rate("bf16") * 0.9)
-    assert found.shared_by(3).rate("bf16") == pytest.approx(found.rate("bf16") * 0.9 / 3)
-    assert found.shared_by(3).inside.latency_s == pytest.approx(1.5 * 4e-6)  # taking turns
+    assert actual.shared_by(1).rate("bf16") == pytest.approx(actual.rate("bf16") * 0.9)
+    assert actual.shared_by(3).rate("bf16") == pytest.approx(actual.rate("bf16") * 0.9 / 3)
+    assert actual.shared_by(3).inside.latency_s == pytest.approx(1.5 * 4e-6)  # taking turns
 
 
 def test_a_file_without_skew_has_none():
-    found = parse(CROWDED.replace("skew: 3 ms, ", "").encode(), "box.yaml")
-    assert found.shared_by(4).cpu.skew_s == found.cpu.skew_s == 0.0
+    actual = parse(CROWDED.replace("skew: 3 ms, ", "").encode(), "box.yaml")
+    assert actual.shared_by(4).cpu.skew_s == actual.cpu.skew_s == 0.0
     assert all(device(name).shared_by(4).cpu.skew_s == 0.0 for name in BUILTIN)
 
 

@@ -26,8 +26,8 @@ BLOCK = re.compile(r"(?ms)^```(\w+)\n(.*?)^```$")
 def blocks(language: str) -> Iterator[tuple[str, str]]:
     """(page, code) of every fenced block of a language. `test_contributing.py` does the exercises as a whole."""
     for page in (page for page in PAGES if page.parent.name != "contributing"):
-        found = [code for kind, code in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
-        yield from ((f"{page.stem}-{i}", code) for i, code in enumerate(found))
+        result = [code for kind, code in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
+        yield from ((f"{page.stem}-{i}", code) for i, code in enumerate(result))
 
 
 def titles(page: Path) -> set[str]:

@@ -32,9 +32,11 @@ def test_nothing_is_bad(tmp_path: Path) -> None:
 def test_a_measured_device_file_is_plausible_and_plans(tmp_path: Path) -> None:
     done = tpshard(tmp_path, "doctor", "--measure", "here.yaml")
     assert done.returncode == 0, done.stderr
-    found = read(str(tmp_path / "here.yaml"))
-    assert found.kind == "gpu" and abs(found.memory_bytes / torch.cuda.get_device_properties(0).total_memory - 1) < 0.01
-    assert all(0.05 < share <= 1.0 for share in astuple(found.efficiency))
-    assert 1e-7 < found.overhead.eager_op_s < 1e-3
+    actual = read(str(tmp_path / "here.yaml"))
+    assert (
+        actual.kind == "gpu" and abs(actual.memory_bytes / torch.cuda.get_device_properties(0).total_memory - 1) < 0.01
+    )
+    assert all(0.05 < share <= 1.0 for share in astuple(actual.efficiency))
+    assert 1e-7 < actual.overhead.eager_op_s < 1e-3
     planned = tpshard(tmp_path, "plan", "quickstart", "cluster.device=here.yaml", "mesh={fsdp: 1}", "--dry-run")
     assert planned.returncode == 0 and "FITS" in planned.stdout, planned.stderr

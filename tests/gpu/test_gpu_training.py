@@ -27,11 +27,11 @@ def collectives(context: Context) -> None:
         assert group is not None
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             x, name = torch.arange(6, device=context.device).to(dtype), group.group_name
-            for made in (
+            for result in (
                 funcol.all_reduce(x, "sum", name), funcol.all_gather_into_tensor(x, 1, name),
                 funcol.reduce_scatter_tensor(x, "sum", 1, name), funcol.all_to_all_single(x, [6], [6], name),
             ):  # fmt: skip
-                assert torch.equal(funcol.wait_tensor(made), x)
+                assert torch.equal(funcol.wait_tensor(result), x)
 
 
 def test_start_up_groups_and_collectives(pool: Any, device: str) -> None:
@@ -46,9 +46,9 @@ def trained(context: Context, wide: bool, *overrides: str) -> dict[str, Any]:
 
 
 def alone(pool: Any, device: str, wide: bool, *overrides: str) -> dict[str, Any]:
-    made: dict[str, Any]
-    (made,) = pool.run(trained, wide, *overrides, world=1, mesh={"dp": 1, "fsdp": 1, "tp": 1}, device=device)
-    return made
+    result: dict[str, Any]
+    (result,) = pool.run(trained, wide, *overrides, world=1, mesh={"dp": 1, "fsdp": 1, "tp": 1}, device=device)
+    return result
 
 
 def test_steps_are_those_of_autograd_on_the_cpu(pool: Any, device: str) -> None:
@@ -67,10 +67,10 @@ def test_steps_are_those_of_autograd_on_the_cpu(pool: Any, device: str) -> None:
 )
 def test_gradients_in_the_dtypes_of_a_run(overrides: list[str], bound: float, pool: Any, device: str) -> None:
     """bf16 takes the flash kernels on a GPU: heads of 8."""
-    made, expected = alone(pool, device, False, *overrides), reference()
+    actual, expected = alone(pool, device, False, *overrides), reference()
     for name, grad in expected["grads"].items():
-        assert distance(made["grads"][name].double(), grad) <= bound, name
-    assert made["losses"] == pytest.approx(expected["losses"], rel=bound / 10)
+        assert distance(actual["grads"][name].double(), grad) <= bound, name
+    assert actual["losses"] == pytest.approx(expected["losses"], rel=bound / 10)
 
 
 # ---- as a user does ----------------------------------------------------------------------------------------------

@@ -45,9 +45,9 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 
 def packed(weight: Quantized) -> Packed:
-    found = ops.prepare(weight, "cuda")
-    assert isinstance(found, Packed)
-    return found
+    result = ops.prepare(weight, "cuda")
+    assert isinstance(result, Packed)
+    return result
 
 
 def product(x: Tensor, weight: ops.Prepared, invariant: bool) -> Tensor:
@@ -70,8 +70,8 @@ def test_products_equal_their_reference(bits: int, sym: bool, dtype: torch.dtype
             for _ in range(2):  # as measured, then as chosen
                 assert_close(product(x.to(device), prepared, invariant), reference_matmul(x.double(), weight))
                 if isinstance(prepared, Packed):
-                    found = ops.quantized_gate(x.to(device), prepared, invariant)
-                    assert_close(found, gated(x.double(), weight))
+                    actual = ops.quantized_gate(x.to(device), prepared, invariant)
+                    assert_close(actual, gated(x.double(), weight))
 
 
 @pytest.mark.gpu
@@ -92,9 +92,9 @@ def test_norms_store_in_order(width: int, dtype: torch.dtype, device: str) -> No
     x, weight = torch.randn(2, 3, width, generator=g).to(dtype), torch.rand(width, generator=g).to(dtype)
     order = torch.randperm(width, generator=g)
     straight = NORM(x.to(device), weight.to(device), None, 1e-5).cpu()
-    wanted = rms_norm(x.double(), weight.double(), None, 1e-5)
+    expected = rms_norm(x.double(), weight.double(), None, 1e-5)
     bound = 2e-6 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(straight.double(), wanted, rtol=bound, atol=bound)
+    torch.testing.assert_close(straight.double(), expected, rtol=bound, atol=bound)
     turned = NORM(x.to(device), weight.to(device), order.to(device), 1e-5).cpu()
     assert torch.equal(turned, straight[..., order])
 

@@ -126,6 +126,6 @@ def test_the_flash_kernels_take_what_they_are_given(
     documents = torch.empty(2, 9, dtype=torch.int64, device="meta") if packed else None
     out, lse = flash.forward(q, k, v, documents, 0.25, window)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 4, 9), torch.float32)
-    found = flash.backward(dout, q, k, v, out, lse, documents, 0.25, window)
-    assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
+    actual = flash.backward(dout, q, k, v, out, lse, documents, 0.25, window)
+    assert [x.shape for x in actual] == [q.shape, k.shape, v.shape]
     assert not torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory

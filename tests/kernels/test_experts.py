@@ -36,10 +36,10 @@ def plain(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, dow
 def test_equals_every_expert_over_all_tokens(shape: tuple[tuple[int, ...], int, int, int, int]) -> None:
     given = inputs(*shape)
     leaves = [x.requires_grad_() for i, x in enumerate(given) if i != 1]
-    found, expected = experts(*given), plain(*given)
-    torch.testing.assert_close(found, expected)
-    dout = torch.randn_like(found)
-    for ours, theirs in zip(torch.autograd.grad(found, leaves, dout), torch.autograd.grad(expected, leaves, dout)):
+    actual, expected = experts(*given), plain(*given)
+    torch.testing.assert_close(actual, expected)
+    dout = torch.randn_like(actual)
+    for ours, theirs in zip(torch.autograd.grad(actual, leaves, dout), torch.autograd.grad(expected, leaves, dout)):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -69,11 +69,11 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     rounded = [x if i == 1 else x.to(dtype) for i, x in enumerate(exact)]
     rounded[2] = exact[2].float()
     dout = torch.ones_like(exact[0])
-    found = [OP(*rounded), *BACKWARD(dout.to(dtype), *rounded)]
-    wanted = [OP(*exact), *BACKWARD(dout, *exact)]
-    assert [x.dtype for x in found] == [dtype, dtype, torch.float32, dtype, dtype, dtype]
+    actual = [OP(*rounded), *BACKWARD(dout.to(dtype), *rounded)]
+    expected = [OP(*exact), *BACKWARD(dout, *exact)]
+    assert [x.dtype for x in actual] == [dtype, dtype, torch.float32, dtype, dtype, dtype]
     close = 0.06 if dtype == torch.bfloat16 else 1e-5
-    for ours, theirs in zip(found, wanted):
+    for ours, theirs in zip(actual, expected):
         assert float((ours.double() - theirs).norm() / theirs.norm()) < close
 
 

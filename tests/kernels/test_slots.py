@@ -11,8 +11,8 @@ from tpshard.kernels.slots import from_slots, to_slots
 def routes(b: int, s: int, k: int, n: int) -> Tensor:
     """Random slots, unique within a sequence; some tokens have none."""
     g = torch.Generator().manual_seed(n)
-    found = torch.stack([torch.randperm(max(n, s * k), generator=g)[: s * k] for _ in range(b)]).view(b, s, k)
-    return torch.where(found < n, found, -1)
+    result = torch.stack([torch.randperm(max(n, s * k), generator=g)[: s * k] for _ in range(b)]).view(b, s, k)
+    return torch.where(result < n, result, -1)
 
 
 def one_hot(slots: Tensor, n: int) -> Tensor:
@@ -35,20 +35,20 @@ def test_equals_products_with_one_hot_tensors(b: int, s: int, k: int, n: int, we
         (to_slots(x, slots, n, weights), torch.einsum("bskn,bsm->bnm", share(), x), x),
         (from_slots(y, slots, weights), torch.einsum("bskn,bnm->bsm", share(), y), y),
     ]
-    for found, expected, tensor in pairs:
-        torch.testing.assert_close(found, expected)
-        dout, leaves = torch.randn_like(found), [tensor] if weights is None else [tensor, weights]
-        for ours, theirs in zip(torch.autograd.grad(found, leaves, dout), torch.autograd.grad(expected, leaves, dout)):
+    for actual, expected, tensor in pairs:
+        torch.testing.assert_close(actual, expected)
+        dout, leaves = torch.randn_like(actual), [tensor] if weights is None else [tensor, weights]
+        for ours, theirs in zip(torch.autograd.grad(actual, leaves, dout), torch.autograd.grad(expected, leaves, dout)):
             torch.testing.assert_close(ours, theirs)
 
 
 def test_half_precision_is_summed_in_float() -> None:
     slots, n = routes(2, 9, 4, 40), 40
     y, weights = torch.randn(2, n, 8).bfloat16(), torch.rand(2, 9, 4)
-    found = from_slots(y, slots, weights)
+    actual = from_slots(y, slots, weights)
     exact = torch.einsum("bskn,bnm->bsm", one_hot(slots, n) * weights.double().unsqueeze(-1), y.double())
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-3)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.double(), exact, rtol=2**-8, atol=1e-3)
 
 
 def test_registration() -> None:

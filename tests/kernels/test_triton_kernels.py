@@ -128,17 +128,17 @@ def test_decode_takes_few_instructions_a_weight(capability, dtype, gated, tile, 
 
 
 def assert_no_tile_spills(capability, forms, rows, first_only, folder):
-    seen = set()
+    names = set()
     for packed, gated, count in itertools.product(forms, (False, True), rows):
         tiles = triton_launch.tiles(count, packed, gated, 132)
         for tile in tiles[:1] if first_only else tiles:
             constants = triton_launch.constants(packed, 4096, gated, tile, fast=True)
             key = (*constants.values(), tile.warps, tile.stages)
-            if key not in seen:
+            if key not in names:
                 kernel = triton_quantized.matmul_kernel
                 built = compiled(kernel, constants, "bf16", capability, tile.warps, tile.stages, folder)
                 assert_nothing_spilled(*built)
-                seen.add(key)
+                names.add(key)
 
 
 def forms(capability):
@@ -153,9 +153,9 @@ def emulated(assembly: str, word: int, offset: int, dtype: torch.dtype) -> list[
     held: dict[str, int | list[float]] = {"$8": word, "$9": offset}
 
     def value(name: str) -> int:
-        found = held[name] if name in held else int(name, 16 if name.startswith("0x") else 10)
-        assert isinstance(found, int)
-        return found
+        result = held[name] if name in held else int(name, 16 if name.startswith("0x") else 10)
+        assert isinstance(result, int)
+        return result
 
     def floats(pair: int) -> list[float]:
         halves = torch.tensor([pair & 0xFFFF, pair >> 16 & 0xFFFF], dtype=torch.int32).to(torch.uint16)
@@ -210,9 +210,9 @@ def test_no_tile_that_may_be_chosen_spills(capability, tmp_path):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_other_kernels_do_not_spill(capability, tmp_path):
     packed = packed_like(quads=capability < 90, sym=False)
-    wanted = triton_quantized.dequantize_kernel.arg_names
+    expected = triton_quantized.dequantize_kernel.arg_names
     constants = triton_launch.constants(packed, 4096, False, Tile(16, 64), fast=True)
-    constants = {name: value for name, value in constants.items() if name in wanted} | {"BLOCK_N": 64}
+    constants = {name: value for name, value in constants.items() if name in expected} | {"BLOCK_N": 64}
     for kernel, values in ((triton_quantized.dequantize_kernel, constants),
                            (triton_norm.rms_norm_kernel, {"BLOCK": 8192, "PERMUTED": True})):  # fmt: skip
         assert_nothing_spilled(*compiled(kernel, values, "bf16", capability, 8, 3, tmp_path))

@@ -45,9 +45,9 @@ def test_it_is_torchs_adamw_with_decay_groups_and_clipping(clip: float | None) -
         for group in theirs.param_groups:
             group["lr"] = 0.1 / number
         theirs.step()
-        made = step(state, summed, number, config, 0.1 / number, 1.0)
-        assert made.finite and float(made.grad_norm) == pytest.approx(float(norm), rel=BOUND)
-        state = (made.params, made.exp_avg, made.exp_avg_sq)
+        logits = step(state, summed, number, config, 0.1 / number, 1.0)
+        assert logits.finite and float(logits.grad_norm) == pytest.approx(float(norm), rel=BOUND)
+        state = (logits.params, logits.exp_avg, logits.exp_avg_sq)
     for mine, other in zip(state[0], reference):
         assert distance(mine, other.detach()) <= BOUND
 
@@ -58,9 +58,9 @@ def test_what_is_not_finite_changes_nothing(fault: str) -> None:
     grads = tensors(3)
     if fault == "gradient":
         grads[1][2] = float("inf")
-    made = step(state, grads, 3, AdamW(), 0.1, float("nan") if fault == "loss" else 1.0)
-    assert not made.finite
-    for old, new in zip(state, (made.params, made.exp_avg, made.exp_avg_sq)):
+    logits = step(state, grads, 3, AdamW(), 0.1, float("nan") if fault == "loss" else 1.0)
+    assert not logits.finite
+    for old, new in zip(state, (logits.params, logits.exp_avg, logits.exp_avg_sq)):
         assert all(torch.equal(a, b) for a, b in zip(old, new))
 
 
@@ -81,8 +81,8 @@ def test_it_traces_to_one_graph_without_writing_in_place() -> None:
 
 
 def test_vectors_are_not_decayed() -> None:
-    found = treatments(SHAPES, {"norm": 0.5})
-    assert found == {"a": Treatment(decay=True), "norm": Treatment(balance=0.5), "b": Treatment(decay=True)}
+    actual = treatments(SHAPES, {"norm": 0.5})
+    assert actual == {"a": Treatment(decay=True), "norm": Treatment(balance=0.5), "b": Treatment(decay=True)}
 
 
 @pytest.mark.parametrize("finite", [True, False])
@@ -98,11 +98,11 @@ def test_biases_of_experts_go_from_the_busy_to_the_idle(finite: bool) -> None:
         scalars = (torch.tensor(1.0 if finite else float("nan")), torch.tensor(7), torch.tensor(0.1), torch.tensor(1.0))
         return adamw_update(params, grads, zeros, zeros, *scalars, treated=treated, config=config)
 
-    found, without = made([*start, *biases], [*grads, *loads], treated), made(start, grads, treated[:3])
-    assert torch.equal(found.grad_norm, without.grad_norm)
-    assert all(torch.equal(a, b) for a, b in zip(found.params, without.params))
-    assert not any(moment.any() for moment in (*found.exp_avg[3:], *found.exp_avg_sq[3:]))
-    steps = [new - old for new, old in zip(found.params[3:], biases)]
+    actual, without = made([*start, *biases], [*grads, *loads], treated), made(start, grads, treated[:3])
+    assert torch.equal(actual.grad_norm, without.grad_norm)
+    assert all(torch.equal(a, b) for a, b in zip(actual.params, without.params))
+    assert not any(moment.any() for moment in (*actual.exp_avg[3:], *actual.exp_avg_sq[3:]))
+    steps = [new - old for new, old in zip(actual.params[3:], biases)]
     expected = [torch.tensor([-0.01, 0.01, 0, 0.01, -0.01, 0]), torch.tensor([0.02, -0.02])]
     for moved, wanted in zip(steps, expected):
         torch.testing.assert_close(moved, wanted * finite)

@@ -33,8 +33,8 @@ def test_a_folder_goes_in_by_blocks_and_out_bit_for_bit(name: str, tmp_path: Pat
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     back, told = architecture.cls.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
-    found = dict(back.named_parameters())
-    assert set(found) == set(values) and all(torch.equal(found[path], value) for path, value in values.items())
+    actual = dict(back.named_parameters())
+    assert set(actual) == set(values) and all(torch.equal(actual[path], value) for path, value in values.items())
 
 
 def test_a_base_models_folder_is_read(tmp_path: Path) -> None:
@@ -82,16 +82,16 @@ def test_without_weights_parameters_begin_as_the_class_begins_them(tmp_path: Pat
     blueprint = Blueprint.of(transformers=str(architectures.folder(tmp_path, "mamba", initializer_range=0.1)))
     model = blueprint.build(device="cpu", seed=5)
     theirs = dict(architectures.own("mamba").named_parameters())
-    made = {path: parameter.detach() for path, parameter in model.named_parameters()}
+    actual = {path: parameter.detach() for path, parameter in model.named_parameters()}
     for path in ("backbone.layers.0.mixer.A_log", "backbone.layers.1.mixer.D", "backbone.norm_f.weight"):
-        assert torch.equal(made[path], theirs[path]), path
-    table = made["backbone.embeddings.weight"]
+        assert torch.equal(actual[path], theirs[path]), path
+    table = actual["backbone.embeddings.weight"]
     assert float(table.std()) == pytest.approx(0.1, rel=0.1) and abs(float(table.mean())) < 0.01
     part = blueprint.initial_block("backbone.embeddings.weight", (5, 3), (7, 9), seed=5)
     assert torch.equal(part, table[5:12, 3:12])
     other = blueprint.build(device="cpu", seed=6)
     assert not torch.equal(dict(other.named_parameters())["backbone.embeddings.weight"], table)
-    assert set(initial(blueprint.build())) == set(made)
+    assert set(initial(blueprint.build())) == set(actual)
 
 
 def test_a_checkpoint_says_which_model_it_is(tmp_path: Path) -> None:

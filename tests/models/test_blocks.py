@@ -128,7 +128,7 @@ def test_every_dim_has_a_name(config: ModelConfig) -> None:
         for dim, size in zip(named, shapes[label]):
             assert dim in (*DIMS, "positions")
             sizes.setdefault(dim, set()).add(size)
-    assert all(len(found) == 1 for found in sizes.values()), sizes
+    assert all(len(actual) == 1 for actual in sizes.values()), sizes
     assert dims["layers.0.attention.wq.weight"] == ("heads", "embed")
     assert dims["layers.0.attention.wo.weight"] == ("embed", "heads")
     assert dims["layers.0.mlp.down.weight"] == ("embed", "mlp")
@@ -314,13 +314,13 @@ def test_a_batch_without_targets_costs_nothing() -> None:
 
 def reductions(graph: torch.fx.Graph, size: int) -> list[str]:
     """Ops that take a whole last dim of `size` and give less."""
-    found = []
+    result = []
     for node in graph.nodes:
         for operand in node.all_input_nodes if node.op == "call_function" else []:
             shapes = [getattr(n.meta.get("val"), "shape", (0,)) for n in (operand, node)]
             if len(shapes[0]) == 3 and shapes[0][-1] == size and shapes[1][-1:] != (size,):
-                found.append(str(node.target))
-    return found
+                result.append(str(node.target))
+    return result
 
 
 def test_loss_reduces_the_vocabulary_three_times() -> None:

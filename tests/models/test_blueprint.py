@@ -20,24 +20,24 @@ SMALL = {"layers": 1, "width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "m
 
 
 def test_a_preset() -> None:
-    made = Blueprint.of("tiny", overrides={**SMALL, "rope_scaling": {"factor": 4.0}})
-    model = made.build(device="cpu", seed=3)
-    block = made.initial_block("output.weight", (3, 5), (7, 11), seed=3)
+    blueprint = Blueprint.of("tiny", overrides={**SMALL, "rope_scaling": {"factor": 4.0}})
+    model = blueprint.build(device="cpu", seed=3)
+    block = blueprint.initial_block("output.weight", (3, 5), (7, 11), seed=3)
     assert torch.equal(block, model.get_parameter("output.weight")[3:10, 5:16])
-    again = Blueprint.from_json(json.loads(json.dumps(made.to_json())))
-    assert again == made and again.config is not None and again.config.rope_scaling is not None
+    again = Blueprint.from_json(json.loads(json.dumps(blueprint.to_json())))
+    assert again == blueprint and again.config is not None and again.config.rope_scaling is not None
 
 
 def test_a_folder(tmp_path: Path) -> None:
     original = build(preset("tiny", SMALL), device="cpu", seed=9)
     to_hf(original, tmp_path / "hf")
-    made = Blueprint.of(hf=str(tmp_path / "hf"), overrides={"rope_theta": 777.0})
-    assert made.config is not None and made.config.rope_theta == 777.0
+    blueprint = Blueprint.of(hf=str(tmp_path / "hf"), overrides={"rope_theta": 777.0})
+    assert blueprint.config is not None and blueprint.config.rope_theta == 777.0
     for name, value in original.named_parameters():
-        assert torch.equal(made.build(device="cpu").get_parameter(name), value)
-        block = made.initial_block(name, (1,) * value.dim(), (2,) * value.dim(), 0)
+        assert torch.equal(blueprint.build(device="cpu").get_parameter(name), value)
+        block = blueprint.initial_block(name, (1,) * value.dim(), (2,) * value.dim(), 0)
         assert torch.equal(block, value[(slice(1, 3),) * value.dim()])
-    assert Blueprint.from_json(made.to_json()) == Blueprint(made.config)
+    assert Blueprint.from_json(blueprint.to_json()) == Blueprint(blueprint.config)
     with pytest.raises(ValueError, match=r"mlp.*do not fit the weights.*layers\.0\.mlp"):
         Blueprint.of(hf=str(tmp_path / "hf"), overrides={"mlp": 32})
 

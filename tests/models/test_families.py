@@ -38,10 +38,10 @@ def test_the_modules_are_those_described(label: str) -> None:
 
 @pytest.mark.parametrize("label", ["tiny", "granite-tiny", "tiny-moe", "dropping"])
 def test_the_activations_are_those_described(label: str) -> None:
-    said: set[tuple[str, ...]] = set()
+    names: set[tuple[str, ...]] = set()
 
     def noted(x: Tensor, label: str, *dims: str) -> Tensor:
-        said.add((label, *dims))
+        names.add((label, *dims))
         return x
 
     described = VARIANTS[label]
@@ -49,7 +49,7 @@ def test_the_activations_are_those_described(label: str) -> None:
         for module in (decoder, mlp, routing):
             patches.enter_context(mock.patch.object(module, "name", noted))
         build(described)(torch.zeros(1, 8, dtype=torch.int64, device="meta"))
-    assert {(path.split(".")[-1], *dims) for path, dims in described.activations.items()} == said
+    assert {(path.split(".")[-1], *dims) for path, dims in described.activations.items()} == names
 
 
 @pytest.mark.parametrize("label", VARIANTS)
@@ -75,8 +75,8 @@ def test_a_divisor_of_heads_gives_every_device_whole_groups(heads: int, kv_heads
         read = [{i * kv_heads // heads for i in range(r * share, (r + 1) * share)} for r in range(ways)]
         fits = (
             heads % ways == 0
-            and len({len(found) for found in read}) == 1
-            and (kv_heads % ways == 0 or all(len(found) == 1 for found in read))
+            and len({len(actual) for actual in read}) == 1
+            and (kv_heads % ways == 0 or all(len(actual) == 1 for actual in read))
         )
         assert c.divides("heads", ways) == fits, (ways, read)
 

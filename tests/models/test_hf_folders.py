@@ -103,14 +103,16 @@ def theirs(kind: str) -> nn.Module:
     import transformers
 
     if kind in LLAMAS:
-        made: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE, **LLAMAS[kind]))
+        result: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE, **LLAMAS[kind]))
     elif kind in OTHERS:
         family, numbers = OTHERS[kind]
-        made = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**BASE | numbers))
+        result = getattr(transformers, f"{family}ForCausalLM")(
+            getattr(transformers, f"{family}Config")(**BASE | numbers)
+        )
     else:
         base = {"vocab_size": 97, "n_positions": 64, "n_layer": 2, "bos_token_id": 3, "eos_token_id": 4}
-        made = transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig(**base, **GRANITES[kind]))
-    return randomize(made).eval()
+        result = transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig(**base, **GRANITES[kind]))
+    return randomize(result).eval()
 
 
 def assert_equals_theirs(model: nn.Module, folder: Path) -> None:
@@ -120,9 +122,9 @@ def assert_equals_theirs(model: nn.Module, folder: Path) -> None:
     plain = {"dtype": torch.float32, "experts_implementation": "eager"}  # the others have no products of float64
     other = transformers.AutoModelForCausalLM.from_pretrained(folder, **plain).eval().double()
     with torch.no_grad(), float64():
-        ours, wanted = copy.deepcopy(model).double()(IDS), other(IDS).logits
-    assert float(wanted.abs().max()) > 0.3  # or nothing would be compared
-    assert distance(ours, wanted) <= 1e-7  # transformers keeps the frequencies of its rotations in float32
+        ours, expected = copy.deepcopy(model).double()(IDS), other(IDS).logits
+    assert float(expected.abs().max()) > 0.3  # or nothing would be compared
+    assert distance(ours, expected) <= 1e-7  # transformers keeps the frequencies of its rotations in float32
 
 
 @pytest.fixture(scope="module")
@@ -268,8 +270,8 @@ def test_blocks_of_parameters(kind: str, folders: Callable[[str], Path]) -> None
     assert source.shapes == {name: tuple(value.shape) for name, value in whole.items()}
     for name, shape in source.shapes.items():
         starts, sizes = tuple(n // 3 for n in shape), tuple(n - n // 3 - n // 4 for n in shape)
-        wanted = whole[name][tuple(slice(a, a + n) for a, n in zip(starts, sizes))]
-        assert torch.equal(source.block(name, starts, sizes), wanted)
+        expected = whole[name][tuple(slice(a, a + n) for a, n in zip(starts, sizes))]
+        assert torch.equal(source.block(name, starts, sizes), expected)
         assert source.block(name, starts, (0,) * len(shape), torch.float16).dtype == torch.float16
 
 
@@ -392,9 +394,9 @@ def test_refused(case: str, folders: Callable[[str], Path], tmp_path: Path) -> N
     for file in folders("tied").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     from_hf(folder)  # sound before
-    change, said = REFUSED[case]
+    change, output = REFUSED[case]
     change(folder)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=output):
         from_hf(folder)
 
 

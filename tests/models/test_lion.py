@@ -21,8 +21,8 @@ def test_an_update_is_the_formula_and_one_that_is_not_finite_changes_nothing() -
 
     def moved(loss: float) -> list[list[torch.Tensor]]:
         told = (torch.tensor(loss), count, torch.tensor(lr))
-        made = lion_update(params, grads, moments, *told, treated=TREATED, config=config)
-        return [made.params, made.exp_avg, [made.grad_norm]]
+        actual = lion_update(params, grads, moments, *told, treated=TREATED, config=config)
+        return [actual.params, actual.exp_avg, [actual.grad_norm]]
 
     found, kept, (norm,) = moved(1.0)
     averaged = [g / 8 for g in grads]

@@ -31,10 +31,10 @@ def test_no_split_has_a_faster_slowest_device() -> None:
         rounds = draw.randint(1, count // devices) if alike else 1
         layers = [1.0 if alike else draw.uniform(0.5, 2.0) for _ in range(count)]
         before, after = draw.uniform(0, 3), draw.uniform(0, 6)
-        found = balance(layers, before, after, devices, rounds)
-        assert sum(found) == count and len(found) == devices * rounds and min(found) > 0
+        actual = balance(layers, before, after, devices, rounds)
+        assert sum(actual) == count and len(actual) == devices * rounds and min(actual) > 0
         best = min(slowest(s, layers, before, after, devices) for s in splits(count, devices * rounds))
-        assert slowest(found, layers, before, after, devices) == pytest.approx(best, rel=1e-6)
+        assert slowest(actual, layers, before, after, devices) == pytest.approx(best, rel=1e-6)
 
 
 def test_the_first_devices_have_the_fewest_layers_where_that_costs_nothing() -> None:

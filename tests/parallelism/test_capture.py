@@ -59,14 +59,14 @@ def _once() -> dict[Any, Callable[..., Any]]:
 
 def _traced(fn: Callable[..., Any], args: list[Tensor]) -> Seen:
     tracer = make_fx(fn, decomposition_table=_once(), tracing_mode="fake", _allow_non_fake_inputs=True)
-    made = tracer(*_fakes(args))
+    result = tracer(*_fakes(args))
     seen = []
-    for node in made.graph.nodes:
+    for node in result.graph.nodes:
         known = isinstance(node.target, torch._ops.OpOverload) and entry_of(node.target).recorded != "operand"
         if node.op == "call_function" and known:
             fake = node.meta["val"]
-            made = fake if isinstance(fake, (list, tuple)) else [fake]
-            seen.append((node.name, node.target, [tuple(getattr(f, "shape", ())) for f in made]))
+            result = fake if isinstance(fake, (list, tuple)) else [fake]
+            seen.append((node.name, node.target, [tuple(getattr(f, "shape", ())) for f in result]))
     return seen
 
 
@@ -90,8 +90,8 @@ def test_constants_and_changes_in_place_are_recorded() -> None:
     assert [str(op.target) for op in graph.ops] == [
         "aten.mul.Tensor", "aten.add.Tensor", "aten.mul.Tensor", "aten.add.Tensor",
     ]  # fmt: skip
-    lifted, given = (tensor for _, tensor in graph.constants.values())
-    assert lifted.tolist() == [1.0, 2.0, 3.0, 4.0] and given is outside
+    lifted, inputs = (tensor for _, tensor in graph.constants.values())
+    assert lifted.tolist() == [1.0, 2.0, 3.0, 4.0] and inputs is outside
     assert graph.ops[2].operands[0] is graph.ops[1].results[0], "what reads after the change reads the new value"
     assert graph.outputs[1] is graph.inputs[0] and graph.outputs[2] == 3
 

@@ -38,10 +38,10 @@ def cost(device, axes, over, kind, buffer, per_host=8):
 
 @pytest.mark.parametrize(("kind", "rounds"), [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)])
 def test_ring_bytes_inside_a_host(kind, rounds):
-    found = cost(make(), {"tp": 4}, ["tp"], kind, 4_000_000)
-    assert found.wire_bytes == rounds * 3_000_000
-    assert found.wire == "inside"
-    assert found.seconds == pytest.approx(rounds * 3_000_000 / 100e9)
+    priced = cost(make(), {"tp": 4}, ["tp"], kind, 4_000_000)
+    assert priced.wire_bytes == rounds * 3_000_000
+    assert priced.wire == "inside"
+    assert priced.seconds == pytest.approx(rounds * 3_000_000 / 100e9)
 
 
 def test_a_reduce_scatter_of_gloo_sends_what_an_all_reduce_sends():
@@ -62,8 +62,8 @@ def test_outer_axes_leave_the_host_and_use_the_adapters_of_all_members_there():
 
 def test_a_shared_link_is_divided():
     device = make(inside=Link(100e9, 0.0, shared=True), kind="cpu", cpu=Cpu(cores=4))
-    found = cost(device, {"dp": 4}, ["dp"], "all_gather", 4_000_000, per_host=4)
-    assert found.seconds == pytest.approx(3_000_000 / 25e9)
+    priced = cost(device, {"dp": 4}, ["dp"], "all_gather", 4_000_000, per_host=4)
+    assert priced.seconds == pytest.approx(3_000_000 / 25e9)
 
 
 def test_direct_links_add_up_over_the_peers():
@@ -101,8 +101,8 @@ def test_a_collective_behind_computing_is_not_exposed():
         LaneTask("mm", "compute", 2.0),
         LaneTask("w", "wait", 0, of=0),
     ]
-    found = simulate(tasks, {})
-    assert (found.seconds, found.exposed_s, found.comm_s) == (2.0, 0.0, 1.0)
+    results = simulate(tasks, {})
+    assert (results.seconds, results.exposed_s, results.comm_s) == (2.0, 0.0, 1.0)
 
 
 def test_a_wait_at_once_is_exposed_wholly():
@@ -111,9 +111,9 @@ def test_a_wait_at_once_is_exposed_wholly():
         LaneTask("w", "wait", 0, of=0),
         LaneTask("mm", "compute", 2.0),
     ]
-    found = simulate(tasks, {})
-    assert (found.seconds, found.exposed_s) == (3.0, 1.0)
-    assert found.exposed == {0: 1.0}
+    results = simulate(tasks, {})
+    assert (results.seconds, results.exposed_s) == (3.0, 1.0)
+    assert results.exposed == {0: 1.0}
 
 
 def test_one_lane_runs_in_order_and_two_share_their_link():
@@ -134,10 +134,10 @@ def test_a_running_collective_slows_computing():
         LaneTask("mm", "compute", 2.0),
         LaneTask("w", "wait", 0, of=0),
     ]
-    found = simulate(tasks, {"across": 0.5})
+    results = simulate(tasks, {"across": 0.5})
     # half a second of work is done in the first second, the other 1.5 s undisturbed
-    assert found.seconds == pytest.approx(2.5)
-    assert found.slowed_s == pytest.approx(0.5)
+    assert results.seconds == pytest.approx(2.5)
+    assert results.slowed_s == pytest.approx(0.5)
 
 
 def test_what_is_never_waited_for_still_ends_before_the_step():

@@ -53,21 +53,21 @@ def test_every_mesh_draws_the_same(mesh: Mesh, lies: Any) -> None:
     whole, found = partition(drawn, [x], ONE).simulate(x, seed=5), program.simulate(x, seed=5)
     for i, (one, other) in enumerate(zip(whole, found, strict=True)):
         assert torch.equal(one, other), i
-    made = [node for node in program.graph.nodes if node.target is RANDOM]
-    assert any(node.meta["tpshard"].specs[0].shape != (9, 10, 4) for node in made), "a device draws its part alone"
+    actual = [node for node in program.graph.nodes if node.target is RANDOM]
+    assert any(node.meta["tpshard"].specs[0].shape != (9, 10, 4) for node in actual), "a device draws its part alone"
 
 
 def test_every_op_that_draws_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: set[str] = set()
+    names: set[str] = set()
     dispatch = Recorder.__torch_dispatch__
 
     def dispatched(self: Recorder, func: Any, *rest: Any) -> Any:
-        seen.update((name_of(func), name_of(getattr(func, "overloadpacket", func))))
+        names.update((name_of(func), name_of(getattr(func, "overloadpacket", func))))
         return dispatch(self, func, *rest)
 
     monkeypatch.setattr(Recorder, "__torch_dispatch__", dispatched)
     capture(drawn, [torch.ones(9, 10, 4)])
-    assert {name_of(op) for op in table_of_draws.OPS} <= seen
+    assert {name_of(op) for op in table_of_draws.OPS} <= names
 
 
 def attend(q: Tensor, w: Tensor) -> list[Tensor]:
@@ -136,9 +136,9 @@ MOMENTS: list[tuple[Callable[[Tensor], Tensor], float, float]] = [
 @pytest.mark.parametrize(("fn", "mean", "variance"), MOMENTS)
 def test_draws_are_distributed_as_torch_says(fn: Callable[[Tensor], Tensor], mean: float, variance: float) -> None:
     x = torch.zeros(1 << 17, dtype=torch.float64)
-    (found,) = partition(fn, [x], ONE).simulate(x, seed=11)
-    assert float(found.mean()) == pytest.approx(mean, abs=5 * (variance / found.numel()) ** 0.5)
-    assert float(found.var()) == pytest.approx(variance, rel=0.05)
+    (actual,) = partition(fn, [x], ONE).simulate(x, seed=11)
+    assert float(actual.mean()) == pytest.approx(mean, abs=5 * (variance / actual.numel()) ** 0.5)
+    assert float(actual.var()) == pytest.approx(variance, rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64])
@@ -159,18 +159,18 @@ def test_a_compiler_draws_the_same() -> None:
 
     x = torch.zeros(1)
     program = partition(several, [x], ONE)
-    given = program.local(0, x, seed=3)
+    inputs = program.local(0, x, seed=3)
     for one, other in zip(
-        compile_graph(fx.GraphModule({}, program.graph), given)(list(given)), program.simulate(x, seed=3)
+        compile_graph(fx.GraphModule({}, program.graph), inputs)(list(inputs)), program.simulate(x, seed=3)
     ):
         assert torch.equal(one, other)
 
 
 def test_what_draws_by_a_state_is_refused() -> None:
     generator = torch.Generator()
-    for fn, said in (
+    for fn, output in (
         (lambda x: torch.rand(4, generator=generator) + x, "`torch.Generator`"),
         (torch.poisson, "cannot be told by their position"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             capture(fn, [torch.rand(4)])

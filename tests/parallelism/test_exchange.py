@@ -33,8 +33,8 @@ def test_what_goes_as_an_exchange() -> None:
 
 def product(columns: int, ranks: int) -> Program:
     """x @ w with the contracted dim sharded: one all-reduce of [ROWS, columns]."""
-    given = [torch.empty(ROWS, INNER, device="meta"), torch.empty(INNER, columns, device="meta")]
-    return partition(lambda x, w: x @ w, given, Mesh({"x": ranks}), [(None, "x"), ("x",)], [()])
+    inputs = [torch.empty(ROWS, INNER, device="meta"), torch.empty(INNER, columns, device="meta")]
+    return partition(lambda x, w: x @ w, inputs, Mesh({"x": ranks}), [(None, "x"), ("x",)], [()])
 
 
 def arguments(columns: int) -> list[torch.Tensor]:
@@ -60,8 +60,8 @@ def run(context: Context, columns: int, exchange: bool | None) -> tuple[torch.Te
     local = program.local(context.rank, *arguments(columns))
     executor, tally, seen = Executor(program, context, exchange=exchange), Tally(local), Seen()
     with seen, tally:
-        (found,) = executor(*local)
-    return found, dict(seen.names), tally.sent_bytes
+        (result,) = executor(*local)
+    return result, dict(seen.names), tally.sent_bytes
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_ranks_agree_bit_for_bit_and_send_what_is_priced(
     program = product(columns, ranks)
     (expected,) = program.simulate(*arguments(columns))
     results = pool.run(run, columns, exchange, world=ranks)
-    for found, names, _ in results:
+    for actual, names, _ in results:
         assert names == {name: 1, "wait_tensor": 1}
-        assert found.shape == expected.shape and torch.equal(found, results[0][0])
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert actual.shape == expected.shape and torch.equal(actual, results[0][0])
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
         if name == "all_to_all_single":  # summed in rank order, as the simulation does
-            assert torch.equal(found, expected)
+            assert torch.equal(actual, expected)
     if exchange is None:
         ((node, comm),) = program.issues()
         cost = comm_cost(device("cpu"), Topology(program.mesh, ranks), node, comm)

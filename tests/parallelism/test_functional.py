@@ -103,8 +103,8 @@ FUNCTIONS: list[Callable[[Tensor], object]] = [
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
 def test_a_write_is_seen_through_every_view(fn: Callable[[Tensor], object]) -> None:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    made = fn(x.clone())
-    expected = made if isinstance(made, tuple) else (made,)
+    actual = fn(x.clone())
+    expected = actual if isinstance(actual, tuple) else (actual,)
     for mesh in MESHES:
         for dims in ((None, None), ("x", None), (None, "x"), ("x", "y")):
             known = tuple(d if d in mesh.axes else None for d in dims)

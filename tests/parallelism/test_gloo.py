@@ -24,9 +24,9 @@ SHORT = {"all_gather_into_tensor_out", "all_reduce", "all_to_all_single", "wait_
 
 def gathering(ranks: int = 2) -> Program:
     """Two weights that are stored sharded and used whole, and a sum over the shards of a third."""
-    given = [torch.empty(n, n, device="meta") for n in (4, 4, 4)]
+    inputs = [torch.empty(n, n, device="meta") for n in (4, 4, 4)]
     return partition(
-        lambda a, b, c: (a @ b, (c * c).sum()), given, Mesh({"x": ranks}), [("x",), ("x",), ("x",)], [(), ()]
+        lambda a, b, c: (a @ b, (c * c).sum()), inputs, Mesh({"x": ranks}), [("x",), ("x",), ("x",)], [(), ()]
     )  # fmt: skip
 
 
@@ -55,19 +55,19 @@ class Names(TorchDispatchMode):
 
 def dispatched(context: Context) -> tuple[set[str], list[Tensor]]:
     program = gathering(context.world)
-    given = [torch.arange(16.0).reshape(4, 4) + i for i in range(3)]
+    inputs = [torch.arange(16.0).reshape(4, 4) + i for i in range(3)]
     executor, names = Executor(program, context), Names()
     with names:
-        found = executor(*program.local(context.rank, *given))
-    return names.seen, found
+        executed = executor(*program.local(context.rank, *inputs))
+    return names.seen, executed
 
 
 def test_ranks_dispatch_short_names_alone_and_gather_what_the_simulation_gathers(pool: Any) -> None:
-    given = [torch.arange(16.0).reshape(4, 4) + i for i in range(3)]
-    expected = gathering(2).simulate(*given)
-    for seen, found in pool.run(dispatched, world=2):
+    inputs = [torch.arange(16.0).reshape(4, 4) + i for i in range(3)]
+    expected = gathering(2).simulate(*inputs)
+    for seen, actual in pool.run(dispatched, world=2):
         assert {"all_gather_into_tensor_out", "wait_tensor"} <= seen <= SHORT
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 GATHERS = """

@@ -22,25 +22,25 @@ FSDP, TP = Axis("fsdp", 1, 2), Axis("tp", 1, 2)
 
 
 def members(context: Context) -> dict[str, list[int]]:
-    wanted = [(TP,), (FSDP,), (TP, FSDP)]
+    expected = [(TP,), (FSDP,), (TP, FSDP)]
     # Each rank asks in another order: creation must not follow it.
-    context.groups.ensure(wanted[context.rank % 3 :] + wanted[: context.rank % 3])
-    found = {}
-    for axes in wanted:
+    context.groups.ensure(expected[context.rank % 3 :] + expected[: context.rank % 3])
+    result = {}
+    for axes in expected:
         size = len(dist.get_process_group_ranks(context.groups.get(axes)))
         mine = torch.tensor([context.rank])
         name = group_name(context.mesh.sorted(axes))
-        found[name] = torch.ops._c10d_functional.wait_tensor(all_gather(mine, size, name)).tolist()
-        assert found[name][context.groups.position(axes)] == context.rank
-    return found
+        result[name] = torch.ops._c10d_functional.wait_tensor(all_gather(mine, size, name)).tolist()
+        assert result[name][context.groups.position(axes)] == context.rank
+    return result
 
 
 def test_groups_are_those_of_the_mesh_on_every_rank(pool: Any) -> None:
     mesh = Mesh({"fsdp": 2, "tp": 2})
-    for rank, found in enumerate(pool.run(members, mesh=mesh.axes)):
+    for rank, actual in enumerate(pool.run(members, mesh=mesh.axes)):
         for axes in ((TP,), (FSDP,), (FSDP, TP)):
             expected = next(ranks for ranks in mesh.groups(axes) if rank in ranks)
-            assert found[group_name(axes)] == expected
+            assert actual[group_name(axes)] == expected
 
 
 def sub_axis(context: Context) -> list[int]:
@@ -98,7 +98,7 @@ def listening(context: Context) -> list[str]:
 
 
 def test_workers_of_one_host_listen_on_loopback_only(pool: Any) -> None:
-    addresses = [ip for found in pool.run(listening, world=2) for ip in found]
+    addresses = [ip for actual in pool.run(listening, world=2) for ip in actual]
     assert addresses and set(addresses) <= {"127.0.0.1", "::1"}
 
 

@@ -49,17 +49,17 @@ def test_every_window_lies_in_what_a_device_has_and_fetches(members: int) -> Non
         window = Window(0, 0, 1, 0, rng.randint(-9, 9), rng.randint(1, 3), rng.randint(1, 4))
         halo = halo_of(operand, result, axes, window)
         assert isinstance(halo, Halo)
-        part, made = local_size(operand, axes), local_size(result, axes)
+        part, actual = local_size(operand, axes), local_size(result, axes)
         for r in range(members):
             beside = [None] * halo.padding[0] + list(range(r * part - halo.left, (r + 1) * part + halo.right))
             beside += [None] * halo.padding[1]
             mine = beside[halo.starts[r] : halo.starts[r] + halo.length]
             assert len(mine) == halo.length
-            for o in range(r * made, min((r + 1) * made, result)):
+            for o in range(r * actual, min((r + 1) * actual, result)):
                 for k in range(window.span):
-                    wanted = o * window.stride + window.first + k
-                    if 0 <= wanted < operand:
-                        assert mine[(o - r * made) * window.stride + k] == wanted
+                    expected = o * window.stride + window.first + k
+                    if 0 <= expected < operand:
+                        assert mine[(o - r * actual) * window.stride + k] == expected
                     else:
                         assert halo.outside
         assert sum(width for hop, width in halo.hops() if hop > 0) == halo.left
@@ -123,8 +123,8 @@ def test_random_pieces_are_right_on_any_mesh(seed: int) -> None:
         tail = rng.choice([lambda o: o, lambda o: torch.exp(o) - 3, lambda o: (o * 2 + 1).sum(0)])
 
         def fn(*args: Tensor, piece: Fn = piece, tail: Fn = tail) -> tuple[Tensor, ...]:
-            made = piece(*args)
-            return tuple(map(tail, made if isinstance(made, tuple) else (made,)))
+            actual = piece(*args)
+            return tuple(map(tail, actual if isinstance(actual, tuple) else (actual,)))
 
         ways = [("x", None), (tuple(mesh.axes), None), (None, "x"), (*mesh.axes, None)[:2], None]
         same(fn, args, mesh, [rng.choice(ways) for _ in args], latency=0)

@@ -259,8 +259,8 @@ SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_J
 def test_launchers_are_told_apart() -> None:
     assert places.find({}) is None
     torchrun = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
-    found = places.find(torchrun)
-    assert found is not None and found.rendezvous == "env:" and not found.all_local
+    located = places.find(torchrun)
+    assert located is not None and located.rendezvous == "env:" and not located.all_local
     one_host = places.find(SRUN | {"SLURM_LOCALID": "3"})
     assert one_host is not None and (one_host.rank, one_host.launcher) == (3, "slurm") and one_host.all_local
     batch = {**SRUN, "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}
@@ -270,8 +270,8 @@ def test_launchers_are_told_apart() -> None:
         "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
         "SLURM_STEP_NODELIST": "gpu[03-04]",
     }  # fmt: skip
-    found = places.find(many)
-    assert found is not None and found.rendezvous.startswith("tcp:gpu03:") and found.local_world == 2
+    located = places.find(many)
+    assert located is not None and located.rendezvous.startswith("tcp:gpu03:") and located.local_world == 2
     with pytest.raises(ValueError, match="WORLD_SIZE"):
         places.find({**torchrun, "WORLD_SIZE": "four"})
     own = places.WorkerPlace(2, 4, 2, 4, "file:/x", "tpshard")

@@ -23,8 +23,8 @@ def with_gradients(fn: Callable[..., Tensor]) -> Callable[..., Any]:
     def run(*args: Tensor) -> Any:
         args = tuple(a.detach().requires_grad_() if a.is_floating_point() else a for a in args)
         out = fn(*args)
-        wanted = [a for a in args if a.requires_grad]
-        return out.detach(), *torch.autograd.grad((out.sin() * out.detach().cos()).sum(), wanted)
+        expected = [a for a in args if a.requires_grad]
+        return out.detach(), *torch.autograd.grad((out.sin() * out.detach().cos()).sum(), expected)
 
     return run
 

@@ -33,12 +33,12 @@ def test_two_levels_are_inside_and_across(kind: str, over: str) -> None:
     two = device("h100-sxm-80g")
     same = with_levels(Level("inside", two.inside, devices=8), Level("across", two.across))
     mesh = {"a": 4, "b": 4, "c": 4}
-    told, found = cost(two, mesh, over, kind), cost(same, mesh, over, kind)
-    assert found.wire == told.wire and found.wire_bytes == told.wire_bytes
-    if found.algorithm == "hierarchical":  # what inside and across alone do not try
-        assert found.seconds < told.seconds
+    told, actual = cost(two, mesh, over, kind), cost(same, mesh, over, kind)
+    assert actual.wire == told.wire and actual.wire_bytes == told.wire_bytes
+    if actual.algorithm == "hierarchical":  # what inside and across alone do not try
+        assert actual.seconds < told.seconds
     else:
-        assert found == replace(told, level=found.level)
+        assert actual == replace(told, level=actual.level)
 
 
 def test_a_ring_goes_at_the_pace_of_its_slowest_level() -> None:
@@ -54,10 +54,10 @@ def test_a_ring_goes_at_the_pace_of_its_slowest_level() -> None:
 def test_level_by_level_sends_less_through_the_slow_one() -> None:
     """A gather over 2 leaves of 2 hosts: each device fetches from its twin beyond the spine, then in the leaf."""
     net = with_levels(NVLINK, LEAF, replace(SPINE, oversubscribed=8))
-    found = cost(net, {"x": 4, "y": 8}, "x", "all_gather")
+    priced = cost(net, {"x": 4, "y": 8}, "x", "all_gather")
     ring, by_level = BUFFER * 3 / 4 / 2.5e9, BUFFER / 4 / 1.25e9 + BUFFER / 2 / 10e9
-    assert found.algorithm == "hierarchical" and by_level < ring
-    assert found.seconds == pytest.approx(by_level) and found.level == "spine"
+    assert priced.algorithm == "hierarchical" and by_level < ring
+    assert priced.seconds == pytest.approx(by_level) and priced.level == "spine"
 
 
 def test_what_goes_to_other_hosts_leaves_through_the_devices_own_adapter() -> None:

@@ -97,8 +97,8 @@ def _rms_norm_gradients(x: Tensor, w: Tensor, dout: Tensor) -> Any:
 
 
 def _rms_norm_by_autograd(x: Tensor, w: Tensor, dout: Tensor) -> Any:
-    given = [x.clone().requires_grad_(), w.clone().requires_grad_()]
-    return torch.autograd.grad(torch.nn.functional.rms_norm(given[0], [6], given[1], 1e-5), given, dout)
+    inputs = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+    return torch.autograd.grad(torch.nn.functional.rms_norm(inputs[0], [6], inputs[1], 1e-5), inputs, dout)
 
 
 def _nll(logits: Tensor, target: Tensor) -> Any:
@@ -478,15 +478,15 @@ def test_devices_compute_what_one_does(name: str, monkeypatch: pytest.MonkeyPatc
     if name in SAME:
         assert TABLE[name] is TABLE[SAME[name]]
         return
-    seen: set[str] = set()
+    names: set[str] = set()
     dispatch, record = Recorder.__torch_dispatch__, Recorder._record
 
     def dispatched(self: Recorder, func: Any, *rest: Any) -> Any:
-        seen.add(name_of(func))
+        names.add(name_of(func))
         return dispatch(self, func, *rest)
 
     def recorded(self: Recorder, func: Any, *rest: Any) -> Any:
-        seen.add(name_of(func))
+        names.add(name_of(func))
         return record(self, func, *rest)
 
     monkeypatch.setattr(Recorder, "__torch_dispatch__", dispatched)
@@ -494,10 +494,10 @@ def test_devices_compute_what_one_does(name: str, monkeypatch: pytest.MonkeyPatc
     for case in CASES[name]:
         graph = capture(case.fn, case.tensors)
         mark_outputs(graph)
-        seen |= {name_of(op.target) for op in graph.ops}
+        names |= {name_of(op.target) for op in graph.ops}
         if name not in SEEN:
-            seen |= check(case)
-        assert name in {*seen, *(one.rpartition(".")[0] for one in seen)}, "the case is of another op"
+            names |= check(case)
+        assert name in {*names, *(one.rpartition(".")[0] for one in names)}, "the case is of another op"
 
 
 def test_a_wrong_entry_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,18 +526,18 @@ class Views(TorchDispatchMode):
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         view, source = entry_of(func).view, args[0] if args else None
         if view is not None and isinstance(source, Tensor):
             self.names |= {str(func), str(func.overloadpacket)}
-            for one in flat(made):
+            for one in flat(result):
                 strides = view(args, tuple(source.shape), source.stride(), tuple(one.shape))
                 shares = one.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
                 assert shares == (strides is not None), func
                 if strides is not None:
                     counted = [i for i, n in enumerate(one.shape) if n > 1]
                     assert [strides[i] for i in counted] == [one.stride(i) for i in counted], func
-        return made
+        return result
 
 
 def test_views_lie_where_the_table_says() -> None:
@@ -579,8 +579,8 @@ def test_what_commutes_with_a_permutation() -> None:
             if len(members) != 1 or rule.kinds[members[0]] is not Kind.PASS or not any(there):
                 continue
             turned = torch.arange(rule.sizes[members[0]]).flip(0)
-            given = [t.index_select(places[0], turned) if places else t for t, places in zip(operands, there)]
-            torch.testing.assert_close(_run(op, given), expected.index_select(d, turned))
+            inputs = [t.index_select(places[0], turned) if places else t for t, places in zip(operands, there)]
+            torch.testing.assert_close(_run(op, inputs), expected.index_select(d, turned))
             tried.add(name_of(op.target))
     assert len(tried) > 20 and not {"aten.cumsum.default", "aten.scatter.value"} & tried
 

@@ -43,11 +43,11 @@ batch: {{global_sequences: 8}}
 
 
 def arguments(program: Program) -> list[torch.Tensor]:
-    made = torch.Generator().manual_seed(0)
+    result = torch.Generator().manual_seed(0)
     out = []
     for port in program.inputs:
         if port.kind == "parameter":
-            out.append(torch.randn(port.shape, generator=made) * 0.3)
+            out.append(torch.randn(port.shape, generator=result) * 0.3)
         elif port.kind == "gradient":
             out.append(torch.zeros(port.shape))
         elif port.name == "positions":
@@ -55,7 +55,7 @@ def arguments(program: Program) -> list[torch.Tensor]:
         elif port.name == "documents":
             out.append((torch.arange(port.shape[1]) >= 6).long().expand(port.shape).contiguous())
         else:
-            out.append(torch.randint(0, 32, port.shape, generator=made))
+            out.append(torch.randint(0, 32, port.shape, generator=result))
     return out
 
 
@@ -107,17 +107,17 @@ VARIANTS: dict[str, list[Pass]] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_bit_changes(variant: str) -> None:
     program = step_program()
-    given = arguments(program)
-    plain = program.simulate(*given)
-    for expected, found in zip(plain, run(VARIANTS[variant], program).simulate(*given)):
-        assert torch.equal(expected, found)
+    inputs = arguments(program)
+    plain = program.simulate(*inputs)
+    for expected, actual in zip(plain, run(VARIANTS[variant], program).simulate(*inputs)):
+        assert torch.equal(expected, actual)
 
 
 def test_replicas_too() -> None:
     program = step_program("{dp: 2, fsdp: 2}")
-    given = arguments(program)
-    for expected, found in zip(program.simulate(*given), run(VARIANTS["all"], program).simulate(*given)):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    inputs = arguments(program)
+    for expected, actual in zip(program.simulate(*inputs), run(VARIANTS["all"], program).simulate(*inputs)):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
@@ -147,9 +147,9 @@ class Live(TorchDispatchMode):
 
 
 def peak(program: Program) -> int:
-    given = arguments(program)
+    inputs = arguments(program)
     with Live() as live:
-        program.simulate(*given)
+        program.simulate(*inputs)
     return live.peak
 
 
@@ -165,9 +165,9 @@ def test_recomputation_takes_less_memory() -> None:
 
 def test_gathered_parameters_are_not_kept() -> None:
     program = step_program()
-    made, kept = (run([*VARIANTS[name], *scheduled()], program) for name in ("none", "kept gathered"))
-    assert peak(made) < peak(kept)
-    gathers = [sum(c.kind == "all_gather" and c.of == "parameter" for c in p.collectives) for p in (made, kept)]
+    actual, kept = (run([*VARIANTS[name], *scheduled()], program) for name in ("none", "kept gathered"))
+    assert peak(actual) < peak(kept)
+    gathers = [sum(c.kind == "all_gather" and c.of == "parameter" for c in p.collectives) for p in (actual, kept)]
     # the embedding's table is not needed again: its gradient needs the indices alone
     parameters = sum(port.kind == "parameter" for port in program.inputs)
     assert gathers == [2 * parameters - 1, parameters]
@@ -245,7 +245,7 @@ def test_each_pass_moves_only_what_it_says() -> None:
     nodes = [node.name for node in before.graph.nodes]
     run([again(keep_all), in_units, *scheduled(2)], before, watch)
     assert [node.name for node in before.graph.nodes] == nodes  # a copy is changed
-    after = {name: (found, computing) for name, found, computing in seen}
+    after = {name: (actual, computing) for name, actual, computing in seen}
     assert list(after) == [
         "", "recompute", "in_units", "hoist_gradients", "gather_late", "prefetch", "reduce_early", "sink_waits",
     ]  # fmt: skip

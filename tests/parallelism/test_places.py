@@ -71,19 +71,19 @@ def test_ops_know_their_module_layer_and_phase() -> None:
 
 def test_roles_hold_for_a_value_and_its_gradient_and_leave_no_trace() -> None:
     model, trail, mesh = Model(), Trail(), Mesh({"x": 2})
-    given = arguments(model)
-    graph = capture(step(trail, model), given, trail=trail)
+    inputs = arguments(model)
+    graph = capture(step(trail, model), inputs, trail=trail)
     assert not any("role" in str(op.target) for op in graph.ops)
-    program = partition_captured(graph, mesh, [("x",), ("x",), *[None] * (len(given) - 2)])
+    program = partition_captured(graph, mesh, [("x",), ("x",), *[None] * (len(inputs) - 2)])
     by_role = {r: [n for n in program.nodes if info(n).place.role == r] for r in ("logits", "loss")}
-    made = {info(n).specs[0].shape for n in by_role["logits"] if info(n).specs and entry_of(n.target).view is None}
-    assert made == {(2, 12)}
+    actual = {info(n).specs[0].shape for n in by_role["logits"] if info(n).specs and entry_of(n.target).view is None}
+    assert actual == {(2, 12)}
     phases = {info(n).phase for n in by_role["logits"]}
     assert phases == {"forward", "backward"}
     assert {info(n).phase for n in by_role["loss"]} == {"forward", "backward"}
     products = [n for n in program.nodes if "mm" in str(n.target) and info(n).place.role == "logits"]
     assert len(products) == 1  # the head's; the products of its gradient make no logits
-    for got, want in zip(program.simulate(*given), step(Trail(), model)(*given), strict=True):
+    for got, want in zip(program.simulate(*inputs), step(Trail(), model)(*inputs), strict=True):
         torch.testing.assert_close(got, want)
 
 
@@ -106,8 +106,8 @@ def test_a_sum_that_is_given_names_no_op_that_made_it() -> None:
     mesh = Mesh({"x": 2})
     graph = capture(lambda x: x, [torch.randn(4)])
     mark_outputs(graph)
-    given = {graph.inputs[0]: "[{}] unreduced={x}", graph.outputs[0]: "[{}]"}
-    annotations = {value: Annotation(parse(text, mesh)) for value, text in given.items()}
+    inputs = {graph.inputs[0]: "[{}] unreduced={x}", graph.outputs[0]: "[{}]"}
+    annotations = {value: Annotation(parse(text, mesh)) for value, text in inputs.items()}
     (comm,) = partition_graph(propagate(graph, mesh, annotations)).collectives
     assert comm.why[0].kind == "given" and comm.reason.startswith(
         "`arg0` is given as a sum over devices: arg0[I] {U_x} -> [I]"

@@ -71,12 +71,12 @@ def test_answer(
         for i, (value, text) in enumerate(zip(values, [*given, *wanted], strict=True))
         if text is not None
     }
-    found = propagate(graph, MESH, annotations)
-    assert [found.of[v].show(MESH) for v in values] == [*inputs, *outputs], what
+    shardings = propagate(graph, MESH, annotations)
+    assert [shardings.of[v].show(MESH) for v in values] == [*inputs, *outputs], what
     for value in values:
-        for dim, axes in enumerate(found.of[value].dims):
+        for dim, axes in enumerate(shardings.of[value].dims):
             for axis in axes:
-                assert found.chain(value, dim, axis)[-1].written_at[0].source.startswith("line ")
+                assert shardings.chain(value, dim, axis)[-1].written_at[0].source.startswith("line ")
 
 
 def test_lost_conflicts_are_told() -> None:

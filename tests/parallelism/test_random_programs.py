@@ -46,7 +46,7 @@ def _bytes_moved(node: fx.Node, operands: list[Tensor], results: list[Tensor]) -
 def test_devices_together_compute_what_one_does(part: int) -> None:
     refused = 0
     cases = [numbered(number) for number in range(part, CASES, PARTS)]
-    for case in cases + [of_family(*found) for found in FOUND[part::PARTS]]:
+    for case in cases + [of_family(*actual) for actual in FOUND[part::PARTS]]:
         expected = case.fn(*(a.clone() for a in case.args))
         told = str(case)
         try:
@@ -90,16 +90,16 @@ def test_propagation_keeps_its_laws(seed: int) -> None:
     case = chain(seed)
     graph = capture(case.fn, case.args)
     mark_outputs(graph)
-    given = dict(split_annotations(graph, case.mesh))
+    inputs = dict(split_annotations(graph, case.mesh))
     for value, dims in zip(graph.inputs, case.in_shardings):
         if dims is not None:
-            given[value] = Annotation(Sharding.of(case.mesh, dims, value.rank), (SourcePlace(f"here:{value.name}"),))
-    once = propagate(graph, case.mesh, given)
-    for value, annotation in given.items():
+            inputs[value] = Annotation(Sharding.of(case.mesh, dims, value.rank), (SourcePlace(f"here:{value.name}"),))
+    once = propagate(graph, case.mesh, inputs)
+    for value, annotation in inputs.items():
         for dim, axes in enumerate(annotation.sharding.dims):
             assert once.of[value].dims[dim] == axes or annotation.sharding.open[dim], case
             assert starts_with(once.of[value].dims[dim], axes), case
-    asked = {a.written_at for a in given.values()}
+    asked = {a.written_at for a in inputs.values()}
     for value, sharding in once.of.items():
         flat: list[Axis] = list(sharding.axes)
         for i, axis in enumerate(flat):

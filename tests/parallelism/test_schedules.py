@@ -16,13 +16,13 @@ def unit(task: StageTask) -> float:
 
 
 def tables(*names: str) -> list[Table]:
-    found = []
+    result = []
     for schedule in names or SCHEDULES:
         for devices, micros in SIZES:
             for rounds in (1, 2, 3):
                 if not refusal(schedule, devices, micros, rounds):
-                    found.append(make(schedule, devices, micros, rounds))
-    return found
+                    result.append(make(schedule, devices, micros, rounds))
+    return result
 
 
 def seconds(table: Table) -> float:

@@ -94,14 +94,14 @@ def test_text_of_a_sharding_reads_back(mesh: Mesh) -> None:
     for _ in range(100):
         axes = list(split(some_axes(rng, mesh), {}))
         cut_at = rng.randint(0, len(axes))
-        given = Sharding(
+        inputs = Sharding(
             (merge(axes[:cut_at]), (), merge(axes[cut_at:])), (rng.random() < 0.5, True, False),
             frozenset(difference([Axis(n, 1, s) for n, s in mesh.axes.items()], axes)),
             rng.choice([None, (1, 0, 2)]),
         )  # fmt: skip
         if rng.random() < 0.5:
-            given = replace(given, replicated=frozenset(), unreduced=merge(sorted(given.replicated)))
-        assert parse(given.show(mesh), mesh) == given
+            inputs = replace(inputs, replicated=frozenset(), unreduced=merge(sorted(inputs.replicated)))
+        assert parse(inputs.show(mesh), mesh) == inputs
 
 
 @pytest.mark.parametrize("text", [
@@ -126,9 +126,9 @@ def test_what_is_no_sharding_of_an_argument_is_told_what_is(given: object) -> No
 
 def test_an_argument_may_have_every_property_of_a_sharding() -> None:
     mesh = Mesh({"x": 2, "y": 2, "z": 2})
-    for given in ("[{x,?} {?}] replicated={z}", (("x", "?"), "?")):
-        program = partition(lambda a, b: a + b, [torch.empty(8, 8)] * 2, mesh, [given, (("x", "z"), "y")])
-        assert program.in_shardings[0] == ("x" if isinstance(given, str) else ("x", "z"), "y")
+    for inputs in ("[{x,?} {?}] replicated={z}", (("x", "?"), "?")):
+        program = partition(lambda a, b: a + b, [torch.empty(8, 8)] * 2, mesh, [inputs, (("x", "z"), "y")])
+        assert program.in_shardings[0] == ("x" if isinstance(inputs, str) else ("x", "z"), "y")
     program = partition(lambda a: a * 2.0, [torch.empty(8, 8)], mesh, ["[{x} {}] unreduced={y}"], [("x",)])
     assert [c.kind for c in program.collectives] == ["all_reduce"]
 
@@ -164,13 +164,13 @@ def layouts(mesh: Mesh, rank: int) -> list[tuple[Axes, ...]]:
     choices = [pieces]
     if mesh.axes["x"] == 4:
         choices.append([[Axis("x", 1, 2)], [Axis("x", 2, 2)], *pieces[1:]])
-    found = set()
+    names = set()
     for parts in choices:
         flat = [part[0] for part in parts]
         for order in itertools.permutations(flat):
             for places in itertools.product(range(rank + 1), repeat=len(order)):
-                found.add(tuple(merge(a for a, p in zip(order, places) if p == d) for d in range(rank)))
-    return sorted(found)
+                names.add(tuple(merge(a for a, p in zip(order, places) if p == d) for d in range(rank)))
+    return sorted(names)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -247,5 +247,5 @@ def test_a_sharded_tensor_is_printed_as_in_the_scaling_book() -> None:
     assert Layout(((), (fsdp, tp))).notation(mesh) == "[I, J_fsdp+tp]"
     assert Layout(((fsdp,), ()), (tp,)).notation(mesh, ("batch", "rows")) == "[B_fsdp, rows] {U_tp}"
     assert Layout(((),), (tp,), "max").notation(mesh) == "[I] {max_tp}"
-    told = Sharding.of(mesh, "[{fsdp,?} {?}] replicated={tp}", 2)
-    assert told.notation(mesh) == "[I_fsdp?, J_?] replicated over tp"
+    blueprint = Sharding.of(mesh, "[{fsdp,?} {?}] replicated={tp}", 2)
+    assert blueprint.notation(mesh) == "[I_fsdp?, J_?] replicated over tp"

@@ -46,15 +46,15 @@ def whole(fsdp: int, tp: int, stages: int, sequence: bool = False, *overrides: s
 
 def arguments(program: Program, seed: int) -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
-    made = []
+    result = []
     for port in program.inputs:
         if port.kind == "batch":
-            made.append({"positions": torch.arange(8).expand(port.shape), "documents": torch.zeros(port.shape).long()}
+            result.append({"positions": torch.arange(8).expand(port.shape), "documents": torch.zeros(port.shape).long()}
                         .get(port.name, torch.randint(0, 32, port.shape, generator=random)))  # fmt: skip
         else:
             scale = 0.2 if port.kind == "parameter" else 0.0
-            made.append(scale * torch.randn(port.shape, generator=random, dtype=torch.float64))
-    return made
+            result.append(scale * torch.randn(port.shape, generator=random, dtype=torch.float64))
+    return result
 
 
 CASES = [
@@ -74,12 +74,12 @@ def test_stages_sum_the_gradients_of_the_whole_program(
     mesh, axis, micros = program.mesh, program.mesh.axis("pp"), devices
     table = make(schedule, devices, micros, rounds)
     stages = cut(program, axis, [4 // table.stages] * table.stages, split_backward=table.splits_backward)
-    given = [arguments(program, 0)[:-4] + arguments(program, m)[-4:] for m in range(micros)]
+    inputs = [arguments(program, 0)[:-4] + arguments(program, m)[-4:] for m in range(micros)]
     ports = {port.name: (port, i) for i, port in enumerate(program.inputs)}
 
     def parts(name: str, device: int, micro: int = 0) -> list[torch.Tensor]:
         port, i = ports[name]
-        return [part_of(given[micro][i], port.layout, mesh, rank) for rank in ranks_of(mesh, axis, device)]
+        return [part_of(inputs[micro][i], port.layout, mesh, rank) for rank in ranks_of(mesh, axis, device)]
 
     params, sums, batches = [], [], []
     for device in range(devices):
@@ -91,9 +91,9 @@ def test_stages_sum_the_gradients_of_the_whole_program(
         batches.append([{n: parts(n, device, m) for n in read} for m in range(micros)])
     with float64():
         scalars = simulate_step(table, stages, axis, params, sums, batches)
-        running, losses = given[0], []
+        running, losses = inputs[0], []
         for m in range(micros):
-            feeds = [[part_of(t, p.layout, mesh, rank) for t, p in zip(running[:-4] + given[m][-4:], program.inputs)]
+            feeds = [[part_of(t, p.layout, mesh, rank) for t, p in zip(running[:-4] + inputs[m][-4:], program.inputs)]
                      for rank in ranks_of(mesh, axis, 0)]  # fmt: skip
             outs = run_lockstep(program, feeds, ranks=ranks_of(mesh, axis, 0))
             whole_of = [on_all([out[i] for out in outs], mesh.ranks) for i in range(len(outs[0]))]

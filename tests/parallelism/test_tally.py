@@ -10,11 +10,11 @@ def test_storages_count_once_and_only_while_they_live() -> None:
     there = torch.zeros(1000)
     tally = Tally([there])
     with tally:
-        made = there + 1
-        seen = made.view(10, 100)
+        actual = there + 1
+        seen = actual.view(10, 100)
         twice = seen * 2
         assert tally.held_bytes == 3 * 4000
-        del made  # the view holds its storage
+        del actual  # the view holds its storage
         assert tally.held_bytes == 3 * 4000
         del seen
         assert tally.held_bytes == 2 * 4000

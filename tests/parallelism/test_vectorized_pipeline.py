@@ -25,17 +25,17 @@ def pipelined(mesh: Mesh, rounds: int) -> Fn:
 
     def run(x: Tensor, w: Tensor) -> Tensor:
         micros = x.shape[0]
-        made, results = x.new_zeros(STAGES, *x.shape[1:]), []
+        result, results = x.new_zeros(STAGES, *x.shape[1:]), []
         for t in range(micros + rounds * STAGES - 1):
             turn = torch.div(t - place, STAGES, rounding_mode="floor").clamp(0, rounds - 1)
             mine = sum(torch.where(turn == r, w[r], 0.0) for r in range(rounds)) if rounds > 1 else w[0]
-            shifted = torch.roll(made, 1, 0)
+            shifted = torch.roll(result, 1, 0)
             if t < micros:
                 shifted = torch.where(place == 0, x[t], shifted)
             shifted = mesh_split(shifted, mesh, [0, *[1 if "data" in mesh.axes else -1], -1])
-            made = torch.tanh(torch.einsum("srk,skn->srn", shifted, mine))
+            result = torch.tanh(torch.einsum("srk,skn->srn", shifted, mine))
             if t >= rounds * STAGES - 1:
-                results.append(torch.where(place == STAGES - 1, made, 0.0).sum(0))
+                results.append(torch.where(place == STAGES - 1, result, 0.0).sum(0))
         return torch.stack(results)
 
     return run
@@ -68,8 +68,8 @@ def test_the_shift_is_a_permute_and_never_a_gather(mesh: Mesh, rounds: int, micr
         with_gradients(pipelined(mesh, rounds)), (x, w), mesh, in_shardings=[rows, stages],
         out_shardings=[rows, rows, stages],
     )  # fmt: skip
-    for made, expected in zip(program.simulate(x, w), with_gradients(layered)(x, w), strict=True):
-        torch.testing.assert_close(made, expected, rtol=1e-10, atol=1e-12)
+    for actual, expected in zip(program.simulate(x, w), with_gradients(layered)(x, w), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
     over = [c for c in program.collectives if "pp" in c.axes]
     shifts = [c for c in over if c.kind == "permute"]
     assert {c.kind for c in over} <= {"permute", "all_reduce"}, [c.reason for c in over]

@@ -82,8 +82,8 @@ def test_layers_over_cut_images_and_their_gradients(part: int) -> None:
         dims[d] = "x"  # type: ignore[call-overload]
         if "y" in mesh.axes:
             dims[2 + (d - 1) % (args[0].dim() - 2)] = "y" if args[0].dim() > 3 else ("x", "y")  # type: ignore
-        for given, wanted in ((tuple(dims), None), (None, tuple(dims))):
-            program = same(fn, args, mesh, given, wanted)
+        for inputs, expected in ((tuple(dims), None), (None, tuple(dims))):
+            program = same(fn, args, mesh, inputs, expected)
             permuted += any(c.kind == "permute" for c in program.collectives)
     assert permuted > 2, "halos are exchanged"
 

@@ -73,7 +73,7 @@ def test_collectives_and_bytes_equal_those_dispatched_on_real_ranks(pool, report
         for comm in part.part.program.collectives:
             # on a CPU the executor sends some as an all-to-all, and the plan prices them as such
             counted[sent_as(comm.kind, comm.bytes, comm.size)] += 1
-    expected = {name: sorted((k, b, n) for (k, b), n in found.items()) for name, found in planned.items()}
+    expected = {name: sorted((k, b, n) for (k, b), n in actual.items()) for name, actual in planned.items()}
     assert expected["micro-batch"]
     for sent, held in results:
         assert sent == expected
@@ -144,14 +144,14 @@ def test_of_compiled_blocks_the_loss_is_priced_as_eager():
 
 
 def test_recomputation_trades_memory_for_time():
-    found = {}
+    actual = {}
     for remat in ("none", "selective", "full"):
         setting = Setting.of(loads(RECIPE, [f"remat={remat}", "model.seq_len=64", "mesh.tp=1", "mesh.fsdp=4"]))
         micro = passes.apply(setting, step_programs.micro_program(setting))
         pricing = price_parts([StepPart("micro-batch", micro, compiled="none")], device("cpu"), 4, processes=4)
-        found[remat] = (pricing.peak_bytes, pricing.compute_s)
-    assert found["full"][0] < found["selective"][0] < found["none"][0]
-    assert found["full"][1] > found["selective"][1] > found["none"][1]
+        actual[remat] = (pricing.peak_bytes, pricing.compute_s)
+    assert actual["full"][0] < actual["selective"][0] < actual["none"][0]
+    assert actual["full"][1] > actual["selective"][1] > actual["none"][1]
 
 
 def test_step_time_is_what_its_lanes_say(report):

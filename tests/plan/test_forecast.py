@@ -47,12 +47,12 @@ def test_no_other_interval_is_shorter(save: float, between: float) -> None:
 
 
 def test_what_is_not_given_is_assumed_and_named() -> None:
-    made = forecast(2.0, 1000, 500, 64, 8, 16e9, 100, "calibrated", Conditions(tokens=1e6, price=2.0))
-    assert (made.steps, made.tokens, made.work_s) == (1000, 1e6, 2000.0)
-    assert made.assumed == ("failures", "restart_s", "save_s") and made.save_s == pytest.approx(1.0)
-    assert made.between_failures_s == pytest.approx(3600 / (64 * ASSUMED_FAILURES))
-    told = made.to_json()
-    assert told["cost"] == pytest.approx(2 * 64 * made.total_s / 3600) and told["kwh"] is None
+    forecasted = forecast(2.0, 1000, 500, 64, 8, 16e9, 100, "calibrated", Conditions(tokens=1e6, price=2.0))
+    assert (forecasted.steps, forecasted.tokens, forecasted.work_s) == (1000, 1e6, 2000.0)
+    assert forecasted.assumed == ("failures", "restart_s", "save_s") and forecasted.save_s == pytest.approx(1.0)
+    assert forecasted.between_failures_s == pytest.approx(3600 / (64 * ASSUMED_FAILURES))
+    as_json = forecasted.to_json()
+    assert as_json["cost"] == pytest.approx(2 * 64 * forecasted.total_s / 3600) and as_json["kwh"] is None
     sure = forecast(2.0, 1000, 500, 64, 8, 16e9, 100, "roofline", Conditions(failures=0, restart_s=1, save_s=5))
     assert sure.assumed == () and sure.total_s == pytest.approx(500 * 2.0 + 5 * 5)
     assert sure.to_json()["between_failures_s"] is None and "without failures" in rows(sure)[-1]
@@ -60,9 +60,9 @@ def test_what_is_not_given_is_assumed_and_named() -> None:
 
 def test_a_better_interval_is_offered() -> None:
     conditions = Conditions(failures=1e-3, restart_s=60, save_s=10)
-    made = forecast(1.0, 1000, 100_000, 100, 1, 0, 20_000, "roofline", conditions)
-    assert made.best_total_s < 0.8 * made.total_s
-    assert f"checkpoint.every_steps: {made.best_every_steps}" in rows(made)[-1]
+    forecasted = forecast(1.0, 1000, 100_000, 100, 1, 0, 20_000, "roofline", conditions)
+    assert forecasted.best_total_s < 0.8 * forecasted.total_s
+    assert f"checkpoint.every_steps: {forecasted.best_every_steps}" in rows(forecasted)[-1]
 
 
 def test_tokens_are_written_as_people_write_them() -> None:
@@ -75,7 +75,7 @@ def test_tokens_are_written_as_people_write_them() -> None:
 def test_the_command_says_it(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["plan", "quickstart", "model.layers=1", "--dry-run"]
     assert main.run([*small, "--tokens", "1B", "--price", "3", "--json"]) == Exit.DONE
-    told = json.loads(capsys.readouterr().out)["forecast"]
-    assert told["tokens"] >= 1e9 and told["cost"] == pytest.approx(3 * told["device_hours"])
+    parsed = json.loads(capsys.readouterr().out)["forecast"]
+    assert parsed["tokens"] >= 1e9 and parsed["cost"] == pytest.approx(3 * parsed["device_hours"])
     assert main.run([*small, "--tokens", "some"]) == Exit.USAGE
     assert main.run([*small, "--price", "1", "--for", "decode"]) == Exit.USAGE

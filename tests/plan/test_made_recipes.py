@@ -33,10 +33,10 @@ def test_the_edits_that_fit_are_all_needed_and_harm_as_little_as_can_be(small: P
     }
     tight((needs["all"] + needs["half"]) / 2)
     recipe = loads(RECIPE, CHANGES)
-    found = fitting.fit(make.report(recipe, "small.yaml"), recipe)
-    assert price_variant(loads(found.recipe)).fits and found.price.fits
-    assert found.harms == sorted(found.harms)
-    kept = [[c for c in found.changes if c != change] for change in found.changes]
+    actual = fitting.fit(make.report(recipe, "small.yaml"), recipe)
+    assert price_variant(loads(actual.recipe)).fits and actual.price.fits
+    assert actual.harms == sorted(actual.harms)
+    kept = [[c for c in actual.changes if c != change] for change in actual.changes]
     assert kept and not any(price_variant(variant(recipe, changes)).fits for changes in kept)
     tight(0.25)
     recipe = loads(RECIPE, [*CHANGES, "model.vocab=131072", "model.seq_len=512"])
@@ -47,10 +47,10 @@ def test_the_edits_that_fit_are_all_needed_and_harm_as_little_as_can_be(small: P
 
 def test_pinned_shardings_are_those_inferred_and_no_rule_changes_them(report: Report) -> None:
     recipe = loads(RECIPE)
-    found = pinning.pin(report, recipe)
-    assert {"layers.*.mlp.up.weight", "layers.*.residual", "tok_embed.weight"} <= found.pins.keys()
+    actual = pinning.pin(report, recipe)
+    assert {"layers.*.mlp.up.weight", "layers.*.residual", "tok_embed.weight"} <= actual.pins.keys()
     for changes in ([], ["sharding.rules.mlp=null", "sharding.rules.heads=null", "sharding.rules.vocab=null"]):
-        again = make.report(loads(found.recipe, changes), "")
+        again = make.report(loads(actual.recipe, changes), "")
         assert save.fingerprints(again) == save.fingerprints(report)
     assert make.report(loads(RECIPE, ["sharding.rules.mlp=null"]), "").fingerprint != report.fingerprint
 

@@ -56,8 +56,8 @@ def process(n: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    found = {n: [process(n) for _ in range(n)] for n in (1, 2, 4)}
-    return device_file("synthetic", "2026-01-02", CORES, 8 << 30, found)
+    result = {n: [process(n) for _ in range(n)] for n in (1, 2, 4)}
+    return device_file("synthetic", "2026-01-02", CORES, 8 << 30, result)
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +135,8 @@ def test_what_one_process_waits_for_another_is_not_late_with() -> None:
         {**one, "comm": [[*row[:4], row[4] * share, row[5]] for row in one["comm"]]}
         for one, share in zip(even, (0.5, 1.5), strict=True)
     ]
-    found, wanted = (astuple(measure.communicating(one, STREAM)) for one in (uneven, even))
-    assert found == pytest.approx(wanted)
+    actual, expected = (astuple(measure.communicating(one, STREAM)) for one in (uneven, even))
+    assert actual == pytest.approx(expected)
 
 
 def test_blocks_count_what_they_move() -> None:

@@ -26,12 +26,12 @@ class Outside(HTMLParser):
         self.inside = ""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
+        result = dict(attrs)
         outside = [v for k, v in attrs if k in ("src", "href", "data", "action") and v]
         self.loads += [v for v in outside if not v.startswith("data:")]
         if tag == "section":
-            self.sections.append(str(found["id"]))
-        self.inside = str(found.get("id", "code")) if tag == "script" else ""
+            self.sections.append(str(result["id"]))
+        self.inside = str(result.get("id", "code")) if tag == "script" else ""
 
     def handle_data(self, data: str) -> None:
         if self.inside:
@@ -39,24 +39,24 @@ class Outside(HTMLParser):
 
 
 def test_the_page_is_whole_and_loads_nothing(report):
-    made = page.page(report)
-    assert made == page.page(report)
+    actual = page.page(report)
+    assert actual == page.page(report)
     parser = Outside()
-    parser.feed(made)
+    parser.feed(actual)
     assert parser.loads == []
-    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", made)
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", actual)
     assert parser.sections == list(page.SECTIONS)
     assert json.loads(parser.data["plan"]) == json.loads(json.dumps(report.to_json()))
-    assert screen.verdict(report) in made
-    assert escape(report.tensors[0].reason, quote=True) in made
+    assert screen.verdict(report) in actual
+    assert escape(report.tensors[0].reason, quote=True) in actual
 
 
 def test_the_page_knows_the_way_from_what_was_told_to_every_tensor(report):
     """Each axis of a sharding has a chain that begins at a line of the recipe, and each value leads to the next."""
-    made = page_data.data(report)
+    actual = page_data.data(report)
     program = report.pricing.parts[0].part.program
-    assert {name for tensor in made["tensors"] for name in tensor["names"]} == {t.name for t in report.tensors}
-    for tensor in made["tensors"]:
+    assert {name for tensor in actual["tensors"] for name in tensor["names"]} == {t.name for t in report.tensors}
+    for tensor in actual["tensors"]:
         for form in tensor["forms"]:
             assert form["chains"] or not re.search("_[a-z]", form["sharding"].partition(" {")[0])
             for chain in form["chains"]:
@@ -65,20 +65,20 @@ def test_the_page_knows_the_way_from_what_was_told_to_every_tensor(report):
                     and chain["steps"][0]["through"] == ""
                     and all(step["through"] and step["value"] in program.records for step in chain["steps"][1:])
                 )
-    up = next(t for t in made["tensors"] if t["name"] == "layers.0.mlp.up.weight")
+    up = next(t for t in actual["tensors"] if t["name"] == "layers.0.mlp.up.weight")
     tp = next(c for c in up["forms"][0]["chains"] if c["axis"] == "tp")
     assert "mlp: tp" in tp["told"][0] and tp["steps"][-1]["value"] == "layers.0.mlp.up.weight"
 
 
 def test_the_page_knows_what_is_behind_every_collective_and_alive_at_the_peak(report):
-    made = page_data.data(report)
-    assert [sum(row["count"] for row in rows) for rows in made["collectives"]] == [
+    actual = page_data.data(report)
+    assert [sum(row["count"] for row in rows) for rows in actual["collectives"]] == [
         sum(comm.members for comm in line.issues) for line in report.lines
     ]
     rows = page_data.alive(report)
     assert sum(row["bytes"] for row in rows) == report.pricing.worst.memory.peak_bytes
     assert any(row["name"] == "layers.0.mlp.up.weight" and "mlp: tp" in "".join(row["told"]) for row in rows)
-    for part, line in zip(report.pricing.parts, made["timelines"]):
+    for part, line in zip(report.pricing.parts, actual["timelines"]):
         for lane, events in line["lanes"].items():
             drawn = sum(length for _, length, *_ in events) / line["finest"] * line["seconds"]
             ran = sum(e.end - e.start for e in part.timeline.events if e.lane == lane)
@@ -116,12 +116,12 @@ def test_clicks_show_chains_and_tensors_and_the_wheel_zooms(report, tmp_path):
     shown = json.loads(
         subprocess.run([NODE, script], capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
     )
-    made = page_data.data(report)
-    for tensor, html in zip(made["tensors"], shown["seen"]):
+    actual = page_data.data(report)
+    for tensor, html in zip(actual["tensors"], shown["seen"]):
         assert all(escape(told)[:20] in html for form in tensor["forms"] for c in form["chains"] for told in c["told"])
         assert html.count("<svg") == len(tensor["forms"])
         assert all(ET.fromstring(drawn) is not None for drawn in re.findall(r"<svg.*?</svg>", html))
-    assert all(html.count("<tr>") == 1 + len(rows) for html, rows in zip(shown["behind"], made["collectives"]))
+    assert all(html.count("<tr>") == 1 + len(rows) for html, rows in zip(shown["behind"], actual["collectives"]))
     assert "<rect" in shown["zoomed"] and shown["reset"] == "whole"
 
 

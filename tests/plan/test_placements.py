@@ -38,17 +38,17 @@ def recipe(tmp_path: Path) -> str:
 
 
 def test_an_order_of_axes_is_priced_where_its_devices_are(recipe: str) -> None:
-    told = loads(recipe)
-    report = make.report(told, "")
-    found = placements.net(report, told)
-    assert {place.axis: dict(place.levels) for place in found.places} == {
+    parsed = loads(recipe)
+    report = make.report(parsed, "")
+    actual = placements.net(report, parsed)
+    assert {place.axis: dict(place.levels) for place in actual.places} == {
         "dp": {"spine": 2}, "fsdp": {"leaf": 2}, "tp": {"nvlink": 2},
     }  # fmt: skip
     own = placements.placed(report, tuple(report.job.mesh))
     assert (own.step_s, own.comm_s, own.exposed_s) == pytest.approx(
         (report.pricing.step_s, report.pricing.comm_s, report.pricing.exposed_s)
     )
-    first, *others = found.placements
+    first, *others = actual.placements
     assert first.order[-1] == "tp" and len(others) == 5 and others == sorted(others, key=lambda one: one.step_s)
     assert all(one.whole for one in others)  # as a recipe of that order would be planned
     other = next(one for one in others if one.order[-3:] == ("tp", "fsdp", "dp"))
@@ -60,9 +60,9 @@ def test_the_command_says_where_axes_run(recipe: str, tmp_path: Path, capsys: py
     file = tmp_path / "tiny.yaml"
     file.write_text(recipe)
     assert tpshard(["plan", str(file), "--net", "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert [level["name"] for level in made["levels"]] == ["nvlink", "leaf", "spine"]
-    assert {row["level"] for row in made["collectives"]} <= {"nvlink", "leaf", "spine"}
+    parsed = json.loads(capsys.readouterr().out)
+    assert [level["name"] for level in parsed["levels"]] == ["nvlink", "leaf", "spine"]
+    assert {row["level"] for row in parsed["collectives"]} <= {"nvlink", "leaf", "spine"}
     assert not list(tmp_path.glob("runs"))
     assert tpshard(["plan", str(file), "--net", "--for", "decode"]) == 2
     assert tpshard(["plan", str(file), "--net", "--search"]) == 2

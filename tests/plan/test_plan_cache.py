@@ -38,9 +38,9 @@ def test_a_second_plan_says_the_same_without_torch(small: Path, capsys: Any, mon
     for path in (small.parent / "runs" / "small").iterdir():
         path.unlink()
     again = "import sys; from tpshard.cli.main import run; code = run(sys.argv[1:]); assert 'torch' not in sys.modules"
-    made = subprocess.run([sys.executable, "-c", f"{again}; sys.exit(code)", "plan", "small.yaml"],
+    done = subprocess.run([sys.executable, "-c", f"{again}; sys.exit(code)", "plan", "small.yaml"],
                           capture_output=True, text=True, check=False)  # fmt: skip
-    assert (made.returncode, made.stdout) == (0, first), made.stderr
+    assert (done.returncode, done.stdout) == (0, first), done.stderr
     assert {path.name: path.read_bytes() for path in (small.parent / "runs" / "small").iterdir()} == written
 
     def refuse(*_: object) -> None:

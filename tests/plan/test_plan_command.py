@@ -26,9 +26,9 @@ from tpshard.recipes.load import loads
 )
 def test_what_does_not_go_together_is_refused_before_anything_is_built(small, capsys, overrides, code, words):
     assert tpshard(["plan", "small.yaml", "--dry-run", *overrides]) == code
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert words in said.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert words in printed.err
 
 
 def test_a_saved_plan_is_refused_for_another_program(report, tmp_path, monkeypatch):
@@ -45,9 +45,9 @@ def test_a_saved_plan_is_refused_for_another_program(report, tmp_path, monkeypat
         assert caught.value.exit == Exit.FIT
         return str(caught.value)
 
-    said = refusal(["batch.global_sequences=16", "optimizer.betas=[0.9, 0.99]", "remat=full"])
-    assert "`batch.global_sequences: 16`, planned with 8" in said and "<override 1>:1:24" in said
-    assert "`optimizer.betas: [0.9, 0.99]`, planned with [0.9, 0.95]" in said and "planned with selective" in said
+    output = refusal(["batch.global_sequences=16", "optimizer.betas=[0.9, 0.99]", "remat=full"])
+    assert "`batch.global_sequences: 16`, planned with 8" in output and "<override 1>:1:24" in output
+    assert "`optimizer.betas: [0.9, 0.99]`, planned with [0.9, 0.95]" in output and "planned with selective" in output
     monkeypatch.setattr(save.metadata, "version", {"torch": "2.99.0", "tpshard": "0.1.0"}.__getitem__)
     assert "torch 2.99.0, planned with 2." in refusal() and "the code" not in refusal()
     monkeypatch.undo()
@@ -65,10 +65,10 @@ def test_a_saved_plan_is_refused_for_another_program(report, tmp_path, monkeypat
 def test_a_saved_plan_holds_the_programs_that_it_tells_of(report, tmp_path):
     file = tmp_path / "plan.json"
     save.write(file, save.dumps(report, loads(RECIPE)))
-    made = make.read_programs(save.read(str(file)), report.step.setting)
-    assert make.report_of_training(made, "small.yaml").to_json() == report.to_json()
+    actual = make.read_programs(save.read(str(file)), report.step.setting)
+    assert make.report_of_training(actual, "small.yaml").to_json() == report.to_json()
     held = json.loads(file.read_text())
-    for step in (held["step"][:-40], "AAAA", saved_step.packed(dataclasses.replace(made, micro=made.update))):
+    for step in (held["step"][:-40], "AAAA", saved_step.packed(dataclasses.replace(actual, micro=actual.update))):
         file.write_text(json.dumps(held | {"step": step}))
         with pytest.raises(Mistakes, match=r"the programs in \S+ (cannot be read|are not those that it names)"):
             make.read_programs(save.read(str(file)), report.step.setting)
@@ -128,8 +128,8 @@ def test_a_run_is_compared_with_its_plan(report, tmp_path, monkeypatch):
     rows = [{"step": i, "loss": 1.0, "step_s": step_s * (9 if i < 2 else 2), "run": 1} for i in range(8)]
     rows.append({"step": 8, "eval_loss": 1.0, "run": 1})
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 9, "lo')
-    found = compare.compare(tmp_path)
-    assert found is not None and found["step_s"]["error"] == pytest.approx(-0.5)
+    compared = compare.compare(tmp_path)
+    assert compared is not None and compared["step_s"]["error"] == pytest.approx(-0.5)
     assert "(-50%)" in compare.record(tmp_path) and "`tpshard doctor --measure`" in compare.record(tmp_path)
     monkeypatch.setattr(compare, "SHIPPED_CPU", "another")
     assert "doctor --measure" not in compare.record(tmp_path)
@@ -151,9 +151,9 @@ def test_changes_are_to_the_first_of_two_recipes(small, report, capsys, monkeypa
     planned = []
     monkeypatch.setattr(make, "report", lambda recipe, *_: planned.append(recipe) or report)
     assert tpshard(["plan", "small.yaml", "--json", *options, "--device", "a100-40g"]) == Exit.DONE
-    found = json.loads(capsys.readouterr().out)
+    parsed = json.loads(capsys.readouterr().out)
     assert tuple(recipe.mesh["tp"] for recipe in planned) == tp
-    assert (found["before"], found["after"]) == names
+    assert (parsed["before"], parsed["after"]) == names
     assert [recipe.cluster.device for recipe in planned] == ["a100-40g"] * 2
     assert [recipe.seed == 9 for recipe in planned] == [True, "other.yaml" not in options]
 

@@ -24,19 +24,25 @@ def test_a_step_between_priced_states_takes_what_its_program_does() -> None:
     prices, draw = server.prices, random.Random(0)
     for _ in range(8):
         rows = draw.randrange(1, 500)
-        found = CacheReads(draw.uniform(1, 300), draw.uniform(1, 100))
+        actual = CacheReads(draw.uniform(1, 300), draw.uniform(1, 100))
         size = server.programs.fitting(rows)
-        padded = CacheReads(found.blocks, (found.by_row * rows + size - rows) / size)
+        padded = CacheReads(actual.blocks, (actual.by_row * rows + size - rows) / size)
         exact = price(server.programs.steps[size], prices.device, prices.per_host, compiled="none", cached=padded)
-        assert prices(rows, found) == pytest.approx(exact.run().seconds, rel=0.01)
+        assert prices(rows, actual) == pytest.approx(exact.run().seconds, rel=0.01)
 
 
 def test_the_highest_rate_keeps_the_limits_and_a_higher_one_does_not() -> None:
     recipe, limits = loads(RECIPE), TimeLimits(ttft=0.05, tpot=0.01)
-    made = answers(recipe, Traffic(40, 16, count=200), limits, rehearse)
-    assert made.highest is not None and made.highest.within_limits and 0 < made.highest.rate < made.saturated.rate
-    assert made.highest.ttft_s[1] <= 0.05 and made.highest.tpot_s[1] <= 0.01
-    more = rehearse(made.server.room, Traffic(40, 16, 1.1 * made.highest.rate, count=200), made.server.prices)
+    answered = answers(recipe, Traffic(40, 16, count=200), limits, rehearse)
+    assert (
+        answered.highest is not None
+        and answered.highest.within_limits
+        and 0 < answered.highest.rate < answered.saturated.rate
+    )
+    assert answered.highest.ttft_s[1] <= 0.05 and answered.highest.tpot_s[1] <= 0.01
+    more = rehearse(
+        answered.server.room, Traffic(40, 16, 1.1 * answered.highest.rate, count=200), answered.server.prices
+    )
     assert not limits.hold_for(more)
 
 
@@ -52,9 +58,9 @@ def test_the_command_answers_and_refuses(tmp_path: Path, capsys: pytest.CaptureF
     file.write_text(RECIPE)
     load = ["plan", str(file), "--for", "serve", "--prompt", "40", "--answer", "8", "--count", "50"]
     assert tpshard([*load, "--rate", "20", "--ttft", "0.1", "--json", "--svg", str(tmp_path / "load.svg")]) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert made["at_rate"]["kept"] and made["at_rate"]["ttft_s"][0] <= made["at_rate"]["ttft_s"][1] <= 0.1
-    assert made["cache"]["requests"] == made["cache"]["tokens"] // 48 and len(made["curve"]) == 10
+    parsed = json.loads(capsys.readouterr().out)
+    assert parsed["at_rate"]["kept"] and parsed["at_rate"]["ttft_s"][0] <= parsed["at_rate"]["ttft_s"][1] <= 0.1
+    assert parsed["cache"]["requests"] == parsed["cache"]["tokens"] // 48 and len(parsed["curve"]) == 10
     assert (tmp_path / "load.svg").read_text().count("<polyline") == 4
     assert tpshard([*load[:-2], "--answer", "800"]) == 4
     assert "longer than the 256 that the model is made for" in capsys.readouterr().err

@@ -62,7 +62,7 @@ def test_the_names_of_the_screen_are_what_patterns_match(report):
 def wrong_with(name, rank):
     """The error of a pattern for a tensor with a number of dims."""
     recipe = loads(RECIPE, [f"sharding.annotate={{{name}: [{', '.join(['null'] * rank)}]}}"])
-    return [found for found in beyond(recipe) if found.severity == "error"]
+    return [result for result in beyond(recipe) if result.severity == "error"]
 
 
 def test_json_has_the_names_that_others_rely_on(report):
@@ -105,19 +105,19 @@ def test_plan_twice_gives_the_same_bytes_and_touches_nothing(small, monkeypatch,
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
-    said = []
+    output = []
     for _ in range(2):
         assert tpshard(["plan", "small.yaml", "--dry-run", "--json"]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1]
-    json.loads(said[0])
+        output.append(capsys.readouterr().out)
+    assert output[0] == output[1]
+    json.loads(output[0])
     assert [p.name for p in small.parent.iterdir()] == ["small.yaml"]
 
 
 def test_explain_ends_at_the_annotation(programs):
-    said = describe.explain(programs.micro, "layers.0.attention.wq.weight")
-    assert "heads: tp" in said
-    assert "all_gather over fsdp" in said
+    explanation = describe.explain(programs.micro, "layers.0.attention.wq.weight")
+    assert "heads: tp" in explanation
+    assert "all_gather over fsdp" in explanation
     with pytest.raises(KeyError, match=r"layers\.0\.attention"):
         describe.explain(programs.micro, "attention.wq")
 
@@ -134,18 +134,18 @@ def test_explain_of_a_misspelt_name_says_which_are_near(programs):
 
 def test_diff_says_what_changes_and_what_it_costs(report):
     other = make.report_of_training(make.build_programs(Setting.of(loads(RECIPE, ["mesh.tp=1", "mesh.fsdp=4"]))))
-    found = diff.diff(report, other)
-    assert any(row["name"] == "layers.0.mlp.up.weight" for row in found["shardings"])
-    assert any(row["axes"] == "tp" and row["count"][1] == 0 for row in found["collectives"])
-    assert found["figures"]["step_s"]["change"] == pytest.approx(other.pricing.step_s / report.pricing.step_s - 1)
-    assert "COLLECTIVES" in diff.text(found) and "devices:" not in diff.text(found)
-    assert "on 4 and on 8 devices" in diff.text(found | {"devices": [4, 8]})
+    actual = diff.diff(report, other)
+    assert any(row["name"] == "layers.0.mlp.up.weight" for row in actual["shardings"])
+    assert any(row["axes"] == "tp" and row["count"][1] == 0 for row in actual["collectives"])
+    assert actual["figures"]["step_s"]["change"] == pytest.approx(other.pricing.step_s / report.pricing.step_s - 1)
+    assert "COLLECTIVES" in diff.text(actual) and "devices:" not in diff.text(actual)
+    assert "on 4 and on 8 devices" in diff.text(actual | {"devices": [4, 8]})
     same = diff.diff(report, report)
     assert same["shardings"] == [] and same["collectives"] == []
 
 
 def test_an_explanation_is_json_where_json_is_asked_for(report, monkeypatch):
     monkeypatch.setattr(make, "report", lambda *_: report)
-    said = command.run(loads(RECIPE), command.PlanOptions(explain="norm.weight")).text
-    found = json.loads(command.run(loads(RECIPE), command.PlanOptions(explain="norm.weight", as_json=True)).text)
-    assert found == {"name": "norm.weight", "lines": said.splitlines()} and found["lines"]
+    done = command.run(loads(RECIPE), command.PlanOptions(explain="norm.weight")).text
+    parsed = json.loads(command.run(loads(RECIPE), command.PlanOptions(explain="norm.weight", as_json=True)).text)
+    assert parsed == {"name": "norm.weight", "lines": done.splitlines()} and parsed["lines"]

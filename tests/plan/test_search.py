@@ -33,7 +33,7 @@ def test_a_server_that_does_not_fit_is_told_edits_that_fit_when_made(report, mon
         return make.report(loads(RECIPE, ["serve.mesh.tp=1", *changes]), "", "decode").pricing.needed_bytes
 
     full = needed()
-    found = make.report(loads(RECIPE, ["serve.mesh.tp=1"]), "", "decode")
+    actual = make.report(loads(RECIPE, ["serve.mesh.tp=1"]), "", "decode")
     limit = full - 1
     assert needed("serve.requests=8") < limit
     whole = cluster.device_of
@@ -44,7 +44,7 @@ def test_a_server_that_does_not_fit_is_told_edits_that_fit_when_made(report, mon
         return replace(device, memory_bytes=limit * processes), nodes, per_host
 
     monkeypatch.setattr(cluster, "device_of", tight)
-    edits = search.edits(found, loads(RECIPE, ["serve.mesh.tp=1"]))
+    edits = search.edits(actual, loads(RECIPE, ["serve.mesh.tp=1"]))
     assert len(edits) == 3 and all(edit.fits for edit in edits)
     for edit in edits:
         assert needed(*(change.replace(": ", "=") for change in edit.change.split(", "))) == edit.needed_bytes
@@ -65,13 +65,13 @@ def test_an_edit_that_fits_is_not_offered_again_with_more_beside_it(report, monk
 def test_search_ranks_what_fits():
     recipe = loads(RECIPE, ["cluster.devices_per_node=2", "mesh.fsdp=2", "mesh.tp=1",
                             "batch.global_sequences=2", "batch.per_device=1"])  # fmt: skip
-    found = search.search(recipe)
-    assert {(c.mesh["fsdp"], c.mesh["tp"]) for c in found.candidates} == {(2, 1), (1, 2)}
-    steps = [c.price.step_s for c in found.candidates]
+    variants = search.search(recipe)
+    assert {(c.mesh["fsdp"], c.mesh["tp"]) for c in variants.candidates} == {(2, 1), (1, 2)}
+    steps = [c.price.step_s for c in variants.candidates]
     assert steps == sorted(steps)
-    assert found.candidates[0].pareto
-    winner = loads(search.text(found, recipe).partition("# the fastest, as a recipe\n")[2])
-    assert winner.mesh == {**winner.mesh, **found.candidates[0].mesh}
+    assert variants.candidates[0].pareto
+    winner = loads(search.text(variants, recipe).partition("# the fastest, as a recipe\n")[2])
+    assert winner.mesh == {**winner.mesh, **variants.candidates[0].mesh}
 
 
 def test_a_search_of_a_pipeline_tries_stages_and_schedules_and_none(monkeypatch):
@@ -85,9 +85,9 @@ def test_a_search_of_a_pipeline_tries_stages_and_schedules_and_none(monkeypatch)
 
     monkeypatch.setattr(search, "price_variant", quick)
     changes = ["cluster.nodes=2", "mesh={pp: 2, fsdp: -1}", "batch={global_sequences: 16}", "model.layers=8"]
-    found = search.search(loads(RECIPE, [*changes, "pipeline={micro_batches: null}"]))
+    variants = search.search(loads(RECIPE, [*changes, "pipeline={micro_batches: null}"]))
     assert {"none", "1f1b 2 x 1", "1f1b 4 x 1", "1f1b 8 x 1", "zero_bubble 8 x 1"} < set(tried)
-    assert found.best is not None and found.best.mesh["pp"] == 8
+    assert variants.best is not None and variants.best.mesh["pp"] == 8
     tried.clear()
     search.search(loads(RECIPE, [*changes, "pipeline={schedule: zero_bubble, stages: 2}"]))
     assert set(tried) == {"none", "zero_bubble 2 x 1"}
@@ -114,9 +114,9 @@ def test_machines_are_told_the_suggestions_that_people_are(small, report, monkey
     monkeypatch.setattr(make, "report", lambda *_: report)
     monkeypatch.setattr(suggest, "promising", lambda *_: [faster])
     shown = command.run(loads(RECIPE), command.PlanOptions(dry_run=True)).text
-    found = json.loads(command.run(loads(RECIPE), command.PlanOptions(dry_run=True, as_json=True)).text)
+    parsed = json.loads(command.run(loads(RECIPE), command.PlanOptions(dry_run=True, as_json=True)).text)
     assert "try: remat: none" in shown
-    assert [edit["change"] for edit in found["suggestions"]] == ["remat: none"]
+    assert [edit["change"] for edit in parsed["suggestions"]] == ["remat: none"]
 
 
 def test_the_fastest_is_saved_as_a_recipe_that_plans_as_it_was_found(small, capsys):
@@ -125,16 +125,16 @@ def test_the_fastest_is_saved_as_a_recipe_that_plans_as_it_was_found(small, caps
     assert [path.name for path in small.parent.iterdir()] == ["small.yaml"]
     capsys.readouterr()
     assert tpshard(["plan", "small.yaml", "--search", "--json", *told]) == Exit.DONE
-    said = capsys.readouterr()
-    assert "tpshard train runs/small/fastest.yaml" in said.err
-    found = json.loads(said.out)
+    printed = capsys.readouterr()
+    assert "tpshard train runs/small/fastest.yaml" in printed.err
+    parsed = json.loads(printed.out)
     file = small.parent / "runs" / "small" / "fastest.yaml"
-    assert file.read_text() == found["recipe"]
+    assert file.read_text() == parsed["recipe"]
     assert tpshard(["validate", str(file)]) == Exit.DONE
     capsys.readouterr()
     assert tpshard(["plan", str(file), "--dry-run", "--json"]) == Exit.DONE
     planned = json.loads(capsys.readouterr().out)
-    assert planned["time"]["step_s"] == pytest.approx(found["candidates"][0]["found"]["step_s"], rel=1e-6)
+    assert planned["time"]["step_s"] == pytest.approx(parsed["candidates"][0]["found"]["step_s"], rel=1e-6)
 
 
 def test_a_search_that_finds_nothing_says_why(small, capsys, monkeypatch):

@@ -166,13 +166,13 @@ def test_an_mlp_that_tp_does_not_divide_is_served_as_planned(pool: Any, tmp_path
             assert held == report.static_bytes()["parameters"]
             assert logits == results[0][i][2]
             assert (torch.tensor(logits) - expected).norm() <= 1e-5 * expected.norm()
-        said = f"MLP padded from {wider} columns, equal parts for tp 2"
+        output = f"MLP padded from {wider} columns, equal parts for tp 2"
         assert report.job.params == config.count
-        assert f"warning: {said}" in screen.screen(report)
+        assert f"warning: {output}" in screen.screen(report)
         capsys.readouterr()
         told = [f"serve.checkpoint={folder}", "serve.mesh.tp=2", f"serve.layout={layout}", "cluster.device=cpu"]
         assert tpshard(["serve", "tiny", "--check", *told]) == 0
-        assert f"  {said}\n" in capsys.readouterr().out
+        assert f"  {output}\n" in capsys.readouterr().out
     # codes, scales and shifts of 4 of the 7 groups, and not of all of them, for each of 64 outputs
     coded = make.report(recipe(groups, "tp_aware", "serve.dtype=bf16"), "", "decode")
     (port,) = [p for p in coded.pricing.parts[0].part.program.inputs if p.name == "layers.0.mlp.down.weight"]
@@ -190,9 +190,9 @@ def test_columns_that_pad_an_mlp_are_no_useful_work(tmp_path: Path) -> None:
             for node, here in infos if ".mlp" in here.module and "norm" not in here.module and here.flops
         ]  # fmt: skip
 
-    expected, found = work(whole), work(padded)
-    assert len(found) == 8 * CONFIG.layers  # three products and their biases, a gate and what it multiplies
-    for (module, op, useful, _), (there, as_there, computed, useful_there) in zip(expected, found, strict=True):
+    expected, actual = work(whole), work(padded)
+    assert len(actual) == 8 * CONFIG.layers  # three products and their biases, a gate and what it multiplies
+    for (module, op, useful, _), (there, as_there, computed, useful_there) in zip(expected, actual, strict=True):
         assert (module, op, useful) == (there, as_there, useful_there)
         if (module[-4:], op) != ("down", "add"):
             assert 2 * computed * 97 == useful * 128
@@ -228,8 +228,8 @@ def test_a_folder_that_is_not_there_is_planned_as_it_will_be_written(
         cases.append((folder, "tp_aware", "head_local", mlp))
     for folder, layout, order, mlp in cases:
         there = make.report(recipe(folder, layout), "", "decode")
-        wanted = ["quantize.group_size=32", f"quantize.order={order}", f"model.mlp={mlp}"]
-        planned = make.report(recipe("not-yet", layout, *own, *wanted), "", "decode")
+        expected = ["quantize.group_size=32", f"quantize.order={order}", f"model.mlp={mlp}"]
+        planned = make.report(recipe("not-yet", layout, *own, *expected), "", "decode")
         assert any("not-yet does not exist yet" in warning for warning in planned.warnings)
         assert planned.fingerprint == there.fingerprint
         assert planned.static_bytes() == there.static_bytes()
@@ -274,39 +274,39 @@ def test_a_plan_holds_the_cache_that_the_server_makes(what: str, told: list[str]
     asked = ["serve.requests=8", "serve.mesh.tp=2", "cluster.device=cpu", *told]
     assert tpshard(["serve", "tiny", "--check", "--json", *asked]) == 0
     check = json.loads(capsys.readouterr().out)
-    found = make.report(cached(*told), "", what)
-    assert found.static_bytes()["cache"] == found.pricing.worst.memory.at_peak["cache"] == check["memory"]["cache"]
+    report = make.report(cached(*told), "", what)
+    assert report.static_bytes()["cache"] == report.pricing.worst.memory.at_peak["cache"] == check["memory"]["cache"]
     # 16 KiB hold 16 positions of 2 KV heads in 4 layers; a request has 256
-    said = [warning for warning in found.warnings if "the cache" in warning]
-    assert said == ([f"the cache, 1.00 MiB or 1,024 tokens, holds {few} requests of 256"] if few else [])
-    assert not few or f"warning: {said[0]}" in screen.screen(found)
+    output = [warning for warning in report.warnings if "the cache" in warning]
+    assert output == ([f"the cache, 1.00 MiB or 1,024 tokens, holds {few} requests of 256"] if few else [])
+    assert not few or f"warning: {output[0]}" in screen.screen(report)
 
 
 def test_a_plan_limits_the_cache_as_the_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = make.report(cached(), "", "decode")
     with_memory(4 * 2**20, monkeypatch)
-    found = make.report(cached(), "", "decode")  # a quarter is for the cache
-    assert found.static_bytes()["cache"] == 2**20 + 2**14
-    assert "holds 4 of 8 requests of 256" in found.warnings[0]
-    assert found.useful_flops < whole.useful_flops  # what is not in the cache is not attended to
+    report = make.report(cached(), "", "decode")  # a quarter is for the cache
+    assert report.static_bytes()["cache"] == 2**20 + 2**14
+    assert "holds 4 of 8 requests of 256" in report.warnings[0]
+    assert report.useful_flops < whole.useful_flops  # what is not in the cache is not attended to
 
 
 def test_a_cache_that_leaves_no_room_is_cut_first(monkeypatch: pytest.MonkeyPatch) -> None:
     told = ["model.layers=8", "serve.cache_mb=4"]
     full = make.report(cached(*told), "", "decode").pricing.needed_bytes
     with_memory(full - 2**20, monkeypatch)
-    found = make.report(cached(*told), "", "decode")
-    first = search.edits(found, cached(*told))[0]
-    assert not found.fits and first.fits
+    report = make.report(cached(*told), "", "decode")
+    first = search.edits(report, cached(*told))[0]
+    assert not report.fits and first.fits
     key, _, value = first.change.partition(": ")
     assert key == "serve.cache_mb" and 1 <= int(value) < 4
-    made = make.report(cached(*told, f"{key}={value}"), "", "decode").pricing.needed_bytes
-    assert first.needed_bytes == pytest.approx(made, rel=1e-4)
+    actual = make.report(cached(*told, f"{key}={value}"), "", "decode").pricing.needed_bytes
+    assert first.needed_bytes == pytest.approx(actual, rel=1e-4)
 
 
 def test_a_variant_is_priced_with_the_cache_of_all_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(12 * 2**20, monkeypatch)  # room for the requests of two layers and not of eight
     told = cached("model.layers=8", "model.vocab=256")
-    made = make.report(told, "", "decode")
-    assert "holds 6 of 8" in made.warnings[0]
-    assert search.price_variant(told, "decode").needed_bytes == pytest.approx(made.pricing.needed_bytes, rel=1e-4)
+    report = make.report(told, "", "decode")
+    assert "holds 6 of 8" in report.warnings[0]
+    assert search.price_variant(told, "decode").needed_bytes == pytest.approx(report.pricing.needed_bytes, rel=1e-4)

@@ -27,17 +27,17 @@ def skewed(busiest: float, *told: str) -> Skew:
 
 def test_without_a_capacity_the_others_wait_for_the_busiest_device() -> None:
     """Of a device's 4 experts one gets twice the mean, and the others 6/7 each."""
-    found = skewed(2.0, "model.capacity=null")
-    assert (found.balanced.busiest_device, found.balanced.dropped, found.skewed.dropped) == (1.0, 0.0, 0.0)
-    assert found.skewed.busiest_device == pytest.approx((2 + 3 * 6 / 7) / 4)
-    assert found.skewed.step_s > found.balanced.step_s
-    assert found.skewed.workspace_bytes == 2 * found.balanced.workspace_bytes > 0
+    priced = skewed(2.0, "model.capacity=null")
+    assert (priced.balanced.busiest_device, priced.balanced.dropped, priced.skewed.dropped) == (1.0, 0.0, 0.0)
+    assert priced.skewed.busiest_device == pytest.approx((2 + 3 * 6 / 7) / 4)
+    assert priced.skewed.step_s > priced.balanced.step_s
+    assert priced.skewed.workspace_bytes == 2 * priced.balanced.workspace_bytes > 0
 
 
 def test_with_a_capacity_time_stays_and_what_is_beyond_is_dropped() -> None:
-    found = skewed(2.0, "model.capacity=1.25")
-    assert found.skewed.step_s == found.balanced.step_s and found.balanced.dropped == 0
-    assert found.skewed.dropped == pytest.approx((2 - 1.25) / 8)
+    priced = skewed(2.0, "model.capacity=1.25")
+    assert priced.skewed.step_s == priced.balanced.step_s and priced.balanced.dropped == 0
+    assert priced.skewed.dropped == pytest.approx((2 - 1.25) / 8)
 
 
 def test_what_no_routing_reaches_is_refused() -> None:

@@ -32,20 +32,20 @@ def planned(schedule: str) -> Report:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_a_step_is_the_schedule_and_what_runs_once(schedule: str) -> None:
     report = planned(schedule)
-    found = report.pricing.pipeline
-    assert found is not None
-    slots = {d: [s for s in found.slots if found.table.device_of(s.task.stage) == d] for d in range(2)}
-    for device, (mine, priced) in enumerate(zip(slots.values(), found.devices)):
+    actual = report.pricing.pipeline
+    assert actual is not None
+    slots = {d: [s for s in actual.slots if actual.table.device_of(s.task.stage) == d] for d in range(2)}
+    for device, (mine, priced) in enumerate(zip(slots.values(), actual.devices)):
         assert all(a.end <= b.start for a, b in pairwise(mine)), "a device does one thing at a time"
         assert priced.busy_s == pytest.approx(sum(s.end - s.start for s in mine))
-        assert priced.held == found.table.held(device)
-    assert found.seconds == max(s.end for s in found.slots)
-    assert found.bubble == pytest.approx(1 - sum(d.busy_s for d in found.devices) / (2 * found.seconds))
+        assert priced.held == actual.table.held(device)
+    assert actual.seconds == max(s.end for s in actual.slots)
+    assert actual.bubble == pytest.approx(1 - sum(d.busy_s for d in actual.devices) / (2 * actual.seconds))
     assert report.pricing.step_s == pytest.approx(
-        found.seconds + max(d.once_s for d in found.devices) + report.pricing.fixed_s
+        actual.seconds + max(d.once_s for d in actual.devices) + report.pricing.fixed_s
     )
     busy = sum(p.seconds for p in report.pricing.parts)
-    assert report.pricing.step_s == pytest.approx(busy + found.idle_s + report.pricing.fixed_s)
+    assert report.pricing.step_s == pytest.approx(busy + actual.idle_s + report.pricing.fixed_s)
 
 
 def test_memory_is_what_the_schedule_holds() -> None:
@@ -73,8 +73,8 @@ def test_a_pipeline_is_shown_everywhere() -> None:
     shown = screen.screen(report)
     assert "PIPELINE  1f1b, 2 stages, 8 micro-batches: " in shown and "waiting for other stages" in shown
     assert "F0 F1" in screen.screen(report, verbose=True)
-    found = json.loads(json.dumps(report.to_json()))["pipeline"]
-    assert found["bubble"] > 0 and len(found["stages"]) == 2 and found["micro_batches"] == 8
+    parsed = json.loads(json.dumps(report.to_json()))["pipeline"]
+    assert parsed["bubble"] > 0 and len(parsed["stages"]) == 2 and parsed["micro_batches"] == 8
     assert "1f1b:" in pictures.svg(report) and 'id="pipeline"' in page.page(report)
     lanes = [e for e in json.loads(trace.trace(report))["traceEvents"] if e["pid"] == 1 and e["ph"] == "X"]
     assert len(lanes) == 2 * 2 * 8

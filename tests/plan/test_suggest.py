@@ -22,12 +22,12 @@ def test_suggestions_are_planned_whole_and_the_fastest_comes_first(monkeypatch: 
     monkeypatch.setattr(suggest, "MOST", 8)
     recipe = loads(RECIPE, ["remat=full"])
     report = make.report(recipe, "")
-    found = suggest.suggest(report, recipe)
-    assert found.planned == 8 and found.edits
-    times = [edit.step_s for edit in found.edits]
+    suggestions = suggest.suggest(report, recipe)
+    assert suggestions.planned == 8 and suggestions.edits
+    times = [edit.step_s for edit in suggestions.edits]
     assert times == sorted(times) and times[-1] < 0.98 * report.pricing.step_s
-    best = make.report(variant(recipe, changes(found.edits[0])), "").pricing
-    assert (best.step_s, best.needed_bytes) == (found.edits[0].step_s, found.edits[0].needed_bytes)
+    best = make.report(variant(recipe, changes(suggestions.edits[0])), "").pricing
+    assert (best.step_s, best.needed_bytes) == (suggestions.edits[0].step_s, suggestions.edits[0].needed_bytes)
 
 
 def steps(report: Report, gains: Mapping[str, float], unfit: tuple[str, ...] = ()) -> Any:
@@ -50,24 +50,27 @@ def test_changes_that_help_are_combined_and_those_that_do_not_fit_left_out(repor
     monkeypatch.setattr(
         suggest, "price_variant", steps(report, {"remat": 0.9, "fsdp.prefetch": 0.8, "tp": 0.5}, ("tp",))
     )
-    found = suggest.suggest(report, loads(RECIPE))
-    assert {change.partition("=")[0] for change in changes(found.edits[0])} == {"remat", "fsdp.prefetch"}
-    assert found.unfit and not any("mesh.tp" in edit.change for edit in found.edits)
+    suggestions = suggest.suggest(report, loads(RECIPE))
+    assert {change.partition("=")[0] for change in changes(suggestions.edits[0])} == {"remat", "fsdp.prefetch"}
+    assert suggestions.unfit and not any("mesh.tp" in edit.change for edit in suggestions.edits)
 
 
 def test_where_nothing_helps_the_search_says_what_it_tried(report, monkeypatch) -> None:
     monkeypatch.setattr(suggest, "price_variant", steps(report, {}))
-    found = suggest.suggest(report, loads(RECIPE))
-    assert found.edits == [] and found.planned > 10
-    assert found.words.startswith(f"{found.planned} variants planned whole") and "nothing helps" in found.words
+    suggestions = suggest.suggest(report, loads(RECIPE))
+    assert suggestions.edits == [] and suggestions.planned > 10
+    assert (
+        suggestions.words.startswith(f"{suggestions.planned} variants planned whole")
+        and "nothing helps" in suggestions.words
+    )
 
 
 def test_sequence_parallelism_is_put_in_and_taken_out(report) -> None:
     plain = loads(RECIPE)
 
     def changed(of: Report, recipe: Recipe) -> Recipe:
-        found = suggest._Search(of, recipe, print).free()
-        (change,) = [c for c in found if c[0][0].startswith("sharding.")]
+        actual = suggest._Search(of, recipe, print).free()
+        (change,) = [c for c in actual if c[0][0].startswith("sharding.")]
         return variant(recipe, [f"{key}={value}" for key, value in change])
 
     cut = changed(report, plain)

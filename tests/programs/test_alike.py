@@ -60,12 +60,12 @@ def test_a_stretched_program_is_the_deep_models_node_by_node(name: str) -> None:
     deep = SETTINGS[name]
     assert deep.config is not None
     shallow = step_programs.micro_program(replace(deep, config=replace(deep.config, layers=FEW)))
-    made = stretch_program(shallow, "layers", deep.config.layers)
-    assert made is not None
+    actual = stretch_program(shallow, "layers", deep.config.layers)
+    assert actual is not None
     whole = step_programs.micro_program(deep)
-    assert shape_of(made) == shape_of(whole)
-    assert made.donated == whole.donated and made.inputs == whole.inputs
-    assert [replace(p, name="") for p in made.outputs] == [replace(p, name="") for p in whole.outputs]
+    assert shape_of(actual) == shape_of(whole)
+    assert actual.donated == whole.donated and actual.inputs == whole.inputs
+    assert [replace(p, name="") for p in actual.outputs] == [replace(p, name="") for p in whole.outputs]
 
 
 @pytest.mark.parametrize("layer", [1, 2])
@@ -96,9 +96,13 @@ def test_a_variant_costs_what_its_plan_says(name: str, layers: int) -> None:
     variants = Variants()
     for changes in ([], ["remat=selective", "fsdp.prefetch=2"]):
         changed = search.variant(recipe, changes)
-        found = search.price_variant(changed, variants=variants)
+        actual = search.price_variant(changed, variants=variants)
         plan = make.price_training(make.build_programs(Setting.of(changed, devices_of(changed))))
-        assert (found.needed_bytes, found.step_s, found.exposed_s) == (plan.needed_bytes, plan.step_s, plan.exposed_s)
+        assert (actual.needed_bytes, actual.step_s, actual.exposed_s) == (
+            plan.needed_bytes,
+            plan.step_s,
+            plan.exposed_s,
+        )
 
 
 @pytest.mark.parametrize(

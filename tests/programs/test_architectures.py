@@ -48,9 +48,9 @@ def test_a_step_is_transformers_own(name: str, mesh: dict[str, int], several: bo
     loss, grads = architectures.reference(name, batch, several)
     sums = [torch.zeros_like(value) for value in values.values()]
     assert [p.name for p in program.inputs[: len(sums)]] == list(values)
-    made, count, *summed = program.simulate(*values.values(), *sums, *batch.values())
+    actual, count, *summed = program.simulate(*values.values(), *sums, *batch.values())
     assert int(count) == int((batch["targets"] != -100).sum())
-    assert float(made) == pytest.approx(float(loss), rel=1e-5)
+    assert float(actual) == pytest.approx(float(loss), rel=1e-5)
     for (path, grad), found in zip(grads.items(), summed):
         assert (found - grad).abs().max() <= 1e-5 * grad.abs().max() + 1e-6, path
 
@@ -67,8 +67,8 @@ def test_dims_come_from_the_class_from_the_recipe_or_from_propagation(tmp_path: 
     assert setting.dims["model.embed_tokens.weight"] == setting.dims["lm_head.weight"] == ("vocab", "embed")
     assert layer + "input_layernorm.weight" not in setting.dims
     programs = training.build(setting)
-    given = programs.micro.explain(layer + "self_attn.q_proj.weight")
-    assert "a dim by the class's plan, colwise" in given
+    explanation = programs.micro.explain(layer + "self_attn.q_proj.weight")
+    assert "a dim by the class's plan, colwise" in explanation
     gate = dict(zip(programs.names, programs.micro.in_shardings))[layer + "mlp.gate_proj.weight"]
     assert gate[0] == "tp", "inferred from what it is multiplied with"
     assert any("input_layernorm.weight" in note and "inferred" in note for note in programs.micro.warnings)
@@ -167,12 +167,12 @@ def test_a_servers_step_is_transformers_own(name: str, tp: int, tmp_path: Path) 
     def block(path: str, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         return values[path][tuple(slice(start, start + size) for start, size in zip(starts, sizes))]
 
-    made = lockstep(programs, Weights({path: tuple(v.shape) for path, v in values.items()}, block))
+    logits = lockstep(programs, Weights({path: tuple(v.shape) for path, v in values.items()}, block))
     tokens = torch.from_numpy(prompts().tokens)[None]
     own = architectures.own(name)
     with torch.no_grad():
         each = [torch.func.functional_call(own, values, (part,)).logits[0] for part in (tokens[:, :5], tokens[:, 5:])]
-    torch.testing.assert_close(made, torch.cat(each), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, torch.cat(each), rtol=1e-4, atol=1e-4)
     assert tp == 1 or any(c.kind == "all_reduce" for c in programs.steps[8].collectives)
 
 

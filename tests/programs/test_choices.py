@@ -91,9 +91,9 @@ def test_uneven_dims_give_the_same_result_and_are_told() -> None:
         logits = torch.func.functional_call(setting.model, params, inputs)
         loss, _ = cross_entropy_sum(logits, batch["targets"])
         grads = torch.autograd.grad(loss, list(params.values()))
-        found = program.simulate(*given)
-    assert distance(found[0], loss.detach()) <= BOUND
-    for name, expected, grad in zip(names, grads, found[2:], strict=True):
+        results = program.simulate(*given)
+    assert distance(results[0], loss.detach()) <= BOUND
+    for name, expected, grad in zip(names, grads, results[2:], strict=True):
         assert distance(grad, expected) <= BOUND, name
 
 

@@ -42,12 +42,12 @@ def test_a_fault_in_an_operation_is_found_there(monkeypatch: pytest.MonkeyPatch)
     plain = partitioner._Partitioner._emit_local
 
     def faulty(self: Any, local: Any) -> Any:
-        made = plain(self, local)
+        reference_run = plain(self, local)
         if local.op.module == "layers.1.mlp.gate" and local.op.phase == "forward" and self.mesh.axes.get("tp", 1) > 1:
-            node = self.emitter.graph.call_function(partitioner.aten.mul.Tensor, (made[0], 1.001))
-            node.meta[INFO] = info(made[0])
-            return [node, *made[1:]]
-        return made
+            node = self.emitter.graph.call_function(partitioner.aten.mul.Tensor, (reference_run[0], 1.001))
+            node.meta[INFO] = info(reference_run[0])
+            return [node, *reference_run[1:]]
+        return reference_run
 
     monkeypatch.setattr(partitioner._Partitioner, "_emit_local", faulty)
     one, other = setting_of({"tp": 2}, ONE_BATCH.format(12)), setting_of({}, ONE_BATCH.format(12))
@@ -63,10 +63,14 @@ def test_a_fault_of_a_pass_is_in_no_operation(monkeypatch: pytest.MonkeyPatch) -
     plain = training.apply
 
     def faulty(setting: Any, program: Any) -> Any:
-        made = plain(setting, program)
+        reference_run = plain(setting, program)
         named = {port.name for port in program.inputs if port.kind == "parameter"}
         fault = FAULTS["a norm's gradient halved"]
-        return plant(made, fault) if fault.parameter in named and setting.mesh.ranks > 1 and len(made.donated) else made
+        return (
+            plant(reference_run, fault)
+            if fault.parameter in named and setting.mesh.ranks > 1 and len(reference_run.donated)
+            else reference_run
+        )
 
     monkeypatch.setattr(training, "apply", faulty)
     one, other = setting_of({"fsdp": 2}, ONE_BATCH.format(6)), setting_of({}, ONE_BATCH.format(12))
@@ -76,7 +80,7 @@ def test_a_fault_of_a_pass_is_in_no_operation(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_different_trainings_are_refused() -> None:
-    for change, said in (("model.mlp=48", "different models"), ("batch.global_sequences=24", "different batches")):
+    for change, output in (("model.mlp=48", "different models"), ("batch.global_sequences=24", "different batches")):
         with pytest.raises(Mistakes) as refused:
             compare(setting_of({}), setting_of({}, change))
-        assert refused.value.exit == Exit.USAGE and said in refused.value.diagnostics[0].message
+        assert refused.value.exit == Exit.USAGE and output in refused.value.diagnostics[0].message

@@ -112,9 +112,9 @@ served = cache(lambda family, order: Served(*(MODELS | UNEVEN)[family], order))
 
 def gathers(made: ServingPrograms) -> list[str]:
     """The modules before which activations are gathered for an act-order."""
-    found = [c for c in made.any.collectives if c.why[0].mixes]
-    assert all(c.kind == "all_gather" and not c.requested for c in found)
-    return [c.why[0].mixes.removesuffix(".order") for c in found]
+    result = [c for c in made.any.collectives if c.why[0].mixes]
+    assert all(c.kind == "all_gather" and not c.requested for c in result)
+    return [c.why[0].mixes.removesuffix(".order") for c in result]
 
 
 @pytest.fixture(autouse=True)
@@ -130,11 +130,11 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize(("family", "order", "tp"), CASES)
 def test_every_layout_gives_the_logits_of_the_dense_weights(family: str, order: str, tp: int, layout: Layout) -> None:
     model = served(family, order)
-    made = model.step(layout, tp)
-    torch.testing.assert_close(model.logits(made), model.expected(), rtol=1e-4, atol=1e-4)
+    logits = model.step(layout, tp)
+    torch.testing.assert_close(model.logits(logits), model.expected(), rtol=1e-4, atol=1e-4)
     naive = ["layers.0.attention.wo", "layers.0.mlp.down"] if layout == "naive" and tp > 1 else []
-    assert gathers(made) == naive
-    counted = Counter(c.kind for c in made.any.collectives)
+    assert gathers(logits) == naive
+    counted = Counter(c.kind for c in logits.any.collectives)
     # one all-reduce for attention, one for the MLP; one for the embedding and a gather of the logits
     assert counted == ({"all_reduce": 3, "all_gather": 1 + len(naive)} if tp > 1 else {})
 
@@ -144,11 +144,11 @@ def test_every_layout_gives_the_logits_of_the_dense_weights(family: str, order: 
 def test_in_every_dtype(layout: Layout, dtype: str) -> None:
     """Weights are multiplied by torch's int4 product in bf16, and dequantized in other dtypes."""
     model = served("llama", "head_local")
-    made = model.step(layout, 2, dtype)
-    kernels = {getattr(node.target, "__name__", "") for node in made.any.graph.nodes}
+    logits = model.step(layout, 2, dtype)
+    kernels = {getattr(node.target, "__name__", "") for node in logits.any.graph.nodes}
     assert ("int4_linear" in kernels) == (dtype == "bf16")
-    found, expected = model.logits(made).float(), model.expected()
-    assert (found - expected).norm() <= TOLERANCE[dtype] * expected.norm()
+    actual, expected = model.logits(logits).float(), model.expected()
+    assert (actual - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
 
 DOWN = "layers.0.mlp.down.weight"
@@ -167,9 +167,9 @@ def groups_of_devices(made: ServingPrograms, model: Served) -> list[set[int]]:
 def test_shards_are_cut_between_groups(family: str, layout: Layout) -> None:
     model = served(family, "head_local")
     for tp, own in ((2, [6, 5]), (4, [3, 3, 3, 2]), (8, [2, 2, 2, 2, 2, 1, 0, 0])):
-        found = groups_of_devices(model.step(layout, tp), model)
-        assert sum(map(len, found)) == len(set().union(*found)), "a group lies on two devices"
-        assert [len(groups & set(range(11))) for groups in found] == own
+        actual = groups_of_devices(model.step(layout, tp), model)
+        assert sum(map(len, actual)) == len(set().union(*actual)), "a group lies on two devices"
+        assert [len(groups & set(range(11))) for groups in actual] == own
     whole = torch.sort(model.group(DOWN)).values  # type: ignore[arg-type]
     halves = [set(part.tolist()) for part in whole.chunk(2)]
     assert halves[0] & halves[1] == {5}  # what equal parts of the model's own columns would share
@@ -180,30 +180,30 @@ def test_what_is_added_must_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     model, zeros = served("llama, 11 groups", "head_local"), Quantized.padded
 
     def spoiled(self: Quantized, inputs: int, outputs: int) -> Quantized:
-        found = zeros(self, inputs, outputs)
-        added = found.scales == 0
-        codes = found.codes.where(~added[found.group.long()], 9)
-        return replace(found, codes=codes, scales=found.scales.where(~added, 1))
+        values = zeros(self, inputs, outputs)
+        added = values.scales == 0
+        codes = values.codes.where(~added[values.group.long()], 9)
+        return replace(values, codes=codes, scales=values.scales.where(~added, 1))
 
-    made = model.step("tp_aware", 2)
-    torch.testing.assert_close(model.logits(made), model.expected(), rtol=1e-4, atol=1e-4)
+    logits = model.step("tp_aware", 2)
+    torch.testing.assert_close(model.logits(logits), model.expected(), rtol=1e-4, atol=1e-4)
     monkeypatch.setattr(Quantized, "padded", spoiled)
     with pytest.raises(AssertionError, match="not close"):
-        torch.testing.assert_close(model.logits(made), model.expected(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model.logits(logits), model.expected(), rtol=1e-4, atol=1e-4)
 
 
 def test_padded_weights_are_zero_beyond_the_model() -> None:
     model = served("granite, 10.5 groups", "head_local")
-    made = model.step("tp_aware", 8)
-    assert made.shapes[DOWN] == (64, 128)
+    logits = model.step("tp_aware", 8)
+    assert logits.shapes[DOWN] == (64, 128)
     own, plain = dict(model.model.named_parameters()), replace(model.weights(), quantized=lambda name: None)
-    for port in made.any.inputs:
+    for port in logits.any.inputs:
         if port.kind != "parameter" or port.name not in own:
             continue
         mine = own[port.name].detach()
         for weights in (model.weights(), plain):  # quantized as they are stored, and dense
-            mesh, cpu = made.setting.mesh, torch.device("cpu")
-            fill = [Filler(weights, Arrangement(), made.shapes, mesh, rank, cpu, 1) for rank in range(8)]
+            mesh, cpu = logits.setting.mesh, torch.device("cpu")
+            fill = [Filler(weights, Arrangement(), logits.shapes, mesh, rank, cpu, 1) for rank in range(8)]
             whole = join(port, mesh, [one(replace(port, held=None)) for one in fill])
             inside = tuple(slice(n) for n in mine.shape)
             assert whole.shape == port.shape and torch.equal(whole[inside], mine)
@@ -236,8 +236,8 @@ def test_what_is_left_to_do_at_run_time() -> None:
     assert reordered(local.step("tp_aware", 2)) == inputs
     assert reordered(crossing.step("tp_aware", 2)) == [("layers_0_attention_wo", 1), *inputs]
     for layout in ("naive", "local_sort"):
-        found = reordered(local.step(layout, 2))
-        assert [name for name, _ in found] == [
+        actual = reordered(local.step(layout, 2))
+        assert [name for name, _ in actual] == [
             "layers_0_attention_wo", "layers_0_attention_wq", "layers_0_mlp_down", "layers_0_mlp_gate"
         ]  # fmt: skip
     turned = local.step("tp_aware", 2).arrangement.columns
@@ -250,13 +250,13 @@ def test_orders_are_planned_as_the_quantizer_writes_them() -> None:
     for family, (config, _) in MODELS.items():
         for order in ("head_local", "global"):
             model = served(family, order)
-            found = act_orders(model.model, config, model.group)
+            actual = act_orders(model.model, config, model.group)
             planned = planned_orders(config, order, 8)
-            assert found.keys() == planned.keys()
-            for a in found:
-                assert (found[a].blocks, found[a].alike) == (planned[a].blocks, planned[a].alike)
-                for b in found:
-                    assert (found[a].key == found[b].key) == (planned[a].key == planned[b].key)
+            assert actual.keys() == planned.keys()
+            for a in actual:
+                assert (actual[a].blocks, actual[a].alike) == (planned[a].blocks, planned[a].alike)
+                for b in actual:
+                    assert (actual[a].key == actual[b].key) == (planned[a].key == planned[b].key)
     assert not planned_orders(LLAMA, "none", 8)
     in_sequence = {"layers.0.attention.wo.weight"}
     assert planned_orders(LLAMA, "head_local", 16).keys() == (planned_orders(LLAMA, "global", 16).keys() - in_sequence)
@@ -276,17 +276,17 @@ def pair(between: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], layout: 
 
     names = ["x", "first", "bias", "second", "third.weight"]
     graph = capture(f, (x, first, bias, second, third), names)
-    found = arrange(graph, {"third.weight": ActOrder("")}, layout, {"third.weight": 4}, names[1:])
-    orders = [("t",) if taken.blocks == 4 else (None,) for taken in found.inputs.values()]
+    arrangement = arrange(graph, {"third.weight": ActOrder("")}, layout, {"third.weight": 4}, names[1:])
+    orders = [("t",) if taken.blocks == 4 else (None,) for taken in arrangement.inputs.values()]
     shardings = [(None, None), ("t", None), ("t",), ("t", None), (None, "t"), *orders]
     program = partition_captured(graph, Mesh({"t": 4}), shardings, [(None, None)])
     values = []
     for name, value in zip(names, (x, first, bias, second, third)):
-        rows, columns = found.rows_of(name, lambda _: group), found.columns_of(name, lambda _: group)
+        rows, columns = arrangement.rows_of(name, lambda _: group), arrangement.columns_of(name, lambda _: group)
         value = value if rows is None else value[:, rows]
         values.append(value if columns is None else value[columns])
-    values += [found.order(taken, lambda _: group) for taken in found.inputs.values()]
-    return found, program, program.simulate(*values)[0], f(x, first, bias, second, third)
+    values += [arrangement.order(taken, lambda _: group) for taken in arrangement.inputs.values()]
+    return arrangement, program, program.simulate(*values)[0], f(x, first, bias, second, third)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -299,15 +299,15 @@ def pair(between: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], layout: 
     ],
 )
 def test_any_two_products_are_laid_out(layout: Layout, between: Any) -> None:
-    found, program, y, expected = pair(between, layout)
+    actual, program, y, expected = pair(between, layout)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     split = "view" in between.__code__.co_names
     kinds = [c.kind for c in program.collectives]
     assert kinds == (["all_gather", "all_reduce"] if layout == "naive" else ["all_reduce"])
     # a permutation of 32 cannot be taken into [4, 8] unless it stays within the 4: then it is sorted on each device
     absorbed = layout == "tp_aware" and not split
-    assert found.columns.keys() == ({"first", "bias", "second"} if absorbed else set())
-    assert found.rows["third.weight"].blocks == (1 if absorbed or layout == "naive" else 4)
+    assert actual.columns.keys() == ({"first", "bias", "second"} if absorbed else set())
+    assert actual.rows["third.weight"].blocks == (1 if absorbed or layout == "naive" else 4)
 
 
 @pytest.mark.parametrize(
@@ -320,9 +320,9 @@ def test_any_two_products_are_laid_out(layout: Layout, between: Any) -> None:
     ],
 )
 def test_what_mixes_positions_is_not_passed(between: Any) -> None:
-    found, _, y, expected = pair(between, "tp_aware")
+    actual, _, y, expected = pair(between, "tp_aware")
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
-    assert not found.columns and found.rows["third.weight"].blocks == 4
+    assert not actual.columns and actual.rows["third.weight"].blocks == 4
 
 
 def test_what_others_read_is_not_turned() -> None:
@@ -331,8 +331,10 @@ def test_what_others_read_is_not_turned() -> None:
         return F.linear(torch.relu(hidden), third), hidden.sum(0)
 
     graph = capture(f, (torch.ones(3, 16), torch.ones(32, 16), torch.ones(8, 32)), ["x", "first", "third.weight"])
-    found = arrange(graph, {"third.weight": ActOrder("")}, "tp_aware", {"third.weight": 2}, ["first", "third.weight"])
-    assert not found.columns and found.rows["third.weight"].blocks == 2
+    arrangement = arrange(
+        graph, {"third.weight": ActOrder("")}, "tp_aware", {"third.weight": 2}, ["first", "third.weight"]
+    )
+    assert not arrangement.columns and arrangement.rows["third.weight"].blocks == 2
 
 
 def test_orders_within_blocks() -> None:

@@ -34,8 +34,8 @@ def built(*told: str) -> training.TrainingPrograms:
 def test_lion_trains_the_same_on_every_mesh() -> None:
     one, four = (Lockstep(built(LION, f"mesh={mesh}"), 32) for mesh in ("{}", "{fsdp: 2, tp: 2}"))
     for _ in range(3):
-        found, expected = four.step(), one.step()
-        assert found.loss == pytest.approx(expected.loss, rel=BOUND)
+        actual, expected = four.step(), one.step()
+        assert actual.loss == pytest.approx(expected.loss, rel=BOUND)
     weights = one.weights()
     assert all(distance(tensor, weights[name]) <= BOUND for name, tensor in four.weights().items())
 

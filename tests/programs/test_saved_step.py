@@ -55,11 +55,11 @@ def test_a_program_that_was_read_computes_the_same_bits() -> None:
     mesh = Mesh({"x": 2, "y": 2})
 
     def step(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
-        kept = torch.tensor([1.0, float("inf"), -2.0, 0.5])
+        values = torch.tensor([1.0, float("inf"), -2.0, 0.5])
         positions = torch.arange(8)
         return [
             torch.softmax(x @ w, -1)[:, ::2].to(torch.bfloat16),
-            torch.minimum(w[:4, :4], kept),
+            torch.minimum(w[:4, :4], values),
             positions[x.argmax(1)],
         ]
 

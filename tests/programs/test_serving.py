@@ -69,9 +69,9 @@ def test_a_server_drops_no_token_whatever_the_capacity() -> None:
     told = replace(LLAMA, family="moe", experts=4, top_k=2, shared_experts=0, capacity=0.5)
     whole, dropping = (build(replace(told, capacity=c), device="cpu", seed=2) for c in (None, 0.5))
     programs = build_serving(setting(told, "serve.mesh.tp=2"), rows=[8])
-    found = lockstep(programs, weights_of(dropping))
-    torch.testing.assert_close(found, expected(whole), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(found, expected(dropping), rtol=1e-2, atol=1e-2)
+    logits = lockstep(programs, weights_of(dropping))
+    torch.testing.assert_close(logits, expected(whole), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits, expected(dropping), rtol=1e-2, atol=1e-2)
     assert programs.notes == ["experts compute all tokens that choose them: `capacity: 0.5` is for training"]
 
 
@@ -92,8 +92,8 @@ def test_the_fingerprint_is_the_recipes_and_not_the_caches() -> None:
     assert [one["rows"] for one in first.listed] == [8, 16, 32, 64]
     assert build_serving(setting(LLAMA, *told, "serve.cache_mb=1")).listed == first.listed
     for other in ("serve.batch_invariant=false", "serve.mesh.tp=4", "sharding.rules.vocab=null"):
-        found = build_serving(setting(LLAMA, *told, other)).listed
-        assert not {one["fingerprint"] for one in found} & {one["fingerprint"] for one in first.listed}
+        programs = build_serving(setting(LLAMA, *told, other)).listed
+        assert not {one["fingerprint"] for one in programs} & {one["fingerprint"] for one in first.listed}
 
 
 def test_the_sizes_of_steps_follow_from_requests_and_device() -> None:
@@ -142,8 +142,8 @@ def test_the_cache_fills_what_is_left() -> None:
     assert on_cpu.cache_blocks(1 << 40) == 8 * 128 // 16  # what the requests need
     on_gpu = build_serving(setting(LLAMA, "serve.requests=8", kind="gpu"), rows=[8])
     assert on_gpu.cache_blocks(on_gpu.bytes("parameter") + 4 * 20 * 2 * each) == 3 * 20
-    told = build_serving(setting(LLAMA, "serve.cache_mb=1"), rows=[8])
-    assert told.cache_blocks(1) == 2**20 // told.bytes("cache") and weights
+    programs = build_serving(setting(LLAMA, "serve.cache_mb=1"), rows=[8])
+    assert programs.cache_blocks(1) == 2**20 // programs.bytes("cache") and weights
 
 
 def test_a_device_holds_its_part_of_an_mlp_that_tp_does_not_divide() -> None:

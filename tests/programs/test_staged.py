@@ -36,10 +36,12 @@ def refused(*overrides: str) -> str:
 
 
 def test_stages_rounds_and_micro_batches_are_derived() -> None:
-    found = setting()
-    assert found.recipe.pipeline is not None
-    assert found.recipe.pipeline.each == 1 and table_of(found).stages == 4
-    assert (found.batch.micro_batches, found.batch.per_device) == (16, 2), "four for each stage, as large as can be"
+    settings = setting()
+    assert settings.recipe.pipeline is not None
+    assert settings.recipe.pipeline.each == 1 and table_of(settings).stages == 4
+    assert (settings.batch.micro_batches, settings.batch.per_device) == (16, 2), (
+        "four for each stage, as large as can be"
+    )
     assert setting("batch.per_device=1").batch.micro_batches == 32
     assert setting("pipeline.micro_batches=8").batch.per_device == 4
     assert setting("mesh={pp: 2, fsdp: 2}", "pipeline.micro_batches=8").batch.per_device == 2
@@ -84,9 +86,9 @@ def test_a_model_without_layers_is_refused() -> None:
 
 
 def test_an_uneven_split_is_given_by_hand() -> None:
-    made = build("pipeline.split=[1, 2, 2, 1]", "model.layers=6")
-    assert made.pipeline is not None
-    assert [stage.blocks for stage in made.pipeline.stages] == [
+    programs = build("pipeline.split=[1, 2, 2, 1]", "model.layers=6")
+    assert programs.pipeline is not None
+    assert [stage.blocks for stage in programs.pipeline.stages] == [
         ("layers.0",), ("layers.1", "layers.2"), ("layers.3", "layers.4"), ("layers.5",)]  # fmt: skip
 
 
@@ -95,9 +97,9 @@ def test_by_default_no_split_has_a_faster_slowest_device() -> None:
     large = ("mesh.pp=2", "model.layers=5", "model.vocab=256", "pipeline.micro_batches=4")
 
     def busy(*overrides: str) -> tuple[list[int], float]:
-        found = make.price_training(build(*large, *overrides)).pipeline
-        assert found is not None
-        return [stage.layers for stage in found.stages], max(device.busy_s for device in found.devices)
+        actual = make.price_training(build(*large, *overrides)).pipeline
+        assert actual is not None
+        return [stage.layers for stage in actual.stages], max(device.busy_s for device in actual.devices)
 
     split, seconds = busy()
     assert split[0] > split[1]
@@ -129,9 +131,9 @@ def test_devices_agree_on_the_norm_by_one_sum() -> None:
 
 
 def test_all_ranks_compare_every_program_and_the_schedule() -> None:
-    made = build()
-    assert made.pipeline is not None
+    programs = build()
+    assert programs.pipeline is not None
     assert {"schedule", "program of forward of stage 3", "program of backward of stage 0", "program of share"} <= set(
-        made.fingerprints
+        programs.fingerprints
     )
-    assert made.fingerprints.keys() - {"schedule"} == {f"program of {what}" for what in made.pipeline.programs}
+    assert programs.fingerprints.keys() - {"schedule"} == {f"program of {what}" for what in programs.pipeline.programs}

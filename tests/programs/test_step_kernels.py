@@ -152,15 +152,15 @@ def test_linears_of_any_dims_are_one_node_with_the_products_flops() -> None:
         y = F.linear(x, w, b)
         return F.linear(y.unflatten(-1, (2, 3)).flatten(-2), v), y.view(4, 6).sum(0)
 
-    given = torch.randn(2, 2, 5), torch.randn(6, 5), torch.randn(6), torch.randn(7, 6)
-    program = on_one(run, *given)  # type: ignore[arg-type]
+    inputs = torch.randn(2, 2, 5), torch.randn(6, 5), torch.randn(6), torch.randn(7, 6)
+    program = on_one(run, *inputs)  # type: ignore[arg-type]
     folded = merge_views(fold_linears(program))
     assert names(folded)["linear"] == 2 and names(folded)["mm.default"] == names(folded)["permute.default"] == 0
     assert names(folded)["reshape.default"] < names(program)["reshape.default"]
     flops = [sum(info(node).flops for node in p.graph.nodes) for p in (program, folded)]
     assert flops[0] == flops[1] > 0
-    for found, expected in zip(folded.simulate(*given), run(*given)):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(folded.simulate(*inputs), run(*inputs)):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_only_useful_work_is_counted_where_a_model_was_made_wider() -> None:
@@ -215,8 +215,8 @@ def test_a_gate_and_what_it_lets_through_are_one_launch(shape: str, invariant: b
     run, joined = SHAPES[shape]
     x, other, bias = torch.randn(3, 64), torch.randn(3, 64), torch.randn(32)
     held = {"gate": quantized(64, 32, 1), "up": quantized(64, 32, 2)}
-    given = [x, other, *(w.dequantize(torch.float32).T.contiguous() for w in held.values()), bias]
-    program = partition(run, given, Mesh({}), names=["x", "other", "gate", "up", "bias"])
+    inputs = [x, other, *(w.dequantize(torch.float32).T.contiguous() for w in held.values()), bias]
+    program = partition(run, inputs, Mesh({}), names=["x", "other", "gate", "up", "bias"])
     coded = Coded(GPTQConfig(group_size=32, sym=False), "gpu", False, "")
     for one in [*passes(dict.fromkeys(held, coded), invariant), join_gates(dict.fromkeys(held, coded))]:
         program = one(program)
@@ -225,20 +225,20 @@ def test_a_gate_and_what_it_lets_through_are_one_launch(shape: str, invariant: b
     arguments: list[Any] = []
     for port in program.inputs:
         if port.held is None:
-            arguments.append(dict(zip(("x", "other", "gate", "up", "bias"), given))[port.name])
+            arguments.append(dict(zip(("x", "other", "gate", "up", "bias"), inputs))[port.name])
             continue
         weight = pack(concatenate([held[name] for name in port.held.of]))
         assert isinstance(weight, Packed) and port.local_bytes == weight.nbytes
         arguments.append(weight)
-    found = Reference(fx.GraphModule({}, program.graph)).run(*arguments)
-    expected = run(*given)
-    for y, wanted in zip(found, expected if isinstance(expected, tuple) else (expected,)):
+    done = Reference(fx.GraphModule({}, program.graph)).run(*arguments)
+    expected = run(*inputs)
+    for y, wanted in zip(done, expected if isinstance(expected, tuple) else (expected,)):
         torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_in_other_groups_are_not_put_side_by_side() -> None:
-    given = [torch.randn(3, 64), torch.randn(32, 64), torch.randn(32, 64)]
-    program = partition(lambda x, a, b: F.silu(x @ a.T) * (x @ b.T), given, Mesh({}), names=["x", "gate", "up"])
+    inputs = [torch.randn(3, 64), torch.randn(32, 64), torch.randn(32, 64)]
+    program = partition(lambda x, a, b: F.silu(x @ a.T) * (x @ b.T), inputs, Mesh({}), names=["x", "gate", "up"])
     orders = {"gate": "a", "up": ""}
     weights = {name: Coded(GPTQConfig(group_size=32), "gpu", False, order) for name, order in orders.items()}
     for one in [*passes(weights, True), join_gates(weights)]:

@@ -46,14 +46,14 @@ def test_a_step_is_that_of_one_device(name: str, told: list[str], moves: set[str
     loss, count = task.loss(output, batch)
     expected = float(loss.detach())
     grads = torch.autograd.grad(loss, list(leaves.values()))
-    given = [leaf.detach() for leaf in leaves.values()]
+    inputs = [leaf.detach() for leaf in leaves.values()]
     with torch.no_grad():
-        made, counted, *summed = program.simulate(*given, *map(torch.zeros_like, given), *batch.values())
+        made, counted, *summed = program.simulate(*inputs, *map(torch.zeros_like, inputs), *batch.values())
     assert int(counted) == int(count) > 0
     assert float(made) == pytest.approx(expected, rel=1e-5)
     scale = max(float(grad.abs().max()) for grad in grads)
-    for path, grad, found in zip(leaves, grads, summed):
-        assert (found - grad).abs().max() <= 1e-4 * max(float(grad.abs().max()), scale / 1000), path
+    for path, grad, actual in zip(leaves, grads, summed):
+        assert (actual - grad).abs().max() <= 1e-4 * max(float(grad.abs().max()), scale / 1000), path
 
 
 @pytest.mark.parametrize("name", ["frames", "volumes"])
@@ -142,10 +142,10 @@ def test_a_task_and_a_module_of_ones_own_need_no_change_here(tmp_path: Path, mon
     loss, count, grad = program.simulate(weight, torch.zeros(8), *batch.values())
     expected, _ = setting.task.loss(batch["x"] * weight, batch)
     assert int(count) == 32 and float(loss) == pytest.approx(float(expected), rel=1e-5) and bool((grad < 0).all())
-    for wrong, said in (("NoTask", "has no fields, text, inputs, loss, rows"), ("Gone", "own_sign has no Gone")):
+    for wrong, output in (("NoTask", "has no fields, text, inputs, loss, rows"), ("Gone", "own_sign has no Gone")):
         with pytest.raises(Mistakes) as error:
             _ = Setting.of(loads(text.replace("TASK", wrong))).task
-        assert error.value.exit == Exit.RECIPE and said in str(error.value)
+        assert error.value.exit == Exit.RECIPE and output in str(error.value)
 
 
 def test_only_language_models_are_served() -> None:

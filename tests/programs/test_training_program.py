@@ -73,15 +73,15 @@ MESHES = ["{}", "{fsdp: 2}", "{fsdp: 3}", "{tp: 2}", "{fsdp: 2, tp: 2}", "{dp: 2
     ("{fsdp: 5}", ["batch.global_sequences=10"]), ("{fsdp: 2, tp: 2}", ["model.tie_embeddings=true"]),
 ])  # fmt: skip
 def test_loss_and_gradients_equal_one_device(mesh: str, overrides: list[str]) -> None:
-    made = setting(mesh, *PLAIN, *overrides)
-    assert_trains_as_one_device(made, step_programs.micro_program(made))
+    settings = setting(mesh, *PLAIN, *overrides)
+    assert_trains_as_one_device(settings, step_programs.micro_program(settings))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str) -> None:
-    made = setting("{fsdp: 2, tp: 2}", *PLAIN)
+    settings = setting("{fsdp: 2, tp: 2}", *PLAIN)
     with pytest.raises(AssertionError):
-        assert_trains_as_one_device(made, plant(step_programs.micro_program(made), FAULTS[fault]))
+        assert_trains_as_one_device(settings, plant(step_programs.micro_program(settings), FAULTS[fault]))
 
 
 def assert_trains_as_one_device(made: Setting, program: Program) -> None:
@@ -174,15 +174,15 @@ def short(group: str) -> str:
 )
 def test_collectives_are_those_of_theory(mesh: str, alone: Any) -> None:
     layers = 3
-    made = setting(mesh, "model.layers=3", *TINY)
-    program = step_programs.micro_program(made)
+    settings = setting(mesh, "model.layers=3", *TINY)
+    program = step_programs.micro_program(settings)
     alone(program.mesh.ranks)
     seen = issued(program)
-    tokens, width = made.batch.per_device * made.seq_len, made.config.width
-    parameters = len(list(made.model.parameters()))
+    tokens, width = settings.batch.per_device * settings.seq_len, settings.config.width
+    parameters = len(list(settings.model.parameters()))
     assert parameters == 9 * layers + 3
     counted = Counter((op, short(group)) for op, group, tensor in seen if tensor.dim())
-    axes = [name for name, size in made.mesh.axes.items() if size > 1]
+    axes = [name for name, size in settings.mesh.axes.items() if size > 1]
     expected: Counter[tuple[str, str]] = Counter()
     if "fsdp" in axes:
         expected["all_gather_into_tensor", "fsdp"] = parameters
@@ -197,9 +197,9 @@ def test_collectives_are_those_of_theory(mesh: str, alone: Any) -> None:
     if "tp" in axes:
         assert (len(wide), len(per_token)) == (4 * layers + 2, 3)
     gathered = [t for op, _, t in seen if op == "all_gather_into_tensor"]
-    assert {t.dtype for t in gathered} <= {made.param_dtype}
+    assert {t.dtype for t in gathered} <= {settings.param_dtype}
     scalars = [t for _, _, t in seen if not t.dim()]
-    assert len(scalars) == (2 if made.data_axes else 0)
+    assert len(scalars) == (2 if settings.data_axes else 0)
     by_dp = [t for op, group, t in seen if short(group) == "dp" and t.dim()]
     shards = sum(p.local_bytes // p.dtype.itemsize for p in program.inputs if p.kind == "parameter")
     assert sum(t.numel() for t in by_dp) == (shards if by_dp else 0)
@@ -208,10 +208,10 @@ def test_collectives_are_those_of_theory(mesh: str, alone: Any) -> None:
 
 def test_sequence_parallelism_exchanges_all_reduces_for_pairs(alone: Any) -> None:
     layers = 3
-    made = setting("{fsdp: 2, tp: 2}", "model.layers=3", *TINY, *SEQUENCE)
-    program = step_programs.micro_program(made)
+    settings = setting("{fsdp: 2, tp: 2}", "model.layers=3", *TINY, *SEQUENCE)
+    program = step_programs.micro_program(settings)
     alone(4)
-    tokens = made.batch.per_device * made.seq_len
+    tokens = settings.batch.per_device * settings.seq_len
     counted = Counter(
         (op, short(group), tensor.numel() // tokens) for op, group, tensor in issued(program) if tensor.dim()
     )
@@ -248,9 +248,9 @@ sharding:
 
 @pytest.mark.parametrize("layers", [2, pytest.param(126, marks=pytest.mark.slow)])
 def test_five_pins_say_what_all_rules_say(layers: int) -> None:
-    given = f"model.layers={layers}"
-    ruled = step_programs.micro_program(setting("{fsdp: 2, tp: 2}", given))
-    pinned = step_programs.micro_program(setting("{fsdp: 2, tp: 2}", given, text=SCRATCH + PINS))
+    inputs = f"model.layers={layers}"
+    ruled = step_programs.micro_program(setting("{fsdp: 2, tp: 2}", inputs))
+    pinned = step_programs.micro_program(setting("{fsdp: 2, tp: 2}", inputs, text=SCRATCH + PINS))
     assert kept(ruled) == kept(pinned)
     assert [(c.kind, c.axes, c.bytes) for c in ruled.collectives] == [
         (c.kind, c.axes, c.bytes) for c in pinned.collectives

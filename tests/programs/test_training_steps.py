@@ -92,8 +92,8 @@ class Trained:
 
     def assert_equals(self, expected: Trained) -> None:
         assert_close(self.gradients, expected.gradients)
-        for found, wanted in zip(self.record, expected.record, strict=True):
-            assert found == (pytest.approx(wanted[0], rel=BOUND), pytest.approx(wanted[1], rel=BOUND))
+        for result, wanted in zip(self.record, expected.record, strict=True):
+            assert result == (pytest.approx(wanted[0], rel=BOUND), pytest.approx(wanted[1], rel=BOUND))
         assert_close(self.weights, expected.weights)
 
 
@@ -177,16 +177,16 @@ def test_experts_train_as_on_one_device(mixture: str, mesh: str) -> None:
 
 
 def test_what_experts_count_is_the_same_on_every_device_and_mesh() -> None:
-    found = []
+    actual = []
     for mesh in ("{}", "{dp: 2, ep: 2}"):
         run = Simulated(mesh, recipe=with_experts("dropping"))
         run.sums()
         assert all(torch.equal(some[0], other) for some in run.counted for other in some)
-        found.append(torch.stack([some[0] for some in run.counted]).sum(0))
-    assert torch.equal(*found)
+        actual.append(torch.stack([some[0] for some in run.counted]).sum(0))
+    assert torch.equal(*actual)
     tokens = run.setting.batch.global_sequences * SEQ
     sizes = run.programs.counted
-    parts = dict(zip(sizes, found[0].split(list(sizes.values()))))
+    parts = dict(zip(sizes, actual[0].split(list(sizes.values()))))
     assert list(sizes) == [f"layers.{n}.mlp.{label}" for n in range(2) for label in ("load", "dropped")]
     for n in range(2):
         assert parts[f"layers.{n}.mlp.load"].sum() == 3 * tokens
@@ -207,9 +207,9 @@ def accumulating(gather: str, reduce: str, per_device: int = 1) -> Simulated:
 
 def sent(run: Simulated) -> Counter[tuple[str, str]]:
     """Parameter and gradient collectives of a whole step."""
-    made, times = run.programs, run.setting.batch.micro_batches
+    result, times = run.programs, run.setting.batch.micro_batches
     counted: Counter[tuple[str, str]] = Counter()
-    for program, n in ((made.gather, 1), (made.micro, times), (made.reduce, 1)):
+    for program, n in ((result.gather, 1), (result.micro, times), (result.reduce, 1)):
         for comm in program.collectives if program is not None else ():
             if comm.of in ("parameter", "gradient"):
                 counted[comm.kind, comm.of] += n * comm.members
@@ -237,5 +237,5 @@ def test_less_is_sent() -> None:
 
 
 def test_one_micro_batch_needs_neither() -> None:
-    made = accumulating("step", "last", per_device=3).programs
-    assert made.gather is None and made.reduce is None
+    actual = accumulating("step", "last", per_device=3).programs
+    assert actual.gather is None and actual.reduce is None

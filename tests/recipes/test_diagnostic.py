@@ -62,9 +62,9 @@ def test_nothing_that_a_terminal_obeys_gets_through() -> None:
 
 
 def test_json_has_positions_and_the_exit_code() -> None:
-    (found,) = json.loads(dumps([WRONG]))["diagnostics"]
-    assert (found["file"], found["line"], found["col"], found["end_col"]) == ("recipe.yaml", 4, 21, 22)
-    assert found["text"] == LINE
+    (actual,) = json.loads(dumps([WRONG]))["diagnostics"]
+    assert (actual["file"], actual["line"], actual["col"], actual["end_col"]) == ("recipe.yaml", 4, 21, 22)
+    assert actual["text"] == LINE
     assert json.loads(dumps([WRONG]))["exit"] == 4
     warning = Diagnostic("w", severity="warning")
     assert (json.loads(dumps([warning]))["ok"], json.loads(dumps([warning]))["exit"]) == (True, 0)

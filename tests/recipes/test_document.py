@@ -23,8 +23,8 @@ SHIPPED = (
 
 
 def sections(cls: type[Section] = Recipe) -> list[type[Section]]:
-    inner = [found for hint in hints(cls).values() if (found := section_of(hint)) is not None]
-    return [cls, *(s for found in inner for s in sections(found))]
+    inner = [result for hint in hints(cls).values() if (result := section_of(hint)) is not None]
+    return [cls, *(s for result in inner for s in sections(result))]
 
 
 def test_every_key_is_documented() -> None:
@@ -118,13 +118,13 @@ def test_overrides_complete_key_by_key_and_then_to_values() -> None:
 
 
 def test_keys_say_what_they_may_be_and_their_default() -> None:
-    found = {key.path: key for key in keys()}
-    assert (found["train.steps"].legal, found["train.steps"].default) == (
+    actual = {key.path: key for key in keys()}
+    assert (actual["train.steps"].legal, actual["train.steps"].default) == (
         "a whole number, at least 1 and at most 1e12", "200000")  # fmt: skip
-    assert found["fsdp.param_dtype"].default == "model.dtype"
-    assert found["compile"].legal == "inductor, blocks or eager"
+    assert actual["fsdp.param_dtype"].default == "model.dtype"
+    assert actual["compile"].legal == "inductor, blocks or eager"
     assert [key.path for key in keys("optimizer")][:3] == ["optimizer.name", "optimizer.lr", "optimizer.betas"]
     assert [key.path for key in keys("seed")] == ["seed"]
     assert keys("optimiser") == []
-    assert found["remat"].default == "selective" and "remat.every" not in found
+    assert actual["remat"].default == "selective" and "remat.every" not in actual
     assert all(key.text for key in keys())

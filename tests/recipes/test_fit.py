@@ -43,8 +43,8 @@ def test_padding_allows_any_size() -> None:
 
 def test_sizes_offered_fit() -> None:
     text = "cluster: {device: h100-sxm-80g, nodes: 3, devices_per_node: 8}\nmesh: {fsdp: -1, tp: 6}"
-    found = errors(text, "llama3-8b")[0]
-    assert found.fix == "tp 1, 2, 4 or 8; or sharding.on_uneven: pad"
+    mistakes = errors(text, "llama3-8b")[0]
+    assert mistakes.fix == "tp 1, 2, 4 or 8; or sharding.on_uneven: pad"
     for tp in (1, 2, 4, 8):
         text = f"cluster: {{device: h100-sxm-80g, nodes: 3, devices_per_node: 8}}\nmesh: {{fsdp: -1, tp: {tp}}}\n"
         assert errors(text + "batch: {global_sequences: 96}", "llama3-8b") == []
@@ -60,10 +60,10 @@ def test_kv_heads_may_be_fewer_than_tp_and_it_is_said() -> None:
 def test_two_axes_on_one_dim_must_divide_it_together() -> None:
     text = "mesh: {dp: 2, tp: 3}\nsharding: {rules: {mlp: [dp, tp]}}"
     assert errors(text) == []
-    (found,) = errors(text, mlp=386)
-    assert found.exit == Exit.FIT
-    assert "dp 2 x tp 3 do not divide the 386 columns of the MLP" in found.message
-    assert lines(found) == [2, 3]
+    (actual,) = errors(text, mlp=386)
+    assert actual.exit == Exit.FIT
+    assert "dp 2 x tp 3 do not divide the 386 columns of the MLP" in actual.message
+    assert lines(actual) == [2, 3]
 
 
 def test_pins_and_annotations_are_divided_too() -> None:
@@ -73,8 +73,8 @@ def test_pins_and_annotations_are_divided_too() -> None:
         "model: {preset: tiny, seq_len: 255}\nmesh: {tp: 2}\n"
         'sharding: {rules: {seq_sp: tp}, annotate: {"layers.*.residual": [batch, seq_sp, embed]}}'
     )
-    (found,) = misfits(recipe, PRESETS["tiny"])
-    assert "255 tokens of a sequence" in found.message
+    (actual,) = misfits(recipe, PRESETS["tiny"])
+    assert "255 tokens of a sequence" in actual.message
 
 
 def test_patterns_that_match_nothing_are_told_with_a_suggestion() -> None:
@@ -82,13 +82,13 @@ def test_patterns_that_match_nothing_are_told_with_a_suggestion() -> None:
         "mesh: {tp: 2}\nsharding:\n  annotate:\n    layers.*.residul: [batch, seq, embed]\n"
         "  pin:\n    tok_embd.weight: [tp, null]\nfsdp: {wrap: [layer.*, [norm]]}"
     )
-    found = errors(text)
-    assert [(d.where.line, d.fix) for d in found if d.where] == [  # type: ignore[union-attr]
+    mistakes = errors(text)
+    assert [(d.where.line, d.fix) for d in mistakes if d.where] == [  # type: ignore[union-attr]
         (5, "did you mean `layers.*.residual`?"),
         (7, "did you mean `tok_embed.weight`?"),
         (8, "did you mean `layers.*`?"),
     ]
-    assert {d.exit for d in found} == {Exit.RECIPE}
+    assert {d.exit for d in mistakes} == {Exit.RECIPE}
 
 
 def test_the_default_units_may_speak_of_what_a_tied_model_lacks() -> None:
@@ -97,23 +97,23 @@ def test_the_default_units_may_speak_of_what_a_tied_model_lacks() -> None:
 
 
 def test_a_pin_of_another_rank_shows_the_dims() -> None:
-    (found,) = errors("mesh: {tp: 2}\nsharding: {pin: {tok_embed.weight: [tp]}}")
-    assert (found.exit, found.why) == (Exit.RECIPE, "its dims are [vocab, embed]")
+    (actual,) = errors("mesh: {tp: 2}\nsharding: {pin: {tok_embed.weight: [tp]}}")
+    assert (actual.exit, actual.why) == (Exit.RECIPE, "its dims are [vocab, embed]")
 
 
 def test_rules_that_cut_a_tensor_twice_over_an_axis_show_both_lines() -> None:
-    found = errors("mesh: {tp: 2}\nsharding:\n  rules:\n    heads: tp\n    embed: tp")
-    twice = [d for d in found if "twice" in d.message]
+    mistakes = errors("mesh: {tp: 2}\nsharding:\n  rules:\n    heads: tp\n    embed: tp")
+    twice = [d for d in mistakes if "twice" in d.message]
     assert twice and all(lines(d) in ([6, 5], [5, 6]) for d in twice)
     assert {d.exit for d in twice} == {Exit.RECIPE}
 
 
 def test_an_annotation_that_cuts_twice_shows_the_rules() -> None:
-    (found,) = law(
+    (actual,) = law(
         "mesh: {tp: 2}\nsharding:\n  rules:\n    heads: tp\n    seq_sp: tp\n"
         "  annotate:\n    layers.*.attention.q: [batch, seq_sp, heads, head_dim]"
     )
-    assert lines(found) == [8, 6, 5]
+    assert lines(actual) == [8, 6, 5]
     (pinned,) = law("mesh: {tp: 2}\nsharding: {pin: {tok_embed.weight: [tp, tp]}}")
     assert "twice" in pinned.message
     (ruled,) = law("mesh: {tp: 2}\nsharding: {rules: {heads: [tp, tp]}}")
@@ -134,18 +134,18 @@ def test_unknown_axes_show_the_mesh() -> None:
 
 
 def test_an_axis_that_nothing_uses_is_told() -> None:
-    (found,) = law("mesh: {fsdp: 2, pp: 2}")
-    assert (found.message, lines(found)) == ("nothing uses the mesh axis `pp`", [2])
+    (actual,) = law("mesh: {fsdp: 2, pp: 2}")
+    assert (actual.message, lines(actual)) == ("nothing uses the mesh axis `pp`", [2])
     assert law("mesh: {tp: 2}\nsharding: {rules: {batch: [dp, fsdp]}}")[0].message == "nothing uses the mesh axis `tp`"
     assert loads("model: {preset: tiny}\nmesh: {x: 2, tp: 2}\nsharding: {pin: {tok_embed.weight: [x, null]}, "
                  "rules: {heads: tp}}").mesh["x"] == 2  # fmt: skip
 
 
 def test_a_rule_or_annotation_for_a_dim_that_does_not_exist_is_told() -> None:
-    (found,) = law("mesh: {tp: 2}\nsharding: {rules: {haeds: tp}}")
-    assert found.fix == "did you mean heads?"
-    (found,) = law("mesh: {tp: 2}\nsharding: {rules: {heads: tp}, annotate: {layers.*.residual: [batch, sq, embed]}}")
-    assert found.fix == "did you mean seq?"
+    (actual,) = law("mesh: {tp: 2}\nsharding: {rules: {haeds: tp}}")
+    assert actual.fix == "did you mean heads?"
+    (actual,) = law("mesh: {tp: 2}\nsharding: {rules: {heads: tp}, annotate: {layers.*.residual: [batch, sq, embed]}}")
+    assert actual.fix == "did you mean seq?"
     assert loads("model: {module: 'a:B'}\nsharding: {rules: {channels: tp}}").sharding.rules == {"channels": ("tp",)}
 
 
@@ -158,10 +158,10 @@ def test_a_rule_or_annotation_for_a_dim_that_does_not_exist_is_told() -> None:
     ],
 )
 def test_a_mesh_that_is_not_the_cluster_names_the_nearest(mesh: str, fix: str) -> None:
-    (found,) = law(f"cluster: {{device: h100-sxm-80g, nodes: 2, devices_per_node: 8}}\nmesh: {mesh}")
-    assert found.exit == Exit.MACHINE
-    assert found.fix.startswith(fix)
-    assert lines(found) == [3, 2]
+    (actual,) = law(f"cluster: {{device: h100-sxm-80g, nodes: 2, devices_per_node: 8}}\nmesh: {mesh}")
+    assert actual.exit == Exit.MACHINE
+    assert actual.fix.startswith(fix)
+    assert lines(actual) == [3, 2]
 
 
 def test_stages_that_are_added_to_a_mesh_lie_outside_of_its_other_axes() -> None:
@@ -189,18 +189,18 @@ def test_the_rest_is_what_is_left() -> None:
 
 
 def test_a_batch_that_cannot_be_dealt_comes_with_numbers() -> None:
-    (found,) = errors("mesh: {dp: 3, fsdp: 2}\nbatch: {global_sequences: 16}")
-    assert (found.exit, found.why) == (Exit.FIT, "16 = 2 x 6 + 4")
-    assert found.fix == "batch.global_sequences: 12 or 18"
-    (found,) = errors("mesh: {fsdp: 2}\nbatch: {global_sequences: 16, per_device: 3}")
-    assert (found.exit, found.why) == (Exit.FIT, "16 / 2 data ranks = 8")
-    assert found.fix == "batch.per_device: 1, 2, 4 or 8"
+    (actual,) = errors("mesh: {dp: 3, fsdp: 2}\nbatch: {global_sequences: 16}")
+    assert (actual.exit, actual.why) == (Exit.FIT, "16 = 2 x 6 + 4")
+    assert actual.fix == "batch.global_sequences: 12 or 18"
+    (actual,) = errors("mesh: {fsdp: 2}\nbatch: {global_sequences: 16, per_device: 3}")
+    assert (actual.exit, actual.why) == (Exit.FIT, "16 / 2 data ranks = 8")
+    assert actual.fix == "batch.per_device: 1, 2, 4 or 8"
 
 
 def test_positions_that_are_learned_have_an_end() -> None:
     recipe = loads("model: {preset: granite-tiny, seq_len: 512}")
-    (found,) = misfits(recipe, PRESETS["granite-tiny"])
-    assert (found.exit, found.fix) == (Exit.FIT, "model.seq_len: 256, or model.max_seq: 512")
+    (actual,) = misfits(recipe, PRESETS["granite-tiny"])
+    assert (actual.exit, actual.fix) == (Exit.FIT, "model.seq_len: 256, or model.max_seq: 512")
     assert misfits(loads("model: {preset: tiny, seq_len: 512}"), PRESETS["tiny"]) == []
 
 

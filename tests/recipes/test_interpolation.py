@@ -59,10 +59,10 @@ def test_a_value_is_what_it_stands_for(text: str, path: str, value: Any) -> None
         assert value in wrong(text)[0].message
         return
     recipe: Any = loads(TINY + text)
-    found = recipe
+    actual = recipe
     for key in path.split("."):
-        found = found[key] if isinstance(found, dict) else getattr(found, key)
-    assert found == value
+        actual = actual[key] if isinstance(actual, dict) else getattr(actual, key)
+    assert actual == value
     assert loads(recipe.to_yaml()) == recipe
     assert loads(recipe.to_yaml(resolved=True)).to_yaml(resolved=True) == recipe.to_yaml(resolved=True)
 
@@ -85,11 +85,11 @@ def test_a_map_that_is_interpolated_is_written_out_where_a_layer_changes_it() ->
 
 
 def test_a_mistake_shows_where_the_value_is_used_and_where_it_is_written(tmp_path: Path) -> None:
-    (found,) = wrong("train: {steps: '${name}'}\nname: many")
-    assert "`train.steps: many` is text" in found.message
-    assert places(found) == ["r.yaml:2:16", "r.yaml:3:7"]
-    assert "${name}" in as_text([found]) and "name: many" in as_text([found])
-    assert [place["line"] for place in json.loads(dumps([found]))["diagnostics"][0]["also"]] == [3]
+    (actual,) = wrong("train: {steps: '${name}'}\nname: many")
+    assert "`train.steps: many` is text" in actual.message
+    assert places(actual) == ["r.yaml:2:16", "r.yaml:3:7"]
+    assert "${name}" in as_text([actual]) and "name: many" in as_text([actual])
+    assert [place["line"] for place in json.loads(dumps([actual]))["diagnostics"][0]["also"]] == [3]
     (tmp_path / "base.yaml").write_text(TINY + "seed: -1\n")
     (tmp_path / "mine.yaml").write_text("extends: ./base.yaml\nserve: {port: '${batch.global_sequences}'}\n")
     with pytest.raises(Mistakes) as caught:
@@ -103,16 +103,16 @@ def test_what_does_not_fit_shows_both_places_too() -> None:
     recipe = loads("model: {preset: llama3-8b}\nmesh: {fsdp: 4, tp: '${seed}'}\nseed: 3", file="r.yaml")
     from tpshard.models.presets import preset
 
-    found = next(d for d in misfits(recipe, preset("llama3-8b")) if "heads" in d.message)
-    assert places(found)[0] == "r.yaml:2:21" and "r.yaml:3:7" in places(found)
+    actual = next(d for d in misfits(recipe, preset("llama3-8b")) if "heads" in d.message)
+    assert places(actual)[0] == "r.yaml:2:21" and "r.yaml:3:7" in places(actual)
 
 
 def test_a_key_without_a_value_is_one_mistake_however_many_need_it() -> None:
-    (found,) = wrong(
+    (actual,) = wrong(
         "train: {steps: '${batch.sequences}'}\nbatch: {per_device: '${train.steps}'}\nseed: '${train.steps}'"
     )
-    assert "`train.steps: ${batch.sequences}` refers to `batch.sequences`" in found.message
-    assert places(found)[0] == "r.yaml:2:16"
+    assert "`train.steps: ${batch.sequences}` refers to `batch.sequences`" in actual.message
+    assert places(actual)[0] == "r.yaml:2:16"
     (derived,) = wrong("train: {steps: '${schedule.warmup_steps}'}")
     assert "`schedule.warmup_steps`" in derived.message and places(derived)[0] == "r.yaml:2:16"
     assert wrong("train: {steps: '${optimizer.lrr}'}")[0].fix == "did you mean `optimizer.lr`?"
@@ -140,9 +140,9 @@ def test_an_interpolated_section_has_no_derived_defaults() -> None:
     ],
 )  # fmt: skip
 def test_a_circle_is_one_mistake_that_shows_all_of_it(text: str, at: list[str]) -> None:
-    (found,) = wrong(text)
-    assert "circular interpolation" in found.message
-    assert places(found) == at
+    (actual,) = wrong(text)
+    assert "circular interpolation" in actual.message
+    assert places(actual) == at
 
 
 @pytest.mark.parametrize(
@@ -177,11 +177,11 @@ def test_what_is_no_value_or_could_run_code_is_refused(
     OmegaConf.register_resolver("own", lambda text: ran.append(text) or text)
     try:
         quoted = value.replace("'", "''")
-        (found,) = wrong(f"data: {{source: '{quoted}'}}")
+        (actual,) = wrong(f"data: {{source: '{quoted}'}}")
     finally:
         OmegaConf.clear_resolver("own")
-    assert places(found) == ["r.yaml:2:16"]
-    assert why in found.message + found.why
+    assert places(actual) == ["r.yaml:2:16"]
+    assert why in actual.message + actual.why
     assert "planted" not in sys.modules and not ran
 
 
@@ -198,14 +198,14 @@ def test_a_bomb_of_interpolations_is_refused_before_it_is_written_out() -> None:
     args = ", ".join(["a0: x", *(f"a{n}: '${{.a{n - 1}}}${{.a{n - 1}}}'" for n in range(1, 60))])
     with pytest.raises(Mistakes) as caught:
         loads(f"model: {{module: 'a:B', args: {{{args}}}}}", file="r.yaml")
-    (found,) = caught.value.diagnostics
-    assert "more than 2,000 interpolations" in found.why and places(found)[0].startswith("r.yaml:1:")
+    (actual,) = caught.value.diagnostics
+    assert "more than 2,000 interpolations" in actual.why and places(actual)[0].startswith("r.yaml:1:")
     assert loads(TINY, [f"model.args={{a: [{', '.join(['1'] * 3000)}]}}", "model.module=a:B"]).model.args
 
 
 def test_keys_are_not_interpolated() -> None:
-    (found,) = wrong("mesh: {'${name}': 2}")
-    assert places(found) == ["r.yaml:2:8"]
+    (actual,) = wrong("mesh: {'${name}': 2}")
+    assert places(actual) == ["r.yaml:2:8"]
 
 
 def test_the_environment_is_asked_when_the_value_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

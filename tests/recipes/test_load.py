@@ -158,10 +158,10 @@ def test_extends_that_leads_nowhere_shows_the_chain(tmp_path: Path, files: dict[
         (tree / f"{name}.yaml").write_text(f"extends: {base}\n{TINY}")
     with pytest.raises(Mistakes) as caught:
         load(tree / "a.yaml")
-    (found,) = caught.value.diagnostics
+    (actual,) = caught.value.diagnostics
     assert caught.value.exit == Exit.RECIPE
-    assert found.where is not None and found.where.line == 1 and found.where.col == 10
-    assert all(word in found.message for word in words)
+    assert actual.where is not None and actual.where.line == 1 and actual.where.col == 10
+    assert all(word in actual.message for word in words)
 
 
 def test_a_mistake_in_a_base_names_its_file_and_who_extends_it(tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ def test_a_mistake_in_a_base_names_its_file_and_who_extends_it(tmp_path: Path) -
     (tmp_path / "mine.yaml").write_text("\nextends: ./base.yaml\n")
     with pytest.raises(Mistakes) as caught:
         load(tmp_path / "mine.yaml")
-    (found,) = caught.value.diagnostics
-    assert found.where is not None and found.where.file.endswith("base.yaml")
-    assert [(Path(s.file).name, s.line) for s, _ in found.also if s.file != found.where.file] == [("mine.yaml", 2)]
+    (actual,) = caught.value.diagnostics
+    assert actual.where is not None and actual.where.file.endswith("base.yaml")
+    assert [(Path(s.file).name, s.line) for s, _ in actual.also if s.file != actual.where.file] == [("mine.yaml", 2)]
 
 
 def test_the_environment_is_read_when_the_value_is(monkeypatch: pytest.MonkeyPatch) -> None:

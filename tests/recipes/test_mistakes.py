@@ -40,13 +40,13 @@ def of_file(tmp_path: Path, data: bytes) -> tuple[Diagnostic, ...]:
 
 
 def test_typos_at_any_depth_are_all_told_with_a_suggestion() -> None:
-    found = wrong(
+    mistakes = wrong(
         "modle: {preset: tiny}\n"
         "model:\n  presett: tiny\n"
         "fsdp: {accumulate: {gathr: step}}\n"
         "logging: {wandb: {prject: a}}\n"
     )
-    typos = {d.message: d for d in found if d.message.startswith("unknown key")}
+    typos = {d.message: d for d in mistakes if d.message.startswith("unknown key")}
     assert [(place(d), d.fix) for d in typos.values()] == [
         ((1, 1), "did you mean `model`?"),
         ((3, 3), "did you mean `preset`?"),
@@ -58,8 +58,8 @@ def test_typos_at_any_depth_are_all_told_with_a_suggestion() -> None:
 
 
 def test_a_key_in_the_wrong_section_is_sent_home() -> None:
-    (found,) = wrong("model: {preset: tiny}\nlr: 0.1\n")
-    assert found.fix == "it belongs to `optimizer.lr`"
+    (actual,) = wrong("model: {preset: tiny}\nlr: 0.1\n")
+    assert actual.fix == "it belongs to `optimizer.lr`"
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,11 @@ def test_a_key_in_the_wrong_section_is_sent_home() -> None:
 )
 def test_a_wrong_value_says_where_and_what_would_be_legal(line: str, mark: str, legal: str) -> None:
     text = f"{line}\n" if line.startswith("model") else f"model: {{preset: tiny}}\n{line}\n"
-    found = wrong(text)
-    assert found[0].exit == Exit.RECIPE
-    assert found[0].where is not None and found[0].where.line == text.count("\n")
-    assert pointed(found[0]) == mark
-    assert legal in found[0].why
+    mistakes = wrong(text)
+    assert mistakes[0].exit == Exit.RECIPE
+    assert mistakes[0].where is not None and mistakes[0].where.line == text.count("\n")
+    assert pointed(mistakes[0]) == mark
+    assert legal in mistakes[0].why
 
 
 def test_a_misspelt_choice_is_suggested() -> None:
@@ -130,11 +130,11 @@ def test_numbers_are_read_as_people_write_them() -> None:
     ],
 )
 def test_what_yaml_1_1_reads_otherwise_is_refused(line: str, mark: str, read_as: str) -> None:
-    found = [d for d in wrong(f"model: {{preset: tiny}}\n{line}\n") if "YAML 1.1" in d.message]
-    assert len(found) == 1
-    assert found[0].message == f"unquoted `{mark}` is {read_as}"
-    assert pointed(found[0]) == mark
-    assert found[0].fix
+    actual = [d for d in wrong(f"model: {{preset: tiny}}\n{line}\n") if "YAML 1.1" in d.message]
+    assert len(actual) == 1
+    assert actual[0].message == f"unquoted `{mark}` is {read_as}"
+    assert pointed(actual[0]) == mark
+    assert actual[0].fix
 
 
 def test_quoted_traps_are_text() -> None:
@@ -173,8 +173,8 @@ def test_what_is_no_recipe_is_refused_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, line: int, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = of_file(tmp_path, data)
-    told = [d for d in found if words in d.message]
+    actual = of_file(tmp_path, data)
+    told = [d for d in actual if words in d.message]
     assert told and told[0].where is not None
     assert told[0].where.line == line
     assert [p.name for p in tmp_path.iterdir()] == ["a.yaml"]
@@ -183,29 +183,29 @@ def test_what_is_no_recipe_is_refused_with_its_place(
 def test_an_alias_bomb_is_refused_before_it_is_written_out(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
-    (found,) = of_file(tmp_path, "\n".join(lines).encode())
-    assert "aliases" in found.message
+    (actual,) = of_file(tmp_path, "\n".join(lines).encode())
+    assert "aliases" in actual.message
 
 
 def test_duplicate_keys_show_both_places_and_hide_nothing() -> None:
-    found = wrong("model: {preset: tiny}\ntrain: {steps: 5}\ncompile: jit\ntrain: {steps: 6}\n")
-    twice = next(d for d in found if "twice" in d.message)
+    mistakes = wrong("model: {preset: tiny}\ntrain: {steps: 5}\ncompile: jit\ntrain: {steps: 6}\n")
+    twice = next(d for d in mistakes if "twice" in d.message)
     assert place(twice) == (4, 1)
     assert [(s.line, s.col) for s, _ in twice.also] == [(2, 1)]
-    assert any("compile" in d.message for d in found)
+    assert any("compile" in d.message for d in mistakes)
 
 
 def test_all_mistakes_are_told_at_once_from_top_to_bottom() -> None:
-    found = wrong("compile: jit\nmesh: {tp: 0}\ntrian: {}\noptimizer: {lr: -1}\nschema: 1\n")
-    assert [place(d)[0] for d in found] == [1, 1, 2, 3, 4]
-    assert "`model` is missing" in " ".join(d.message for d in found)
+    mistakes = wrong("compile: jit\nmesh: {tp: 0}\ntrian: {}\noptimizer: {lr: -1}\nschema: 1\n")
+    assert [place(d)[0] for d in mistakes] == [1, 1, 2, 3, 4]
+    assert "`model` is missing" in " ".join(d.message for d in mistakes)
 
 
 @pytest.mark.parametrize("version", ["99", "0", "-1", "two", "1.5", "[1]", "true"])
 def test_another_schema_names_the_supported_one(version: str) -> None:
-    (found,) = wrong(f"schema: {version}\nmodel: {{preset: tiny}}\nfuture: 1\n")
-    assert "supported: 1" in found.why
-    assert place(found) == (1, 9)
+    (actual,) = wrong(f"schema: {version}\nmodel: {{preset: tiny}}\nfuture: 1\n")
+    assert "supported: 1" in actual.why
+    assert place(actual) == (1, 9)
 
 
 @pytest.mark.parametrize(
@@ -228,12 +228,12 @@ def test_another_schema_names_the_supported_one(version: str) -> None:
 def test_overrides_are_checked_like_the_file(override: str, code: Exit, words: str) -> None:
     with pytest.raises(Mistakes) as caught:
         loads("model: {preset: tiny}", ["seed=1", override], file="a.yaml")
-    (found,) = caught.value.diagnostics
-    assert words in found.message + found.why
+    (actual,) = caught.value.diagnostics
+    assert words in actual.message + actual.why
     assert caught.value.exit == code
-    assert found.where is not None and found.where.file == "<override 2>"
-    assert found.where.text == override
-    assert str(found.where).startswith("<override 2>:1:")
+    assert actual.where is not None and actual.where.file == "<override 2>"
+    assert actual.where.text == override
+    assert str(actual.where).startswith("<override 2>:1:")
 
 
 def test_usage_wins_over_the_recipe_and_that_over_fit() -> None:
@@ -321,5 +321,5 @@ def test_of_brackets_without_end_only_the_first_are_read(opening: str, monkeypat
 
 
 def test_the_name_of_a_family_is_completed() -> None:
-    (found,) = wrong("model: {preset: tiny}\ncluster: {device: h100}\n")
-    assert found.fix == "did you mean h100-sxm-80g?"
+    (actual,) = wrong("model: {preset: tiny}\ncluster: {device: h100}\n")
+    assert actual.fix == "did you mean h100-sxm-80g?"

@@ -55,8 +55,8 @@ def test_greedy_equals_the_model(model: torch.nn.Module, runner: ProgramRunner) 
         logits = model(torch.tensor([s.tokens[:-1]]))[0, len(s.prompt) - 1 :]
         assert logits.argmax(-1).tolist() == s.answer
         expected = torch.log_softmax(logits.double(), -1).max(-1).values
-        found = torch.tensor([x.logprob for x in scores[s.id]], dtype=torch.float64)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        values = torch.tensor([x.logprob for x in scores[s.id]], dtype=torch.float64)
+        torch.testing.assert_close(values, expected, rtol=0, atol=1e-4)
 
 
 def test_tokens_and_logprobs_are_the_same_bits_in_every_batch(runner: ProgramRunner) -> None:
@@ -75,12 +75,12 @@ def test_eight_blocks_force_preemption_and_give_the_same_text(runner: ProgramRun
 
     free, tight = requests(), requests()
     unlimited, limited = Engine(runner), Engine(runner, blocks=8)
-    expected, found = run(unlimited, free), run(limited, tight)
+    expected, actual = run(unlimited, free), run(limited, tight)
     assert unlimited.scheduler.preemptions == 0 < limited.scheduler.preemptions
     assert limited.computed_tokens > unlimited.computed_tokens
     for a, b in zip(free, tight):
         assert a.tokens == b.tokens
-        assert expected[a.id] == found[b.id]
+        assert expected[a.id] == actual[b.id]
     assert limited.pool.available == limited.pool.total == 8
 
 
@@ -164,13 +164,13 @@ def test_prompt_scores_equal_the_model(model: torch.nn.Module, runner: ProgramRu
     ours, rounded = [], []
     for s in sequences:
         assert [x.token for x in s.prompt_scores] == list(s.prompt[1:])
-        wanted = torch.tensor(s.prompt[1:])[:, None]
+        values = torch.tensor(s.prompt[1:])[:, None]
         plain, exact = (
-            torch.log_softmax(m(torch.tensor([s.prompt]))[0, :-1].double(), -1).gather(1, wanted)[:, 0]
+            torch.log_softmax(m(torch.tensor([s.prompt]))[0, :-1].double(), -1).gather(1, values)[:, 0]
             for m in (model, copy.deepcopy(model).double())
         )
-        found = torch.tensor([x.logprob for x in s.prompt_scores], dtype=torch.float64)
-        ours.append((found - exact).abs())
+        actual = torch.tensor([x.logprob for x in s.prompt_scores], dtype=torch.float64)
+        ours.append((actual - exact).abs())
         rounded.append((plain - exact).abs())
     # sharpened weights make rounding large, and every CPU rounds otherwise: near the exact value as fp32 itself is
     assert torch.cat(ours).max() <= 2 * torch.cat(rounded).max() + 1e-5
@@ -240,6 +240,6 @@ def test_a_gpu_gives_the_same_bits_in_every_batch_and_replays_its_steps(model: t
     for s in together:
         assert (s.tokens, scores[s.id]) == alone(cuda, s)
         expected = torch.log_softmax(model(torch.tensor([s.tokens[:-1]]))[0, len(s.prompt) - 1 :].double(), -1)
-        found = [x.logprob for x in scores[s.id]]
+        actual = [x.logprob for x in scores[s.id]]
         picked = expected.gather(1, torch.tensor(s.answer)[:, None])[:, 0]
-        assert found == pytest.approx(picked.tolist(), abs=2e-3)
+        assert actual == pytest.approx(picked.tolist(), abs=2e-3)

@@ -130,10 +130,10 @@ def test_brackets_in_strings_are_no_depth() -> None:
 @given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
 def test_no_body_breaks_the_parser(body: bytes) -> None:
     try:
-        found = fields.parse(body)
+        device = fields.parse(body)
     except Refused:
         return
-    assert found == json.loads(body)
+    assert device == json.loads(body)
 
 
 VALUES = st.recursive(

@@ -31,9 +31,9 @@ from web import web
 
 @pytest.fixture(scope="module")
 def folder(model: torch.nn.Module, tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("hf") / "model"
-    to_hf(model, made, tokenizer=tokenizer_folder)
-    return made
+    result = tmp_path_factory.mktemp("hf") / "model"
+    to_hf(model, result, tokenizer=tokenizer_folder)
+    return result
 
 
 def answers(runner: Any) -> list[list[int]]:
@@ -156,9 +156,9 @@ class Process:
 
 @pytest.fixture
 def process(recipe: Path, folder: Path) -> Iterator[Process]:
-    made = Process(recipe, folder, "serve.mesh.tp=2", "logging.wandb.mode=offline")
-    yield made
-    made.end()
+    result = Process(recipe, folder, "serve.mesh.tp=2", "logging.wandb.mode=offline")
+    yield result
+    result.end()
 
 
 def test_what_is_planned_is_what_is_checked_and_what_answers(
@@ -166,7 +166,7 @@ def test_what_is_planned_is_what_is_checked_and_what_answers(
 ) -> None:
     monkeypatch.chdir(recipe.parent)
     told = [f"serve.checkpoint={folder}", "serve.mesh.tp=2"]
-    found = [web.get(process.url + "/health").json()["programs"]]
+    actual = [web.get(process.url + "/health").json()["programs"]]
     # neither the cache's size nor the port is the program's
     asked = [
         ["serve", str(recipe), "--check", "--json", "serve.cache_mb=7", *told],
@@ -174,9 +174,9 @@ def test_what_is_planned_is_what_is_checked_and_what_answers(
     ]
     for arguments in asked:
         assert run_command(arguments) == 0
-        found.append(json.loads(capsys.readouterr().out)["programs"])
-    assert [one["rows"] for one in found[0]] == [8, 16, 32, 64]
-    assert found == [found[0]] * 4
+        actual.append(json.loads(capsys.readouterr().out)["programs"])
+    assert [one["rows"] for one in actual[0]] == [8, 16, 32, 64]
+    assert actual == [actual[0]] * 4
 
 
 def test_a_server_survives_its_worker_and_drains_at_the_end(process: Process, recipe: Path) -> None:
@@ -221,9 +221,9 @@ def fails(
 
     def run(*overrides: str) -> tuple[int, str]:
         code = run_command(["serve", str(recipe), *overrides])
-        said = capsys.readouterr().err
-        assert "Traceback" not in said
-        return code, said
+        printed = capsys.readouterr().err
+        assert "Traceback" not in printed
+        return code, printed
 
     return run
 
@@ -239,20 +239,20 @@ def test_what_cannot_be_served_is_refused_before_it_is_loaded(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        code, said = fails(f"serve.checkpoint={folder}", "serve.mesh.tp=1", f"serve.port={port}")
-        assert code == 5 and f"port {port}" in said and "another program" in said
+        code, output = fails(f"serve.checkpoint={folder}", "serve.mesh.tp=1", f"serve.port={port}")
+        assert code == 5 and f"port {port}" in output and "another program" in output
     with monkeypatch.context() as patch:
         patch.setattr(socket.socket, "bind", lambda *_: denied())
-        code, said = fails(f"serve.checkpoint={folder}", "serve.mesh.tp=1", "serve.port=80")
-        assert code == 5 and "port 80" in said and "choose a higher" in said
-    code, said = fails(f"serve.checkpoint={folder}", "serve.host=0.0.0.0")
-    assert code == 2 and "--insecure" in said
-    code, said = fails()
-    assert code == 7 and "no checkpoint" in said
+        code, output = fails(f"serve.checkpoint={folder}", "serve.mesh.tp=1", "serve.port=80")
+        assert code == 5 and "port 80" in output and "choose a higher" in output
+    code, output = fails(f"serve.checkpoint={folder}", "serve.host=0.0.0.0")
+    assert code == 2 and "--insecure" in output
+    code, output = fails()
+    assert code == 7 and "no checkpoint" in output
     (tmp_path / "writing").mkdir()  # a checkpoint gets its manifest last
     (tmp_path / "writing" / "rank-0.safetensors").write_bytes(b"\0" * 64)
-    code, said = fails(f"serve.checkpoint={tmp_path / 'writing'}")
-    assert code == 7 and "being written gets its manifest last" in said
+    code, output = fails(f"serve.checkpoint={tmp_path / 'writing'}")
+    assert code == 7 and "being written gets its manifest last" in output
 
 
 @pytest.mark.parametrize("what", ["auto_map", "index", "symlink"])

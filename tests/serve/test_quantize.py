@@ -79,9 +79,9 @@ def test_the_folder_holds_the_model_that_was_measured(config, order, tmp_path):
 def test_rounding_to_nearest_is_the_control():
     model = random_model(LLAMA)
     parameters = dict(model.named_parameters())
-    found = dict(quantizer(model, method="nearest").run())
+    actual = dict(quantizer(model, method="nearest").run())
     expected = round_to_nearest(parameters["layers.0.mlp.down.weight"].detach(), Settings(group_size=32))
-    assert torch.equal(found["model.layers.0.mlp.down_proj"].codes, expected.codes)
+    assert torch.equal(actual["model.layers.0.mlp.down_proj"].codes, expected.codes)
     gptq = quantizer(model)
     assert not torch.equal(dict(gptq.run())["model.layers.0.mlp.down_proj"].codes, expected.codes)
     down = next(x for x in gptq.report.linears if x.name == "layers.0.mlp.down")
@@ -174,8 +174,12 @@ def test_a_full_disk_is_said_and_leaves_nothing(name, folder, tmp_path, capsys, 
 
     few = ["quantize.group_size=32", "quantize.calibration.sequences=2"] if name == "quantize" else []
     assert run([name, str(folder), str(tmp_path / "out"), *few]) == 5
-    said = capsys.readouterr().err
-    assert f"{tmp_path / 'out'} cannot be written" in said and "File too large" in said and "disk with room" in said
+    printed = capsys.readouterr().err
+    assert (
+        f"{tmp_path / 'out'} cannot be written" in printed
+        and "File too large" in printed
+        and "disk with room" in printed
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -210,8 +214,8 @@ def test_values_that_cannot_be_quantized_are_named_with_what_to_do(value, code, 
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
     save_file(tensors, bad / "model.safetensors", {"format": "pt"})
     assert command(bad, tmp_path / "out", "quantize.group_size=32", "quantize.calibration.sequences=2") == code
-    said = capsys.readouterr().err
-    assert "layers.1.mlp.up" in said and f"fix: use {fix}" in " ".join(said.split())
+    printed = capsys.readouterr().err
+    assert "layers.1.mlp.up" in printed and f"fix: use {fix}" in " ".join(printed.split())
     assert not (tmp_path / "out").exists()
 
 

@@ -75,9 +75,9 @@ def test_every_layout_gives_the_answers_of_the_dense_weights(family: str, folder
     for layout in LAYOUTS:
         invariant = str(layout != "naive").lower()
         told = requests(f"serve.layout={layout}", f"serve.batch_invariant={invariant}")
-        found = greedy(folder_runner(folder, *told))
-        assert found[0] == tokens
-        assert found[1] == pytest.approx(scores, abs=1e-4)
+        buckets = greedy(folder_runner(folder, *told))
+        assert buckets[0] == tokens
+        assert buckets[1] == pytest.approx(scores, abs=1e-4)
 
 
 def test_four_bits_are_multiplied_as_four_bits(folders: dict[str, Path]) -> None:
@@ -125,8 +125,8 @@ def test_two_ranks_give_the_same_answers(layout: str, folders: dict[str, Path]) 
     expected = greedy(folder_runner(folders["llama"], *requests()))
     ranks = ranks_of(folders["llama"], *requests("serve.mesh.tp=2", f"serve.layout={layout}"), blocks=16)
     try:
-        found = greedy(ranks)
+        buckets = greedy(ranks)
     finally:
         ranks.close()
-    assert found[0] == expected[0]
-    assert found[1] == pytest.approx(expected[1], abs=1e-4)
+    assert buckets[0] == expected[0]
+    assert buckets[1] == pytest.approx(expected[1], abs=1e-4)

@@ -33,14 +33,14 @@ BODY = {"model": "tiny", "prompt": "the quick brown", "max_tokens": 8, "temperat
 
 @pytest.fixture
 def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
 def hasty(runner: ProgramRunner, served: Any) -> Iterator[Running]:
-    with served(lambda: Failing(runner, []), Limits(header_s=1), key="secret") as made:
-        yield made
+    with served(lambda: Failing(runner, []), Limits(header_s=1), key="secret") as result:
+        yield result
 
 
 def post(server: Running, body: dict[str, Any], path: str = "completions") -> dict[str, Any]:
@@ -54,15 +54,15 @@ def test_openai_completions(client: openai.OpenAI, model: torch.nn.Module) -> No
     answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=6, temperature=0, logprobs=2, echo=True)
     assert answer.object == "text_completion" and answer.choices[0].finish_reason == "length"
     assert answer.usage is not None and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 6)
-    found = answer.choices[0].logprobs
-    assert found is not None and found.token_logprobs is not None and found.token_logprobs[0] is None
+    actual = answer.choices[0].logprobs
+    assert actual is not None and actual.token_logprobs is not None and actual.token_logprobs[0] is None
     tokens = list(prompt)
     with torch.no_grad():
         for _ in range(6):
             tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
         logprobs = torch.log_softmax(model(torch.tensor([tokens]))[0, :-1].double(), -1)
     expected = logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
-    assert found.token_logprobs[1:] == pytest.approx(expected, abs=1e-4, rel=2e-5)
+    assert actual.token_logprobs[1:] == pytest.approx(expected, abs=1e-4, rel=2e-5)
 
 
 def test_openai_chat_and_streams(client: openai.OpenAI) -> None:
@@ -102,9 +102,9 @@ def test_a_stream_is_the_whole_answer(server: Running) -> None:
 
 def test_offsets_are_where_a_token_begins_in_the_text(server: Running) -> None:
     text = "the é fox 🦊 jumps"
-    found = post(server, BODY | {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 0})["choices"][0]
-    tokens, offsets = found["logprobs"]["tokens"], found["logprobs"]["text_offset"]
-    assert found["text"] == text
+    response = post(server, BODY | {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 0})["choices"][0]
+    tokens, offsets = response["logprobs"]["tokens"], response["logprobs"]["text_offset"]
+    assert response["text"] == text
     assert tokens[0] == "<|begin|>" and offsets[:2] == [0, 0]
     for token, offset in zip(tokens[1:], offsets[1:]):
         shown = text[offset : offset + len(token)]
@@ -258,16 +258,16 @@ def flood_of_a_thousand(server: Running) -> None:
     slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(payload) + payload)
     before = psutil.Process().memory_info().rss
 
-    asked = json.dumps(BODY | {"max_tokens": 4}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(asked)
+    encoded = json.dumps(BODY | {"max_tokens": 4}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(encoded)
 
     async def ask() -> tuple[bytes, bytes]:
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(head + asked)
+        writer.write(head + encoded)
         answer = await reader.read()
         writer.close()
-        found, _, body = answer.partition(b"\r\n\r\n")
-        return found, body
+        result, _, body = answer.partition(b"\r\n\r\n")
+        return result, body
 
     async def flood() -> list[tuple[bytes, bytes]]:
         return await asyncio.gather(*(ask() for _ in range(1000)))
@@ -275,12 +275,12 @@ def flood_of_a_thousand(server: Running) -> None:
     answers = asyncio.run(flood())
     texts = set()
     refusals = 0
-    for found, body in answers:
-        if b" 200 " in found.splitlines()[0]:
+    for result, body in answers:
+        if b" 200 " in result.splitlines()[0]:
             texts.add(json.loads(body)["choices"][0]["text"])
         else:
             refusals += 1
-            assert b" 429 " in found.splitlines()[0] and b"retry-after: 1" in found.lower()
+            assert b" 429 " in result.splitlines()[0] and b"retry-after: 1" in result.lower()
             assert json.loads(body)["error"]["type"] == "rate_limit_error"
     assert len(texts) == 1 and 0 < refusals < 1000
     slow.close()
@@ -346,28 +346,28 @@ class Failing:
 
 def test_a_lost_worker_fails_its_requests_at_once_and_is_replaced(runner: ProgramRunner, served: Any) -> None:
     failures: list[BaseException] = []
-    made: list[Failing] = []
+    actual: list[Failing] = []
     starting, held = threading.Event(), threading.Event()
 
     def make() -> Any:
-        if made:
+        if actual:
             starting.set()
             assert held.wait(PATIENCE)
-        made.append(Failing(runner, failures))
-        return made[-1]
+        actual.append(Failing(runner, failures))
+        return actual[-1]
 
     with served(make, Limits()) as server:
         expected = post(server, BODY)["choices"][0]["text"]
         failures.append(MemoryError("out of memory"))  # fails this batch, not the server
         assert refused(server, json=BODY)[0] == 503
         assert web.get(server.url + "/health").status_code == 200
-        assert len(made) == 1
+        assert len(actual) == 1
         failures.append(WorkerLost("rank 1 was killed"))
         status, error = refused(server, json=BODY)
         assert status == 503 and not held.is_set()  # before another one is there
         assert error["type"] == "server_error"
         assert starting.wait(PATIENCE)
-        assert made[0].closed
+        assert actual[0].closed
         assert web.get(server.url + "/health").status_code == 503
         assert web.get(server.url + "/ready").status_code == 503
         assert refused(server, json=BODY)[0] == 503
@@ -456,10 +456,10 @@ def test_log_likelihoods_are_those_of_transformers(server: Running, model: torch
             "logprobs": 1, "seed": 1234,
         }  # fmt: skip
         (choice,) = post(server, body)["choices"]
-        found = choice["logprobs"]["token_logprobs"][len(context) : -1]
+        actual = choice["logprobs"]["token_logprobs"][len(context) : -1]
         greedy = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][len(context) : -1]]
-        wanted = likelihoods(exact, context, continuation)
-        for given, errors in (((found, greedy), ours), (likelihoods(peer, context, continuation), rounded)):
-            errors += [abs(sum(given[0]) - sum(wanted[0])), *(abs(a - b) for a, b in zip(given[1], wanted[1]))]
+        expected = likelihoods(exact, context, continuation)
+        for inputs, errors in (((actual, greedy), ours), (likelihoods(peer, context, continuation), rounded)):
+            errors += [abs(sum(inputs[0]) - sum(expected[0])), *(abs(a - b) for a, b in zip(inputs[1], expected[1]))]
     # sharpened weights make rounding large, and every CPU rounds otherwise: near the exact value as transformers' fp32
     assert max(ours) <= 2 * max(rounded) + 1e-5

@@ -44,14 +44,14 @@ def sentencepiece(folder: Path) -> Tokenizer:
     """A tokenizer as Llama 2's: spaces are `▁`, unknown characters bytes, and its decoder strips the first space."""
     words = ["<unk>", "</s>", "▁", "▁the", "▁cat", "s", "a", "▁a", *(f"<0x{b:02X}>" for b in range(256))]
     merges = [("▁", "a")]
-    made = Rust(models.BPE({w: i for i, w in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence(
+    result = Rust(models.BPE({w: i for i, w in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True))
+    result.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    result.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    made.add_special_tokens(["</s>"])
+    result.add_special_tokens(["</s>"])
     folder.mkdir()
-    made.save(str(folder / "tokenizer.json"))
+    result.save(str(folder / "tokenizer.json"))
     return Tokenizer(folder)
 
 

@@ -72,9 +72,9 @@ class Hub:
         elif match := re.fullmatch(rf"{api}/tree/[^/]+/?(.*)", path):
             self._json(request, self._tree(match.group(1), "recursive=True" in request.path or "=true" in request.path))
         elif re.fullmatch(rf"{api}/paths-info/[^/]+", path):
-            wanted = json.loads(body)["paths"] if body[:1] == b"{" else urllib.parse.parse_qs(body.decode())["paths"]
+            expected = json.loads(body)["paths"] if body[:1] == b"{" else urllib.parse.parse_qs(body.decode())["paths"]
             entries = self._tree("", recursive=True)
-            self._json(request, [entry for entry in entries if entry["path"] in wanted])
+            self._json(request, [entry for entry in entries if entry["path"] in expected])
         else:
             self._json(request, {"error": "not here"}, 404, {"X-Error-Code": "EntryNotFound"})
 

@@ -99,14 +99,14 @@ def test_a_checkpoint_of_any_mesh_loads_on_any_other(fsdp: int, tp: int, tmp_pat
     tensors = model()
     results = save_on(fsdp * tp, tmp_path, 500, lambda rank: shards(tensors, fsdp, tp, rank))
     assert results == [tmp_path / "step-000500"] * (fsdp * tp)
-    found = open_checkpoint(tmp_path / "step-000500")
-    assert_holds(found, tensors)
-    assert found.step == 500 and found.meta == {"course": {"step": 500}}
-    assert found.local == [{"rank": rank} for rank in range(fsdp * tp)]
+    actual = open_checkpoint(tmp_path / "step-000500")
+    assert_holds(actual, tensors)
+    assert actual.step == 500 and actual.meta == {"course": {"step": 500}}
+    assert actual.local == [{"rank": rank} for rank in range(fsdp * tp)]
     for other_fsdp, other_tp in [(1, 1), (4, 1), (1, 2), (3, 2)]:
         for rank in range(other_fsdp * other_tp):
             for name, shard in shards(tensors, other_fsdp, other_tp, rank).items():
-                block = found.block(name, shard.starts, shard.tensor.shape)
+                block = actual.block(name, shard.starts, shard.tensor.shape)
                 assert torch.equal(block, shard.tensor), (name, rank)
 
 
@@ -117,10 +117,10 @@ def test_any_block_is_what_slicing_gives(rows: int, columns: int, chance: random
     fsdp, tp = chance.randint(1, 3), chance.randint(1, 3)
     with TemporaryFolder() as folder:
         save_on(fsdp * tp, folder, 1, lambda rank: shards({"w": tensor}, fsdp, tp, rank))
-        found = SavedCheckpoint(folder / "step-000001")
+        actual = SavedCheckpoint(folder / "step-000001")
         a, b = sorted(chance.choices(range(rows + 1), k=2))
         c, d = sorted(chance.choices(range(columns + 1), k=2))
-        assert torch.equal(found.block("w", (a, c), (b - a, d - c)), tensor[a:b, c:d])
+        assert torch.equal(actual.block("w", (a, c), (b - a, d - c)), tensor[a:b, c:d])
 
 
 class TemporaryFolder:
@@ -212,8 +212,8 @@ def test_checkpoints_of_a_course_that_was_left_are_neither_resumed_from_nor_lost
     for step in (10, 20, 30):
         save_one(tmp_path, step, keep_last=3)
     save_one(tmp_path, 15, keep_last=1)  # after going back to 10
-    found = newest(tmp_path)
-    assert found is not None and found.step == 15
+    actual = newest(tmp_path)
+    assert actual is not None and actual.step == 15
     assert sorted(os.listdir(tmp_path)) == ["step-000015", "superseded-step-000020", "superseded-step-000030"]
 
 
@@ -291,9 +291,9 @@ def test_killed_at_any_phase_of_a_save_the_checkpoint_before_it_loads(
     survivors = PHASES[phase][1]
     clean(folder)  # as the next start does
     assert sorted(os.listdir(folder)) == [f"step-{n:06d}" for n in survivors], "nothing hidden is left"
-    found = newest(folder)
-    assert found is not None and found.step == survivors[-1]
-    assert torch.equal(found.tensor("w"), torch.full((1000,), float(survivors[-1])))
+    actual = newest(folder)
+    assert actual is not None and actual.step == survivors[-1]
+    assert torch.equal(actual.tensor("w"), torch.full((1000,), float(survivors[-1])))
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -385,9 +385,9 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_it_taken(
     with pytest.raises(Mistakes) as caught:
         open_checkpoint(tmp_path / "step-000002")
     assert caught.value.exit == Exit.CHECKPOINT and file in str(caught.value)
-    found = newest(tmp_path)
-    assert found is not None and found.step == 1
-    assert_holds(found, model(1))
+    actual = newest(tmp_path)
+    assert actual is not None and actual.step == 1
+    assert_holds(actual, model(1))
     assert file in caplog.text and "falling back to step-000001" in caplog.text
 
 
@@ -412,14 +412,14 @@ def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_told_apart_clearly(tmp_path: Path) -> None:
-    found = open_checkpoint(save_one(tmp_path, 1))
-    expected = {name: (tuple(saved.shape), saved.dtype) for name, saved in found.tensors.items()}
-    found.require(expected)
+    actual = open_checkpoint(save_one(tmp_path, 1))
+    expected = {name: (tuple(saved.shape), saved.dtype) for name, saved in actual.tensors.items()}
+    actual.require(expected)
     expected["tok_embed.weight"] = ((12, 6), torch.float32)
     expected["norm.weight"] = ((5,), torch.bfloat16)
     expected["layers.1.mlp.up.weight"] = expected.pop("layers.0.mlp.up.weight")
     with pytest.raises(Mistakes) as caught:
-        found.require(expected)
+        actual.require(expected)
     assert caught.value.exit == Exit.CHECKPOINT
     for words in (
         "tok_embed.weight: saved [10, 6], expected [12, 6]", "norm.weight: saved float32, expected bfloat16",

@@ -45,11 +45,11 @@ def both(context: Context, compiled: Compiled, *overrides: str) -> tuple[list[fl
         else:
             inputs.append(torch.randint(0, 32, port.local, generator=generator))
     executor = Executor(program, context, compiled=compiled)
-    found = executor(*[tensor.clone() for tensor in inputs])
+    executed = executor(*[tensor.clone() for tensor in inputs])
     regions = [n.target for n in executor.module.graph.nodes if isinstance(n.target, CompiledRegion)]
-    made = {id(code) for region in regions for code in region.shared.values()}
+    result = {id(code) for region in regions for code in region.shared.values()}
     eager = Executor(program, context)(*inputs)
-    return distances(found, eager), len(regions), len(made)
+    return distances(executed, eager), len(regions), len(result)
 
 
 def distances(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
@@ -58,13 +58,13 @@ def distances(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[f
 
 @pytest.mark.slow
 def test_inductor_runs_the_same_program(pool) -> None:
-    for found, *_ in pool.run(both, "all", world=2, mesh={"fsdp": 2}):
-        assert max(found) < 1e-5
+    for actual, *_ in pool.run(both, "all", world=2, mesh={"fsdp": 2}):
+        assert max(actual) < 1e-5
 
 
 @pytest.mark.parametrize("overrides", [(), ("mesh.fsdp=1", "mesh.tp=2", "remat=full")], ids=["fsdp", "tp"])
 def test_blocks_run_the_same_program_and_alike_ones_are_compiled_once(pool, overrides: tuple[str, ...]) -> None:
     mesh = {"dp": 1, "fsdp": 1, "tp": 2} if overrides else {"dp": 1, "fsdp": 2, "tp": 1}
-    for found, regions, made in pool.run(both, "layers", *overrides, world=2, mesh=mesh):
-        assert max(found) < 1e-5
+    for actual, regions, made in pool.run(both, "layers", *overrides, world=2, mesh=mesh):
+        assert max(actual) < 1e-5
         assert made < regions / 2, "three layers"

@@ -87,9 +87,9 @@ def test_bad_rows_are_told_apart_and_the_good_ones_around_them_kept(tmp_path: Pa
     mixed: list[object] = [good[0]]
     for (bad, _), row in zip(BAD, good[1:]):
         mixed += [bad, b"", row]
-    found = all_rows(train_one_file(tmp_path, packed(mixed)))
-    assert [row.text for row in found if row.text is not None] == [row["text"] for row in good]
-    faults = [row.fault for row in found if row.text is None]
+    actual = all_rows(train_one_file(tmp_path, packed(mixed)))
+    assert [row.text for row in actual if row.text is not None] == [row["text"] for row in good]
+    faults = [row.fault for row in actual if row.text is None]
     assert len(faults) == len(BAD)
     for fault, (_, expected) in zip(faults, BAD):
         assert expected in fault
@@ -98,8 +98,8 @@ def test_bad_rows_are_told_apart_and_the_good_ones_around_them_kept(tmp_path: Pa
 def test_a_row_too_long_to_hold_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_module, "LONGEST_ROW", 500)
     rows_ = [{"text": "before"}, {"text": "x" * 5000}, {"text": "after"}]
-    found = all_rows(train_one_file(tmp_path, packed(rows_)))
-    assert [row.text for row in found] == ["before", None, "after"]
+    actual = all_rows(train_one_file(tmp_path, packed(rows_)))
+    assert [row.text for row in actual] == ["before", None, "after"]
 
 
 def test_a_byte_order_mark_and_windows_lines(tmp_path: Path) -> None:
@@ -149,11 +149,11 @@ def test_too_many_bad_rows_stop_the_run_and_few_do_not(tmp_path: Path, caplog: p
                 break
     assert some.bad_rows == 2, "each bad row counts once, however often the text is read"
     assert caplog.text.count("line 399") == 1
-    for limit, said in ((0.01, "6 of 400 rows"), (0.0, "1 of 395 rows")):
+    for limit, output in ((0.01, "6 of 400 rows"), (0.0, "1 of 395 rows")):
         with pytest.raises(Mistakes) as caught:
             loader(6, 394, limit)
         assert caught.value.exit == Exit.DATA
-        assert said in str(caught.value) and "line 395" in str(caught.value)
+        assert output in str(caught.value) and "line 395" in str(caught.value)
     assert loader(6, 394, 0.02)
 
 

@@ -82,15 +82,15 @@ class PlainEngine:
         for grad in self.grads:
             dist.all_reduce(grad)
         losses, counts = torch.stack(self.sums).T
-        made = adamw_update(
+        updated = adamw_update(
             [p.detach() for p in self.params], self.grads, self.exp_avg, self.exp_avg_sq, losses.sum(), counts.sum(),
             torch.tensor(lr), torch.tensor(float(number)), treated=[Treatment(decay=True)] * 2, config=AdamW(),
         )  # fmt: skip
-        self.params, self.exp_avg, self.exp_avg_sq = made.params, made.exp_avg, made.exp_avg_sq
+        self.params, self.exp_avg, self.exp_avg_sq = updated.params, updated.exp_avg, updated.exp_avg_sq
         self.forget()
         each = tuple((losses / counts).tolist())
         mean = float(losses.sum() / counts.sum())
-        return StepResult(each, mean, int(counts.sum()), float(made.grad_norm), bool(made.finite))
+        return StepResult(each, mean, int(counts.sum()), float(updated.grad_norm), bool(updated.finite))
 
     def evaluate(self, batch: TokenBatch) -> tuple[float, int]:
         loss, count, _ = self.loss(batch)
@@ -202,14 +202,14 @@ def unevaluated(context: Context, folder: str, step: int) -> tuple[list[Any], li
     assert first.exit == 75 and first.course.step == step
     then, rest, _, _ = train(context, folder, [every])
     assert then.exit == 0
-    found = [[(row["step"], row["eval_loss"]) for row in made if "eval_loss" in row] for made in (rows, some + rest)]
-    return found[0], found[1], len([row for row in some if "eval_loss" in row])
+    result = [[(row["step"], row["eval_loss"]) for row in made if "eval_loss" in row] for made in (rows, some + rest)]
+    return result[0], result[1], len([row for row in some if "eval_loss" in row])
 
 
 @pytest.mark.parametrize("step", [4, 8])
 def test_an_evaluation_that_a_stop_left_out_is_made_up_for(pool: Any, folder: str, step: int) -> None:
-    expected, found, before = pool.run(unevaluated, folder, step, world=2)[0]
-    assert [step for step, _ in expected] == [4, 8] and found == expected
+    expected, actual, before = pool.run(unevaluated, folder, step, world=2)[0]
+    assert [step for step, _ in expected] == [4, 8] and actual == expected
     assert before == step // 4 - 1
 
 

@@ -47,12 +47,12 @@ def test_three_steps_equal_the_plain_model(
 ) -> None:
     shape = [o for o in overrides if o.startswith("model.")] + [FOUR]
     axes = {"pp": 1, "dp": 1, "fsdp": 1, "tp": 1} | mesh
-    given = [FOUR, f"pipeline={pipeline}", *overrides]
-    plan = setting_of(axes, *given).batch
-    for made in pool.run(steps, given, world=math.prod(mesh.values()), mesh=axes):
-        assert_trained(made, reference(3, *shape))
-        assert made["expected"] == made["state"].keys(), "a checkpoint on any mesh has them all"
-        assert made["eval"] == evaluated(made["state"], shape, plan.per_device * plan.data_ranks)
+    inputs = [FOUR, f"pipeline={pipeline}", *overrides]
+    plan = setting_of(axes, *inputs).batch
+    for actual in pool.run(steps, inputs, world=math.prod(mesh.values()), mesh=axes):
+        assert_trained(actual, reference(3, *shape))
+        assert actual["expected"] == actual["state"].keys(), "a checkpoint on any mesh has them all"
+        assert actual["eval"] == evaluated(actual["state"], shape, plan.per_device * plan.data_ranks)
 
 
 def evaluated(state: dict[str, torch.Tensor], shape: list[str], rows: int) -> Any:

@@ -97,8 +97,8 @@ def test_sources_are_read_and_never_imported(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_bytes(
         b"# coding: latin-1\n'''Caf\xe9'''\nclass A:\n  '''B'''\n  def f(self, x=1): '''C'''\n"
     )
-    found = {where: text for text, where in sample.documents(tmp_path)}
-    assert found == {
+    actual = {where: text for text, where in sample.documents(tmp_path)}
+    assert actual == {
         "trap": "trap\n\nA docstring.",
         "odd": "odd\n\nCafé",
         "odd.A": "class odd.A\n\nB\n\nA.f(self, x=1)\n\nC",

@@ -36,15 +36,15 @@ def steps(context: Context, fault: str | None = None, *overrides: str) -> dict[s
 )
 def test_three_steps_equal_the_plain_model(pool: Any, mesh: dict[str, int], overrides: tuple[str, ...]) -> None:
     world = math.prod(mesh.values())
-    for made in pool.run(steps, None, *overrides, world=world, mesh={"dp": 1, "fsdp": 1, "tp": 1} | mesh):
-        assert_trained(made, reference())
+    for actual in pool.run(steps, None, *overrides, world=world, mesh={"dp": 1, "fsdp": 1, "tp": 1} | mesh):
+        assert_trained(actual, reference())
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(pool: Any, fault: str) -> None:
-    for made in pool.run(steps, fault, world=2, mesh={"dp": 1, "fsdp": 2, "tp": 1}):
+    for actual in pool.run(steps, fault, world=2, mesh={"dp": 1, "fsdp": 2, "tp": 1}):
         with pytest.raises(AssertionError):
-            assert_trained(made, reference())
+            assert_trained(actual, reference())
 
 
 def against_simulation(context: Context) -> list[bool]:
@@ -63,8 +63,8 @@ def against_simulation(context: Context) -> list[bool]:
             arguments.append(torch.randn(port.shape, generator=generator) * 0.1)
     feeds = [local_arguments(program, rank, arguments) for rank in range(context.world)]
     expected = run_lockstep(program, [[t.clone() for t in feed] for feed in feeds])[context.rank]
-    made = Executor(program, context)(*feeds[context.rank])
-    return [torch.equal(a, b) for a, b in zip(made, expected, strict=True)]
+    result = Executor(program, context)(*feeds[context.rank])
+    return [torch.equal(a, b) for a, b in zip(result, expected, strict=True)]
 
 
 def test_processes_and_simulation_agree_bit_for_bit(pool: Any) -> None:

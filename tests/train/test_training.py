@@ -54,10 +54,10 @@ def stalled(context: Context, said_so: str) -> tuple[str, str]:
     executor = Executor(program, context)
     inputs = [torch.zeros(port.local, dtype=port.dtype) for port in program.inputs]
     executor(*inputs)  # now the first collective comes at once
-    said: list[str] = []
+    output: list[str] = []
 
     def speak(text: str) -> None:
-        said.append(text)
+        output.append(text)
         Path(said_so).touch()
 
     watchdog = Watchdog(context.rank, 2.0, on_stall=speak)
@@ -70,13 +70,13 @@ def stalled(context: Context, said_so: str) -> tuple[str, str]:
         watchdog.start()
     executor(*inputs)
     watchdog.close()
-    return "".join(said), str(watchdog.describe(watchdog.doing))
+    return "".join(output), str(watchdog.describe(watchdog.doing))
 
 
 def test_the_watchdog_names_the_collective_and_the_module_it_belongs_to(pool: Any, tmp_path: Path) -> None:
-    (said, after), _ = pool.run(stalled, str(tmp_path / "said"), world=2, mesh={"dp": 1, "fsdp": 2, "tp": 1})
+    (output, after), _ = pool.run(stalled, str(tmp_path / "said"), world=2, mesh={"dp": 1, "fsdp": 2, "tp": 1})
     expected = "rank 0 made no progress for 2 s in step 7, in all_gather over fsdp (tok_embed.weight)"
-    assert said.startswith(expected), said
+    assert output.startswith(expected), output
     assert after == str(Doing("computing"))
 
 

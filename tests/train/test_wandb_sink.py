@@ -194,8 +194,8 @@ def test_the_real_wandb_gets_configuration_metrics_and_summary_and_nothing_of_th
     (record,) = [path for path in files if path.suffix == ".wandb"]
     assert "offline-run" in str(record)
     sent = record.read_bytes()
-    for wanted in ("planted-in-the-config", "planted_metric", "planted_summary", "quickstart"):
-        assert wanted.encode() in sent, wanted
+    for expected in ("planted-in-the-config", "planted_metric", "planted_summary", "quickstart"):
+        assert expected.encode() in sent, expected
     private = [
         "planted-in-the-environment", str(Path.home()), os.getcwd(), "wandb_process", "diff --git", os.uname().release,
     ]  # fmt: skip
