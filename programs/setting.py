@@ -257,8 +257,8 @@ class Setting:
     @cached_property
     def batch(self) -> BatchPlan:
         """The division of a step's sequences; a vectorized pipeline takes all of a data rank's at once."""
-        asked = self.recipe.pipeline
-        return self.divided.at_once() if asked is not None and asked.vectorized else self.divided
+        section = self.recipe.pipeline
+        return self.divided.at_once() if section is not None and section.vectorized else self.divided
 
     @cached_property
     def divided(self) -> BatchPlan:

@@ -136,9 +136,9 @@ class StackedLayers(nn.ModuleList):
     ) -> Tensor:  # fmt: skip
         """The layers of every stage in its round, `rounds` [stages], on its micro-batch. x: [stages, batch, ...]"""
         each = self.stacking.per_stage
-        here = sorted({turn[1] for turn in turns if turn is not None})
+        rounds_used = sorted({turn[1] for turn in turns if turn is not None})
         for place in range(each):
-            layer, weights = self._weights([(turn, self[turn * each + place]) for turn in here], rounds)
+            layer, weights = self._weights([(turn, self[turn * each + place]) for turn in rounds_used], rounds)
 
             def one(weights: dict[str, Tensor], x: Tensor, *own: Any, layer: nn.Module = layer) -> Tensor:
                 result: Tensor = torch.func.functional_call(
@@ -186,8 +186,8 @@ def _stacked(layer: nn.Module, stages: int) -> nn.Module:
 def discount(program: Program, share: float) -> None:
     """Counts only a share of the layers' FLOPs as those of the model: the rest fills and drains the pipeline."""
     for node in program.graph.nodes:
-        if layer_of(node) is not None and (here := info(node)).global_flops:
-            node.meta[INFO] = replace(here, global_flops=round(here.global_flops * share))
+        if layer_of(node) is not None and (facts := info(node)).global_flops:
+            node.meta[INFO] = replace(facts, global_flops=round(facts.global_flops * share))
 
 
 def difference(layers: Sequence[nn.Module]) -> str:
@@ -203,14 +203,14 @@ def difference(layers: Sequence[nn.Module]) -> str:
 
 def _described(layer: nn.Module) -> dict[str, object]:
     """The parameters' shapes and the plain attributes of a layer's modules, by path."""
-    found: dict[str, object] = {}
+    described: dict[str, object] = {}
     for path, module in layer.named_modules():
         prefix = f"{path}." if path else ""
-        found |= {prefix + name: list(p.shape) for name, p in module.named_parameters(recurse=False)}
+        described |= {prefix + name: list(p.shape) for name, p in module.named_parameters(recurse=False)}
         plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, tuple)) and k[:1] != "_"}
-        found |= {prefix + name: value for name, value in plain.items()}
-        found[prefix + "class"] = type(module).__name__
-    return found
+        described |= {prefix + name: value for name, value in plain.items()}
+        described[prefix + "class"] = type(module).__name__
+    return described
 
 
 __all__ = ["StackedLayers", "Stacking", "difference", "discount"]
