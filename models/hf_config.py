@@ -106,7 +106,7 @@ def _default(key: Key, name: str, raw: Mapping[str, Any], numbers: Mapping[str, 
 
 
 def _windows(raw: Mapping[str, Any], layers: int, described: Windows) -> dict[str, Any]:
-    """The fields `window` and `full_layers`."""
+    """Reads the fields `window` and `full_layers` from the keys of a config.json."""
     window = _size(raw, "sliding_window") if raw.get("sliding_window") is not None else None
     window = window if "sliding_window" in raw else described.default
     if described.switch and not _flag(raw, "use_sliding_window", False):

@@ -27,7 +27,7 @@ _INDIFFERENT = {
 
 
 def register() -> None:
-    """Registers both operations with transformers under `NAME`."""
+    """Registers tpshard's attention and experts with transformers, under `NAME`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

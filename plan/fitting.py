@@ -67,7 +67,7 @@ def fit(report: Report, recipe: Recipe) -> Fitted:
         least = f"with all of them it needs {gib(closest.needed_bytes)}" if closest is not None else "none is possible"
         others = [edit.change for edit in edits(report, recipe) if edit.fits]
         raise Mistakes.one(
-            f"no edit that keeps what `{report.job.name}` computes makes it fit", exit=Exit.FIT,
+            f"`{report.job.name}` does not fit, even with every edit that keeps its results", exit=Exit.FIT,
             why=f"{least}, and a device has {gib(report.pricing.device.memory_bytes)}",
             fix="; or ".join(others) if others else "more devices, a larger one, or a smaller model",
         )  # fmt: skip

@@ -112,20 +112,20 @@ def _apart(one: StepValues, other: StepValues) -> dict[str, float]:
 def _check_same(one: Setting, other: Setting) -> None:
     if one.recipe.task != other.recipe.task or not one.task.text:
         raise Mistakes.one(
-            f"the two are trained for `{one.recipe.task}` and `{other.recipe.task}`", exit=Exit.USAGE,
+            f"the recipes have different tasks: `{one.recipe.task}` and `{other.recipe.task}`", exit=Exit.USAGE,
             why="both are given the same random tokens", fix="two recipes with `task: lm`, or two with `task: mlm`",
         )  # fmt: skip
     shapes = [{n: tuple(p.shape) for n, p in setting.single.named_parameters()} for setting in (one, other)]
     if shapes[0] != shapes[1]:
         (name, *_) = [n for n in {**shapes[0], **shapes[1]} if shapes[0].get(n) != shapes[1].get(n)]
         raise Mistakes.one(
-            f"the two train different models: `{name}` has shape {shapes[0].get(name)} and {shapes[1].get(name)}",
+            f"the recipes have different models: `{name}` has shape {shapes[0].get(name)} and {shapes[1].get(name)}",
             exit=Exit.USAGE, fix="compare meshes, sharding, fsdp, remat or batch.per_device",
         )  # fmt: skip
     sizes = [(s.batch.global_sequences, s.seq_len) for s in (one, other)]
     if sizes[0] != sizes[1]:
         raise Mistakes.one(
-            f"the two take different batches: {sizes[0][0]} sequences of {sizes[0][1]} and {sizes[1][0]} of "
+            f"the recipes have different batches: {sizes[0][0]} sequences of {sizes[0][1]} and {sizes[1][0]} of "
             f"{sizes[1][1]}", exit=Exit.USAGE, fix="give both the same batch.global_sequences and model.seq_len",
         )  # fmt: skip
 

@@ -63,7 +63,7 @@ def _batch(recipe: Recipe, mesh: Mapping[str, int]) -> Iterator[Diagnostic]:
             return
         below = total // ranks * ranks
         yield Diagnostic(
-            f"{total} sequences a step do not divide evenly among {ranks} data ranks",
+            f"{total} sequences per step do not divide evenly among {ranks} data ranks",
             exit=Exit.FIT,
             where=recipe.where("batch.global_sequences"),
             why=f"{total} = {total // ranks} x {ranks} + {total % ranks}",
@@ -74,7 +74,7 @@ def _batch(recipe: Recipe, mesh: Mapping[str, int]) -> Iterator[Diagnostic]:
         share = total // ranks
         legal = [n for n in range(1, share + 1) if share % n == 0]
         yield Diagnostic(
-            f"{share} sequences a step and device do not split into micro-batches of {each}",
+            f"{share} sequences per step and device are not divisible into micro-batches of {each}",
             exit=Exit.FIT,
             where=recipe.where("batch.per_device"),
             why=f"{total} / {ranks} data ranks = {share}",

@@ -107,7 +107,7 @@ class Merged:
                 default=max(texts, key=sizes.__getitem__),
             )
             why = f"more than {MAX_COMPLETED:,} interpolations after expansion"
-            raise Mistakes.one(f"`{dotted(at)}` stands for too much", where=self.place(at), why=why)
+            raise Mistakes.one(f"`{dotted(at)}` expands to too many interpolations", where=self.place(at), why=why)
 
     def origins(self, path: Path) -> tuple[tuple[Source, str], ...]:
         """The places of the values that the one at `path` depends on."""
