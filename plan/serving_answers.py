@@ -135,8 +135,7 @@ class ServeAnswers:
 def _json(figures: Figures | None) -> dict[str, Any] | None:
     if figures is None:
         return None
-    values = asdict(figures)
-    return {**values, "kept": values.pop("within_limits")}
+    return {"kept" if key == "within_limits" else key: value for key, value in asdict(figures).items()}
 
 
 def answers(
