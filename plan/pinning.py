@@ -41,7 +41,7 @@ def pin(report: Report, recipe: Recipe) -> Pinned:
     program, expected = report.pricing.parts[0].part.program, save.fingerprints(report)
     for chosen in (every, parameters):
         pins, left = pins_of([tensor for tensor in chosen if _alike(tensor, program.records)])
-        written = recipe.pinned(pins)
+        written = recipe.to_yaml(pins=pins)
         try:
             fingerprints = save.fingerprints(make.report(loads(written, file=recipe.name), recipe.name))
         except Mistakes:

@@ -259,6 +259,3 @@ class _Fit:
 
 def _written(source: Source, words: str) -> tuple[tuple[Source, str], ...]:
     return ((source, words),) if source.line else ()
-
-
-__all__ = ["devices", "misfits", "sizes"]

@@ -268,6 +268,3 @@ def _complete(mesh: Mapping[str, Any]) -> dict[str, Any]:
             inside = [names.index(other) for other in usual[usual.index(axis) :] if other in names]
             names.insert(min(inside, default=len(names)), axis)
     return {axis: mesh.get(axis, 1) for axis in names}
-
-
-__all__ = ["Examined", "examine", "find", "in_order", "load", "loads"]

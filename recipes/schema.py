@@ -524,21 +524,14 @@ class Recipe(Section):
         """The file from which the recipe was read."""
         return self._file
 
-    def to_yaml(self, *, resolved: bool = False) -> str:
-        """The recipe as YAML that loads to the same: complete, with interpolations, or `resolved` to their known
-        values.
+    def to_yaml(self, *, resolved: bool = False, pins: Mapping[str, Any] | None = None) -> str:
+        """The recipe as YAML that loads to the same: complete, with interpolations, or `resolved` to known values.
 
-        Secrets are masked.
+        `pins` are added to those of `sharding.pin`. Secrets are masked.
         """
         from tpshard.recipes.write import to_yaml
 
-        return to_yaml(self, resolved)
-
-    def pinned(self, pins: Mapping[str, Sequence[Sequence[str]]]) -> str:
-        """As `to_yaml`, with these pins beside those that are there."""
-        from tpshard.recipes.write import to_yaml
-
-        return to_yaml(self, pins=pins)
+        return to_yaml(self, resolved, pins)
 
     @property
     def staged(self) -> bool:
