@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tpshard.parallelism.annotate import mesh_split, sharding_group
+    from tpshard.parallelism.annotate import mesh_split, propagation_barrier, sharding_group
     from tpshard.parallelism.manual_regions import (
         all_gather,
         all_to_all,
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Mesh", "Program", "all_gather", "all_to_all", "axis_index", "axis_size", "manual", "mesh_split", "partition",
-    "permute", "pmax", "psum", "reduce_scatter", "sharding_group",
+    "permute", "pmax", "propagation_barrier", "psum", "reduce_scatter", "sharding_group",
 ]  # fmt: skip
 
 _HOMES = {"Mesh": "mesh", "Program": "program", "mesh_split": "annotate", "partition": "partitioner",
-          "sharding_group": "annotate"}  # fmt: skip
+          "propagation_barrier": "annotate", "sharding_group": "annotate"}  # fmt: skip
 _HOMES |= dict.fromkeys(set(__all__) - set(_HOMES), "manual_regions")
 
 

@@ -14,6 +14,7 @@ _library.define("mesh_split(Tensor(a) x, str[] axes, int[] dims_mapping) -> Tens
 _library.define("boundary(Tensor(a) x, str kind, str name) -> Tensor(a)")
 _library.define("role(Tensor(a) x, str role) -> Tensor(a)")
 _library.define("grouped(Tensor(a) x, int group) -> Tensor(a)")
+_library.define("propagation_barrier(Tensor(a) x, str allowed) -> Tensor(a)")
 
 
 def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -73,11 +74,34 @@ def _in_group(x: torch.Tensor, group: int) -> torch.Tensor:
     return _Grouped.apply(x, group)
 
 
-for _name in ("mesh_split", "boundary", "role", "grouped"):
+MIRRORED = {"none": "none", "forward": "backward", "backward": "forward", "both": "both"}
+"""What a barrier lets pass, and what the same barrier lets pass between the gradients."""
+
+
+class _Barrier(torch.autograd.Function):
+    """An identity whose gradient has the same barrier, seen from the other side."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, allowed: str) -> torch.Tensor:
+        ctx.allowed = allowed
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tpshard.propagation_barrier(x, allowed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return torch.ops.tpshard.propagation_barrier(grad, MIRRORED[ctx.allowed]), None
+
+
+def _with_barrier(x: torch.Tensor, allowed: str) -> torch.Tensor:
+    return _Barrier.apply(x, allowed)
+
+
+for _name in ("mesh_split", "boundary", "role", "grouped", "propagation_barrier"):
     _library.impl(_name, _same, "CompositeExplicitAutograd")
 _library.impl("mesh_split", _split, "Autograd")
 _library.impl("role", _with_role, "Autograd")
 _library.impl("grouped", _in_group, "Autograd")
+_library.impl("propagation_barrier", _with_barrier, "Autograd")
 
 
 def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[int]) -> torch.Tensor:
@@ -113,6 +137,17 @@ def sharding_group(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         raise ValueError(f"tensors of one sharding group have one shape, not {', '.join(map(str, sorted(shapes)))}")
     group = next(_groups)
     return tuple(torch.ops.tpshard.grouped(tensor, group) for tensor in tensors)
+
+
+def propagation_barrier(tensor: torch.Tensor, allowed: str = "none") -> torch.Tensor:
+    """The same tensor, behind a barrier to propagation: shardings pass it only as `allowed` says.
+
+    "forward": from what computes the tensor to what reads the result; "backward": the other way; "none": in neither;
+    "both": it is no barrier. Outside of `partition` it changes nothing. ValueError for another word.
+    """
+    if allowed not in MIRRORED:
+        raise ValueError(f"a propagation barrier allows {', '.join(MIRRORED)}, not {allowed!r}")
+    return torch.ops.tpshard.propagation_barrier(tensor, allowed)
 
 
 OPEN = -2

@@ -8,9 +8,9 @@ aggressive > basic. It works in both directions, through the whole training grap
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntFlag
 from typing import NamedTuple
 
 from tpshard.parallelism.anchors import output
@@ -29,19 +29,10 @@ from tpshard.parallelism.mesh import (
     without,
 )
 from tpshard.parallelism.propagated import Annotation, Cause, Conflict, Shardings
-from tpshard.parallelism.rules.rule import Kind, Rule
+from tpshard.parallelism.rules.rule import Direction, Kind, Rule
 from tpshard.parallelism.rules.table import entry_of, rule_for
 from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.why import TIE, Through, through
-
-
-class Direction(IntFlag):
-    """The directions in which an op propagates a factor's axes."""
-
-    NONE = 0
-    BACKWARD = 1
-    FORWARD = 2
-    BOTH = 3
 
 
 class Loop(NamedTuple):
@@ -119,7 +110,8 @@ def _directions(rule: Rule, single_use: bool, broadcasts: bool) -> tuple[tuple[D
     if rule.priority == 0 and not broadcasts:
         at = 0 if single_use else 1
         levels[at:] = [(Direction.BOTH,) * len(rule.kinds)] * (5 - at)
-    return tuple(levels)
+    allowed = [Direction.NONE if f in rule.blocked else rule.direction for f in range(len(rule.kinds))]
+    return tuple(tuple(map(operator.and_, level, allowed)) for level in levels)
 
 
 class _Propagation:
@@ -190,9 +182,20 @@ class _Propagation:
                 self._to_fixpoint(loop)
         for value, written in parked.items():
             self._set(value, replace(self.state[value], priority=written.priority))
+        for edge in dict.fromkeys(self.ties.values()):
+            self._close_alike(edge.tensors)
         return Shardings(
             self.mesh, self.graph, self.state, self.rules, self.causes, self.annotated, list(self.conflicts.values())
         )
+
+    def _close_alike(self, tied: Sequence[Value]) -> None:
+        """Closes the dims of tied values that are closed, with the same axes, in one of them."""
+        closed = {(d, s.dims[d]) for s in map(self.state.__getitem__, tied) for d, is_open in enumerate(s.open)
+                  if not is_open}  # fmt: skip
+        for value in tied:
+            now = self.state[value]
+            opens = tuple(o and (d, now.dims[d]) not in closed for d, o in enumerate(now.open))
+            self._set(value, replace(now, open=opens))
 
     def _park(self, value: Value, written: Sharding) -> None:
         """Empties and closes the dims whose priority is later, and keeps their axes off the value's other dims."""

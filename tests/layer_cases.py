@@ -175,6 +175,7 @@ LAYERS: dict[str, list[Case]] = {
         of(lambda x: torch.lu_unpack(*torch.linalg.lu_factor(_square(x))), f(4, 3, 3))
     ],
     "aten.linalg_lu": [of(lambda x: torch.linalg.lu(_square(x)), f(4, 3, 3))],
+    "aten.geqrf": [of(lambda x: tuple(torch.geqrf(x)), f(4, 3, 2))],
     "aten.linalg_qr aten._linalg_svd": [of(_decomposed, f(4, 3, 2))],
     "aten.linalg_householder_product": [of(lambda x, t: torch.linalg.householder_product(x, t), f(4, 3, 2), f(4, 2))],
     "aten._linalg_eigh": [both(lambda x: torch.linalg.eigvalsh(_square(x)), f(4, 2, 3))],

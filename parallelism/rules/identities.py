@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tpshard.parallelism.anchors import output
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules import strides
 from tpshard.parallelism.rules.entry import Entry, Table, operand
-from tpshard.parallelism.rules.rule import Factors, LocalOp, Rule
+from tpshard.parallelism.rules.rule import Direction, Factors, LocalOp, Rule
 from tpshard.parallelism.transfer import recv, send
 
 
@@ -24,6 +25,11 @@ def same(op: Op) -> Rule:
     return factors.rule([dims], [dims], additive=(0,), priority=0, local=forward_operand)
 
 
+def barrier(op: Op) -> Rule:
+    """propagation_barrier(x, allowed)."""
+    return replace(same(op), direction=Direction[op.args[1].upper()])
+
+
 identity = Entry(same, view=strides.same, commutes=True)
 OPS: Table = {
     output: identity,
@@ -31,6 +37,7 @@ OPS: Table = {
     "tpshard.mesh_split": identity,
     "tpshard.boundary": identity,
     "tpshard.grouped": identity,
+    "tpshard.propagation_barrier": replace(identity, rule=barrier),
     "tpshard.role": operand,
     send: identity,
     recv: identity,

@@ -1,7 +1,7 @@
 """Rules written as letters, such as `...HW,oIKL->...YZ`, which name the dims of an op's tensors.
 
-A small letter is a factor; a result that lacks it is a sum over it. A capital is a dim that must be whole. `...` stands
-for leading dims, which all tensors with `...` share. The tensors are those of the op's schema in order, including those
+A small letter is a factor; a result that lacks it is a sum over it. A capital is a factor that must be whole. `...`
+stands for leading dims, which all tensors with `...` share. The tensors are those of the op's schema in order, including those
 that a call omits.
 """
 
@@ -44,11 +44,13 @@ def rule_of(op: Op, text: str, flops: Flops | None = None, local: Any = None, li
     except ValueError:
         return whole(op)
     for name, f in shared.items():
+        if name.isupper():
+            continue
         in_results = [any(f in dim for dim in dims) for dims in results]
         if not all(in_results) and name not in same:
             factors.kinds[f] = Kind.REDUCE
     additive = tuple(i for place in linear if (i := indices[int(place)]) is not None)
-    rest = {"work": tuple(shared.values())} if flops is not None else {}
+    rest = {"work": tuple(f for name, f in shared.items() if not name.isupper())} if flops is not None else {}
     return factors.rule(
         operands, results, flops=flops(op) if flops is not None else 0, local=local, additive=additive, **rest
     )
@@ -78,11 +80,9 @@ def _dims(value: Value, spelled: str, factors: Factors, shared: dict[str, int]) 
         name = f"{d - lead}" if d < lead else names[d - lead]  # leading dims are counted back from the letters
         if size == 1:
             out.append(())
-        elif name.isupper():
-            out.append((factors.new(size, Kind.WHOLE),))
         else:
             if name not in shared:
-                shared[name] = factors.new(size)
+                shared[name] = factors.new(size, Kind.WHOLE if name.isupper() else Kind.PASS)
             if factors.sizes[shared[name]] != size:
                 raise ValueError(f"`{name}` of `{spelled}` is {factors.sizes[shared[name]]} and, in {value}, {size}")
             out.append((shared[name],))

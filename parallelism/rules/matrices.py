@@ -5,33 +5,38 @@ An axis on a dim that must be whole moves to a free dim by an all-to-all, if the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.letters import letters, rule_of
 from tpshard.parallelism.rules.rule import Rule
-from tpshard.parallelism.rules.shape import whole
+from tpshard.parallelism.rules.shape import unlike, whole
 
 aten = torch.ops.aten
 
 
 def transform(op: Op) -> Rule:
-    """The rule of the Fourier transforms _fft_r2c, _fft_c2r and _fft_c2c: the transformed dims are whole."""
-    return whole(op, op.args[1])
+    """The rule of the Fourier transforms _fft_r2c, _fft_c2r and _fft_c2c: the transformed dims are whole.
+
+    A real transform has half of a dim, which is not sharded as the dim is.
+    """
+    rule = whole(op, op.args[1])
+    return replace(rule, blocked=unlike(rule, op))
 
 
 def solve(op: Op) -> Rule:
     """The rule of _linalg_solve_ex(A, B, left): the columns of B, if it has any, are independent."""
     a, b = op.operands
     left = op.kwargs.get("left", op.args[2] if len(op.args) > 2 else True)
-    side = "...N" if b.rank < a.rank else "...Nk" if left else "...kN"
-    return rule_of(op, f"...MN,{side}->{side},...MN,...N,...", same="k")
+    given, made = ("...M", "...N") if b.rank < a.rank else ("...Mk", "...Nk") if left else ("...kN", "...kM")
+    return rule_of(op, f"...MN,{given}->{made},...MN,...N,...", same="k")
 
 
 def solve_triangular(op: Op) -> Rule:
     """The rule of linalg_solve_triangular(A, B, *, upper, left): the columns of B are independent."""
-    side = "...Nk" if op.kwargs.get("left", True) else "...kN"
-    return rule_of(op, f"...MN,{side}->{side}")
+    return rule_of(op, "...MN,...Mk->...Nk" if op.kwargs.get("left", True) else "...MN,...kN->...kM")
 
 
 def lu_solve(op: Op) -> Rule:
@@ -49,17 +54,18 @@ OPS: Table = {
     aten.linalg_lu_solve: Entry(lu_solve, dense="all"),
     aten.cholesky_solve: letters("...Nk,...MN->...Nk", dense="all"),
     aten.cholesky_inverse: letters("...MN->...MN", dense="all"),
-    aten.linalg_inv_ex: letters("...MN->...MN,...", dense="all"),
+    aten.linalg_inv_ex: letters("...MN->...NM,...", dense="all"),
     aten.linalg_cholesky_ex: letters("...MN->...MN,...", dense="all"),
     aten.linalg_lu_factor_ex: letters("...MN->...MN,...K,...", dense="all"),
+    aten.geqrf: letters("...MN->...MN,...K", dense="all"),
     aten.linalg_lu: letters("...MN->...AB,...CD,...EF", dense="all"),
     aten.lu_unpack: letters("...MN,...K->...AB,...CD,...EF", dense="all"),
-    aten.linalg_qr: letters("...MN->...AB,...CD", dense="all"),
+    aten.linalg_qr: letters("...MN->...MA,...BN", dense="all"),
     aten.linalg_householder_product: letters("...MN,...K->...MN", dense="all"),
     aten._linalg_svd: letters("...MN->...AB,...C,...DE", dense="all"),
-    aten._linalg_eigh: letters("...MN->...K,...AB", dense="all"),
-    aten.linalg_eig: letters("...MN->...K,...AB", dense="all"),
-    aten._linalg_eigvals: letters("...MN->...K", dense="all"),
+    aten._linalg_eigh: letters("...MN->...N,...MN", dense="all"),
+    aten.linalg_eig: letters("...MN->...N,...MN", dense="all"),
+    aten._linalg_eigvals: letters("...MN->...N", dense="all"),
     aten._linalg_det: letters("...MN->...,...AB,...K", dense="all"),
     aten._linalg_slogdet: letters("...MN->...,...,...AB,...K", dense="all"),
     aten.linalg_pinv.atol_rtol_tensor: letters("...MN,...,...->...NM", dense="all"),

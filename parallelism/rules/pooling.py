@@ -175,7 +175,7 @@ def _adaptive(name: str, spelled: str, back: str, recorded: tuple[Any, Any], lin
         for text, suffix, one in ((spelled, "", recorded[0]), (back, "_backward", recorded[1])):
             text = text.replace("out", f"...{after}").replace("in", f"...{before}")
             op = getattr(aten, f"{name}{rank}d{suffix}")
-            table[op] = letters(text, linear=linear and "0", recorded=one)
+            table[op] = letters(text, linear=linear and "0", recorded=one, dense="all")  # indices are read densely
     return table
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntFlag
 from typing import Any, Protocol
 
 from tpshard.parallelism.graph import Op
@@ -31,6 +31,15 @@ class Kind(Enum):
     PERMUTE = "permute"
     """Elements move along it (slice, pad, roll, a convolution's window): a device needs its neighbours' elements, as
     the rule's windows say, or the whole dim without windows."""
+
+
+class Direction(IntFlag):
+    """The directions in which an op propagates a factor's axes."""
+
+    NONE = 0
+    BACKWARD = 1
+    FORWARD = 2
+    BOTH = 3
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,10 @@ class Rule:
     """False for an op without a rule, whose dims are all whole."""
     priority: int = 2
     """0: pass-through ops (pointwise, views), propagated first; 2: all others."""
+    direction: Direction = Direction.BOTH
+    """The directions in which it propagates at all; a barrier propagates in one or none."""
+    blocked: tuple[int, ...] = ()
+    """Factors that it does not propagate: a sharding of the operand's dim would not suit the result's."""
     even: bool = False
     """Whether it cannot handle padding, so that its factors are divided evenly or not at all."""
     fills: tuple[tuple[int, float], ...] = ()

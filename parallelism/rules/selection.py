@@ -15,6 +15,7 @@ from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.reduction import along, whole_reduction
 from tpshard.parallelism.rules.rule import Dim, Exchange, Factors, LocalOp, Rule, product
+from tpshard.parallelism.rules.shape import unlike
 
 aten = torch.ops.aten
 INDEX = torch.int32
@@ -84,6 +85,7 @@ def topk(op: Op) -> Rule:
     main = along(op, 2)
     if x.rank == 0:
         return main
+    main = replace(main, blocked=unlike(main, op))
     k, dim = op.args[1], _argument(op, 2, "dim", -1) % x.rank
     largest, ordered = _argument(op, 3, "largest", True), _argument(op, 4, "sorted", True)
 

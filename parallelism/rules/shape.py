@@ -27,20 +27,22 @@ def reshape_factors(
     """
     dims: tuple[list[list[int]], ...] = ([[] for _ in source], [[] for _ in target])
     left_of = [[n for n in source if n != 1], [n for n in target if n != 1]]
+    if 0 in source and left_of[0] != left_of[1]:  # no elements, and so no order of them that dims could share
+        return factors.dims(source, Kind.WHOLE), factors.dims(target, Kind.WHOLE)
     places = [[d for d, n in enumerate(shape) if n != 1] for shape in (source, target)]
     covered = [1, 1]
 
     def put(side: int, factor: int, size: int) -> None:
         dims[side][places[side][0]].append(factor)
-        covered[side] *= size
-        left_of[side][0] //= size
-        if left_of[side][0] == 1:
+        covered[side] *= max(size, 1)
+        left_of[side][0] //= max(size, 1)
+        if left_of[side][0] <= 1:
             del left_of[side][0], places[side][0]
 
     while left_of[0] or left_of[1]:
         both = [rest[0] if rest else 1 for rest in left_of]
         common = math.gcd(*both)
-        if covered[0] == covered[1] and common > 1:
+        if covered[0] == covered[1] and common != 1:
             shared = factors.new(common)
             put(0, shared, common)
             put(1, shared, common)
@@ -106,6 +108,12 @@ def alike(op: Op, dims: Sequence[int], kind: Kind, additive: tuple[int, ...] = (
 
     operands, results = [of(v.shape) for v in op.operands], [of(v.shape) for v in op.results]
     return factors.rule(operands, results, additive=additive, **rest)
+
+
+def unlike(rule: Rule, op: Op) -> tuple[int, ...]:
+    """The factors of dims whose size in the operand is not the one in the result."""
+    dims = zip(rule.operands[0], op.operands[0].shape, op.results[0].shape)
+    return tuple(f for members, before, after in dims if before != after for f in members)
 
 
 def whole(op: Op, dims: Sequence[int], additive: tuple[int, ...] = (0,)) -> Rule:

@@ -74,7 +74,12 @@ def entry_of(target: Any) -> Entry:
 
 
 def rule_for(op: Op) -> Rule:
-    """The rule of one call; with all dims whole (and `has_rule` False) for an op without an entry."""
-    if any(0 in value.shape for value in (*op.operands, *op.results)):
-        return whole(op)
-    return entry_of(op.target).rule(op)
+    """The rule of one call; with all dims whole (and `has_rule` False) for an op without an entry.
+
+    Without elements only what treats every element alike (pointwise ops, views) passes shardings on.
+    """
+    entry = entry_of(op.target)
+    if not any(0 in value.shape for value in (*op.operands, *op.results)):
+        return entry.rule(op)
+    rule = entry.rule(op) if entry.commutes else whole(op)
+    return rule if rule.priority == 0 else whole(op)

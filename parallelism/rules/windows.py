@@ -81,12 +81,13 @@ class Channels:
     """The factors of a convolution: batch n, groups g, channels per group i and o, and spatial dims.
 
     `x[n (g i) ...]`, `weight[(g o) i ...]` (transposed: `[(g i) o ...]`), `out[n (g o) ...]`. Along spatial dims one
-    side reads the other through windows. geometry: stride, padding and dilation.
+    side reads the other through windows. geometry: stride, padding and dilation. summed: the weight's spatial dims
+    are sharded with x's, instead of the result's, which is a sum.
     """
 
     def __init__(
         self, x: Value, weight: Value, out: Value, transposed: bool, groups: int, geometry: Sequence[Sequence[int]],
-        kind: Kind = Kind.PERMUTE,
+        kind: Kind = Kind.PERMUTE, summed: bool = False,
     ):  # fmt: skip
         self.factors = Factors()
         self.n = self.factors.new(x.shape[0])
@@ -97,14 +98,19 @@ class Channels:
         rank = x.rank - 2
         read, reader = (out, x) if transposed else (x, out)
         stride, padding, dilation = (spread(numbers, rank) for numbers in geometry)
+        sides: tuple[Value, Value] = (reader, weight)
+        if summed:  # every position of the weight reads all windows' elements at that position
+            sides, stride, dilation, kind = (weight, reader), dilation, stride, Kind.REDUCE
         self.sliding = Sliding(
-            self.factors, read.shape[2:], reader.shape[2:], weight.shape[2:], stride, padding, dilation, kind
+            self.factors, read.shape[2:], sides[0].shape[2:], sides[1].shape[2:], stride, padding, dilation, kind
         )
-        near, far = (self.sliding.reader, self.sliding.read) if transposed else (self.sliding.read, self.sliding.reader)
+        whole = self.factors.dims(sides[1].shape[2:], Kind.WHOLE)
+        kernel, reading = (self.sliding.reader, whole) if summed else (whole, self.sliding.reader)
+        near, far = (reading, self.sliding.read) if transposed else (self.sliding.read, reading)
         a, b = (self.i, self.o) if transposed else (self.o, self.i)
         self.x: tuple[Dim, ...] = ((self.n,), (self.g, self.i), *near)
         self.out: tuple[Dim, ...] = ((self.n,), (self.g, self.o), *far)
-        self.weight: tuple[Dim, ...] = ((self.g, a), (b,), *self.factors.dims(weight.shape[2:], Kind.WHOLE))
+        self.weight: tuple[Dim, ...] = ((self.g, a), (b,), *kernel)
         self.bias: tuple[Dim, ...] = ((self.g, self.o),)
         self.work = (self.n, self.g, self.i, self.o, *(f for f in self.sliding.factors if f is not None))
 
@@ -112,25 +118,34 @@ class Channels:
 def convolution(op: Op) -> Rule:
     """The rule of convolution: batch, channels, groups and spatial dims may be sharded; input channels are summed.
 
-    The op is convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups).
+    The op is convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups). Where the
+    weight has more positions than the result (a gradient of another weight), the weight is sharded with x.
     """
+    sizes = [(k, n) for k, n in zip(op.operands[1].shape[2:], op.results[0].shape[2:]) if k > 1]
+    if op.args[6] or not sizes or any(k <= n for k, n in sizes):
+        return sliding_over(op)
+    return replace(sliding_over(op, summed=True), others=(sliding_over(op),))
+
+
+def sliding_over(op: Op, summed: bool = False) -> Rule:
+    """The rule of a convolution with the result's spatial dims sharded, or (`summed`) the weight's."""
     x, weight = op.operands[:2]
     (out,) = op.results
     place = len(op.operands)
     transposed, more = op.args[6], spread(op.args[7], x.rank - 2)
-    channels = Channels(x, weight, out, transposed, op.args[8], op.args[3:6])
+    channels = Channels(x, weight, out, transposed, op.args[8], op.args[3:6], summed=summed)
     channels.factors.kinds[channels.i] = Kind.REDUCE
     sliding = channels.sliding
 
     def local(at: LocalOp) -> Any:
         bias = op.args[2]
-        if isinstance(bias, Ref) and at.axes(channels.i):  # added only once to the partial sum
-            once = at.emit(aten.mul.Tensor, at.inputs[2], at.first(channels.i), shape=at.operand_shape(2))
-            at.inputs[2] = once
+        for f in (channels.i, *(sliding.factors if summed else ())):
+            if isinstance(bias, Ref) and f is not None and at.axes(f):  # added only once to the partial sum
+                at.inputs[2] = at.emit(aten.mul.Tensor, at.inputs[2], at.first(f), shape=at.operand_shape(2))
         padding = sliding.padded(at)
         rest = (op.args[3], padding, op.args[5], transposed, sliding.padded(at, more), at.size(channels.g))
         if not transposed or not any(sliding.cut(at)):
-            at.inputs[0] = at.window(0)
+            at.inputs[0] = at.window(0, 1 if summed else None)
             return at.with_args(*op.args[:3], *rest)
         shape = at.shape()
         size = (*shape[:2], *sliding.window(at, shape[2:], at.operand_shape(0)[2:]))
@@ -147,7 +162,7 @@ def convolution(op: Op) -> Rule:
     rule = channels.factors.rule(operands, [channels.out], flops=flops, work=channels.work, local=local)
     if transposed:
         return replace(rule, windows=sliding.windows(place, 0), fills=((0, 0.0),))
-    return replace(rule, windows=sliding.windows(0, place, fill=0.0))
+    return replace(rule, windows=sliding.windows(0, 1 if summed else place, fill=0.0))
 
 
 def convolution_backward(op: Op) -> Rule:

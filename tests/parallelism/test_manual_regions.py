@@ -19,6 +19,7 @@ from tpshard.parallelism import (
     partition,
     permute,
     pmax,
+    propagation_barrier,
     psum,
     reduce_scatter,
     sharding_group,
@@ -152,6 +153,29 @@ def nested(x: Tensor) -> Tensor:
 def test_what_is_not_legal_is_refused(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()
+
+
+@pytest.mark.parametrize(("allowed", "before", "behind"), [
+    ("forward", False, True), ("backward", True, False), ("none", False, False), ("both", True, True),
+])  # fmt: skip
+def test_a_barrier_lets_shardings_pass_as_it_says(allowed: str, before: bool, behind: bool) -> None:
+    def through(x: Tensor, y: Tensor) -> Tensor:
+        return propagation_barrier(x.sin(), allowed) + y
+
+    for rows, other in ((0, behind), (1, before)):  # what is sharded by rows, and whether the other input becomes so
+        shardings: list[Any] = [None, None]
+        shardings[rows] = ROWS
+        program = partition(through, [X, X], MESH, shardings)
+        assert (program.in_shardings[1 - rows] != (None, None)) is other
+        torch.testing.assert_close(program.simulate(X, X)[0], through(X, X))
+
+    def gradient(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(propagation_barrier(x, allowed).sin().sum(), x)[0]
+
+    torch.testing.assert_close(partition(gradient, [X], MESH, [("x",)]).simulate(X)[0], X.cos())
+    with pytest.raises(ValueError, match="a propagation barrier allows none, forward, backward, both, not 'up'"):
+        propagation_barrier(X, "up")
 
 
 def test_a_group_is_sharded_alike() -> None:

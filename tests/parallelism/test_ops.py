@@ -360,6 +360,7 @@ CASES: dict[str, list[Case]] = {
     "tpshard.mesh_split": [call(ours.mesh_split.default, f(4, 6), ["x"], [-1, 0])],
     "tpshard.role": [call(ours.role.default, f(4, 6), "logits")],
     "tpshard.grouped": [call(ours.grouped.default, f(4, 6), 3)],
+    "tpshard.propagation_barrier": [call(ours.propagation_barrier.default, f(4, 6), "forward")],
     "tpshard.boundary": [call(ours.boundary.default, f(4, 6), "parameter", "w")],
     # what splits
     "aten._softmax": [call(aten._softmax.default, f(4, 6), 1, False)],

@@ -1,0 +1,60 @@
+"""Laws of moves between layouts: what sends nothing, what takes axes in another order, what no sharding passes."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+from tpshard.parallelism import Mesh, mesh_split, partition
+from tpshard.parallelism.anchors import is_split
+from tpshard.parallelism.capture import capture
+from tpshard.parallelism.partitioner import mark_outputs, partition_graph
+from tpshard.parallelism.propagate import propagate
+from tpshard.parallelism.propagated import Annotation
+from tpshard.parallelism.sharding import parse
+from tpshard.parallelism.simulate import run_lockstep
+from tpshard.parallelism.why import Told
+
+
+def test_shards_become_parts_of_a_sum_without_communication() -> None:
+    """Each device keeps its shard, with zeros where the others' are."""
+    mesh, x = Mesh({"x": 3, "y": 2}), torch.randn(7, 4)
+    for before, after, copies in (
+        ("[{x} {}]", "[{} {}] unreduced={x}", 2), ("[{y,x} {}]", "[{} {}] unreduced={x,y}", 1),
+        ("[{y} {x}]", "[{} {}] unreduced={x,y}", 1),
+    ):  # fmt: skip
+        graph = capture(lambda x: mesh_split(x, mesh, [-1, -1]), [x])
+        mark_outputs(graph)
+        (split,) = (op for op in graph.ops if is_split(op))
+        given = {graph.inputs[0]: before, split.results[0]: after, graph.outputs[0]: after}
+        annotations = {value: Annotation(parse(text, mesh), (Told(text),)) for value, text in given.items()}
+        program = partition_graph(propagate(graph, mesh, annotations))
+        assert program.collectives == []
+        each = run_lockstep(program, [program.local(rank, x) for rank in range(mesh.ranks)])
+        torch.testing.assert_close(sum(parts[0] for parts in each), copies * x)
+
+
+def test_a_view_takes_axes_in_the_order_that_divides_its_parts() -> None:
+    """x of 6 does not divide the leading 4 of 24: half of x and half of y do, and nothing is gathered."""
+    mesh, x = Mesh({"x": 6, "y": 4}), torch.randn(4, 12, 5)
+    program = partition(lambda x: x.view(24, 2, 5), [x], mesh, [(None, ("x", "y"))], [(("x", "y"),)])
+    assert not {c.kind for c in program.collectives} & {"all_gather", "all_reduce"}
+    assert torch.equal(program.simulate(x)[0], x.view(24, 2, 5))
+
+
+def test_a_window_as_large_as_its_input_is_summed_where_it_lies() -> None:
+    """A kernel sharded as the input it slides over gives parts of the result's sum: nothing is gathered."""
+    x, w = torch.randn(2, 3, 9, 8, dtype=torch.float64), torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    cut = (None, None, "x")
+    program = partition(lambda x, w: F.conv2d(x, w, dilation=1), [x, w], Mesh({"x": 2}), [cut, cut])
+    assert sorted({c.kind for c in program.collectives}) == ["all_reduce", "permute"]
+    torch.testing.assert_close(program.simulate(x, w)[0], F.conv2d(x, w))
+
+
+def test_no_sharding_passes_to_a_dim_of_another_meaning() -> None:
+    """The best of a sharded dim are not sharded as the dim is, nor is the half of a real transform."""
+    x, mesh = torch.randn(4, 8), Mesh({"x": 2})
+    for fn, size in ((lambda x, y: x.topk(4)[0] + y, 4), (lambda x, y: torch.fft.rfft(x).abs() + y, 5)):
+        program = partition(fn, [x, torch.randn(4, size)], mesh, [(None, ("x", "?")), None])
+        assert program.in_shardings[1] == (None, None)
+    program = partition(lambda x, y: x.sort()[0] + y, [x, x], mesh, [(None, ("x", "?")), None])
+    assert program.in_shardings[1] == (None, "x")
