@@ -52,7 +52,7 @@ def choose(
         agreed = _agree(way, projected, busy) if way is rule else None
         if agreed is not None and len(homes) == len(op.operands) and computable(op, way, agreed) == agreed:
             return way, agreed
-        for choice in _candidates(op, way, projected, busy):
+        for choice in _candidates(op, way, projected, busy, _reordered(way, (*homes, *wanted))):
             if (way, choice) not in candidates:
                 candidates.append((way, choice))
     if len(candidates) == 1:
@@ -60,9 +60,13 @@ def choose(
     return min(candidates, key=lambda c: _cost(op, c[0], c[1], homes, targets, fixed, fetched, latency))
 
 
-def _candidates(op: Op, rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]) -> Iterator[Choice]:
+def _candidates(
+    op: Op, rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis],
+    reordered: Mapping[int, Mapping[int, Cut]],
+) -> Iterator[Choice]:  # fmt: skip
     order = sorted(range(len(projected)), key=lambda t: (-_bytes(op, t), t))
-    bases = [_merge(rule, [projected[lead], *(projected[t] for t in order if t != lead)], busy) for lead in order]
+    leads = [(t, projected[t]) for t in order] + list(reordered.items())
+    bases = [_merge(rule, [cuts, *(projected[t] for t in order if t != lead)], busy) for lead, cuts in leads]
     least = 1.0
     for i, base in enumerate((*bases, *_combinations(rule, [projected[t] for t in order], busy))):
         whole = {f: cut for f, cut in base.items() if rule.kinds[f] is not Kind.PERMUTE}
@@ -73,6 +77,21 @@ def _candidates(op: Op, rule: Rule, projected: Sequence[Mapping[int, Cut]], busy
                 yield sane
             elif share(rule, sane) <= least:  # never reduce communication by more replicated work
                 yield sane
+
+
+def _reordered(rule: Rule, layouts: Sequence[Layout]) -> dict[int, dict[int, Cut]]:
+    """For each tensor with a dim whose axes do not divide its factors one by one, the cuts of these axes in another
+    order, in which they do."""
+    out: dict[int, dict[int, Cut]] = {}
+    for t, (layout, dims) in enumerate(zip(layouts, rule.tensors)):
+        for d, (axes, members) in enumerate(zip(layout.dims, dims)):
+            if len(members) < 2 or len(axes) < 2 or layout.grain(d) > 1:
+                continue
+            parts = factors.filled(axes, members, rule.sizes)
+            if parts is not None and parts != factors.project((axes,), (members,), rule.sizes):
+                cuts = out.setdefault(t, dict(factors.cuts(layout, dims, rule.sizes)))
+                cuts.update({f: Cut(part) for f, part in parts.items()})
+    return out
 
 
 TRIED = 32
@@ -244,7 +263,7 @@ def share(rule: Rule, choice: Choice) -> float:
     part = 1.0
     for f in rule.work:
         if f in choice:
-            part *= local_size(rule.sizes[f], *choice[f]) / rule.sizes[f]
+            part *= local_size(rule.sizes[f], *choice[f]) / max(rule.sizes[f], 1)
     return part
 
 
@@ -294,6 +313,9 @@ def _cost(
             value = (*op.operands, *op.results)[window.read]
             part = local_bytes(value.shape, layout, value.dtype.itemsize)
             total += halo.price(needed, part, latency)
+    for value, dims in zip(op.operands, rule.operands):
+        if any(f in choice for members in dims for f in members if f in rule.mirrored):
+            total += latency + local_bytes(value.shape, layout_of(rule, dims, choice, False), value.dtype.itemsize)
     work = rule.flops or sum(v.numel for v in op.results)
     return total + work * share(rule, choice) / FLOPS_PER_BYTE
 

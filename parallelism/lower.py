@@ -133,7 +133,7 @@ class Emitter:
         """Emits one resharding step; `shape` is global. `why` goes into the collective's record."""
         run = {
             "gather": self._gather, "scatter": self._scatter, "reduce": self._reduce, "exchange": self._exchange,
-            "slice": self._slice, "mask": self._mask, "permute": self._permute,
+            "slice": self._slice, "mask": self._mask, "spread": self._spread, "permute": self._permute,
         }[step.kind]  # fmt: skip
         return run(node, step, tuple(shape), why)
 
@@ -269,6 +269,25 @@ class Emitter:
         axes = self.mesh.sorted(a for a, _, _ in step.parts)
         keep = self.call(is_first, (self.position(axes),), [])
         return self.move(aten.mul.Scalar, node, info(node).specs[0].shape, keep)
+
+    def _spread(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
+        """Shards as parts of a sum: each at its place, with zeros at all others."""
+        wanted = local_shape(shape, step.after)
+        for d in range(len(shape)):
+            axes = _by_layout([a for a, source, _ in step.parts if source == d], step.before.dims[d])
+            lengths = [wanted[d]]  # the dim's size before each axis divided it, outer to inner
+            for axis in axes:
+                lengths.append(local_size(lengths[-1], (axis,), step.grain(d)))
+            for axis, long, short in zip(reversed(axes), lengths[-2::-1], lengths[:0:-1]):
+                have, total = info(node).specs[0].shape, axis.size * short
+                before, behind = (
+                    self.ranked_number(pick, (axis,), tuple(starts))
+                    for starts in (range(0, total, short), range(total - short, -1, -short))
+                )
+                widths = [0, 0] * (len(have) - 1 - d) + [before, behind]
+                node = self.move(aten.constant_pad_nd.default, node, (*have[:d], total, *have[d + 1 :]), widths, 0)
+                node = self._trim(node, d, long)
+        return node
 
     def _permute(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         axes = self.mesh.sorted(a for a, _, _ in step.parts)

@@ -21,12 +21,16 @@ LATENCY_BYTES = 20_000
 """The cost of starting a collective, in bytes that could be sent meanwhile; used only to compare plans."""
 
 
+FREE = ("slice", "mask", "spread")
+"""Moves that send nothing."""
+
+
 @dataclass(frozen=True)
 class ReshardStep:
     """One move of a resharding. `parts`: (axis, from dim, to dim), with -1 for no dim."""
 
     kind: str
-    """gather, scatter (reduce-scatter), reduce (all-reduce), exchange (all-to-all), slice, mask or permute."""
+    """gather, scatter (reduce-scatter), reduce (all-reduce), exchange (all-to-all), slice, mask, spread or permute."""
     parts: tuple[tuple[Axis, int, int], ...]
     before: Layout
     after: Layout
@@ -39,23 +43,36 @@ class ReshardStep:
 
 def cost(steps: Sequence[ReshardStep], shape: Sequence[int], itemsize: int, latency: int = LATENCY_BYTES) -> float:
     """The cost of a sequence of steps: the bytes that one device sends in rings, plus latencies."""
-    return sum(
-        _price(s.kind, s.parts, local_bytes(shape, s.before, itemsize), local_bytes(shape, s.after, itemsize), latency)
-        for s in steps
-    )
+    total = 0.0
+    for s in steps:
+        before, after = (local_bytes(shape, layout, itemsize) for layout in (s.before, s.after))
+        if s.kind == "exchange":
+            before = _exchanged(shape, s.before, s.after, s.parts, itemsize)
+        total += _price(s.kind, s.parts, before, after, latency)
+    return total
 
 
 def _price(kind: str, parts: Parts, before: int, after: int, latency: int = LATENCY_BYTES) -> float:
-    """The cost of one move; `before` and `after` are the bytes of a device's shard."""
-    if kind in ("slice", "mask"):
+    """The cost of one move; `before` and `after` are the bytes of a device's shard before and after, for an exchange those
+    of its buffer. Padding is sent too."""
+    if kind in FREE:
         return 0.001
     n = size_of(axis for axis, _, _ in parts)
-    ring = (n - 1) / n
     moved = {
-        "gather": after * ring, "scatter": before * ring, "reduce": 2 * before * ring, "exchange": before * ring,
-        "permute": float(before),
+        "gather": before * (n - 1.0), "scatter": after * (n - 1.0), "reduce": 2 * before * (n - 1) / n,
+        "exchange": before * (n - 1) / n, "permute": float(before),
     }[kind]  # fmt: skip
     return latency + moved
+
+
+def _exchanged(shape: Sequence[int], before: Layout, after: Layout, parts: Parts, itemsize: int) -> int:
+    """The bytes of an all-to-all's buffer: a piece for every device of its group, the last ones padded."""
+    cut = {to for _, _, to in parts}
+    pieces = (
+        local_size(n, (after if d in cut else before).dims[d], before.grain(d) if d not in cut else after.grain(d))
+        for d, n in enumerate(shape)
+    )
+    return size_of(axis for axis, _, _ in parts) * math.prod(pieces) * itemsize
 
 
 @lru_cache(maxsize=100_000)
@@ -65,8 +82,8 @@ def redistribution(
     """Searches the cheapest steps that reshard a tensor from layout `source` to `target`.
 
     The target's partial axes must be among the source's, or unused by it: then a replicated value becomes partial by a
-    mask, which keeps it on one coordinate. latency: the cost of starting a collective, in bytes; 0 for collectives that
-    will share buckets.
+    mask, which keeps it on one coordinate; or shard it: then shards become parts of a sum, each with zeros where the
+    others are. latency: the cost of starting a collective, in bytes; 0 for collectives that will share buckets.
     """
     source = _normal(shape, source)
     target = _normal(shape, target)
@@ -125,7 +142,7 @@ def _search(shape: tuple[int, ...], source: Layout, target: Layout, itemsize: in
     bound = max(_shard_bytes(shape, source.dims, itemsize), _shard_bytes(shape, target.dims, itemsize))
     best = _cheapest(shape, source, target, itemsize, latency, cuts, bound, False)
     assert best is not None, f"no way from {source.show()} to {target.show()} for shape {list(shape)}"
-    sent = [s for s in _join(best[1]) if s.kind not in ("slice", "mask")]
+    sent = [s for s in _join(best[1]) if s.kind not in FREE]
     least = _shard_bytes(shape, target.dims, itemsize)
     swells = any(s.kind == "gather" and _shard_bytes(shape, s.after.dims, itemsize) > least for s in sent)
     # Every partial axis must be reduced, so sequences that only reduce gain nothing from swaps. Others have a permute
@@ -244,14 +261,13 @@ def _cheapest(
         for move in _moves(shape, state, goal, goal_axes, kind, swaps):
             what, parts, after = move
             after_bytes = held_by(after[0])
-            price = _price(what, parts, before_bytes, after_bytes, latency)
+            sent = before_bytes
+            if what == "exchange":
+                sent = _exchanged(shape, _layout(state, kind), _layout(after, kind), parts, itemsize)
+            price = _price(what, parts, sent, after_bytes, latency)
             if last == what and what == "permute":
                 price = 0.001  # two permutes merge into one
-            elif (
-                last == what
-                and what not in ("slice", "mask")
-                and _joinable_parts(what, reached_by[current][1][1], parts)
-            ):
+            elif last == what and what not in FREE and _joinable_parts(what, reached_by[current][1][1], parts):
                 price -= latency * 0.999
             over = after_bytes - bound
             if over > 0 and swaps:
@@ -343,6 +359,9 @@ def _moves(
             for block in added(e, (goal_axes & set(partial)) - set(goal[1])):
                 rest = tuple(a for a in partial if a not in block)
                 yield "scatter", tuple((a, -1, e) for a in block), (put(e, (*dims[e], *block)), rest)
+    for d, axes in enumerate(dims) if kind == "sum" else ():
+        if axes and axes[-1] in goal[1] and cuts_on(d, axes[:-1], axes):
+            yield "spread", ((axes[-1], d, -1),), (put(d, axes[:-1]), tuple(sorted((*partial, axes[-1]))))
     for i, axis in enumerate(partial):
         if axis not in goal[1]:
             yield "reduce", ((axis, -1, -1),), (dims, (*partial[:i], *partial[i + 1 :]))
