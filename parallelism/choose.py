@@ -52,7 +52,7 @@ def choose(
         agreed = _agree(way, projected, busy) if way is rule else None
         if agreed is not None and len(homes) == len(op.operands) and computable(op, way, agreed) == agreed:
             return way, agreed
-        for choice in _candidates(op, way, projected, busy, _reordered(way, (*homes, *wanted))):
+        for choice in _candidates(op, way, projected, busy, _reordered(way, (*homes, *targets))):
             if (way, choice) not in candidates:
                 candidates.append((way, choice))
     if len(candidates) == 1:

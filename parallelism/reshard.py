@@ -53,8 +53,8 @@ def cost(steps: Sequence[ReshardStep], shape: Sequence[int], itemsize: int, late
 
 
 def _price(kind: str, parts: Parts, before: int, after: int, latency: int = LATENCY_BYTES) -> float:
-    """The cost of one move; `before` and `after` are the bytes of a device's shard before and after, for an exchange those
-    of its buffer. Padding is sent too."""
+    """The cost of one move, padding included. `before` and `after` are the bytes of a device's shard; for an exchange,
+    `before` is its buffer."""
     if kind in FREE:
         return 0.001
     n = size_of(axis for axis, _, _ in parts)

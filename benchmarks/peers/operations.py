@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from tpshard.parallelism.rules.contraction import contract
 
 from peers.program_text import Call, Name, Shape, Text, numbers
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 
 class NoSuchOp(Exception):
@@ -27,6 +28,7 @@ class Builder:
         self.values: dict[str, Value] = {}
         self.ties: dict[int, list[Value]] = {}
         self.inputs: list[Value] = []
+        self.labels = text.labels
         whole = _index_names(text)
         for i, (name, shape) in enumerate(text.arguments):
             dtype = torch.int64 if name in whole else torch.float32
@@ -110,6 +112,8 @@ def _index_names(text: Text) -> set[str]:
             place = at if at is not None else (len(call.args) - 1) // 2
             if place < len(call.args) and isinstance(call.args[place], Name):
                 wanted.add(call.args[place].text)
+        if call.function.startswith("dynamic_"):
+            wanted |= {a.text for a in call.options.get("start", ()) if isinstance(a, Name)}
         if any(r in wanted for r in call.results):
             flat = [b for a in call.args for b in (a if isinstance(a, list) else [a])]
             wanted |= {a.text for a in flat if isinstance(a, Name)}
@@ -157,7 +161,9 @@ def made(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @made("clamp")
 def _clamp(b: Builder, call: Call, x: Value, low: Any = None, high: Any = None, **options: Any) -> Any:
-    return b.emit(aten.clamp.Tensor, x, options.get("min", low), options.get("max", high))
+    low, high = options.get("min", low), options.get("max", high)
+    b.statement_operands = [low, x, high]  # StableHLO's order
+    return b.emit(aten.clamp.Tensor, x, low, high)
 
 
 @made("where")
@@ -178,7 +184,8 @@ def _split(b: Builder, call: Call, x: Any, *_: Any) -> Any:
 
 @made("propagation_barrier")
 def _barrier(b: Builder, call: Call, x: Value, allowed: str = "both", **_: Any) -> Any:
-    raise NoSuchOp("a propagation barrier")
+    """`allowed`: the direction in which shardings still pass, which may be `both` or `none`."""
+    return b.emit(torch.ops.tpshard.propagation_barrier.default, x, allowed.lower(), shape=x.shape)
 
 
 @made("shard_barrier_from")
@@ -238,8 +245,10 @@ def _permute(b: Builder, call: Call, x: Value, order: Any = None, **options: Any
 @made("broadcast")
 @made("broadcast_in_dim")
 def _broadcast(b: Builder, call: Call, x: Value, dims: Any = (), to: Any = None) -> Any:
-    order = sorted(range(x.rank), key=lambda d: numbers(dims)[d])
-    return b.emit(prims.broadcast_in_dim.default, _permuted(b, x, order), numbers(to), sorted(numbers(dims)))
+    places, shape = numbers(dims), numbers(to)
+    x = _permuted(b, x, sorted(range(x.rank), key=lambda d: places[d]))
+    size = dict(zip(sorted(places), x.shape))
+    return _expanded(b, _viewed(b, x, [size.get(d, 1) for d in range(len(shape))]), shape)
 
 
 @made("cat")
@@ -272,8 +281,11 @@ def _pad(b: Builder, call: Call, x: Value, value: Any = 0, **options: Any) -> An
         low, high, inside = ([e[i] if i < len(e) else 0 for e in each] for i in range(3))
     else:
         low, high, inside = numbers(options["low"]), numbers(options["high"]), numbers(options.get("interior", []))
-    if any(inside):
-        raise NoSuchOp("padding between elements")
+    for d, gap in enumerate(inside):
+        if gap and x.shape[d] > 1:  # written with a step into what holds the value everywhere
+            length = (x.shape[d] - 1) * (gap + 1) + 1
+            base = b.emit(aten.full.default, [*x.shape[:d], length, *x.shape[d + 1 :]], 0.0)
+            x = b.emit(aten.slice_scatter.default, base, x, d, 0, length, gap + 1)
     widths = [w for lo, hi in zip(low[::-1], high[::-1]) for w in (lo, hi)]
     return b.emit(aten.constant_pad_nd.default, x, widths)
 
@@ -372,13 +384,30 @@ def _labels(text: str) -> tuple[str, str, str]:
     return lhs, rhs, out
 
 
+def _remarked(b: Builder, call: Call, x: Value, w: Value) -> str:
+    """The labels behind the arguments' shapes: `lhs: [128,56,56,64] (f01b), rhs: [128,56,56,256] (i01o)`. The result's
+    are the left operand's, or, if sizes say otherwise, in the first order that these allow."""
+    left, right = b.labels.get(x.name), b.labels.get(w.name)
+    if not left or not right:
+        return ""
+    out = left
+    if call.shapes:
+        size = {"b": x.shape[left.index("b")], "f": w.shape[right.index("o")]}
+        fits = (
+            labels for labels in (left, *map("".join, itertools.permutations(sorted(left))))
+            if all(n == size.get(c, n) for c, n in zip(labels, call.shapes[0]))
+        )  # fmt: skip
+        out = next(fits, left)
+    return f"{left}_{right}->{out}"
+
+
 @made("conv")
 @made("convolution")
 def _conv(b: Builder, call: Call, x: Value, w: Value, window: Any = "", feature_groups: int = 1, batch_groups: int = 1,
           **options: Any) -> Any:  # fmt: skip
-    if batch_groups != 1:
-        raise NoSuchOp("a convolution in groups of the batch")
-    lhs, rhs, out = _labels(options.get("dim_labels") or options.get("dims") or "bf01_oi01->bf01")
+    lhs, rhs, out = _labels(
+        options.get("dim_labels") or options.get("dims") or _remarked(b, call, x, w) or "bf01_oi01->bf01"
+    )
     spatial = sorted(c for c in lhs if c.isdigit())
     rank = len(spatial)
     if str(window).startswith("{"):
@@ -396,14 +425,26 @@ def _conv(b: Builder, call: Call, x: Value, w: Value, window: Any = "", feature_
         }
     else:
         at = _window(str(window), rank)
-    equation = _as_product(x, w, lhs, rhs, out, spatial, at)
-    if equation is not None and feature_groups == 1:
-        return b.emit(contract, x, w, equation)
+        at["size"] = [[w.shape[rhs.index(c)]] for c in spatial]
+        if "padding" in options:
+            at["pad"] = [[n, n] for n in numbers(options["padding"])]
+    product = _as_product(x, w, lhs, rhs, out, spatial, at)
+    if product is not None and feature_groups == batch_groups == 1:
+        equation, keeps = product  # dims of size 1 that no equation has are taken off, and put back
+        flat = (_viewed(b, v, [n for n, keep in zip(v.shape, kept) if keep]) for v, kept in zip((x, w), keeps))
+        made = b.emit(contract, *flat, equation)
+        sizes = iter(made.shape)
+        return _viewed(b, made, [next(sizes) if keep else 1 for keep in keeps[2]])
     if any(n != [1] for n in at["lhs_dilate"]):
         raise NoSuchOp("a convolution over dilated input")
     if rank == 0 or rank > 3:
         raise NoSuchOp(f"a convolution over {rank} dims")
     x = _permuted(b, x, [lhs.index(c) for c in ["b", "f", *spatial]])
+    if batch_groups > 1:  # parts of the batch, each with its own output channels, are groups of channels
+        n, channels, *rest = x.shape
+        x = _viewed(b, x, [batch_groups, n // batch_groups, channels, *rest])
+        x = _permuted(b, x, [1, 0, *range(2, rank + 3)])
+        x, feature_groups = _viewed(b, x, [n // batch_groups, batch_groups * channels, *rest]), batch_groups
     w = _permuted(b, w, [rhs.index(c) for c in ["o", "i", *spatial]])
     flipped = [2 + i for i in range(rank) if at["rhs_reversal"][i] == [1] and at["size"][i] != [1]]
     w = b.emit(aten.flip.default, w, flipped) if flipped else w
@@ -422,8 +463,9 @@ def _conv(b: Builder, call: Call, x: Value, w: Value, window: Any = "", feature_
 
 def _as_product(
     x: Value, w: Value, lhs: str, rhs: str, out: str, spatial: Sequence[str], at: dict[str, list[list[int]]]
-) -> str | None:
-    """The equation of a convolution whose windows only spell a product, as XLA writes einsums; else None."""
+) -> tuple[str, list[list[bool]]] | None:
+    """The equation of a convolution whose windows only spell a product, as XLA writes einsums, and per tensor the dims
+    that it has; None for other convolutions."""
     letter = {"b": "b", "f": "f", "i": "f", "o": "o"}
     left, right, made = dict(zip(lhs, lhs)), dict(zip(rhs, rhs)), dict(zip(out, out))
     for i, c in enumerate(spatial):
@@ -431,6 +473,7 @@ def _as_product(
         size, stride, pad = at["size"][i][0], at["stride"][i][0], (at["pad"][i] * 2)[:2]
         dilate, reverse = at["lhs_dilate"][i][0], at["rhs_reversal"][i][0]
         if n == m == 1 and size == 1 and pad == [0, 0]:
+            left[c] = right[c] = made[c] = ""
             continue
         if n == m == size and n > 1 and stride == max(1, n - 1) and dilate == n and pad == [0, 0]:
             continue  # a batch dim
@@ -443,19 +486,18 @@ def _as_product(
         else:
             return None
 
-    def spelled(labels: str, names: dict[str, str], value_shape: Sequence[int] | None) -> str | None:
-        text = ""
+    def spelled(labels: str, names: dict[str, str], operand: bool) -> tuple[str, list[bool]]:
+        text, keeps = "", []
         for c in labels:
+            keeps.append(not c.isdigit() or bool(names[c]))
             if c.isdigit():
-                if not names[c]:
-                    return None  # a dim of size 1 would have to go: einsum has no such letter
-                text += chr(ord("t") + int(c))
+                text += chr(ord("t") + int(c)) if names[c] else ""
             else:
-                text += letter[c] if value_shape is not None or c == "b" else {"f": "o", "b": "b"}[c]
-        return text
+                text += letter[c] if operand or c == "b" else "o"
+        return text, keeps
 
-    a, c_, o = spelled(lhs, left, x.shape), spelled(rhs, right, w.shape), spelled(out, made, None)
-    return None if a is None or c_ is None or o is None else f"{a},{c_}->{o}"
+    parts = [spelled(lhs, left, True), spelled(rhs, right, True), spelled(out, made, False)]
+    return f"{parts[0][0]},{parts[1][0]}->{parts[2][0]}", [keeps for _, keeps in parts]
 
 
 # ---- by index -------------------------------------------------------------------------------------------------------
@@ -479,68 +521,105 @@ def _positions(b: Builder, size: int, dim: int, rank: int) -> Value:
 
 
 def _slots(
-    b: Builder, x: Value, indices: Value, to: list[int], batch: list[int], index_batch: list[int], vector: int
-) -> tuple[list[Any], int]:
-    """Torch's list of indices: None for a whole dim; and the rank of the indices together."""
+    b: Builder, x: Value, starts: dict[int, Value], batch: dict[int, int], windows: dict[int, int], rank: int
+) -> list[Any]:
+    """Torch's list of indices, None for a whole dim. starts: the first index of a dim, over `rank` dims. batch: the
+    one of these along which a dim is counted. windows: the number of indices of a dim, along a further dim each."""
     slots: list[Any] = [None] * x.rank
-    for d, part in zip(to, _index_parts(b, indices, vector, len(to))):
-        slots[d] = part
+    for d, at in batch.items():
+        slots[d] = _positions(b, x.shape[d], at, rank + len(windows))
+    for d, start in starts.items():
+        slots[d] = _viewed(b, start, [*start.shape, *[1] * (rank - start.rank + len(windows))])
+    for i, (d, count) in enumerate(windows.items()):
+        row = _positions(b, count, rank + i, rank + len(windows))
+        slots[d] = row if slots[d] is None else slots[d] if count == 1 else b.emit(aten.add.Tensor, slots[d], row)
+    return slots
+
+
+def _indexed(slots: Sequence[Any], rank: int, windows: dict[int, int]) -> list[tuple[str, int]]:
+    """The dims of x[slots]: dims of the indices, and dims of x by their windows."""
+    at = [d for d, s in enumerate(slots) if s is not None]
+    start = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
+    whole = [("window", d) for d, s in enumerate(slots) if s is None]
+    return [*whole[:start], *(("batch", i) for i in range(rank)), *(("window", d) for d in windows), *whole[start:]]
+
+
+def _places(rank: int, windows: Sequence[int], kept: Sequence[int]) -> list[tuple[str, int]]:
+    """The dims of a gather's result, or a scatter's updates: dims of x where `windows` says, else of the indices."""
+    dims, counted = iter(kept), iter(range(rank))
+    return [("window", next(dims)) if d in windows else ("batch", next(counted)) for d in range(rank)]
+
+
+def _addressed(
+    b: Builder, x: Value, indices: Value, sizes: dict[int, int], gone: Sequence[int], **o: Any
+) -> tuple[list[Any], int, dict[int, int]]:
+    """The indices of a gather or scatter, their rank, and the windows of dims that are read or written in part.
+    sizes: of the windows of the dims that are kept. gone: dims without one. A window over all of a dim starts at 0."""
+    batch, index_batch = (
+        _dims(o, "operand_batching_dims", "input_batching_dims"),
+        _dims(o, "start_indices_batching_dims", "scatter_indices_batching_dims"),
+    )
+    to = _dims(o, "start_index_map", "scatter_dims_to_operand_dims") or sorted(gone)
+    vector = int(o.get("index_vector_dim", indices.rank))
     rank = indices.rank - (vector < indices.rank)
-    for d, at in zip(batch, index_batch):
-        slots[d] = _positions(b, x.shape[d], at - (at > vector), rank)
-    return slots, rank
+    windows = {d: n for d, n in sizes.items() if n != x.shape[d]}
+    starts = {d: part for d, part in zip(to, _index_parts(b, indices, vector, len(to))) if d in windows or d in gone}
+    batches = {d: at - (at > vector) for d, at in zip(batch, index_batch)}
+    for d in gone:  # of size 1, with no index of its own
+        if d not in starts:
+            starts[d] = b.emit(aten.full.default, [1] * rank, 0, dtype=torch.int64)
+    return _slots(b, x, starts, batches, windows, rank), rank, windows
 
 
 @made("gather")
 def _gather(b: Builder, call: Call, x: Value, indices: Value, **o: Any) -> Any:
     offset, collapsed = _dims(o, "offset_dims"), _dims(o, "collapsed_slice_dims", "collapsed")
-    batch, index_batch = _dims(o, "operand_batching_dims"), _dims(o, "start_indices_batching_dims")
-    to, vector, sizes = _dims(o, "start_index_map"), int(o["index_vector_dim"]), _dims(o, "slice_sizes")
-    gone = sorted([*collapsed, *batch])
-    kept = [d for d in range(x.rank) if d not in gone]
-    if any(d not in to and x.shape[d] != 1 for d in collapsed) or any(
-        sizes[d] != x.shape[d] for d in kept
-    ):  # fmt: skip
-        raise NoSuchOp("a gather of parts of a dim")
-    for d in [d for d in to if d in kept]:
-        raise NoSuchOp(f"a gather along dim {d}, which stays whole")
-    slots, rank = _slots(b, x, indices, to, batch, index_batch, vector)
-    for d in collapsed:
-        if slots[d] is None:
-            slots[d] = _positions(b, 1, 0, rank) if rank else b.emit(aten.full.default, [], 0, dtype=torch.int64)
+    batch, sizes = _dims(o, "operand_batching_dims"), _dims(o, "slice_sizes")
+    kept = [d for d in range(x.rank) if d not in (*collapsed, *batch)]
+    slots, rank, windows = _addressed(b, x, indices, {d: sizes[d] for d in kept}, collapsed, **o)
+    if all(s is None for s in slots):
+        raise NoSuchOp("a gather without indices")
+    have = _indexed(slots, rank, windows)
     made = b.emit(aten.index.Tensor, x, slots)
-    at = [d for d, s in enumerate(slots) if s is not None]
-    start = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
-    picked = list(range(start, start + rank))
-    rest = [d for d in range(made.rank) if d not in picked]
-    order, p, r = [], iter(picked), iter(rest)
-    for d in range(made.rank):
-        order.append(next(r) if d in offset else next(p))
-    return _permuted(b, made, order)
+    return _permuted(b, made, [have.index(place) for place in _places(made.rank, offset, kept)])
 
 
 def _scatter(b: Builder, call: Call, *args: Any, accumulate: bool, **o: Any) -> Any:
     count = (len(args) - 1) // 2
     indices = args[count]
     window, inserted = _dims(o, "update_window_dims"), _dims(o, "inserted_window_dims", "inserted")
-    batch, index_batch = _dims(o, "input_batching_dims"), _dims(o, "scatter_indices_batching_dims")
-    to = _dims(o, "scatter_dims_to_operand_dims") or list(range(len(inserted)))
-    vector = int(o.get("index_vector_dim", 0))
+    batch = _dims(o, "input_batching_dims")
     made = []
     for x, updates in zip(args[:count], args[count + 1 :]):
-        kept = [d for d in range(x.rank) if d not in inserted and d not in batch]
-        if [updates.shape[d] for d in window] != [x.shape[d] for d in kept]:
-            raise NoSuchOp("a scatter into parts of a dim")
-        slots, _ = _slots(b, x, indices, to, batch, index_batch, vector)
-        at = [d for d, s in enumerate(slots) if s is not None]
-        if not at:
+        kept = [d for d in range(x.rank) if d not in (*inserted, *batch)]
+        sizes = {d: updates.shape[at] for d, at in zip(kept, window)}
+        slots, rank, windows = _addressed(b, x, indices, sizes, inserted, **o)
+        if all(s is None for s in slots):
             raise NoSuchOp("a scatter without indices")
-        start = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
-        picked = [d for d in range(updates.rank) if d not in window]
-        order = [*window[:start], *picked, *window[start:]]
-        written = _permuted(b, updates, order)
+        places = _places(updates.rank, window, kept)
+        written = _permuted(b, updates, [places.index(place) for place in _indexed(slots, rank, windows)])
         made.append(b.emit(aten.index_put.default, x, slots, written, accumulate))
     return made
+
+
+@made("dynamic_slice")
+def _dynamic_slice(b: Builder, call: Call, x: Value, start: Any = (), sizes: Any = (), **_: Any) -> Any:
+    windows = {d: n for d, n in enumerate(numbers(sizes)) if n != x.shape[d]}
+    slots = _slots(b, x, {d: start[d] for d in windows}, {}, windows, 0)
+    if not windows:
+        return b.emit(aten.clone.default, x)
+    have = _indexed(slots, 0, windows)
+    return _permuted(b, b.emit(aten.index.Tensor, x, slots), [have.index(("window", d)) for d in range(x.rank)])
+
+
+@made("dynamic_update_slice")
+def _dynamic_update(b: Builder, call: Call, x: Value, update: Value, start: Any = (), **_: Any) -> Any:
+    windows = {d: n for d, n in enumerate(update.shape) if n != x.shape[d]}
+    if not windows:
+        return b.emit(aten.clone.default, update)
+    slots = _slots(b, x, {d: start[d] for d in windows}, {}, windows, 0)
+    written = _permuted(b, update, [d for _, d in _indexed(slots, 0, windows)])
+    return b.emit(aten.index_put.default, x, slots, written, False)
 
 
 MAKERS["scatter"] = lambda b, call, *a, **o: _scatter(b, call, *a, accumulate=False, **o)
@@ -560,9 +639,10 @@ def _index_add(b: Builder, call: Call, x: Value, dim: int, index: Value, source:
 
 @made("sort")
 def _sort(b: Builder, call: Call, *inputs: Value, dim: int = -1, **_: Any) -> Any:
-    if len(inputs) != 1:
-        raise NoSuchOp("a sort of several tensors")
-    return b.emit(aten.sort.default, inputs[0], dim)
+    values, places = b.emit(aten.sort.default, inputs[0], dim)
+    if len(inputs) == 1:
+        return [values, places]
+    return [values, *(b.emit(aten.gather.default, x, dim, places) for x in inputs[1:])]
 
 
 @made("topk")
@@ -601,16 +681,25 @@ def _fft(b: Builder, call: Call, x: Value, type: str = "FFT", length: Any = ()) 
 @made("custom_call")
 def _custom(b: Builder, call: Call, *args: Any, **_: Any) -> Any:
     name = (re.search(r"@([\w.]+)", call.remarks) or ["", ""])[1]
-    if name in ("mhlo.erf",):
+    if name == "mhlo.erf":
         return b.emit(aten.erf.default, args[0])
-    if name in ("MoveToHost", "MoveToDevice", "annotate_device_placement", "LayoutConstraint", "Sharding"):
+    if name == "X64Combine":  # the two halves of a number
+        return b.emit(aten.add.Tensor, *args)
+    if name in ("MoveToHost", "MoveToDevice", "annotate_device_placement", "LayoutConstraint", "Sharding",
+                "InspectSharding", "X64SplitHigh", "X64SplitLow"):  # fmt: skip
         return b.emit(aten.clone.default, args[0])
-    if name == "mhlo.topk":
+    if name in ("mhlo.topk", "TopK"):
         return b.emit(aten.topk.default, args[0], call.shapes[0][-1], -1)
+    if name in ("ApproxTopK", "PartialReduce"):  # of positions that are given: top-k, and a lookup of these
+        (dim,) = [d for d, n in enumerate(args[0].shape) if n != call.shapes[0][d]] or [-1]
+        values, places = b.emit(aten.topk.default, args[0], call.shapes[0][dim], dim)
+        return [values, b.emit(aten.gather.default, args[1], dim, places)]
     if name == "ProductOfElementaryHouseholderReflectors":
-        return b.emit(aten.linalg_householder_product.default, *args)
+        return b.emit(aten.linalg_householder_product.default, *args, shape=call.shapes[0])
     if name in ("Qr", "QrDecompositionBlock"):
         return b.emit(aten.geqrf.default, args[0])
+    if name in ("LuDecomposition", "Lu"):
+        return b.emit(aten.linalg_lu_factor_ex.default, args[0])
     if name == "Eigh":
         values, vectors = b.emit(aten._linalg_eigh.default, args[0])
         return [vectors, values]

@@ -35,6 +35,8 @@ class Text:
     arguments: list[tuple[str, Shape]]
     calls: list[Call]
     returned: list[str]
+    labels: dict[str, str] = field(default_factory=dict)
+    """What is written behind an argument's shape: `(f01b)`, the dims of a convolution's operand."""
 
 
 def read(program: str) -> Text:
@@ -50,6 +52,9 @@ def read(program: str) -> Text:
     for part in split(head[1]):
         name, _, shape = part.partition(":")
         text.arguments.append((name.strip(), shape_of(shape)))
+        label = re.search(r"\((\w+)\)\s*$", shape)
+        if label:
+            text.labels[name.strip()] = label[1]
     for line in lines[1:]:
         body, _, comment = line.strip().partition("#")
         body = body.strip()
@@ -60,6 +65,9 @@ def read(program: str) -> Text:
         if body.startswith("return"):
             for part in split(body.removeprefix("return")):
                 text.returned.append(_flat(part, text, f"_returned{len(text.returned)}"))
+            arrow = re.match(r"\s*->\s*(\[[\d\[\], ]*\])", comment)
+            if arrow and text.returned[0].startswith("_returned"):
+                text.calls[-1].shapes = shapes_of(arrow[1])
             continue
         results, _, expression = body.partition(" = ") if re.match(r"[\w., ]+ = ", body) else ("", "", body)
         call = expression_of(expression, text)

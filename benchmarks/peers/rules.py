@@ -5,15 +5,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from tpshard.parallelism.graph import Value
-from tpshard.parallelism.rules.rule import Kind
+from tpshard.parallelism.choose import Choice, layout_of
+from tpshard.parallelism.factors import Cut
+from tpshard.parallelism.graph import Op, Value
+from tpshard.parallelism.halo import halo_of, price
+from tpshard.parallelism.mesh import Axis, size_of
+from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import rule_for
+from tpshard.parallelism.sharding import local_bytes
 
 from peers.operations import Builder
 
 KINDS = {Kind.PASS: "", Kind.REDUCE: "reduction", Kind.WHOLE: "need_replication"}
 KINDS |= {k: "permutation" for k in Kind if k.name == "PERMUTE"}
+HALVES = Axis("halves", 1, 2)
 ORDER = ["", "permutation", "reduction", "need_replication"]
 
 
@@ -26,6 +33,12 @@ class Joined:
     sizes: dict[int, int]
     kinds: dict[int, str]
     blocked: set[int]
+    values: list[Value]
+    """The operands and results."""
+    halos: dict[int, float]
+    """The bytes of a sharded factor's halo, on two devices."""
+    reduced: dict[int, float]
+    """The bytes of the all-reduces that a sharded factor needs, on two devices."""
 
     def show(self) -> str:
         letters: dict[int, str] = {}
@@ -44,31 +57,73 @@ class Joined:
         return text + (f" blocked={{{', '.join(named)}}}" if named else "")
 
     def differs(
-        self, operands: list[list[list[str]]], results: list[list[list[str]]], sizes: dict[str, int],
-        kinds: dict[str, str], blocked: set[str],
-    ) -> str:  # fmt: skip
-        """Where an expected rule is another one, in words; empty where it is the same up to names."""
-        mine, theirs = [*self.operands, *self.results], [*operands, *results]
-        shape = [[len(dim) for dim in t] for t in mine], [[len(dim) for dim in t] for t in theirs]
-        if len(self.operands) != len(operands) or shape[0] != shape[1]:
-            return f"{self.show()}: other factors"
-        names: dict[int, str] = {}
-        for f, name in zip(
-            itertools.chain.from_iterable(d for t in mine for d in t),
-            itertools.chain.from_iterable(d for t in theirs for d in t),
-        ):
+        self, operands: Dims, results: Dims, sizes: dict[str, int], kinds: dict[str, str], blocked: set[str]
+    ) -> tuple[str, dict[str, list[float]]]:
+        """Where an expected rule is another one, in words; empty where it is the same up to names, or one in which a
+        sharded factor costs no less.
+
+        The second result names such factors, each with its bytes and the expected kind's, on two devices. Dims of size
+        1, which nothing shards, have no factors, and a blocked factor is one factor per tensor.
+        """
+        tensors = [*self.operands, *self.results]
+        mine = [_apart(t, self.blocked, i) for i, t in enumerate(tensors)]
+        theirs = [_apart(t, blocked, i) for i, t in enumerate([*operands, *results])]
+        if len(self.operands) != len(operands) or len(mine) != len(theirs):
+            return f"{self.show()}: other tensors", {}
+        theirs = [[d if n != 1 else [] for d, n in zip(t, v.shape)] for t, v in zip(theirs, self.values)]
+        theirs = _reachable(theirs, kinds)
+        if [[len(d) for d in t] for t in mine] != [[len(d) for d in t] for t in theirs]:
+            return f"{self.show()}: other factors", {}
+        names: dict[Any, Any] = {}
+        for f, name in zip(_flat(mine), _flat(theirs)):
             if names.setdefault(f, name) != name:
-                return f"{self.show()}: `{names[f]}` and `{name}` are one factor"
+                return f"{self.show()}: `{names[f][0]}` and `{name[0]}` are one factor", {}
         if len(set(names.values())) != len(names):
-            return f"{self.show()}: one expected factor is two"
-        for f, name in names.items():
-            if self.sizes[f] != sizes[name]:
-                return f"{self.show()}: `{name}` has size {self.sizes[f]}, not {sizes[name]}"
-            if self.kinds[f] != kinds.get(name, ""):
-                return f"{self.show()}: `{name}` is `{self.kinds[f]}`, not `{kinds.get(name, '')}`"
-            if (f in self.blocked) != (name in blocked):
-                return f"{self.show()}: `{name}` is {'' if f in self.blocked else 'not '}blocked"
-        return ""
+            return f"{self.show()}: one expected factor is two", {}
+        cheaper = {}
+        for f, (name, tensor) in names.items():
+            same_size = self.sizes[f[0]] == sizes[name] or tensor is not None
+            if not same_size and [f] not in [d for t in mine for d in t]:
+                return f"{self.show()}: `{name}` has size {self.sizes[f[0]]}, not {sizes[name]}", {}
+            if self.kinds[f[0]] != kinds.get(name, ""):
+                whole = self.price(f[0], "need_replication")  # which the engine chooses where it is cheaper
+                price = min(whole, self.price(f[0], self.kinds[f[0]])), self.price(f[0], kinds.get(name, ""))
+                if price[0] > price[1]:
+                    return f"{self.show()}: `{name}` is `{self.kinds[f[0]]}`, not `{kinds.get(name, '')}`", {}
+                cheaper[name] = list(price)
+        return "", cheaper
+
+    def price(self, factor: int, kind: str) -> float:
+        """The bytes that a device sends if a factor of this kind is sharded over two devices: an all-reduce of the
+        results, the halo, or a gather of the operands; none for what passes, unless no result has it."""
+        count = len(self.operands)
+        have = [any(factor in dim for dim in t) for t in [*self.operands, *self.results]]
+        if kind == "reduction":
+            return self.reduced.get(factor) or float(sum(v.bytes for v in self.values[count:]))
+        if kind == "permutation" and factor in self.halos:
+            return self.halos[factor]
+        if kind == "" and any(have[count:]):
+            return 0.0
+        return sum(v.bytes for v, has in zip(self.values[:count], have) if has) / 2
+
+
+Dims = list[list[list[Any]]]
+
+
+def _flat(tensors: Dims) -> list[Any]:
+    return [f for tensor in tensors for dim in tensor for f in dim]
+
+
+def _apart(tensor: list[list[Any]], blocked: set[Any], index: int) -> list[list[Any]]:
+    """Factors as (factor, None), and a blocked one as (factor, tensor): it links nothing."""
+    return [[(f, index if f in blocked else None) for f in dim] for dim in tensor]
+
+
+def _reachable(tensors: Dims, kinds: dict[str, str]) -> Dims:
+    """Dims that are windows as well as positions in them, as a convolution's, with the first of these factors only:
+    no sharding reaches the other, since it would have to divide the first into single elements."""
+    both = {"permutation", "reduction"}
+    return [[d[:1] if {kinds.get(f[0]) for f in d} == both else d for d in t] for t in tensors]
 
 
 def joined(builder: Builder, names: Sequence[str]) -> Joined:
@@ -92,11 +147,19 @@ def joined(builder: Builder, names: Sequence[str]) -> Joined:
             key = parent[key]
         return key
 
+    made_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    """The factors of which another op sees one to be made."""
+
+    def finest(key: tuple[int, int]) -> list[tuple[int, int]]:
+        parts = made_of.get(root(key))
+        return [key] if parts is None else [f for part in parts for f in finest(part)]
+
     rules = {id(op): rule_for(op) for op in ops}
     dims_of: dict[Value, list[list[tuple[int, int]]]] = {}
     kind: dict[tuple[int, int], str] = {}
     size: dict[tuple[int, int], int] = {}
     blocked: set[tuple[int, int]] = set()
+    halo: dict[tuple[int, int], float] = {}
     for op in sorted(ops, key=builder.ops.index):
         rule = rules[id(op)]
         for value, dims in zip([*op.operands, *op.results], rule.tensors):
@@ -108,24 +171,64 @@ def joined(builder: Builder, names: Sequence[str]) -> Joined:
                 if len(a) == len(b):
                     for x, y in zip(a, b):
                         parent[root(y)] = root(x)
+                elif 1 in (len(a), len(b)) and a and b:
+                    one, several = (a[0], b) if len(a) == 1 else (b[0], a)
+                    for x, y in zip(made_of.setdefault(root(one), several), several):
+                        parent[root(y)] = root(x)
         for f in range(len(rule.sizes)):
             kind[(id(op), f)] = KINDS[rule.kinds[f]]
             size[(id(op), f)] = rule.sizes[f]
-            if f in getattr(rule, "blocked", ()):
+            if f in rule.blocked:
                 blocked.add((id(op), f))
+            halo[(id(op), f)] = inside(op, rule, {f: Cut((HALVES,))})
     numbers: dict[tuple[int, int], int] = {}
     kinds: dict[int, str] = {}
     sizes: dict[int, int] = {}
     stuck: set[int] = set()
+    halos: dict[int, float] = {}
+    reduced: dict[int, float] = {}
+    by_id = {id(op): op for op in ops}
     for key in kind:
         n = numbers.setdefault(root(key), len(numbers))
         kinds[n] = max(kinds.get(n, ""), kind[key], key=ORDER.index)
         sizes[n] = max(sizes.get(n, 0), size[key])
+        halos[n] = halos.get(n, 0.0) + halo[key]
+        if kind[key] == "reduction":
+            reduced[n] = reduced.get(n, 0.0) + sum(v.bytes for v in by_id[key[0]].results)
         if key in blocked:
             stuck.add(n)
 
     def tensor(value: Value) -> list[list[int]]:
         dims = dims_of.get(value, [[] for _ in value.shape])
-        return [[numbers[root(key)] for key in dim if sizes[numbers[root(key)]] != 1] for dim in dims]
+        return [[numbers[root(f)] for key in dim for f in finest(key) if sizes[numbers[root(f)]] != 1] for dim in dims]
 
-    return Joined([tensor(v) for v in builder.statement_operands], [tensor(v) for v in made], sizes, kinds, stuck)
+    operands = builder.statement_operands
+    return Joined(
+        [tensor(v) for v in operands],
+        [tensor(v) for v in made],
+        sizes,
+        kinds,
+        stuck,
+        [*operands, *made],
+        halos,
+        reduced,
+    )
+
+
+def inside(op: Op, rule: Rule, choice: Choice) -> float:
+    """The bytes that a device sends for an op itself, computed in a choice: halos, swapped shards, and what its
+    `local` gathers."""
+    tensors, sent = [*op.operands, *op.results], 0.0
+    for f, window in rule.windows:
+        if f not in choice:
+            continue
+        value = tensors[window.read]
+        made = tensors[window.reader].shape[window.reader_dim] // window.scale
+        plan = halo_of(value.shape[window.dim], made, choice[f].axes, window)
+        held = local_bytes(value.shape, layout_of(rule, rule.tensors[window.read], choice, False), value.dtype.itemsize)
+        sent += price(plan, held, 0) if plan is not None else held * (size_of(choice[f].axes) - 1)
+    if any(f in choice for f in rule.mirrored):
+        sent += local_bytes(
+            tensors[0].shape, layout_of(rule, rule.operands[0], choice, False), tensors[0].dtype.itemsize
+        )
+    return sent

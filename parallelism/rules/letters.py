@@ -1,8 +1,8 @@
 """Rules written as letters, such as `...HW,oIKL->...YZ`, which name the dims of an op's tensors.
 
 A small letter is a factor; a result that lacks it is a sum over it. A capital is a factor that must be whole. `...`
-stands for leading dims, which all tensors with `...` share. The tensors are those of the op's schema in order, including those
-that a call omits.
+stands for leading dims, which all tensors with `...` share. The tensors are those of the op's schema in order,
+including those that a call omits.
 """
 
 from __future__ import annotations
