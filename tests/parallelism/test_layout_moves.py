@@ -12,7 +12,7 @@ from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import parse
 from tpshard.parallelism.simulate import run_lockstep
-from tpshard.parallelism.why import Told
+from tpshard.parallelism.why import SourcePlace
 
 
 def test_shards_become_parts_of_a_sum_without_communication() -> None:
@@ -26,7 +26,7 @@ def test_shards_become_parts_of_a_sum_without_communication() -> None:
         mark_outputs(graph)
         (split,) = (op for op in graph.ops if is_split(op))
         given = {graph.inputs[0]: before, split.results[0]: after, graph.outputs[0]: after}
-        annotations = {value: Annotation(parse(text, mesh), (Told(text),)) for value, text in given.items()}
+        annotations = {value: Annotation(parse(text, mesh), (SourcePlace(text),)) for value, text in given.items()}
         program = partition_graph(propagate(graph, mesh, annotations))
         assert program.collectives == []
         each = run_lockstep(program, [program.local(rank, x) for rank in range(mesh.ranks)])
