@@ -10,6 +10,7 @@ from functools import cache, partial
 from tpshard.parallelism.passes.bucket import bucket
 from tpshard.parallelism.passes.gather_late import gather_late
 from tpshard.parallelism.passes.hoist_gradients import hoist_gradients
+from tpshard.parallelism.passes.overlap_exchanges import overlap_exchanges
 from tpshard.parallelism.passes.prefetch import prefetch
 from tpshard.parallelism.passes.recompute import recompute
 from tpshard.parallelism.passes.reduce_early import reduce_early
@@ -34,6 +35,7 @@ def scheduling(setting: Setting, chosen: Choices) -> list[Pass]:
     return [
         partial(bucket, groups=chosen.buckets),
         hoist_gradients,
+        overlap_exchanges,
         gather_late,
         partial(prefetch, units=setting.recipe.fsdp.prefetch),
         reduce_early,

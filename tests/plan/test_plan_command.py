@@ -162,7 +162,8 @@ def test_passes_are_shown_one_by_one(small, capsys):
     assert tpshard(["plan", "small.yaml", "--passes", "--json"]) == Exit.DONE
     rows = json.loads(capsys.readouterr().out)["passes"]
     assert [row["name"] for row in rows] == [
-        "", "recompute", "bucket", "hoist_gradients", "gather_late", "prefetch", "reduce_early", "sink_waits",
+        "", "recompute", "bucket", "hoist_gradients", "overlap_exchanges", "gather_late", "prefetch", "reduce_early",
+        "sink_waits",
     ]  # fmt: skip
     assert tpshard(["plan", "small.yaml", "--dry-run", "--json"]) == Exit.DONE
     plan = json.loads(capsys.readouterr().out)
@@ -174,6 +175,6 @@ def test_passes_are_shown_one_by_one(small, capsys):
     assert counts[2] < counts[1] and len({*counts[2:]}) == 1  # buckets merge them; what follows moves them
     assert tpshard(["plan", "small.yaml", "--passes"]) == Exit.DONE
     shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == len(rows) + 1 and shown[1].startswith("as partitioned") and shown[6].startswith("prefetch")
+    assert len(shown) == len(rows) + 1 and shown[1].startswith("as partitioned") and shown[7].startswith("prefetch")
     assert [p.name for p in small.parent.iterdir()] == ["small.yaml"]
     assert tpshard(["plan", "small.yaml", "--passes", "--for", "decode"]) == Exit.USAGE

@@ -1,0 +1,77 @@
+"""A shared expert is computed while tokens travel to the routed experts and back, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import fx
+from tpshard.parallelism.passes.moves import wait
+from tpshard.parallelism.passes.overlap_exchanges import overlap_exchanges
+from tpshard.parallelism.passes.recompute import keep_selected, recompute
+from tpshard.parallelism.passes.run import run
+from tpshard.parallelism.program import Program, info
+from tpshard.programs import step_programs
+from tpshard.programs.setting import Setting
+from tpshard.recipes.load import loads
+
+aten = torch.ops.aten
+RECIPE = """
+name: overlapped
+cluster: {device: cpu}
+mesh: {fsdp: 2, ep: 2}
+model:
+  {preset: tiny-moe, capacity: CAPACITY, layers: 1, seq_len: 8, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 8,
+   vocab: 32, experts: 4}
+batch: {global_sequences: 4}
+"""
+CAPACITIES = ("2.0", "null")
+
+
+@cache
+def programs(capacity: str) -> tuple[Program, Program]:
+    """A micro-batch's program before and after the pass."""
+    whole = step_programs.micro_program(Setting.of(loads(RECIPE.replace("CAPACITY", capacity))))
+    plain = run([partial(recompute, keep=keep_selected())], whole)
+    return plain, run([overlap_exchanges], plain)
+
+
+def products(program: Program, phase: str) -> tuple[list[list[fx.Node]], list[fx.Node]]:
+    """The products between the issue and the wait of each exchange over `ep`, and those of the shared expert."""
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    matmuls = {node for node in nodes if node.target in (aten.mm.default, aten.bmm.default)}
+    hidden = []
+    for i, node in enumerate(nodes):
+        comm = info(node).comm
+        if comm is not None and comm.axes == ("ep",) and comm.of == "activation" and info(node).phase == phase:
+            end = next(j for j in range(i, len(nodes)) if nodes[j].target is wait and nodes[j].args[0] is node)
+            hidden.append([one for one in nodes[i:end] if one in matmuls])
+    return hidden, [n for n in nodes if n in matmuls and ".shared." in info(n).module and info(n).phase == phase]
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize(("phase", "count"), [("forward", 3), ("backward", 6)])
+def test_the_shared_expert_is_computed_while_tokens_travel(capacity: str, phase: str, count: int) -> None:
+    plain, overlapped = programs(capacity)
+    assert not any(products(plain, phase)[0])
+    hidden, shared = products(overlapped, phase)
+    assert sum(map(bool, hidden)) >= 2 and len(shared) == count
+    assert {node for some in hidden for node in some}.issuperset(shared)
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_collectives_stay_and_no_bit_changes(capacity: str) -> None:
+    plain, overlapped = programs(capacity)
+    counts = [Counter((c.kind, c.axes, c.of, c.bytes) for c in program.collectives) for program in (plain, overlapped)]
+    assert counts[0] == counts[1]
+    generator = torch.Generator().manual_seed(0)
+    given = [
+        torch.randint(0, 32, port.shape, generator=generator)
+        if port.dtype == torch.int64
+        else torch.randn(port.shape, generator=generator) * 0.3
+        for port in plain.inputs
+    ]
+    for one, other in zip(plain.simulate(*given), overlapped.simulate(*given), strict=True):
+        assert torch.equal(one, other)
