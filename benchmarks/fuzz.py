@@ -1,11 +1,14 @@
 """Compares random programs, partitioned and simulated, with eager mode: how many are wrong, crash or are refused.
 
     python benchmarks/fuzz.py --seeds 1000 [--start 0] [--family NAME ...] [--json] [--show] [--seconds 600]
+    python benchmarks/fuzz.py --join PIECE.json ... [--record]
 
 Each program is one op of a family with a random tail, half of them with gradients, on a random mesh, with random
 shardings of arguments and results: uneven sizes, parts of axes, several axes on one dim. `refused` is a ValueError
-before anything runs, counted by its reason; `crash` is any other exception. Exits with 1 if a program is wrong or
-crashed. `--family NAME --only SEED --show` repeats one program.
+before anything runs, counted by its reason; `crash` is any other exception. Programs that draw random numbers are
+compared with their own unsharded program, since eager mode draws others. Exits with 1 if a program is wrong or crashed.
+`--family NAME --only SEED --show` repeats one program. `--join` adds up what earlier runs printed with `--json`, and
+`--record` writes it to benchmarks/records/fuzz.json.
 """
 
 from __future__ import annotations
@@ -14,16 +17,19 @@ import argparse
 import json
 import math
 import re
+import sys
 import time
 import traceback
 import warnings
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from tpshard.parallelism import Program, partition
 
 from fuzzed import FAMILIES, Case, case
+from record import Record
 
 
 class Outcome(NamedTuple):
@@ -34,8 +40,10 @@ class Outcome(NamedTuple):
 
 def run(made: Case) -> Outcome:
     """The outcome of a program."""
-    torch.manual_seed(made.seed)
-    expected = made.fn(*(a.clone() for a in made.args))
+    try:
+        expected = made.expected()
+    except ValueError as error:
+        return Outcome("refused", str(error))
     try:
         program = partition(made.fn, made.args, made.mesh, made.in_shardings, made.out_shardings)
     except ValueError as error:
@@ -88,6 +96,27 @@ def _shape_of(reason: str) -> str:
     return re.sub(r"\d+", "#", reason)[:110]
 
 
+def join(paths: list[str], write: bool) -> None:
+    """Adds up the outcomes of several runs; no number of a program may be in two of them."""
+    record = Record("fuzz")
+    starts: set[int] = set()
+    total: Counter[str] = Counter()
+    for path in paths:
+        piece = json.loads(Path(path).read_text())
+        if piece["start"] in starts:
+            sys.exit(f"{path} has the programs from {piece['start']} on, as has a file before it")
+        starts.add(piece["start"])
+        total.update(piece["total"])
+        record.rows.append({"torch": piece["torch"], "start": piece["start"], "seconds": piece["seconds"],
+                            **piece["total"], "seen": piece["seen"]})  # fmt: skip
+    for kind in ("right", "wrong", "crash", "refused"):
+        record.figure(kind, total[kind], "programs")
+    record.figure("programs", total.total(), "programs")
+    record.figure("families", len(FAMILIES), "families")
+    record.figure("refused-share", 100 * total["refused"] / total.total(), "%")
+    record.close(write=write)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=len(FAMILIES) * 10, help="programs, over all families in turn")
@@ -97,7 +126,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after this time")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--show", action="store_true", help="print every program that is not right")
+    parser.add_argument("--join", nargs="+", metavar="PIECE.json", help="add up earlier runs with --json")
+    parser.add_argument("--record", action="store_true", help="with --join: write the record")
     given = parser.parse_args()
+    if given.join:
+        join(given.join, given.record)
+        return
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     names = given.family
@@ -119,12 +153,12 @@ def main() -> None:
             told[outcome.kind, group].append((name, seed, outcome.told))
             if given.show:
                 print(f"--- {outcome.kind}: {outcome.told}\n{made}", flush=True)
-    _report(counts, told, time.perf_counter() - began, given.json)
+    _report(counts, told, time.perf_counter() - began, given.start, given.json)
     if any(c["wrong"] or c["crash"] for c in counts.values()):
         raise SystemExit(1)
 
 
-def _report(counts: dict[str, Counter[str]], told: dict[Any, Any], seconds: float, as_json: bool) -> None:
+def _report(counts: dict[str, Counter[str]], told: dict[Any, Any], seconds: float, start: int, as_json: bool) -> None:
     total: Counter[str] = sum(counts.values(), Counter())
     if as_json:
         kinds = ("right", "wrong", "crash", "refused")
@@ -132,7 +166,7 @@ def _report(counts: dict[str, Counter[str]], told: dict[Any, Any], seconds: floa
         seen = [{"kind": kind, "count": len(found), "family": found[0][0], "seed": found[0][1], "told": found[0][2]}
                 for (kind, _), found in told.items()]  # fmt: skip
         families = {name: {k: c[k] for k in kinds} for name, c in counts.items()}
-        told_all = {"torch": torch.__version__, "seconds": round(seconds, 1), "total": everything}
+        told_all = {"torch": torch.__version__, "start": start, "seconds": round(seconds, 1), "total": everything}
         print(json.dumps(told_all | {"families": families, "seen": seen}, indent=1))
         return
     print(f"{'family':<18} {'programs':>8} {'right':>7} {'wrong':>6} {'crash':>6} {'refused':>8}")

@@ -8,7 +8,7 @@ import random
 import torch
 from tpshard.parallelism import Mesh
 
-from fuzzed import arithmetic, data_movement, indexed, layer_ops
+from fuzzed import arithmetic, data_movement, indexed, layer_ops, random_numbers
 from fuzzed.steps import STEPS
 from fuzzed.writer import MESHES, Case, Writer
 
@@ -20,7 +20,10 @@ def chain(w: Writer, rng: random.Random) -> None:
     _steps(w, rng, rng.randint(3, 8))
 
 
-FAMILIES = data_movement.FAMILIES | indexed.FAMILIES | arithmetic.FAMILIES | layer_ops.FAMILIES | {"chain": chain}
+FAMILIES = {
+    **data_movement.FAMILIES, **indexed.FAMILIES, **arithmetic.FAMILIES, **layer_ops.FAMILIES,
+    **random_numbers.FAMILIES, "chain": chain,
+}  # fmt: skip
 
 
 def case(family: str, seed: int) -> Case:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tpshard.parallelism import Mesh
+from tpshard.parallelism import Mesh, partition
 
 MESHES: list[dict[str, int]] = [
     {"x": 2}, {"x": 3}, {"x": 4}, {"x": 2, "y": 2}, {"x": 4, "y": 2}, {"x": 3, "y": 2}, {"x": 2, "y": 2, "z": 2},
@@ -32,6 +32,15 @@ class Case:
     differentiate: bool
     in_shardings: list[Any] | None = None
     out_shardings: list[Any] | None = None
+    draws: bool = False
+    """Whether it draws random numbers, which eager mode draws otherwise."""
+
+    def expected(self) -> list[Tensor]:
+        """The results of one device: eager mode's, or those of the unsharded program where numbers are drawn."""
+        torch.manual_seed(self.seed)
+        if self.draws:
+            return partition(self.fn, self.args, Mesh(dict.fromkeys(self.mesh.axes, 1))).simulate(*self.args)
+        return self.fn(*(a.clone() for a in self.args))
 
     def fn(self, *args: Tensor) -> list[Tensor]:
         """The results; with gradients of a function of them for the floating-point arguments."""
@@ -72,6 +81,8 @@ class Writer:
     refs: list[tuple[str, int]] = field(default_factory=list)
     """What each of `values` is: an argument or a step, by its number."""
     generator: torch.Generator = field(default_factory=torch.Generator)
+    draws: bool = False
+    """Whether a step draws random numbers."""
 
     def argument(self, tensor: Tensor) -> int:
         self.refs.append(("arg", len(self.args)))
@@ -147,6 +158,7 @@ class Writer:
         results = range(len(used), len(used) + len(steps))
         chosen = sorted({results[-1], *rng.sample(results, min(2, len(results)))})
         made = Case(family, seed, self.mesh, [self.args[i] for i in used], steps, chosen, rng.random() < 0.5)
+        made.draws = self.draws
         made.in_shardings = [sharding(rng, self.mesh, a.dim()) if rng.random() < 0.8 else None for a in made.args]
         if rng.random() < 0.5:
             expected = made.fn(*(a.clone() for a in made.args))

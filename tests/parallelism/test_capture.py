@@ -73,8 +73,8 @@ def _traced(fn: Callable[..., Any], args: list[Tensor]) -> Seen:
 def test_every_op_is_recorded_as_torch_traces_it() -> None:
     for number in range(49):
         case = numbered(number)
-        if case.family == "statistics":
-            continue  # one that branches on data
+        if case.family == "statistics" or case.draws:
+            continue  # one branches on data, and torch traces draws as they are
         assert _recorded(case.fn, case.args) == _traced(case.fn, case.args), str(case)
 
 
