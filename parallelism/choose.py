@@ -33,6 +33,7 @@ def choose(
     targets: Sequence[Layout],
     fixed: Sequence[bool] = (),
     fetched: Sequence[Collection[Layout]] = (),
+    sharers: Sequence[Mapping[Layout, Collection[Op]]] = (),
     latency: int = LATENCY_BYTES,
 ) -> tuple[Rule, Choice]:
     """Chooses the rule by which an op is computed, and the cut of each of its factors.
@@ -42,8 +43,9 @@ def choose(
     dim where that is cheaper than gathering and replicated computing.
 
     homes: the layouts of the operands. targets: the propagated layouts of the results. fixed: which operands an
-    annotation places. fetched: for each operand, layouts to which another op reshards it anyway. latency: the cost of
-    starting a collective, in bytes. The cost of resharding a value is shared by its readers.
+    annotation places. fetched: for each operand, layouts to which another op reshards it anyway. sharers: for each
+    operand, the ops that reshard it to a layout; they share its cost, or all readers without `sharers`. latency: the
+    cost of starting a collective, in bytes.
     """
     candidates: list[tuple[Rule, Choice]] = []
     for way in (rule, *rule.others):
@@ -57,7 +59,7 @@ def choose(
                 candidates.append((way, choice))
     if len(candidates) == 1:
         return candidates[0]
-    return min(candidates, key=lambda c: _cost(op, c[0], c[1], homes, targets, fixed, fetched, latency))
+    return min(candidates, key=lambda c: _cost(op, c[0], c[1], homes, targets, fixed, fetched, sharers, latency))
 
 
 def _candidates(
@@ -275,6 +277,7 @@ def _cost(
     targets: Sequence[Layout],
     fixed: Sequence[bool],
     fetched: Sequence[Collection[Layout]],
+    sharers: Sequence[Mapping[Layout, Collection[Op]]],
     latency: int,
 ) -> float:
     total = 0.0
@@ -289,7 +292,12 @@ def _cost(
             need = need.summed(home.partial, home.kind) if not _clash(need, home) else need
         if home != need and not (fetched and need in fetched[i]):
             moved = moving(value, home, need)
-            total += moved * INTENT if fixed and fixed[i] else moved / readers(value, op if rule.windows else None)
+            if fixed and fixed[i]:
+                total += moved * INTENT
+            elif sharers and not rule.windows:
+                total += moved / len({op, *sharers[i].get(need, ())})
+            else:
+                total += moved / readers(value, op if rule.windows else None)
     for value, want, dims in zip(op.results, targets, rule.results):
         if not value.users:
             continue

@@ -16,6 +16,7 @@ from tpshard.parallelism.anchors import is_anchor, is_boundary, is_grouped, is_s
 from tpshard.parallelism.annotate import OPEN
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.choose import Choice, choose, computable, layout_of, with_grains
+from tpshard.parallelism.detours import detours
 from tpshard.parallelism.factors import Cut, cuts
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
 from tpshard.parallelism.local import LocalPart
@@ -143,6 +144,10 @@ class _Partitioner:
         self.reasons = Reasons(shardings)
         self.fetched: dict[Value, set[Layout]] = {}
         """The layouts to which products with parameters reshard each value."""
+        self.sharers: dict[Value, dict[Layout, set[Op]]] = {}
+        """The ops that reshard each value to a layout."""
+        self.computed: dict[Value, Layout] = {}
+        """The layout in which each value is computed, before it is resharded."""
         self.partial: dict[Value, Axes] = {}
         """Values that are partial sums when their op computes them, with the axes."""
         self.left_partial: dict[Value, Axes] = {}
@@ -155,9 +160,13 @@ class _Partitioner:
     def decide(self) -> None:
         """Chooses every op's factor sharding in forward order, then which partial sums are kept.
 
-        The first pass finds the layouts that products with parameters fetch; the second lets all others use them.
+        The first pass finds who reshards what: in the second, all ops use the layouts that products with parameters
+        fetch, those alone that reshard a value alike share the cost, and detours are removed.
         """
         self._choose_all(first=True)
+        self.propagated |= detours(
+            self.graph, self.rule, self.choices, self.propagated, self.computed, self.s.annotated
+        )
         self.left_partial = self._choose_partial(self._choose_all(first=False))
 
     def _is_fixed(self, value: Value) -> bool:
@@ -183,16 +192,18 @@ class _Partitioner:
             # a layout that another op has fetched costs nothing more
             fetched = [() if first else self.fetched.get(v, ()) for v in op.operands]
             targets = [self.propagated[r] for r in op.results]
-            rule, choice = choose(op, self.s.rules[op], homes, targets, fixed, fetched, self.latency)
+            sharers = [] if first else [self.sharers.get(v, {}) for v in op.operands]
+            rule, choice = choose(op, self.s.rules[op], homes, targets, fixed, fetched, sharers, self.latency)
             self.rules[op] = rule
-            if first and any(fixed):
-                for value, dims in zip(op.operands, rule.operands):
-                    need = layout_of(rule, dims, choice, False)
-                    if need != self.home[value]:
+            for value, dims in zip(op.operands, rule.operands) if first else ():
+                need = layout_of(rule, dims, choice, False)
+                if need != self.home[value]:
+                    self.sharers.setdefault(value, {}).setdefault(need, set()).add(op)
+                    if any(fixed):
                         self.fetched.setdefault(value, set()).add(need)
             self.choices[op] = choice
             for result, dims in zip(op.results, rule.results):
-                computed = layout_of(rule, dims, choice, True)
+                computed = self.computed[result] = layout_of(rule, dims, choice, True)
                 if computed.partial:
                     natural[result] = (computed.partial, computed.kind)
                     self.home[result] = self._layout_after_sum(result, computed)

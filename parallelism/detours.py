@@ -1,0 +1,97 @@
+"""Detours: values that are computed in one layout, moved to the propagated one, and moved back by all their readers.
+
+Propagation settles each value before it knows all its neighbours: a weight may shard a result's columns before the
+batch of the activation beside it is known. If the op that computes the value and every op that reads it then agree on
+another layout, the propagated one only costs two reshards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from tpshard.parallelism import factors
+from tpshard.parallelism.anchors import is_anchor
+from tpshard.parallelism.choose import Choice, computable, layout_of
+from tpshard.parallelism.graph import Graph, Op, Value
+from tpshard.parallelism.reshard import cost, redistribution
+from tpshard.parallelism.rules.rule import Rule
+from tpshard.parallelism.sharding import Layout
+
+
+def detours(
+    graph: Graph,
+    rule_of: Callable[[Op], Rule],
+    choices: Mapping[Op, Choice],
+    propagated: Mapping[Value, Layout],
+    computed: Mapping[Value, Layout],
+    fixed: Collection[Value],
+) -> dict[Value, Layout]:
+    """The layouts of values whose propagated ones are detours.
+
+    choices: in which each op computes while the propagated layouts hold. computed: the layout of each result that
+    follows from it. fixed: annotated values, which stay.
+    """
+    needs: dict[Value, set[Layout]] = {}
+    better: dict[Value, Layout] = {}
+    through: dict[Op, list[Layout]] = {}
+    """The operands' layouts of pass-through ops that compute their result in its better layout."""
+    for op in reversed(graph.ops):
+        if is_anchor(op):
+            for value in op.operands:
+                needs.setdefault(value, set()).add(propagated[op.results[0]])
+            continue
+        rule = rule_of(op)
+        asked = [layout_of(rule, dims, choices[op], False) for dims in rule.operands]
+        for result in op.results:
+            layouts = needs.get(result, set())
+            if len(layouts) != 1 or result in fixed:
+                continue
+            (layout,) = layouts
+            if layout == propagated[result]:
+                continue
+            if _passes(op, rule):
+                inner = _through(op, rule, layout)
+                if inner is None:
+                    continue
+                asked = through[op] = inner
+            better[result] = layout
+        for value, need in zip(op.operands, asked):
+            needs.setdefault(value, set()).add(need)
+    kept: dict[Value, Layout] = {}
+    for op in graph.ops:
+        for result in op.results:
+            if result not in better:
+                continue
+            if op in through:
+                whole = [(v, n) for v, n in zip(op.operands, through[op]) if v.numel >= result.numel]
+                agrees = all(kept.get(v, propagated[v]) == need for v, need in whole)
+            else:
+                agrees = _shorter(result, computed[result], propagated[result], better[result])
+            if agrees:
+                kept[result] = better[result]
+    return kept
+
+
+def _shorter(value: Value, computed: Layout, over: Layout, to: Layout) -> bool:
+    """Whether a value that is computed in the layout `to`, perhaps as a partial sum, reaches it with fewer bytes than
+    over another one. An all-reduce has as many as the reduce-scatter and gather, between which less is computed."""
+    if computed.whole() != to:
+        return False
+    size = value.dtype.itemsize
+    first, second, direct = (
+        cost(redistribution(value.shape, *ends, size, 0), value.shape, size, 0)
+        for ends in ((computed, over), (over, to), (computed, to))
+    )
+    return direct < first + second
+
+
+def _passes(op: Op, rule: Rule) -> bool:
+    return rule.priority == 0 and len(op.results) == 1
+
+
+def _through(op: Op, rule: Rule, layout: Layout) -> list[Layout] | None:
+    """The layouts of the operands of a pass-through op that computes its result in `layout`; None if it cannot."""
+    choice = {f: cut for f, cut in factors.cuts(layout, rule.results[0], rule.sizes).items() if cut.axes}
+    if computable(op, rule, choice) != choice or layout_of(rule, rule.results[0], choice, True) != layout:
+        return None
+    return [layout_of(rule, dims, choice, False) for dims in rule.operands]
