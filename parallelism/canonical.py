@@ -48,13 +48,31 @@ def spread_roles(graph: Graph) -> None:
 
 
 def remove_identities(graph: Graph) -> None:
-    """Removes ops that return their operand unchanged."""
+    """Removes ops that return their operand unchanged: views of its own shape, and copies, since nothing is written into either.
+
+    A copy that the function returns stays, so that its result shares no memory with an argument.
+    """
+    returned = _returned(graph)
     for op in graph.ops:
         entry = entry_of(op.target)
         same_view = entry.view in (reshaped, sliced) and op.operands[0].shape == op.results[0].shape
-        if entry.recorded == "operand" or same_view:
+        copy = op.target is aten.clone.default and op.results[0] not in returned
+        if entry.recorded == "operand" or same_view or copy:
             graph.replace(op.results[0], op.operands[0])
     graph.drop_dead()
+
+
+def _returned(graph: Graph) -> set[Value]:
+    """The results of a graph, and the values that they are views of."""
+    found: set[Value] = set()
+    for value in graph.outputs:
+        while isinstance(value, Value) and value not in found:
+            found.add(value)
+            op = value.producer
+            if op is None or len(op.operands) != 1 or entry_of(op.target).view is None:
+                break
+            value = op.operands[0]
+    return found
 
 
 def unify(graph: Graph) -> None:
