@@ -48,9 +48,10 @@ def spread_roles(graph: Graph) -> None:
 
 
 def remove_identities(graph: Graph) -> None:
-    """Removes ops that return their operand unchanged: views of its own shape, and copies, since nothing is written into either.
+    """Removes ops that return their operand unchanged: views of its own shape, and copies.
 
-    A copy that the function returns stays, so that its result shares no memory with an argument.
+    Nothing is written into a captured graph's values, so that a copy equals its source forever. A copy that the
+    function returns stays, so that its result shares no memory with an argument.
     """
     returned = _returned(graph)
     for op in graph.ops:
