@@ -18,12 +18,13 @@ from tpshard.parallelism.lower import Emitter, is_first, pick
 from tpshard.parallelism.mesh import Axes, size_of
 from tpshard.parallelism.program import INFO, Info, Spec, info
 from tpshard.parallelism.rules.rule import Rule, Window
-from tpshard.parallelism.rules.strides import dense_last
+from tpshard.parallelism.rules.strides import dense_exactly, dense_last
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import local_shape, local_size
 from tpshard.parallelism.why import Demand, through
 
 aten = torch.ops.aten
+_DENSE = {"last": dense_last, "all": aten.contiguous.default, "exactly": dense_exactly}
 
 
 class LocalPart:
@@ -40,7 +41,7 @@ class LocalPart:
         (spec,) = info(node).specs
         if not spec.shape:
             return node
-        return self.emitter.call(aten.contiguous.default if self.entry.dense == "all" else dense_last, (node,), [spec])
+        return self.emitter.call(_DENSE[self.entry.dense], (node,), [spec])
 
     def axes(self, factor: int) -> Axes:
         return self.choice.get(factor, WHOLE).axes

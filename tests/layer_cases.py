@@ -123,6 +123,7 @@ LAYERS: dict[str, list[Case]] = {
     ],
     "aten._neg_view": [of(lambda x: torch.view_as_complex(x.contiguous()).conj().imag * 2, f(4, 6, 2))],
     "aten.contiguous": [of(lambda x: torch.linalg.det(_square(x)), f(4, 2, 3))],
+    "dense_exactly": [of(lambda x: x.view(torch.int64) >> 50, f(4, 6))],
     "dense_last": [of(lambda x: F.scaled_dot_product_attention(x, x, x), f(4, 2, 3, 8))],
     # orders
     "aten.logcumsumexp": [both(lambda x: x.logcumsumexp(1), f(4, 6))],

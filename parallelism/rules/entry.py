@@ -52,9 +52,10 @@ class Entry:
     broadcasts: bool = False
     """Whether the result is larger than its operand only by repetition."""
 
-    dense: Literal["", "last", "all"] = ""
+    dense: Literal["", "last", "all", "exactly"] = ""
     """The dims of its operands that must be contiguous, because its kernels require it. Torch's layers ensure that
-    before they call such an op, but a device's shards may be laid out otherwise."""
+    before they call such an op, but a device's shards may be laid out otherwise. "exactly": all dims, those of size 1
+    included, whose strides torch otherwise ignores."""
 
     # ---- its cost: fusion, recomputation ----
     work: Work = "stream"

@@ -217,7 +217,7 @@ def view_entry(rule: Builder, at: Strides, **facts: Any) -> Entry:
 
 OPS: Table = {
     aten.view.default: view_entry(view, strides.reshaped),
-    aten.view.dtype: Entry(view_dtype, dense="all"),
+    aten.view.dtype: Entry(view_dtype, dense="exactly"),
     aten.reshape: view_entry(view, strides.reshaped, canonical=as_view),
     aten._unsafe_view: view_entry(view, strides.reshaped, canonical=as_view),
     aten._reshape_alias: view_entry(view, strides.explicit, canonical=as_view),
@@ -241,6 +241,7 @@ OPS: Table = {
     getitem: Entry(view=strides.same),
     "_c10d_functional.wait_tensor": Entry(view=strides.same, work="free"),
     aten.contiguous: Entry(view=strides.dense),
+    strides.dense_exactly: Entry(view=strides.dense),
     strides.dense_last: Entry(view=strides.last_dense),
     aten.view_as_complex: letters("...P->...", linear="0", view=strides.of_pairs, dense="all"),
     aten.view_as_real: letters("...->...P", linear="0", view=strides.into_pairs),

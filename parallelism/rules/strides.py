@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
@@ -95,13 +96,18 @@ def into_pairs(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape
 
 
 def dense(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """contiguous(x): a view if x is contiguous."""
+    """contiguous(x), dense_exactly(x): a view if x is contiguous."""
     return strides if strides == contiguous(before) else None
 
 
 def last_dense(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
     """dense_last(x): a view if the elements of the last dim are adjacent."""
     return strides if before[-1] == 1 or strides[-1] == 1 else None
+
+
+def dense_exactly(x: Tensor) -> Tensor:
+    """Returns the tensor, or a copy if its strides are not those of a contiguous one, also in dims of size 1."""
+    return x if x.stride() == contiguous(tuple(x.shape)) else x.clone(memory_format=torch.contiguous_format)
 
 
 def dense_last(x: Tensor) -> Tensor:
