@@ -97,13 +97,13 @@ def test_layers_are_dealt_round_the_stages() -> None:
 
 
 def test_the_plan_shows_bubble_and_stages() -> None:
-    report = make.of_training(built(*GPIPE))
+    report = make.report_of_training(built(*GPIPE))
     assert "PIPELINE  gpipe, vectorized, 2 stages of 1 layer, 2 micro-batches in 3 steps: 33.3% bubble" in (
         screen.screen(report)
     )
     found = report.to_json()["pipeline"]
     assert (found["form"], found["bubble"], found["split"]) == ("vectorized", pytest.approx(1 / 3), [1, 1])
-    plain = make.of_training(built("mesh.pp=1", "pipeline=null", "model.layers=2"))
+    plain = make.report_of_training(built("mesh.pp=1", "pipeline=null", "model.layers=2"))
     assert report.job.params == plain.job.params
     assert report.useful_flops == pytest.approx(plain.useful_flops, rel=0.02), "masks count too"
 
