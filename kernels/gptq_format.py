@@ -145,19 +145,19 @@ class GPTQFolder:
         return _groups(g_idx, words * 32 // config.bits, groups, config, module)
 
     def _shape(self, name: str) -> list[int]:
-        with _opened(self.folder / self._file_of[name]) as file:
+        with _open(self.folder / self._file_of[name]) as file:
             return list(file.get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, as it is stored."""
         if name not in self._file_of:
             raise ValueError(f"{self.folder} has no tensor {name}.")
-        with _opened(self.folder / self._file_of[name]) as file:
+        with _open(self.folder / self._file_of[name]) as file:
             return file.get_tensor(name)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open(path: Path) -> Iterator[Any]:
     try:
         with safe_open(str(path), framework="pt") as file:
             yield file
@@ -185,7 +185,7 @@ def _tensor_files(folder: Path) -> dict[str, str]:
             raise ValueError(f"{folder} holds no safetensors file{hint}.")
     file_of: dict[str, str] = {}
     for name in sorted(files):
-        with _opened(folder / name) as file:
+        with _open(folder / name) as file:
             file_of |= dict.fromkeys(file.keys(), name)
     if index.is_file() and (absent := sorted(set(named) - set(file_of))):
         raise ValueError(f"{INDEX} names {absent[0]}, which no file holds.")

@@ -29,7 +29,7 @@ def fixed_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
     count = rows.shape[0]
     if count % TILE:
         rows = F.pad(rows, (0, 0, 0, -count % TILE))
-    out = _packed(rows, weight) if weight.is_mkldnn else _plain(rows, weight)
+    out = _packed_product(rows, weight) if weight.is_mkldnn else _plain(rows, weight)
     return out[:count].view(*x.shape[:-1], out.shape[-1])
 
 
@@ -58,7 +58,7 @@ def _product(x: Tensor, packed: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
-def _packed(x: Tensor, packed: Tensor) -> Tensor:
+def _packed_product(x: Tensor, packed: Tensor) -> Tensor:
     x, rows = x.contiguous(), x.shape[0]
     if rows == TILE:
         return _product(x, packed)

@@ -35,10 +35,6 @@ class _Split(torch.autograd.Function):
         return torch.ops.tpshard.mesh_split(grad, ctx.axes, ctx.mapping), None, None
 
 
-def _split(x: torch.Tensor, axes: list[str], mapping: list[int]) -> torch.Tensor:
-    return _Split.apply(x, axes, mapping)
-
-
 class _Role(torch.autograd.Function):
     """An identity whose gradient has the same role."""
 
@@ -53,10 +49,6 @@ class _Role(torch.autograd.Function):
         return torch.ops.tpshard.role(grad, ctx.role), None
 
 
-def _with_role(x: torch.Tensor, role: str) -> torch.Tensor:
-    return _Role.apply(x, role)
-
-
 class _Grouped(torch.autograd.Function):
     """An identity whose gradient is in no group."""
 
@@ -68,10 +60,6 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return grad, None
-
-
-def _in_group(x: torch.Tensor, group: int) -> torch.Tensor:
-    return _Grouped.apply(x, group)
 
 
 MIRRORED = {"none": "none", "forward": "backward", "backward": "forward", "both": "both"}
@@ -92,16 +80,12 @@ class _Barrier(torch.autograd.Function):
         return torch.ops.tpshard.propagation_barrier(grad, MIRRORED[ctx.allowed]), None
 
 
-def _with_barrier(x: torch.Tensor, allowed: str) -> torch.Tensor:
-    return _Barrier.apply(x, allowed)
-
-
 for _name in ("mesh_split", "boundary", "role", "grouped", "propagation_barrier"):
     _library.impl(_name, _same, "CompositeExplicitAutograd")
-_library.impl("mesh_split", _split, "Autograd")
-_library.impl("role", _with_role, "Autograd")
-_library.impl("grouped", _in_group, "Autograd")
-_library.impl("propagation_barrier", _with_barrier, "Autograd")
+_library.impl("mesh_split", _Split.apply, "Autograd")
+_library.impl("role", _Role.apply, "Autograd")
+_library.impl("grouped", _Grouped.apply, "Autograd")
+_library.impl("propagation_barrier", _Barrier.apply, "Autograd")
 
 
 def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[int]) -> torch.Tensor:

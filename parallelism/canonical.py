@@ -14,7 +14,7 @@ import torch
 from tpshard.parallelism.anchors import is_boundary, is_named, is_role
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
 from tpshard.parallelism.rules.contraction import contract
-from tpshard.parallelism.rules.strides import reshaped, sliced
+from tpshard.parallelism.rules.strides import of_slice, of_view
 from tpshard.parallelism.rules.table import entry_of
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ def remove_identities(graph: Graph) -> None:
     returned = _returned(graph)
     for op in graph.ops:
         entry = entry_of(op.target)
-        same_view = entry.view in (reshaped, sliced) and op.operands[0].shape == op.results[0].shape
+        same_view = entry.view in (of_view, of_slice) and op.operands[0].shape == op.results[0].shape
         copy = op.target is aten.clone.default and op.results[0] not in returned
         if entry.recorded == "operand" or same_view or copy:
             graph.replace(op.results[0], op.operands[0])

@@ -66,7 +66,7 @@ def _candidates(
     op: Op, rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis],
     reordered: Mapping[int, Mapping[int, Cut]],
 ) -> Iterator[Choice]:  # fmt: skip
-    order = sorted(range(len(projected)), key=lambda t: (-_bytes(op, t), t))
+    order = sorted(range(len(projected)), key=lambda t: (-[*op.operands, *op.results][t].bytes, t))
     leads = [(t, projected[t]) for t in order] + list(reordered.items())
     bases = [_merge(rule, [cuts, *(projected[t] for t in order if t != lead)], busy) for lead, cuts in leads]
     least = 1.0
@@ -117,11 +117,6 @@ def _combinations(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequ
         ]  # fmt: skip
         out = (more + out)[:TRIED]
     return out
-
-
-def _bytes(op: Op, t: int) -> int:
-    values = [*op.operands, *op.results]
-    return values[t].bytes
 
 
 def _agree(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]) -> Choice | None:

@@ -49,7 +49,7 @@ def mix_seeds(*numbers: int) -> int:
         state = ((state ^ (state >> 30)) * _FIRST) & _MASK
         state = ((state ^ (state >> 27)) * _SECOND) & _MASK
         state ^= state >> 31
-    return _signed(state)
+    return _to_signed(state)
 
 
 def step_seed(seed: int, micro: int, rows: int, apart: int) -> Tensor:
@@ -61,7 +61,7 @@ def step_seed(seed: int, micro: int, rows: int, apart: int) -> Tensor:
     return torch.tensor([mix_seeds(seed), mix_seeds(seed, micro), rows, apart, micro * rows])
 
 
-def _signed(number: int) -> int:
+def _to_signed(number: int) -> int:
     """An unsigned 64-bit integer as the int64 of the same bits."""
     return number - (1 << 64) if number >> 63 else number
 
@@ -73,8 +73,8 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 def _mix(x: Tensor) -> Tensor:
     """The output function of SplitMix64, on unsigned 64-bit words."""
-    x = (x ^ _shift_right(x, 30)) * _signed(_FIRST)
-    x = (x ^ _shift_right(x, 27)) * _signed(_SECOND)
+    x = (x ^ _shift_right(x, 30)) * _to_signed(_FIRST)
+    x = (x ^ _shift_right(x, 27)) * _to_signed(_SECOND)
     return x ^ _shift_right(x, 31)
 
 
@@ -84,7 +84,7 @@ def random(
 ) -> Tensor:  # fmt: skip
     """The random numbers of a device's part of a draw (`tpshard::random`), in operations that a compiler can fuse."""
     state = seed if not seed.dim() else seed[0 if row else 1]
-    key = _mix(_mix(state + _signed(_GAMMA)) + _signed(number * _GAMMA & _MASK))
+    key = _mix(_mix(state + _to_signed(_GAMMA)) + _to_signed(number * _GAMMA & _MASK))
     place = torch.ones((), dtype=torch.int64, device=seed.device)
     for d, (n, begin, stride) in enumerate(zip(size, begins, strides)):
         along = torch.arange(n, dtype=torch.int64, device=seed.device) + begin
@@ -93,7 +93,7 @@ def random(
             along = along // rows * apart + first + along % rows
         place = place.unsqueeze(-1) + along * stride
     # the key first: inductor treats products of positions as addresses, and its kernels fail where they overflow
-    bits = _shift_right(_mix((place + key) * _signed(_GAMMA)), 64 - _BITS[dtype])
+    bits = _shift_right(_mix((place + key) * _to_signed(_GAMMA)), 64 - _BITS[dtype])
     if dtype is torch.int64:
         return bits
     wide = torch.promote_types(dtype, torch.float32)

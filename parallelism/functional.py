@@ -58,7 +58,7 @@ class _Functional(Recorder):
     def __init__(self, place: Callable[[], Place]):
         super().__init__(place)
         self.decompositions = self.decompositions | {
-            aten.as_strided.default: _strided, aten.as_strided_scatter.default: _strided_scatter
+            aten.as_strided.default: _as_strided, aten.as_strided_scatter.default: _strided_scatter
         }  # fmt: skip
 
 
@@ -86,7 +86,7 @@ class _Replay:
             for value, plain in stand_ins:
                 self.env[value] = torch._to_functional_tensor(plain)
             for op in self.graph.ops:
-                self._again(op)
+                self._replay_op(op)
             outputs = [self._plain(o) if isinstance(o, Value) else o for o in self.graph.outputs]
             changed = [value.name for value, plain in stand_ins if self._plain(value) is not plain]
         if changed:
@@ -112,7 +112,7 @@ class _Replay:
         torch._sync(wrapped)
         return torch._from_functional_tensor(wrapped)
 
-    def _again(self, op: Op) -> None:
+    def _replay_op(self, op: Op) -> None:
         self.place = op.place
         if op.target in (aten.alias.default, aten.detach.default) and not self.reshaping:
             self.env[op.results[0]] = self.env[op.operands[0]]
@@ -146,7 +146,7 @@ class _Replay:
         return args, {key: change(arg) for key, arg in op.kwargs.items()}
 
 
-def _strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
+def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
     """`as_strided` as a lookup of positions in the tensor's memory."""
     flat, _ = _flat(x)
     return aten.index.Tensor(flat, [_places(x, size, stride, offset)])

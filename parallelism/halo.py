@@ -103,7 +103,7 @@ def window(
         node = _narrow(emitter, node, dim, emitter.ranked_number(pick, axes, halo.starts), halo.length)
     if fill is None or not halo.outside:
         return node
-    outside = _outside(emitter, node, dim, size, axes, halo)
+    outside = _outside_mask(emitter, node, dim, size, axes, halo)
     return emitter.move(aten.masked_fill.Scalar, node, _shape(node), outside, fill)
 
 
@@ -115,7 +115,7 @@ def fold(
     Parts that belong to neighbours are sent to them and added there.
     """
     if halo.outside:
-        outside = _outside(emitter, node, dim, size, axes, halo)
+        outside = _outside_mask(emitter, node, dim, size, axes, halo)
         node = emitter.move(aten.masked_fill.Scalar, node, _shape(node), outside, 0)
     total = halo.left + halo.part + halo.right + sum(halo.padding)
     starts: Any = halo.starts[0]
@@ -148,7 +148,7 @@ def shift(emitter: Emitter, node: fx.Node, axes: Axes, hop: int, why: dict[str, 
     return emitter.send(node, axes, [(i + hop) % members for i in range(members)], why)
 
 
-def _outside(emitter: Emitter, node: fx.Node, dim: int, size: int, axes: Axes, halo: Halo) -> fx.Node:
+def _outside_mask(emitter: Emitter, node: fx.Node, dim: int, size: int, axes: Axes, halo: Halo) -> fx.Node:
     """A mask of the window's positions outside of an operand of `size`."""
     spec = (halo.length,)
     begin = emitter.ranked_number(pick, axes, halo.begins)
@@ -165,7 +165,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return info(node).specs[0].shape
 
 
-def _sized(node: fx.Node, dim: int, size: int) -> tuple[int, ...]:
+def _resize(node: fx.Node, dim: int, size: int) -> tuple[int, ...]:
     have = _shape(node)
     return (*have[:dim], size, *have[dim + 1 :])
 
@@ -173,7 +173,7 @@ def _sized(node: fx.Node, dim: int, size: int) -> tuple[int, ...]:
 def _narrow(emitter: Emitter, node: fx.Node, dim: int, start: Any, length: int) -> fx.Node:
     if start == 0 and _shape(node)[dim] == length:
         return node
-    return emitter.move(aten.narrow.default, node, _sized(node, dim, length), dim, start, length)
+    return emitter.move(aten.narrow.default, node, _resize(node, dim, length), dim, start, length)
 
 
 def _pad(emitter: Emitter, node: fx.Node, dim: int, before: Any, after: Any, total: int | None = None) -> fx.Node:
@@ -183,11 +183,11 @@ def _pad(emitter: Emitter, node: fx.Node, dim: int, before: Any, after: Any, tot
         return node
     widths = [0, 0] * (len(have) - 1 - dim) + [before, after]
     size = have[dim] + before + after if total is None else total
-    return emitter.move(aten.constant_pad_nd.default, node, _sized(node, dim, size), widths, 0)
+    return emitter.move(aten.constant_pad_nd.default, node, _resize(node, dim, size), widths, 0)
 
 
 def _cat(emitter: Emitter, nodes: Sequence[fx.Node], dim: int) -> fx.Node:
     if len(nodes) == 1:
         return nodes[0]
-    shape = _sized(nodes[0], dim, sum(_shape(node)[dim] for node in nodes))
+    shape = _resize(nodes[0], dim, sum(_shape(node)[dim] for node in nodes))
     return emitter.number(aten.cat.default, shape, info(nodes[0]).specs[0].dtype, list(nodes), dim)

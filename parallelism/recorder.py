@@ -34,9 +34,9 @@ def decompositions() -> dict[Any, Any]:
     for name, entry in TABLE.items():
         if entry.recorded == "decomposed":
             with contextlib.suppress(RuntimeError):
-                table |= get_decompositions([_named(name)])
+                table |= get_decompositions([_op_of(name)])
         elif callable(entry.recorded):
-            named = _named(name)
+            named = _op_of(name)
             one = isinstance(named, torch._ops.OpOverload)
             each = [named] if one else [getattr(named, overload) for overload in named.overloads()]
             table |= dict.fromkeys(each, entry.recorded)
@@ -48,7 +48,7 @@ def _is_view_or_composite(func: Any) -> bool:
     return composite or any(result.alias_info is not None for result in func._schema.returns)
 
 
-def _named(name: str) -> Any:
+def _op_of(name: str) -> Any:
     """The op of a name: `aten.add`, with all its overloads, or one overload, `aten.add.Tensor`."""
     return functools.reduce(getattr, name.split("."), torch.ops)
 

@@ -209,7 +209,7 @@ def price(
             apart = 0.0 if cost.wire != "none" else apart
             tasks.append(LaneTask(node.name, "issue", cost.seconds, lane_of(comm), cost.level))
         elif flow.name[node] == "wait_tensor":
-            tasks.append(LaneTask(node.name, "wait", 0.0, of=_issued(node, index)))
+            tasks.append(LaneTask(node.name, "wait", 0.0, of=_issuer(node, index)))
         else:
             tasks.append(LaneTask(node.name, "compute", seconds(kernel, device)))
             apart += device.cpu.spread * tasks[-1].seconds
@@ -227,7 +227,7 @@ def lane_of(comm: Collective) -> str:
     return "+".join(a if isinstance(a, str) else f"{a[0]}:({a[1]}){a[2]}" for a in comm.axes)
 
 
-def _issued(wait: fx.Node, index: dict[fx.Node, int]) -> int:
+def _issuer(wait: fx.Node, index: dict[fx.Node, int]) -> int:
     """The index of the node that issued the collective of a wait."""
     node = wait.all_input_nodes[0]
     while info_of(node).comm is None and node.all_input_nodes:

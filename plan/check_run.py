@@ -74,12 +74,12 @@ def check(folder: Path) -> RunFinding:
             fix="the folder of a run, as `tpshard train` leaves it",
         )  # fmt: skip
     spread = compare.spread(folder)
-    rows = [_held(name, row, plan, spread) for name, row in comparison.items()]
+    rows = [_compare_figure(name, row, plan, spread) for name, row in comparison.items()]
     finding = RunFinding(str(folder), plan["device"]["name"], rows)
     own = None
     with contextlib.suppress(Mistakes):
         own = _device(folder)
-    finding.distrust = _distrusted({row.figure: row for row in rows}, plan, own, spread)
+    finding.distrust = _suspects({row.figure: row for row in rows}, plan, own, spread)
     return finding
 
 
@@ -95,7 +95,7 @@ def _device(folder: Path) -> Device:
     return device_named(cluster.device if cluster is not None else compare.SHIPPED_CPU)
 
 
-def _held(name: str, row: dict[str, Any], plan: Any, spread: float) -> RunFigure:
+def _compare_figure(name: str, row: dict[str, Any], plan: Any, spread: float) -> RunFigure:
     error = row["error"]
     size = abs(error) if error is not None else float(row["predicted"] != row["measured"])
     if name in ("collectives", "sent_bytes"):
@@ -109,7 +109,7 @@ def _held(name: str, row: dict[str, Any], plan: Any, spread: float) -> RunFigure
     return RunFigure(name, row["predicted"], row["measured"], error, verdict)
 
 
-def _distrusted(rows: dict[str, RunFigure], plan: Any, device: Device | None, spread: float) -> list[str]:
+def _suspects(rows: dict[str, RunFigure], plan: Any, device: Device | None, spread: float) -> list[str]:
     """Names the constants of the device file that could explain the figures which differ from the plan."""
     step, exposed, peak = (rows.get(name) for name in ("step_s", "exposed_comm_s", "peak_memory_bytes"))
     constants: list[str] = []

@@ -58,7 +58,7 @@ def run(
         if path is not None:
             save.check_writable(path)
     if options.search:
-        return _searched(recipe, options, tell, to_write)
+        return _answer_search(recipe, options, tell, to_write)
     if options.passes:
         rows = between.rows(Setting.of(recipe, devices_of(recipe)))
         shown = json.dumps(between.to_json(rows), indent=1) + "\n" if options.as_json else between.text(rows)
@@ -67,7 +67,7 @@ def run(
     if options.fit or options.pin:
         return _changed_recipe(report, recipe, options, tell, to_write)
     if options.explain is not None:
-        explanation = _explained(report, options.explain)
+        explanation = _answer_explain(report, options.explain)
         answer = {"name": options.explain, "lines": explanation.splitlines()}
         return CommandResult(json.dumps(answer, indent=1) + "\n" if options.as_json else explanation, Exit.DONE)
     if other is not None:
@@ -145,7 +145,7 @@ def check(folder: Path, as_json: bool = False) -> CommandResult:
     )
 
 
-def _searched(
+def _answer_search(
     recipe: Recipe, options: PlanOptions, tell: Callable[[str], None], to_write: Sequence[Path]
 ) -> CommandResult:
     result = search.search(recipe, tell)
@@ -161,7 +161,7 @@ def _searched(
     return CommandResult(search.text(result, recipe), code)
 
 
-def _explained(report: Report, name: str) -> str:
+def _answer_explain(report: Report, name: str) -> str:
     """The answer of `--explain`: why a value has its sharding. Raises `Mistakes` (exit 2) for an unknown name."""
     try:
         return describe.explain(report.pricing.parts[0].part.program, name)

@@ -187,15 +187,15 @@ def text(fitted: Fitted | None, report: Report, recipe: Recipe) -> str:
     has = f"{gib(device.memory_bytes)} of each {device.name}"
     if fitted is None:
         head = [f"`{report.job.name}` fits as it is: {gib(report.pricing.needed_bytes)} of the {has}"]
-        return _commented(head, recipe.to_yaml())
+        return _with_comment(head, recipe.to_yaml())
     head = [
         f"`{report.job.name}`, made to fit: {gib(fitted.price.needed_bytes)} of the {has}, as given "
         f"{gib(report.pricing.needed_bytes)}",
         *(f"  {change.replace('=', ': ', 1)}   ({harm.words})" for change, harm in zip(fitted.changes, fitted.harms)),
         f"step {seconds(fitted.price.step_s)}, as given {seconds(report.pricing.step_s)} if it fitted",
     ]
-    return _commented(head, fitted.recipe)
+    return _with_comment(head, fitted.recipe)
 
 
-def _commented(head: Sequence[str], recipe: str) -> str:
+def _with_comment(head: Sequence[str], recipe: str) -> str:
     return "".join(f"# {line}\n" for line in head) + recipe

@@ -69,7 +69,7 @@ def forward(tape: Tape, x: fx.Node, weight: fx.Node) -> tuple[fx.Node, tuple[fx.
     normed = mul(scaled, weight)
     heads, angle = _heads(tape, normed), tape.view(aten.slice.Tensor, weight, 0, 0, HEAD_DIM)
     turned = add(mul(heads, angle), mul(op(aten.roll.default, heads, [1], [-1]), angle))
-    gate = op(aten.silu.default, _reordered(tape, turned, x))
+    gate = op(aten.silu.default, _reorder(tape, turned, x))
     out = add(x, mul(mul(gate, normed), weight))
     return out, (inverse, scaled, normed, gate, out)
 
@@ -81,7 +81,7 @@ def backward(tape: Tape, x: fx.Node, saved: tuple[fx.Node, ...], weight: fx.Node
     grad = op(aten.exp.default, op(aten.div.Tensor, normed, out))
     back = add(mul(grad, gate), mul(mul(grad, normed), weight))
     op(aten.sum.dim_IntList, mul(back, scaled), [0])
-    back = _reordered(tape, _heads(tape, back), x)
+    back = _reorder(tape, _heads(tape, back), x)
     row = op(aten.sum.dim_IntList, mul(back, gate), [-1], True)
     down = add(mul(back, inverse), mul(mul(scaled, row), weight))
     return add(mul(down, weight), add(x, mul(down, inverse)))
@@ -93,7 +93,7 @@ def _heads(tape: Tape, x: fx.Node) -> fx.Node:
     return tape.view(aten.reshape.default, x, [8, rows // 8, width // HEAD_DIM, HEAD_DIM])
 
 
-def _reordered(tape: Tape, heads: fx.Node, like: fx.Node) -> fx.Node:
+def _reorder(tape: Tape, heads: fx.Node, like: fx.Node) -> fx.Node:
     """Copies the heads into the order [sequence, head, row, size], in the shape of `like`."""
     turned = tape.view(aten.permute.default, heads, [0, 2, 1, 3])
     return tape.op(aten.reshape.default, turned, list(like.meta["value"].shape))

@@ -164,7 +164,7 @@ def _memories(report: Report) -> str:
     words = f"<p>Peak in {escape(report.peak_at)}; {gib(report.pricing.reserved_bytes)} reserved by the allocator.</p>"
     held = [
         (row["name"], row["category"], gib(row["bytes"]), row["made"], row["last"], "; ".join(row["told"]))
-        for row in page_data.alive(report)
+        for row in page_data.peak_values(report)
     ]
     head = ("alive at the peak", "category", "size", "made in", "last read in", "lines")
     return drawing + words + _table(("category at the peak", "size", "bytes"), rows, (1, 2)) + _table(head, held, (2,))

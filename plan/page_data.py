@@ -33,7 +33,7 @@ def data(report: Report) -> dict[str, Any]:
             program = entry.part.program
     return {
         "tensors": [tensor(group, program) for group in groups(report.tensors)],
-        "collectives": [behind(line, program) for line in report.lines],
+        "collectives": [reasons(line, program) for line in report.lines],
         "timelines": [timeline(part) for part in report.pricing.parts],
     }
 
@@ -99,7 +99,7 @@ def chains(explanation: Explanation) -> list[dict[str, Any]]:
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
-def behind(line: Line, program: Program) -> list[dict[str, Any]]:
+def reasons(line: Line, program: Program) -> list[dict[str, Any]]:
     """The reasons of a line's collectives: for each tensor its reader, both layouts and the annotations that caused it.
 
     Tensors of different layers that have the same reason are counted together.
@@ -129,7 +129,7 @@ def place(source: SourcePlace) -> str:
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
-def alive(report: Report) -> list[dict[str, Any]]:
+def peak_values(report: Report) -> list[dict[str, Any]]:
     """The values in memory at the peak, largest first: name, producer, last reader, annotations."""
     entry = report.pricing.worst
     ports = dict(zip((k.node for k in entry.priced.kernels if k.node.op == "placeholder"), entry.part.program.inputs))

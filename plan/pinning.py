@@ -40,14 +40,14 @@ def pin(report: Report, recipe: Recipe) -> Pinned:
     every = [*parameters, *(tensor for tensor in report.tensors if tensor.kind == "activation")]
     program, expected = report.pricing.parts[0].part.program, save.fingerprints(report)
     for chosen in (every, parameters):
-        pins, left = pins_of([tensor for tensor in chosen if _alike(tensor, program.records)])
+        pins, left = pins_of([tensor for tensor in chosen if _same_layout(tensor, program.records)])
         written = recipe.to_yaml(pins=pins)
         try:
             fingerprints = save.fingerprints(make.report(loads(written, file=recipe.name), recipe.name))
         except Mistakes:
             continue
         if fingerprints == expected:
-            pinned = {tensor.name for tensor in chosen if _alike(tensor, program.records)}
+            pinned = {tensor.name for tensor in chosen if _same_layout(tensor, program.records)}
             names = dict.fromkeys(pattern(tensor.name) for tensor in every if tensor.name not in pinned)
             return Pinned(written, pins, (*left, *names), expected)
     raise Mistakes.one(
@@ -87,7 +87,7 @@ def _axes(dim: Any) -> tuple[str, ...] | None:
     return tuple(dim) if all(isinstance(axis, str) for axis in dim) else None
 
 
-def _alike(tensor: Tensor, records: Mapping[str, Any]) -> bool:
+def _same_layout(tensor: Tensor, records: Mapping[str, Any]) -> bool:
     """Whether all values matched by a pin of this name have one layout: for an activation also its gradient.
 
     A parameter's gradient has the layout of the used parameter.

@@ -214,8 +214,8 @@ def _differences(saved: SavedPlan, recipe: Recipe, world: int) -> Iterator[tuple
     now = values(recipe)
     for key in dict.fromkeys((*now, *saved.values)):
         if now.get(key) != saved.values.get(key):
-            then = f"planned with {_shown(saved.values[key])}" if key in saved.values else "planned without it"
-            yield recipe.where(key), f"`{key}: {_shown(now.get(key))}`, {then}"
+            then = f"planned with {_shorten(saved.values[key])}" if key in saved.values else "planned without it"
+            yield recipe.where(key), f"`{key}: {_shorten(now.get(key))}`, {then}"
     mesh = recipe.mesh_on(world)
     if mesh != dict(saved.mesh):
         yield recipe.where("mesh"), f"{_sizes(mesh)} on these devices, planned for {_sizes(saved.mesh)}"
@@ -228,7 +228,7 @@ def _differences(saved: SavedPlan, recipe: Recipe, world: int) -> Iterator[tuple
             yield Source(saved.path, 0, 0, ""), words
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = json.dumps(value).replace('"', "")
     return text if len(text) <= 60 else text[:57] + "..."
 

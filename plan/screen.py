@@ -60,13 +60,13 @@ def short(tensor: Tensor, home: str = "", room: float = math.inf) -> str:
     near = [words.place(source).removeprefix(f"{home}:") for source in named]
     bare = [words.place(source._replace(says="")).removeprefix(f"{home}:") for source in named]
 
-    def joined(places: Sequence[str]) -> str:
+    def join_places(places: Sequence[str]) -> str:
         return "; ".join(f"{t.says} (default)" if t.default else place for t, place in zip(named, places))
 
     keys = [f"{t.says.partition(':')[0]} (default)" if t.default else place for t, place in zip(named, bare)]
     if all(source.default for source in named):
         keys = [*(source.says.partition(":")[0] for source in named[:-1]), keys[-1]]
-    forms = [joined(list(map(words.place, named))), joined(near), ", ".join(keys)]
+    forms = [join_places(list(map(words.place, named))), join_places(near), ", ".join(keys)]
     if all(source.default for source in named):
         forms.append(", ".join(keys).removesuffix(" (default)"))
     return next((form for form in forms if len(form) <= room), forms[-1])

@@ -119,7 +119,7 @@ def _smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
     if job.mesh.get("dp", 1) > 1 and "fsdp" in job.mesh:
         yield ["mesh.dp=1", f"mesh.fsdp={job.mesh['fsdp'] * job.mesh['dp']}"]
     if recipe.cluster is not None:
-        yield from _wider(recipe, job.mesh)
+        yield from _more_devices(recipe, job.mesh)
     if recipe.fsdp.master_dtype == "fp32":
         yield ["fsdp.master_dtype=bf16", "remat=full"]
     if recipe.compile == "eager":
@@ -130,7 +130,7 @@ def _divisor(n: int, by: int) -> int:
     return max(1, max((d for d in range(1, n + 1) if n % d == 0 and d <= n // by), default=1))
 
 
-def _wider(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[list[str]]:
+def _more_devices(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[list[str]]:
     cluster = recipe.cluster
     assert cluster is not None
     tp, fsdp = sizes.get("tp", 1), sizes.get("fsdp", 1)
@@ -215,7 +215,7 @@ def search(recipe: Recipe, say: Callable[[str], None] | None = None) -> SearchRe
     result = tried.result
     if not result.candidates and result.closest is None:
         price_variant(recipe)
-    result.candidates = _marked(result.candidates)
+    result.candidates = _mark_fastest(result.candidates)
     return result
 
 
@@ -233,13 +233,15 @@ class _Search:
     def least_remat(self, mesh: Mapping[str, int], per_device: int, more: Sequence[str] = ()) -> Candidate | None:
         """Finds the least recomputation with which a variant fits, and keeps it; None where none fits."""
         for remat in ("none", "selective", "full"):
-            candidate = _tried(self.recipe, dict(mesh), remat, per_device, self.variants, more)
+            candidate = _price_candidate(self.recipe, dict(mesh), remat, per_device, self.variants, more)
             if candidate is None or not candidate.price.fits:
                 self.result.refused += 1
                 self.result.closest = min(filter(None, (self.result.closest, candidate)), key=_needed, default=None)
                 continue
             self.result.candidates.append(candidate)
-            what = " ".join([_sizes(candidate.mesh), *_piped(candidate), f"remat {remat} per_device {per_device}"])
+            what = " ".join(
+                [_sizes(candidate.mesh), *_pipeline_words(candidate), f"remat {remat} per_device {per_device}"]
+            )
             self.tell(f"{what}: {seconds(candidate.price.step_s)}")
             return candidate
         return None
@@ -295,7 +297,7 @@ def meshes(recipe: Recipe) -> Iterator[dict[str, int]]:
                 yield {**fixed, "dp": dp, "fsdp": left // (tp * dp), "tp": tp}
 
 
-def _tried(
+def _price_candidate(
     recipe: Recipe, mesh: dict[str, int], remat: str, per_device: int, variants: Variants, more: Sequence[str]
 ) -> Candidate | None:
     unpriced = Candidate(mesh, remat, per_device, VariantPrice(0, 0.0, 0.0, False), 0.0, more=tuple(more))
@@ -308,7 +310,7 @@ def _tried(
     return replace(unpriced, price=price, tokens_per_s_per_device=tokens / price.step_s / devices_of(changed))
 
 
-def _marked(candidates: Iterable[Candidate]) -> list[Candidate]:
+def _mark_fastest(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Sorts candidates, fastest first, and marks those that no other beats in both time and memory."""
     ordered = sorted(candidates, key=lambda c: (c.price.step_s, c.price.needed_bytes))
     least = math.inf
@@ -328,7 +330,7 @@ def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
         lines.append(
             f" {'*' if c.pareto else ' '} {_sizes(c.mesh):<38} {c.remat:<10} {c.per_device:>10} "
             f"{gib(c.price.needed_bytes):>10} {seconds(c.price.step_s):>10} {c.tokens_per_s_per_device:>12.0f}"
-            f"{'  ' + ', '.join(_piped(c)) if c.more else ''}"
+            f"{'  ' + ', '.join(_pipeline_words(c)) if c.more else ''}"
         )
     if result.best is not None:
         lines += ["", "# the fastest, as a recipe", winner(result, recipe).rstrip()]
@@ -343,7 +345,7 @@ def winner(result: SearchResult, recipe: Recipe) -> str:
     return variant(recipe, result.best.changes).to_yaml() if result.best is not None else ""
 
 
-def _piped(candidate: Candidate) -> list[str]:
+def _pipeline_words(candidate: Candidate) -> list[str]:
     """The changes of a variant's pipeline, as words for the table."""
     settings: dict[str, str] = {}
     for change in candidate.more:

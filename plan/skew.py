@@ -93,7 +93,7 @@ def _routing(pricing: Pricing, busiest: float, experts: int, capacity: float | N
     for entry in pricing.parts:
         tasks = list(entry.priced.tasks)
         for i, node in _products(entry.part, entry.priced.kernels):
-            ids, gate = (info_of(operand).specs[0] for operand in _routed(node))
+            ids, gate = (info_of(operand).specs[0] for operand in _routing_operands(node))
             own = gate.shape[0]
             load = (busiest + (own - 1) * others) / own
             device = max(device, load)
@@ -114,7 +114,7 @@ def _products(part: StepPart, kernels: list[Any]) -> Iterator[tuple[int, fx.Node
             yield i, kernel.node
 
 
-def _routed(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _routing_operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The operands of an experts operation that hold the tokens' choices and the gate matrices."""
     after = 1 if str(node.target) == _OPS[1] else 0
     return node.args[1 + after], node.args[3 + after]  # type: ignore[return-value]

@@ -117,22 +117,22 @@ class Piped:
             "devices": table.devices,
             "rounds": table.rounds,
             "micro_batches": table.micro_batches,
-            "bubble": _rounded(self.bubble),
-            "seconds": _rounded(self.seconds),
+            "bubble": _round(self.bubble),
+            "seconds": _round(self.seconds),
             "slowest": self.slowest,
             "split": [stage.layers for stage in self.stages],
             "balanced": self.programs.balanced,
-            "above_mean": _rounded(self.above_mean),
+            "above_mean": _round(self.above_mean),
             "stages": [
                 {
                     "stage": s.stage, "device": s.device, "layers": s.layers, "saved_bytes": s.saved_bytes,
-                    "sent_bytes": s.sent_bytes, "late_s": _rounded(s.late_s),
-                    "seconds": {NAMES[kind]: _rounded(value) for kind, value in s.seconds.items()},
+                    "sent_bytes": s.sent_bytes, "late_s": _round(s.late_s),
+                    "seconds": {NAMES[kind]: _round(value) for kind, value in s.seconds.items()},
                 }
                 for s in self.stages
             ],
             "by_device": [
-                {"busy_s": _rounded(d.busy_s), "once_s": _rounded(d.once_s), "peak_bytes": d.peak_bytes, "held": d.held}
+                {"busy_s": _round(d.busy_s), "once_s": _round(d.once_s), "peak_bytes": d.peak_bytes, "held": d.held}
                 for d in self.devices
             ],
             "table": [" ".join(f"{t.kind}{t.micro}/{t.stage}" for t in row) for row in table.rows],
@@ -155,10 +155,10 @@ def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, comp
     def seconds(task: StageTask) -> float:
         return _until_handed_over(runs[task.kind, task.stage][1])
 
-    def late(task: StageTask) -> float:
-        return _late(*runs[task.kind, task.stage])
+    def send_delay(task: StageTask) -> float:
+        return _send_delay(*runs[task.kind, task.stage])
 
-    slots = table.timed(seconds, late)
+    slots = table.timed(seconds, send_delay)
     stages, devices, worst, parts_of = [], [], [], []
     for stage in pipeline.stages:
         of_stage = {kind: run for (kind, index), run in runs.items() if index == stage.index}
@@ -168,7 +168,7 @@ def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, comp
                 stage.index, table.device_of(stage.index), pipeline.layers[stage.index],
                 {kind: _until_handed_over(timeline) for kind, (_, timeline) in of_stage.items()},
                 _of_kind(stage.forward, "saved", outputs=True),
-                sum(c.bytes for c in sent if c is not None and c.kind == "send"), _late(*of_stage["F"]),
+                sum(c.bytes for c in sent if c is not None and c.kind == "send"), _send_delay(*of_stage["F"]),
             )
         )  # fmt: skip
     for i in range(table.devices):
@@ -179,7 +179,7 @@ def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, comp
         worst.append(peak)
         parts_of.append(parts)
     flops = [_flops(stage.programs) for stage in pipeline.stages]
-    once = [_flops(tuple(program for _, program in _once(pipeline, place))) for place in range(table.devices)]
+    once = [_flops(tuple(program for _, program in _run_once(pipeline, place))) for place in range(table.devices)]
     result = Piped(
         table, slots, stages, devices, [], max(worst, key=lambda p: p.memory.peak_bytes),
         table.micro_batches * sum(useful for useful, _ in flops) + sum(useful for useful, _ in once),
@@ -213,10 +213,10 @@ def _device(
         if key not in first:
             priced, timeline = runs[key]
             name = f"{NAMES[task.kind]} of stage {task.stage}"
-            part = StepPart(name, program, table.micro_batches, _beside(rest, program, others), compiled)
+            part = StepPart(name, program, table.micro_batches, _bytes_beside(rest, program, others), compiled)
             memory = liveness(program, priced.kernels, always=part.always)
             own[key] = memory.peak_bytes - others
-            first[key] = PricedPart(part, priced, _trimmed(timeline), memory)
+            first[key] = PricedPart(part, priced, _without_last_sends(timeline), memory)
             parts.append(first[key])
         more = max(0, held[task.stage, task.micro] - inside)  # saved for W while I runs
         peak = own[key] + others + more
@@ -231,18 +231,18 @@ def _device(
     assert tallest is not None
     _, key, others = tallest
     chosen = first[key]
-    always = _beside(rest, chosen.part.program, others)
+    always = _bytes_beside(rest, chosen.part.program, others)
     memory = liveness(chosen.part.program, chosen.priced.kernels, always=always)
     peak_part = PricedPart(replace(chosen.part, always=always), chosen.priced, chosen.timeline, memory)
-    for name, once in _once(pipeline, place):
+    for name, once in _run_once(pipeline, place):
         priced = price(once, device, per_host, compiled=compiled)
-        part = StepPart(name, once, 1, _beside(rest, once, 0), compiled)
+        part = StepPart(name, once, 1, _bytes_beside(rest, once, 0), compiled)
         memory = liveness(once, priced.kernels, always=part.always)
-        parts.append(PricedPart(part, priced, _trimmed(priced.run()), memory))
+        parts.append(PricedPart(part, priced, _without_last_sends(priced.run()), memory))
     return parts, max([peak_part, *parts], key=lambda p: p.memory.peak_bytes)
 
 
-def _once(pipeline: StagedPrograms, place: int) -> Iterator[tuple[str, Program]]:
+def _run_once(pipeline: StagedPrograms, place: int) -> Iterator[tuple[str, Program]]:
     """Yields the programs that a device runs once per step, with their names."""
     mine = pipeline.devices[place]
     for name in ONCE:
@@ -251,7 +251,7 @@ def _once(pipeline: StagedPrograms, place: int) -> Iterator[tuple[str, Program]]
             yield name, program
 
 
-def _beside(rest: Mapping[str, int], program: Program, activations: int) -> dict[str, int]:
+def _bytes_beside(rest: Mapping[str, int], program: Program, activations: int) -> dict[str, int]:
     """Bytes by category that stay in memory while a program runs, besides its own inputs."""
     sizes = {name: size - sum(_of_kind(program, kind) for kind, is_ in HELD.items() if is_ == name)
              for name, size in rest.items()}  # fmt: skip
@@ -274,7 +274,7 @@ def _until_handed_over(timeline: Timeline) -> float:
     return timeline.at[-1] if timeline.at else 0.0
 
 
-def _late(priced: Priced, timeline: Timeline) -> float:
+def _send_delay(priced: Priced, timeline: Timeline) -> float:
     """Seconds after a program's end until what it sends has arrived."""
     sends = {i for i, kernel in enumerate(priced.kernels) if (c := info_of(kernel.node).comm) is not None and
              c.kind == "send"}  # fmt: skip
@@ -282,13 +282,13 @@ def _late(priced: Priced, timeline: Timeline) -> float:
     return max(0.0, max(ends, default=0.0) - _until_handed_over(timeline))
 
 
-def _trimmed(timeline: Timeline) -> Timeline:
+def _without_last_sends(timeline: Timeline) -> Timeline:
     """The timeline without the sends at its end, which overlap with the next program."""
     waits = sum(event.end - event.start for event in timeline.events if event.lane == "wait")
     return replace(timeline, seconds=_until_handed_over(timeline), exposed_s=waits)
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     return float(f"{value:.9g}")
 
 

@@ -87,14 +87,14 @@ class _Search:
         best: Change = ()
         limit = self.base
         for change in useful:
-            merged = together(best, change)
+            merged = combine(best, change)
             if merged is None:
                 continue
             price = self.quick(merged)
             if price is not None and price.fits and price.step_s < 0.995 * limit:
                 best, limit = merged, price.step_s
         for change, price in alone.items():  # what needs room, or was no gain by itself, may be one now
-            merged = together(best, change)
+            merged = combine(best, change)
             if merged is None or change in useful or price.step_s > 1.05 * self.base:
                 continue
             more = self.quick(merged)
@@ -119,10 +119,10 @@ class _Search:
         """The price of the recipe with a change; None where it contradicts the recipe, or enough was planned."""
         key = frozenset(change)
         if key not in self.tried and self.result.planned < MOST:
-            self.tried[key] = self._planned(change)
+            self.tried[key] = self._price(change)
         return self.tried.get(key)
 
-    def _planned(self, change: Change) -> VariantPrice | None:
+    def _price(self, change: Change) -> VariantPrice | None:
         try:
             price = price_variant(
                 variant(self.recipe, [f"{key}={value}" for key, value in change]), "train", self.variants
@@ -138,7 +138,13 @@ class _Search:
     # ---- changes to try ----------------------------------------------------------------------------------------------
     def free(self) -> list[Change]:
         """All single changes that may be tried, the cheapest to plan first: they keep the partitioned program."""
-        return [*self._scheduled(), *self._pipelines(), *self._micro_batches(), *self._sequence(), *self._meshes()]
+        return [
+            *self._schedule_changes(),
+            *self._pipelines(),
+            *self._micro_batches(),
+            *self._sequence(),
+            *self._meshes(),
+        ]
 
     def likely(self) -> list[Change]:
         """Changes that the report's figures favour, the most promising first."""
@@ -169,7 +175,7 @@ class _Search:
         for changes in search_pipelines.faster(self.report, self.recipe):
             yield tuple((key, value) for key, _, value in (change.partition("=") for change in changes))
 
-    def _scheduled(self) -> Iterator[Change]:
+    def _schedule_changes(self) -> Iterator[Change]:
         fsdp, several = self.recipe.fsdp, self.report.job.micro_batches > 1
         if self.recipe.compile != "inductor" and self.report.pricing.device.kind == "gpu":
             yield (("compile", "inductor"),)
@@ -247,7 +253,7 @@ class _Search:
         return fits
 
 
-def together(one: Change, other: Change) -> Change | None:
+def combine(one: Change, other: Change) -> Change | None:
     """Combines two changes; None if both change the same key, or both the mesh."""
     keys = {key.partition(".")[0] if key.startswith("mesh.") else key for key, _ in one}
     if any((key.partition(".")[0] if key.startswith("mesh.") else key) in keys for key, _ in other):

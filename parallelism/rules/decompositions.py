@@ -100,10 +100,10 @@ def batch_norm_backward(
         to_weight.to(weight.dtype) if weight is not None else to_weight,
         to_bias.to(weight.dtype) if weight is not None else to_bias,
     )
-    return _masked(gradients, output_mask)
+    return _select_gradients(gradients, output_mask)
 
 
-def _masked(gradients: Gradients, output_mask: Sequence[bool]) -> Gradients:
+def _select_gradients(gradients: Gradients, output_mask: Sequence[bool]) -> Gradients:
     """The gradients that the caller needs; None in place of the others."""
     return tuple(one if needed else None for one, needed in zip(gradients, output_mask))  # type: ignore[return-value]
 
@@ -145,7 +145,7 @@ def group_norm_backward(
         (wide_grad * normed.view(x.shape)).sum(_statistics_dims(x)).to(x.dtype),
         wide_grad.sum(_statistics_dims(x)).to(x.dtype),
     )
-    return _masked(gradients, output_mask)
+    return _select_gradients(gradients, output_mask)
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:

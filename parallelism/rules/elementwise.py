@@ -46,32 +46,32 @@ def nothing(op: Op) -> tuple[int, ...]:
 
 
 def first(op: Op) -> tuple[int, ...]:
-    """For ops that are linear in their one operand: neg, clone."""
+    """The operands in which an op of one operand is linear: that one (neg, clone)."""
     return (0,)
 
 
 def cast(op: Op) -> tuple[int, ...]:
-    """For casts: those to floating point are linear up to rounding, those to integers are not."""
+    """The operands in which a cast is linear: its own, up to rounding, but none for a cast to integers."""
     return (0,) if op.results[0].dtype.is_floating_point or op.operands[0].dtype == op.results[0].dtype else ()
 
 
-def added(op: Op) -> tuple[int, ...]:
-    """For a + alpha b, which is jointly linear in two tensors of one shape, but not linear if one is a number."""
+def sum_of(op: Op) -> tuple[int, ...]:
+    """The operands in which a + alpha b is linear: jointly two tensors of one shape, but none with a number."""
     tensors = [a for a in op.args[:2] if isinstance(a, Ref)]
     both = len(tensors) == 2 and op.operands[0].shape == op.operands[1].shape
     return (0, 1) if both else ()
 
 
-def scaled(op: Op) -> tuple[int, ...]:
-    """For a * b and a / b, which are linear in `a` if `b` is a number or a tensor without dims."""
+def product(op: Op) -> tuple[int, ...]:
+    """The operands in which a * b and a / b are linear: `a` if `b` is a number or a tensor without dims."""
     if op.kwargs.get("rounding_mode") is not None:
         return ()
     number = len(op.operands) == 1 or (op.operands[1].rank == 0 and op.operands[0].rank > 0)
     return (0,) if number and isinstance(op.args[0], Ref) else ()
 
 
-def zeroed(op: Op) -> tuple[int, ...]:
-    """For masked_fill(x, mask, value), which is linear only for value 0, since every partial sum is filled."""
+def zero_fill(op: Op) -> tuple[int, ...]:
+    """The operands in which masked_fill(x, mask, value) is linear: x for value 0, since every partial sum is filled."""
     return (0,) if op.args[2] == 0 else ()
 
 
@@ -81,7 +81,7 @@ def divisor(op: Op) -> tuple[tuple[int, float], ...]:
     return ((by.index, 1),) if isinstance(by, Ref) and not op.results[0].dtype.is_floating_point else ()
 
 
-def copied(op: Op) -> None:
+def drop_format(op: Op) -> None:
     """Rewrites a copy in another memory format to a view, since graphs do not record memory formats."""
     if op.kwargs.get("memory_format") is not None:
         as_view(op)
@@ -118,17 +118,17 @@ def number(value: float | None) -> Callable[[Op], None]:
 like = Entry(shape_of, inlined=True)
 
 OPS: Table = {
-    aten.add: pointwise(added),
-    aten.sub: pointwise(added),
-    aten.mul: pointwise(scaled),
-    aten.div: pointwise(scaled, divides=True),
+    aten.add: pointwise(sum_of),
+    aten.sub: pointwise(sum_of),
+    aten.mul: pointwise(product),
+    aten.div: pointwise(product, divides=True),
     aten.floor_divide: pointwise(divides=True),
     aten.remainder: pointwise(divides=True),
     aten.fmod: pointwise(divides=True),
     aten.neg: pointwise(first),
-    aten.clone: pointwise(first, canonical=copied),
+    aten.clone: pointwise(first, canonical=drop_format),
     aten._to_copy: pointwise(cast),
-    aten.masked_fill.Scalar: pointwise(zeroed),
+    aten.masked_fill.Scalar: pointwise(zero_fill),
     aten.copy: pointwise(recorded=copy_over),
     aten.exp: pointwise(exponentials=1),
     aten.log: pointwise(exponentials=1),

@@ -272,12 +272,12 @@ def diagonal_within(diagonal: int, row: int, column: int) -> int:
 
 
 OPS: Table = {
-    aten.slice: view_entry(slice_rule, strides.sliced),
-    aten.narrow: view_entry(slice_rule, strides.piece),
-    aten.split: view_entry(split, strides.piece),
-    aten.split_with_sizes: view_entry(split, strides.piece),
-    aten.select: view_entry(select, strides.selected),
-    aten.unbind: view_entry(unbind, strides.selected),
+    aten.slice: view_entry(slice_rule, strides.of_slice),
+    aten.narrow: view_entry(slice_rule, strides.same),
+    aten.split: view_entry(split, strides.same),
+    aten.split_with_sizes: view_entry(split, strides.same),
+    aten.select: view_entry(select, strides.of_select),
+    aten.unbind: view_entry(unbind, strides.of_select),
     aten.slice_scatter: Entry(slice_scatter),
     aten.cat: Entry(cat, canonical=without_empty),
     aten.constant_pad_nd: Entry(pad),

@@ -172,14 +172,14 @@ def _merge_partial(at: LocalOp, out: Any, lse: Any, more: Any, more_lse: Any) ->
     (b, h, s), dtype, wide = at.shape_of(lse), at.dtype_of(out), at.dtype_of(lse)
     total = at.emit(aten.logaddexp.default, lse, more_lse, shape=(b, h, s), dtype=wide)
 
-    def weighed(share: Any, logs: Any) -> Any:
+    def weigh(share: Any, logs: Any) -> Any:
         weight = at.emit(aten.sub.Tensor, logs, total, shape=(b, h, s), dtype=wide)
         weight = at.emit(aten.exp.default, weight, shape=(b, h, s), dtype=wide)
         weight = at.emit(aten.permute.default, weight, [0, 2, 1], shape=(b, s, h), dtype=wide)
         weight = at.emit(aten.unsqueeze.default, weight, 3, shape=(b, s, h, 1), dtype=wide)
         return at.emit(aten.mul.Tensor, share, weight, shape=at.shape_of(out), dtype=wide)
 
-    combined = at.emit(aten.add.Tensor, weighed(out, lse), weighed(more, more_lse), shape=at.shape_of(out), dtype=wide)
+    combined = at.emit(aten.add.Tensor, weigh(out, lse), weigh(more, more_lse), shape=at.shape_of(out), dtype=wide)
     return _cast(at, combined, at.shape_of(out), dtype), total
 
 

@@ -16,87 +16,82 @@ Args = tuple[Any, ...]
 
 
 def same(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """An identity: the operand's strides."""
+    """The strides of an identity, or of a contiguous part of a dim (narrow, split): the operand's."""
     return strides
 
 
-def permuted(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """permute(x, order): the strides in that order."""
+def of_permute(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """The strides of permute(x, order): x's in that order."""
     return tuple(strides[d] for d in args[1])
 
 
-def transposed(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """transpose(x, i, j): two strides swapped."""
+def of_transpose(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """The strides of transpose(x, i, j): x's with two swapped."""
     order = list(strides)
     i, j = args[1], args[2]
     order[i], order[j] = order[j], order[i]
     return tuple(order)
 
 
-def turned(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """t(x): the strides reversed."""
+def of_t(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """The strides of t(x): x's reversed."""
     return strides[::-1]
 
 
-def expanded(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """expand(x, size): stride 0 for repeated dims."""
+def of_expand(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """The strides of expand(x, size): x's, and 0 for repeated dims."""
     lead = len(after) - len(before)
     old, full = (1,) * lead + before, (0,) * lead + strides
     return tuple(0 if o == 1 and n != 1 else s for o, n, s in zip(old, after, full))
 
 
-def piece(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """narrow, split: a contiguous part of a dim, with the operand's strides."""
-    return strides
-
-
-def sliced(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """slice(x, dim, start, end, step): the dim's stride times the step."""
+def of_slice(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """The strides of slice(x, dim, start, end, step): x's, with the dim's times the step."""
     dim = (args[1] if len(args) > 1 else 0) % len(before)
     step = args[4] if len(args) > 4 else 1
     return tuple(s * step if d == dim else s for d, s in enumerate(strides))
 
 
-def selected(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """select, unbind: the strides without that of the dim."""
+def of_select(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """The strides of select and unbind: x's without the dim's."""
     dim = (args[1] if len(args) > 1 else 0) % len(before)
     return tuple(s for d, s in enumerate(strides) if d != dim)
 
 
 def diagonal(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """diagonal(x, offset, dim1, dim2): the sum of both dims' strides for the new last dim."""
+    """The strides of diagonal(x, offset, dim1, dim2): the new last dim has the sum of both dims' strides."""
     i, j = (d % len(before) for d in (*args[2:4], *(0, 1)[max(0, len(args) - 2) :]))
     return (*(s for d, s in enumerate(strides) if d not in (i, j)), strides[i] + strides[j])
 
 
-def unfolded(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """unfold(x, dim, size, step): the dim's stride times the step, and the dim's stride for the new last dim."""
+def of_unfold(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """The strides of unfold(x, dim, size, step): the dim's times the step, and the dim's own for the new last dim."""
     dim = args[1] % len(before)
     return (*(s * args[3] if d == dim else s for d, s in enumerate(strides)), strides[dim])
 
 
 def explicit(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """as_strided(x, size, stride): the strides in its arguments."""
+    """The strides of as_strided(x, size, stride): those in its arguments."""
     return tuple(args[2])
 
 
-def reshaped(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """view(x, shape): dims that are split, merged, added or dropped, where that needs no copy."""
+def of_view(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """The strides of view(x, shape), which splits, merges, adds or drops dims; None where that needs a copy."""
     return without_copy(before, strides, after)
 
 
 def of_pairs(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """view_as_complex(x): pairs of numbers as complex numbers, of twice their size."""
+    """The strides of view_as_complex(x), whose elements have twice the size."""
     return tuple(s // 2 for s in strides[:-1])
 
 
 def into_pairs(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """view_as_real(x): complex numbers as pairs of numbers, of half their size."""
+    """The strides of view_as_real(x), whose elements have half the size."""
     return (*(2 * s for s in strides), 1)
 
 
 def dense(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """contiguous(x), dense_exactly(x): a view if x is contiguous."""
+    """The strides of contiguous(x) and dense_exactly(x), which are views if x is contiguous."""
     return strides if strides == contiguous(before) else None
 
 

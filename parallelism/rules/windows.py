@@ -222,17 +222,17 @@ def _each(
     for name in names.split():
         for rank, (before, after) in SPATIAL.items():
 
-            def spelled(text: str, before: str = before, after: str = after) -> str:
+            def spell(text: str, before: str = before, after: str = after) -> str:
                 return text.replace("out", f"...{after}").replace("in", f"...{before}")
 
             op = getattr(aten, name.format(rank), None)
             if op is None:
                 continue
             back = getattr(aten, name.format(rank) + "_backward", None)
-            OPS[op] = letters(spelled(forward), linear=linear, recorded=recorded[0])
+            OPS[op] = letters(spell(forward), linear=linear, recorded=recorded[0])
             if back is not None and backward:
                 local = sized(size) if size is not None else None
-                OPS[back] = letters(spelled(backward), local=local, linear="0", recorded=recorded[1])
+                OPS[back] = letters(spell(backward), local=local, linear="0", recorded=recorded[1])
 
 
 _each("max_unpool{}d", "in,in->out", linear="0")

@@ -140,7 +140,7 @@ def localize(
             continue
         if node.op == "call_function" and node.target in (send, recv):
             value = local[node.args[0]]  # type: ignore[index]
-            moved = None if transfer is None else graph.call_function(_bound_transfer(node, transfer), (value,))
+            moved = None if transfer is None else graph.call_function(_bind(transfer, node), (value,))
             local[node] = value if moved is None else moved
             continue
         if node.op == "call_function" and node.target is funcol.wait_tensor.default:
@@ -200,7 +200,7 @@ def _localize_wait(
     if wait is None:
         done = graph.call_function(funcol.wait_tensor.default, (local[started],))
     else:
-        done = graph.call_function(_bound_wait(started, wait), (local[started],))
+        done = graph.call_function(_bind(wait, started), (local[started],))
     if exchange and _is_exchange(started):
         done = graph.call_function(reduce_pieces, (done, _members(started), started.args[1]))
         if started.target is funcol.all_reduce.default:
@@ -208,18 +208,13 @@ def _localize_wait(
     return done
 
 
-def _bound_wait(started: fx.Node, wait: Callable[[Tensor, fx.Node], Tensor]) -> Callable[[Tensor], Tensor]:
-    def wait_for(tensor: Tensor) -> Tensor:  # A graph calls functions that have a name.
-        return wait(tensor, started)
+def _bind(function: Callable[[Tensor, fx.Node], Tensor], node: fx.Node) -> Callable[[Tensor], Tensor]:
+    """The function for one node, with a name, as a graph needs."""
 
-    return wait_for
+    def bound(tensor: Tensor) -> Tensor:
+        return function(tensor, node)
 
-
-def _bound_transfer(node: fx.Node, transfer: Callable[[Tensor, fx.Node], Tensor]) -> Callable[[Tensor], Tensor]:
-    def move(tensor: Tensor) -> Tensor:
-        return transfer(tensor, node)
-
-    return move
+    return bound
 
 
 def piece_sizes(tensor: Tensor, count: int) -> list[int]:

@@ -38,7 +38,7 @@ class Tally(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional":
             self.collectives += func.overloadpacket.__name__ != "wait_tensor"
-            self.sent_bytes += _sent(func.overloadpacket.__name__, args, result)
+            self.sent_bytes += _sent_bytes(func.overloadpacket.__name__, args, result)
         self._take(pytree.tree_leaves(result))
         return result
 
@@ -53,13 +53,13 @@ class Tally(TorchDispatchMode):
             self._live[key] = size
             self.held_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-            weakref.finalize(storage, self._freed, key).atexit = False
+            weakref.finalize(storage, self._free, key).atexit = False
 
-    def _freed(self, key: int) -> None:
+    def _free(self, key: int) -> None:
         self.held_bytes -= self._live.pop(key, 0)
 
 
-def _sent(name: str, args: Any, result: Any) -> int:
+def _sent_bytes(name: str, args: Any, result: Any) -> int:
     """The bytes that this rank sends for a collective of `_c10d_functional`; 0 for a wait."""
     name = name.removesuffix("_out").removesuffix("_")  # variants that a compiler uses
     if name == "wait_tensor":

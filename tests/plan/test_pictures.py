@@ -75,7 +75,7 @@ def test_the_page_knows_what_is_behind_every_collective_and_alive_at_the_peak(re
     assert [sum(row["count"] for row in rows) for rows in actual["collectives"]] == [
         sum(comm.members for comm in line.issues) for line in report.lines
     ]
-    rows = page_data.alive(report)
+    rows = page_data.peak_values(report)
     assert sum(row["bytes"] for row in rows) == report.pricing.worst.memory.peak_bytes
     assert any(row["name"] == "layers.0.mlp.up.weight" and "mlp: tp" in "".join(row["told"]) for row in rows)
     for part, line in zip(report.pricing.parts, actual["timelines"]):
