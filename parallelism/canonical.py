@@ -65,15 +65,15 @@ def remove_identities(graph: Graph) -> None:
 
 def _returned(graph: Graph) -> set[Value]:
     """The results of a graph, and the values that they are views of."""
-    found: set[Value] = set()
+    returned: set[Value] = set()
     for value in graph.outputs:
-        while isinstance(value, Value) and value not in found:
-            found.add(value)
+        while isinstance(value, Value) and value not in returned:
+            returned.add(value)
             op = value.producer
             if op is None or len(op.operands) != 1 or entry_of(op.target).view is None:
                 break
             value = op.operands[0]
-    return found
+    return returned
 
 
 def unify(graph: Graph) -> None:

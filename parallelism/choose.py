@@ -89,7 +89,7 @@ def _reordered(rule: Rule, layouts: Sequence[Layout]) -> dict[int, dict[int, Cut
         for d, (axes, members) in enumerate(zip(layout.dims, dims)):
             if len(members) < 2 or len(axes) < 2 or layout.grain(d) > 1:
                 continue
-            parts = factors.filled(axes, members, rule.sizes)
+            parts = factors.reorder_to_fill(axes, members, rule.sizes)
             if parts is not None and parts != factors.project((axes,), (members,), rule.sizes):
                 cuts = out.setdefault(t, dict(factors.cuts(layout, dims, rule.sizes)))
                 cuts.update({f: Cut(part) for f, part in parts.items()})

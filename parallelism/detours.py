@@ -41,7 +41,7 @@ def detours(
                 needs.setdefault(value, set()).add(propagated[op.results[0]])
             continue
         rule = rule_of(op)
-        asked = [layout_of(rule, dims, choices[op], False) for dims in rule.operands]
+        needed = [layout_of(rule, dims, choices[op], False) for dims in rule.operands]
         for result in op.results:
             layouts = needs.get(result, set())
             if len(layouts) != 1 or result in fixed:
@@ -53,23 +53,23 @@ def detours(
                 inner = _through(op, rule, layout)
                 if inner is None:
                     continue
-                asked = through[op] = inner
+                needed = through[op] = inner
             better[result] = layout
-        for value, need in zip(op.operands, asked):
+        for value, need in zip(op.operands, needed):
             needs.setdefault(value, set()).add(need)
-    kept: dict[Value, Layout] = {}
+    moved: dict[Value, Layout] = {}
     for op in graph.ops:
         for result in op.results:
             if result not in better:
                 continue
             if op in through:
                 whole = [(v, n) for v, n in zip(op.operands, through[op]) if v.numel >= result.numel]
-                agrees = all(kept.get(v, propagated[v]) == need for v, need in whole)
+                agrees = all(moved.get(v, propagated[v]) == need for v, need in whole)
             else:
                 agrees = _shorter(result, computed[result], propagated[result], better[result])
             if agrees:
-                kept[result] = better[result]
-    return kept
+                moved[result] = better[result]
+    return moved
 
 
 def _shorter(value: Value, computed: Layout, over: Layout, to: Layout) -> bool:

@@ -67,25 +67,25 @@ def parts(
     return out
 
 
-def filled(axes: Axes, members: Sequence[int], sizes: Sequence[int]) -> dict[int, Axes] | None:
+def reorder_to_fill(axes: Axes, members: Sequence[int], sizes: Sequence[int]) -> dict[int, Axes] | None:
     """A dim's axes in another order, in which they fill its factors from major to minor; None if they cannot.
 
     `x` of 6 does not divide a factor of 4: half of it does, together with half of the next axis."""
     out: dict[int, Axes] = {}
     rest = list(axes)
     for f in members[:-1]:
-        room, taken, left = sizes[f], [], []
+        room, fitting, left = sizes[f], [], []
         for axis in rest:
             part = divisor(axis, room)
             if part is not None:
-                taken.append(part)
+                fitting.append(part)
                 room //= part.size
             if part != axis:
                 end, size = (axis.pre, axis.size) if part is None else (part.end, axis.size // part.size)
                 left.append(Axis(axis.name, end, size))
         if room > 1 and left:
             return None
-        out[f], rest = merge(taken), left
+        out[f], rest = merge(fitting), left
     out[members[-1]] = merge(rest)
     return out
 

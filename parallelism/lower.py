@@ -272,10 +272,10 @@ class Emitter:
 
     def _spread(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         """Shards as parts of a sum: each at its place, with zeros at all others."""
-        wanted = local_shape(shape, step.after)
+        local = local_shape(shape, step.after)
         for d in range(len(shape)):
             axes = _by_layout([a for a, source, _ in step.parts if source == d], step.before.dims[d])
-            lengths = [wanted[d]]  # the dim's size before each axis divided it, outer to inner
+            lengths = [local[d]]  # the dim's size before each axis divided it, outer to inner
             for axis in axes:
                 lengths.append(local_size(lengths[-1], (axis,), step.grain(d)))
             for axis, long, short in zip(reversed(axes), lengths[-2::-1], lengths[:0:-1]):

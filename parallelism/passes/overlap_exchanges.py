@@ -78,12 +78,12 @@ class _Half:
         sizes = [_bytes(issue) for issue in issues]
         out: dict[fx.Node, list[fx.Node]] = {}
         for turn, i in enumerate(self.waits):
-            share, taken = work * sizes[turn] / sum(sizes), 0.0
+            share, flops = work * sizes[turn] / sum(sizes), 0.0
             last = turn == len(self.waits) - 1
             for product in [p for p in left if free[p][turn]]:
-                if not last and any(free[product][turn + 1 :]) and taken + info(product).flops / 2 > share:
+                if not last and any(free[product][turn + 1 :]) and flops + info(product).flops / 2 > share:
                     break  # the next ones follow it
-                taken += info(product).flops
+                flops += info(product).flops
                 out.setdefault(self.nodes[i], []).append(product)
                 left.remove(product)
         return out

@@ -30,8 +30,8 @@ def solve(op: Op) -> Rule:
     """The rule of _linalg_solve_ex(A, B, left): the columns of B, if it has any, are independent."""
     a, b = op.operands
     left = op.kwargs.get("left", op.args[2] if len(op.args) > 2 else True)
-    given, made = ("...M", "...N") if b.rank < a.rank else ("...Mk", "...Nk") if left else ("...kN", "...kM")
-    return rule_of(op, f"...MN,{given}->{made},...MN,...N,...", same="k")
+    right, result = ("...M", "...N") if b.rank < a.rank else ("...Mk", "...Nk") if left else ("...kN", "...kM")
+    return rule_of(op, f"...MN,{right}->{result},...MN,...N,...", same="k")
 
 
 def solve_triangular(op: Op) -> Rule:
