@@ -9,7 +9,7 @@ from tpshard.parallelism.factors import WHOLE, Cut
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.mesh import Axes, Axis, merge, overlap, size_of, starts_with
 from tpshard.parallelism.reshard import LATENCY_BYTES, cost, redistribution
-from tpshard.parallelism.rules.rule import Kind, Rule, Window
+from tpshard.parallelism.rules.rule import Dim, Kind, Rule, Window
 from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size
 
 FLOPS_PER_BYTE = 1000.0
@@ -211,21 +211,26 @@ def computable(op: Op, rule: Rule, choice: Choice) -> Choice:
             fitting.append(axis)
         if fitting:
             out[f] = Cut(merge(fitting), grain)
-    for dims in rule.tensors:
-        for members in dims:
-            if len(members) < 2:
-                continue
-            full = True
-            outer: Axes = ()
-            for f in members:
-                axes = out.get(f, WHOLE).axes
-                joined = len(merge((*outer, *axes))) < len(outer) + len(axes)
-                # parts of one axis, joined on a dim, cut it at once: with padding, elsewhere than one by one
-                if not full or (joined and not even(rule.sizes[f], axes)):
-                    out.pop(f, None)
-                outer = out.get(f, WHOLE).axes
-                full = full and size_of(outer) == rule.sizes[f]
+    merged = [members for dims in rule.tensors for members in dims if len(members) > 1]
+    while any(_drop_hidden(out, rule, members) for members in merged):
+        pass  # a factor that one tensor lacks may hide others in a tensor before it
     return out
+
+
+def _drop_hidden(choice: Choice, rule: Rule, members: Dim) -> bool:
+    """Removes the cuts of a dim's factors that follow one that is not fully sharded; whether there were any."""
+    full = True
+    outer: Axes = ()
+    before = len(choice)
+    for f in members:
+        axes = choice.get(f, WHOLE).axes
+        joined = len(merge((*outer, *axes))) < len(outer) + len(axes)
+        # parts of one axis, joined on a dim, cut it at once: with padding, elsewhere than one by one
+        if not full or (joined and not even(rule.sizes[f], axes)):
+            choice.pop(f, None)
+        outer = choice.get(f, WHOLE).axes
+        full = full and size_of(outer) == rule.sizes[f]
+    return len(choice) < before
 
 
 def _may_cut(op: Op, rule: Rule, f: int, axes: Axes, grain: int) -> bool:

@@ -123,16 +123,25 @@ def _own_slots(at: LocalOp, call: Lookup, rank: int) -> tuple[list[Any], Any, tu
         if f is None or not at.axes(f):
             continue
         mine = at.operand_shape(1 + i)
+        if counted:  # element by element, padding included, so that nothing is written into another element's place
+            slots[d] = _counting(at, call.of[i].index((f,)), at.size(f), mine)
+            continue
         whole = at.op.operands[0].shape[d]
         positive = at.emit(aten.remainder.Scalar, slots[d], whole, shape=mine, dtype=torch.int64)
         slots[d], far = own_indices(at, positive, f, mine)
-        if counted:
-            continue
         shape = tuple(torch.broadcast_shapes(shape, mine))
         foreign = far if foreign is None else at.emit(
             aten.logical_or.default, foreign, far, shape=shape, dtype=torch.bool
         )  # fmt: skip
     return slots, foreign, shape
+
+
+def _counting(at: LocalOp, dim: int, count: int, shape: tuple[int, ...]) -> Any:
+    """Indices that count along a dim of `shape` on every device alike."""
+    along = tuple(n if d == dim else 1 for d, n in enumerate(shape))
+    counted = at.emit(aten.arange.default, count, shape=(count,), dtype=torch.int64)
+    viewed = at.emit(aten.reshape.default, counted, list(along), shape=along, dtype=torch.int64)
+    return at.emit(aten.expand.default, viewed, list(shape), shape=shape, dtype=torch.int64)
 
 
 def index(op: Op) -> Rule:
