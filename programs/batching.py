@@ -114,11 +114,11 @@ def check_micro_batches(recipe: Recipe, plan: BatchPlan, devices: int) -> None:
     pipeline, each = recipe.pipeline, plan.sequences_each
     assert pipeline is not None
     if why := refused(pipeline, devices, plan.micro_batches):
-        given = "pipeline.micro_batches" if pipeline.micro_batches is not None else "batch"
+        key = "pipeline.micro_batches" if pipeline.micro_batches is not None else "batch"
         fits = [n for n in range(1, each + 1) if each % n == 0 and not refused(pipeline, devices, n)]
         some = ", ".join(map(str, fits[:4]))
         raise Mistakes.one(
-            why, exit=Exit.FIT, where=recipe.where(given),
+            why, exit=Exit.FIT, where=recipe.where(key),
             why=f"{each} sequences of a data rank are {plan.micro_batches} micro-batches of {plan.per_device}",
             fix=f"pipeline.micro_batches: {some}" if fits else "more batch.global_sequences, or fewer stages",
         )  # fmt: skip

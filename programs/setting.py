@@ -129,8 +129,8 @@ class Setting:
 
         Raises Mistakes (exit 4) where layers and micro-batches do not fit the stages.
         """
-        asked, axis = self.recipe.pipeline, self.pipeline_axis
-        if asked is None or axis is None or not asked.vectorized:
+        section, axis = self.recipe.pipeline, self.pipeline_axis
+        if section is None or axis is None or not section.vectorized:
             return None
         check_micro_batches(self.recipe, self.divided, axis.size)
         if self.config is None or self.config.experts is not None:
@@ -140,9 +140,9 @@ class Setting:
                 why="this model has experts" if self.config is not None else "this model is another module",
                 fix="form: staged, for any model",
             )  # fmt: skip
-        layers, stages = list(self.single.get_submodule(LAYERS).children()), axis.size * asked.each
+        layers, stages = list(self.single.get_submodule(LAYERS).children()), axis.size * section.each
         if len(layers) % stages:
-            fits = [n for n in range(2, len(layers) + 1) if len(layers) % (n * asked.each) == 0]
+            fits = [n for n in range(2, len(layers) + 1) if len(layers) % (n * section.each) == 0]
             less = len(layers) // stages * stages
             raise Mistakes.one(
                 f"{stages} stages do not divide the {len(layers)} layers of the model", exit=Exit.FIT,
@@ -155,7 +155,7 @@ class Setting:
                 "`pipeline.form: vectorized` needs layers that differ only in their weights", exit=Exit.FIT,
                 where=self.recipe.where("pipeline.form"), why=why, fix="form: staged",
             )  # fmt: skip
-        return Stacking(axis.size, asked.each, len(layers) // stages, self.divided.micro_batches)
+        return Stacking(axis.size, section.each, len(layers) // stages, self.divided.micro_batches)
 
     def shape_in_layer(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a parameter in checkpoints: of one that is stacked, that of a single layer's."""
