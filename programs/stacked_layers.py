@@ -44,7 +44,7 @@ class Stacking:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For the plan's `pipeline`."""
+        """The pipeline as the plan's JSON has it."""
         return {
             "schedule": self.schedule, "form": "vectorized", "devices": self.stages, "rounds": self.rounds,
             "micro_batches": self.micro_batches, "steps": self.steps, "bubble": round(self.bubble, 9),

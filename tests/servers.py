@@ -28,13 +28,13 @@ from tpshard.serve.weights import Filler, Weights
 WORKER = [sys.executable, "-m", "tpshard.cli.serve_worker"]
 
 
-def recipe(*told: str) -> Recipe:
-    return loads("name: small\ncluster: {device: cpu}\nmodel: {preset: tiny}\nserve: {mesh: {tp: 1}}\n", told)
+def recipe(*overrides: str) -> Recipe:
+    return loads("name: small\ncluster: {device: cpu}\nmodel: {preset: tiny}\nserve: {mesh: {tp: 1}}\n", overrides)
 
 
-def setting(config: ModelConfig, *told: str, dtype: str = "fp32", kind: Any = "cpu") -> ServeSetting:
-    """The setting of a dense model's server; `told` overrides keys of its recipe."""
-    return ServeSetting.of(recipe(*told), Served(Blueprint(config), dtype), kind)
+def setting(config: ModelConfig, *overrides: str, dtype: str = "fp32", kind: Any = "cpu") -> ServeSetting:
+    """The setting of a dense model's server; `overrides` change keys of its recipe."""
+    return ServeSetting.of(recipe(*overrides), Served(Blueprint(config), dtype), kind)
 
 
 def weights_of(model: torch.nn.Module) -> Weights:
@@ -46,30 +46,30 @@ def weights_of(model: torch.nn.Module) -> Weights:
     return Weights({name: tuple(p.shape) for name, p in own.items()}, block)
 
 
-def runner_of(model: torch.nn.Module, *told: str, blocks: int = 64, dtype: str = "fp32") -> ProgramRunner:
+def runner_of(model: torch.nn.Module, *overrides: str, blocks: int = 64, dtype: str = "fp32") -> ProgramRunner:
     """A runner of a model in memory."""
-    programs = build_serving(setting(model.config, *told, dtype=dtype))  # type: ignore[arg-type]
+    programs = build_serving(setting(model.config, *overrides, dtype=dtype))  # type: ignore[arg-type]
     device = next(model.parameters()).device
     return ProgramRunner(alone(device), programs, weights_of(model), blocks)
 
 
-def programs_of(folder: Path, *told: str) -> ServingPrograms:
-    told_all = recipe(f"serve.checkpoint={folder}", *told)
+def programs_of(folder: Path, *overrides: str) -> ServingPrograms:
+    told_all = recipe(f"serve.checkpoint={folder}", *overrides)
     return build_serving(ServeSetting.of(told_all, served(told_all, "cpu"), "cpu"))
 
 
-def folder_runner(folder: Path, *told: str, blocks: int = 16) -> ProgramRunner:
+def folder_runner(folder: Path, *overrides: str, blocks: int = 16) -> ProgramRunner:
     """A runner of a folder, in this process."""
-    return ProgramRunner(alone(), programs_of(folder, *told), open_weights(str(folder)), blocks)
+    return ProgramRunner(alone(), programs_of(folder, *overrides), open_weights(str(folder)), blocks)
 
 
-def job_of(folder: Path, *told: str, blocks: int = 256, **more: Any) -> Job:
-    return replace(Job.of(programs_of(folder, *told), str(folder), blocks), **more)
+def job_of(folder: Path, *overrides: str, blocks: int = 256, **more: Any) -> Job:
+    return replace(Job.of(programs_of(folder, *overrides), str(folder), blocks), **more)
 
 
-def ranks_of(folder: Path, *told: str, **more: Any) -> Ranks:
+def ranks_of(folder: Path, *overrides: str, **more: Any) -> Ranks:
     """A runner of a folder, in worker processes."""
-    return Ranks(WORKER, job_of(folder, *told, **more))
+    return Ranks(WORKER, job_of(folder, *overrides, **more))
 
 
 def prompts(rows: int = 8) -> StepInput:

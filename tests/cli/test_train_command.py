@@ -139,8 +139,8 @@ def test_a_run_whose_worker_crashes_goes_on_by_itself(rank: int, number: signal.
 def test_a_run_that_lost_a_stage_goes_on_without_a_pipeline(tmp_path: Path) -> None:
     """What is trained again from the checkpoint, on another mesh, comes to the same losses."""
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    told = ["run.dir=runs/staged", "model.layers=2", "train.steps=1000", "checkpoint.keep_last=200"]
-    staged = start(tmp_path, *told, "mesh={pp: 2, fsdp: 1}", "pipeline={schedule: 1f1b}")
+    overrides = ["run.dir=runs/staged", "model.layers=2", "train.steps=1000", "checkpoint.keep_last=200"]
+    staged = start(tmp_path, *overrides, "mesh={pp: 2, fsdp: 1}", "pipeline={schedule: 1f1b}")
     running_until(staged, lambda: len(rows(tmp_path, "staged")) > 7)
     (victim,) = [p for p in psutil.Process(staged.pid).children() if p.environ()["RANK"] == "1"]
     victim.kill()
@@ -149,7 +149,7 @@ def test_a_run_that_lost_a_stage_goes_on_without_a_pipeline(tmp_path: Path) -> N
     for later in (tmp_path / "runs" / "staged" / "checkpoints").glob("step-*"):
         if later.name != "step-000005":
             shutil.rmtree(later)
-    whole = start(tmp_path, *told)
+    whole = start(tmp_path, *overrides)
     running_until(whole, lambda: rows(tmp_path, "staged")[-1]["run"] == 2 and rows(tmp_path, "staged")[-1]["step"] > 6)
     whole.send_signal(signal.SIGTERM)
     _, err = whole.communicate(timeout=PATIENCE)

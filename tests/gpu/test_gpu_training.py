@@ -129,8 +129,8 @@ def test_a_run_continues_where_it_was_stopped(run: Path) -> None:
 @pytest.mark.gpu
 def test_a_device_that_is_too_small_is_told_and_leaves_the_checkpoint(run: Path) -> None:
     before = sorted((run / "runs" / "small" / "checkpoints").iterdir())
-    told = ["model.layers=64", "model.width=8192", "model.heads=64", "model.kv_heads=64", "model.head_dim=128",
+    overrides = ["model.layers=64", "model.width=8192", "model.heads=64", "model.kv_heads=64", "model.head_dim=128",
             "model.mlp=28672", "train.steps=24", "name=big"]  # fmt: skip
-    done = tpshard(run, "train", "recipe.yaml", *told)
+    done = tpshard(run, "train", "recipe.yaml", *overrides)
     assert done.returncode == 4 and "Traceback" not in done.stderr, done.stderr[-2000:]
     assert sorted((run / "runs" / "small" / "checkpoints").iterdir()) == before

@@ -120,11 +120,11 @@ def test_machines_are_told_the_suggestions_that_people_are(small, report, monkey
 
 
 def test_the_fastest_is_saved_as_a_recipe_that_plans_as_it_was_found(small, capsys):
-    told = ["cluster.devices_per_node=1", "mesh={fsdp: 1, tp: 1}", "batch={global_sequences: 1, per_device: 1}"]
-    assert tpshard(["plan", "small.yaml", "--search", "--dry-run", *told]) == Exit.DONE
+    overrides = ["cluster.devices_per_node=1", "mesh={fsdp: 1, tp: 1}", "batch={global_sequences: 1, per_device: 1}"]
+    assert tpshard(["plan", "small.yaml", "--search", "--dry-run", *overrides]) == Exit.DONE
     assert [path.name for path in small.parent.iterdir()] == ["small.yaml"]
     capsys.readouterr()
-    assert tpshard(["plan", "small.yaml", "--search", "--json", *told]) == Exit.DONE
+    assert tpshard(["plan", "small.yaml", "--search", "--json", *overrides]) == Exit.DONE
     printed = capsys.readouterr()
     assert "tpshard train runs/small/fastest.yaml" in printed.err
     parsed = json.loads(printed.out)

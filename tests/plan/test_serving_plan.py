@@ -170,8 +170,8 @@ def test_an_mlp_that_tp_does_not_divide_is_served_as_planned(pool: Any, tmp_path
         assert report.job.params == config.count
         assert f"warning: {output}" in screen.screen(report)
         capsys.readouterr()
-        told = [f"serve.checkpoint={folder}", "serve.mesh.tp=2", f"serve.layout={layout}", "cluster.device=cpu"]
-        assert tpshard(["serve", "tiny", "--check", *told]) == 0
+        overrides = [f"serve.checkpoint={folder}", "serve.mesh.tp=2", f"serve.layout={layout}", "cluster.device=cpu"]
+        assert tpshard(["serve", "tiny", "--check", *overrides]) == 0
         assert f"  {output}\n" in capsys.readouterr().out
     # codes, scales and shifts of 4 of the 7 groups, and not of all of them, for each of 64 outputs
     coded = make.report(recipe(groups, "tp_aware", "serve.dtype=bf16"), "", "decode")
@@ -252,8 +252,8 @@ def test_four_bits_are_planned_as_four_bits(device: str, held: int, folders: dic
     assert port.local_bytes == 64 * held
 
 
-def cached(*told: str) -> Recipe:
-    more = ["serve.requests=8", "serve.mesh.tp=2", *told]
+def cached(*overrides: str) -> Recipe:
+    more = ["serve.requests=8", "serve.mesh.tp=2", *overrides]
     return loads("name: small\ncluster: {device: cpu, devices_per_node: 2}\nmodel: {preset: tiny}\n", more)
 
 
@@ -292,15 +292,15 @@ def test_a_plan_limits_the_cache_as_the_server_does(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_cache_that_leaves_no_room_is_cut_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = ["model.layers=8", "serve.cache_mb=4"]
-    full = make.report(cached(*told), "", "decode").pricing.needed_bytes
+    overrides = ["model.layers=8", "serve.cache_mb=4"]
+    full = make.report(cached(*overrides), "", "decode").pricing.needed_bytes
     with_memory(full - 2**20, monkeypatch)
-    report = make.report(cached(*told), "", "decode")
-    first = search.edits(report, cached(*told))[0]
+    report = make.report(cached(*overrides), "", "decode")
+    first = search.edits(report, cached(*overrides))[0]
     assert not report.fits and first.fits
     key, _, value = first.change.partition(": ")
     assert key == "serve.cache_mb" and 1 <= int(value) < 4
-    actual = make.report(cached(*told, f"{key}={value}"), "", "decode").pricing.needed_bytes
+    actual = make.report(cached(*overrides, f"{key}={value}"), "", "decode").pricing.needed_bytes
     assert first.needed_bytes == pytest.approx(actual, rel=1e-4)
 
 

@@ -19,8 +19,8 @@ batch: {global_sequences: 4}
 """
 
 
-def skewed(busiest: float, *told: str) -> Skew:
-    recipe = loads(RECIPE, told)
+def skewed(busiest: float, *overrides: str) -> Skew:
+    recipe = loads(RECIPE, overrides)
     setting = Setting.of(recipe, devices_of(recipe))
     return skew(price_training(training.build(setting)), setting, busiest)
 

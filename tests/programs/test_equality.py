@@ -31,9 +31,9 @@ def test_meshes_and_policies_differ_by_rounding_alone(mesh: dict[str, int], over
 
 def test_a_pipeline_is_compared_with_the_plain_model() -> None:
     """Also with unequal stages, tied embeddings, and gradients reduced once per step."""
-    told = ("model.layers=3", "model.tie_embeddings=true", "fsdp.accumulate={gather: step, reduce: last}")
-    staged = setting_of({"pp": 2, "fsdp": 2}, "pipeline={split: [1, 2]}", *told)
-    compared = compare(staged, setting_of({}, *told[:2]), steps=2)
+    overrides = ("model.layers=3", "model.tie_embeddings=true", "fsdp.accumulate={gather: step, reduce: last}")
+    staged = setting_of({"pp": 2, "fsdp": 2}, "pipeline={split: [1, 2]}", *overrides)
+    compared = compare(staged, setting_of({}, *overrides[:2]), steps=2)
     assert compared.equal and compared.largest.apart > 0
 
 

@@ -27,8 +27,8 @@ compile: eager
 LION = "optimizer.name=lion"
 
 
-def built(*told: str) -> training.TrainingPrograms:
-    return training.build(Setting.of(loads(RECIPE, told)))
+def built(*overrides: str) -> training.TrainingPrograms:
+    return training.build(Setting.of(loads(RECIPE, overrides)))
 
 
 def test_lion_trains_the_same_on_every_mesh() -> None:

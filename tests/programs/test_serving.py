@@ -87,12 +87,12 @@ def test_only_rows_with_logits_go_on_after_the_last_attention() -> None:
 
 
 def test_the_fingerprint_is_the_recipes_and_not_the_caches() -> None:
-    told = ("serve.mesh.tp=2", "serve.requests=16")
-    first = build_serving(setting(LLAMA, *told))
+    overrides = ("serve.mesh.tp=2", "serve.requests=16")
+    first = build_serving(setting(LLAMA, *overrides))
     assert [one["rows"] for one in first.listed] == [8, 16, 32, 64]
-    assert build_serving(setting(LLAMA, *told, "serve.cache_mb=1")).listed == first.listed
+    assert build_serving(setting(LLAMA, *overrides, "serve.cache_mb=1")).listed == first.listed
     for other in ("serve.batch_invariant=false", "serve.mesh.tp=4", "sharding.rules.vocab=null"):
-        programs = build_serving(setting(LLAMA, *told, other)).listed
+        programs = build_serving(setting(LLAMA, *overrides, other)).listed
         assert not {one["fingerprint"] for one in programs} & {one["fingerprint"] for one in first.listed}
 
 
@@ -160,9 +160,9 @@ def test_a_device_holds_its_part_of_an_mlp_that_tp_does_not_divide() -> None:
 
 
 # ---- what a recipe says of shardings --------------------------------------------------------------------------------
-def kinds(*told: str, config: ModelConfig = LLAMA) -> dict[str, int]:
+def kinds(*overrides: str, config: ModelConfig = LLAMA) -> dict[str, int]:
     model = build(config, device="cpu", seed=2)
-    programs = build_serving(setting(config, *told), rows=[8])
+    programs = build_serving(setting(config, *overrides), rows=[8])
     torch.testing.assert_close(lockstep(programs, weights_of(model)), expected(model), rtol=1e-4, atol=1e-4)
     return dict(Counter(c.kind for c in programs.steps[8].collectives))
 
@@ -182,8 +182,12 @@ def test_rules_and_annotations_decide_as_in_training() -> None:
 
 
 def test_an_axis_of_another_name_is_as_good_as_tp() -> None:
-    told = ("mesh={model: 1, dp: 1, fsdp: 1}", "sharding.rules={heads: model, mlp: model}", "serve.mesh={model: 2}")
-    assert kinds(*told) == {"all_reduce": 4}
+    overrides = (
+        "mesh={model: 1, dp: 1, fsdp: 1}",
+        "sharding.rules={heads: model, mlp: model}",
+        "serve.mesh={model: 2}",
+    )
+    assert kinds(*overrides) == {"all_reduce": 4}
     experts = replace(LLAMA, family="moe", experts=4, top_k=2, shared_experts=0)
     assert kinds("serve.mesh={ep: 2}", "sharding.rules={expert: ep}", config=experts) == {"all_reduce": 2}
 
@@ -215,9 +219,9 @@ class Mine(nn.Module):
         return F.linear(x, self.table.weight)
 
 
-def mine(*told: str, mixed: str = "") -> ServeSetting:
+def mine(*overrides: str, mixed: str = "") -> ServeSetting:
     blueprint = Blueprint(module=f"{__name__}:Mine", args={"mixed": mixed})
-    return ServeSetting.of(recipe(*told), Served(blueprint, "fp32"), "cpu")
+    return ServeSetting.of(recipe(*overrides), Served(blueprint, "fp32"), "cpu")
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -114,11 +114,11 @@ def recipe(tmp_path: Path) -> Path:
 def test_a_server_that_is_ended_while_it_starts_leaves_nothing(
     number: signal.Signals, recipe: Path, folder: Path, tmp_path: Path
 ) -> None:
-    told = [f"serve.checkpoint={folder}", "serve.port=0", "serve.mesh.tp=1"]
+    overrides = [f"serve.checkpoint={folder}", "serve.port=0", "serve.mesh.tp=1"]
     (tmp_path / "scratch").mkdir()
     elsewhere = {"TMPDIR": str(tmp_path / "scratch"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     environment = os.environ | elsewhere
-    process = subprocess.Popen(command(recipe, *told), stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(command(recipe, *overrides), stderr=subprocess.PIPE, text=True, env=environment)
     try:
         until(lambda: process.poll() is not None or psutil.Process(process.pid).children(), "a worker")
         workers = psutil.Process(process.pid).children()
@@ -165,12 +165,12 @@ def test_what_is_planned_is_what_is_checked_and_what_answers(
     process: Process, recipe: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(recipe.parent)
-    told = [f"serve.checkpoint={folder}", "serve.mesh.tp=2"]
+    overrides = [f"serve.checkpoint={folder}", "serve.mesh.tp=2"]
     actual = [web.get(process.url + "/health").json()["programs"]]
     # neither the cache's size nor the port is the program's
     asked = [
-        ["serve", str(recipe), "--check", "--json", "serve.cache_mb=7", *told],
-        *(["plan", str(recipe), "--for", what, "--dry-run", "--json", *told] for what in ("decode", "prefill")),
+        ["serve", str(recipe), "--check", "--json", "serve.cache_mb=7", *overrides],
+        *(["plan", str(recipe), "--for", what, "--dry-run", "--json", *overrides] for what in ("decode", "prefill")),
     ]
     for arguments in asked:
         assert run_command(arguments) == 0

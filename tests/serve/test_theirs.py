@@ -54,8 +54,8 @@ def answers(url: str, ids: Callable[[Sequence[str]], list[int]]) -> list[list[in
 
 
 @contextlib.contextmanager
-def running(folder: Path, tp: int, served: Any, *told: str) -> Iterator[str]:
-    how = (f"serve.mesh.tp={tp}", "serve.requests=8", "serve.step_tokens=16", *told)
+def running(folder: Path, tp: int, served: Any, *overrides: str) -> Iterator[str]:
+    how = (f"serve.mesh.tp={tp}", "serve.requests=8", "serve.step_tokens=16", *overrides)
     make = (lambda: folder_runner(folder, *how, blocks=64)) if tp == 1 else (lambda: ranks_of(folder, *how, blocks=64))
     with served(make, Limits(running=8, queue=8, body_bytes=1 << 16)) as server:
         yield server.url
@@ -100,8 +100,8 @@ def test_a_gptq_folder_gives_the_tokens_of_its_dense_weights(
     monkeypatch.setitem(architectures.CONFIGS, name, {**architectures.CONFIGS[name], **wider})
     folder, values = gptq_folders.quantized(name, tmp_path / name)
     if tp > 1 and layout == "tp_aware" and name not in ("gpt2", "phi3"):  # whose gates and values lie in one matrix
-        told = (f"serve.mesh.tp={tp}", "serve.step_tokens=8", "serve.requests=8")
-        turned = programs_of(folder, *told).arrangement.columns
+        overrides = (f"serve.mesh.tp={tp}", "serve.step_tokens=8", "serve.requests=8")
+        turned = programs_of(folder, *overrides).arrangement.columns
         assert len(turned) == 4 and all("gate" in one or "up" in one for one in turned), "no order is left of the MLP"
     with running(folder, tp, served, f"serve.layout={layout}") as url:
         assert answers(url, ids) == expected(name, values)
