@@ -13,7 +13,7 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-def both(fn: Callable[..., Any], *given: Any) -> Case:
+def both(fn: Callable[..., Any], *inputs: Any) -> Case:
     """A function of tensors and its gradients."""
 
     def run(*tensors: Tensor) -> Any:
@@ -23,7 +23,7 @@ def both(fn: Callable[..., Any], *given: Any) -> Case:
         loss = sum((m.sin() * m.detach().cos()).sum() for m in result)
         return [*(m.detach() for m in result), *torch.autograd.grad(loss, expected)]
 
-    return of(run, *given)
+    return of(run, *inputs)
 
 
 def _square(x: Tensor) -> Tensor:

@@ -66,9 +66,9 @@ def call(target: Any, *args: Any, **kwargs: Any) -> Case:
     return Case(fn, [leaves[i].make(n) for n, i in enumerate(places)])
 
 
-def of(fn: Callable[..., Any], *given: Of, eager: Any = None, written: tuple[int, ...] = ()) -> Case:
-    return Case(fn, [g.make(n) for n, g in enumerate(given)], eager, written)
+def of(fn: Callable[..., Any], *operands: Of, eager: Any = None, written: tuple[int, ...] = ()) -> Case:
+    return Case(fn, [g.make(n) for n, g in enumerate(operands)], eager, written)
 
 
-def flat(made: Any) -> list[Any]:
-    return [m for m in tree_flatten(made)[0] if isinstance(m, Tensor)]
+def flat(results: Any) -> list[Any]:
+    return [m for m in tree_flatten(results)[0] if isinstance(m, Tensor)]

@@ -127,11 +127,11 @@ def _reference(count: int, overrides: Sequence[str]) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "grads": first, "state": state}
 
 
-def assert_trained(made: dict[str, Any], expected: dict[str, Any], bound: float = BOUND) -> None:
+def assert_trained(result: dict[str, Any], expected: dict[str, Any], bound: float = BOUND) -> None:
     """Asserts that losses, norms, gradients and state agree, relatively and in float64."""
-    assert made["losses"] == pytest.approx(expected["losses"], rel=bound)
-    assert made["norms"] == pytest.approx(expected["norms"], rel=bound)
+    assert result["losses"] == pytest.approx(expected["losses"], rel=bound)
+    assert result["norms"] == pytest.approx(expected["norms"], rel=bound)
     for what in ("grads", "state"):
-        assert made[what].keys() == expected[what].keys()
+        assert result[what].keys() == expected[what].keys()
         for name, tensor in expected[what].items():
-            assert distance(made[what][name], tensor) <= bound, name
+            assert distance(result[what][name], tensor) <= bound, name

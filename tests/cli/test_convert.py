@@ -22,7 +22,7 @@ IDS = torch.arange(14).view(2, 7)
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TOKENIZER_DIR", raising=False)
     return tmp_path
@@ -59,49 +59,51 @@ def logits(model: nn.Module) -> torch.Tensor:
     return result
 
 
-def test_a_recipe_takes_its_latest_checkpoint(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer(here / "tok")
+def test_a_recipe_takes_its_latest_checkpoint(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer(workdir / "tok")
     first, last = (build(preset("tiny", SMALL), device="cpu", seed=seed) for seed in (1, 2))
-    checkpoint(here / "runs" / "checkpoints", 5, first, {})
-    newest = checkpoint(here / "runs" / "checkpoints", 10, last, {})
-    assert run(["convert", str(recipe(here)), "out"]) == Exit.DONE
+    checkpoint(workdir / "runs" / "checkpoints", 5, first, {})
+    newest = checkpoint(workdir / "runs" / "checkpoints", 10, last, {})
+    assert run(["convert", str(recipe(workdir)), "out"]) == Exit.DONE
     assert capsys.readouterr().out == "out\n"
     assert torch.equal(logits(from_hf("out")), logits(last))
     assert json.loads(Path("out/config.json").read_text())["eos_token_id"] == 5
     assert Path("out/tokenizer.json").exists()
     data = next(newest.glob("*.safetensors"))
     data.write_bytes(data.read_bytes()[:-1])  # damaged: the one before it
-    assert run(["convert", str(recipe(here)), "before"]) == Exit.DONE
+    assert run(["convert", str(recipe(workdir)), "before"]) == Exit.DONE
     assert torch.equal(logits(from_hf("before")), logits(first))
 
 
 @pytest.mark.parametrize("told", ["by the checkpoint", "by the run's recipe"])
-def test_a_checkpoint(told: str, here: Path) -> None:
+def test_a_checkpoint(told: str, workdir: Path) -> None:
     blueprint = Blueprint.of("tiny", overrides=SMALL)
     model = blueprint.build(device="cpu", seed=3)
     meta = {"model": blueprint.to_json()} if told == "by the checkpoint" else {}
-    folder = checkpoint(here / "runs" / "checkpoints", 5, model, meta)
+    folder = checkpoint(workdir / "runs" / "checkpoints", 5, model, meta)
     if not meta:
-        recipe(here / "runs", "recipe.yaml")
+        recipe(workdir / "runs", "recipe.yaml")
     assert run(["convert", str(folder), "out", "--dtype", "bf16"]) == Exit.DONE
     assert torch.equal(logits(from_hf("out")), logits(model.bfloat16()))
 
 
 @pytest.mark.parametrize("kind", ["tiny", "granite-tiny"])
-def test_a_folder(kind: str, here: Path) -> None:
+def test_a_folder(kind: str, workdir: Path) -> None:
     model = build(preset(kind, {"layers": 1}), device="cpu", seed=4)
-    to_hf(model, "in", tokenizer=tokenizer(here / "tok"), shard_bytes=100_000)
+    to_hf(model, "in", tokenizer=tokenizer(workdir / "tok"), shard_bytes=100_000)
     assert run(["convert", "in", "new/out"]) == Exit.DONE
     assert torch.equal(logits(from_hf("new/out")), logits(model))
     assert json.loads(Path("new/out/config.json").read_text())["eos_token_id"] == 5
-    assert (here / "new/out/tokenizer_config.json").read_text() == (here / "tok/tokenizer_config.json").read_text()
+    assert (workdir / "new/out/tokenizer_config.json").read_text() == (
+        workdir / "tok/tokenizer_config.json"
+    ).read_text()
 
 
-def test_a_model_of_transformers_leaves_as_it_came(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = architectures.folder(here / "in", "qwen2_moe", weights=True)
+def test_a_model_of_transformers_leaves_as_it_came(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = architectures.folder(workdir / "in", "qwen2_moe", weights=True)
     blueprint = Blueprint.of(hf=str(folder))
     model = blueprint.build(device="cpu")
-    source = checkpoint(here / "runs" / "checkpoints", 5, model, {"model": blueprint.to_json()})
+    source = checkpoint(workdir / "runs" / "checkpoints", 5, model, {"model": blueprint.to_json()})
     assert run(["convert", str(source), "out"]) == Exit.DONE
     assert blueprint.architecture is not None
     actual = dict(blueprint.architecture.cls.from_pretrained("out").named_parameters())
@@ -113,7 +115,7 @@ def test_a_model_of_transformers_leaves_as_it_came(here: Path, capsys: pytest.Ca
     assert "transformers' own class computes" in capsys.readouterr().err and not Path("out4").exists()
 
 
-def test_out_must_not_exist(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_must_not_exist(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = build(preset("tiny", SMALL), device="cpu", seed=4)
     to_hf(model, "in")
     Path("file").write_text("mine")
@@ -128,7 +130,7 @@ def test_out_must_not_exist(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert torch.equal(logits(from_hf("in")), logits(model))
 
 
-def test_refusals_say_what_is_wrong(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_say_what_is_wrong(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blueprint = Blueprint.of("tiny", overrides=SMALL)
     model = blueprint.build(device="cpu", seed=3)
     to_hf(model, "in")
@@ -137,12 +139,12 @@ def test_refusals_say_what_is_wrong(here: Path, capsys: pytest.CaptureFixture[st
     Path("evil/config.json").write_text(json.dumps({**raw, "auto_map": {"AutoModel": "evil.Model"}}))
     Path("evil/model.safetensors").write_bytes(Path("in/model.safetensors").read_bytes())
     wide = Blueprint.of("tiny", overrides={**SMALL, "mlp": 25})
-    other = checkpoint(here / "a", 1, model, {"model": wide.to_json()})
-    users = checkpoint(here / "b", 1, model, {"model": {"module": "package:Class", "args": {}}})
-    untold = checkpoint(here / "c", 1, model, {})
+    other = checkpoint(workdir / "a", 1, model, {"model": wide.to_json()})
+    users = checkpoint(workdir / "b", 1, model, {"model": {"module": "package:Class", "args": {}}})
+    untold = checkpoint(workdir / "c", 1, model, {})
     awkward = Blueprint.of("tiny", overrides={**SMALL, "width": 20})
-    formless = checkpoint(here / "d", 1, awkward.build(device="cpu"), {"model": awkward.to_json()})
-    damaged = checkpoint(here / "e", 1, model, {"model": blueprint.to_json()})
+    formless = checkpoint(workdir / "d", 1, awkward.build(device="cpu"), {"model": awkward.to_json()})
+    damaged = checkpoint(workdir / "e", 1, model, {"model": blueprint.to_json()})
     next(damaged.glob("*.safetensors")).unlink()
     cases = [
         (["evil"], Exit.CHECKPOINT, "auto_map"),
@@ -151,7 +153,7 @@ def test_refusals_say_what_is_wrong(here: Path, capsys: pytest.CaptureFixture[st
         ([str(untold)], Exit.CHECKPOINT, "names no model"),
         ([str(formless)], Exit.FIT, "heads to divide"),
         ([str(damaged)], Exit.CHECKPOINT, "missing"),
-        ([str(recipe(here))], Exit.CHECKPOINT, "no checkpoint in"),
+        ([str(recipe(workdir))], Exit.CHECKPOINT, "no checkpoint in"),
         (["nothing"], Exit.USAGE, "no recipe `nothing`"),
         (["in", "model.layers=3"], Exit.USAGE, "model.layers=3"),
         (["in", "--tokenizer", "in/nothing"], Exit.USAGE, "in/nothing"),
@@ -159,4 +161,4 @@ def test_refusals_say_what_is_wrong(here: Path, capsys: pytest.CaptureFixture[st
     for number, ((source, *rest), code, output) in enumerate(cases):
         assert run(["convert", source, f"out-{number}", *rest]) == code, source
         assert output in capsys.readouterr().err
-    assert not list(here.glob("out-*")) and not list(here.glob(".out-*"))
+    assert not list(workdir.glob("out-*")) and not list(workdir.glob(".out-*"))

@@ -16,7 +16,7 @@ from tpshard.recipes.diagnostic import Exit
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -26,59 +26,59 @@ def diagnostics(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return parsed
 
 
-def test_sound_recipes_are_fine(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sound_recipes_are_fine(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["validate", "quickstart", "llama3-8b"]) == 0
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", "quickstart: fine\nllama3-8b: fine\n")
 
 
-def test_every_file_is_reported_and_nothing_is_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "a.yaml").write_text("modle: 1\nmesh: {tp: 0}\n")
-    (here / "b.yaml").write_text("model: {preset: tiny}\nmesh: {tp: 3}\n")
+def test_every_file_is_reported_and_nothing_is_written(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workdir / "a.yaml").write_text("modle: 1\nmesh: {tp: 0}\n")
+    (workdir / "b.yaml").write_text("model: {preset: tiny}\nmesh: {tp: 3}\n")
     assert run(["validate", "--json", "a.yaml", "b.yaml", "tiny"]) == Exit.RECIPE
     mistakes = diagnostics(capsys)
     assert [(d["file"], d["line"], d["exit"]) for d in mistakes] == [
         ("a.yaml", 1, 3), ("a.yaml", 1, 3), ("a.yaml", 2, 3), ("b.yaml", 2, 4), ("b.yaml", 2, 4)]  # fmt: skip
-    assert sorted(p.name for p in here.iterdir()) == ["a.yaml", "b.yaml"]
+    assert sorted(p.name for p in workdir.iterdir()) == ["a.yaml", "b.yaml"]
 
 
 def test_what_a_model_cannot_be_spread_over_is_4_before_anything_starts(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in ("validate", "plan", "train"):
         assert run([command, "quickstart", "mesh.tp=3"]) == Exit.FIT
         printed = capsys.readouterr()
         assert "`mesh.tp: 3` does not divide the 8 heads of tiny" in printed.err
         assert "<override 1>:1:9" in printed.err and printed.out == ""
-    assert list(here.iterdir()) == []
+    assert list(workdir.iterdir()) == []
 
 
-def test_mistakes_of_the_recipe_and_of_the_fit_come_together(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_the_recipe_and_of_the_fit_come_together(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["validate", "--json", "tiny", "mesh.tp=3", "trian.steps=1", "seed=-1"]) == Exit.RECIPE
     assert {d["exit"] for d in diagnostics(capsys)} == {3, 4}
 
 
-def test_a_mesh_for_another_cluster_is_5(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mesh_for_another_cluster_is_5(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["validate", "--json", "llama3-8b", "mesh.fsdp=3"]) == Exit.MACHINE
     (actual,) = diagnostics(capsys)
     assert actual["fix"].startswith("mesh: {")
 
 
-def test_numbers_that_contradict_each_other_are_3(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_that_contradict_each_other_are_3(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["validate", "--json", "tiny", "model.kv_heads=3"]) == Exit.RECIPE
     (actual,) = diagnostics(capsys)
     assert "KV heads" in actual["message"] and actual["file"] == "<override 1>"
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_3(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(["validate", "--json", "tiny", "model.vocab=1024"]) == Exit.RECIPE
     (actual,) = diagnostics(capsys)
     assert (actual["file"], actual["fix"]) == ("<override 1>", "model.vocab: 2048")
-    (here / "tokenizer").mkdir()
+    (workdir / "tokenizer").mkdir()
     words = {"model": {"vocab": {"a": 0, "b": 2999}}, "added_tokens": [{"id": 3000, "content": "<x>"}]}
-    (here / "tokenizer" / "tokenizer.json").write_text(json.dumps(words))
+    (workdir / "tokenizer" / "tokenizer.json").write_text(json.dumps(words))
     monkeypatch.setenv("TOKENIZER_DIR", "tokenizer")
     assert run(["validate", "--json", "tiny", "data.source=c4"]) == Exit.RECIPE
     assert "3,001 tokens" in diagnostics(capsys)[0]["message"]
@@ -87,93 +87,95 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_3(
     assert run(["validate", "tiny", "data.source=c4"]) == 0
 
 
-def test_a_folders_configuration_is_checked_like_a_preset(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "model").mkdir()
+def test_a_folders_configuration_is_checked_like_a_preset(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workdir / "model").mkdir()
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
               "head_dim": 16, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 4096,
               "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu"}  # fmt: skip
-    (here / "a.yaml").write_text("model: {hf: model}\nmesh: {tp: 4}\n")
-    (here / "model" / "config.json").write_text(json.dumps(config))
+    (workdir / "a.yaml").write_text("model: {hf: model}\nmesh: {tp: 4}\n")
+    (workdir / "model" / "config.json").write_text(json.dumps(config))
     assert run(["validate", "--json", "a.yaml"]) == Exit.FIT
     assert diagnostics(capsys)[0]["why"] == "6 heads, 2 KV heads"
-    (here / "model" / "config.json").write_text("{")
+    (workdir / "model" / "config.json").write_text("{")
     assert run(["validate", "--json", "a.yaml"]) == Exit.RECIPE
 
 
-def test_recipes_are_listed_shown_and_copied(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_are_listed_shown_and_copied(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["recipes", "ls", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {"quickstart", "llama3-405b"} <= {row["name"] for row in rows}
     assert all(row["about"] and row["model"] for row in rows)
     assert run(["recipes", "cp", "quickstart"]) == 0
-    assert (here / "quickstart.yaml").read_text().startswith("# ")
-    assert [p.name for p in here.iterdir()] == ["quickstart.yaml"]
+    assert (workdir / "quickstart.yaml").read_text().startswith("# ")
+    assert [p.name for p in workdir.iterdir()] == ["quickstart.yaml"]
     capsys.readouterr()
     assert run(["recipes", "show", "quickstart.yaml"]) == 0
-    assert capsys.readouterr().out == (here / "quickstart.yaml").read_text()
+    assert capsys.readouterr().out == (workdir / "quickstart.yaml").read_text()
     assert run(["recipes", "show", "tiny", "train.steps=7"]) == 0
     assert "train: {steps: 7" in capsys.readouterr().out
 
 
-def test_a_copy_never_replaces_unless_asked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "tiny.yaml").write_text("mine")
-    (here / "folder").mkdir()
+def test_a_copy_never_replaces_unless_asked(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workdir / "tiny.yaml").write_text("mine")
+    (workdir / "folder").mkdir()
     assert run(["recipes", "cp", "tiny"]) == Exit.USAGE
-    assert (here / "tiny.yaml").read_text() == "mine"
+    assert (workdir / "tiny.yaml").read_text() == "mine"
     assert run(["recipes", "cp", "tiny", "--overwrite"]) == 0
-    assert (here / "tiny.yaml").read_text() != "mine"
+    assert (workdir / "tiny.yaml").read_text() != "mine"
     assert run(["recipes", "cp", "tiny", "folder"]) == 0
-    assert (here / "folder" / "tiny.yaml").exists()
+    assert (workdir / "folder" / "tiny.yaml").exists()
     assert run(["recipes", "cp", "tiny", "new/deep/x.yaml"]) == 0
     assert run(["recipes", "cp", "tinny"]) == Exit.USAGE
     assert "did you mean tiny?" in capsys.readouterr().err
-    (here / "dangling.yaml").symlink_to(here / "nowhere")
+    (workdir / "dangling.yaml").symlink_to(workdir / "nowhere")
     assert run(["recipes", "cp", "tiny", "dangling.yaml"]) == Exit.USAGE
-    assert not [p for p in here.rglob("*") if p.name.startswith(".")]
+    assert not [p for p in workdir.rglob("*") if p.name.startswith(".")]
 
 
-def test_the_schema_is_one_that_editors_take(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schema_is_one_that_editors_take(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["recipes", "schema", "--out", "recipe.schema.json"]) == 0
-    jsonschema.Draft202012Validator.check_schema(json.loads((here / "recipe.schema.json").read_text()))
+    jsonschema.Draft202012Validator.check_schema(json.loads((workdir / "recipe.schema.json").read_text()))
     assert run(["recipes", "schema", "--out", "recipe.schema.json"]) == Exit.USAGE
 
 
-def test_without_a_recipe_it_is_the_one_here_or_the_quickstart(here: Path) -> None:
+def test_without_a_recipe_it_is_the_one_here_or_the_quickstart(workdir: Path) -> None:
     from tpshard.cli.arguments import load, on_device
 
     assert load(None).name == "quickstart"
     assert load("train.steps=3", ["seed=1"]).train.steps == 3
     assert on_device(["seed=1"], "cpu") == ["seed=1", "cluster.device=cpu"]
     assert load("llama3-1b", on_device(None, "cpu")).cluster.device == "cpu"  # type: ignore[union-attr]
-    (here / "recipe.yaml").write_text("name: mine\nmodel: {preset: tiny}\n")
+    (workdir / "recipe.yaml").write_text("name: mine\nmodel: {preset: tiny}\n")
     assert load(None).name == "mine"
 
 
-def test_a_plans_files_never_replace_others_unless_asked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "a.html").write_text("mine")
+def test_a_plans_files_never_replace_others_unless_asked(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workdir / "a.html").write_text("mine")
     assert run(["plan", "tiny", "--dry-run", "--html", "a.html"]) == Exit.USAGE
     assert "a.html exists" in capsys.readouterr().err
-    assert (here / "a.html").read_text() == "mine"
+    assert (workdir / "a.html").read_text() == "mine"
 
 
-def test_a_copy_makes_folders_below_the_working_directory_only(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "work").mkdir()
-    os.chdir(here / "work")
-    for path in ("../other/tiny.yaml", str(here / "else" / "tiny.yaml")):
+def test_a_copy_makes_folders_below_the_working_directory_only(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workdir / "work").mkdir()
+    os.chdir(workdir / "work")
+    for path in ("../other/tiny.yaml", str(workdir / "else" / "tiny.yaml")):
         assert run(["recipes", "cp", "tiny", path]) == Exit.USAGE
         assert f"fix: mkdir -p {Path(path).parent}" in capsys.readouterr().err
-    assert [p.name for p in here.iterdir()] == ["work"]
+    assert [p.name for p in workdir.iterdir()] == ["work"]
     assert run(["recipes", "cp", "tiny", "own/deep/tiny.yaml"]) == run(["recipes", "cp", "tiny", ".."]) == 0
-    assert (here / "work" / "own" / "deep" / "tiny.yaml").is_file() and (here / "tiny.yaml").is_file()
+    assert (workdir / "work" / "own" / "deep" / "tiny.yaml").is_file() and (workdir / "tiny.yaml").is_file()
 
 
-def test_a_device_file_is_read_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_file_is_read_too(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = ["validate", "--json", "quickstart", "cluster.device=mine.yaml"]
     assert run(recipe) == Exit.RECIPE
     (actual,) = diagnostics(capsys)
     assert actual["file"] == "<override 1>" and "mine.yaml" in actual["message"]
-    (here / "mine.yaml").write_text("name: mine\nkind: toaster\n")
+    (workdir / "mine.yaml").write_text("name: mine\nkind: toaster\n")
     assert run(recipe) == Exit.RECIPE
     assert {actual["file"] for actual in diagnostics(capsys)} == {"mine.yaml"}
-    shutil.copy(Path(devices.__file__).with_name("cpu.yaml"), here / "mine.yaml")
+    shutil.copy(Path(devices.__file__).with_name("cpu.yaml"), workdir / "mine.yaml")
     assert run(recipe) == Exit.DONE

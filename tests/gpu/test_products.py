@@ -40,8 +40,8 @@ def gated(x: Tensor, weight: Quantized) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
-    assert (found.cpu().double() - expected).norm() <= BOUND[found.dtype] * expected.norm()
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert (actual.cpu().double() - expected).norm() <= BOUND[actual.dtype] * expected.norm()
 
 
 def packed(weight: Quantized) -> Packed:

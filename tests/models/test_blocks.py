@@ -137,11 +137,11 @@ def test_every_dim_has_a_name(config: ModelConfig) -> None:
 class Named(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[str, int, tuple[str, ...]]] = []
+        self.labels: list[tuple[str, int, tuple[str, ...]]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.ops.tpshard.named.default:
-            self.seen.append((args[1], args[0].dim(), tuple(args[2])))
+            self.labels.append((args[1], args[0].dim(), tuple(args[2])))
         return func(*args, **(kwargs or {}))
 
 
@@ -149,12 +149,12 @@ def test_activations_and_their_gradients_have_names(config: ModelConfig) -> None
     model = build(config, device="cpu")
     with Named() as names:
         logits = model(tokens_of(config, 1, 4))
-        forward = list(names.seen)
+        forward = list(names.labels)
         logits.sum().backward()
-    assert all(rank == len(dims) for _, rank, dims in names.seen)
+    assert all(rank == len(dims) for _, rank, dims in names.labels)
     per_layer = ["q", "k", "v", "attended", "residual", "hidden", "residual"]
     assert [label for label, _, _ in forward] == ["embedded", *per_layer * config.layers, "logits"]
-    assert sorted(names.seen[len(forward) :]) == sorted(forward)
+    assert sorted(names.labels[len(forward) :]) == sorted(forward)
 
 
 def test_names_change_nothing() -> None:

@@ -518,14 +518,14 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
 
 def test_large_shards_are_written_one_at_a_time(tmp_path: Path) -> None:
     """Nothing but the shard at hand is asked for before it is written."""
-    plan, asked = init_plan(build(small())), list[tuple[str, int]]()
+    plan, requested = init_plan(build(small())), list[tuple[str, int]]()
 
     def read(name: str) -> torch.Tensor:
         written = len(list(tmp_path.glob(".out.writing-*/*.safetensors")))
-        asked.append((name, written))
+        requested.append((name, written))
         shape = plan[name].shape
         return initial_block(plan, name, (0,) * len(shape), shape, 0)
 
     write_hf(small(), read, tmp_path / "out", dtype=torch.float32, shard_bytes=9000)
-    assert [written for _, written in asked] == sorted(written for _, written in asked)
-    assert len({written for _, written in asked}) == len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    assert [written for _, written in requested] == sorted(written for _, written in requested)
+    assert len({written for _, written in requested}) == len(list((tmp_path / "out").glob("*.safetensors"))) > 2

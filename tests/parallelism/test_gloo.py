@@ -45,11 +45,11 @@ class Names(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[str] = set()
+        self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "_c10d_functional":
-            self.seen.add(func.overloadpacket.__name__)
+            self.names.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 
 
@@ -59,7 +59,7 @@ def dispatched(context: Context) -> tuple[set[str], list[Tensor]]:
     executor, names = Executor(program, context), Names()
     with names:
         executed = executor(*program.local(context.rank, *inputs))
-    return names.seen, executed
+    return names.names, executed
 
 
 def test_ranks_dispatch_short_names_alone_and_gather_what_the_simulation_gathers(pool: Any) -> None:

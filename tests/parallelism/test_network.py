@@ -22,9 +22,9 @@ def with_levels(*levels: Level) -> Device:
     return replace(device("h100-sxm-80g"), levels=levels)
 
 
-def cost(found: Device, axes: dict[str, int], over: str, kind: str, buffer: int = BUFFER) -> CommCost:
+def cost(priced_device: Device, axes: dict[str, int], over: str, kind: str, buffer: int = BUFFER) -> CommCost:
     mesh = Mesh(axes)
-    return collective(found, Topology(mesh, 8), kind, tuple(mesh.axis(a) for a in over.split("+")), buffer)
+    return collective(priced_device, Topology(mesh, 8), kind, tuple(mesh.axis(a) for a in over.split("+")), buffer)
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"])

@@ -127,22 +127,22 @@ class Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.seen: set[int] = set()
+        self.storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self.seen:
-                    self.seen.add(storage._cdata)
+                if storage._cdata not in self.storages:
+                    self.storages.add(storage._cdata)
                     self.now += storage.nbytes()
                     self.peak = max(self.peak, self.now)
                     weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
         return out
 
     def _gone(self, key: int, nbytes: int) -> None:
-        self.seen.discard(key)
+        self.storages.discard(key)
         self.now -= nbytes
 
 
@@ -155,19 +155,19 @@ def peak(program: Program) -> int:
 
 def test_recomputation_takes_less_memory() -> None:
     program = step_program()
-    kept = {
+    stored = {
         name: peak(run([*VARIANTS[name], *scheduled()], program))
         for name in ("none", "every second", "selective", "full")
     }
-    assert kept["full"] < kept["selective"] < kept["none"]
-    assert kept["full"] < kept["every second"] < kept["none"]
+    assert stored["full"] < stored["selective"] < stored["none"]
+    assert stored["full"] < stored["every second"] < stored["none"]
 
 
 def test_gathered_parameters_are_not_kept() -> None:
     program = step_program()
-    actual, kept = (run([*VARIANTS[name], *scheduled()], program) for name in ("none", "kept gathered"))
-    assert peak(actual) < peak(kept)
-    gathers = [sum(c.kind == "all_gather" and c.of == "parameter" for c in p.collectives) for p in (actual, kept)]
+    actual, stored = (run([*VARIANTS[name], *scheduled()], program) for name in ("none", "kept gathered"))
+    assert peak(actual) < peak(stored)
+    gathers = [sum(c.kind == "all_gather" and c.of == "parameter" for c in p.collectives) for p in (actual, stored)]
     # the embedding's table is not needed again: its gradient needs the indices alone
     parameters = sum(port.kind == "parameter" for port in program.inputs)
     assert gathers == [2 * parameters - 1, parameters]

@@ -49,7 +49,7 @@ def test_the_first_of_equal_ones_is_taken_wherever_it_lies() -> None:
 
 def test_what_is_exchanged_is_small() -> None:
     logits = torch.randn(64, 4096)
-    for fn, kept in ((lambda x: x.argmax(1), 1), (lambda x: tuple(x.topk(4)), 4), (lambda x: x.cumsum(1), 1)):
+    for fn, elements in ((lambda x: x.argmax(1), 1), (lambda x: tuple(x.topk(4)), 4), (lambda x: x.cumsum(1), 1)):
         program = partition(fn, [logits], EIGHT, [(None, "x")])
         assert {c.kind for c in program.collectives} == {"all_gather"}
-        assert sum(c.bytes for c in program.collectives) <= 8 * 64 * kept * (4 + 8)
+        assert sum(c.bytes for c in program.collectives) <= 8 * 64 * elements * (4 + 8)

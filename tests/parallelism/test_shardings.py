@@ -69,8 +69,8 @@ def test_algebra_of_axes(mesh: Mesh) -> None:
         prefix = common_prefix(a, b)
         assert prefix == common_prefix(b, a) and starts_with(a, prefix) and starts_with(b, prefix)
         assert merge((*prefix, *remainder(a, prefix))) == a
-        kept = without(a, b)
-        assert starts_with(a, kept) and not any(x.overlaps(y) for x in kept for y in b)
+        remaining = without(a, b)
+        assert starts_with(a, remaining) and not any(x.overlaps(y) for x in remaining for y in b)
         assert covers(union(a, b), a) and covers(union(a, b), b)
         assert size_of(difference(a, b)) * size_of(b) == size_of(union(a, b))
 

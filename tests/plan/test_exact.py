@@ -36,7 +36,7 @@ class Counting(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[tuple[str, int]] = Counter()
+        self.counts: Counter[tuple[str, int]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -44,7 +44,7 @@ class Counting(TorchDispatchMode):
         kind = self.KINDS.get(name) if func.namespace == "_c10d_functional" else None
         if kind is not None:
             buffer = out if kind == "all_gather" else args[0]
-            self.found[kind, buffer.numel() * buffer.itemsize] += 1
+            self.counts[kind, buffer.numel() * buffer.itemsize] += 1
         return out
 
 
@@ -58,7 +58,7 @@ def count_on_rank(context: Context, recipe: str) -> tuple[dict[str, list[tuple[s
         executor = Executor(program, context)
         with mode:
             executor(*inputs)
-        sent[name] = sorted((kind, size, n) for (kind, size), n in mode.found.items())
+        sent[name] = sorted((kind, size, n) for (kind, size), n in mode.counts.items())
         for port, tensor in zip(program.inputs, inputs):
             if name == "update" and port.kind in ("parameter", "gradient", "optimizer"):
                 held[port.kind] += tensor.numel() * tensor.itemsize

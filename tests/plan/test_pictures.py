@@ -139,19 +139,19 @@ def opened(html, folder):
     )  # fmt: skip
     # The browser asks for things of its own (its updates, the time); those have no origin, a page's have one.
     log = [event.get("params", {}) for event in json.loads((folder / "net.json").read_text())["events"]]
-    asked = {e["url"] for e in log if "url" in e and e.get("initiator", "not an origin") != "not an origin"}
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line], asked
+    requests = {e["url"] for e in log if "url" in e and e.get("initiator", "not an origin") != "not an origin"}
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line], requests
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 def test_the_page_opens_in_chromium_without_errors_or_requests(report, tmp_path):
-    dom, console, asked = opened(page.page(report), tmp_path)
-    assert (console, asked) == ([], set())
+    dom, console, requests = opened(page.page(report), tmp_path)
+    assert (console, requests) == ([], set())
     assert 'id="what-if"' in dom
     broken = '<img src="http://example.invalid/a.png"><script>nothing.there</script>'  # this test can fail
-    _, console, asked = opened(broken, tmp_path)
+    _, console, requests = opened(broken, tmp_path)
     assert "nothing is not defined" in "".join(console)
-    assert asked == {"http://example.invalid/a.png"}
+    assert requests == {"http://example.invalid/a.png"}
 
 
 def test_trace_has_a_lane_per_resource_and_the_memory(report):

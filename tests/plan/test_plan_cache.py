@@ -74,17 +74,17 @@ def test_an_entry_is_of_all_that_a_plan_depends_on(small: Path, monkeypatch: pyt
 
 
 def test_a_broken_or_full_cache_is_no_mistake(small: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = outputs.entry(load("small.yaml"), outputs.PlanOptions())
-    assert kept is not None and kept.read(["screen"]) is None
-    kept.write({"screen": "said"})
-    assert kept.read(["screen"]) == {"screen": "said"} and kept.read(["screen", "exit"]) is None
-    (kept.folder / "screen.gz").write_bytes(b"half")
-    assert kept.read(["screen"]) is None
+    cached = outputs.entry(load("small.yaml"), outputs.PlanOptions())
+    assert cached is not None and cached.read(["screen"]) is None
+    cached.write({"screen": "said"})
+    assert cached.read(["screen"]) == {"screen": "said"} and cached.read(["screen", "exit"]) is None
+    (cached.folder / "screen.gz").write_bytes(b"half")
+    assert cached.read(["screen"]) is None
     monkeypatch.setattr(plan_cache, "MOST", 2)
-    (kept.folder.parent / "sample").mkdir()  # what others keep there stays
+    (cached.folder.parent / "sample").mkdir()  # what others keep there stays
     for digit in "abc":
-        plan_cache.PlanEntry(kept.folder.with_name(32 * digit)).write({"screen": digit})
-    assert sorted(path.name for path in kept.folder.parent.iterdir()) == [32 * "b", 32 * "c", "sample"]
+        plan_cache.PlanEntry(cached.folder.with_name(32 * digit)).write({"screen": digit})
+    assert sorted(path.name for path in cached.folder.parent.iterdir()) == [32 * "b", 32 * "c", "sample"]
     blocked = small.parent / "file"
     blocked.write_text("")
     plan_cache.PlanEntry(blocked / "entry").write({"screen": "nowhere"})

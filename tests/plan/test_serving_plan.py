@@ -76,7 +76,7 @@ class Counting(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[tuple[str, int]] = Counter()
+        self.counts: Counter[tuple[str, int]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -84,7 +84,7 @@ class Counting(TorchDispatchMode):
             name = func.overloadpacket.__name__.removesuffix("_out")  # as one is sent that is handed its memory
             kind = self.KINDS.get(name, name)
             buffer = out if kind == "all_gather" else args[0]
-            self.found[kind, buffer.numel() * buffer.itemsize] += 1
+            self.counts[kind, buffer.numel() * buffer.itemsize] += 1
         return out
 
 
@@ -115,7 +115,7 @@ def serve_on_rank(context: Context, jobs: list[bytes]) -> list[tuple[dict[tuple[
                 # an opaque one does not say what it takes: as many elements as what was packed
                 plain = isinstance(value, torch.Tensor)
                 held += value.numel() * value.itemsize if plain else value.codes.nbytes + value.scales.nbytes
-        done.append((dict(counting.found), held, logits.tolist()))
+        done.append((dict(counting.counts), held, logits.tolist()))
     return done
 
 

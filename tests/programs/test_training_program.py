@@ -59,7 +59,7 @@ def setting(mesh: str, *overrides: str, text: str = SCRATCH) -> Setting:
     return Setting.of(load(str(path), overrides))
 
 
-def kept(program: Program) -> dict[str, tuple[Any, ...]]:
+def layouts_by_name(program: Program) -> dict[str, tuple[Any, ...]]:
     """The layout of every named value."""
     return {name: record.layout for name, record in program.records.items()}
 
@@ -84,10 +84,10 @@ def test_a_fault_is_seen(fault: str) -> None:
         assert_trains_as_one_device(settings, plant(step_programs.micro_program(settings), FAULTS[fault]))
 
 
-def assert_trains_as_one_device(made: Setting, program: Program) -> None:
+def assert_trains_as_one_device(settings: Setting, program: Program) -> None:
     """Asserts that two accumulated micro-batches equal autograd in float64."""
     generator = torch.Generator().manual_seed(1)
-    model = made.model.to_empty(device="cpu").double()
+    model = settings.model.to_empty(device="cpu").double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -95,7 +95,7 @@ def assert_trains_as_one_device(made: Setting, program: Program) -> None:
     params = {n: p.detach() for n, p in model.named_parameters()}
     sums = [torch.zeros_like(p) for p in params.values()]
     expected = {n: torch.zeros_like(p) for n, p in params.items()}
-    rows = made.batch.per_device * made.batch.data_ranks
+    rows = settings.batch.per_device * settings.batch.data_ranks
     for _ in range(2):
         batch = batch_of(rows, 12, 96, generator)
         with float64():
@@ -133,11 +133,11 @@ class Counting(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[str, str, Tensor]] = []
+        self.issued: list[tuple[str, str, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "_c10d_functional" and "wait" not in func.__name__:
-            self.seen.append((func.overloadpacket.__name__.removesuffix("_out"), args[-1], args[0]))
+            self.issued.append((func.overloadpacket.__name__.removesuffix("_out"), args[-1], args[0]))
         return func(*args, **(kwargs or {}))
 
 
@@ -162,7 +162,7 @@ def issued(program: Program) -> list[tuple[str, str, Tensor]]:
     with torch.no_grad(), Counting() as mode:
         module(*inputs)
     groups.close()
-    return mode.seen
+    return mode.issued
 
 
 def short(group: str) -> str:
@@ -251,7 +251,7 @@ def test_five_pins_say_what_all_rules_say(layers: int) -> None:
     inputs = f"model.layers={layers}"
     ruled = step_programs.micro_program(setting("{fsdp: 2, tp: 2}", inputs))
     pinned = step_programs.micro_program(setting("{fsdp: 2, tp: 2}", inputs, text=SCRATCH + PINS))
-    assert kept(ruled) == kept(pinned)
+    assert layouts_by_name(ruled) == layouts_by_name(pinned)
     assert [(c.kind, c.axes, c.bytes) for c in ruled.collectives] == [
         (c.kind, c.axes, c.bytes) for c in pinned.collectives
     ]

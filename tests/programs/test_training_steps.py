@@ -76,10 +76,10 @@ class Simulated(Lockstep):
         return self.join(self.ports[count : 2 * count], self.sums()[0])
 
 
-def assert_close(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_close(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert distance(found[name], tensor) <= BOUND, name
+        assert distance(actual[name], tensor) <= BOUND, name
 
 
 @dataclass(frozen=True)

@@ -168,11 +168,11 @@ def test_what_is_planned_is_what_is_checked_and_what_answers(
     overrides = [f"serve.checkpoint={folder}", "serve.mesh.tp=2"]
     actual = [web.get(process.url + "/health").json()["programs"]]
     # neither the cache's size nor the port is the program's
-    asked = [
+    checked = [
         ["serve", str(recipe), "--check", "--json", "serve.cache_mb=7", *overrides],
         *(["plan", str(recipe), "--for", what, "--dry-run", "--json", *overrides] for what in ("decode", "prefill")),
     ]
-    for arguments in asked:
+    for arguments in checked:
         assert run_command(arguments) == 0
         actual.append(json.loads(capsys.readouterr().out)["programs"])
     assert [one["rows"] for one in actual[0]] == [8, 16, 32, 64]

@@ -67,13 +67,13 @@ def test_openai_completions(client: openai.OpenAI, model: torch.nn.Module) -> No
 
 def test_openai_chat_and_streams(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the fox?"}]
-    asked: Any = {"model": "tiny", "messages": messages, "max_tokens": 12, "seed": 3, "n": 2}
-    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    request: Any = {"model": "tiny", "messages": messages, "max_tokens": 12, "seed": 3, "n": 2}
+    whole = client.chat.completions.create(**request, logprobs=True, top_logprobs=2)
     assert whole.choices[0].message.content != whole.choices[1].message.content
     assert whole.choices[0].logprobs and whole.choices[0].logprobs.content
     assert all(len(entry.top_logprobs) == 2 for entry in whole.choices[0].logprobs.content)
     texts, usage = ["", ""], None
-    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+    for chunk in client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}):
         usage = chunk.usage or usage
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""

@@ -84,10 +84,10 @@ def save_one(directory: Path, step: int, **options: Any) -> Path:
     return save(directory, step, shards(model(step), 1, 1, 0), {"course": {"step": step}}, **options)
 
 
-def assert_holds(found: SavedCheckpoint, tensors: Mapping[str, torch.Tensor]) -> None:
-    assert set(found.tensors) == set(tensors)
+def assert_holds(checkpoint: SavedCheckpoint, tensors: Mapping[str, torch.Tensor]) -> None:
+    assert set(checkpoint.tensors) == set(tensors)
     for name, tensor in tensors.items():
-        read = found.tensor(name)
+        read = checkpoint.tensor(name)
         assert read.dtype == tensor.dtype and torch.equal(read, tensor), name
 
 

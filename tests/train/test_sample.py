@@ -25,7 +25,7 @@ def make(cache: Path) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> sample.Sample:
+def fresh_sample(tmp_path_factory: pytest.TempPathFactory) -> sample.Sample:
     """One sample, made by two processes at once, one of three having been killed while it made it."""
     cache = tmp_path_factory.mktemp("cache")
     killed = make(cache)
@@ -44,9 +44,9 @@ def rows(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
 
 
-def test_the_sample_is_c4_format_with_held_out_text_apart(made: sample.Sample) -> None:
-    train = [row for path in sorted(made.directory.glob("c4-train.*.json.gz")) for row in rows(path)]
-    held_out = [row for path in made.directory.glob("c4-validation.*.json.gz") for row in rows(path)]
+def test_the_sample_is_c4_format_with_held_out_text_apart(fresh_sample: sample.Sample) -> None:
+    train = [row for path in sorted(fresh_sample.directory.glob("c4-train.*.json.gz")) for row in rows(path)]
+    held_out = [row for path in fresh_sample.directory.glob("c4-validation.*.json.gz") for row in rows(path)]
     assert all(set(row) == {"text", "timestamp", "url"} for row in train + held_out)
     assert sum(len(row["text"]) for row in train) > 1_000_000
     assert len({row["text"] for row in train + held_out}) == len(train) + len(held_out), "a document is there twice"
@@ -56,34 +56,34 @@ def test_the_sample_is_c4_format_with_held_out_text_apart(made: sample.Sample) -
 
 @pytest.mark.slow
 def test_a_damaged_sample_is_made_again_by_another_process_with_the_same_bytes(
-    made: sample.Sample, monkeypatch: pytest.MonkeyPatch
+    fresh_sample: sample.Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TPSHARD_CACHE", str(made.directory.parent))
-    before = {path: path.read_bytes() for path in made.directory.rglob("*") if path.is_file()}
-    victim = made.directory / "c4-train.00001-of-00004.json.gz"
+    monkeypatch.setenv("TPSHARD_CACHE", str(fresh_sample.directory.parent))
+    before = {path: path.read_bytes() for path in fresh_sample.directory.rglob("*") if path.is_file()}
+    victim = fresh_sample.directory / "c4-train.00001-of-00004.json.gz"
     victim.write_bytes(before[victim][:-100])
-    (made.tokenizer / "tokenizer.json").unlink()
-    assert sample.ensure_sample().directory == made.directory
-    assert {path: path.read_bytes() for path in made.directory.rglob("*") if path.is_file()} == before
+    (fresh_sample.tokenizer / "tokenizer.json").unlink()
+    assert sample.ensure_sample().directory == fresh_sample.directory
+    assert {path: path.read_bytes() for path in fresh_sample.directory.rglob("*") if path.is_file()} == before
     assert len(before) == 8
 
 
-def test_its_tokenizer_has_2048_tokens_and_loses_nothing(made: sample.Sample) -> None:
+def test_its_tokenizer_has_2048_tokens_and_loses_nothing(fresh_sample: sample.Sample) -> None:
     from tokenizers import Tokenizer
 
-    tokenizer = load_tokenizer(made.tokenizer)
+    tokenizer = load_tokenizer(fresh_sample.tokenizer)
     assert (tokenizer.vocab, tokenizer.begin, tokenizer.end) == (2048, 0, 1)
     text = "def f(x):\n\treturn 'naïve — 数学 \x00 🙂'\n"
-    raw = Tokenizer.from_file(str(made.tokenizer / "tokenizer.json"))
+    raw = Tokenizer.from_file(str(fresh_sample.tokenizer / "tokenizer.json"))
     assert raw.decode(tokenizer.encode(text)) == text
     ids = tokenizer.document(text)
     assert ids[0] == 0 and ids[-1] == 1 and not {0, 1} & set(ids[1:-1])
 
 
-def test_its_chat_template_renders(made: sample.Sample) -> None:
+def test_its_chat_template_renders(fresh_sample: sample.Sample) -> None:
     import jinja2
 
-    config = json.loads((made.tokenizer / "tokenizer_config.json").read_text())
+    config = json.loads((fresh_sample.tokenizer / "tokenizer_config.json").read_text())
     messages = [{"role": "user", "content": "What is a list?"}]
     text = jinja2.Template(config["chat_template"]).render(
         messages=messages, add_generation_prompt=True, bos_token=config["bos_token"]
@@ -107,12 +107,12 @@ def test_sources_are_read_and_never_imported(tmp_path: Path) -> None:
 
 
 def test_where_the_cache_cannot_be_written_the_run_keeps_it(
-    made: sample.Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fresh_sample: sample.Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("TPSHARD_CACHE", str(blocked / "cache"))
-    assert sample.ensure_sample(fallback=made.directory.parent).directory == made.directory
+    assert sample.ensure_sample(fallback=fresh_sample.directory.parent).directory == fresh_sample.directory
     with pytest.raises(Mistakes) as caught:
         sample.ensure_sample()
     assert caught.value.exit == 6
