@@ -1,13 +1,15 @@
 """Pipelines between hosts: step times beside FSDP on the same hosts, and beside torch's own pipelines.
 
-    python benchmarks/pipeline.py --netlab ../shared/tools/netlab             2 and 4 hosts, 250 Mbit/s and 1 Gbit/s
-    python benchmarks/pipeline.py --netlab ... --hosts 2 --rates 250mbit --rounds 3 --device measured.yaml
+    tpshard doctor --measure measured.yaml        this machine's constants, for the predicted times
+    python benchmarks/pipeline.py --netlab NETLAB --device measured.yaml --record
+    python benchmarks/pipeline.py --netlab NETLAB --hosts 2 --rates 250mbit --schedules 1f1b --rounds 5
 
-Hosts are network namespaces of this machine with one process of one thread each; `netlab` makes them (`up HOSTS RATE`,
-`run 1 -- COMMAND`, `down`; it needs root). All variants live in the same processes and take a step each in turn, so
-that what else the machine does meets them alike. Every variant trains the same model from the same weights on the same
-batch, with clipping by the global norm and AdamW; the losses of the first step have to agree. A step's time is the
-slowest rank's, from a barrier to the end of its update.
+The second takes 2 and 4 hosts at 250 Mbit/s and 1 Gbit/s, about ten minutes on a machine that does nothing else; the
+third takes one cell, a minute. Hosts are network namespaces of this machine with one process of one thread each; the
+script NETLAB makes them (`up HOSTS RATE`, `run 1 -- COMMAND`, `down`) as root. All variants live in the same processes
+and take a step each in turn, so that what else the machine does meets them alike. Every variant trains the same model
+from the same weights on the same batch, with clipping by the global norm and AdamW, and recomputes nothing; the losses
+of the first step have to agree. A step's time is the slowest rank's, from a barrier to the end of its update.
 
 Where there are more hosts than cores, stages that should wait for each other compete for cores instead: rows say so.
 """
@@ -62,6 +64,7 @@ mesh: {mesh}
 model: {{preset: tiny, layers: 8, width: 256, heads: 8, kv_heads: 8, head_dim: 32, mlp: 704, seq_len: {seq}}}
 batch: {{global_sequences: {sequences}{per_device}}}
 compile: eager
+remat: none
 {pipeline}
 """
 
@@ -330,7 +333,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rates", nargs="+", default=["250mbit", "1gbit"])
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
-    parser.add_argument("--rounds", type=int, default=15, help="steps of every variant")
+    parser.add_argument("--rounds", type=int, default=11, help="steps of every variant")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=64)

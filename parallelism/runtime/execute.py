@@ -157,7 +157,11 @@ def localize(
             if device.type == "cpu" and copy.target is funcol.all_gather_into_tensor.default:
                 copy.target = all_gather
         if node in overwritten:
-            local[node] = graph.call_function(aten.copy_.default, (local[overwritten[node]], copy))
+            storage = local[overwritten[node]]
+            if copy.target is aten.where.self and copy.args[2] is storage:  # keeps old values in place: one pass
+                copy.target, copy.kwargs = aten.where.self_out, {"out": storage}
+            else:
+                local[node] = graph.call_function(aten.copy_.default, (storage, copy))
     graph.lint()
     constants = {name: tensor.to(device) for name, tensor in program.constants.items()}
     return fx.GraphModule(constants, graph)
