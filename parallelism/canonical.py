@@ -14,6 +14,7 @@ import torch
 from tpshard.parallelism.anchors import is_boundary, is_named, is_role
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
 from tpshard.parallelism.rules.contraction import contract
+from tpshard.parallelism.rules.pieces import bounds
 from tpshard.parallelism.rules.strides import of_slice, of_view
 from tpshard.parallelism.rules.table import entry_of
 
@@ -25,6 +26,7 @@ def canonicalize(graph: Graph) -> None:
     take_roles(graph)
     remove_identities(graph)
     unify(graph)
+    join_pieces(graph)
     fold_contractions(graph)
     merge_views(graph)
     graph.drop_dead()
@@ -82,6 +84,25 @@ def unify(graph: Graph) -> None:
         canonical = entry_of(op.target).canonical
         if canonical is not None:
             canonical(op)
+
+
+def join_pieces(graph: Graph) -> None:
+    """Rewrites cat([x[k:], x[:k]]) to a roll, which moves less than two slices put together."""
+    for op in graph.ops:
+        pieces = [v.producer for v in op.operands]
+        if op.target is not aten.cat.default or len(pieces) != 2:
+            continue
+        last, first = pieces
+        if last is None or first is None or {last.target, first.target} != {aten.slice.Tensor}:
+            continue
+        (dim, k, end, step), (other, start, stop, by) = bounds(last, 1), bounds(first, 1)
+        source, result = last.operands[0], op.results[0]
+        along = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % result.rank
+        whole = (start, stop, end, step, by) == (0, k, source.shape[dim], 1, 1)
+        if source is first.operands[0] and dim == other == along and whole and 0 < k < end:
+            op.target, op.args, op.kwargs, op.operands = aten.roll.default, (Ref(0), [-k], [dim]), {}, [source]
+            graph.refresh_users()
+    graph.drop_dead()
 
 
 class Unmerged(NamedTuple):

@@ -15,7 +15,7 @@ from functools import lru_cache
 from operator import itemgetter
 
 from tpshard.parallelism.mesh import Axes, Axis, atoms, merge, overlap, size_of, split
-from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size, refines
+from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size, refines, starts
 
 LATENCY_BYTES = 20_000
 """The cost of starting a collective, in bytes that could be sent meanwhile; used only to compare plans."""
@@ -446,12 +446,9 @@ def _moved_axes(before: Sequence[Axes], after: Sequence[Axes]) -> Parts:
 
 
 def _same_pieces(shape: tuple[int, ...], source: tuple[Axes, ...], target: tuple[Axes, ...]) -> bool:
-    """Whether two shardings cut every dim into the same pieces, which other devices may hold.
-
-    That is so for equally many even pieces, or uneven pieces by axes of the same sizes.
-    """
+    """Whether both cut every dim into the same pieces, whichever devices hold them."""
     return all(
-        size_of(s) == size_of(t) and (even(n, s) or [a.size for a in merge(s)] == [a.size for a in merge(t)])
+        size_of(s) == size_of(t) and (even(n, s) or starts(n, merge(s)) == starts(n, merge(t)))
         for n, s, t in zip(shape, source, target)
     )
 

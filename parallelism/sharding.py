@@ -310,6 +310,15 @@ def refines(size: int, fine: Axes, coarse: Axes) -> bool:
     return local_size(size, coarse) == pieces * local_size(size, fine[: len(coarse)])
 
 
+def starts(size: int, axes: Axes) -> tuple[int, ...]:
+    """The first element of every piece of a dim, in the order of the pieces."""
+    places: tuple[int, ...] = (0,)
+    for axis in axes:
+        size = local_size(size, (axis,))
+        places = tuple(place + i * size for place in places for i in range(axis.size))
+    return places
+
+
 def even(size: int, axes: Sequence[Axis]) -> bool:
     """Whether the axes divide a dim of `size` evenly."""
     return size % size_of(axes) == 0

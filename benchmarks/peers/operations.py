@@ -103,7 +103,7 @@ class Builder:
 
 def _index_names(text: Text) -> set[str]:
     """Arguments that hold indices, found from the ops that read them."""
-    index = {"gather": 1, "scatter": None, "index": None, "embedding": 1, "index_add": 2, "index_select": 2}
+    index = {"gather": 1, "scatter": None, "index": 1, "embedding": 1, "index_add": 2, "index_select": 2}
     wanted: set[str] = set()
     for call in reversed(text.calls):
         key = call.function.split("_")[0] if call.function.startswith("scatter") else call.function

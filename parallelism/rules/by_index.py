@@ -7,7 +7,7 @@ pair that dim with the one they index: both are sharded alike, without communica
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -170,18 +170,28 @@ def index(op: Op) -> Rule:
 
 
 def index_put(op: Op) -> Rule:
-    """The rule of x.index_put(indices, values): a device of a sharded dim writes only its own elements."""
+    """The rule of x.index_put(indices, values, accumulate).
+
+    With `accumulate` the values may be sharded instead of x: the results of all devices are then summed.
+    """
+    if len(op.args) > 3 and op.args[3]:
+        return replace(written(op, Kind.WHOLE), others=(written(op, Kind.REDUCE),))
+    return written(op, Kind.WHOLE)
+
+
+def written(op: Op, kind: Kind) -> Rule:
+    """The rule of x.index_put(indices, values): a device of a sharded dim writes only its own elements. The dims of the
+    indices are of `kind`: whole, or summed."""
     factors = Factors()
     x, values = op.operands[0], op.operands[op.args[2].index]
     call = lookup(op, factors, Kind.PASS)
     counted = {f for f, counts in zip(call.owner, call.counted) if counts}
-    for dim in call.picked:
-        for f in dim:
-            if f not in counted:
-                factors.kinds[f] = Kind.WHOLE
     sizes = [factors.sizes[d[0]] if d else 1 for d in call.out]
     lead = len(call.out) - values.rank
-    written = tuple(call.out[lead + d] if n == sizes[lead + d] else () for d, n in enumerate(values.shape))
+    of_values = tuple(call.out[lead + d] if n == sizes[lead + d] else () for d, n in enumerate(values.shape))
+    picked = [f for dim in call.picked for f in dim if f not in counted]
+    for f in picked:  # values that broadcast along it would be added at the indices of its padding too
+        factors.kinds[f] = kind if any(f in dim for dim in of_values) else Kind.WHOLE
     adds = len(op.args) > 3 and op.args[3]
     before = next(iter(call.at)) if call.out[: call.at[0]] == call.dims[: call.at[0]] else 0
     behind = x.rank - len(call.at) - before
@@ -189,6 +199,9 @@ def index_put(op: Op) -> Rule:
     def local(at: LocalOp) -> Any:
         slots, foreign, shape = _own_slots(at, call, x.rank)
         target, value, rest = at.inputs[0], at.inputs[1 + len(call.of)], op.args[3:]
+        for f in picked:  # x itself is added once
+            if at.axes(f):
+                target = at.emit(aten.mul.Tensor, target, at.first(f), shape=at.shape())
         if foreign is None:
             return at.emit(op.target, target, slots, value, *rest, shape=at.shape())
         if adds:
@@ -212,7 +225,7 @@ def index_put(op: Op) -> Rule:
         return at.emit(aten.slice.Tensor, result, d, 0, at.size(f), shape=at.shape())
 
     return factors.rule(
-        [call.dims, *call.of, written], [call.dims], local=local, additive=(0, 1 + len(call.of)) if adds else (),
+        [call.dims, *call.of, of_values], [call.dims], local=local, additive=(0, 1 + len(call.of)) if adds else (),
         fills=tuple((1 + i, 0.0) for i in range(len(call.of))),
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -138,7 +139,15 @@ def gather(op: Op) -> Rule:
 
 
 def scatter(op: Op) -> Rule:
-    """The rule of scatter and scatter_add: a device of a sharded dim writes only its own elements."""
+    """The rule of scatter and scatter_add; what is added may be sharded instead of x, and the results summed."""
+    if "scatter_add" in op.target.overloadpacket.__name__ and op.operands[0].rank:
+        return replace(written(op, Kind.WHOLE), others=(written(op, Kind.REDUCE),))
+    return written(op, Kind.WHOLE)
+
+
+def written(op: Op, kind: Kind) -> Rule:
+    """The rule of one call: a device of a sharded dim writes only its own elements. Along that dim, the index is of
+    `kind`: whole, or summed."""
     x, index = op.operands[:2]
     src = op.operands[2] if len(op.operands) > 2 else None
     if x.rank == 0 or (src is not None and src.shape != index.shape):
@@ -148,20 +157,23 @@ def scatter(op: Op) -> Rule:
     factors = Factors()
     v = factors.new(x.shape[dim])
     target: list[Dim] = []
-    written: list[Dim] = []
+    of_source: list[Dim] = []
     for d, (n, m) in enumerate(zip(x.shape, index.shape)):
         if d == dim:
             target.append((v,))
-            written.append((factors.new(m, Kind.WHOLE),) if m != 1 else ())
+            of_source.append((factors.new(m, kind if d == dim else Kind.WHOLE),) if m != 1 else ())
         elif n == m:
             shared = (factors.new(n),) if n != 1 else ()
             target.append(shared)
-            written.append(shared)
+            of_source.append(shared)
         else:
             target.append((factors.new(n, Kind.WHOLE),))
-            written.append((factors.new(m, Kind.WHOLE),) if m != 1 else ())
+            of_source.append((factors.new(m, kind if d == dim else Kind.WHOLE),) if m != 1 else ())
 
     def local(at: LocalOp) -> Any:
+        for f in of_source[dim]:  # x itself is added once
+            if at.axes(f):
+                at.inputs[0] = at.emit(aten.mul.Tensor, at.inputs[0], at.first(f), shape=at.shape())
         if not at.axes(v):
             return at.same()
         shape = at.operand_shape(1)
@@ -178,7 +190,7 @@ def scatter(op: Op) -> Rule:
         result = at.emit(op.target, padded, dim, edge, value, shape=grown)
         return at.emit(aten.slice.Tensor, result, dim, 0, at.size(v), shape=at.shape())
 
-    operands = [tuple(target), tuple(written)] + ([tuple(written)] if src is not None else [])
+    operands = [tuple(target), tuple(of_source)] + ([tuple(of_source)] if src is not None else [])
     return factors.rule(operands, [tuple(target)], local=local, additive=(0, 2) if adds else (), fills=((1, 0),))
 
 

@@ -58,3 +58,32 @@ def test_no_sharding_passes_to_a_dim_of_another_meaning() -> None:
         assert program.in_shardings[1] == (None, None)
     program = partition(lambda x, y: x.sort()[0] + y, [x, x], mesh, [(None, ("x", "?")), None])
     assert program.in_shardings[1] == (None, "x")
+
+
+def test_uneven_pieces_change_devices_without_being_gathered() -> None:
+    """19 over x of 4 begins at 0, 5, 10 and 15, and over y and half of x too: such axes may be swapped."""
+    mesh, x = Mesh({"x": 4, "y": 2}), torch.randn(19, 19)
+    program = partition(lambda x: x + x.T, [x], mesh, [("x", "y")], [("x", "y")])
+    assert sorted(c.kind for c in program.collectives) == ["all_to_all", "permute"]
+    torch.testing.assert_close(program.simulate(x)[0], x + x.T)
+
+
+def test_what_is_added_by_index_is_summed_where_it_lies() -> None:
+    """Many rows added to a small tensor stay where they are; x itself is added once."""
+    x, index, rows = torch.randn(3, 4), torch.randint(3, (50,)), torch.randn(50, 4)
+    for fn in (
+        lambda x, i, rows: x.index_put((i,), rows, accumulate=True),
+        lambda x, i, rows: x.index_add(0, i, rows),
+        lambda x, i, rows: x.scatter_add(0, i[:, None].expand(50, 4), rows),
+    ):
+        program = partition(fn, [x, index, rows], Mesh({"x": 4}), [(), ("x",), ("x",)], [()])
+        assert [c.kind for c in program.collectives] == ["all_reduce"]
+        torch.testing.assert_close(program.simulate(x, index, rows)[0], fn(x, index, rows))
+
+
+def test_two_slices_put_together_in_turn_are_one_shift() -> None:
+    """cat([x[k:], x[:k]]) of a sharded dim sends k elements to a neighbour, once."""
+    x = torch.randn(12, 2)
+    program = partition(lambda x: torch.cat([x[10:], x[:10]]), [x], Mesh({"x": 4}), [("x",)], [("x",)])
+    assert [(c.kind, c.bytes) for c in program.collectives] == [("permute", 2 * 2 * 4)]
+    assert torch.equal(program.simulate(x)[0], x.roll(2, 0))
