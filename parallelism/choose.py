@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
+import torch
 from tpshard.parallelism import factors, halo
 from tpshard.parallelism.factors import WHOLE, Cut
 from tpshard.parallelism.graph import Op, Value
@@ -12,6 +14,7 @@ from tpshard.parallelism.reshard import LATENCY_BYTES, cost, redistribution
 from tpshard.parallelism.rules.rule import Dim, Kind, Rule, Window
 from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size
 
+aten = torch.ops.aten
 FLOPS_PER_BYTE = 1000.0
 """FLOPs that a device computes while it sends a byte; weighs replicated work against resharding."""
 
@@ -248,6 +251,36 @@ def _halo(op: Op, axes: Axes, window: Window) -> halo.Halo | None:
     return halo.halo_of(
         shapes[window.read][window.dim], shapes[window.reader][window.reader_dim] // window.scale, axes, window
     )
+
+
+def past_padding(op: Op, rule: Rule, choice: Choice, rule_of: Callable[[Op], Rule]) -> tuple[Op, Rule]:
+    """The op as it reads the source of a padded operand, so that one exchange with the neighbours serves both.
+
+    That is so where the padding is along the window's dim alone, and nothing but the window reads the padded tensor.
+    """
+    reader = op
+    for i, (f, window) in enumerate(rule.windows):
+        if f not in choice or window.read >= len(op.operands) or len(op.results) != 1 or window.cyclic:
+            continue
+        value = op.operands[window.read]
+        pad = value.producer
+        if pad is None or pad.target is not aten.constant_pad_nd.default or value.users != [reader]:
+            continue
+        windows = rule_of(pad).windows
+        if [inner.dim for _, inner in windows] != [window.dim]:
+            continue
+        inner = windows[0][1]
+        source, size = pad.operands[0], value.shape[window.dim]
+        positions = (*op.operands, *op.results)[window.reader].shape[window.reader_dim] // window.scale
+        last = window.first + (positions - 1) * window.stride + window.span
+        if window.first < 0 or last > size:
+            continue
+        joined = replace(window, first=window.first + inner.first, fill=inner.fill)
+        if halo.halo_of(source.shape[window.dim], positions, choice[f].axes, joined) is None:
+            continue
+        op = replace(op, operands=[source if v is value else v for v in op.operands])
+        rule = replace(rule, windows=(*rule.windows[:i], (f, joined), *rule.windows[i + 1 :]))
+    return op, rule
 
 
 def layout_of(rule: Rule, dims: Sequence[tuple[int, ...]], choice: Choice, result: bool) -> Layout:

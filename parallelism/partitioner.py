@@ -15,7 +15,7 @@ from torch import fx
 from tpshard.parallelism.anchors import is_anchor, is_boundary, is_grouped, is_split, output
 from tpshard.parallelism.annotate import OPEN
 from tpshard.parallelism.capture import capture
-from tpshard.parallelism.choose import Choice, choose, computable, layout_of, with_grains
+from tpshard.parallelism.choose import Choice, choose, computable, layout_of, past_padding, with_grains
 from tpshard.parallelism.detours import detours
 from tpshard.parallelism.factors import Cut, cuts
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
@@ -326,6 +326,8 @@ class _Partitioner:
             # a partial sum is whole over its axes, so they cannot also shard a dim of it
             choice = {f: Cut(rest, cut.grain) for f, cut in choice.items() if (rest := without(cut.axes, carried))}
             choice = computable(op, rule, choice)
+        else:
+            op, rule = past_padding(op, rule, choice, self.rule)
         inputs = []
         for i, (value, dims) in enumerate(zip(op.operands, rule.operands)):
             need = layout_of(rule, dims, choice, False)

@@ -165,8 +165,8 @@ def parse(text: str, mesh: Mesh) -> Sharding:
     opens: list[bool] = []
     priorities: list[int] = []
     for content, behind in _groups(whole[1], r"\{([^{}]*)\}(?:p(\d+))?", refuse):
-        names, _, inside = content.partition("@p")
-        if inside and (behind or not inside.strip().isdigit()):
+        names, at, inside = content.partition("@p")
+        if at and (behind or not inside.strip().isdigit()):
             raise refuse(f"`@p{inside}` is no priority")
         listed = [n.strip() for n in names.split(",")] if names.strip() else []
         opens.append(listed[-1:] == ["?"])

@@ -361,10 +361,10 @@ def _reduce_window(b: Builder, call: Call, x: Value, window: Any = "", op: str =
     spatial = (lead[len(lead) - (2 - len(used)) :] if len(used) < 2 else []) + used
     lead = [d for d in lead if d not in spatial]
     moved = _permuted(b, x, [*lead, *spatial])
+    grown = _viewed(b, moved, [*[1] * (2 - len(lead)), *moved.shape]) if len(lead) < 2 else moved
     widths = [w for d in spatial[::-1] for w in pads[d]]
     if any(widths):
-        moved = b.emit(aten.constant_pad_nd.default, moved, widths)
-    grown = _viewed(b, moved, [*[1] * (2 - len(lead)), *moved.shape]) if len(lead) < 2 else moved
+        grown = b.emit(aten.constant_pad_nd.default, grown, widths)
     sizes, steps = [size[d][0] for d in spatial], [step[d][0] for d in spatial]
     if op in ("add", "sum"):
         out = b.emit(aten.avg_pool2d.default, grown, sizes, steps, [0, 0], False, True, 1)

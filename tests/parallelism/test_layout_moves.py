@@ -87,3 +87,17 @@ def test_two_slices_put_together_in_turn_are_one_shift() -> None:
     program = partition(lambda x: torch.cat([x[10:], x[:10]]), [x], Mesh({"x": 4}), [("x",)], [("x",)])
     assert [(c.kind, c.bytes) for c in program.collectives] == [("permute", 2 * 2 * 4)]
     assert torch.equal(program.simulate(x)[0], x.roll(2, 0))
+
+
+def test_a_padding_and_the_window_that_reads_it_exchange_once() -> None:
+    """A causal convolution of a sharded sequence needs the last rows of one neighbour, and nothing else."""
+    x, w = torch.randn(2, 3, 16, dtype=torch.float64), torch.randn(5, 3, 4, dtype=torch.float64)
+
+    def causal(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.conv1d(F.pad(x, (3, 0)), w)
+
+    cut = (None, None, "x")
+    for mesh in (Mesh({"x": 4}), Mesh({"x": 3})):
+        program = partition(causal, [x, w], mesh, [cut, ()], [cut])
+        assert [(c.kind, c.bytes) for c in program.collectives] == [("permute", 2 * 3 * 3 * 8)]
+        torch.testing.assert_close(program.simulate(x, w)[0], causal(x, w))
