@@ -448,9 +448,19 @@ def _moved_axes(before: Sequence[Axes], after: Sequence[Axes]) -> Parts:
 def _same_pieces(shape: tuple[int, ...], source: tuple[Axes, ...], target: tuple[Axes, ...]) -> bool:
     """Whether both cut every dim into the same pieces, whichever devices hold them."""
     return all(
-        size_of(s) == size_of(t) and (even(n, s) or starts(n, merge(s)) == starts(n, merge(t)))
+        size_of(s) == size_of(t) and (even(n, s) or _uneven_alike(n, merge(s), merge(t)))
         for n, s, t in zip(shape, source, target)
     )
+
+
+PIECES = 256
+"""The most pieces of an uneven dim that are compared one by one."""
+
+
+def _uneven_alike(size: int, source: Axes, target: Axes) -> bool:
+    if [a.size for a in source] == [a.size for a in target]:
+        return True
+    return size_of(source) <= PIECES and starts(size, source) == starts(size, target)
 
 
 def _join(steps: list[ReshardStep]) -> Iterator[ReshardStep]:
