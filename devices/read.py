@@ -119,6 +119,8 @@ _HOST = {
     "across": _Key("link", default={}, what="how hosts are joined"),
     "crowds": _Key("crowds", default={}),
 }
+_MAPS = {"host": _HOST, "link": _LINK, "constants": _CONSTANTS}
+"""The units that are maps, with their keys."""
 _RATES = {name: _Key("rate", 1e8, 1e17) for name in ("bf16", "fp16", "fp32", "tf32", "fp8", "fp64", "int8")}
 
 
@@ -194,10 +196,7 @@ def _read(data: bytes, file: str) -> Node:
 
 
 def _link(values: dict[str, Any]) -> Link:
-    return Link(
-        values["bandwidth"], values["latency"], values["efficiency"], values["slowdown"], values["shared"],
-        values["direct"],
-    )  # fmt: skip
+    return Link(*(values[key] for key in _LINK))
 
 
 def _network(root: Node, top: dict[str, Any], reader: _Reader) -> tuple[Link, Link, tuple[Level, ...]]:
@@ -217,9 +216,9 @@ def _network(root: Node, top: dict[str, Any], reader: _Reader) -> tuple[Link, Li
         if written is not None:
             reader.wrong(f"`host.{key}` and `levels` say the same", written, "one of them", f"leave `host.{key}` out")
     levels = tuple(
-        Level(one["name"], _link(one), one["devices"], one["hosts"], one["oversubscribed"], one["rails"])
-        for one in level_values
-    )  # fmt: skip
+        Level(link=_link(values), **{key: values[key] for key in _LEVEL.keys() - _LINK.keys()})
+        for values in level_values
+    )
     if why := _level_mistake(levels, host["devices"], top["kind"]):
         reader.wrong("these `levels` make no network", list_node, why, "from the nearest: " + _WORDS["levels"][1])
     if reader.mistakes:
@@ -253,11 +252,7 @@ NO_LINK = Link(1.0, 0.0)
 
 
 def _crowd(values: dict[str, Any]) -> Crowd:
-    growth, slowdown = (None if values[key] < 0 else values[key] for key in ("growth", "slowdown"))
-    return Crowd(
-        values["compute"], values["memory"], growth, values["overhead"], values["bandwidth"], values["latency"],
-        values["skew"], values["spread"], slowdown,
-    )  # fmt: skip
+    return Crowd(*(None if values[key] < 0 else values[key] for key in _CROWD))
 
 
 class _Reader:
@@ -289,26 +284,16 @@ class _Reader:
                     words = _WORDS.get(key.unit, (key.unit.replace("|", " or "), ""))
                     fix = f"{name}: {words[1]}" if words[1] else ""
                     self.wrong(f"`{_join(path, name)}` is missing", node, key.what or words[0], fix)
-                values[name] = self._nested_default(key)
+                nested = _MAPS.get(key.unit)
+                values[name] = {k: v.default for k, v in nested.items()} if nested else key.default
             else:
                 values[name] = self.value(value_node, key, _join(path, name))
         return values
 
-    def _nested_default(self, key: _Key) -> Any:
-        if key.unit == "constants":
-            return {name: inner.default for name, inner in _CONSTANTS.items()}
-        if key.unit == "link":
-            return {name: inner.default for name, inner in _LINK.items()}
-        return key.default
-
     def value(self, node: Node, key: _Key, path: str) -> Any:
         """The value written for a key, converted by the key's unit; its default where the value is a mistake."""
-        if key.unit == "host":
-            return self.section(node, _HOST, path)
-        if key.unit == "link":
-            return self.section(node, _LINK, path)
-        if key.unit == "constants":
-            return self.section(node, _CONSTANTS, path)
+        if key.unit in _MAPS:
+            return self.section(node, _MAPS[key.unit], path)
         if key.unit == "rates":
             return self._rates(node, path)
         if key.unit == "levels":

@@ -210,7 +210,7 @@ def _mapped(
     info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
     scale: float, window: int | None = None, softcap: float | None = None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:  # fmt: skip
-    """The mapped dim joins the batch, outside of it."""
+    """Attention mapped over a dim (`torch.vmap`), which joins the batch as its outer part."""
     n = info.batch_size
 
     def merged(x: Tensor, dim: int | None) -> Tensor:

@@ -54,7 +54,7 @@ class Memory:
 
     @property
     def largest(self) -> list[tuple[str, str, int]]:
-        """The twelve largest values at the peak: (name, category, bytes)."""
+        """The name, category and bytes of the twelve largest values at the peak."""
         return [(value.node.name, value.category, value.bytes) for value in self.alive[:12]]
 
 

@@ -11,7 +11,8 @@ from torch import fx
 from tpshard.parallelism.graph import Place
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, atoms, merge, size_of, split
 from tpshard.parallelism.node_info import INFO, Info, Spec, group_name, info, make_collective, offset
-from tpshard.parallelism.reshard import ReshardStep, moved_places
+from tpshard.parallelism.reshard import ReshardStep
+from tpshard.parallelism.reshard_moves import moved_places
 from tpshard.parallelism.sharding import Layout, even, local_shape, local_size
 
 aten = torch.ops.aten

@@ -267,7 +267,7 @@ def _join(x: Tensor, entry: Entry, region: _Region) -> Tensor:
 
 
 def _anchor(x: Tensor, held: Sequence[str], whole: int | None = None, region: _Region | None = None) -> Tensor:
-    """Annotates that each leading dim is sharded over its axis, and dim `whole` of the part not at all."""
+    """Annotates each leading dim as sharded over its axis, and dim `whole` of the part as not sharded."""
     mesh = (region or _region()).mesh
     mapping = [list(mesh.axes).index(axis) for axis in held] + [OPEN] * (x.dim() - len(held))
     if whole is not None:

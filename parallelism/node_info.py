@@ -62,7 +62,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Spec:
-    """Local shape and dtype of a value on one device."""
+    """The shape and dtype of a value on one device."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -153,7 +153,7 @@ class Port:
 
 
 def offset(axes: Axes, strides: tuple[int, ...]) -> int:
-    """A number of the rank: the sum of its position along each axis times that axis's stride.
+    """A number that depends on the rank: the sum of its position along each axis times that axis's stride.
 
     The function is a node's target; the executor and the simulation, which know the rank, evaluate it.
     """

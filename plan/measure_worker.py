@@ -229,7 +229,7 @@ def communications(crowd: int, cores: int) -> Callable[[Clock], list[list[Any]]]
     a, b = torch.randn(2048, 128), torch.randn(128, 384)
 
     def spent(run: Callable[[Tensor], object], pieces: int, buffers: list[Tensor]) -> tuple[float, float]:
-        """(wall, own) seconds of one collective with the computation before it, which allocates and frees memory."""
+        """The mean seconds of a computation and the collective after it: by the clock, and of this process."""
         begun, own = time.perf_counter(), time.process_time()
         for buffer in buffers:
             for _ in range(pieces):

@@ -33,7 +33,7 @@ MOST = 64
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """The cached texts of one plan by kind, if it was planned before."""
+    """The folder in the cache for one plan, with its texts by kind."""
 
     folder: Path
 
