@@ -28,7 +28,7 @@ class Load:
 def rehearsed(recipe: Recipe, load: Load, *, search: bool, as_json: bool, svg: Path | None) -> int:
     """Prints the plan of the recipe's server under the load, and draws it into `svg`."""
     from tpshard.plan import save, serving_answers
-    from tpshard.plan.serving_picture import drawn
+    from tpshard.plan.serving_picture import draw
     from tpshard.programs.traffic import Traffic
     from tpshard.serve.rehearse import rehearse
 
@@ -41,7 +41,7 @@ def rehearsed(recipe: Recipe, load: Load, *, search: bool, as_json: bool, svg: P
         note=lambda text: print(text, file=sys.stderr),
     )  # fmt: skip
     if svg is not None:
-        save.write(svg, drawn(answers))
+        save.write(svg, draw(answers))
     shown = json.dumps(answers.to_json(), indent=1) + "\n" if as_json else serving_answers.screen(answers)
     sys.stdout.write(shown)
     return 0

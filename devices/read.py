@@ -252,7 +252,8 @@ NO_LINK = Link(1.0, 0.0)
 
 
 def _crowd(values: dict[str, Any]) -> Crowd:
-    return Crowd(*(None if values[key] < 0 else values[key] for key in _CROWD))
+    fields: list[Any] = [None if values[key] < 0 else values[key] for key in _CROWD]
+    return Crowd(*fields)
 
 
 class _Reader:

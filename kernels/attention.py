@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tpshard.kernels import attention_blocks, attention_parts, flash
-from tpshard.kernels.attention_mask import visible, wide
+from tpshard.kernels.attention_mask import visible, wide_dtype
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define(
@@ -175,7 +175,7 @@ def _shape(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     b, s, h, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=wide(q))
+    return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=wide_dtype(q))
 
 
 @torch.library.register_fake("tpshard::attention_backward", lib=_library)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from tpshard.kernels.attention_mask import capped, slopes, visible, wide
+from tpshard.kernels.attention_mask import cap, slopes, visible, wide_dtype
 
 _BLOCK = 512
 """Query rows scored at once, which needs b * h * _BLOCK * t floats of memory."""
@@ -24,9 +24,9 @@ def forward(
     """The output [b,s,h,d] and logsumexps [b,h,s] of attention from q [b,s,h,d] to k and v [b,t,kv,d]."""
     (b, s, h, _), t, kv = q.shape, k.shape[1], k.shape[2]
     queries, keys, values = _by_head(q, kv) * scale, _by_head(k, kv), _by_head(v, kv)
-    out, lse = torch.zeros_like(q), torch.full((b, h, s), -torch.inf, dtype=wide(q), device=q.device)
+    out, lse = torch.zeros_like(q), torch.full((b, h, s), -torch.inf, dtype=wide_dtype(q), device=q.device)
     for rows, part, mask in _blocks(s, t, documents, window, first_query, first_key, q.device):
-        scores = capped(queries[..., rows, :] @ keys[..., part, :].transpose(-1, -2), softcap)
+        scores = cap(queries[..., rows, :] @ keys[..., part, :].transpose(-1, -2), softcap)
         row_lse = scores.masked_fill_(~mask, -torch.inf).logsumexp(-1)
         probabilities = scores.sub_(row_lse.unsqueeze(-1)).exp_().masked_fill_(~mask, 0)
         out[:, rows] = (probabilities @ values[..., part, :]).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
@@ -49,7 +49,7 @@ def backward(
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(keys), torch.zeros_like(values)
     for rows, part, mask in _blocks(s, t, documents, window, first_query, first_key, q.device):
         block, dblock = queries[..., rows, :], grad[..., rows, :]
-        scores = capped((block * scale) @ keys[..., part, :].transpose(-1, -2), softcap)
+        scores = cap((block * scale) @ keys[..., part, :].transpose(-1, -2), softcap)
         slope = slopes(scores, softcap)
         probabilities = scores.sub_(logs[..., rows, :]).exp_().masked_fill_(~mask, 0)
         dscores = dblock @ values[..., part, :].transpose(-1, -2)
@@ -62,7 +62,7 @@ def backward(
 
 def _by_head(x: Tensor, kv: int) -> Tensor:
     """[b,s,h,d] with the heads that share a KV head in a dim of their own, in fp32 or fp64: [b,kv,h/kv,s,d]."""
-    return x.unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).to(wide(x))
+    return x.unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).to(wide_dtype(x))
 
 
 def _blocks(

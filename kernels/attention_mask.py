@@ -24,16 +24,16 @@ def visible(
     return mask.unsqueeze(1)
 
 
-def wide(x: Tensor) -> torch.dtype:
+def wide_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which attention to `x` is computed: fp64 for fp64, else fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def capped(scores: Tensor, softcap: float | None) -> Tensor:
+def cap(scores: Tensor, softcap: float | None) -> Tensor:
     """softcap * tanh(scores / softcap), in place; unchanged scores without a softcap."""
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
 
 def slopes(scores: Tensor, softcap: float | None) -> Tensor | float:
-    """The derivative of `capped`, computed from its results `scores`."""
+    """The derivative of `cap`, computed from its results `scores`."""
     return 1.0 if softcap is None else 1.0 - (scores / softcap).square()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from tpshard.kernels import attention_blocks
-from tpshard.kernels.attention_mask import wide
+from tpshard.kernels.attention_mask import wide_dtype
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define(
@@ -68,7 +68,7 @@ def _shape(
     q: Tensor, k: Tensor, v: Tensor, query_documents: Tensor | None, key_documents: Tensor | None, scale: float,
     window: int | None, first_query: int, first_key: int, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q))
+    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide_dtype(q))
 
 
 @torch.library.register_fake("tpshard::attention_part_backward", lib=_library)
@@ -77,4 +77,4 @@ def _backward_shape(
     key_documents: Tensor | None, scale: float, window: int | None, first_query: int, first_key: int,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), k.new_empty(k.shape, dtype=wide(k)), v.new_empty(v.shape, dtype=wide(v))
+    return q.new_empty(q.shape), k.new_empty(k.shape, dtype=wide_dtype(k)), v.new_empty(v.shape, dtype=wide_dtype(v))

@@ -24,7 +24,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor
-from tpshard.kernels.attention_mask import capped
+from tpshard.kernels.attention_mask import cap
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define(
@@ -119,13 +119,13 @@ def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, part: _Part, softcap: 
     r, kv, g, d = q.shape
     turned, unseen = keys.transpose(1, 2), part.unseen.to(q.device)
     if not part.shared:
-        scores = capped(torch.bmm(q.reshape(r * kv, g, d), turned), softcap).view(r, kv, g, part.span)
+        scores = cap(torch.bmm(q.reshape(r * kv, g, d), turned), softcap).view(r, kv, g, part.span)
         probabilities = torch.softmax(scores.masked_fill_(unseen, float("-inf")), -1)
         return torch.bmm(probabilities.view(r * kv, g, part.span), values).view(r, kv, g, d)
     scores = q.new_empty(kv, r, g, part.span)
     for head in range(kv):
         torch.bmm(q[:, head], turned[head].expand(r, -1, -1), out=scores[head])
-    probabilities = torch.softmax(capped(scores, softcap).masked_fill_(unseen.transpose(0, 1), float("-inf")), -1)
+    probabilities = torch.softmax(cap(scores, softcap).masked_fill_(unseen.transpose(0, 1), float("-inf")), -1)
     if not values.sum().isfinite():  # rows share these values, and some may not attend to the one that is not finite
         visible_values = (values.masked_fill(hidden.view(-1, 1), 0) for hidden in unseen)
         return torch.stack([torch.bmm(probabilities[:, i], own) for i, own in enumerate(visible_values)])

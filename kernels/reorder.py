@@ -28,7 +28,7 @@ def positions(order: Tensor, blocks: int = 1) -> Tensor:
     return (parts + torch.arange(blocks, device=order.device)[:, None] * parts.shape[1]).flatten()
 
 
-def fewer(order: Tensor, blocks: int, block_count: int) -> Tensor:
+def merge_blocks(order: Tensor, blocks: int, block_count: int) -> Tensor:
     """Merges neighbouring blocks with equal orders: the order of `block_count` blocks out of one of `blocks`."""
     return order.view(block_count, blocks // block_count, -1)[:, 0].flatten()
 

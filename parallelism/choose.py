@@ -290,7 +290,7 @@ def layout_of(rule: Rule, dims: Sequence[tuple[int, ...]], choice: Choice, resul
         return layout
     mine = {f for members in dims for f in members}
     partial = [a for f, cut in choice.items() if rule.kinds[f] is Kind.REDUCE and f not in mine for a in cut.axes]
-    return layout.summed(merge(sorted(partial)), rule.reduction)
+    return layout.as_sum(merge(sorted(partial)), rule.reduction)
 
 
 def share(rule: Rule, choice: Choice) -> float:
@@ -322,7 +322,7 @@ def _cost(
     for i, (value, home, dims) in enumerate(zip(op.operands, homes, rule.operands)):
         need = layout_of(rule, dims, choice, False)
         if home.partial:
-            need = need.summed(home.partial, home.kind) if not _clash(need, home) else need
+            need = need.as_sum(home.partial, home.kind) if not _clash(need, home) else need
         if home != need and not (fetched and need in fetched[i]):
             moved = moving(value, home, need)
             if fixed and fixed[i]:

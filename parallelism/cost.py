@@ -185,7 +185,7 @@ class Device:
                 return self.rates[candidate]
         return max(self.rates.values())
 
-    def unfitted(self, constants: Iterable[str]) -> tuple[str, ...]:
+    def unfitted_constants(self, constants: Iterable[str]) -> tuple[str, ...]:
         """The constants, of these, that were not fitted on the device; names as in the device file's `fitted`."""
         return tuple(name for name in constants if name not in self.fitted)
 

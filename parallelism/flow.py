@@ -52,7 +52,7 @@ class Flow:
 
     @staticmethod
     def of(program: Program) -> Flow:
-        return program.derived("flow", lambda: _flow(program.nodes))
+        return program.cached("flow", lambda: _flow(program.nodes))
 
 
 def _flow(nodes: list[fx.Node]) -> Flow:

@@ -72,7 +72,7 @@ NONE = CacheReads()
 
 def kernels(program: Program, *, compiled: Compiled, cached: CacheReads = NONE) -> list[Kernel]:
     """The kernel of every node of the program, in issue order."""
-    return program.derived(("kernels", compiled, cached), lambda: _kernels(Flow.of(program), compiled, cached))
+    return program.cached(("kernels", compiled, cached), lambda: _kernels(Flow.of(program), compiled, cached))
 
 
 def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]:

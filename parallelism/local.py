@@ -70,7 +70,7 @@ class LocalPart:
     def dtype_of(self, node: Any) -> Any:
         return info(node).specs[0].dtype
 
-    def gathered(self, node: Any, factor: int) -> Any:
+    def gather(self, node: Any, factor: int) -> Any:
         why = self._why("others", self.op.results[0])
         return self.emitter.stack(node, self.axes(factor), why)
 
@@ -177,7 +177,7 @@ class LocalPart:
     def pick(self, factor: int, table: Sequence[int]) -> Any:
         return self.emitter.ranked_number(pick, self.axes(factor), tuple(table))
 
-    def shifted(self, node: Any, factor: int) -> Any:
+    def shift(self, node: Any, factor: int) -> Any:
         need = Demand("others", through(self.op), self.op.name)
         why = {"why": (need,), "value": (self.op.name,), "of": "activation"}
         return halo.shift(self.emitter, node, self.axes(factor), 1, why)

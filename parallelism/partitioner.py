@@ -26,7 +26,7 @@ from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, ValueRe
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation, Shardings
 from tpshard.parallelism.reasons import Reasons
-from tpshard.parallelism.repeated import repeated
+from tpshard.parallelism.repeated import warn_repeated
 from tpshard.parallelism.reshard import LATENCY_BYTES, cost, redistribution
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import entry_of
@@ -299,7 +299,7 @@ class _Partitioner:
     def run(self) -> Program:
         self.decide()
         for value in self.graph.inputs:
-            layout = self.home[value].summed(self.s.of[value].unreduced)
+            layout = self.home[value].as_sum(self.s.of[value].unreduced)
             node = self.emitter.input(value.name, local_shape(value.shape, layout), value.dtype)
             self.zeros[node] = frozenset(range(value.rank))
             self.copies[value] = {layout: node}
@@ -332,7 +332,7 @@ class _Partitioner:
         for i, (value, dims) in enumerate(zip(op.operands, rule.operands)):
             need = layout_of(rule, dims, choice, False)
             if carried and i in rule.additive:
-                need = need.summed(carried)
+                need = need.as_sum(carried)
             inputs.append(self._fill_padding(self.get(value, need, op), op, rule, choice, i, need))
         self._at(op, op.results[0])
         local = LocalPart(self.emitter, op, rule, choice, inputs)
@@ -342,7 +342,7 @@ class _Partitioner:
         for i, (result, dims, node) in enumerate(zip(op.results, rule.results, nodes)):
             layout = layout_of(rule, dims, choice, True)
             if carried:
-                layout = layout.summed(union(layout.partial, carried))
+                layout = layout.as_sum(union(layout.partial, carried))
             self.zeros[node] = self._zeros(op, rule, inputs, i, layout)
             self.copies[result] = {layout: node}
             self.home[result] = layout
@@ -460,7 +460,7 @@ class _Partitioner:
         node = self.emitter.graph.output(tuple(outputs))
         node.meta[INFO] = Info(())
         _drop_dead(self.emitter.graph)
-        self.warnings += repeated(self.graph, self.mesh, self.rules, self.choices, self._work_of_ops(), self.apart)
+        self.warnings += warn_repeated(self.graph, self.mesh, self.rules, self.choices, self._work_of_ops(), self.apart)
         records = {v.name: self._record(v) for v in self.graph.values()}
         by_name = {v.name: v for v in self.graph.values()}
         return Program(

@@ -74,16 +74,16 @@ class Program:
     out_tree: Any = None
     explanation: Callable[[str], Explanation] | None = None
     """Returns the explanation of a value of `records`; None for a program that was loaded from JSON."""
-    _derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def derived(self, key: Any, make: Callable[[], T]) -> T:
+    def cached(self, key: Any, make: Callable[[], T]) -> T:
         """The result of `make()`, a function of the program, cached under `key`.
 
         That is safe, because a program does not change after the pass that returned it: passes work on copies.
         """
-        if key not in self._derived:
-            self._derived[key] = make()
-        return self._derived[key]  # type: ignore[no-any-return]
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]  # type: ignore[no-any-return]
 
     # ---- what other programs read -------------------------------------------------------------------------
     @property
@@ -116,12 +116,12 @@ class Program:
     def explain(self, name: str) -> str:
         """Why a value has its sharding, as text: a line per step, the last one the annotation."""
         record = self._record(name)
-        lines = words.explanation(self.explained(name))
+        lines = words.explanation(self.explanation_of(name))
         size = "x".join(map(str, record.shape))
         head = f"{name}{record.layout.notation(self.mesh, record.dims)}  {size}".rstrip()
         return "\n".join([head, *(f"  {line}" for line in lines)])
 
-    def explained(self, name: str) -> Explanation:
+    def explanation_of(self, name: str) -> Explanation:
         """Why a value has its sharding, as data."""
         return self.explanation(name) if self.explanation is not None else Explanation()
 

@@ -83,7 +83,7 @@ class _Writer:
         if kind is float:
             return value if math.isfinite(value) else ["float", repr(value)]
         if kind in self.classes:
-            return self.once(value, lambda: [kind.__name__, *map(self.encode, _values(value))])
+            return self.add_once(value, lambda: [kind.__name__, *map(self.encode, _values(value))])
         if isinstance(value, fx.Node):
             return ["node", value.name]
         if kind in (tuple, torch.Size):
@@ -116,7 +116,7 @@ class _Writer:
             return ["function", value.__module__, value.__qualname__]
         raise TypeError(f"a {kind.__name__} cannot be stored")
 
-    def once(self, value: Any, make: Callable[[], Any]) -> list[Any]:
+    def add_once(self, value: Any, make: Callable[[], Any]) -> list[Any]:
         """A reference to `make()`, the JSON of `value`, in the pool."""
         if id(value) not in self.references:
             encoded = make()
@@ -129,17 +129,17 @@ class _Writer:
 
     def program(self, program: Program) -> list[Any]:
         def explanations() -> Any:
-            return self.encode({name: program.explained(name) for name in program.records})
+            return self.encode({name: program.explanation_of(name) for name in program.records})
 
         why = program.explanation
         ports = program.mesh, program.inputs, program.outputs, program.donated, program.constants, program.warnings
         return [
             [self.node(node) for node in program.graph.nodes],
             *map(self.encode, ports),
-            self.once(program.records, lambda: self.encode(program.records)),
+            self.add_once(program.records, lambda: self.encode(program.records)),
             self.encode(program.in_tree),
             self.encode(program.out_tree),
-            None if why is None else self.once(why, explanations),
+            None if why is None else self.add_once(why, explanations),
         ]
 
     def node(self, node: fx.Node) -> list[Any]:

@@ -28,7 +28,7 @@ class Repeated:
     """The FLOPs of a device on these ops beyond its share."""
 
 
-def repeated(
+def warn_repeated(
     graph: Graph,
     mesh: Mesh,
     rules: Mapping[Op, Rule],

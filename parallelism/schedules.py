@@ -85,9 +85,9 @@ class Table:
 
         Raises ValueError if there is none.
         """
-        return tuple(slot.task for slot in self.timed(lambda task: 1.0))
+        return tuple(slot.task for slot in self.timetable(lambda task: 1.0))
 
-    def timed(
+    def timetable(
         self, seconds: Callable[[StageTask], float], late: Callable[[StageTask], float] = lambda task: 0.0
     ) -> list[Slot]:
         """The time of every task, sorted by start, if each runs as soon as its device and its inputs are ready.
@@ -125,11 +125,11 @@ class Table:
 
     def bubble(self, seconds: Callable[[StageTask], float]) -> float:
         """The share of the devices' time between the first task's start and the last one's end that they wait."""
-        slots = self.timed(seconds)
+        slots = self.timetable(seconds)
         busy, last = sum(slot.end - slot.start for slot in slots), max(slot.end for slot in slots)
         return 1.0 - busy / (self.devices * last) if last else 0.0
 
-    def held(self, device: int) -> int:
+    def most_held(self, device: int) -> int:
         """The largest number of (micro-batch, stage) pairs whose activations a device holds at once.
 
         It holds them from the start of F to the end of B, or of W.
@@ -145,7 +145,7 @@ class Table:
         """A line per device, a column per unit of time; F, I and W take one unit, B two. `.` is idle."""
         width = len(str(self.micro_batches - 1)) + 1 + (self.rounds > 1) * (len(str(self.stages - 1)) + 1)
         lines = [[""] * 0 for _ in range(self.devices)]
-        for task, start, end in self.timed(lambda task: 2.0 if task.kind == "B" else 1.0):
+        for task, start, end in self.timetable(lambda task: 2.0 if task.kind == "B" else 1.0):
             line = lines[self.device_of(task.stage)]
             line.extend(["."] * (round(start) - len(line)))
             text = f"{task.kind}{task.micro}" + (f"/{task.stage}" if self.rounds > 1 else "")
@@ -195,7 +195,7 @@ def check(table: Table) -> None:
             raise ValueError(f"device {device} lacks, or should not run, {wrong[0]}")
         if len(row) != len(whole):
             raise ValueError(f"device {device} runs {next(t for t in row if row.count(t) > 1)} twice")
-    table.timed(lambda task: 1.0)
+    table.timetable(lambda task: 1.0)
     for forward in (True, False):
         sent: dict[tuple[int, int], list[StageTask]] = {}
         read: dict[tuple[int, int], list[StageTask]] = {}

@@ -262,7 +262,7 @@ class Layout(NamedTuple):
         """The layout without its unreduced axes."""
         return Layout(self.dims, grains=self.grains)
 
-    def summed(self, partial: Axes, kind: str = "sum") -> Layout:
+    def as_sum(self, partial: Axes, kind: str = "sum") -> Layout:
         """The layout as an unreduced sum over `partial`."""
         return Layout(self.dims, partial, kind, self.grains)
 

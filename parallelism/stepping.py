@@ -22,7 +22,7 @@ class Carrier(Protocol[T]):
         """The value of a `received` input."""
         ...
 
-    def sent(self, task: StageTask, port: Port, value: T) -> None:
+    def send(self, task: StageTask, port: Port, value: T) -> None:
         """Sends a `sent` output."""
         ...
 
@@ -60,7 +60,7 @@ class Walk(Generic[T]):
             elif port.kind == "saved":
                 saved[port.name] = value
             elif port.kind == "sent":
-                self.mail.sent(task, port, value)
+                self.mail.send(task, port, value)
             else:
                 self.scalars.setdefault(task.micro, []).append(value)
         if saved:
@@ -109,7 +109,7 @@ class _Box:
     def receive(self, task: StageTask, port: Port) -> Parts:
         return self.waiting.pop((_way(task), port.name, task.stage, task.micro))
 
-    def sent(self, task: StageTask, port: Port, value: Parts) -> None:
+    def send(self, task: StageTask, port: Port, value: Parts) -> None:
         self.waiting[_way(task), port.name, neighbour(task), task.micro] = value
 
 

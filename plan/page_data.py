@@ -64,7 +64,7 @@ def tensor(group: Sequence[Tensor], program: Program) -> dict[str, Any]:
     for form, name in (("", first.name), ("used", f"{first.name}.used"), ("gradient", f"{first.name}.grad")):
         record = program.records.get(name)
         if record is not None:
-            explanation = program.explained(name)
+            explanation = program.explanation_of(name)
             forms.append({
                 "form": form or ("stored" if first.stored is not None else "value"),
                 "sharding": record.layout.notation(program.mesh, record.dims), "chains": chains(explanation),
@@ -159,7 +159,7 @@ def _living(one: Living, name: str, entry: PricedPart) -> dict[str, Any]:
     record = program.records.get(info.origin or name)
     if record is not None:
         name = record.label or name
-        sources = sources or program.explained(record.name).roots
+        sources = sources or program.explanation_of(record.name).roots
     last = "the end" if one.last >= len(nodes) else _producer(info_of(nodes[one.last].node))
     row = _row(name, one.category, one.bytes)
     return row | {"made": _producer(info), "last": last, "told": [place(one) for one in sources]}

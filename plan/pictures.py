@@ -143,7 +143,7 @@ def memory(report: Report, part: PricedPart, height: int) -> str:
     plot_h = height - 60
     limit = report.pricing.device.memory_bytes - report.pricing.device.context_bytes
     top = max(part.memory.peak_bytes, limit, 1)
-    picks = sampled(at, part.memory.curve)
+    picks = sample(at, part.memory.curve)
     scale_x, scale_y = (_W - _LEFT - 10) / total, plot_h / top
     base = [0.0] * len(picks)
     out = []
@@ -179,7 +179,7 @@ def legend(colors: Mapping[str, str], y: float) -> list[str]:
     return out
 
 
-def sampled(at: Sequence[float], curve: Sequence[int]) -> list[int]:
+def sample(at: Sequence[float], curve: Sequence[int]) -> list[int]:
     """Picks the points of a curve to draw: at most a few hundred indices, with the maximum of each stretch."""
     if not at:
         return []

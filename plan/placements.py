@@ -88,7 +88,7 @@ def net(report: Report, recipe: Recipe) -> Net:
     topology = Topology(mesh, per_host)
     places = tuple(_place(device, topology, name) for name, size in axes.items() if size > 1)
     own = Placement(tuple(axes), report.pricing.comm_s, report.pricing.exposed_s, report.pricing.step_s, whole=True)
-    others = [] if report.pricing.pipeline is not None else [placed(report, order) for order in _orders(axes)]
+    others = [] if report.pricing.pipeline is not None else [price_order(report, order) for order in _orders(axes)]
     ranked = sorted(others, key=lambda one: (one.step_s, one.order))
     variants = Variants()
     ranked = [*(_whole(recipe, one, axes, variants) for one in ranked[:WHOLE]), *ranked[WHOLE:]]
@@ -111,7 +111,7 @@ def _orders(axes: dict[str, int]) -> Iterator[tuple[str, ...]]:
             yield (*alone, *order)
 
 
-def placed(report: Report, order: Sequence[str]) -> Placement:
+def price_order(report: Report, order: Sequence[str]) -> Placement:
     """Prices the report's programs with devices numbered in another order of the axes."""
     pricing = report.pricing
     topology = Topology(Mesh({name: report.job.mesh[name] for name in order}), report.job.devices_per_node)

@@ -209,10 +209,10 @@ class Report:
         A GPU's constants were fitted to training steps, so that a server's figures are never calibrated there.
         """
         server_on_gpu = self.job.what != "train" and self.pricing.device.kind == "gpu"
-        return "roofline" if self.unfitted[figure] or server_on_gpu else "calibrated"
+        return "roofline" if self.unfitted_constants[figure] or server_on_gpu else "calibrated"
 
     @property
-    def unfitted(self) -> dict[str, tuple[str, ...]]:
+    def unfitted_constants(self) -> dict[str, tuple[str, ...]]:
         """For each figure, the constants of the device that it depends on and that were not fitted, by name."""
         times, device = self.pricing, self.pricing.device
         kinds = {"matmul": "matmul", "attention": "attention", "stream": "streaming"}
@@ -220,9 +220,9 @@ class Report:
         links = [line.wire for line in self.lines if line.wire != "none"]
         used = sorted(set(links))
         return {
-            "time": device.unfitted([*works, *used]),
-            "collectives.time_s": device.unfitted(used),
-            "memory.reserved_bytes": device.unfitted(["reserved"]),
+            "time": device.unfitted_constants([*works, *used]),
+            "collectives.time_s": device.unfitted_constants(used),
+            "memory.reserved_bytes": device.unfitted_constants(["reserved"]),
         }
 
     # ---- JSON -----------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class Report:
             **({"searched": self.searched} if self.searched is not None else {}),
             "warnings": self.warnings,
             "provenance": self.provenance,
-            "unfitted": {figure: list(constants) for figure, constants in self.unfitted.items()},
+            "unfitted": {figure: list(constants) for figure, constants in self.unfitted_constants.items()},
             "accuracy": self.accuracy,
             "fingerprint": self.fingerprint,
             **({"programs": self.programs} if self.programs else {}),

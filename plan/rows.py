@@ -32,7 +32,7 @@ def tensors_of(program: Program, names: Sequence[str] | None = None) -> list[Ten
         port = stored.get(name)
         key = (pattern(name), str(record.layout))
         if key not in reasons:
-            reasons[key] = program.explained(name).roots
+            reasons[key] = program.explanation_of(name).roots
         out.append(
             Tensor(
                 name,

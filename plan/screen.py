@@ -82,7 +82,7 @@ def verdict(report: Report) -> str:
 
 def label(report: Report, figure: str) -> str:
     """The basis of a figure as text, such as `roofline: attention, across not fitted`."""
-    word, missing = report.provenance[figure], report.unfitted.get(figure, ())
+    word, missing = report.provenance[figure], report.unfitted_constants.get(figure, ())
     shown = len(missing) and report.pricing.device.fitted
     return f"{word}: {', '.join(missing)} not fitted" if shown else word
 

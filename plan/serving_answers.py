@@ -117,7 +117,7 @@ class ServeAnswers:
         """The basis of its times, `calibrated` or `roofline`. A GPU's constants are fitted to training alone."""
         device = self.server.prices.device
         rests_on = ("matmul", "attention", "streaming", "inside")
-        return "roofline" if device.kind == "gpu" or device.unfitted(rests_on) else "calibrated"
+        return "roofline" if device.kind == "gpu" or device.unfitted_constants(rests_on) else "calibrated"
 
     def to_json(self) -> dict[str, Any]:
         server, device = self.server, self.server.prices.device

@@ -12,7 +12,7 @@ _W, _H, _LEFT, _GAP = 1000, 220, 90, 60
 _COLORS = {"median": "#4e79a7", "99th percentile": "#e15759"}
 
 
-def drawn(answers: ServeAnswers) -> str:
+def draw(answers: ServeAnswers) -> str:
     """The drawing: TTFT above, TPOT below, each at the median and the 99th percentile; limits as lines."""
     charts = [
         _chart("TTFT", [f.ttft_s for f in answers.curve], answers.curve, answers.limits.ttft),

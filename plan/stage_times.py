@@ -158,7 +158,7 @@ def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, comp
     def send_delay(task: StageTask) -> float:
         return _send_delay(*runs[task.kind, task.stage])
 
-    slots = table.timed(seconds, send_delay)
+    slots = table.timetable(seconds, send_delay)
     stages, devices, worst, parts_of = [], [], [], []
     for stage in pipeline.stages:
         of_stage = {kind: run for (kind, index), run in runs.items() if index == stage.index}
@@ -175,7 +175,7 @@ def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, comp
         parts, peak = _device(pipeline, i, runs, device, per_host, compiled)
         apart = sum(p.seconds for p in parts if p.part.name in ONCE)
         busy = sum(slot.end - slot.start for slot in slots if table.device_of(slot.task.stage) == i)
-        devices.append(DevicePrice(busy, apart, peak.memory.peak_bytes, table.held(i)))
+        devices.append(DevicePrice(busy, apart, peak.memory.peak_bytes, table.most_held(i)))
         worst.append(peak)
         parts_of.append(parts)
     flops = [_flops(stage.programs) for stage in pipeline.stages]

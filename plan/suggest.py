@@ -66,7 +66,7 @@ def promising(report: Report, recipe: Recipe, count: int = 3) -> list[Edit]:
     """Suggestions without a search: the changes that the plan's figures favour, tried one by one."""
     search, helpful = _Search(report, recipe, lambda _: None), []
     tries = 2 if len(report.pricing.parts[0].part.program.nodes) < LARGE else 1
-    for change in search.likely()[:tries]:
+    for change in search.likely_changes()[:tries]:
         tried = search.edit(change)
         if tried is not None and tried.fits and tried.step_s < GAIN * report.pricing.step_s:
             helpful.append(tried)
@@ -146,7 +146,7 @@ class _Search:
             *self._meshes(),
         ]
 
-    def likely(self) -> list[Change]:
+    def likely_changes(self) -> list[Change]:
         """Changes that the report's figures favour, the most promising first."""
         report, recipe = self.report, self.recipe
         spare = report.spare_bytes > 0.15 * report.pricing.device.memory_bytes

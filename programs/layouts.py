@@ -98,7 +98,9 @@ class Arrangement:
         if turned is None:
             return None
         order = self.order(RowOrder(turned.weight, turned.blocks), group)
-        return reorder.positions(reorder.fewer(order, turned.blocks, turned.distinct_blocks), turned.distinct_blocks)
+        return reorder.positions(
+            reorder.merge_blocks(order, turned.blocks, turned.distinct_blocks), turned.distinct_blocks
+        )
 
 
 def arrange(

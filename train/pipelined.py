@@ -123,7 +123,7 @@ class PipelineEngine(State):
     def receive(self, task: StageTask, port: Port) -> Tensor:
         return self.mail.take(port.name, self._number(task, task.stage))
 
-    def sent(self, task: StageTask, port: Port, value: Tensor) -> None:
+    def send(self, task: StageTask, port: Port, value: Tensor) -> None:
         """Called when the task's program has started to send the value."""
 
     def _exchanged(self, sums: list[Tensor]) -> list[Tensor]:

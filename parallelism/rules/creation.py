@@ -18,7 +18,7 @@ def explicit(op: Op) -> dict[str, Any]:
     return {**op.kwargs, "dtype": op.results[0].dtype, "device": op.kwargs.get("device") or torch.device("cpu")}
 
 
-def filled(op: Op) -> Rule:
+def fill(op: Op) -> Rule:
     """The rule of full, zeros, ones and empty: every device creates its shard."""
     factors = Factors()
     dims = factors.dims(op.results[0].shape)
@@ -74,11 +74,11 @@ def without_strides(op: Op) -> None:
 
 
 OPS: Table = {
-    aten.full: Entry(filled, inlined=True),
-    aten.zeros: Entry(filled, inlined=True),
-    aten.ones: Entry(filled, inlined=True),
-    aten.empty.memory_format: Entry(filled),
-    aten.empty_strided: Entry(filled, canonical=without_strides),
+    aten.full: Entry(fill, inlined=True),
+    aten.zeros: Entry(fill, inlined=True),
+    aten.ones: Entry(fill, inlined=True),
+    aten.empty.memory_format: Entry(fill),
+    aten.empty_strided: Entry(fill, canonical=without_strides),
     aten.new_zeros: Entry(canonical=new(0), inlined=True),
     aten.new_ones: Entry(canonical=new(1), inlined=True),
     aten.new_full: Entry(canonical=new(None), inlined=True),

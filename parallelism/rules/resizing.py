@@ -14,7 +14,7 @@ from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.letters import rule_of
 from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, Window
-from tpshard.parallelism.rules.windows import SPATIAL, sized
+from tpshard.parallelism.rules.windows import SPATIAL, with_local_size
 
 aten = torch.ops.aten
 INDEX = torch.int64
@@ -99,7 +99,7 @@ def resize_backward(op: Op, reach: int) -> Rule:
     (grad,), (x,) = op.operands, op.results
     if not _has_whole_ratios(x.shape[2:], grad.shape[2:], op.args[3], op.args[4:]):
         before, after = SPATIAL[x.rank - 2]
-        return rule_of(op, f"...{after}->...{before}", local=sized(2), linear="0")
+        return rule_of(op, f"...{after}->...{before}", local=with_local_size(2), linear="0")
     parts = Resizing(x.shape, grad.shape, reach)
 
     def local(at: LocalOp) -> Any:

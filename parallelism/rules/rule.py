@@ -167,13 +167,13 @@ class LocalOp(Protocol):
     def pick(self, factor: int, table: Sequence[int]) -> Any:
         """A node with the table's entry for this device's position along a factor's axes."""
 
-    def shifted(self, node: Any, factor: int) -> Any:
+    def shift(self, node: Any, factor: int) -> Any:
         """The value of the previous device along a factor's axes, cyclically."""
 
     def dtype(self, result: int) -> Any:
         """The dtype of a result."""
 
-    def gathered(self, node: Any, factor: int) -> Any:
+    def gather(self, node: Any, factor: int) -> Any:
         """The values of all devices along a factor's axes in order, along a new first dim."""
 
     def shape_of(self, node: Any) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ def extreme(op: Op) -> Rule:
             return at.same()
         one = tuple(1 if d == dim else n for d, n in enumerate(at.operand_shape(0)))
         value, index = at.several(best, at.inputs[0], dim, True, like=[(one, x.dtype), (one, torch.int64)])
-        values, indices = at.gathered(value, f), at.gathered(_global_indices(at, index, f), f)
+        values, indices = at.gather(value, f), at.gather(_global_indices(at, index, f), f)
         value, winner = at.several(best, values, 0, True, like=[((1, *one), x.dtype), ((1, *one), torch.int64)])
         index = at.emit(aten.gather.default, indices, 0, winner, shape=(1, *one), dtype=INDEX)
         index = at.emit(aten._to_copy.default, index, shape=(1, *one), dtype=torch.int64)
@@ -101,7 +101,7 @@ def topk(op: Op) -> Rule:
         count = min(k, have[dim])
         few = tuple(count if d == dim else n for d, n in enumerate(have))
         value, index = best(at, at.inputs[0], count, few)
-        values, indices = (_in_a_row(at, at.gathered(node, f), dim) for node in (value, _global_indices(at, index, f)))
+        values, indices = (_in_a_row(at, at.gather(node, f), dim) for node in (value, _global_indices(at, index, f)))
         value, place = best(at, values, k, at.shape())
         index = at.emit(aten.gather.default, indices, dim, place, shape=at.shape(), dtype=INDEX)
         return [value, at.emit(aten._to_copy.default, index, shape=at.shape(), dtype=torch.int64)]
@@ -145,7 +145,7 @@ def running_sum(op: Op) -> Rule:
         sums = at.same()
         one = tuple(1 if d == dim else n for d, n in enumerate(at.shape()))
         total = at.emit(aten.narrow.default, sums, dim, at.size(f) - 1, 1, shape=one)
-        totals = at.gathered(total, f)
+        totals = at.gather(total, f)
         members = at.shape_of(totals)[0]
         places = at.emit(aten.arange.default, members, shape=(members,), dtype=torch.int64)
         behind = at.emit(aten.ge.Scalar, places, at.position(f), shape=(members,), dtype=torch.bool)

@@ -84,7 +84,7 @@ def _forward(op: Op, flops: int, ring: bool) -> Rule:
         moving = [keys, values, *rest]
         out, lse = part(0, moving)
         for behind in range(1, members):
-            moving = [at.shifted(node, dims.s) for node in moving]
+            moving = [at.shift(node, dims.s) for node in moving]
             out, lse = _merge_partial(at, out, lse, *part(behind, moving))
         return [out, lse]
 
@@ -124,15 +124,15 @@ def _backward(op: Op, flops: int, ring: bool) -> Rule:
         moving = [keys, values, *rest]
         dq, dk, dv = part(0, moving)
         for behind in range(1, members if ring else 1):
-            moving = [at.shifted(node, dims.s) for node in moving]
-            dk, dv = (at.shifted(node, dims.s) for node in (dk, dv))
+            moving = [at.shift(node, dims.s) for node in moving]
+            dk, dv = (at.shift(node, dims.s) for node in (dk, dv))
             parts = part(behind, moving)
             dq, dk, dv = (
                 at.emit(aten.add.Tensor, mine, theirs, shape=at.shape_of(mine), dtype=at.dtype_of(mine))
                 for mine, theirs in zip((dq, dk, dv), parts)
             )
         if ring:  # from the last device that added to them back to their own
-            dk, dv = (at.shifted(node, dims.s) for node in (dk, dv))
+            dk, dv = (at.shift(node, dims.s) for node in (dk, dv))
         return [dq, *(_cast(at, node, at.shape(i), at.dtype(i)) for i, node in ((1, dk), (2, dv)))]
 
     queries, keys = dims.queries(), dims.keys(t)

@@ -194,7 +194,7 @@ def convolution_backward(op: Op) -> Rule:
     return replace(rule, windows=channels.sliding.windows(read, reader, fill=0.0))
 
 
-def sized(position: int) -> Callable[[LocalOp], Any]:
+def with_local_size(position: int) -> Callable[[LocalOp], Any]:
     """The local form of an op whose argument at `position` is the size of its result."""
     return lambda at: at.with_args(*at.op.args[:position], list(at.shape()), *at.op.args[position + 1 :])
 
@@ -231,7 +231,7 @@ def _each(
             back = getattr(aten, name.format(rank) + "_backward", None)
             OPS[op] = letters(spell(forward), linear=linear, recorded=recorded[0])
             if back is not None and backward:
-                local = sized(size) if size is not None else None
+                local = with_local_size(size) if size is not None else None
                 OPS[back] = letters(spell(backward), local=local, linear="0", recorded=recorded[1])
 
 

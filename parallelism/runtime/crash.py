@@ -37,7 +37,7 @@ class Restarts:
             return f"launch.restarts is {self.most}"
         return ""
 
-    def allowed(self, step: int) -> bool:
+    def allows(self, step: int) -> bool:
         """Whether a run that crashes after `step` finished steps is restarted."""
         return self.done < self.most and not self.refusal(step)
 

@@ -16,7 +16,7 @@ from tpshard.parallelism.runtime.compiled import compile_graph
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.gloo import all_gather
 from tpshard.parallelism.runtime.mail import Mail, positions
-from tpshard.parallelism.runtime.regions import boxed, with_blocks
+from tpshard.parallelism.runtime.regions import box, with_blocks
 from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.parallelism.sharding import show_axis
 from tpshard.parallelism.simulate import RANKED, combine, evaluate
@@ -66,7 +66,7 @@ class Executor:
                 self.transfer(inputs[i], node)
             if self.run is None:
                 run = compile_graph(self.module, inputs)
-                self.run = lambda *tensors: run(boxed(*tensors))
+                self.run = lambda *tensors: run(box(*tensors))
             results = self.run(*inputs)
             for i, node in self.sent:
                 self.transfer(results[i], node)

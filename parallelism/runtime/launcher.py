@@ -151,7 +151,7 @@ class Launcher:
     def _again(self) -> bool:
         """Whether the run restarts after a crash: unless it was asked to end, or a worker was killed on purpose."""
         killed = any(worker.died and worker.process.returncode == -signal.SIGKILL for worker in self.workers.all)
-        return not self._end_requested and not killed and self.restarts.allowed(self.workers.step)
+        return not self._end_requested and not killed and self.restarts.allows(self.workers.step)
 
 
 def _say(text: str) -> None:

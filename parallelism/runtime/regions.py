@@ -55,7 +55,7 @@ class CompiledRegion:
         return self.compiled(tensors)
 
 
-def boxed(*tensors: Tensor) -> list[Tensor]:
+def box(*tensors: Tensor) -> list[Tensor]:
     """A list that holds the only references to its tensors, so that emptying it frees them."""
     return list(tensors)
 
@@ -164,8 +164,8 @@ class _Cut:
             local[node] = body.create_node(node.op, node.target, args, kwargs)
         body.output([local[node] for node in gives])
         call = CompiledRegion(fx.GraphModule({}, body), self.shared)
-        box = self.graph.call_function(boxed, tuple(self.copies[source] for source in reads))
-        results = self.graph.call_function(call, (box,))
+        held = self.graph.call_function(box, tuple(self.copies[source] for source in reads))
+        results = self.graph.call_function(call, (held,))
         for i, node in enumerate(gives):
             self.copies[node] = self.graph.call_function(operator.getitem, (results, i))
             self.copies[node].meta = dict(node.meta)

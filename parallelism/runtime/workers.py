@@ -72,7 +72,7 @@ class Worker:
         """The message that names its log file, once received."""
         return next((message for message in reversed(self.reports) if message.kind == "log"), None)
 
-    def printed(self) -> bytes:
+    def output_text(self) -> bytes:
         """Its output since the start, from its log file if it has one; empty if it printed to the terminal only."""
         if self.log is not None:
             with suppress(OSError):
@@ -84,7 +84,7 @@ class Worker:
 
     def tail(self) -> str:
         """The end of its output that the user has not seen."""
-        return "" if self.output is None else self.printed()[-_TAIL:].decode(errors="replace").strip()
+        return "" if self.output is None else self.output_text()[-_TAIL:].decode(errors="replace").strip()
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class Workers:
         if -code == signal.SIGKILL:
             notes.append("why: the kernel does this when memory runs out (see `dmesg`)")
         elif -code in CRASHES:
-            printed = crash.stack(worker.printed(), explained=worker.output is None) or printed
+            printed = crash.stack(worker.output_text(), explained=worker.output is None) or printed
             lost += f" after step {self.step}" if self.step else " before its first step was done"
             if worker.log is not None:
                 notes.append(f"stacks: {worker.log.text}")

@@ -96,7 +96,7 @@ def test_a_collective_says_why_as_values_and_in_words() -> None:
     assert comm.value == (need.value,) and need.before.endswith("{U_x}")
     assert [told.source for told in need.written_at] == ["in_shardings[0] = (None, 'x')"]
     assert comm.reason.startswith(f"`{need.op.name}` sums over a sharded dim: {need.value}[")
-    told = program.explained("arg0")
+    told = program.explanation_of("arg0")
     assert told.roots == need.written_at and program.explain("arg0").endswith(
         "annotated at in_shardings[0] = (None, 'x')"
     )

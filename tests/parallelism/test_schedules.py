@@ -26,7 +26,7 @@ def tables(*names: str) -> list[Table]:
 
 
 def seconds(table: Table) -> float:
-    return max(slot.end for slot in table.timed(unit))
+    return max(slot.end for slot in table.timetable(unit))
 
 
 def test_every_stage_runs_once_forward_and_back_on_every_micro_batch() -> None:
@@ -64,8 +64,8 @@ def test_gradients_of_weights_fill_two_thirds_of_the_bubble() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_no_more_micro_batches_are_held_than_there_are_stages(schedule: str) -> None:
     for table in tables(schedule):
-        assert max(map(table.held, range(table.devices))) <= table.devices
-    assert make("gpipe", 4, 8).held(0) == 8
+        assert max(map(table.most_held, range(table.devices))) <= table.devices
+    assert make("gpipe", 4, 8).most_held(0) == 8
 
 
 def test_what_cannot_run_is_said_before_it_runs() -> None:

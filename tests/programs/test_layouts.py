@@ -15,7 +15,7 @@ from servers import lockstep, recipe, weights_of
 from tpshard.kernels.gptq_config import GPTQConfig
 from tpshard.kernels.gptq_solver import Heads, Settings, ordering, round_to_nearest
 from tpshard.kernels.quantized import Quantized, extend_groups, group_index
-from tpshard.kernels.reorder import fewer, head_local_order, positions, sorting
+from tpshard.kernels.reorder import head_local_order, merge_blocks, positions, sorting
 from tpshard.models import Blueprint, build
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
@@ -216,7 +216,7 @@ def test_only_what_is_not_divided_is_padded() -> None:
     assert padded(LLAMA, 8, 8) is LLAMA and padded(LLAMA, 8) is LLAMA and padded(wide, 2) is wide
     assert padded(replace(LLAMA, mlp=84), 1, 8).mlp == 84
     assert padded(replace(LLAMA, mlp=100), 8).mlp == 256  # dense
-    assert padded(LLAMA, 4, 64) is LLAMA  # fewer groups than devices: cut within them
+    assert padded(LLAMA, 4, 64) is LLAMA  # merge_blocks groups than devices: cut within them
     shared = {8: served("llama, 10.5 groups", "head_local").group, 1: lambda name: None}
     assert all(shared_rows(LLAMA, group) == size for size, group in shared.items())
     layers = {"layers.0.mlp.down.weight": 8, "layers.1.mlp.down.weight": 12}  # which `dynamic` may say
@@ -341,7 +341,7 @@ def test_orders_within_blocks() -> None:
     group = torch.tensor([1, 0, 1, 0, 3, 2, 3, 2], dtype=torch.int32)
     assert sorting(group, 2).tolist() == [1, 3, 0, 2] * 2
     assert positions(sorting(group, 2), 2).tolist() == sorting(group).tolist() == [1, 3, 0, 2, 5, 7, 4, 6]
-    assert fewer(sorting(group, 2), 2, 1).tolist() == [1, 3, 0, 2]
+    assert merge_blocks(sorting(group, 2), 2, 1).tolist() == [1, 3, 0, 2]
     x = torch.randn(2, 3, 8)
     assert torch.equal(torch.ops.tpshard.reorder(x, sorting(group, 2), 2), x[..., sorting(group)])
 

@@ -21,7 +21,7 @@ batch: {global_sequences: 8, per_device: 2}
 
 def everything(program: Program) -> tuple[object, ...]:
     """Everything that a program contains, for comparison."""
-    why = {name: program.explained(name) for name in program.records}
+    why = {name: program.explanation_of(name) for name in program.records}
     infos = [node.meta.get("tpshard") for node in program.graph.nodes]
     same = program.mesh, program.inputs, program.outputs, program.records, program.donated, program.warnings
     return program.fingerprint, program.to_json(), infos, why, program.in_tree, program.out_tree, *same
