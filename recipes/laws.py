@@ -245,6 +245,13 @@ def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:
             fix="leave pipeline.split out, or form: staged",
             also=((recipe.where("pipeline.form"), "the form"),),
         )
+    if section.vectorized and recipe.sharding.rules.get("stage") != ("pp",):
+        yield Diagnostic(
+            "`sharding.rules.stage` must be `pp`, the axis of the pipeline's stages",
+            where=recipe.where("sharding.rules.stage"),
+            fix="leave sharding.rules.stage out",
+            also=((recipe.where("pipeline"), "the pipeline"),),
+        )
     outside = ["sharding.rules.stage", *["sharding.rules.vocab"] * section.vectorized]
     for path, axes in _uses(recipe).items():
         if "pp" in axes and path not in outside:
