@@ -25,8 +25,9 @@ from tpshard.parallelism.mesh import Axes, Mesh, covers, difference, size_of, un
 from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, ValueRecord
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation, Shardings
+from tpshard.parallelism.propagated_reasons import PropagatedReasons
 from tpshard.parallelism.reasons import Reasons
-from tpshard.parallelism.repeated import warn_repeated
+from tpshard.parallelism.repeated import Work
 from tpshard.parallelism.reshard import LATENCY_BYTES, cost, redistribution
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import entry_of
@@ -90,16 +91,20 @@ def partition_captured(
     return partition_graph(propagate(graph, mesh, annotations, list(groups.values())), latency)
 
 
-def mark_outputs(graph: Graph) -> None:
-    """Appends an identity op to every result of the function, named `return[i]`, which carries its annotation."""
+def mark_outputs(graph: Graph, names: Mapping[int, str] | None = None) -> None:
+    """Appends an identity op to every result of the function, which carries its annotation.
+
+    A result without a name is `return[i]`.
+    """
     marked: list[Value | Any] = []
     for i, out in enumerate(graph.outputs):
         if not isinstance(out, Value):
             marked.append(out)
             continue
         phase = out.producer.phase if out.producer is not None else "forward"
-        op = Op(f"return_{i}", output, (Ref(0),), {}, [out], [], Place(phase=phase))
-        op.results = [Value(f"return[{i}]", out.shape, out.dtype, op)]
+        name = (names or {}).get(i, f"return[{i}]")
+        op = Op(name, output, (Ref(0),), {}, [out], [], Place(phase=phase))
+        op.results = [Value(name, out.shape, out.dtype, op)]
         graph.ops.append(op)
         marked.append(op.results[0])
     graph.outputs = marked
@@ -460,14 +465,14 @@ class _Partitioner:
         node = self.emitter.graph.output(tuple(outputs))
         node.meta[INFO] = Info(())
         _drop_dead(self.emitter.graph)
-        self.warnings += warn_repeated(self.graph, self.mesh, self.rules, self.choices, self._work_of_ops(), self.apart)
+        work = Work(self.graph, self.mesh, self.rules, self.choices, self._work_of_ops(), self.apart)
+        self.warnings += work.warnings()
         records = {v.name: self._record(v) for v in self.graph.values()}
-        by_name = {v.name: v for v in self.graph.values()}
         return Program(
             self.mesh, self.emitter.graph, tuple(self._port(v) for v in self.graph.inputs), tuple(ports), records,
             constants={name: tensor for name, (_, tensor) in self.graph.constants.items()},
             warnings=list(dict.fromkeys(self.warnings)), in_tree=self.graph.in_tree, out_tree=self.graph.out_tree,
-            explanation=lambda name: self.s.explain(by_name[name]),
+            reasons=PropagatedReasons(self.s, work),
         )  # fmt: skip
 
     def _work_of_ops(self) -> dict[str, Info]:

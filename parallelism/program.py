@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 from tpshard.parallelism import simulate, words
+from tpshard.parallelism.chains import ReasonLookup, explanation
 from tpshard.parallelism.graph import Role
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.node_info import (
@@ -72,8 +73,8 @@ class Program:
     warnings: list[str] = field(default_factory=list)
     in_tree: Any = None
     out_tree: Any = None
-    explanation: Callable[[str], Explanation] | None = None
-    """Returns the explanation of a value of `records`; None for a program that was loaded from JSON."""
+    reasons: ReasonLookup | None = None
+    """The reasons of the shardings of `records`; None if they were not stored."""
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def cached(self, key: Any, make: Callable[[], T]) -> T:
@@ -123,7 +124,7 @@ class Program:
 
     def explanation_of(self, name: str) -> Explanation:
         """Why a value has its sharding, as data."""
-        return self.explanation(name) if self.explanation is not None else Explanation()
+        return Explanation() if self.reasons is None else explanation(self.reasons, self.mesh, name)
 
     def _record(self, name: str) -> ValueRecord:
         if name not in self.records:

@@ -10,7 +10,7 @@ value is a list that begins with its kind: `["tuple", ...]`, `["op", "aten.mm.de
 from __future__ import annotations
 
 import importlib
-import json
+import marshal
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
@@ -20,17 +20,18 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+from tpshard.parallelism.chains import LastStep, ShardingReason, StoredReasons
 from tpshard.parallelism.graph import Layer, Place
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.node_info import INFO, Collective, Held, Info, Port, Spec
 from tpshard.parallelism.program import Program, ValueRecord
 from tpshard.parallelism.rules import table  # noqa: F401  whose import registers our operations
 from tpshard.parallelism.sharding import Layout
-from tpshard.parallelism.why import Demand, Explanation, Hop, SourcePlace, Through
+from tpshard.parallelism.why import Demand, SourcePlace, Through
 
 CLASSES = (
-    Axis, Collective, Demand, Explanation, Held, Hop, Info, Layer, Layout, Place, Port, Spec, Through, SourcePlace,
-    ValueRecord,
+    Axis, Collective, Demand, Held, Info, LastStep, Layer, Layout, Place, Port, ShardingReason, SourcePlace, Spec,
+    Through, ValueRecord,
 )  # fmt: skip
 """The classes in a program: frozen dataclasses and named tuples, stored as their fields in order."""
 
@@ -71,8 +72,8 @@ class _Writer:
     def __init__(self, classes: set[type]) -> None:
         self.classes = classes
         self.pool: list[Any] = []
-        self.number: dict[str, int] = {}
-        """The index in the pool of each value, by its JSON text."""
+        self.number: dict[bytes, int] = {}
+        """The index in the pool of each value, by its JSON in bytes."""
         self.references: dict[int, tuple[Any, list[Any]]] = {}
         """The reference to each pooled object, by its address; the object is kept alive, or its address could recur."""
 
@@ -120,18 +121,18 @@ class _Writer:
         """A reference to `make()`, the JSON of `value`, in the pool."""
         if id(value) not in self.references:
             encoded = make()
-            text = json.dumps(encoded)
-            number = self.number.setdefault(text, len(self.pool))
+            number = self.number.setdefault(marshal.dumps(encoded, 2), len(self.pool))
             if number == len(self.pool):
                 self.pool.append(encoded)
             self.references[id(value)] = value, ["pool", number]
         return self.references[id(value)][1]
 
     def program(self, program: Program) -> list[Any]:
-        def explanations() -> Any:
-            return self.encode({name: program.explanation_of(name) for name in program.records})
+        why = program.reasons
 
-        why = program.explanation
+        def reasons() -> Any:
+            return None if why is None else self.encode({name: why(name) for name in program.records})
+
         ports = program.mesh, program.inputs, program.outputs, program.donated, program.constants, program.warnings
         return [
             [self.node(node) for node in program.graph.nodes],
@@ -139,7 +140,7 @@ class _Writer:
             self.add_once(program.records, lambda: self.encode(program.records)),
             self.encode(program.in_tree),
             self.encode(program.out_tree),
-            None if why is None else self.add_once(why, explanations),
+            None if why is None else self.add_once(why, reasons),
         ]
 
     def node(self, node: fx.Node) -> list[Any]:
@@ -237,19 +238,19 @@ class _Reader:
                 node.meta[INFO] = self.decode(info)
             self.nodes[name] = node
 
-        @cache
-        def explanations() -> dict[str, Explanation]:
-            return self.decode(why)  # type: ignore[no-any-return]
-
         return Program(
             self.decode(mesh), graph, self.decode(inputs), self.decode(outputs), self.decode(records),
             self.decode(donated), self.decode(constants), self.decode(warnings), self.decode(in_tree),
-            self.decode(out_tree), None if why is None else lambda name: explanations()[name],
+            self.decode(out_tree), None if why is None else StoredReasons(lambda: self.decode(why)),
         )  # fmt: skip
 
 
 def _values(value: Any) -> list[Any]:
-    """The fields of a dataclass or a named tuple, in order."""
-    if is_dataclass(value):
-        return [getattr(value, item.name) for item in fields(value) if item.init]
-    return list(value)
+    names = _fields(value.__class__)
+    return list(value) if names is None else [getattr(value, name) for name in names]
+
+
+@cache
+def _fields(kind: Any) -> tuple[str, ...] | None:
+    """The fields of a dataclass that its constructor takes; None for a tuple."""
+    return tuple(field.name for field in fields(kind) if field.init) if is_dataclass(kind) else None

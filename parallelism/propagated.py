@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.parallelism.rules.rule import Rule
-from tpshard.parallelism.sharding import Sharding, show_axis
-from tpshard.parallelism.why import Explanation, Hop, SourcePlace, Through
+from tpshard.parallelism.sharding import Sharding
+from tpshard.parallelism.why import SourcePlace, Through
 
 
 @dataclass(frozen=True)
@@ -55,38 +55,6 @@ class Shardings:
     causes: dict[tuple[Value, int], list[tuple[Axis, Cause]]]
     annotated: dict[Value, Annotation]
     conflicts: list[Conflict] = field(default_factory=list)
-
-    def explain(self, value: Value) -> Explanation:
-        """The reasons of a value's sharding: one chain per axis, each ending at an annotation."""
-        annotation = self.annotated.get(value)
-        annotated = (
-            annotation.sharding.notation(self.mesh, value.dims)
-            if annotation is not None and annotation.written_at
-            else ""
-        )
-        links = [
-            link for dim in range(value.rank) for axis in self.of[value].dims[dim]
-            for link in self.chain(value, dim, axis)
-        ]  # fmt: skip
-        return Explanation(annotated, annotation.written_at if annotation is not None else (), tuple(links))
-
-    def chain(self, value: Value, dim: int, axis: Axis) -> list[Hop]:
-        """The steps by which an axis reached a dim of a value, back to an annotation."""
-        links: list[Hop] = []
-        visited = set()
-        while (value, dim) not in visited:
-            visited.add((value, dim))
-            cause = self.cause(value, dim, axis)
-            if cause is None:
-                break
-            source = cause.source.name if cause.source is not None else ""
-            links.append(
-                Hop(show_axis(axis, self.mesh), value.name, dim, cause.op, source, cause.source_dim, cause.written_at)
-            )
-            if cause.source is None:
-                break
-            value, dim = cause.source, cause.source_dim
-        return links
 
     def is_annotated(self, value: Value) -> bool:
         """Whether an axis of a value comes from the value's own annotation."""

@@ -69,7 +69,8 @@ class Recorder(TorchDispatchMode):
         self.ops: list[Op] = []
         self.constants: dict[str, tuple[Value, Tensor]] = {}
         self.decompositions = decompositions()
-        self.names = _Namespace()
+        self.names: dict[str, _Namespace] = {}
+        """The names of ops by module."""
         self.value_of: dict[int, tuple[Value, Tensor]] = {}
         """The value of each tensor, by the tensor's identity, and the tensor, kept alive.
 
@@ -177,8 +178,9 @@ class Recorder(TorchDispatchMode):
             raise ValueError(
                 f"`{func}` is a random op whose numbers cannot be told by their position: pass them in as an input"
             )
-        name = self.names.create_name(packet, None)
-        op = Op(name, func, args, kwargs, operands, [], self.place() if self.place is not None else Place())
+        place = self.place() if self.place is not None else Place()
+        name = self._name(packet, place)
+        op = Op(name, func, args, kwargs, operands, [], place)
         several = isinstance(returned, (list, tuple))
         for i, one in enumerate(returned if several else [returned]):
             label = f"{name}.{i}" if several else name
@@ -188,6 +190,11 @@ class Recorder(TorchDispatchMode):
             else:
                 op.results.append(Value(label, (), torch.int64, op, i))
         self.ops.append(op)
+
+    def _name(self, packet: str, place: Place) -> str:
+        """A new op's name: its module's path and its kind, counted by module, so that equal layers name ops alike."""
+        name = self.names.setdefault(place.module, _Namespace()).create_name(packet, None)
+        return f"{place.module}.{name}" if place.module else name
 
 
 def _refs(arg: Any, operands: list[Tensor]) -> Any:

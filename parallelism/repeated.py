@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tpshard.parallelism.choose import Choice
+from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.graph import Graph, Op
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, difference, size_of
-from tpshard.parallelism.program import Info
+from tpshard.parallelism.node_info import Info
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import name_of
 
@@ -28,47 +29,55 @@ class Repeated:
     """The FLOPs of a device on these ops beyond its share."""
 
 
-def warn_repeated(
-    graph: Graph,
-    mesh: Mesh,
-    rules: Mapping[Op, Rule],
-    choices: Mapping[Op, Choice],
-    done: Mapping[str, Info],
-    apart: Sequence[str] = (),
-) -> list[str]:
-    """Warns of ops whose replicated work exceeds 1% of a device's FLOPs, once for equal layers.
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What every device computes of each op of a graph."""
 
-    The update of the parameters is not counted. done: the FLOPs of each op on one device, and in all, by its name.
-    apart: axes along which devices run different parts of the program.
-    """
-    every = tuple(Axis(name, 1, size) for name, size in mesh.axes.items() if size > 1 and name not in apart)
-    total = sum(info.flops for info in done.values())
-    groups: dict[tuple[str, ...], Repeated] = {}
-    for op in graph.ops:
-        info = done.get(op.name)
-        if info is None or op not in choices or not info.global_flops or op.phase == "update":
-            continue
-        rule, choice = rules[op], choices[op]
-        idle = difference(every, [a for f in rule.work if f in choice for a in choice[f].axes])
-        if size_of(idle) == 1:
-            continue
-        key = (str(op.target), re.sub(r"\d+", "#", op.place.module), str(idle))
-        one = groups.setdefault(key, Repeated(op, idle))
-        one.count += 1
-        one.flops += info.flops * (1 - 1 / size_of(idle))
-    worst = sorted(groups.values(), key=lambda one: -one.flops)
-    return [
-        _warning(one, rules[one.op], choices[one.op], one.flops / total) for one in worst if one.flops > SHARE * total
-    ]
+    graph: Graph
+    mesh: Mesh
+    rules: Mapping[Op, Rule]
+    choices: Mapping[Op, Choice]
+    done: Mapping[str, Info]
+    """The FLOPs of one device and of all work, by the op's name."""
+    apart: Sequence[str] = ()
+    """Axes along which devices run different parts of the program."""
+
+    def warnings(self, depth: Depth | None = None) -> list[str]:
+        """A warning for every op (one for equal layers) whose replicated work exceeds 1% of what a device computes.
+
+        Work on parameters after a step is not counted. depth: that of the model for which this graph stands.
+        """
+        sizes = self.mesh.axes.items()
+        every = tuple(Axis(name, 1, size) for name, size in sizes if size > 1 and name not in self.apart)
+        times = {name: depth.times(name) if depth is not None else 1 for name in self.done}
+        total = sum(info.flops * times[name] for name, info in self.done.items())
+        kinds: dict[tuple[str, ...], Repeated] = {}
+        for op in self.graph.ops:
+            info = self.done.get(op.name)
+            if info is None or op not in self.choices or not info.global_flops or op.phase == "update":
+                continue
+            rule, choice = self.rules[op], self.choices[op]
+            idle = difference(every, [a for f in rule.work if f in choice for a in choice[f].axes])
+            if size_of(idle) == 1:
+                continue
+            key = (str(op.target), re.sub(r"\d+", "#", op.place.module), str(idle))
+            kind = kinds.setdefault(key, Repeated(op, idle))
+            kind.count += times[op.name]
+            kind.flops += info.flops * (1 - 1 / size_of(idle)) * times[op.name]
+        worst = sorted(kinds.values(), key=lambda kind: -kind.flops)
+        texts = [
+            _warning(kind, self.rules[kind.op], self.choices[kind.op], kind.flops / total)
+            for kind in worst if kind.flops > SHARE * total
+        ]  # fmt: skip
+        return texts if depth is None else [depth.in_text(text) for text in texts]
 
 
 def _warning(one: Repeated, rule: Rule, choice: Choice, share: float) -> str:
     op, axes = one.op, ", ".join(sorted({axis.name for axis in one.idle}))
     alike = f" and {one.count - 1} like it" if one.count > 1 else ""
-    where = f" in `{op.place.module}`" if op.place.module else ""
     cause, edit = _cause(one, rule, choice, axes)
     return (
-        f"`{op.name}` ({name_of(op.target)}){where}{alike}: {size_of(one.idle)} devices along {axes} compute the same, "
+        f"`{op.name}` ({name_of(op.target)}){alike}: {size_of(one.idle)} devices along {axes} compute the same, "
         f"{share:.1%} of a step's FLOPs: {cause}; {edit}"
     )
 

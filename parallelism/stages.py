@@ -338,7 +338,7 @@ class _Cutter:
         constants = {name: tensor for name, tensor in whole.constants.items() if name in used}
         return Program(
             whole.mesh, graph, tuple(inputs), tuple(port for _, port in outputs), whole.records, donated, constants,
-            explanation=whole.explanation,
+            reasons=whole.reasons,
         )  # fmt: skip
 
     def _transfer(self, graph: fx.Graph, target: Any, value: fx.Node, node: fx.Node, part: _Part) -> fx.Node:

@@ -11,24 +11,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
-from tpshard.parallelism.program import INFO, Collective, Info, Port, Program, info
-
-FEW = 4
-"""The number of layers of the shallow program: the first, the last, and two between them that are compared."""
-SAME, ALIKE, LAST = 1, 2, 3
-"""The numbers of the compared layer, the repeated one, and the last one."""
+from tpshard.parallelism.depth import COMPARED, LAST, REPEATED, Depth
+from tpshard.parallelism.program import INFO, Info, Port, Program, ValueRecord, info
+from tpshard.parallelism.propagated_reasons import PropagatedReasons
 
 
 def stretch_program(program: Program, stack: str, layers: int) -> Program | None:
-    """Turns a partitioned step of `FEW` layers `stack.N`, before any pass, into that of `layers` layers.
+    """A partitioned step of `SHALLOW` layers `stack.N`, before any pass, as that of `layers` layers (at least as many).
 
-    `layers` is at least `FEW`. Returns None if the layers between the ends differ. Values have the names of the deep
-    model's program; `records` and explanations remain those of the shallow one.
+    It is the deep model's own program: names, records, explanations and warnings included. Returns None if the layers
+    between the ends differ.
     """
+    depth, reasons = Depth(stack, layers), program.reasons
     try:
-        return _Stretch(program, stack, layers).run()
+        deep = _Stretch(program, depth).run()
     except _Unlike:
         return None
+    if not isinstance(reasons, PropagatedReasons) or reasons.work is None:
+        return None
+    shallow = reasons.work.warnings()
+    others = [text for text in program.warnings if text not in shallow]
+    return replace(deep, reasons=replace(reasons, depth=depth), warnings=[*others, *reasons.work.warnings(depth)])
 
 
 class _Unlike(Exception):
@@ -47,9 +50,8 @@ class _Run:
 class _Stretch:
     """Compares the layers of a shallow program, and builds the deep one."""
 
-    def __init__(self, program: Program, stack: str, layers: int):
-        self.program, self.stack = program, stack
-        self.copies = layers - FEW + 1
+    def __init__(self, program: Program, depth: Depth):
+        self.program, self.depth, self.copies = program, depth, depth.copies
         self.nodes = list(program.graph.nodes)
         feeds = [node for node in self.nodes if node.op == "placeholder"]
         self.port = dict(zip(feeds, program.inputs, strict=True))
@@ -69,19 +71,17 @@ class _Stretch:
         layers: dict[fx.Node, int | None] = {}
         for node in self.nodes:
             layer = info(node).place.layer if node.op == "call_function" else None
-            if layer is not None and layer.stack == self.stack:
+            if layer is not None and layer.stack == self.depth.stack:
                 layers[node] = layer.number
             elif node in self.port:
-                number = self.port[node].name.removeprefix(f"{self.stack}.").partition(".")[0]
-                own = self.port[node].name.startswith(f"{self.stack}.") and number.isdigit()
-                layers[node] = int(number) if own else None
+                layers[node] = self.depth.layer(self.port[node].name)
             else:
                 read = {layers[operand] for operand in node.all_input_nodes} - {None}
                 layers[node] = read.pop() if len(read) == 1 and node.op == "call_function" else None
         return layers
 
     def _runs(self) -> list[_Run]:
-        """The runs of the repeated layer; each has a run of the compared layer on one side."""
+        """The runs of the repeated layer; each is between one of the compared layer and one of the last."""
         cut: list[tuple[int | None, list[fx.Node]]] = []
         for node in self.nodes:
             if not cut or cut[-1][0] != self.layer[node]:
@@ -89,29 +89,29 @@ class _Stretch:
             cut[-1][1].append(node)
         runs = []
         for i, (layer, nodes) in enumerate(cut):
-            if layer != ALIKE:
+            if layer != REPEATED:
                 continue
             around = [cut[j][0] if 0 <= j < len(cut) else None for j in (i - 1, i + 1)]
-            if SAME not in around:
+            if COMPARED not in around:
                 raise _Unlike
-            rising = around[0] == SAME
+            rising = around[0] == COMPARED
             same = cut[i - 1 if rising else i + 1][1]
             if len(same) != len(nodes) or any(node in self.twin for node in same):
                 raise _Unlike
             self.twin.update(zip(same, nodes))
             runs.append(_Run(tuple(nodes), rising))
-        if len(self.twin) != sum(layer == SAME for layer in self.layer.values()):
+        if len(self.twin) != sum(layer == COMPARED for layer in self.layer.values()):
             raise _Unlike
         return runs
 
-    # ---- comparing two layers ----------------------------------------------------------------------------------------
+    # ---- are they alike? ---------------------------------------------------------------------------------------------
     def _compare(self, node: fx.Node, other: fx.Node) -> None:
         if (node.op, node.target) != (other.op, other.target) and node.op != "placeholder":
             raise _Unlike
         if node in self.port:
-            if self._port(self.port[node], SAME, ALIKE) != self.port[other]:
+            if self._port(self.port[node], 1) != self.port[other]:
                 raise _Unlike
-        elif self._without_origin(self._info(info(node), SAME, ALIKE)) != self._without_origin(info(other)):
+        elif self.depth.info(info(node), 1) != info(other):
             raise _Unlike
         self._compare_args((node.args, node.kwargs), (other.args, other.kwargs))
 
@@ -133,41 +133,35 @@ class _Stretch:
 
     def _compare_read(self, mine: fx.Node, theirs: fx.Node) -> None:
         """Compares the operands of a node and its twin: they must be equal, or correspond in the next layer."""
-        layer, other = self.layer[mine], self.layer[theirs]
-        if mine is theirs and layer not in (SAME, ALIKE, LAST):
+        here, there = self.layer[mine], self.layer[theirs]
+        if mine is theirs and here not in (COMPARED, REPEATED, LAST):
             return
-        if layer is None or other != layer + 1:
+        if here is None or there != here + 1:
             raise _Unlike
-        if layer == SAME and self.twin.get(mine) is not theirs:
+        if here == COMPARED and self.twin.get(mine) is not theirs:
             raise _Unlike
-        if layer == ALIKE and self.back.setdefault(theirs, mine) is not mine:
+        if here == REPEATED and self.back.setdefault(theirs, mine) is not mine:
             raise _Unlike
-        if layer != SAME and self._specs(mine) != self._specs(theirs):
+        if here != COMPARED and self._specs(mine) != self._specs(theirs):
             raise _Unlike
 
     def _check_readers(self) -> None:
-        """Checks that only neighbours and results read the repeated layer, and that no layer reads past it."""
+        """Checks that only itself, its neighbours and the results read the repeated layer, and that no layer skips
+        it."""
         for node in self.nodes:
             layer = self.layer[node]
             for operand in node.all_input_nodes if node.op != "output" else ():
                 away = self.layer[operand]
-                if away == ALIKE and layer not in (SAME, ALIKE, LAST):
+                if away == REPEATED and layer not in (COMPARED, REPEATED, LAST):
                     raise _Unlike
-                if {layer, away} == {SAME, LAST} or ((layer, away) == (ALIKE, LAST) and operand not in self.back):
+                skips = (layer, away) == (REPEATED, LAST) and operand not in self.back
+                if skips or {layer, away} == {COMPARED, LAST}:
                     raise _Unlike
 
     def _specs(self, node: fx.Node) -> Any:
         return self.port[node].local if node in self.port else info(node).specs
 
-    @staticmethod
-    def _without_origin(metadata: Info) -> Info:
-        """The metadata without its origin."""
-        comm = metadata.comm
-        if comm is not None:
-            comm = replace(comm, why=(), value=tuple(map(_bare_name, comm.value)))
-        return replace(metadata, origin="", comm=comm)
-
-    # ---- the deep program --------------------------------------------------------------------------------------------
+    # ---- the deep one ------------------------------------------------------------------------------------------------
     def run(self) -> Program:
         graph = fx.Graph()
         copies: dict[tuple[fx.Node, int], fx.Node] = {}
@@ -176,13 +170,17 @@ class _Stretch:
         inside = {node for run in self.runs for node in run.nodes}
 
         def add_copy(node: fx.Node, copy: int) -> None:
-            new = graph.node_copy(node, lambda operand: copies[self._read(node, operand, copy)])
+            by = self._by(node, copy)
+            if node.op == "placeholder":
+                new = graph.placeholder(self.depth.moved(self.port[node].name, by).replace(".", "_"))
+            else:
+                new = graph.node_copy(node, lambda operand: copies[self._read(node, operand, copy)])
             copies[node, copy] = new
             if node in self.port:
                 inputs.append((node, copy))
             metadata = node.meta.get(INFO)
             if metadata is not None:
-                new.meta[INFO] = self._info(metadata, *self._numbers(node, copy))
+                new.meta[INFO] = self.depth.info(metadata, by)
 
         outputs: list[tuple[int, int]] = []
         for node in self.nodes:
@@ -206,31 +204,31 @@ class _Stretch:
         }  # fmt: skip
         results = list(self.nodes[-1].args[0])  # type: ignore[arg-type]
         return replace(
-            self.program, graph=graph, donated=donated,
-            inputs=tuple(self._port(self.port[node], *self._numbers(node, copy)) for node, copy in inputs),
+            self.program, graph=graph, donated=donated, records=self._records(),
+            inputs=tuple(self._port(self.port[node], self._by(node, copy)) for node, copy in inputs),
             outputs=tuple(
-                self._port(self.program.outputs[k], *self._numbers(results[k], copy)) for k, copy in outputs
+                self._port(self.program.outputs[k], self._by(results[k], copy)) for k, copy in outputs
             ),
         )  # fmt: skip
 
     def _read(self, node: fx.Node, operand: fx.Node, copy: int) -> tuple[fx.Node, int]:
         """The copy of an operand that a node's copy reads."""
         layer, away = self.layer[node], self.layer[operand]
-        if layer == ALIKE:
-            if away == ALIKE:
+        if layer == REPEATED:
+            if away == REPEATED:
                 return operand, copy
-            if away == SAME:
+            if away == COMPARED:
                 return (operand, 0) if copy == 0 else (self.twin[operand], copy - 1)
             if away == LAST:
                 return (operand, 0) if copy == self.copies - 1 else (self.back[operand], copy + 1)
-        if away == ALIKE and layer == LAST:
+        if away == REPEATED and layer == LAST:
             return operand, self.copies - 1
         return operand, 0
 
     def _outputs(self, node: fx.Node) -> list[tuple[int, int]]:
         """The results of the deep program in order: the index of each in the shallow program, and the copy."""
         layers = [self.layer[result] for result in node.args[0]]  # type: ignore[index,union-attr]
-        mine = [i for i, layer in enumerate(layers) if layer == ALIKE]
+        mine = [i for i, layer in enumerate(layers) if layer == REPEATED]
         if not mine:
             return [(i, 0) for i in range(len(layers))]
         first, last = mine[0], mine[-1]
@@ -242,36 +240,33 @@ class _Stretch:
             *((i, 0) for i in range(last + 1, len(layers))),
         ]
 
-    def _numbers(self, node: fx.Node, copy: int) -> tuple[int, int]:
-        """The number of a node's layer in the shallow program, and that of its copy in the deep one."""
+    def _by(self, node: fx.Node, copy: int) -> int | None:
+        """How far a copy of a node moves; None outside of layers."""
         layer = self.layer[node]
-        if layer == ALIKE:
-            return ALIKE, ALIKE + copy
-        return (LAST, LAST + self.copies - 1) if layer == LAST else (0, 0)
+        return None if layer is None else self._far(layer, copy)
 
-    def _name(self, name: str, old: int, new: int) -> str:
-        before = f"{self.stack}.{old}"
-        if name != before and not name.startswith(f"{before}."):
-            return name
-        return f"{self.stack}.{new}{name[len(before) :]}"
+    def _far(self, layer: int, copy: int) -> int:
+        return copy if layer == REPEATED else self.copies - 1 if layer == LAST else 0
 
-    def _port(self, port: Port, old: int, new: int) -> Port:
-        return replace(port, name=self._name(port.name, old, new))
+    def _port(self, port: Port, by: int | None) -> Port:
+        return replace(port, name=self.depth.moved(port.name, by))
 
-    def _info(self, metadata: Info, old: int, new: int) -> Info:
-        if old == new:
-            return metadata
-        place, comm = metadata.place, metadata.comm
-        if place.layer is not None and place.layer == (self.stack, old):
-            place = place._replace(module=self._name(place.module, old, new), layer=place.layer._replace(number=new))
-        if comm is not None:
-            comm = self._rename(comm, old, new)
-        return replace(metadata, place=place, comm=comm)
-
-    def _rename(self, comm: Collective, old: int, new: int) -> Collective:
-        return replace(comm, value=tuple(self._name(name, old, new) for name in comm.value))
-
-
-def _bare_name(name: str) -> str:
-    """The name of a parameter or an activation; "" for a value named after its operation, which has another number."""
-    return name if "." in name else ""
+    def _records(self) -> dict[str, ValueRecord]:
+        """The deep model's values, in its order."""
+        blocks: list[tuple[int | None, list[ValueRecord]]] = []
+        for record in self.program.records.values():
+            layer = self.depth.layer(record.name)
+            if not blocks or blocks[-1][0] != layer:
+                blocks.append((layer, []))
+            blocks[-1][1].append(record)
+        records_of_deep: dict[str, ValueRecord] = {}
+        for i, (layer, records) in enumerate(blocks):
+            numbers = list(range(self.copies if layer == REPEATED else 1))
+            if i and blocks[i - 1][0] == LAST:  # layers come in descending order
+                numbers.reverse()
+            for copy in numbers:
+                for record in records:
+                    by = None if layer is None else self._far(layer, copy)
+                    name = self.depth.moved(record.name, by)
+                    records_of_deep[name] = replace(record, name=name, label=self.depth.moved(record.label, by))
+        return records_of_deep

@@ -22,10 +22,10 @@ def places(written_at: Iterable[SourcePlace]) -> str:
 
 
 def op(through: Through) -> str:
-    """An op as text: `mm `mm_3` in layers.0.mlp`"""
+    """An op as text: its kind and its name, which begins with its module: contract `layers.0.mlp.up.mm`"""
     if through == TIE:
         return "a sharding group (parameter, gradient and optimizer state)"
-    return f"{through.target} `{through.name}`" + (f" in {through.module}" if through.module else "")
+    return f"{through.target} `{through.name}`"
 
 
 def link(step: Hop) -> str:

@@ -1,14 +1,12 @@
-"""Building the micro-batch's program of a deep model from that of a model with few layers, if the layers are equal.
-
-For pricing only: explanations are those of the model with few layers.
-"""
+"""Building the micro-batch's program of a deep model from that of a model with few layers, if the layers are equal."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tpshard.parallelism.program import Program, ValueRecord
-from tpshard.parallelism.stretch import FEW, stretch_program
+from tpshard.parallelism.depth import SHALLOW
+from tpshard.parallelism.program import Program
+from tpshard.parallelism.stretch import stretch_program
 from tpshard.programs import step_programs
 from tpshard.programs.checks import traceable
 from tpshard.programs.setting import Setting
@@ -23,7 +21,7 @@ def micro(setting: Setting, base: Program | None = None, *, gathered: bool = Fal
     if few is not None and setting.config is not None:
         deep = stretch_program(few, STACK, setting.config.layers)
         if deep is not None:
-            return replace(deep, records=of_all_layers(few, setting.config.layers))
+            return deep
     return step_programs.micro_program(setting, base, gathered=gathered, unreduced=unreduced)
 
 
@@ -31,22 +29,14 @@ def few_layers(
     setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False
 ) -> Program | None:
     """The micro-batch's program of the same model with few layers; None if that saves nothing or layers may differ."""
-    config = setting.config
-    if config is None or config.layers <= FEW + 1 or config.full_layers or _names_layers(setting):
+    config, pipeline = setting.config, setting.recipe.pipeline
+    if config is None or config.layers <= SHALLOW + 1 or config.full_layers or _names_layers(setting):
         return None
-    shallow = replace(setting, config=replace(config, layers=FEW))
+    if pipeline is not None and pipeline.vectorized:  # its layers are stacked
+        return None
+    shallow = replace(setting, config=replace(config, layers=SHALLOW))
     with traceable(setting):
         return step_programs.micro_program(shallow, base, gathered=gathered, unreduced=unreduced)
-
-
-def of_all_layers(few: Program, layers: int) -> dict[str, ValueRecord]:
-    """The records of `few`, with those of the second layer's parameters and gradients repeated for all layers."""
-    records = dict(few.records)
-    second = f"{STACK}.1."
-    for name, record in few.records.items():
-        if name.startswith(second) and name.endswith((".used", ".grad")):
-            records |= {f"{STACK}.{n}.{name.removeprefix(second)}": record for n in range(FEW - 1, layers)}
-    return records
 
 
 def _names_layers(setting: Setting) -> bool:
@@ -55,4 +45,4 @@ def _names_layers(setting: Setting) -> bool:
     return any(part.isdigit() for name in (*sharding.annotate, *sharding.pin) for part in name.split("."))
 
 
-__all__ = ["few_layers", "micro", "of_all_layers"]
+__all__ = ["few_layers", "micro"]

@@ -25,7 +25,7 @@ from tpshard.parallelism.sharding import Layout, Sharding
 from tpshard.parallelism.stages import Stage, blocks_of, cut
 from tpshard.parallelism.transfer import recv, send
 from tpshard.parallelism.why import Demand, SourcePlace, Through
-from tpshard.programs import step_programs
+from tpshard.programs import alike, step_programs
 from tpshard.programs.batching import check_micro_batches
 from tpshard.programs.checks import check_reshards, traceable
 from tpshard.programs.choices import Choices, choose
@@ -121,10 +121,10 @@ def build(setting: Setting) -> tuple[Program, StagedPrograms]:
     """
     table = table_of(setting)
     with traceable(setting):
-        base = step_programs.micro_program(setting)
+        base = alike.micro(setting)
     storage = {p.name: p.layout for p in base.inputs if p.kind == "parameter"}
     layers = layers_of(setting, len(blocks_of(base)), table.stages)
-    again = recomputed(setting, base, step_programs.micro_program)
+    again = recomputed(setting, base, alike.micro)
 
     def stages_of(layers: Sequence[int]) -> tuple[Stage, ...]:
         return finished_stages(setting, again, table, layers)

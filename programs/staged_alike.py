@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.stages import Stage
-from tpshard.parallelism.stretch import FEW, stretch_program
-from tpshard.programs.alike import STACK, few_layers, micro, of_all_layers
+from tpshard.parallelism.stretch import stretch_program
+from tpshard.programs.alike import STACK, few_layers, micro
 from tpshard.programs.setting import Setting
 from tpshard.programs.splitting import balanced, layers_of
 from tpshard.programs.staged import (
@@ -31,7 +31,8 @@ def build(setting: Setting) -> tuple[Program, StagedPrograms] | None:
     config, few = setting.config, few_layers(setting)
     if config is None or few is None or isinstance(setting.recipe.fsdp.bucket, BucketFile):
         return None
-    if stretch_program(few, STACK, FEW + 1) is None:
+    deep = stretch_program(few, STACK, config.layers)
+    if deep is None:
         return None
     table, axis = table_of(setting), axis_of(setting)
     even = layers_of(setting, config.layers, table.stages)
@@ -42,7 +43,7 @@ def build(setting: Setting) -> tuple[Program, StagedPrograms] | None:
     names = [name for name, _ in setting.model.named_parameters()]
     ports = {p.name: p.layout for p in few.inputs if p.kind == "parameter"}
     storage = {name: ports[_in_few(name)] for name in names}
-    base = replace(few, records=of_all_layers(few, config.layers))
+    base = replace(few, records=deep.records)
     of_stage = _names(names, layers, stages)
     held = []
     for device in range(table.devices):

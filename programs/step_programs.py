@@ -83,15 +83,19 @@ def micro_program(
     names = list(_parameters(setting))
 
     def step(params: dict[str, Tensor], sums: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
-        used = {n: boundary(p.to(setting.used_dtype(n)), "parameter", n).requires_grad_() for n, p in params.items()}
+        used = {}
+        for name, param in params.items():
+            with trail.inside(Place(name.rpartition(".")[0])):
+                used[name] = boundary(param.to(setting.used_dtype(name)), "parameter", name).requires_grad_()
         loss, count = _forward(setting, trail, used, batch)
         with trail.backward(loss):
             grads = torch.autograd.grad(loss, [used[n] for n in names])
         added = []
         for name, grad in zip(names, grads):
-            if not unreduced:
-                grad = boundary(grad.to(setting.reduced_dtype(name)), "gradient", name)
-            added.append(sums[name] + grad.to(sums[name].dtype))
+            with trail.inside(Place(name.rpartition(".")[0], phase="backward")):
+                if not unreduced:
+                    grad = boundary(grad.to(setting.reduced_dtype(name)), "gradient", name)
+                added.append(sums[name] + grad.to(sums[name].dtype))
         counted = counts.take(setting.model)
         return loss.detach(), count, added, [torch.cat(counted)] if counted else []
 
@@ -103,12 +107,10 @@ def micro_program(
     batch = _batch(setting)
     graph = capture(step, (params, sums, batch), labels, trail, rows=rows_of(batch))
     shown = [v for op in graph.ops for v in op.results if watched and v.dtype.is_floating_point]
-    own = len(graph.outputs)
+    own, count = len(graph.outputs), len(names)
     graph.outputs = [*graph.outputs, *shown]
-    mark_outputs(graph)
-    for value, output in zip(shown, graph.outputs[own:]):
-        output.name = f"watched {value.name}"
-    count = len(names)
+    results = ["return[0]", "return[1]", *(f"{n}.grad_sum.new" for n in names), *["counters"] * (own - count - 2)]
+    mark_outputs(graph, dict(enumerate([*results, *(f"watched {value.name}" for value in shown)])))
     inputs, outputs = graph.inputs, graph.outputs
     mark(inputs[:count], "parameter")
     mark([*inputs[count : 2 * count], *outputs[2 : 2 + count]], "gradient")

@@ -10,7 +10,7 @@ from tpshard.models import counts
 from tpshard.parallelism.passes.run import PassResult
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.sharding import Layout
-from tpshard.programs import staged
+from tpshard.programs import alike, staged
 from tpshard.programs.checks import check_reshards, traceable
 from tpshard.programs.passes import apply
 from tpshard.programs.setting import Setting
@@ -19,7 +19,6 @@ from tpshard.programs.step_programs import (
     MicroMaker,
     evaluate_program,
     gather_program,
-    micro_program,
     reduce_program,
     update_program,
 )
@@ -79,9 +78,9 @@ def build(
     """Captures, propagates and partitions all programs of a training recipe. Raises Mistakes for what does not fit.
 
     `watch` sees the programs with the micro-batch's as each pass leaves it. `make` and `update` make programs otherwise
-    than `micro_program` and `update_program`, where the model is not in stages.
+    than `alike.micro` and `update_program`, where the model is not in stages.
     """
-    make = make or micro_program
+    make = make or alike.micro
     if setting.recipe.staged:
         return of_stages(setting, *staged.build(setting))
     with traceable(setting):

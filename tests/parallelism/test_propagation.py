@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.capture import capture
+from tpshard.parallelism.chains import chain
 from tpshard.parallelism.partitioner import mark_outputs
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
+from tpshard.parallelism.propagated_reasons import PropagatedReasons
 from tpshard.parallelism.sharding import parse
 from tpshard.parallelism.why import SourcePlace
 
@@ -76,7 +78,8 @@ def test_answer(
     for value in values:
         for dim, axes in enumerate(shardings.of[value].dims):
             for axis in axes:
-                assert shardings.chain(value, dim, axis)[-1].written_at[0].source.startswith("line ")
+                last = chain(PropagatedReasons(shardings), MESH, value.name, dim, axis)[-1]
+                assert last.written_at[0].source.startswith("line ")
 
 
 def test_lost_conflicts_are_told() -> None:

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, fx
 from tpshard.parallelism import Program, partition
 from tpshard.parallelism.capture import capture
+from tpshard.parallelism.chains import chain as steps_of
 from tpshard.parallelism.mesh import Axis, starts_with
 from tpshard.parallelism.partitioner import mark_outputs, split_annotations
 from tpshard.parallelism.program import info
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
+from tpshard.parallelism.propagated_reasons import PropagatedReasons
 from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.simulate import join, local_arguments, run_lockstep
 from tpshard.parallelism.why import SourcePlace
@@ -106,7 +108,8 @@ def test_propagation_keeps_its_laws(seed: int) -> None:
             assert not any(axis.overlaps(other) for other in flat[i + 1 :]), (value, case)
         for dim, axes in enumerate(sharding.dims):
             for axis in axes:
-                assert once.chain(value, dim, axis)[-1].written_at in asked, (value, dim, axis, case)
+                last = steps_of(PropagatedReasons(once), case.mesh, value.name, dim, axis)[-1]
+                assert last.written_at in asked, (value, dim, axis, case)
     again = propagate(graph, case.mesh, {v: Annotation(s) for v, s in once.of.items()})
     assert again.of == once.of, case
 

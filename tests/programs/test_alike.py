@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from torch import fx
+from tpshard.parallelism.depth import SHALLOW
 from tpshard.parallelism.program import Program, info
-from tpshard.parallelism.stretch import FEW, stretch_program
+from tpshard.parallelism.stretch import stretch_program
 from tpshard.plan import make, search
 from tpshard.programs import alike, staged_alike, step_programs, training
 from tpshard.programs.setting import Setting, devices_of
@@ -59,13 +60,16 @@ SETTINGS = {
 def test_a_stretched_program_is_the_deep_models_node_by_node(name: str) -> None:
     deep = SETTINGS[name]
     assert deep.config is not None
-    shallow = step_programs.micro_program(replace(deep, config=replace(deep.config, layers=FEW)))
+    shallow = step_programs.micro_program(replace(deep, config=replace(deep.config, layers=SHALLOW)))
     actual = stretch_program(shallow, "layers", deep.config.layers)
     assert actual is not None
     whole = step_programs.micro_program(deep)
     assert shape_of(actual) == shape_of(whole)
     assert actual.donated == whole.donated and actual.inputs == whole.inputs
-    assert [replace(p, name="") for p in actual.outputs] == [replace(p, name="") for p in whole.outputs]
+    assert actual.outputs == whole.outputs and actual.warnings == whole.warnings
+    assert [node.get("info") for node in actual.to_json()["nodes"]] == [n.get("info") for n in whole.to_json()["nodes"]]
+    assert [*actual.records.items()] == [*whole.records.items()]
+    assert all(actual.explanation_of(value) == whole.explanation_of(value) for value in whole.records)
 
 
 @pytest.mark.parametrize("layer", [1, 2])
@@ -73,7 +77,7 @@ def test_layers_that_are_not_alike_are_not_repeated(layer: int) -> None:
     pinned = f"sharding: {{pin: {{layers.{layer}.mlp.up.weight: [tp, null]}}, rules: {{mlp: []}}}}"
     deep = setting("{fsdp: 2, tp: 2}", "tiny", pinned)
     assert deep.config is not None
-    shallow = step_programs.micro_program(replace(deep, config=replace(deep.config, layers=FEW)))
+    shallow = step_programs.micro_program(replace(deep, config=replace(deep.config, layers=SHALLOW)))
     assert stretch_program(shallow, "layers", deep.config.layers) is None
     assert shape_of(alike.micro(deep)) == shape_of(step_programs.micro_program(deep))
 
