@@ -162,7 +162,7 @@ def _search(shape: tuple[int, ...], source: Layout, target: Layout, itemsize: in
             tried.append(fine)
             relaid = _slice_and_permute(shape, source, target, itemsize, latency, fine, bound)
             best = min(best, relaid or best, key=itemgetter(0))
-            best = _cheapest(shape, source, target, itemsize, latency, fine, bound, True, best[0]) or best
+            best = _cheapest(shape, source, target, itemsize, latency, fine, bound, True, best[0], TRIES) or best
     return best[1]
 
 
@@ -195,7 +195,7 @@ def _slice_and_permute(
         for step in steps:
             before, after = (_shard_bytes(shape, layout.dims, itemsize) for layout in (step.before, step.after))
             spent += _price(step.kind, step.parts, before, after, latency)
-        rest = _cheapest(shape, second, target, itemsize, latency, cuts, bound, False)
+        rest = _cheapest(shape, second, target, itemsize, latency, cuts, bound, False, most=TRIES)
         if rest is not None and (best is None or spent + rest[0] < best[0]):
             best = spent + rest[0], steps + rest[1]
     return best
@@ -220,17 +220,18 @@ def _primes(points: Sequence[int], order: int) -> list[int]:
 
 
 TRIES = 200
-"""The largest number of layouts that a search with swaps visits."""
+"""The largest number of layouts that a search over parts of axes visits."""
 
 
 def _cheapest(
     shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int,
     cuts: Mapping[str, Sequence[int]], bound: int, swaps: bool, limit: float = math.inf,
+    most: float = math.inf,
 ) -> tuple[float, list[ReshardStep]] | None:  # fmt: skip
     """The cheapest sequence and its price, by Dijkstra's algorithm over pairs (layout, kind of the last move).
 
-    The price includes memory beyond `bound`. Returns None if every sequence costs `limit` or more, or a search with
-    swaps visits more than TRIES layouts.
+    The price includes memory beyond `bound`. Returns None if every sequence costs `limit` or more, or the search visits
+    more than `most` layouts.
     """
     start: State = (tuple(split(d, cuts) for d in source.dims), split(source.partial, cuts))
     goal: State = (tuple(split(d, cuts) for d in target.dims), split(target.partial, cuts))
@@ -252,7 +253,7 @@ def _cheapest(
 
     end = None
     for tries in itertools.count():
-        if not heap or (swaps and tries > TRIES):
+        if not heap or tries > most:
             return None
         spent, _, current = heapq.heappop(heap)
         state, last = current
