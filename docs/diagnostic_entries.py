@@ -186,7 +186,8 @@ SAMPLES = (
     "model: {preset: granite-tiny, seq_len: 100000}",
     "model: {preset: tiny}\nschedule: {warmup_steps: 500}\ntrain: {steps: 100}",
     "model: {preset: tiny-moe, experts: 8, top_k: 99}",
-    "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: gpipe, form: vectorized}\nsharding: {rules: {stage: tp}}",
+    "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: gpipe, form: vectorized}\n"
+    "sharding: {rules: {stage: tp}}",
     "model: {preset: tiny}\npipeline: {schedule: 1f1b}",
     "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b, stages: 4}",
     "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b, rounds: 2}",

@@ -220,7 +220,9 @@ def _view_as(value: Value, old: Value, op: Op, ops: list[Op]) -> None:
 
 
 def _new_view(value: Value, shape: tuple[int, ...], name: str, op: Op, ops: list[Op]) -> Value:
-    """Appends a view of a value, as a part of `op`, and returns its result."""
+    """Appends a view of a value, as a part of `op`, and returns its result. Several get numbers after the name."""
+    alike = sum(other.name == name or other.name.startswith(f"{name}_") for other in ops[-8:])
+    name = f"{name}_{alike}" if alike else name
     view = Op(name, aten.view.default, (Ref(0), shape), {}, [value], [], op.place)
     view.results = [Value(name, shape, value.dtype, view)]
     ops.append(view)
