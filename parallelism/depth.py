@@ -8,7 +8,7 @@ from functools import cached_property
 
 from tpshard.parallelism.graph import Place
 from tpshard.parallelism.node_info import Collective, Info
-from tpshard.parallelism.why import Demand, Hop, Through
+from tpshard.parallelism.why import Demand, Through
 
 SHALLOW = 4
 """Layers of the shallow model: two ends, and two between them that are compared."""
@@ -18,7 +18,7 @@ COMPARED, REPEATED, LAST = 1, 2, 3
 
 @dataclass(frozen=True)
 class Depth:
-    """The deep model's number of layers, and names in it.
+    """The depth of a deep model, and how names in the shallow one that stands for it become its own.
 
     A name in a layer begins with the stack and the layer's number: `layers.2.mlp.up.weight`.
     """
@@ -28,7 +28,7 @@ class Depth:
 
     @property
     def copies(self) -> int:
-        """How often the repeated layer stands in the deep model."""
+        """The number of layers of the deep model for which the repeated one stands."""
         return self.layers - SHALLOW + 1
 
     @cached_property
@@ -46,8 +46,11 @@ class Depth:
             return LAST
         return min(layer, REPEATED)
 
-    def moved(self, name: str, by: int | None) -> str:
-        """A name with its layer's number increased. None is for what stands outside of layers: its last one is last."""
+    def shift_name(self, name: str, by: int | None) -> str:
+        """A name with `by` added to its layer's number; names outside of layers stay.
+
+        None is for names that an op outside of layers reads: only the last layer's number changes, to the deep model's.
+        """
         match = None if by == 0 else self._numbered.match(name)
         if match is None:
             return name
@@ -55,40 +58,39 @@ class Depth:
             by = self.layers - 1 - LAST if int(match[1]) == LAST else 0
         return f"{self.stack}.{int(match[1]) + by}{name[match.end() :]}"
 
-    def times(self, name: str) -> int:
-        """How often the deep model has what has a name in the shallow one."""
+    def count(self, name: str) -> int:
+        """The number of values or ops of the deep model for which one of the shallow model stands."""
         return self.copies if self.layer(name) == REPEATED else 1
 
     def in_text(self, text: str) -> str:
         """A text about the shallow model with the number of its last layer replaced."""
         return re.sub(rf"(?<=`{re.escape(self.stack)}\.){LAST}(?=[.`])", str(self.layers - 1), text)
 
+    def names_a_layer(self, text: str) -> bool:
+        return re.search(rf"`{re.escape(self.stack)}\.\d", text) is not None
+
     def place(self, place: Place, by: int | None) -> Place:
         layer = place.layer
         if by and layer is not None and layer.stack == self.stack:
             layer = layer._replace(number=layer.number + by)
-        return place._replace(module=self.moved(place.module, by), layer=layer)
+        return place._replace(module=self.shift_name(place.module, by), layer=layer)
 
     def through(self, op: Through, by: int | None) -> Through:
-        return op._replace(name=self.moved(op.name, by), module=self.moved(op.module, by))
-
-    def hop(self, hop: Hop, by: int | None) -> Hop:
-        op = None if hop.through is None else self.through(hop.through, by)
-        return hop._replace(value=self.moved(hop.value, by), through=op, source=self.moved(hop.source, by))
+        return op._replace(name=self.shift_name(op.name, by), module=self.shift_name(op.module, by))
 
     def info(self, info: Info, by: int | None) -> Info:
         """A node's metadata with all names moved by a number of layers."""
         if by == 0:
             return info
         comm = None if info.comm is None else self._collective(info.comm, by)
-        return replace(info, origin=self.moved(info.origin, by), place=self.place(info.place, by), comm=comm)
+        return replace(info, origin=self.shift_name(info.origin, by), place=self.place(info.place, by), comm=comm)
 
     def _collective(self, comm: Collective, by: int | None) -> Collective:
-        names = tuple(self.moved(name, by) for name in comm.value)
+        names = tuple(self.shift_name(name, by) for name in comm.value)
         return replace(comm, value=names, why=tuple(self._demand(demand, by) for demand in comm.why))
 
     def _demand(self, demand: Demand, by: int | None) -> Demand:
         return replace(
-            demand, op=self.through(demand.op, by), value=self.moved(demand.value, by),
-            mixes=self.moved(demand.mixes, by),
+            demand, op=self.through(demand.op, by), value=self.shift_name(demand.value, by),
+            mixes=self.shift_name(demand.mixes, by),
         )  # fmt: skip

@@ -37,7 +37,7 @@ class PropagatedReasons:
             for axis, cause in shardings.causes.get((value, dim), ()):
                 op, source = cause.op, cause.source.name if cause.source is not None else ""
                 if depth is not None:
-                    op, source = op and depth.through(op, by), depth.moved(source, by)
+                    op, source = op and depth.through(op, by), depth.shift_name(source, by)
                 steps.append(LastStep(dim, axis, op, source, cause.source_dim, cause.written_at))
         return ShardingReason(tuple(shardings.of[value].dims), shown, places, tuple(steps))
 
@@ -47,4 +47,4 @@ class PropagatedReasons:
         if self.depth is None or layer is None:
             return self._values[name], None
         by = layer - self.depth.shallow(layer)
-        return self._values[self.depth.moved(name, -by)], by
+        return self._values[self.depth.shift_name(name, -by)], by

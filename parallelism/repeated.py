@@ -49,7 +49,7 @@ class Work:
         """
         sizes = self.mesh.axes.items()
         every = tuple(Axis(name, 1, size) for name, size in sizes if size > 1 and name not in self.apart)
-        times = {name: depth.times(name) if depth is not None else 1 for name in self.done}
+        times = {name: depth.count(name) if depth is not None else 1 for name in self.done}
         total = sum(info.flops * times[name] for name, info in self.done.items())
         kinds: dict[tuple[str, ...], Repeated] = {}
         for op in self.graph.ops:

@@ -20,7 +20,7 @@ def stretch_program(program: Program, stack: str, layers: int) -> Program | None
     """A partitioned step of `SHALLOW` layers `stack.N`, before any pass, as that of `layers` layers (at least as many).
 
     It is the deep model's own program: names, records, explanations and warnings included. Returns None if the layers
-    between the ends differ.
+    between the ends differ, or a warning that is not about repeated work names a layer.
     """
     depth, reasons = Depth(stack, layers), program.reasons
     try:
@@ -31,6 +31,8 @@ def stretch_program(program: Program, stack: str, layers: int) -> Program | None
         return None
     shallow = reasons.work.warnings()
     others = [text for text in program.warnings if text not in shallow]
+    if any(depth.names_a_layer(text) for text in others):  # the deep model may have one for each layer
+        return None
     return replace(deep, reasons=replace(reasons, depth=depth), warnings=[*others, *reasons.work.warnings(depth)])
 
 
@@ -172,7 +174,7 @@ class _Stretch:
         def add_copy(node: fx.Node, copy: int) -> None:
             by = self._by(node, copy)
             if node.op == "placeholder":
-                new = graph.placeholder(self.depth.moved(self.port[node].name, by).replace(".", "_"))
+                new = graph.placeholder(self.depth.shift_name(self.port[node].name, by).replace(".", "_"))
             else:
                 new = graph.node_copy(node, lambda operand: copies[self._read(node, operand, copy)])
             copies[node, copy] = new
@@ -249,7 +251,7 @@ class _Stretch:
         return copy if layer == REPEATED else self.copies - 1 if layer == LAST else 0
 
     def _port(self, port: Port, by: int | None) -> Port:
-        return replace(port, name=self.depth.moved(port.name, by))
+        return replace(port, name=self.depth.shift_name(port.name, by))
 
     def _records(self) -> dict[str, ValueRecord]:
         """The deep model's values, in its order."""
@@ -267,6 +269,6 @@ class _Stretch:
             for copy in numbers:
                 for record in records:
                     by = None if layer is None else self._far(layer, copy)
-                    name = self.depth.moved(record.name, by)
-                    records_of_deep[name] = replace(record, name=name, label=self.depth.moved(record.label, by))
+                    name = self.depth.shift_name(record.name, by)
+                    records_of_deep[name] = replace(record, name=name, label=self.depth.shift_name(record.label, by))
         return records_of_deep
