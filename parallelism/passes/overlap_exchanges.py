@@ -25,7 +25,7 @@ def overlap_exchanges(program: Program) -> Program:
     """
     between: dict[fx.Node, list[fx.Node]] = {}
     for half in _halves(program):
-        between.update(half.dealt())
+        between.update(half.deal_products())
     order = NodeOrder(program.graph)
     withheld = {product for products in between.values() for product in products}
     late: list[fx.Node] = []
@@ -59,7 +59,7 @@ class _Half:
     waits: list[int] = field(default_factory=list)
     """The waits of exchanges."""
 
-    def dealt(self) -> dict[fx.Node, list[fx.Node]]:
+    def deal_products(self) -> dict[fx.Node, list[fx.Node]]:
         """The products to compute before each wait."""
         window = range(self.members[0], self.members[-1] + 1)
         issues = [self.nodes[i].all_input_nodes[0] for i in self.waits]
