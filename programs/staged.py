@@ -259,7 +259,7 @@ def whole(value: Value) -> Annotation:
 
 def stored(storage: Mapping[str, Layout], name: str) -> Annotation:
     layout = storage[name]
-    return Annotation(Sharding(layout.dims, (False,) * len(layout.dims)), (SourcePlace(f"how `{name}` is stored"),))
+    return Annotation(Sharding(layout.dims, (False,) * len(layout.dims)), (SourcePlace("how it is stored"),))
 
 
 def totals_program(

@@ -121,11 +121,11 @@ def micro_program(
     annotations: dict[Value, Annotation] = {}
     for i, name in enumerate(names):
         if gathered and base is not None:
-            annotations[inputs[i]] = _lies(base.records[f"{name}.used"].layout, f"how `{name}` is used")
+            annotations[inputs[i]] = _annotation(base.records[f"{name}.used"].layout, "how it is used")
         else:
             stored[name].append(inputs[i])
         if unreduced and base is not None:
-            computed = _lies(base.records[f"{name}.grad"].layout, f"how the gradient of `{name}` is made")
+            computed = _annotation(base.records[f"{name}.grad"].layout, "how the gradient is made")
             annotations[inputs[count + i]] = annotations[outputs[2 + i]] = computed
         else:
             stored[name].append(inputs[count + i])
@@ -134,7 +134,8 @@ def micro_program(
     return program
 
 
-def _lies(layout: Layout, how: str) -> Annotation:
+def _annotation(layout: Layout, how: str) -> Annotation:
+    """The annotation of a value whose layout another program decides; `how` says which."""
     return Annotation(Sharding(layout.dims, (False,) * len(layout.dims), unreduced=layout.partial), (SourcePlace(how),))
 
 
@@ -147,8 +148,8 @@ def gather_program(
         return [boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()]
 
     params = _parameters(setting, names)
-    used = {n: _lies(base.records[f"{n}.used"].layout, f"how `{n}` is used") for n in params}
-    return _between(setting, step, params, {n: _lies(storage[n], f"how `{n}` is stored") for n in params}, used)
+    used = {n: _annotation(base.records[f"{n}.used"].layout, "how it is used") for n in params}
+    return _between(setting, step, params, {n: _annotation(storage[n], "how it is stored") for n in params}, used)
 
 
 def reduce_program(
@@ -160,8 +161,8 @@ def reduce_program(
         return [boundary(s.to(setting.reduced_dtype(n)), "gradient", n).to(s.dtype) for n, s in sums.items()]
 
     sums = {n: p.to(DTYPES[setting.recipe.fsdp.accumulate.dtype]) for n, p in _parameters(setting, names).items()}
-    computed = {n: _lies(base.records[f"{n}.grad"].layout, f"how the gradient of `{n}` is made") for n in sums}
-    return _between(setting, step, sums, computed, {n: _lies(storage[n], f"how `{n}` is stored") for n in sums})
+    computed = {n: _annotation(base.records[f"{n}.grad"].layout, "how the gradient is made") for n in sums}
+    return _between(setting, step, sums, computed, {n: _annotation(storage[n], "how it is stored") for n in sums})
 
 
 def _between(
@@ -276,13 +277,13 @@ def update_program(
     annotations = {}
     for i, value in enumerate(graph.inputs[: (2 + len(states)) * count]):
         name = names[i % count]
-        annotations[value] = _lies(storage[name], f"how `{name}` is stored")
+        annotations[value] = _annotation(storage[name], "how it is stored")
         mark([value], ("parameter", "gradient")[i // count] if i < 2 * count else "optimizer")
     if squares is not None:
         annotations[graph.inputs[-1]] = squares(graph.inputs[-1])
     for i, value in enumerate(graph.outputs[: (1 + len(states)) * count]):
         name = names[i % count]
-        annotations[value] = _lies(storage[name], f"how `{name}` is stored")
+        annotations[value] = _annotation(storage[name], "how it is stored")
         mark([value], "parameter" if i < count else "optimizer")
     program = partition_graph(propagate(graph, setting.mesh, annotations))
     program.donated = {i: i if i < count else i + count for i in range((1 + len(states)) * count)}
