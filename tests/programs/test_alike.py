@@ -82,6 +82,21 @@ def test_layers_that_are_not_alike_are_not_repeated(layer: int) -> None:
     assert shape_of(alike.micro(deep)) == shape_of(step_programs.micro_program(deep))
 
 
+def test_a_program_that_gathers_and_reduces_once_a_step_is_stretched_too() -> None:
+    deep = setting("{fsdp: 2, tp: 2}", "tiny", "fsdp: {accumulate: {gather: step, reduce: last}}")
+    once = {"base": alike.micro(deep), "gathered": True, "unreduced": True}
+    actual, whole = alike.micro(deep, **once), step_programs.micro_program(deep, **once)
+    assert shape_of(actual) == shape_of(whole) and actual.records == whole.records
+    assert all(actual.explanation_of(value) == whole.explanation_of(value) for value in whole.records)
+
+
+def test_a_deep_model_warns_of_every_layer() -> None:
+    deep = setting("{fsdp: 1, tp: 3}", "tiny", "sharding: {on_uneven: pad}")
+    notes = alike.micro(deep).warnings
+    assert notes == step_programs.micro_program(deep).warnings
+    assert any("`layers.5." in note for note in notes)
+
+
 NAMED = {
     "fsdp 64 on A100": ["cluster={device: a100-80g, nodes: 8, devices_per_node: 8}", "mesh={fsdp: 64}"],
     "fsdp 256 on H100": ["cluster={device: h100-sxm-80g, nodes: 32, devices_per_node: 8}", "mesh={fsdp: 256}"],
