@@ -121,10 +121,12 @@ class _Plan:
         return "\n".join([head, *screen.shardings(report)])
 
     def saved(self, programs: TrainingPrograms) -> str:
-        """The contents of the run's plan.json."""
+        """The contents of the run's plan.json: the plan file, or a plan without programs, which the run has built."""
         from tpshard.plan import save
 
-        return self.file.text if self.file is not None else save.dumps(self._of(programs), programs.setting.recipe)
+        if self.file is not None:
+            return self.file.text
+        return save.dumps(self._of(programs), programs.setting.recipe, with_programs=False)
 
 
 def _compared(folder: Path) -> str:

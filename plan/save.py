@@ -61,14 +61,17 @@ def fingerprints(report: Report) -> dict[str, str]:
     return {entry.part.name: entry.part.program.fingerprint for entry in report.pricing.parts}
 
 
-def dumps(report: Report, recipe: Recipe) -> str:
-    """The text of `plan.json`; the same recipe and code give the same bytes."""
+def dumps(report: Report, recipe: Recipe, *, with_programs: bool = True) -> str:
+    """The text of `plan.json`; the same recipe and code give the same bytes.
+
+    with_programs: whether `train --plan` can run it. Storing the programs takes about as long as building them.
+    """
     from tpshard.programs import saved_step  # imports torch
 
     held = {
         "schema": SCHEMA, "recipe": recipe.to_yaml(), "values": values(recipe), "versions": versions(recipe),
         "programs": fingerprints(report), "plan": report.to_json(),
-        "step": None if report.step is None else saved_step.packed(report.step),
+        "step": saved_step.packed(report.step) if with_programs and report.step is not None else None,
     }  # fmt: skip
     return json.dumps(held, indent=1, sort_keys=True) + "\n"
 
