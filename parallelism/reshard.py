@@ -195,7 +195,8 @@ def _slice_and_permute(
         for step in steps:
             before, after = (_shard_bytes(shape, layout.dims, itemsize) for layout in (step.before, step.after))
             spent += _price(step.kind, step.parts, before, after, latency)
-        rest = _cheapest(shape, second, target, itemsize, latency, cuts, bound, False, most=TRIES)
+        coarse = atoms((*second.dims, second.partial, *target.dims, target.partial))
+        rest = _cheapest(shape, second, target, itemsize, latency, coarse, bound, False, most=TRIES)
         if rest is not None and (best is None or spent + rest[0] < best[0]):
             best = spent + rest[0], steps + rest[1]
     return best

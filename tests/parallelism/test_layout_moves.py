@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch.nn import functional as F
 from tpshard.parallelism import Mesh, mesh_split, partition
@@ -10,7 +12,8 @@ from tpshard.parallelism.capture import capture
 from tpshard.parallelism.partitioner import mark_outputs, partition_graph
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
-from tpshard.parallelism.sharding import parse
+from tpshard.parallelism.reshard import cost, redistribution
+from tpshard.parallelism.sharding import Layout, parse
 from tpshard.parallelism.simulate import run_lockstep
 from tpshard.parallelism.why import SourcePlace
 
@@ -101,3 +104,15 @@ def test_a_padding_and_the_window_that_reads_it_exchange_once() -> None:
         program = partition(causal, [x, w], mesh, [cut, ()], [cut])
         assert [(c.kind, c.bytes) for c in program.collectives] == [("permute", 2 * 3 * 3 * 8)]
         torch.testing.assert_close(program.simulate(x, w)[0], causal(x, w))
+
+
+def test_a_plan_slices_and_permutes_before_it_gathers() -> None:
+    """Axes go where the target has them while pieces are small: no plan sends more than these four steps."""
+    mesh, shape = Mesh({"x": 2, "y": 2, "z": 2, "w": 16}), (16, 8)
+    texts = ("[{y,w:(4)2,z,w:(1)2} {}]", "[{y,w:(4)2,z,w:(1)2} {x,w:(2)2,w:(8)2}]", "[{y,z,w:(1)2,w:(8)2} {x,w:(2)4}]",
+             "[{y,z,w:(1)2} {x,w:(2)8}]", "[{y} {x,w:(2)8}]")  # fmt: skip
+    layouts = [Layout(parse(text, mesh).dims) for text in texts]
+    by_hand = sum(
+        cost(redistribution(shape, one, other, 4, 0), shape, 4, 0) for one, other in itertools.pairwise(layouts)
+    )
+    assert cost(redistribution(shape, layouts[0], layouts[-1], 4, 0), shape, 4, 0) <= by_hand
