@@ -38,12 +38,18 @@ def check(
     """
     from tpshard.programs import equality
     from tpshard.programs.setting import Setting
-    from tpshard.recipes.diagnostic import Exit
+    from tpshard.recipes.diagnostic import Exit, Mistakes
 
     if not against:
         raise typer.BadParameter("name the other recipe, such as --against mesh.tp=2", param_hint="--against")
     changes = list(overrides or ())
     pair = [load(recipe, changes), load(recipe, [*changes, *against])]
+    if pair[0] == pair[1]:
+        raise Mistakes.one(
+            f"`--against {' '.join(against)}` changes nothing: both recipes are the same", exit=Exit.USAGE,
+            why="a map is merged key by key, so that an empty one changes nothing" if "{}" in " ".join(against) else "",
+            fix="name another value of a key, such as --against mesh.tp=1",
+        )  # fmt: skip
     settings = [Setting.of(each) for each in pair]
     print(f"training {steps} step{'s' * (steps > 1)} on both, all ranks in this process", file=sys.stderr)
     compared = equality.compare(settings[0], settings[1], steps)

@@ -145,8 +145,10 @@ def capture(
     try:
         with mode, recorder, disable_autocast_cache():
             results, out_tree = pytree.tree_flatten(fn(*pytree.tree_unflatten(full, in_tree)))
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ValueError(f"the function branches on data, which a static graph cannot hold: {error}") from error
+    except DataDependentOutputException as error:
+        raise ValueError(f"Python reads an element's value, which a static graph does not have: {error}") from error
+    except DynamicOutputShapeException as error:
+        raise ValueError(f"a result's shape depends on data, but a static graph's shapes are fixed: {error}") from error
     graph = recorder.graph(results)
     graph.in_tree, graph.out_tree = in_tree, out_tree
     graph = functionalize(graph)

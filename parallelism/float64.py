@@ -39,10 +39,10 @@ def float64() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def distance(actual: Tensor, expected: Tensor) -> float:
-    """||found - expected|| / ||expected||, infinite where dtypes are not both float64 or shapes differ."""
+def distance(actual: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """||actual - expected|| / max(||expected||, least), infinite where dtypes are not both float64 or shapes differ."""
     if actual.dtype != torch.float64 or expected.dtype != torch.float64 or actual.shape != expected.shape:
         return float("inf")
-    scale = float(expected.norm())
+    scale = max(float(expected.norm()), least)
     gap = float((actual - expected).norm())
     return gap / scale if scale else (0.0 if gap == 0 else float("inf"))

@@ -36,7 +36,9 @@ def traceable(setting: Setting) -> Iterator[None]:
             exit=Exit.RECIPE,
             where=setting.recipe.where(f"model.{key}"),
             why=f"{line}: {(str(error).strip() or type(error).__name__).splitlines()[0]}",
-            fix="as `model.module`, a subclass that computes this without reading values",
+            fix="write this line with tensors of fixed shapes, such as torch.where for an `if`"
+            if key == "module"
+            else "name a subclass that computes this otherwise as `model.module`",
         ) from error
 
 

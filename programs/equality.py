@@ -6,6 +6,8 @@ difference above `BOUND` is an error.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,12 @@ from tpshard.programs.staged_lockstep import StagedLockstep
 from tpshard.programs.step_programs import micro_program, seeds, update_program
 from tpshard.programs.training import TrainingPrograms, build
 from tpshard.recipes.diagnostic import Exit, Mistakes
+
+CANCELLED = 1e-3
+"""Gradients with a smaller share of the norm of all gradients are compared relative to this share of it.
+
+Some gradients are zero but for rounding: those of the keys' biases, since softmax ignores what is added to all scores.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,10 @@ class Compared:
     losses: list[tuple[float, float]]
     """Per step the loss per token of each recipe."""
     distances: list[Distance]
-    """Differences of losses, gradient norms, gradients, and the weights after the last step."""
+    """Differences of losses, gradient norms, gradients, and the weights after the last step.
+
+    Left out are weights with a gradient that is nothing but rounding, which the optimizer scales up.
+    """
 
     @property
     def largest(self) -> Distance:
@@ -64,11 +75,13 @@ class FirstDifference:
     """The shardings of the value in both, each with its causes down to the recipe's line."""
 
 
-def vocabulary(setting: Setting) -> int:
-    """The number of tokens of the model's vocabulary.
+def vocabulary(setting: Setting) -> int | None:
+    """The number of tokens of the model's vocabulary; None for a task that reads no text.
 
     Raises Mistakes for a user's module that does not name the dim.
     """
+    if not setting.task.text:
+        return None
     if setting.config is not None:
         return setting.config.vocab
     for name, parameter in setting.model.named_parameters():
@@ -82,21 +95,24 @@ def vocabulary(setting: Setting) -> int:
 
 
 def compare(one: Setting, other: Setting, steps: int = 1) -> Compared:
-    """Trains both on the same tokens, from the same weights. Raises Mistakes where they train different models."""
+    """Trains both on the same batches, from the same weights. Raises Mistakes where they train different models."""
     _check_same(one, other)
     vocab = vocabulary(one)
     runs = [_run(build(setting), vocab) for setting in (one, other)]
-    losses, distances = [], []
+    losses, distances, rounding = [], [], set[str]()
     for number in range(1, steps + 1):
         a, b = (training.step() for training in runs)
         losses.append((a.loss, b.loss))
         distances += [Distance(name, number, apart) for name, apart in _apart(a, b).items()]
+        least = CANCELLED * BOUND * _norm(b.gradients.values())
+        rounding |= {name for name, gradient in b.gradients.items() if gradient.norm() <= least}
     weights = [training.weights() for training in runs]
-    distances += [Distance(f"{n} after the update", steps, distance(weights[0][n], w)) for n, w in weights[1].items()]
+    updated = {name: weight for name, weight in weights[1].items() if name not in rounding}
+    distances += [Distance(f"{n} after the update", steps, distance(weights[0][n], w)) for n, w in updated.items()]
     return Compared(losses, distances)
 
 
-def _run(programs: TrainingPrograms, vocab: int) -> Lockstep:
+def _run(programs: TrainingPrograms, vocab: int | None) -> Lockstep:
     return Lockstep(programs, vocab) if programs.pipeline is None else StagedLockstep(programs, vocab)
 
 
@@ -105,15 +121,21 @@ def _apart(one: StepValues, other: StepValues) -> dict[str, float]:
         values = {"loss": step.loss, "gradient norm": step.grad_norm}
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
-    a, b = ({**scalars(s), **{f"gradient of {n}": g for n, g in s.gradients.items()}} for s in (one, other))
-    return {name: distance(a[name], expected) for name, expected in b.items()}
+    least, (a, b) = CANCELLED * _norm(other.gradients.values()), (scalars(one), scalars(other))
+    gradients = {f"gradient of {n}": distance(one.gradients[n], g, least) for n, g in other.gradients.items()}
+    return {name: distance(a[name], expected) for name, expected in b.items()} | gradients
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    """The norm of all tensors' elements together."""
+    return math.sqrt(sum(float(tensor.norm()) ** 2 for tensor in tensors))
 
 
 def _check_same(one: Setting, other: Setting) -> None:
-    if one.recipe.task != other.recipe.task or not one.task.text:
+    if one.recipe.task != other.recipe.task:
         raise Mistakes.one(
             f"the recipes have different tasks: `{one.recipe.task}` and `{other.recipe.task}`", exit=Exit.USAGE,
-            why="both are given the same random tokens", fix="two recipes with `task: lm`, or two with `task: mlm`",
+            why="both are trained on the same batches", fix="compare meshes, sharding, fsdp, remat or batch.per_device",
         )  # fmt: skip
     shapes = [{n: tuple(p.shape) for n, p in setting.single.named_parameters()} for setting in (one, other)]
     if shapes[0] != shapes[1]:
@@ -139,42 +161,38 @@ def first_difference(one: Setting, other: Setting) -> FirstDifference | None:
     """
     programs = [micro_program(setting, watched=True) for setting in (one, other)]
     vocab = vocabulary(one)
-    values = [_watched(setting, program, vocab) for setting, program in zip((one, other), programs)]
-    for name, value in values[0].items():
-        expected = values[1].get(name)
-        if expected is None or expected.shape != value.shape:
+    (values, _), (others, norm) = (_watched(s, program, vocab) for s, program in zip((one, other), programs))
+    for name, value in values.items():
+        expected = others.get(name)
+        if expected is None or expected.shape != value.shape or distance(value, expected) <= BOUND:
             continue
-        apart = distance(value, expected)
+        maker = _made_by(programs[0], name)
+        apart = distance(value, expected, 0.0 if maker[-1] == "forward" else CANCELLED * norm)
         if apart > BOUND:
-            maker = _made_by(programs[0], name)
             return FirstDifference(
                 name, apart, *maker, shardings=(programs[0].explain(name), programs[1].explain(name))
             )
     return None
 
 
-def _watched(setting: Setting, program: Program, vocab: int) -> dict[str, Tensor]:
-    """Every watched value of the first step's batch, whole, by name."""
+def _watched(setting: Setting, program: Program, vocab: int | None) -> tuple[dict[str, Tensor], float]:
+    """Every watched value of the first step's batch, whole, by name; and the norm of all gradients."""
     storage = {port.name: port.layout for port in program.inputs if port.kind == "parameter"}
     lockstep = Lockstep(TrainingPrograms(setting, program, update_program(setting, storage), storage), vocab)
     count = len(lockstep.names)
-    (tokens, goals) = lockstep.batches()[:, 0]
-    rows, length = tokens.shape
-    positions, documents = torch.arange(length).expand(rows, length), torch.zeros(rows, length, dtype=torch.int64)
+    batch = lockstep.batches()[0]
     params = lockstep.join(lockstep.ports[:count], lockstep.params)
     sums = [torch.zeros(p.shape, dtype=torch.float64) for p in program.inputs[count : 2 * count]]
     with float64():
         arguments = [
             *(lockstep.stacked(name, params) for name in lockstep.names),
             *sums,
-            tokens,
-            goals,
-            documents,
-            positions,
+            *batch,
         ]
         results = simulate(program, arguments, next(iter(seeds(setting, program, 1, 0)), None))
     names = [port.name.removeprefix("watched ") for port in program.outputs]
-    return {n: r for n, r, port in zip(names, results, program.outputs) if port.name.startswith("watched ")}
+    watched = {n: r for n, r, port in zip(names, results, program.outputs) if port.name.startswith("watched ")}
+    return watched, _norm(results[2 : 2 + count])
 
 
 def _made_by(program: Program, name: str) -> tuple[str, str, str]:

@@ -30,11 +30,11 @@ class StepValues:
 class Lockstep:
     """All ranks of a training recipe, driven like the training loop.
 
-    Weights are normal random numbers of deviation 0.2, tokens are uniform over `vocab`; both are the same for every
-    mesh with the same parameters and sequences per step.
+    Weights are normal random numbers of deviation 0.2. Tokens are uniform over `vocab`; a task without text (`vocab` is
+    None) generates its own rows. Both are the same for every mesh with the same parameters and sequences per step.
     """
 
-    def __init__(self, programs: TrainingPrograms, vocab: int, seed: int = 0):
+    def __init__(self, programs: TrainingPrograms, vocab: int | None, seed: int = 0):
         self.programs, self.setting, self.vocab = programs, programs.setting, vocab
         self.mesh, self.names = programs.setting.mesh, programs.names
         self.ports = programs.update.inputs
@@ -47,6 +47,7 @@ class Lockstep:
         self.params = self.local(whole, self.ports[:count])
         self.moments = self.local(zeros, moments)
         self.random = torch.Generator().manual_seed(seed + 1)
+        self.seed, self.drawn = seed, 0
         self.counted: Parts = []
         self.number = 0
 
@@ -75,15 +76,27 @@ class Lockstep:
         members = self._members(name)
         yield from [(name, tensor)] if members is None else zip(members, tensor)
 
-    def batches(self) -> Tensor:
-        """The next step's tokens and targets [2, micro-batches, rows, seq_len], all data ranks' rows together.
+    def batches(self) -> list[list[Tensor]]:
+        """The fields of each micro-batch of the next step, all data ranks' rows together, floats in float64.
 
         The order is the same on any mesh.
         """
-        plan, length = self.setting.batch, self.setting.seq_len
-        step = torch.randint(0, self.vocab, (2, plan.global_sequences, length), generator=self.random)
-        dealt = step.view(2, plan.data_ranks, plan.micro_batches, plan.per_device, length)
-        return dealt.transpose(1, 2).reshape(2, plan.micro_batches, -1, length)
+        plan, fields = self.setting.batch, self._rows()
+        shape = plan.data_ranks, plan.micro_batches, plan.per_device
+        dealt = [t.unflatten(0, shape).transpose(0, 1).flatten(1, 2) for t in fields.values()]
+        return [[field[micro] for field in dealt] for micro in range(plan.micro_batches)]
+
+    def _rows(self) -> dict[str, Tensor]:
+        """The next step's fields, each [global_sequences, ...]."""
+        task, count, length = self.setting.task, self.setting.batch.global_sequences, self.setting.seq_len
+        if self.vocab is None:
+            first, self.drawn = self.drawn, self.drawn + count
+            fields = task.rows(range(first, first + count), self.seed)
+            return {n: (t.double() if t.is_floating_point() else t) for n, t in ((n, fields[n]) for n in task.fields)}
+        tokens, targets = torch.randint(0, self.vocab, (2, count, length), generator=self.random)
+        positions = torch.arange(length).expand(count, length)
+        texts = {"tokens": tokens, "targets": targets, "documents": torch.zeros_like(positions), "positions": positions}
+        return {name: texts[name] for name in task.fields}
 
     def sums(self) -> tuple[Parts, float, int]:
         """The gradients of one step, as inputs of the update; the summed loss and the number of targets."""
@@ -92,11 +105,8 @@ class Lockstep:
         shapes = [p.local for p in programs.micro.inputs[count : 2 * count]]
         sums = [[torch.zeros(shape, dtype=torch.float64) for shape in shapes] for _ in range(self.mesh.ranks)]
         loss, targets, self.counted = 0.0, 0, []
-        for micro, (tokens, goals) in enumerate(self.batches().transpose(0, 1)):
-            rows, length = tokens.shape
-            positions = torch.arange(length).expand(rows, length)
-            documents = torch.zeros(rows, length, dtype=torch.int64)
-            batch = self.local([tokens, goals, documents, positions], programs.micro.inputs[2 * count : 2 * count + 4])
+        for micro, fields in enumerate(self.batches()):
+            batch = self.local(fields, programs.micro.inputs[2 * count : 2 * count + len(fields)])
             seed = seeds(self.setting, programs.micro, self.number, micro)
             outs = run(programs.micro, [[*u, *s, *b, *seed] for u, s, b in zip(used, sums, batch)])
             sums = [out[2 : 2 + count] for out in outs]

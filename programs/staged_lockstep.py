@@ -22,7 +22,7 @@ class StagedLockstep(Lockstep):
     Update and norm are those of the whole model, since stages with different programs cannot run in lock-step.
     """
 
-    def __init__(self, programs: TrainingPrograms, vocab: int, seed: int = 0):
+    def __init__(self, programs: TrainingPrograms, vocab: int | None, seed: int = 0):
         assert programs.pipeline is not None
         self.pipeline = programs.pipeline
         update = update_program(programs.setting, programs.pipeline.storage)
@@ -50,13 +50,10 @@ class StagedLockstep(Lockstep):
     def _batches(self) -> list[list[dict[str, list[Tensor]]]]:
         """For each device, the inputs of its programs for every micro-batch."""
         micro, count = self.programs.micro, len(self.names)
-        ports = micro.inputs[2 * count : 2 * count + 4]
+        ports = micro.inputs[2 * count : 2 * count + len(self.setting.task.fields)]
         inputs: list[list[dict[str, list[Tensor]]]] = [[] for _ in self.ranks]
-        for number, (tokens, goals) in enumerate(self.batches().transpose(0, 1)):
-            rows, length = tokens.shape
-            positions = torch.arange(length).expand(rows, length)
-            documents = torch.zeros(rows, length, dtype=torch.int64)
-            parts = self.local([tokens, goals, documents, positions], ports)
+        for number, fields in enumerate(self.batches()):
+            parts = self.local(fields, ports)
             drawn = {SEED: seeds(self.setting, micro, self.number, number)}
             for mine, ranks in zip(inputs, self.ranks):
                 micro_batch = {port.name: [parts[rank][i] for rank in ranks] for i, port in enumerate(ports)}

@@ -40,3 +40,9 @@ def test_a_difference_ends_with_1(
 def test_without_another_recipe_it_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["check", recipe]) == Exit.USAGE
     assert "--against mesh.tp=2" in capsys.readouterr().err
+
+
+def test_a_change_that_changes_nothing_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty map, for one, is merged into the recipe's mesh and leaves it as it is."""
+    assert main.run(["check", recipe, "--against", "mesh={}"]) == Exit.USAGE
+    assert "`--against mesh={}` changes nothing" in capsys.readouterr().err

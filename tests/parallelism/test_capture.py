@@ -99,8 +99,9 @@ def test_constants_and_changes_in_place_are_recorded() -> None:
 @pytest.mark.parametrize(
     ("fn", "said"),
     [
-        (lambda x: x if x.sum() > 0 else -x, "branches on data"),
-        (lambda x: x.nonzero(), "branches on data"),
+        (lambda x: x if x.sum() > 0 else -x, "reads an element's value"),
+        (lambda x: x * len(x.tolist()), "reads an element's value"),
+        (lambda x: x.nonzero(), "shape depends on data"),
         (lambda x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)), "not an ATen op"),
     ],
 )

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from typing import Any
 
 import pytest
+import torch
 from planted_faults import FAULTS, plant
+from torch import Tensor, nn
+from tpshard.models.layers import Linear
 from tpshard.parallelism import partitioner
 from tpshard.parallelism.program import INFO, info
 from tpshard.programs import training
 from tpshard.programs.equality import compare, first_difference
+from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.load import loads
 from training_cases import setting_of
 
 ONE_BATCH = "batch.per_device={}"
@@ -84,3 +92,38 @@ def test_different_trainings_are_refused() -> None:
         with pytest.raises(Mistakes) as refused:
             compare(setting_of({}), setting_of({}, change))
         assert refused.value.exit == Exit.USAGE and output in refused.value.diagnostics[0].message
+
+
+class Shifted(nn.Module):
+    """Classes of frames; the loss does not depend on `shift`, so that its gradient is zero but for rounding."""
+
+    inputs = ("frames",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = Linear(32, 16, dims=("mlp", "feature"))
+        self.shift = nn.Parameter(torch.zeros(1))
+        self.dims = {"shift": ("",)}
+
+    def forward(self, frames: Tensor) -> Tensor:
+        return self.output(frames) + self.shift
+
+
+FRAMES = """
+model: {module: "shifted:Shifted", seq_len: 8, dtype: fp32}
+task: frames
+cluster: {device: cpu}
+batch: {global_sequences: 4}
+compile: eager
+"""
+
+
+def test_a_task_without_text_is_compared_on_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_from_spec(ModuleSpec("shifted", None))
+    vars(module)["Shifted"] = Shifted
+    monkeypatch.setitem(sys.modules, "shifted", module)
+    one, other = (Setting.of(loads(FRAMES, [f"mesh={mesh}"])) for mesh in ("{tp: 2}", "{tp: 1}"))
+    compared = compare(one, other)
+    assert compared.equal and compared.largest.apart > 0
+    assert any(d.name == "gradient of shift" for d in compared.distances)
+    assert first_difference(one, other) is None
