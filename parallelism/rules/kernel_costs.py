@@ -13,4 +13,6 @@ OPS: Table = {
     "quantized_linear": product,
     "quantized_gate": product,
     "tpshard.rms_norm_permuted": Entry(),
+    "tpshard.fp8_quantize": product,  # bound by memory, but a kernel of its own, with which no stream fuses
+    "tpshard.fp8_multiply": product,
 }

@@ -16,6 +16,7 @@ from tpshard.parallelism.rules import (
     drawn,
     elementwise,
     experts_rule,
+    fp8_rule,
     identities,
     indexing,
     kernel_costs,
@@ -36,7 +37,7 @@ from tpshard.parallelism.rules.rule import Rule, whole
 
 THEMES = (
     contraction, elementwise, shape, pieces, reduction, selection, indexing, by_index, creation, drawn, attention_rule,
-    paged, experts_rule, reorder_rule, identities, windows, resizing, pooling, matrices, lookups, decomposed,
+    paged, experts_rule, fp8_rule, reorder_rule, identities, windows, resizing, pooling, matrices, lookups, decomposed,
     kernel_costs,
 )  # fmt: skip
 OTHER = Entry(dense="all")

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from tpshard.kernels import fp8, fp8_launch
 from tpshard.kernels import triton_launch as launch
 from tpshard.kernels.norm import rms_norm
 from tpshard.kernels.packed import pack, unpacked
@@ -139,3 +140,28 @@ def test_rows_of_a_group_must_be_adjacent():
     weight = linear(64, 32, group_size=32)
     with pytest.raises(ValueError, match="adjacent"):
         pack(dataclasses.replace(weight, group=weight.group.flip(0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_fp8_blocks_are_those_of_plain_torch(dtype, transposed):
+    x = torch.randn(40, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[3, :128] = 0
+    x = x.t().contiguous() if transposed else x
+    values, scales = fp8.quantize(x, transposed)
+    actual, actual_scales = (tensor.cpu() for tensor in fp8_launch.quantize(x.to(DEVICE), transposed))
+    assert torch.equal(actual_scales, scales)
+    differ = actual.float() != values.float()
+    if DEVICE == "cpu":  # the interpreter rounds ties down, and loses the carry of what is rounded to a power of two
+        numbers = (x.t() if transposed else x).float().unflatten(1, (-1, 128)) / scales.t().unsqueeze(-1)
+        errors = [(rounded.float() - numbers.flatten(1)).abs() for rounded in (actual, values)]
+        differ &= (errors[0] > errors[1]) & (values.float().abs().log2().frac() != 0)
+    assert not differ.any()
+
+
+def test_fp8_blocks_are_multiplied_as_by_plain_torch():
+    g = torch.Generator().manual_seed(0)
+    a, b = (fp8.quantize(torch.randn(rows, 384, generator=g), False) for rows in (150, 40))
+    expected = fp8.multiply(*a, *b, torch.float32)
+    actual = fp8_launch.multiply(*(tensor.to(DEVICE) for tensor in (*a, *b)), torch.float32).cpu()
+    assert (actual - expected).norm() <= 1e-3 * expected.norm()  # a GPU sums a block's products in 14 bits and more

@@ -11,6 +11,7 @@ import pytest
 import torch
 import tpshard.kernels.attention  # registers its op, as those below do
 import tpshard.kernels.experts
+import tpshard.kernels.fp8
 import tpshard.kernels.paged_attention
 import tpshard.kernels.reorder
 import tpshard.kernels.slots
@@ -125,6 +126,11 @@ def _sized(target: Any, *args: Any) -> Case:
 CASES: dict[str, list[Case]] = {
     # products
     "contract": [of(lambda x, w: torch.nn.functional.linear(x, w), f(2, 4, 6), f(8, 6))],
+    "tpshard.fp8_product": [
+        call(ours.fp8_product.default, f(4, 2, 256), f(6, 256), "abk,nk->abn"),
+        call(ours.fp8_product.default, f(2, 256, 4), f(2, 256, 6), "abn,abk->nk"),
+        call(ours.fp8_product.default, f(2, 3, 384), f(384, 4), "abn,nk->abk"),
+    ],
     "aten.mm": [call(aten.mm.default, f(4, 6), f(6, 8))],
     "aten.addmm": [
         call(aten.addmm.default, f(8), f(4, 6), f(6, 8)),
