@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
+import triton.language as tl
 import triton.testing
 from torch import Tensor
-from tpshard.kernels import triton_norm, triton_quantized
+from tpshard.kernels import triton_norm, triton_optimizer, triton_quantized
 from tpshard.kernels.packed import Packed
 
 
@@ -138,6 +140,65 @@ def rms_norm(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Ten
         PERMUTED=order is not None, num_warps=8 if width >= 4096 else 4,
     )  # fmt: skip
     return out
+
+
+_STEP_BLOCK = 1024
+"""Elements of a parameter that one Triton program updates."""
+
+
+def adamw_step_(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, finite: Tensor, scale: Tensor, lr: Tensor,
+    update: Tensor, beta1: float, beta2: float, eps: float, decay: float,
+) -> None:  # fmt: skip
+    """AdamW in place; arguments as of `optimizer_steps`."""
+
+    def launch(grad: Tensor, *written: Tensor) -> None:
+        param, exp_avg, exp_avg_sq = written
+        size = param.numel()
+        triton_optimizer.adamw_kernel[(triton.cdiv(size, _STEP_BLOCK),)](
+            param, grad, exp_avg, exp_avg_sq, finite, scale, lr, update, size, LOG_BETA1=_log(beta1),
+            LOG_BETA2=_log(beta2), BETA1=beta1, BETA2=beta2, EPS=eps, DECAY=decay, WIDE=_computed_in(param),
+            BLOCK=_STEP_BLOCK,
+        )  # fmt: skip
+
+    _contiguous(launch, grad, param, exp_avg, exp_avg_sq)
+
+
+def lion_step_(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, finite: Tensor, scale: Tensor, lr: Tensor, beta1: float,
+    beta2: float, decay: float,
+) -> None:  # fmt: skip
+    """Lion in place; arguments as of `optimizer_steps`."""
+
+    def launch(grad: Tensor, *written: Tensor) -> None:
+        param, exp_avg = written
+        size = param.numel()
+        triton_optimizer.lion_kernel[(triton.cdiv(size, _STEP_BLOCK),)](
+            param, grad, exp_avg, finite, scale, lr, size, BETA1=beta1, BETA2=beta2, DECAY=decay,
+            WIDE=_computed_in(param), BLOCK=_STEP_BLOCK,
+        )  # fmt: skip
+
+    _contiguous(launch, grad, param, exp_avg)
+
+
+def _log(beta: float) -> float:
+    """The logarithm of a share; of 0 a number so small that its powers are 0."""
+    return math.log(beta) if beta > 0 else -1e3
+
+
+def _computed_in(param: Tensor) -> Any:
+    return tl.float64 if param.dtype == torch.float64 else tl.float32
+
+
+def _contiguous(launch: Callable[..., None], grad: Tensor, *written: Tensor) -> None:
+    """Calls launch(grad, *written) with contiguous tensors, and copies what it writes to those that are not."""
+    if not written[0].numel():
+        return
+    flat = [x.contiguous() for x in written]
+    launch(grad.contiguous(), *flat)
+    for x, values in zip(written, flat):
+        if values is not x:
+            x.copy_(values)
 
 
 def _or(tensor: Tensor | None, placeholder: Tensor) -> Tensor:

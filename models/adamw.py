@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from tpshard.kernels.optimizer_steps import adamw_step, square_sum
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def gradient_squares(grads: Sequence[Tensor], count: Tensor, treated: Sequence[T
     """
     share = _share(count)
     learned = [grad for grad, how in zip(grads, treated, strict=True) if not how.balance]
-    squares = [(grad.to(torch.float32) * share).square().sum() for grad in learned]
+    squares = [square_sum(grad, share) for grad in learned]
     total = squares[0]
     for square in squares[1:]:
         total = total + square
@@ -96,33 +97,25 @@ def adamw_update(
     moments' bias correction. squares: fp32 scalar, `gradient_squares` of all gradients; required where `grads` are only
     some.
 
-    Where the loss or the norm is not finite every result is the old value. `torch.where` decides it inside the graph,
-    so that every device that has the scalars decides alike. The biases of experts are not in the norm and have no
+    Where the loss or the norm is not finite every result is the old value. The step itself decides it, from scalars
+    that every device has, so that all decide alike. The biases of experts are not in the norm and have no
     moments.
     """
-    beta1, beta2 = config.betas
     squares = gradient_squares(grads, count, treated) if squares is None else squares
     norm, finite, scale = clipped(squares, loss_sum, count, config.clip_grad_norm)
-    step_size = lr / (1.0 - torch.pow(beta1, update))
-    root_correction = (1.0 - torch.pow(beta2, update)).sqrt()
     balanced = iter(rebalanced(params, grads, treated, finite))
     updated = Updated([], [], [], norm, finite)
     for param, grad, m, v, how in zip(params, grads, exp_avg, exp_avg_sq, treated, strict=True):
         if how.balance:
-            updated.params.append(next(balanced))
-            updated.exp_avg.append(m)
-            updated.exp_avg_sq.append(v)
-            continue
-        g = grad.to(torch.float32) * scale
-        new_m = m.to(torch.float32) * beta1 + g * (1.0 - beta1)
-        new_v = v.to(torch.float32) * beta2 + g.square() * (1.0 - beta2)
-        p = param.to(torch.float32)
-        if how.decay and config.weight_decay:
-            p = p * (1.0 - lr * config.weight_decay)
-        p = p - step_size * (new_m / (new_v.sqrt() / root_correction + config.eps))
-        updated.params.append(torch.where(finite, p.to(param.dtype), param))
-        updated.exp_avg.append(torch.where(finite, new_m.to(m.dtype), m))
-        updated.exp_avg_sq.append(torch.where(finite, new_v.to(v.dtype), v))
+            new_param, new_m, new_v = next(balanced), m, v
+        else:
+            decay = config.weight_decay if how.decay else 0.0
+            new_param, new_m, new_v = adamw_step(
+                param, grad, m, v, finite, scale, lr, update, *config.betas, config.eps, decay
+            )
+        updated.params.append(new_param)
+        updated.exp_avg.append(new_m)
+        updated.exp_avg_sq.append(new_v)
     return updated
 
 

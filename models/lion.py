@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
+from tpshard.kernels.optimizer_steps import lion_step
 from tpshard.models.adamw import Treatment, clipped, gradient_squares, rebalanced
 
 
@@ -50,21 +50,16 @@ def lion_update(
     squares: Tensor | None = None,
 ) -> LionStep:
     """One Lion update from the gradients of a *summed* loss; arguments and results as of `adamw.adamw_update`."""
-    beta1, beta2 = config.betas
     squares = gradient_squares(grads, count, treated) if squares is None else squares
     norm, finite, scale = clipped(squares, loss_sum, count, config.clip_grad_norm)
     balanced = iter(rebalanced(params, grads, treated, finite))
     moved = LionStep([], [], norm, finite)
     for param, grad, m, how in zip(params, grads, exp_avg, treated, strict=True):
         if how.balance:
-            moved.params.append(next(balanced))
-            moved.exp_avg.append(m)
-            continue
-        g, old = grad.to(torch.float32) * scale, m.to(torch.float32)
-        p = param.to(torch.float32)
-        if how.decay and config.weight_decay:
-            p = p * (1.0 - lr * config.weight_decay)
-        p = p - lr * torch.sign(old * beta1 + g * (1.0 - beta1))
-        moved.params.append(torch.where(finite, p.to(param.dtype), param))
-        moved.exp_avg.append(torch.where(finite, (old * beta2 + g * (1.0 - beta2)).to(m.dtype), m))
+            new_param, new_m = next(balanced), m
+        else:
+            decay = config.weight_decay if how.decay else 0.0
+            new_param, new_m = lion_step(param, grad, m, finite, scale, lr, *config.betas, decay)
+        moved.params.append(new_param)
+        moved.exp_avg.append(new_m)
     return moved

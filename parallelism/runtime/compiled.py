@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from tpshard.kernels.optimizer_steps import FORMULAS
 from tpshard.parallelism.draws import RANDOM, random
 
 Boxed = Callable[[list[Tensor]], list[Tensor]]
@@ -39,9 +40,9 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Boxed:
     def flat(*tensors: Tensor) -> list[Tensor]:
         return list(module(*tensors))
 
+    table = select_decomp_table() | FORMULAS | {RANDOM: random}
     with torch.no_grad():
-        traced = make_fx(flat, decomposition_table=select_decomp_table() | {RANDOM: random}, tracing_mode="fake",
-                         _allow_non_fake_inputs=True)(*fakes)  # fmt: skip
+        traced = make_fx(flat, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     output = next(node for node in reversed(traced.graph.nodes) if node.op == "output")
     output.args = (tuple(output.args[0]),)
     output.meta["user_visible_output_idxs"] = range(len(output.args[0]))

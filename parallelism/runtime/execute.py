@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from functools import cache
+from operator import getitem
 from typing import Any
 
 import torch
@@ -31,8 +33,8 @@ COMPUTING = Doing("computing")
 class Executor:
     """Runs this rank's part of a program.
 
-    `executor(*inputs)` takes the local tensors of `program.inputs` and returns those of `program.outputs`, in order. A
-    donated gradient sum is updated in place; other results are new tensors.
+    `executor(*inputs)` takes the local tensors of `program.inputs` and returns those of `program.outputs`, in order.
+    Results overwrite the inputs that are donated to them; other results are new tensors.
 
     On a CPU reduce-scatters and small all-reduces are sent as an all-to-all and summed locally, in rank order (see
     `parallelism.exchange`); `exchange=False` leaves them to the backend. `compiled`: "all" compiles the whole graph,
@@ -129,7 +131,7 @@ def localize(
     """
     graph = fx.Graph()
     local: dict[fx.Node, Any] = {}
-    in_place = _sums_in_place(program) if wait is not None else set()
+    in_place = _in_place(program) if wait is not None else {}
     overwritten = _overwrites(program, in_place) if wait is not None else {}
     for node in program.graph.nodes:
         if node.op == "call_function" and node.target in RANKED:
@@ -146,22 +148,22 @@ def localize(
         if node.op == "call_function" and node.target is funcol.wait_tensor.default:
             local[node] = _localize_wait(graph, node, local, wait, exchange)
             continue
+        if node.target is getitem and node.args[0] in in_place:
+            local[node] = local[in_place[node.args[0]][node.args[1]]]  # type: ignore[index]
+            continue
         copy = graph.node_copy(node, lambda n: local[n])
         local[node] = copy
         if "device" in copy.kwargs:
             copy.kwargs = {**copy.kwargs, "device": device}
         if node in in_place:
-            copy.target = aten.add_.Tensor
+            copy.target = in_place_form(node.target)
         if info(node).comm is not None:
             _localize_issue(graph, copy, exchange)
             if device.type == "cpu" and copy.target is funcol.all_gather_into_tensor.default:
                 copy.target = all_gather
         if node in overwritten:
             storage = local[overwritten[node]]
-            if copy.target is aten.where.self and copy.args[2] is storage:  # keeps old values in place: one pass
-                copy.target, copy.kwargs = aten.where.self_out, {"out": storage}
-            else:
-                local[node] = graph.call_function(aten.copy_.default, (storage, copy))
+            local[node] = graph.call_function(aten.copy_.default, (storage, copy))
     graph.lint()
     constants = {name: tensor.to(device) for name, tensor in program.constants.items()}
     return fx.GraphModule(constants, graph)
@@ -236,20 +238,45 @@ def reduce_pieces(tensor: Tensor, count: int, how: str) -> Tensor:
     return combine(tensor.chunk(count), how)
 
 
-def _sums_in_place(program: Program) -> set[fx.Node]:
-    """The additions to a donated input without other readers, which can be done in place."""
+@cache
+def in_place_form(target: Any) -> Any:
+    """The op that writes the results of another over its operands: `add_` for `add`; None if there is none."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    packet = getattr(getattr(torch.ops, target.namespace), f"{target.overloadpacket.__name__}_", None)
+    form = getattr(packet, target._overloadname, None)
+    same = form is not None and [a.name for a in form._schema.arguments] == [a.name for a in target._schema.arguments]
+    return form if same and entry_of(target).view is None else None
+
+
+def _in_place(program: Program) -> dict[fx.Node, list[fx.Node]]:
+    """The operations that can be done in place, each with the donated inputs that its results overwrite, in order.
+
+    Nothing else reads these inputs, and every result of the operation is the output to which its input is donated.
+    """
     feeds = [node for node in program.graph.nodes if node.op == "placeholder"]
-    results = _results(program.graph)
-    in_place = set()
-    for output, source in program.donated.items():
-        node, sum_before = results[output], feeds[source]
-        plain = isinstance(node, fx.Node) and node.target is aten.add.Tensor and not node.kwargs
-        if plain and node.args[0] is sum_before and list(sum_before.users) == [node] and node.args[1] is not sum_before:
-            in_place.add(node)
+    outputs = _results(program.graph)
+    donor = {outputs[output]: feeds[source] for output, source in program.donated.items()}
+    in_place = {}
+    for node in program.graph.nodes:
+        form = in_place_form(node.target) if node.op == "call_function" else None
+        if form is None or node.kwargs:
+            continue
+        operands = [node.args[i] for i, argument in enumerate(form._schema.arguments) if _is_written(argument)]
+        results = [node] if len(operands) == 1 else sorted(node.users, key=lambda user: user.args[1])
+        if [donor.get(result) for result in results] != operands:
+            continue
+        alike = all(info(result).specs == info(operand).specs for result, operand in zip(results, operands))
+        if alike and all(list(x.users) == [node] and node.args.count(x) == 1 for x in operands):
+            in_place[node] = operands
     return in_place
 
 
-def _overwrites(program: Program, in_place: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _overwrites(program: Program, in_place: Container[fx.Node]) -> dict[fx.Node, fx.Node]:
     """The results that overwrite a donated input after its last reader, such as new weights over old ones.
 
     An update then needs no second copy of all parameters and moments.

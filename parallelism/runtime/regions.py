@@ -18,12 +18,8 @@ from tpshard.parallelism.program import INFO
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.runtime.compiled import Boxed, compile_graph
 
-aten = torch.ops.aten
-
 Key = tuple[Layer, bool]
 """A layer, and whether it is the forward pass: a region belongs to one key."""
-WRITES = (aten.add_.Tensor, aten.copy_.default)
-"""The executor's in-place operations."""
 
 
 def with_blocks(module: fx.GraphModule) -> fx.GraphModule:
@@ -109,7 +105,7 @@ class _Cut:
         metadata = node.meta.get(INFO)
         if node.op != "call_function" or metadata is None or metadata.comm is not None or metadata.place.layer is None:
             return None
-        if node.target in WRITES or not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
             return None
         if len(metadata.specs) > 1 and any(user.target is not operator.getitem for user in node.users):
             return None

@@ -10,6 +10,7 @@ import torch
 from tpshard.kernels import fp8, fp8_launch
 from tpshard.kernels import triton_launch as launch
 from tpshard.kernels.norm import rms_norm
+from tpshard.kernels.optimizer_steps import adamw_formula, lion_formula
 from tpshard.kernels.packed import pack, unpacked
 from tpshard.kernels.quantized import Quantized, group_count, group_index, reference_matmul
 from tpshard.kernels.triton_launch import Tile
@@ -134,6 +135,28 @@ def test_norm_stores_in_order(width, dtype):
         torch.testing.assert_close(y, rms_norm(x, weight, chosen, 1e-5), rtol=tolerance, atol=tolerance)
     straight = launch.rms_norm(x.to(DEVICE), weight.to(DEVICE), None, 1e-5).cpu()
     assert torch.equal(y, straight[:, order])
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("dtypes", [(torch.float64,) * 2, (torch.float32,) * 2, (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("moments", [2, 1])
+def test_steps_of_optimizers(moments, dtypes, finite):
+    dtype, of_moments = dtypes
+    random = torch.Generator().manual_seed(0)
+    param, grad, *states = (torch.randn(3, 700, generator=random, dtype=torch.float64) for _ in range(2 + moments))
+    scalars = [torch.tensor(x, dtype=dtype) for x in (0.25, 0.01, 1.0)[: 1 + moments]]
+    states = [x.abs().to(of_moments) for x in states]
+    before = [param.to(dtype), grad.to(dtype), *states, torch.tensor(finite), *scalars]
+    step, formula, settings = (
+        (launch.adamw_step_, adamw_formula, (0.9, 0.999, 1e-6, 0.1)) if moments == 2
+        else (launch.lion_step_, lion_formula, (0.9, 0.99, 0.1))
+    )  # fmt: skip
+    written = [x.to(DEVICE, copy=True) for x in before]
+    step(*written, *settings)
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-6}  # see above: cut off
+    for actual, expected in zip((written[0], *written[2 : 2 + moments]), formula(*before, *settings), strict=True):
+        rounding = tolerance[expected.dtype]
+        torch.testing.assert_close(actual.cpu(), expected, rtol=rounding, atol=rounding if finite else 0)
 
 
 def test_rows_of_a_group_must_be_adjacent():

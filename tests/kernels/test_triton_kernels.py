@@ -17,7 +17,7 @@ from patience import PATIENCE
 triton = pytest.importorskip("triton", reason="Triton has wheels for Linux on x86-64 alone")
 
 import torch
-from tpshard.kernels import triton_launch, triton_norm, triton_quantized
+from tpshard.kernels import triton_launch, triton_norm, triton_optimizer, triton_quantized
 from tpshard.kernels.packed import Packed
 from tpshard.kernels.triton_launch import Tile
 from triton.backends.compiler import GPUTarget
@@ -25,8 +25,13 @@ from triton.compiler import ASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 POINTERS = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "row_group": "*i32", "bias": "*fp16",
-            "partial": "*fp32", "arrived": "*i32", "order": "*i64"}  # fmt: skip
-NUMBERS = dict.fromkeys(("M", "N", "K", "group_chunks", "first_chunk", "width"), "i32") | {"eps": "fp32"}
+            "partial": "*fp32", "arrived": "*i32", "order": "*i64", "param": "*fp32", "grad": "*fp32",
+            "exp_avg": "*bf16", "exp_avg_sq": "*bf16", "finite": "*i1", "scale": "*fp32", "lr": "*fp32",
+            "update": "*fp32"}  # fmt: skip
+NUMBERS = dict.fromkeys(("M", "N", "K", "group_chunks", "first_chunk", "width", "size"), "i32") | {"eps": "fp32"}
+
+LION = {"BETA1": 0.9, "BETA2": 0.99, "DECAY": 0.1, "WIDE": triton.language.float32, "BLOCK": 1024}
+ADAMW = {"LOG_BETA1": -0.1, "LOG_BETA2": -0.01, "EPS": 1e-8}
 
 
 def version(module):
@@ -214,5 +219,7 @@ def test_the_other_kernels_do_not_spill(capability, tmp_path):
     constants = triton_launch.constants(packed, 4096, False, Tile(16, 64), fast=True)
     constants = {name: value for name, value in constants.items() if name in expected} | {"BLOCK_N": 64}
     for kernel, values in ((triton_quantized.dequantize_kernel, constants),
-                           (triton_norm.rms_norm_kernel, {"BLOCK": 8192, "PERMUTED": True})):  # fmt: skip
+                           (triton_norm.rms_norm_kernel, {"BLOCK": 8192, "PERMUTED": True}),
+                           (triton_optimizer.adamw_kernel, {**ADAMW, **LION}),
+                           (triton_optimizer.lion_kernel, LION)):  # fmt: skip
         assert_nothing_spilled(*compiled(kernel, values, "bf16", capability, 8, 3, tmp_path))

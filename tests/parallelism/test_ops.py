@@ -12,6 +12,7 @@ import torch
 import tpshard.kernels.attention  # registers its op, as those below do
 import tpshard.kernels.experts
 import tpshard.kernels.fp8
+import tpshard.kernels.optimizer_steps
 import tpshard.kernels.paged_attention
 import tpshard.kernels.reorder
 import tpshard.kernels.slots
@@ -360,6 +361,22 @@ CASES: dict[str, list[Case]] = {
         of(_paged, f(1, 4, 6, 8), f(1, 4, 2, 8), f(1, 4, 2, 8), f(3, 8, 2, 8), f(3, 8, 2, 8), written=(3, 4)),
     ],
     "tpshard.reorder": [of(lambda x: ours.reorder.default(x, torch.tensor([2, 0, 1, 0, 2, 1]), 2), f(4, 6))],
+    # optimizers
+    "tpshard.adamw_step": [
+        of(
+            lambda *x: ours.adamw_step.default(*x[:4], torch.tensor(True), *x[4:], 0.9, 0.95, 1e-3, 0.1),
+            *[f(4, 6)] * 4,
+            *[f()] * 3,
+        ),
+    ],
+    "tpshard.lion_step": [
+        of(
+            lambda *x: ours.lion_step.default(*x[:3], torch.tensor(True), *x[3:], 0.9, 0.99, 0.1),
+            *[f(4, 6)] * 3,
+            *[f()] * 2,
+        ),
+    ],
+    "tpshard.square_sum": [call(ours.square_sum.default, f(4, 6), f()), call(ours.square_sum.default, f(5), f())],
     # identities
     "output": [of(lambda x: x, f(4, 6))],
     "tpshard.named": [call(ours.named.default, f(4, 6), "h", ["batch", "embed"])],

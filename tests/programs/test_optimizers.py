@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
 from tpshard.parallelism.float64 import BOUND, distance
 from tpshard.parallelism.runtime.context import alone
+from tpshard.parallelism.runtime.execute import Executor
+from tpshard.parallelism.simulate import run_lockstep
 from tpshard.plan import make
 from tpshard.programs import training
 from tpshard.programs.choices import Chooser
@@ -58,3 +61,37 @@ def test_what_is_kept_is_what_is_planned(told: tuple[str, ...], a_parameter: int
     peak, bare = Chooser(programs.setting).peak(programs.micro), report.pricing.parts[0].memory
     held = sum(math.prod(port.local) for port in programs.micro.inputs if port.kind == "parameter")
     assert bare.at_peak["optimizer"] == a_parameter * held and peak == bare.peak_bytes
+
+
+def update_inputs(programs: training.TrainingPrograms) -> list[torch.Tensor]:
+    """Tensors for an update on one device."""
+    random = torch.Generator().manual_seed(0)
+    return [(torch.rand(port.local, generator=random) + 1).to(port.dtype) for port in programs.update.inputs]
+
+
+@pytest.mark.parametrize("told", [(), (LION,), ("optimizer.state_dtype=bf16",)])
+def test_an_update_is_an_op_per_parameter_that_writes_over_old_values(told: tuple[str, ...]) -> None:
+    programs = built(*told, "mesh={}")
+    update, inputs = programs.update, update_inputs(programs)
+    (expected,) = run_lockstep(update, [[tensor.clone() for tensor in inputs]])
+    executor = Executor(update, alone())
+    results = executor(*inputs)
+    assert all(map(torch.equal, results, expected))
+    assert all(results[output] is inputs[source] for output, source in update.donated.items())
+    steps = [node for node in executor.module.graph.nodes if getattr(node.target, "namespace", "") == "tpshard"]
+    assert Counter(node.target._schema.name.endswith("step_") for node in steps) == dict.fromkeys(
+        (True, False), len(programs.names)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [(), (LION,)])
+def test_a_compiled_update_equals_the_interpreted_one(told: tuple[str, ...]) -> None:
+    programs = built(*told, "mesh={}")
+    inputs = update_inputs(programs)
+    compiled, interpreted = (
+        Executor(programs.update, alone(), compiled=how)(*[tensor.clone() for tensor in inputs])
+        for how in ("all", "none")
+    )
+    for one, other in zip(compiled, interpreted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

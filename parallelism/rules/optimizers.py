@@ -1,0 +1,34 @@
+"""Rules of optimizers' steps, which are pointwise, and of the sum of a gradient's squares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tpshard.parallelism.graph import Op
+from tpshard.parallelism.rules.elementwise import elements
+from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.rule import Factors, Kind, Rule
+
+
+def step(flops: int) -> Entry:
+    """The entry of a step with so many FLOPs per element of the parameter. No operand may be a partial sum."""
+
+    def rule(op: Op) -> Rule:
+        pointwise = elements(op)
+        return replace(pointwise, flops=flops * pointwise.flops)
+
+    return Entry(rule, commutes=True)
+
+
+def square_sum(op: Op) -> Rule:
+    """The rule of the sum of (x * scale)^2: over a sharded dim it is partial, though no partial sum may be squared."""
+    factors = Factors()
+    dims = factors.dims(op.operands[0].shape, Kind.REDUCE)
+    return factors.rule([dims, ()], [()], flops=3 * op.operands[0].numel)
+
+
+OPS: Table = {
+    "tpshard.adamw_step": step(15),
+    "tpshard.lion_step": step(11),
+    "tpshard.square_sum": Entry(square_sum),
+}
