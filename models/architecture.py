@@ -62,7 +62,7 @@ class Architecture:
         try:
             return self.cls.config_class.from_dict(dict(self.raw))
         except Exception as error:  # the class may raise anything for bad numbers
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"config.json: {self.cls.config_class.__name__} refuses it: {reason}") from error
 
     @property

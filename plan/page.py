@@ -62,9 +62,9 @@ def _script() -> str:
 
 
 def _stages(report: Report) -> list[str]:
-    if report.pricing.pipeline is None:
-        return []
     height = pictures.stages_height(report)
+    if not height:
+        return []
     drawn = (
         f'<svg width="1000" height="{height}" viewBox="0 0 1000 {height}" font-family="sans-serif" font-size="11">'
         f"{pictures.stages(report)}</svg>"

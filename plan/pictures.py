@@ -10,6 +10,7 @@ from tpshard.parallelism.liveness import CATEGORIES
 from tpshard.plan.pricing import PricedPart
 from tpshard.plan.report import Report
 from tpshard.plan.screen import LABELS
+from tpshard.plan.stage_lanes import stage_lanes
 from tpshard.plan.trace import lanes
 from tpshard.plan.units import bytes_axis, gib, seconds, seconds_axis
 
@@ -47,13 +48,13 @@ def svg(report: Report) -> str:
 
 
 def stages_height(report: Report) -> int:
-    pipeline = report.pricing.pipeline
+    pipeline = stage_lanes(report)
     return 0 if pipeline is None else _ROW * pipeline.table.devices + 36
 
 
 def stages(report: Report) -> str:
-    """The schedule of a pipeline over a step: a lane per device, a bar per task; white is waiting."""
-    pipeline = report.pricing.pipeline
+    """The schedule of a pipeline over a step: a lane per device and a bar per task; devices wait in gaps."""
+    pipeline = stage_lanes(report)
     if pipeline is None:
         return ""
     scale = (_W - _LEFT - 10) / (pipeline.seconds or 1.0)
@@ -65,8 +66,8 @@ def stages(report: Report) -> str:
         if (end - start) * scale > 16:
             x, y = _LEFT + (start + end) / 2 * scale, _ROW * pipeline.table.device_of(task.stage) + 15
             out.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle" fill="#ffffff">{task.micro}</text>')
-    words = f"{pipeline.table.schedule}: {100 * pipeline.bubble:.1f}% bubble, {seconds(pipeline.seconds)}"
-    out.append(f'<text x="{_LEFT}" y="{_ROW * pipeline.table.devices + 15}" fill="#555555">{words}</text>')
+    y = _ROW * pipeline.table.devices + 15
+    out.append(f'<text x="{_LEFT}" y="{y}" fill="#555555">{pipeline.words}</text>')
     return "\n".join(out)
 
 

@@ -201,7 +201,9 @@ def _pipeline(report: Report, verbose: bool) -> list[str]:
     """The time and memory of each stage; with `verbose` also the schedule, a column per unit of time."""
     pipeline = report.pricing.pipeline
     if pipeline is None:
-        return [f"PIPELINE  {pipeline_words(report)}"] if report.job.stacking is not None else []
+        how = report.job.stacking
+        drawn = [] if how is None or not verbose else ["  the schedule", *str(how.table).splitlines()]
+        return [] if how is None else [f"PIPELINE  {pipeline_words(report)}", *drawn]
     rows = [
         f"PIPELINE  {pipeline_words(report)} [{report.provenance['time']}]",
         f"  split {_runs([stage.layers for stage in pipeline.stages])} "

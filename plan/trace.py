@@ -8,6 +8,7 @@ from typing import Any
 from tpshard.parallelism.flow import info_of
 from tpshard.plan.pricing import PricedPart
 from tpshard.plan.report import Report
+from tpshard.plan.stage_lanes import stage_lanes
 
 
 def lanes(part: PricedPart) -> list[str]:
@@ -67,7 +68,7 @@ def trace(report: Report) -> str:
 
 def _stages(report: Report) -> list[dict[str, Any]]:
     """A lane per device of a pipeline, with the tasks of its schedule."""
-    pipeline = report.pricing.pipeline
+    pipeline = stage_lanes(report)
     if pipeline is None:
         return []
     events: list[dict[str, Any]] = [

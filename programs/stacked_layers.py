@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from tpshard.models.dims import STAGE, name
 from tpshard.parallelism.passes.recompute import layer_of
 from tpshard.parallelism.program import INFO, Program, info
+from tpshard.parallelism.schedules import StageTask, Table
 
 LAYERS = "layers"
 """The module that has the layers, in tpshard's families."""
@@ -85,6 +86,23 @@ class Stacking:
             return None
         group, within = divmod(since, self.stages * self.rounds)
         return group * self.stages + within % self.stages, within // self.stages
+
+    def tasks(self) -> Iterator[tuple[int, int, StageTask]]:
+        """(step, stage, forward task) of everything that is not filling or draining, in order."""
+        for time in range(self.steps):
+            for stage in range(self.stages):
+                turn = self.turn(time, stage)
+                if turn is not None:
+                    yield time, stage, StageTask("F", turn[1] * self.stages + stage, turn[0])
+
+    @property
+    def table(self) -> Table:
+        """The schedule: all forward tasks, then the backward ones in reverse order."""
+        rows: list[list[StageTask]] = [[] for _ in range(self.stages)]
+        for _, stage, task in self.tasks():
+            rows[stage].append(task)
+        both = tuple((*row, *(task._replace(kind="B") for task in reversed(row))) for row in rows)
+        return Table(self.schedule, self.stages, self.stages * self.rounds, self.micro_batches, both)
 
 
 class StackedLayers(nn.ModuleList):

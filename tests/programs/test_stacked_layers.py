@@ -6,7 +6,12 @@ from functools import cache
 
 import pytest
 from tpshard.parallelism.float64 import BOUND, distance
+from tpshard.parallelism.schedules import check
 from tpshard.plan import make, screen
+from tpshard.plan.page import page
+from tpshard.plan.pictures import svg
+from tpshard.plan.stage_lanes import stage_lanes
+from tpshard.plan.trace import trace
 from tpshard.programs import training
 from tpshard.programs.lockstep import Lockstep, StepValues
 from tpshard.programs.setting import Setting, devices_of
@@ -103,6 +108,14 @@ def test_the_plan_shows_bubble_and_stages() -> None:
     )
     found = report.to_json()["pipeline"]
     assert (found["form"], found["bubble"], found["split"]) == ("vectorized", pytest.approx(1 / 3), [1, 1])
+    lanes = stage_lanes(report)
+    assert lanes is not None and len({slot.task for slot in lanes.slots}) == len(lanes.slots) == 2 * 2 * 2
+    check(lanes.table)
+    for task, start, end in lanes.slots:
+        assert 0 <= start < end <= lanes.seconds
+        assert all(before.end <= start + 1e-12 for before in lanes.slots if before.task in lanes.table.needs(task))
+    assert "device 1 along pp" in trace(report) and "F1 of stage 1" in svg(report) and "F1 of stage 1" in page(report)
+    assert " 1 .  F0 F1" in screen.screen(report, verbose=True)
     plain = make.report_of_training(built("mesh.pp=1", "pipeline=null", "model.layers=2"))
     assert report.job.params == plain.job.params
     assert report.useful_flops == pytest.approx(plain.useful_flops, rel=0.02), "masks count too"

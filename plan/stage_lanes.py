@@ -1,0 +1,65 @@
+"""The schedule of a plan's pipeline as lanes, for pictures and traces: a lane per device, a slot per task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpshard.parallelism.flow import info_of
+from tpshard.parallelism.schedules import Slot, Table
+from tpshard.plan.pricing import PricedPart
+from tpshard.plan.report import Report
+from tpshard.plan.screen import pipeline_words
+from tpshard.plan.units import seconds
+from tpshard.programs.stacked_layers import LAYERS, Stacking
+
+
+@dataclass(frozen=True)
+class StageLanes:
+    """The tasks of a pipeline with their times."""
+
+    table: Table
+    slots: list[Slot]
+    seconds: float
+    """Length of the picture."""
+    words: str
+
+
+def stage_lanes(report: Report) -> StageLanes | None:
+    """The lanes of a staged or a vectorized pipeline; None without a pipeline.
+
+    The steps of a vectorized pipeline are drawn equally long: forward and backward pass of the layers divided by the
+    number of steps. In its gaps devices compute too, but nothing reads the results.
+    """
+    piped = report.pricing.pipeline
+    if piped is not None:
+        words = f"{piped.table.schedule}: {100 * piped.bubble:.1f}% bubble, {seconds(piped.seconds)}"
+        return StageLanes(piped.table, list(piped.slots), piped.seconds, words)
+    how = report.job.stacking
+    if how is None:
+        return None
+    for part in report.pricing.parts:
+        spans = [_span(part, ("forward",)), _span(part, ("backward", "recompute"))]
+        if all(end > start for start, end in spans):
+            words = f"{pipeline_words(report)}, {seconds(part.timeline.seconds)}"
+            return StageLanes(how.table, _slots(how, *spans), part.timeline.seconds, words)
+    return None
+
+
+def _span(part: PricedPart, phases: tuple[str, ...]) -> tuple[float, float]:
+    """From the first to the last event of the layers in these phases, in seconds; (0, 0) if there is none."""
+    infos = ((event, info_of(part.priced.kernels[event.task].node)) for event in part.timeline.events)
+    own = [e for e, info in infos if info.phase in phases and info.module.partition(".")[0] == LAYERS]
+    return min((e.start for e in own), default=0.0), max((e.end for e in own), default=0.0)
+
+
+def _slots(how: Stacking, forward: tuple[float, float], backward: tuple[float, float]) -> list[Slot]:
+    """A slot per task: all stages of a step at the same time, backward steps in reverse order."""
+    each, back = ((end - start) / how.steps for start, end in (forward, backward))
+    slots = []
+    for time, _, task in how.tasks():
+        start, mirrored = forward[0] + time * each, backward[0] + (how.steps - 1 - time) * back
+        slots += [Slot(task, start, start + each), Slot(task._replace(kind="B"), mirrored, mirrored + back)]
+    return sorted(slots, key=lambda slot: (slot.start, slot.task.stage))
+
+
+__all__ = ["StageLanes", "stage_lanes"]
