@@ -60,7 +60,7 @@ class Architecture:
     def config(self) -> Any:
         """transformers' configuration object."""
         try:
-            return self.cls.config_class.from_dict(dict(self.raw))
+            return self.cls.config_class.from_dict(_with_infinities(dict(self.raw)))
         except Exception as error:  # the class may raise anything for bad numbers
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"config.json: {self.cls.config_class.__name__} refuses it: {reason}") from error
@@ -126,8 +126,9 @@ class Architecture:
     def build(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The module: tokens, documents, positions, all [batch, seq] int64 -> logits [batch, seq, vocab].
 
-        Parameters are on `meta`, in `dtype`; buffers that no folder stores (rotary frequencies) have their values.
-        ValueError where the class has other buffers or is not a causal language model.
+        Parameters are on `meta`, in `dtype`. Buffers that no folder stores (rotary frequencies) have their values;
+        vectors that a folder stores are parameters without a gradient, which training leaves as they are. ValueError
+        where the class stores other buffers or is not a causal language model.
         """
         interface.register()
         config = copy.deepcopy(self.config)
@@ -139,6 +140,7 @@ class Architecture:
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"{self.cls.__name__} cannot be built from config.json: {reason}") from error
+        _hold_buffers(model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(dtype)
@@ -169,11 +171,48 @@ class Architecture:
         model.register_forward_hook(lambda _, __, output: output.logits)
 
 
+def _with_infinities(value: Any) -> Any:
+    """The values of config.json, with those that transformers writes as {"__float__": "Infinity"} as numbers."""
+    if isinstance(value, list):
+        return [_with_infinities(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {"__float__"}:
+        return float(value["__float__"])
+    return {key: _with_infinities(each) for key, each in value.items()}
+
+
+def _hold_buffers(model: nn.Module) -> None:
+    """Turns the vectors that checkpoints store as buffers, such as the biases of DeepSeek's routers, into parameters.
+
+    The forward pass reads them detached, and the optimizer does not decay vectors.
+    """
+    owned = [(path, module, name) for path, module in model.named_modules() for name in module._buffers]
+    stored = set(model.state_dict())
+    held: list[tuple[nn.Module, str]] = []
+    for path, module, name in owned:
+        label, buffer = f"{path}.{name}", module._buffers[name]
+        if buffer is None or label not in stored:
+            continue
+        if not buffer.is_floating_point() or buffer.dim() > 1:
+            raise ValueError(
+                f"{type(model).__name__} stores the buffer `{label}`, which is not supported: {buffer.dtype}, shape "
+                f"{list(buffer.shape)}; only vectors of numbers are"
+            )
+        delattr(module, name)
+        module.register_parameter(name, nn.Parameter(torch.empty_like(buffer, device="meta")))
+        held.append((module, name))
+
+    def detach(*_: Any) -> None:
+        for module, name in held:
+            module._parameters[name] = module._parameters[name].detach()  # type: ignore[union-attr, assignment]
+
+    if held:
+        model.register_forward_pre_hook(detach)
+
+
 def _fill_buffers(model: nn.Module) -> None:
     """Computes the buffers that checkpoints do not store, by the class's own initialization."""
-    stored = {name for name, _ in model.named_buffers()} & set(model.state_dict())
-    if stored:
-        raise ValueError(f"{type(model).__name__} stores the buffer `{sorted(stored)[0]}`, which is not supported")
     for path, module in model.named_modules():
         if not any(buffer is not None for buffer in module._buffers.values()):
             continue

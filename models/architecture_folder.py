@@ -142,7 +142,8 @@ class FolderWeights:
             names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in loading.get(what, ()))
             if names:
                 raise ValueError(f"{self.folder}: {what.replace('_', ' ')} for {cls.__name__}: {', '.join(names[:5])}")
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+        own = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        return {name: own[name].detach() for name in self.shapes}
 
 
 def _turned(model: nn.Module) -> frozenset[str]:

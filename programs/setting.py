@@ -138,7 +138,8 @@ class Setting:
                 "`pipeline.form: vectorized` runs the layers of tpshard's own dense families", exit=Exit.FIT,
                 where=self.recipe.where("pipeline.form"),
                 why="this model has experts" if self.config is not None else "this model is another module",
-                fix="form: staged, for any model",
+                fix="form: staged, for any model with repeated layers; or a preset without experts, or `model.hf` with "
+                "a folder of model_type llama, mistral, qwen2, qwen3 or gpt_bigcode",
             )  # fmt: skip
         layers, stages = list(self.single.get_submodule(LAYERS).children()), axis.size * section.each
         if len(layers) % stages:

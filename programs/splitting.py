@@ -40,7 +40,8 @@ def layers_of(setting: Setting, count: int, stages: int) -> list[int]:
             return list(section.split)
         fair = ", ".join(map(str, _fair(count, stages)))
         raise Mistakes.one(
-            f"`pipeline.split` gives {len(section.split)} stages {sum(section.split)} layers",
+            f"`pipeline.split` has {sum(section.split)} layer{'s' * (sum(section.split) != 1)} in {len(section.split)} "
+            f"stage{'s' * (len(section.split) != 1)}",
             exit=Exit.FIT, where=recipe.where("pipeline.split"),
             why=f"the model has {count} layers for {stages} stages",
             fix=f"pipeline.split: [{fair}], or leave it out" if count >= stages else f"at most {count} stages",

@@ -89,7 +89,7 @@ def micro_program(
                 used[name] = boundary(param.to(setting.used_dtype(name)), "parameter", name).requires_grad_()
         loss, count = _forward(setting, trail, used, batch)
         with trail.backward(loss):
-            grads = torch.autograd.grad(loss, [used[n] for n in names])
+            grads = torch.autograd.grad(loss, [used[n] for n in names], materialize_grads=True)
         added = []
         for name, grad in zip(names, grads):
             with trail.inside(Place(name.rpartition(".")[0], phase="backward")):

@@ -135,7 +135,7 @@ def _examined(layers: list[Node], overrides: Sequence[str], name: str, recorded:
         rules["batch"] = (*rules["batch"], "ep")
         rules.setdefault("expert", ("ep",))
     if recipe.pipeline is not None and recipe.pipeline.vectorized:
-        rules.setdefault("stage", ("pp",))
+        rules["stage"] = recipe.sharding.rules.get("stage", ("pp",))  # null stays, and is refused
         if not recipe.where("sharding.rules.vocab").line:  # embedding and head are on no stage: all devices share them
             rules["vocab"] = ("pp", *rules.get("vocab", ()))
     object.__setattr__(recipe.sharding, "rules", rules)

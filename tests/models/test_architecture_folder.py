@@ -99,3 +99,27 @@ def test_a_checkpoint_says_which_model_it_is(tmp_path: Path) -> None:
     again = Blueprint.from_json(blueprint.to_json())
     assert again.architecture is not None and blueprint.architecture is not None
     assert again.architecture.shapes == blueprint.architecture.shapes
+
+
+def test_a_stored_vector_is_a_parameter_without_a_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek-V3 stores the biases of its routers as buffers, which change the experts chosen but are not learned."""
+    sizes = {
+        "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+        "n_routed_experts": 4, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 8,
+        "first_k_dense_replace": 1, "num_key_value_heads": 4,
+    }  # fmt: skip
+    config = {**architectures.CONFIGS["llama"], "architectures": ["DeepseekV3ForCausalLM"], **sizes}
+    monkeypatch.setitem(architectures.CONFIGS, "deepseek_v3", config)
+    bias, folder = "model.layers.1.mlp.gate.e_score_correction_bias", architectures.folder(tmp_path, "deepseek_v3")
+    own, module = architectures.own("deepseek_v3"), Architecture.of(folder).build()
+    leaves = {name: value.detach().requires_grad_() for name, value in own.state_dict().items()}
+    assert set(dict(module.named_parameters())) == set(leaves)
+    tokens, logits = torch.arange(12).view(1, 12), []
+    for chosen in (0, 1):
+        with torch.no_grad():
+            leaves[bias].copy_(10.0 * torch.nn.functional.one_hot(torch.tensor(chosen), 4))
+        logits.append(torch.func.functional_call(module, dict(leaves), (tokens, torch.zeros_like(tokens), tokens)))
+        expected = torch.func.functional_call(own, leaves, (), {"input_ids": tokens}).logits
+        torch.testing.assert_close(logits[-1], expected)
+    assert not torch.equal(*logits)
+    assert torch.autograd.grad(logits[0].sum(), leaves[bias], allow_unused=True) == (None,)

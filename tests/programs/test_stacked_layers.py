@@ -125,6 +125,7 @@ def test_the_plan_shows_bubble_and_stages() -> None:
     ("overrides", "said"),
     [
         (["sharding.rules.stage=tp"], "3 `sharding.rules.stage` must be `pp`"),
+        (["sharding.rules.stage=null"], "3 `sharding.rules.stage` must be `pp`"),
         (["pipeline.schedule=1f1b"], "3 `pipeline.form: vectorized` does not suit 1f1b"),
         (["pipeline.split=[1, 3]"], "3 `pipeline.split` does not suit `form: vectorized`"),
         (["model.layers=5"], "4 2 stages do not divide the 5 layers of the model; stages of a vectorized pipeline have "
