@@ -141,7 +141,7 @@ def compiled_of(row: dict[str, str]) -> Compiled | None:
 
 def figures(row: dict[str, str], recipe: Recipe, quick: bool) -> tuple[float, float]:
     """(GiB in the row's measure of memory, seconds of a step)."""
-    build = Variants().build if quick else make.build_programs
+    build = Variants().for_prices if quick else make.build_programs
     pricing = make.price_training(build(Setting.of(recipe)), compiled_of(row))
     memory = pricing.reserved_bytes if row.get("mem_kind") == "reserved_peak" else pricing.peak_bytes
     return memory / 2**30, pricing.step_s

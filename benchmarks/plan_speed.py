@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tpshard.plan import command, make, outputs, suggest
 from tpshard.programs.setting import Setting
+from tpshard.programs.variants import Variants
 from tpshard.recipes.load import load
 
 from record import Record, add_options
@@ -44,13 +45,13 @@ def measure(record: Record, name: str, devices: int, path: str) -> None:
     start, cpu = time.perf_counter(), time.process_time()
     recipe = load(path)
     with make.without_gc():  # as `make.report`, which does both
-        programs = make.build_programs(Setting.of(recipe))
+        programs = make.build_programs(Setting.of(recipe), variants := Variants())
         built = time.perf_counter()
         report = make.report_of_training(programs, path)
     options = outputs.PlanOptions(source=path, dry_run=True)
     texts = command.texts(report, recipe, options)
     end, used = time.perf_counter(), time.process_time() - cpu
-    report.suggestions = suggest.promising(report, recipe)
+    report.suggestions = suggest.promising(report, recipe, variants=variants)
     suggested = time.perf_counter() - end
     entry = outputs.entry(recipe, options)
     assert entry is not None

@@ -76,15 +76,18 @@ class Program:
     reasons: ReasonLookup | None = None
     """The reasons of the shardings of `records`; None if they were not stored."""
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _unordered: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def cached(self, key: Any, make: Callable[[], T]) -> T:
+    def cached(self, key: Any, make: Callable[[], T], *, in_any_order: bool = False) -> T:
         """The result of `make()`, a function of the program, cached under `key`.
 
         That is safe, because a program does not change after the pass that returned it: passes work on copies.
+        in_any_order: whether the result stays valid when the nodes are reordered.
         """
-        if key not in self._cache:
-            self._cache[key] = make()
-        return self._cache[key]  # type: ignore[no-any-return]
+        cache = self._unordered if in_any_order else self._cache
+        if key not in cache:
+            cache[key] = make()
+        return cache[key]  # type: ignore[no-any-return]
 
     # ---- what other programs read -------------------------------------------------------------------------
     @property
@@ -180,6 +183,12 @@ class Program:
     def replace_graph(self, graph: fx.Graph) -> Program:
         """The program with another graph."""
         return replace(self, graph=graph)
+
+    def reordered(self) -> Program:
+        """The program after a pass that only reordered its nodes."""
+        program = self.replace_graph(self.graph)
+        program._unordered.update(self._unordered)
+        return program
 
 
 def public(layout: Layout, mesh: Mesh) -> tuple[Any, ...]:

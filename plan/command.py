@@ -31,6 +31,7 @@ from tpshard.plan.outputs import CommandResult, PlanOptions
 from tpshard.plan.plan_cache import PlanEntry
 from tpshard.plan.report import Report
 from tpshard.programs.setting import Setting, devices_of
+from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 
@@ -63,9 +64,10 @@ def run(
         rows = between.rows(Setting.of(recipe, devices_of(recipe)))
         shown = json.dumps(between.to_json(rows), indent=1) + "\n" if options.as_json else between.text(rows)
         return CommandResult(shown, Exit.DONE)
-    report = make.report(recipe, options.source or recipe.name, options.what, accuracy())
+    variants = Variants()
+    report = make.report(recipe, options.source or recipe.name, options.what, accuracy(), variants)
     if options.fit or options.pin:
-        return _changed_recipe(report, recipe, options, tell, to_write)
+        return _changed_recipe(report, recipe, options, tell, to_write, variants)
     if options.explain is not None:
         explanation = _answer_explain(report, options.explain)
         answer = {"name": options.explain, "lines": explanation.splitlines()}
@@ -78,7 +80,7 @@ def run(
             json.dumps(changed, indent=1) + "\n" if options.as_json else diffs.text(changed), Exit.DONE
         )
     if options.net:
-        network = placements.net(report, recipe)
+        network = placements.net(report, recipe, variants)
         shown = json.dumps(network.to_json(), indent=1) + "\n" if options.as_json else placements.text(network)
         return CommandResult(shown, Exit.DONE)
     if options.run is not None:
@@ -86,12 +88,12 @@ def run(
     if options.skew is not None:
         report.skew = skews.skew(report.pricing, Setting.of(recipe, devices_of(recipe)), options.skew)
     if not report.fits:
-        report.edits = search.edits(report, recipe)
+        report.edits = search.edits(report, recipe, variants=variants)
     elif options.suggest:
-        faster = suggest.suggest(report, recipe, tell)
+        faster = suggest.suggest(report, recipe, tell, variants)
         report.suggestions, report.searched, report.search_summary = faster.edits, faster.to_json(), faster.words
     elif options.what == "train":
-        report.suggestions = suggest.promising(report, recipe)
+        report.suggestions = suggest.promising(report, recipe, variants=variants)
     code = Exit.DONE if report.fits else Exit.FIT
     forms = texts(report, recipe, options)
     if entry is not None:
@@ -118,11 +120,12 @@ def _text(kind: str, report: Report, recipe: Recipe) -> str:
 
 
 def _changed_recipe(
-    report: Report, recipe: Recipe, options: PlanOptions, tell: Callable[[str], None], to_write: Sequence[Path]
-) -> CommandResult:
+    report: Report, recipe: Recipe, options: PlanOptions, tell: Callable[[str], None], to_write: Sequence[Path],
+    variants: Variants,
+) -> CommandResult:  # fmt: skip
     """The answer of `--fit` and `--pin`: a changed recipe that begins with a comment on the changes."""
     if options.fit:
-        fitted = None if report.fits else fitting.fit(report, recipe)
+        fitted = None if report.fits else fitting.fit(report, recipe, variants)
         recipe_text = fitting.text(fitted, report, recipe)
         shown: dict[str, object] = {"edits": [] if fitted is None else fitted.changes, "recipe": recipe_text}
         if fitted is not None:

@@ -58,14 +58,17 @@ class Fitted:
     """The recipe as YAML."""
 
 
-def fit(report: Report, recipe: Recipe) -> Fitted:
-    """The smallest edits for a training recipe that does not fit. Raises `Mistakes` (exit 4) if there are none."""
-    search = _KnobSearch(report, recipe)
+def fit(report: Report, recipe: Recipe, variants: Variants | None = None) -> Fitted:
+    """The smallest edits for a training recipe that does not fit; `variants` has the recipe's own programs.
+
+    Raises `Mistakes` (exit 4) if there are none.
+    """
+    search = _KnobSearch(report, recipe, variants or Variants())
     smallest = search.smallest()
     if smallest is None:
         closest = min(search.tried.values(), key=lambda q: q.needed_bytes, default=None)
         least = f"with all of them it needs {gib(closest.needed_bytes)}" if closest is not None else "none is possible"
-        others = [edit.change for edit in edits(report, recipe) if edit.fits]
+        others = [edit.change for edit in edits(report, recipe, variants=search.variants) if edit.fits]
         raise Mistakes.one(
             f"`{report.job.name}` does not fit, even with every edit that keeps its results", exit=Exit.FIT,
             why=f"{least}, and a device has {gib(report.pricing.device.memory_bytes)}",
@@ -84,8 +87,8 @@ class _KnobSearch:
 
     report: Report
     recipe: Recipe
+    variants: Variants
     tried: dict[tuple[str, ...], VariantPrice] = field(default_factory=dict)
-    variants: Variants = field(default_factory=Variants)
 
     def __post_init__(self) -> None:
         self.knobs = sorted(knobs(self.report, self.recipe), key=lambda knob: knob.harm)

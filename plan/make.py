@@ -17,6 +17,7 @@ from tpshard.plan.report import PlannedJob, Report
 from tpshard.programs import cluster, saved_step, training
 from tpshard.programs.choices import compiled_by
 from tpshard.programs.setting import DTYPES, STATES, Setting, devices_of
+from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.schema import Recipe
 
@@ -53,15 +54,17 @@ def price_training(programs: training.TrainingPrograms, compiled: Compiled | Non
     return price_parts(training_parts(programs, compiled), device, per_host, processes=per_host, trains=True)
 
 
-def report(recipe: Recipe, source: str, what: str = "train", accuracy: str = "") -> Report:
-    """The report of what a recipe would run. `what`: train, prefill or decode.
+def report(
+    recipe: Recipe, source: str, what: str = "train", accuracy: str = "", variants: Variants | None = None
+) -> Report:
+    """The report of what a recipe would run. `what`: train, prefill or decode. `variants` keeps parts of its programs.
 
     Raises `Mistakes` for parts that do not fit each other (exit 4), the recipe (3) and the mesh (5).
     """
     with without_gc():
         if what != "train":
             return server.report(recipe, what, source, accuracy)
-        return report_of_training(build_programs(Setting.of(recipe, devices_of(recipe))), source, accuracy)
+        return report_of_training(build_programs(Setting.of(recipe, devices_of(recipe)), variants), source, accuracy)
 
 
 def forecast_of(report: Report, recipe: Recipe, conditions: Conditions) -> Forecast:
@@ -89,10 +92,10 @@ def without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def build_programs(setting: Setting) -> training.TrainingPrograms:
-    """Builds the programs of a training run, as `train` does."""
+def build_programs(setting: Setting, variants: Variants | None = None) -> training.TrainingPrograms:
+    """Builds the programs of a training run, as `train` does. `variants` keeps parts of them for other settings."""
     with without_gc():
-        return training.build(setting)
+        return training.build(setting) if variants is None else variants.build(setting)
 
 
 def report_of_training(programs: training.TrainingPrograms, source: str = "", accuracy: str = "") -> Report:

@@ -80,8 +80,11 @@ class Net:
         }  # fmt: skip
 
 
-def net(report: Report, recipe: Recipe) -> Net:
-    """Prices a planned training step with every order of the mesh's axes, and builds the programs of the best ones."""
+def net(report: Report, recipe: Recipe, variants: Variants | None = None) -> Net:
+    """Prices a planned training step with every order of the mesh's axes, and builds the programs of the best ones.
+
+    `variants` has the recipe's own programs.
+    """
     device, per_host = report.pricing.device, report.job.devices_per_node
     axes = dict(report.job.mesh)
     mesh = Mesh(axes)
@@ -90,7 +93,7 @@ def net(report: Report, recipe: Recipe) -> Net:
     own = Placement(tuple(axes), report.pricing.comm_s, report.pricing.exposed_s, report.pricing.step_s, whole=True)
     others = [] if report.pricing.pipeline is not None else [price_order(report, order) for order in _orders(axes)]
     ranked = sorted(others, key=lambda one: (one.step_s, one.order))
-    variants = Variants()
+    variants = variants or Variants()
     ranked = [*(_whole(recipe, one, axes, variants) for one in ranked[:WHOLE]), *ranked[WHOLE:]]
     return Net(device.network, places, tuple(report.lines), (own, *sorted(ranked, key=lambda one: one.step_s)))
 

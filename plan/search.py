@@ -15,7 +15,7 @@ from tpshard.plan.units import gib, seconds
 from tpshard.programs.setting import Setting, devices_of
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Mistakes
-from tpshard.recipes.load import loads
+from tpshard.recipes.load import changed
 from tpshard.recipes.schema import Recipe
 
 
@@ -33,7 +33,7 @@ class VariantPrice:
 
 def variant(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     """The recipe with `key.path=value` changes. Raises `Mistakes` where they contradict each other."""
-    return loads(recipe.to_yaml(), list(changes), file=recipe.name)
+    return changed(recipe, changes)
 
 
 def price_variant(recipe: Recipe, what: str = "train", variants: Variants | None = None) -> VariantPrice:
@@ -41,7 +41,7 @@ def price_variant(recipe: Recipe, what: str = "train", variants: Variants | None
     with make.without_gc():
         if what == "train":
             setting = Setting.of(recipe, devices_of(recipe))
-            pricing = make.price_training((variants or Variants()).build(setting))
+            pricing = make.price_training((variants or Variants()).for_prices(setting))
         else:
             pricing = server.report(recipe, what, whole=False).pricing
     needed = pricing.needed_bytes
@@ -51,12 +51,14 @@ def price_variant(recipe: Recipe, what: str = "train", variants: Variants | None
 
 
 # ---- edits ----------------------------------------------------------------------------------------------------------
-def edits(report: Report, recipe: Recipe, count: int = 3, tries: int = 9) -> list[Edit]:
+def edits(
+    report: Report, recipe: Recipe, count: int = 3, tries: int = 9, variants: Variants | None = None
+) -> list[Edit]:
     """The smallest edits that make the recipe fit, smallest first; if none does, those that come closest.
 
-    An edit that extends a fitting one is tried only if there are too few others.
+    An edit that extends a fitting one is tried only if there are too few others. `variants` has the recipe's programs.
     """
-    variants = Variants()
+    variants = variants or Variants()
     done: list[Edit] = []
     fitting: list[frozenset[str]] = []
     further: list[list[str]] = []
@@ -302,12 +304,12 @@ def _price_candidate(
 ) -> Candidate | None:
     unpriced = Candidate(mesh, remat, per_device, VariantPrice(0, 0.0, 0.0, False), 0.0, more=tuple(more))
     try:
-        changed = variant(recipe, unpriced.changes)
-        price = price_variant(changed, variants=variants)
+        candidate = variant(recipe, unpriced.changes)
+        price = price_variant(candidate, variants=variants)
     except Mistakes:
         return None
-    tokens = changed.batch.global_sequences * changed.model.seq_len
-    return replace(unpriced, price=price, tokens_per_s_per_device=tokens / price.step_s / devices_of(changed))
+    tokens = candidate.batch.global_sequences * candidate.model.seq_len
+    return replace(unpriced, price=price, tokens_per_s_per_device=tokens / price.step_s / devices_of(candidate))
 
 
 def _mark_fastest(candidates: Iterable[Candidate]) -> list[Candidate]:

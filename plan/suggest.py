@@ -57,14 +57,16 @@ class Suggested:
         return {"planned": self.planned, "unfit": self.unfit, "unstorable": self.unstorable, "refused": self.refused}
 
 
-def suggest(report: Report, recipe: Recipe, tell: Callable[[str], None] | None = None) -> Suggested:
-    """Searches for faster variants of a training recipe that fits."""
-    return _Search(report, recipe, tell or (lambda _: None)).run()
+def suggest(
+    report: Report, recipe: Recipe, tell: Callable[[str], None] | None = None, variants: Variants | None = None
+) -> Suggested:
+    """Searches for faster variants of a training recipe that fits. `variants` has the recipe's own programs."""
+    return _Search(report, recipe, tell or (lambda _: None), variants).run()
 
 
-def promising(report: Report, recipe: Recipe, count: int = 3) -> list[Edit]:
+def promising(report: Report, recipe: Recipe, count: int = 3, variants: Variants | None = None) -> list[Edit]:
     """Suggestions without a search: the changes that the plan's figures favour, tried one by one."""
-    search, helpful = _Search(report, recipe, lambda _: None), []
+    search, helpful = _Search(report, recipe, lambda _: None, variants), []
     tries = 2 if len(report.pricing.parts[0].part.program.nodes) < LARGE else 1
     for change in search.likely_changes()[:tries]:
         tried = search.edit(change)
@@ -74,10 +76,10 @@ def promising(report: Report, recipe: Recipe, count: int = 3) -> list[Edit]:
 
 
 class _Search:
-    def __init__(self, report: Report, recipe: Recipe, tell: Callable[[str], None]):
+    def __init__(self, report: Report, recipe: Recipe, tell: Callable[[str], None], variants: Variants | None = None):
         self.report, self.recipe, self.tell = report, recipe, tell
         self.base = report.pricing.step_s
-        self.variants = Variants()
+        self.variants = variants or Variants()
         self.tried: dict[frozenset[tuple[str, str]], VariantPrice | None] = {}
         self.result = Suggested()
 

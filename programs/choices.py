@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +16,7 @@ from tpshard.parallelism.fusion import Compiled, Kernel, kernels, seconds
 from tpshard.parallelism.liveness import liveness
 from tpshard.parallelism.network import Topology
 from tpshard.parallelism.passes import buckets
-from tpshard.parallelism.passes.recompute import Keep, keep_all, keep_layer_inputs, keep_selected, recompute
-from tpshard.parallelism.passes.run import run
+from tpshard.parallelism.passes.recompute import Keep, keep_all, keep_layer_inputs, keep_selected
 from tpshard.parallelism.program import Program, Spec, info
 from tpshard.parallelism.timeline import price
 from tpshard.programs import cluster
@@ -44,16 +42,15 @@ class Choices(NamedTuple):
     """Parameter names of each bucket, in order of use."""
 
 
-def choose(setting: Setting, program: Program, program_with: Callable[[Choices], Program]) -> Choices:
-    """The choices for the step `program`; `program_with` returns the program that runs with some choices.
+def choose(
+    setting: Setting, recomputed: Callable[[bool], Program], program_with: Callable[[Choices], Program]
+) -> Choices:
+    """The choices for a step, made from the programs that run with some of them.
 
-    Raises Mistakes for a file or pattern of buckets that is invalid.
+    recomputed: returns the program before buckets, with or without gathered parameters freed after the forward pass.
+    program_with: returns the program that runs. Raises Mistakes for a file or pattern of buckets that is invalid.
     """
     chooser, reshard = Chooser(setting), setting.recipe.fsdp.reshard_after_forward
-
-    def recomputed(again: bool) -> Program:
-        return run([partial(recompute, keep=keep_of(setting), reshard_after_forward=again)], program)
-
     again = not chooser.fits(recomputed(False)) if reshard == "auto" else reshard
 
     def with_buckets(groups: Groups) -> Choices:

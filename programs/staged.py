@@ -114,17 +114,17 @@ class StagedPrograms:
         return {"schedule": table} | fingerprints
 
 
-def build(setting: Setting) -> tuple[Program, StagedPrograms]:
+def build(setting: Setting, make_micro: step_programs.MicroMaker = alike.micro) -> tuple[Program, StagedPrograms]:
     """The micro-batch's program of a recipe with a pipeline, and its stages.
 
     Raises Mistakes where stages, layers and micro-batches do not fit each other.
     """
     table = table_of(setting)
     with traceable(setting):
-        base = alike.micro(setting)
+        base = make_micro(setting)
     storage = {p.name: p.layout for p in base.inputs if p.kind == "parameter"}
     layers = layers_of(setting, len(blocks_of(base)), table.stages)
-    again = recomputed(setting, base, alike.micro)
+    again = recomputed(setting, base, make_micro)
 
     def stages_of(layers: Sequence[int]) -> tuple[Stage, ...]:
         return finished_stages(setting, again, table, layers)
@@ -206,7 +206,7 @@ def _chosen(setting: Setting, stage: Stage) -> Choices:
     def program_with(chosen: Choices) -> Program:
         return run(scheduling(setting, chosen), stage.forward)
 
-    chosen = choose(setting, stage.forward, program_with)
+    chosen = choose(setting, lambda _: stage.forward, program_with)
     in_buckets = {name for group in chosen.buckets for name in group}
     alone = tuple((name,) for name in stage.parameters if name not in in_buckets)
     return chosen._replace(buckets=(*chosen.buckets, *alone))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,16 +21,19 @@ from tpshard.programs.staged import (
     recomputed,
     table_of,
 )
-from tpshard.recipes.schema import BucketFile
+from tpshard.recipes.schema import BucketFile, Recipe, RematEvery
 
 
 def build(setting: Setting) -> tuple[Program, StagedPrograms] | None:
     """`staged.build` with equal middle stages built once.
 
-    None if the model's layers differ, or there are too few stages to gain. Raises Mistakes for what does not fit.
+    None if the model's layers differ, by themselves or in what the recipe does to them, or there are too few stages to
+    gain. Raises Mistakes for what does not fit.
     """
+    if _treats_layers_apart(setting.recipe):
+        return None
     config, few = setting.config, few_layers(setting)
-    if config is None or few is None or isinstance(setting.recipe.fsdp.bucket, BucketFile):
+    if config is None or few is None:
         return None
     deep = stretch_program(few, STACK, config.layers)
     if deep is None:
@@ -58,6 +62,16 @@ def build(setting: Setting) -> tuple[Program, StagedPrograms] | None:
             built[alike] = device_programs(setting, storage, base, held, i, noted)
         devices.append(built[alike])
     return few, StagedPrograms(setting, axis, table, tuple(layers), stages, tuple(devices), storage)
+
+
+def _treats_layers_apart(recipe: Recipe) -> bool:
+    """Whether recomputation, units or buckets may differ between layers, and so between stages."""
+    fsdp = recipe.fsdp
+    if isinstance(recipe.remat, RematEvery) or isinstance(fsdp.bucket, BucketFile):
+        return True
+    patterns = [*fsdp.wrap, *(fsdp.bucket if isinstance(fsdp.bucket, tuple) else ())]
+    names = [name for entry in patterns for name in ([entry] if isinstance(entry, str) else entry)]
+    return any(re.search(r"[\d?\[]", name) for name in names)
 
 
 class _Alike:

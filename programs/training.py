@@ -77,12 +77,12 @@ def build(
 ) -> TrainingPrograms:  # fmt: skip
     """Captures, propagates and partitions all programs of a training recipe. Raises Mistakes for what does not fit.
 
-    `watch` sees the programs with the micro-batch's as each pass leaves it. `make` and `update` make programs otherwise
-    than `alike.micro` and `update_program`, where the model is not in stages.
+    `watch` sees the programs with the micro-batch's as each pass leaves it. `make` replaces `alike.micro`; `update`
+    replaces `update_program`, where the model is not in stages.
     """
     make = make or alike.micro
     if setting.recipe.staged:
-        return of_stages(setting, *staged.build(setting))
+        return of_stages(setting, *staged.build(setting, make))
     with traceable(setting):
         micro = make(setting)
     storage = {p.name: p.layout for p in micro.inputs if p.kind == "parameter"}

@@ -51,6 +51,17 @@ def loads(text: str, overrides: Sequence[str] = (), *, file: str = "<text>") -> 
     return _sound(_examined(extends.layers_of_text(text, file, recorded), overrides, "recipe", recorded))
 
 
+def changed(recipe: Recipe, changes: Sequence[str]) -> Recipe:
+    """The recipe with further `key.path=value` overrides: what loading its file with them gives.
+
+    Defaults that are derived from other keys are derived again. Raises `Mistakes` where the changes are wrong.
+    """
+    if recipe._origin is None:
+        return loads(recipe.to_yaml(), changes, file=recipe.name)
+    layers, overrides, name = recipe._origin
+    return _sound(_examined(list(layers), [*overrides, *changes], name, []))
+
+
 def examine(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Examined:
     """`load` for callers with further checks: returns the mistakes together with the usable rest.
 
@@ -129,6 +140,7 @@ def _examined(layers: list[Node], overrides: Sequence[str], name: str, recorded:
     recipe = checker.section(merged.raw, Recipe, ())
     object.__setattr__(recipe, "_places", checker.places)
     object.__setattr__(recipe, "_file", layers[-1].source.file)
+    object.__setattr__(recipe, "_origin", (tuple(layers), tuple(overrides), name))
     object.__setattr__(recipe, "mesh", _complete(recipe.mesh))
     rules = {dim: axes for dim, axes in recipe.sharding.rules.items() if axes}
     if "ep" in recipe.mesh and "batch" in rules and not recipe.where("sharding.rules.batch").line:

@@ -502,6 +502,8 @@ class Recipe(Section):
 
     _places: ClassVar[Mapping[str, tuple[Source, Source]]] = {}
     _file: ClassVar[str] = ""
+    _origin: ClassVar[Any] = None
+    """What it was loaded from: the trees of its file and of what that extends, the overrides, the default name."""
     _warnings: ClassVar[tuple[Diagnostic, ...]] = ()
 
     @property

@@ -36,6 +36,10 @@ class Moves:
 
 def find_moves(program: Program) -> Moves:
     """Classifies the nodes of a step."""
+    return program.cached("moves", lambda: _moves_of(program), in_any_order=True)
+
+
+def _moves_of(program: Program) -> Moves:
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     gathers = {node for node in nodes if _moves(node, "parameter") and _kind(node) == "all_gather"}
     reductions = {node for node in nodes if _moves(node, "gradient")}

@@ -46,7 +46,7 @@ def overlap_exchanges(program: Program) -> Program:
                 else:
                     late.append(other)
     order.apply()
-    return program
+    return program.reordered()
 
 
 @dataclass

@@ -11,7 +11,9 @@ from tpshard.parallelism.passes.copy import copy_program
 from tpshard.parallelism.program import Program
 
 Pass = Callable[[Program], Program]
-"""A function that edits its own copy of a program and returns it, named like the pass."""
+"""A function that edits its own copy of a program and returns it, named like the pass.
+
+A pass that only reorders nodes returns `program.reordered()`, so that later ones need not classify them again."""
 
 
 class PassResult(NamedTuple):
@@ -39,7 +41,8 @@ def run(passes: Sequence[Pass], program: Program, watch: Watch | None = None) ->
         started = time.perf_counter()
         result = one(program)
         seconds = time.perf_counter() - started
-        program = result.replace_graph(result.graph)  # cached facts of the old graph are invalid
+        # cached facts of the old graph are invalid, unless the pass says which are not
+        program = result.replace_graph(result.graph) if result is program else result
         if watch is not None:
             watch(PassResult(*_name_and_settings(one), program, seconds))
     return program

@@ -140,3 +140,9 @@ def test_a_pipeline_of_alike_stages_has_the_price_of_its_whole_programs(pipeline
     assert quick.flops(recompute=False) == whole.flops(recompute=False)
     assert quick.pipeline is not None and whole.pipeline is not None
     assert [s.layers for s in quick.pipeline.stages] == [s.layers for s in whole.pipeline.stages]
+
+
+@pytest.mark.parametrize("more", ["remat: {every: 3}", 'fsdp: {wrap: ["layers.1", "layers.*"]}'])
+def test_stages_whose_layers_a_recipe_treats_apart_are_not_alike(more: str) -> None:
+    deep = setting("{pp: 4, fsdp: 2}", "tiny", "pipeline: {schedule: 1f1b}", "compile: eager", more)
+    assert staged_alike.build(deep) is None
