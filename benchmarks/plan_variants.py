@@ -54,7 +54,7 @@ Changes = list[str]
 
 
 @dataclass
-class Draw:
+class DrawnRecipe:
     """A random recipe: its text, and changes by what they are about."""
 
     text: str
@@ -69,7 +69,7 @@ class Draw:
 
 
 @dataclass
-class Outcome:
+class ComparedVariant:
     """How a variant's figures as an edit compare with those of its full plans."""
 
     number: int
@@ -89,7 +89,7 @@ class Outcome:
 
 
 # ---- drawing recipes ---------------------------------------------------------------------------------------------
-def drawn(chance: random.Random, model: str, layers: int | None = None) -> Draw:
+def drawn(chance: random.Random, model: str, layers: int | None = None) -> DrawnRecipe:
     """A random recipe of a model, by default with some of its layers."""
     layers = layers or chance.randint(4, 9)
     tiny = model.startswith("tiny")
@@ -100,15 +100,15 @@ cluster: {{device: {device}, nodes: {nodes}, devices_per_node: 8}}
 model: {{preset: {model}, layers: {layers}}}
 batch: {{global_sequences: {chance.choice([1, 2, 4]) * nodes * 8}}}
 """
-    recipe = Draw(text, {})
+    recipe = DrawnRecipe(text, {})
     for about in SETTINGS:
         recipe.changes[about] = SETTINGS[about](chance, recipe)
     return recipe
 
 
-def redrawn(chance: random.Random, recipe: Draw) -> Draw:
+def redrawn(chance: random.Random, recipe: DrawnRecipe) -> DrawnRecipe:
     """The recipe with one to three of its settings drawn again."""
-    again = Draw(recipe.text, dict(recipe.changes))
+    again = DrawnRecipe(recipe.text, dict(recipe.changes))
     for about in chance.sample(list(SETTINGS), chance.randint(1, 3)):
         again.changes[about] = SETTINGS[about](chance, again)
         if about == "mesh":
@@ -116,7 +116,7 @@ def redrawn(chance: random.Random, recipe: Draw) -> Draw:
     return again
 
 
-def _mesh(chance: random.Random, recipe: Draw) -> Changes:
+def _mesh(chance: random.Random, recipe: DrawnRecipe) -> Changes:
     devices = 8 * int(recipe.text.split("nodes: ")[1].split(",")[0])
     tp = chance.choice([1, 1, 2, 4, 8])
     pp = chance.choice([1, 1, 1, 2, 4]) if devices // tp >= 4 else 1
@@ -126,7 +126,7 @@ def _mesh(chance: random.Random, recipe: Draw) -> Changes:
     return [f"mesh.{axis}={size}" for axis, size in sizes.items()]
 
 
-def _pipeline(chance: random.Random, recipe: Draw) -> Changes:
+def _pipeline(chance: random.Random, recipe: DrawnRecipe) -> Changes:
     if "mesh.pp=1" in recipe.changes["mesh"]:
         return ["pipeline=null"]
     if chance.random() < 0.2:
@@ -135,11 +135,11 @@ def _pipeline(chance: random.Random, recipe: Draw) -> Changes:
     return [f"pipeline={{schedule: {schedule}, form: staged}}"]
 
 
-def _per_device(chance: random.Random, recipe: Draw) -> Changes:
+def _per_device(chance: random.Random, recipe: DrawnRecipe) -> Changes:
     return [f"batch.per_device={chance.choice(['null', 1, 1, 2])}"]
 
 
-def _accumulate(chance: random.Random, recipe: Draw) -> Changes:
+def _accumulate(chance: random.Random, recipe: DrawnRecipe) -> Changes:
     return [
         f"fsdp.accumulate.gather={chance.choice(['microbatch', 'microbatch', 'step'])}",
         f"fsdp.accumulate.reduce={chance.choice(['each', 'each', 'last'])}",
@@ -147,17 +147,17 @@ def _accumulate(chance: random.Random, recipe: Draw) -> Changes:
     ]
 
 
-def _remat(chance: random.Random, recipe: Draw) -> Changes:
+def _remat(chance: random.Random, recipe: DrawnRecipe) -> Changes:
     return [f"remat={chance.choice(['none', 'selective', 'full', 'full', '{every: 2}', '{every: 3}'])}"]
 
 
-def _buckets(chance: random.Random, recipe: Draw) -> Changes:
+def _buckets(chance: random.Random, recipe: DrawnRecipe) -> Changes:
     policies = ["auto", "auto", "auto", "none", "wrap", "greedy", "{mb: 100}", "{mb: 2500.5}"]
     wraps = ['["layers.*", [tok_embed], [norm, output]]', '["layers.*.attention*", "layers.*.mlp*"]', "[[layers.*]]"]
     return [f"fsdp.bucket={chance.choice(policies)}", f"fsdp.wrap={chance.choice([wraps[0], *wraps])}"]
 
 
-def _gathering(chance: random.Random, recipe: Draw) -> Changes:
+def _gathering(chance: random.Random, recipe: DrawnRecipe) -> Changes:
     return [
         f"fsdp.reshard_after_forward={chance.choice(['true', 'true', 'false', 'auto'])}",
         f"fsdp.prefetch={chance.choice([0, 1, 1, 2, 4])}",
@@ -165,27 +165,27 @@ def _gathering(chance: random.Random, recipe: Draw) -> Changes:
     ]
 
 
-def _dtypes(chance: random.Random, recipe: Draw) -> Changes:
+def _dtypes(chance: random.Random, recipe: DrawnRecipe) -> Changes:
     dtypes = ["fp32", "fp32", "bf16"]  # of the moments: that of the parameters
     return [f"{key}={chance.choice(dtypes)}" for key in ("fsdp.master_dtype", "fsdp.reduce_dtype")]
 
 
-def _sequence(chance: random.Random, recipe: Draw) -> Changes:
+def _sequence(chance: random.Random, recipe: DrawnRecipe) -> Changes:
     residual, embedded = chance.choice([("null", "null"), ("seq_sp", "null"), ("seq_sp", "seq_sp")])
     both = f'{{"layers.*.residual": [batch, {residual}, embed], embedded: [batch, {embedded}, embed]}}'
     used = "seq_sp" in (residual, embedded)
     return [f"sharding.rules.seq_sp={'tp' if used else 'null'}", f"sharding.annotate={both}"]
 
 
-def _length(chance: random.Random, recipe: Draw) -> Changes:
+def _length(chance: random.Random, recipe: DrawnRecipe) -> Changes:
     return [f"model.seq_len={256 if 'tiny' in recipe.text else chance.choice([8192, 8192, 4096, 1024])}"]
 
 
-def _compiled(chance: random.Random, recipe: Draw) -> Changes:
+def _compiled(chance: random.Random, recipe: DrawnRecipe) -> Changes:
     return [f"compile={chance.choice(['inductor', 'blocks', 'eager'])}"]
 
 
-def _optimizer(chance: random.Random, recipe: Draw) -> Changes:
+def _optimizer(chance: random.Random, recipe: DrawnRecipe) -> Changes:
     name = f"optimizer.name={chance.choice(['adamw', 'adamw', 'lion'])}"
     return [name, f"train.clip_grad_norm={chance.choice(['1.0', '1.0', 'null'])}"]
 
@@ -245,7 +245,7 @@ def _price_as_edit(base: Recipe, changes: Changes, variants: Variants) -> dict[s
     return {"memory": price.needed_bytes, "step": price.step_s, "exposed": price.exposed_s, "comm": price.comm_s}
 
 
-def _plan(recipe: Draw, *, as_plan: bool) -> dict[str, float] | str:
+def _plan(recipe: DrawnRecipe, *, as_plan: bool) -> dict[str, float] | str:
     try:
         return figures(whole_plan(recipe.recipe(), as_plan=as_plan))
     except Mistakes as mistakes:
@@ -256,10 +256,12 @@ def _words(mistakes: Mistakes) -> str:
     return "; ".join(found.message for found in mistakes.diagnostics)
 
 
-def compare(number: int, model: str, base: Recipe, recipe: Draw, changes: Changes, variants: Variants) -> Outcome:
+def compare(
+    number: int, model: str, base: Recipe, recipe: DrawnRecipe, changes: Changes, variants: Variants
+) -> ComparedVariant:
     """The outcome of one variant."""
     gc.collect()  # the plans before it
-    outcome = Outcome(number, model, recipe.overrides, "equal", staged="pipeline=null" not in recipe.overrides)
+    outcome = ComparedVariant(number, model, recipe.overrides, "equal", staged="pipeline=null" not in recipe.overrides)
     outcome.layers = base.model.layers or 0
     try:
         edited = _price_as_edit(base, changes, variants)
@@ -285,7 +287,7 @@ def compare(number: int, model: str, base: Recipe, recipe: Draw, changes: Change
 
 def outcomes(
     seed: int, number: int, models: list[str], layers: int | None = None, count: int = EACH
-) -> Iterator[Outcome]:
+) -> Iterator[ComparedVariant]:
     """`count` variants of the recipe with a number, one after another, as suggestions are tried."""
     chance, variants = random.Random(f"{seed} {number}"), Variants()
     model = models[number % len(models)]
@@ -316,7 +318,7 @@ def main() -> int:
     add_options(parser)
     options = parser.parse_args()
     record, start = Record("plan_variants", quiet=options.json), time.monotonic()
-    done: list[Outcome] = []
+    done: list[ComparedVariant] = []
     kinds: Counter[str] = Counter()
     numbers = iter([options.only] if options.only is not None else range(options.first, 10**9))
     for number in numbers:
