@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from tpshard.plan import make, search_pipelines, server
 from tpshard.plan.report import Edit, Report
 from tpshard.plan.units import gib, seconds
-from tpshard.programs.setting import Setting, devices_of
+from tpshard.programs import cluster
+from tpshard.programs.setting import DTYPES, Setting, devices_of
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import changed
@@ -232,19 +234,40 @@ class _Search:
     def __init__(self, recipe: Recipe, tell: Callable[[str], None]):
         self.recipe, self.tell, self.variants, self.result = recipe, tell, Variants(), SearchResult()
 
+    def stores(self, mesh: Mapping[str, int]) -> bool:
+        """Whether a device could hold its share of parameters, gradients and moments, if all axes but dp divide it."""
+        recipe = self.recipe
+        named = {axis for dim, axes in recipe.sharding.rules.items() if dim != "batch" for axis in axes}
+        if "dp" in named or recipe.fsdp.axis == "dp" or recipe.sharding.pin:
+            return True
+        share = self.state_bytes / math.prod(size for axis, size in mesh.items() if axis != "dp")
+        return share <= cluster.device_of(recipe)[0].memory_bytes
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of all parameters, their gradients and their moments, on all devices together."""
+        setting = Setting.of(self.recipe, devices_of(self.recipe))
+        moments = len(setting.state_names) * setting.state_dtype.itemsize
+        each = setting.master_dtype.itemsize + DTYPES[self.recipe.fsdp.accumulate.dtype].itemsize + moments
+        return each * sum(p.numel() for p in setting.single.parameters())
+
     def least_remat(self, mesh: Mapping[str, int], per_device: int, more: Sequence[str] = ()) -> Candidate | None:
         """Finds the least recomputation with which a variant fits, and keeps it; None where none fits."""
+        if not self.stores(mesh):
+            self.result.refused += 1
+            self.tell(f"{_sizes(mesh)}: parameters, gradients and moments alone exceed the memory")
+            return None
         for remat in ("none", "selective", "full"):
             candidate = _price_candidate(self.recipe, dict(mesh), remat, per_device, self.variants, more)
+            what = [_sizes(mesh), *_pipeline_words(more), f"remat {remat} per_device {per_device}"]
             if candidate is None or not candidate.price.fits:
+                outcome = "refused" if candidate is None else f"does not fit, {gib(_needed(candidate))}"
+                self.tell(f"{' '.join(what)}: {outcome}")
                 self.result.refused += 1
                 self.result.closest = min(filter(None, (self.result.closest, candidate)), key=_needed, default=None)
                 continue
             self.result.candidates.append(candidate)
-            what = " ".join(
-                [_sizes(candidate.mesh), *_pipeline_words(candidate), f"remat {remat} per_device {per_device}"]
-            )
-            self.tell(f"{what}: {seconds(candidate.price.step_s)}")
+            self.tell(f"{' '.join(what)}: {seconds(candidate.price.step_s)}")
             return candidate
         return None
 
@@ -332,7 +355,7 @@ def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
         lines.append(
             f" {'*' if c.pareto else ' '} {_sizes(c.mesh):<38} {c.remat:<10} {c.per_device:>10} "
             f"{gib(c.price.needed_bytes):>10} {seconds(c.price.step_s):>10} {c.tokens_per_s_per_device:>12.0f}"
-            f"{'  ' + ', '.join(_pipeline_words(c)) if c.more else ''}"
+            f"{'  ' + ', '.join(_pipeline_words(c.more)) if c.more else ''}"
         )
     if result.best is not None:
         lines += ["", "# the fastest, as a recipe", winner(result, recipe).rstrip()]
@@ -347,10 +370,10 @@ def winner(result: SearchResult, recipe: Recipe) -> str:
     return variant(recipe, result.best.changes).to_yaml() if result.best is not None else ""
 
 
-def _pipeline_words(candidate: Candidate) -> list[str]:
+def _pipeline_words(more: Sequence[str]) -> list[str]:
     """The changes of a variant's pipeline, as words for the table."""
     settings: dict[str, str] = {}
-    for change in candidate.more:
+    for change in more:
         key, _, value = change.partition("=")
         settings[key.rpartition(".")[2]] = value.removeprefix("{schedule: ").removesuffix("}")
     if settings.get("pipeline") == "null":
@@ -360,5 +383,5 @@ def _pipeline_words(candidate: Candidate) -> list[str]:
     return [*([schedule] if schedule else []), *(f"{key} {value}" for key, value in settings.items())]
 
 
-def _sizes(mesh: dict[str, int]) -> str:
+def _sizes(mesh: Mapping[str, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "1 device"

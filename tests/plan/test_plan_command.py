@@ -114,7 +114,7 @@ def test_files_that_cannot_be_written_are_found_before_planning(small, capsys, m
 
 def test_without_dry_run_the_plan_is_saved_in_the_runs_folder(small, report, monkeypatch):
     monkeypatch.setattr(make, "report", lambda *_: report)
-    monkeypatch.setattr(suggest, "promising", lambda *_: [])
+    monkeypatch.setattr(suggest, "promising", lambda *_, **__: [])
     done = command.run(loads(RECIPE), command.PlanOptions(source="small.yaml"))
     assert done.exit == Exit.DONE
     folder = small.parent / "runs" / "small"

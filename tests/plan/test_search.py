@@ -62,6 +62,22 @@ def test_an_edit_that_fits_is_not_offered_again_with_more_beside_it(report, monk
     assert [edit.change for edit in edits] == ["remat: full", "batch.per_device: 1"]
 
 
+def test_a_search_builds_no_mesh_that_cannot_store_the_state(monkeypatch):
+    """Replicas of 7 billion parameters with their moments exceed every device; what all devices share is priced."""
+    tried = []
+
+    def quick(recipe, **_):
+        tried.append((recipe.mesh["dp"], recipe.mesh["fsdp"]))
+        return search.VariantPrice(1, 1.0, 0.0, True)
+
+    monkeypatch.setattr(search, "price_variant", quick)
+    text = "cluster: {device: a100-40g, nodes: 4, devices_per_node: 2}\nmodel: {preset: llama3-8b}\nmesh: {fsdp: 8}"
+    notes: list[str] = []
+    assert search.search(loads(text), notes.append).refused > 0
+    assert (1, 8) in tried and all(dp == 1 for dp, _ in tried)
+    assert any("alone exceed the memory" in note for note in notes)
+
+
 def test_search_ranks_what_fits():
     recipe = loads(RECIPE, ["cluster.devices_per_node=2", "mesh.fsdp=2", "mesh.tp=1",
                             "batch.global_sequences=2", "batch.per_device=1"])  # fmt: skip
@@ -112,7 +128,7 @@ def test_a_search_plans_stages_schedules_and_micro_batches():
 def test_machines_are_told_the_suggestions_that_people_are(small, report, monkeypatch):
     faster = Edit("remat: none", 2**20, report.pricing.step_s / 2, True)
     monkeypatch.setattr(make, "report", lambda *_: replace(report))  # the command adds suggestions to its report
-    monkeypatch.setattr(suggest, "promising", lambda *_: [faster])
+    monkeypatch.setattr(suggest, "promising", lambda *_, **__: [faster])
     shown = command.run(loads(RECIPE), command.PlanOptions(dry_run=True)).text
     parsed = json.loads(command.run(loads(RECIPE), command.PlanOptions(dry_run=True, as_json=True)).text)
     assert "try: remat: none" in shown
