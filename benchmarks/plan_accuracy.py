@@ -96,8 +96,10 @@ def recipe_of(row: dict[str, str]) -> Recipe:
     unsupported = [key for key in ("pp", "cp", "ep") if number(row, key) > 1]
     if unsupported:
         raise ValueError(f"{', '.join(unsupported)} above 1: not in a recipe")
-    if (row.get("quant") or "none") != "none":
-        raise ValueError(f"quant {row['quant']}: not in a recipe")
+    quant = row.get("quant") or "none"
+    if quant != "none" and not quant.startswith(("fp8", "float8")):
+        raise ValueError(f"quant {quant}: not in a recipe")
+    dtype = "bf16" if quant == "none" else "fp8"
     per_node, gpus = number(row, "gpus_per_node", 8), number(row, "gpus")
     ranks, times, tp = number(row, "dp_rep") * number(row, "fsdp"), number(row, "grad_accum"), number(row, "tp")
     rules, annotate, pin = "", "", ""
@@ -114,7 +116,7 @@ def recipe_of(row: dict[str, str]) -> Recipe:
 name: {row["src"]}
 cluster: {{device: {device}, nodes: {max(1, gpus // per_node)}, devices_per_node: {min(gpus, per_node)}}}
 mesh: {{dp: {number(row, "dp_rep")}, fsdp: {number(row, "fsdp")}, tp: {tp}}}
-model: {{{MODELS[row["model"]]}, seq_len: {number(row, "seq")}, dtype: bf16}}
+model: {{{MODELS[row["model"]]}, seq_len: {number(row, "seq")}, dtype: {dtype}}}
 sharding: {{{sharding}}}
 fsdp:
   bucket: wrap

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,9 +33,9 @@ def check(
 ) -> int:
     """Train the same batch on two meshes or policies, and compare every gradient.
 
-    Both run in this process, in float64. If they differ by more than rounding explains, names the first operation that
-    differs and the line of the recipe that sharded it, and exits with 1. Meant for small models: the memory of all
-    ranks is in this process.
+    Both run in this process, in float64, also where the recipes say bf16 or fp16; fp8 products round their operands.
+    If they differ by more than rounding explains, names the first operation that differs and the line of the recipe
+    that sharded it, and exits with 1. Meant for small models: the memory of all ranks is in this process.
     """
     from tpshard.programs import equality
     from tpshard.programs.setting import Setting
@@ -50,6 +51,8 @@ def check(
             why="a map is merged key by key, so that an empty one changes nothing" if "{}" in " ".join(against) else "",
             fix="name another value of a key, such as --against mesh.tp=1",
         )  # fmt: skip
+    changes += widened(pair[0], pair[1])
+    pair = [load(recipe, changes), load(recipe, [*changes, *against])]
     settings = [Setting.of(each) for each in pair]
     print(f"training {steps} step{'s' * (steps > 1)} on both, all ranks in this process", file=sys.stderr)
     compared = equality.compare(settings[0], settings[1], steps)
@@ -68,6 +71,28 @@ def check(
     else:
         print(_text(compared, first, pair, against))
     return Exit.DONE if compared.equal else Exit.BUG
+
+
+_DTYPES = (
+    "fsdp.master_dtype",
+    "fsdp.param_dtype",
+    "fsdp.reduce_dtype",
+    "fsdp.accumulate.dtype",
+    "optimizer.state_dtype",
+)
+
+
+def widened(one: Recipe, other: Recipe) -> list[str]:
+    """The overrides that let both recipes compute in float64, which replaces fp32, where they agree on less.
+
+    Rounding to bf16 or fp16 would hide what the two compute differently.
+    """
+
+    def dtype(recipe: Recipe, key: str) -> str:
+        return str(reduce(getattr, key.split("."), recipe))
+
+    halves = ("bf16", "fp16")
+    return [f"{key}=fp32" for key in _DTYPES if dtype(one, key) == dtype(other, key) and dtype(one, key) in halves]
 
 
 def _at_once(setting: Setting) -> list[str]:

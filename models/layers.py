@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tpshard.kernels.fp8 import fp8_linear
 from tpshard.models.config import ModelConfig
 
 
@@ -18,9 +19,17 @@ class Linear(nn.Module):
         self.dims = {"weight": dims} | ({"bias": dims[:1]} if bias else {})
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
+
+
+def multiply_in_fp8(model: nn.Module) -> None:
+    """Lets the linear layers of a model's blocks, `layers.N`, multiply in fp8; embedding and head are not in them."""
+    for path, module in model.named_modules():
+        if isinstance(module, Linear) and path.startswith("layers."):
+            module.product = fp8_linear
 
 
 class Experts(nn.Module):

@@ -180,7 +180,7 @@ class Device:
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of a matrix product in `dtype`; if the device has no rate for it, the next wider dtype's."""
-        if self.kind == "cpu" and dtype == "float8_e4m3fn":  # multiplied as fp32
+        if self.kind == "cpu" and dtype in ("fp8", "float8_e4m3fn"):  # multiplied as fp32
             dtype = "fp32"
         for candidate in (_SHORT.get(dtype, dtype), "bf16" if dtype in _HALF else "fp32", "fp32"):
             if candidate in self.rates:

@@ -51,6 +51,8 @@ def extra_warnings(job: PlannedJob, device: Device, update: Program) -> list[str
         warnings.append("no `cluster` is named: priced on the shipped two-core CPU, not on this machine")
     if not device.fitted:
         warnings.append(f"{device.name} has no fitted constants; `tpshard doctor --measure` fits them on a machine")
+    if job.dtype == "fp8" and device.kind == "cpu":
+        warnings.append("a CPU multiplies fp8 operands as fp32: its numbers are those of fp8, its speed is not")
     if device.kind == "gpu" and job.devices_per_node > device.host_devices:
         in_recipe = f"the recipe says {job.devices_per_node}"
         warnings.append(f"a host of {device.name} has {device.host_devices} devices, {in_recipe}")

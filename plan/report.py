@@ -216,7 +216,8 @@ class Report:
         """For each figure, the constants of the device that it depends on and that were not fitted, by name."""
         times, device = self.pricing, self.pricing.device
         kinds = {"matmul": "matmul", "attention": "attention", "stream": "streaming"}
-        works = [kinds[kind] for kind, spent in self.work_seconds().items() if spent > _COUNTS * times.step_s]
+        works = ["fp8"] * (self.job.dtype == "fp8")  # the efficiency of products was fitted to those in bf16
+        works += [kinds[kind] for kind, spent in self.work_seconds().items() if spent > _COUNTS * times.step_s]
         links = [line.wire for line in self.lines if line.wire != "none"]
         used = sorted(set(links))
         return {

@@ -5,15 +5,25 @@ from __future__ import annotations
 from tpshard.devices.read import device
 from tpshard.parallelism.cost import Device
 from tpshard.programs.setting import devices_of
-from tpshard.recipes.schema import Recipe
+from tpshard.recipes.diagnostic import Exit, Mistakes, join
+from tpshard.recipes.schema import DEVICES, Recipe
 
 ASSUMED = "cpu"
 """The device of a recipe that names none; the planning machine is never inspected."""
 
 
 def device_of(recipe: Recipe) -> tuple[Device, int, int]:
-    """(device, hosts, devices per host) of a recipe. Raises `Mistakes` for an invalid device file."""
+    """(device, hosts, devices per host) of a recipe. Raises `Mistakes` for an invalid device file, or one without
+    the fp8 that the recipe needs."""
     if recipe.cluster is None:
         return device(ASSUMED), 1, devices_of(recipe)
     described = device(recipe.cluster.device, recipe.where("cluster.device"))
+    if recipe.model.dtype == "fp8" and described.kind == "gpu" and "fp8" not in described.rates:
+        able = [name for name in DEVICES if "fp8" in device(name).rates]
+        raise Mistakes.one(
+            f"{described.name} cannot multiply fp8: its file has no rate for it",
+            exit=Exit.FIT,
+            where=recipe.where("model.dtype"),
+            fix=f"cluster.device: {join(able)}; or dtype: bf16",
+        )
     return described, recipe.cluster.nodes, recipe.cluster.devices_per_node

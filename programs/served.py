@@ -158,15 +158,20 @@ class Served:
 def serving_dtype(recipe: Recipe, quantized: Quantization | None, stored: str, kind: str) -> str:
     """The compute dtype: `serve.dtype`, else the recipe's for its own checkpoint, else the folder's.
 
-    For quantized weights on a `cpu` it is fp32, in which they equal the file's.
+    For quantized weights on a `cpu` it is fp32, in which they equal the file's. Mistakes, exit 4, for fp8.
     """
     if recipe.serve.dtype is not None:
         return recipe.serve.dtype
     if quantized is not None and kind == "cpu":
         return "fp32"
-    if recipe.serve.checkpoint == LATEST and recipe.model.dtype is not None:
-        return str(recipe.model.dtype)
-    return stored
+    own = recipe.serve.checkpoint == LATEST and recipe.model.dtype is not None
+    dtype = str(recipe.model.dtype) if own else stored
+    if dtype == "fp8":
+        raise Mistakes.one(
+            "a server does not multiply in fp8", exit=Exit.FIT, where=recipe.where("model.dtype"),
+            why="`model.dtype: fp8` is for training", fix="serve.dtype: bf16",
+        )  # fmt: skip
+    return dtype
 
 
 def stored_model(recipe: Recipe, blueprint: Blueprint, folder: Path, stored: str, kind: str) -> Served:

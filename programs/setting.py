@@ -15,6 +15,7 @@ from tpshard.models.assemble import build_module
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
 from tpshard.models.hf_config import computes, folder_config
+from tpshard.models.layers import multiply_in_fp8
 from tpshard.models.plan_dims import Naming
 from tpshard.models.presets import override, preset
 from tpshard.models.routing import balanced
@@ -24,6 +25,7 @@ from tpshard.programs import naming
 from tpshard.programs.batching import BatchPlan, check_micro_batches, derive
 from tpshard.programs.stacked_layers import LAYERS, StackedLayers, Stacking, difference
 from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.fp8_fit import fp8_misfits
 from tpshard.recipes.schema import Recipe
 
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",)}
@@ -113,8 +115,13 @@ class Setting:
         return self._built()
 
     def _built(self) -> nn.Module:
+        if misfits := list(fp8_misfits(self.recipe, self.config, self.mesh.axes)):
+            raise Mistakes(misfits)
         if self.config is not None:
-            return build(self.config, dtype=self.master_dtype)
+            model = build(self.config, dtype=self.master_dtype)
+            if self.recipe.model.dtype == "fp8":
+                multiply_in_fp8(model)
+            return model
         try:
             if self.architecture is not None:
                 return self.architecture.build(self.master_dtype)

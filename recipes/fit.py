@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tpshard.models.config import ModelConfig
 from tpshard.models.family import DIMS, INPUTS
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Source, join
+from tpshard.recipes.fp8_fit import fp8_misfits
 from tpshard.recipes.patterns import covers, matches, nearest
 from tpshard.recipes.schema import AXES, Recipe
 
@@ -44,6 +45,8 @@ def misfits(recipe: Recipe, c: ModelConfig | None, *, world: int | None = None) 
     mesh = dict.fromkeys(set(AXES) - set(recipe.mesh), 1) | mesh
     # a mesh that does not fit the cluster will change, and with it the number of data ranks
     mistakes = list(_batch(recipe, mesh)) if whole else []
+    if c is not None or recipe.model.module is not None or recipe.model.transformers is not None:
+        mistakes += fp8_misfits(recipe, c, mesh)
     if c is not None:
         fit = _Fit(recipe, c, mesh, world)
         mistakes += [*fit.names(), *fit.axes_once(), *fit.uneven(), *fit.positions()]

@@ -250,7 +250,7 @@ def _derive(merged: Merged, name: str) -> None:
     default("name", lambda: name)
     default("model.seq_len", lambda: preset("seq_len", 2048))
     default("model.dtype", lambda: preset("dtype", "bf16"))
-    default("fsdp.param_dtype", lambda: read("model.dtype"))
+    default("fsdp.param_dtype", lambda: "bf16" if read("model.dtype") == "fp8" else read("model.dtype"))
     default("optimizer.state_dtype", lambda: read("fsdp.master_dtype"))
     default("schedule.warmup_steps", lambda: min(2000, read("train.steps") // 10))
     default("data.tokenizer", lambda: None if read("data.source") == "sample" else "${oc.env:TOKENIZER_DIR}")

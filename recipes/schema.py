@@ -31,6 +31,7 @@ Share = Annotated[float, limits(least=0, most=1)]
 AXES = ("pp", "dp", "fsdp", "ep", "spatial", "tp")
 """Mesh axes that rules may name even if the mesh does not have them: they then have size 1."""
 Dtype = Literal["fp32", "bf16", "fp16"]
+Computed = Literal["fp32", "bf16", "fp16", "fp8"]
 AxisName = Annotated[str, form(r"[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and underscores")]
 AxisSize = Annotated[int, SIZE]
 Axes = Annotated[tuple[AxisName, ...], ALONE]
@@ -85,8 +86,9 @@ class Model(Section):
         default="the preset's: 256 for tiny ones, 8192 for others; else 2048"
     )
     """Tokens per sequence."""
-    dtype: Dtype = derived(default="the preset's: fp32 for tiny ones; else bf16")
-    """dtype of the computation."""
+    dtype: Computed = derived(default="the preset's: fp32 for tiny ones; else bf16")
+    """dtype of the computation. fp8: products of the blocks' linear layers, forward and backward, in e4m3 with a scale
+    per 128 elements, and all else in `fsdp.param_dtype`; for training tpshard's own dense families."""
     layers: Annotated[int, limits(least=1, most=10_000)] | None = None
     """Number of transformer blocks."""
     width: Annotated[int, limits(least=1, most=2**20)] | None = None
@@ -216,7 +218,7 @@ class Fsdp(Section):
     """Whether a unit is freed after the forward pass; auto keeps it gathered while memory_limit allows, and says so."""
     master_dtype: Dtype = "fp32"
     """dtype of stored parameters and optimizer state."""
-    param_dtype: Dtype = derived(default="model.dtype")
+    param_dtype: Dtype = derived(default="model.dtype; with fp8: bf16")
     """dtype in which parameters are gathered."""
     reduce_dtype: Dtype = "fp32"
     """dtype in which gradients are reduced."""

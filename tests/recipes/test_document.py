@@ -121,7 +121,7 @@ def test_keys_say_what_they_may_be_and_their_default() -> None:
     actual = {key.path: key for key in keys()}
     assert (actual["train.steps"].legal, actual["train.steps"].default) == (
         "a whole number, at least 1 and at most 1e12", "200000")  # fmt: skip
-    assert actual["fsdp.param_dtype"].default == "model.dtype"
+    assert actual["fsdp.param_dtype"].default == "model.dtype; with fp8: bf16"
     assert actual["compile"].legal == "inductor, blocks or eager"
     assert [key.path for key in keys("optimizer")][:3] == ["optimizer.name", "optimizer.lr", "optimizer.betas"]
     assert [key.path for key in keys("seed")] == ["seed"]
