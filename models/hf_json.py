@@ -55,4 +55,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 def refuse_code(values: Mapping[str, Any], where: Path) -> None:
     """Raises ValueError if a configuration asks to run its own Python code."""
     if values.get("auto_map"):
-        raise ValueError(f"{where}: `auto_map` asks to run code that came with the model; tpshard never does")
+        raise ValueError(
+            f"{where}: `auto_map` asks to run code that came with the model; tpshard never does. "
+            "Delete the entry if `architectures` names a class of transformers"
+        )

@@ -62,11 +62,16 @@ def attend(
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     documents = others.get("documents")
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
-    own = causal and attention_mask is None and query.shape[-1] == value.shape[-1]
-    if own:
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return attention(q, k, v, documents, scale, sliding_window, softcap), None
+    if causal and attention_mask is None:
+        width = max(query.shape[-1], value.shape[-1])  # zeros change neither the scores nor the rest of a result
+        q, k, v = (_padded(x, width).transpose(1, 2) for x in (query, key, value))
+        return attention(q, k, v, documents, scale, sliding_window, softcap)[..., : value.shape[-1]], None
     return _written_out(query, key, value, attention_mask, documents, scale, sliding_window, softcap, causal), None
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """x with zeros after its last dim, up to `width`."""
+    return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
 def _written_out(

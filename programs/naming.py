@@ -41,11 +41,11 @@ def of_architecture(recipe: Recipe, model: nn.Module) -> dict[str, Naming]:
         if wrong is not None:
             mistakes.append(
                 Diagnostic(
-                    f"`{pattern}` names {len(dims)} dims, and `{wrong}` has {parameters[wrong].dim()}: "
-                    f"{list(parameters[wrong].shape)}",
+                    f"`{pattern}` names {len(dims)} dim{'s' * (len(dims) != 1)}, and `{wrong}` has "
+                    f"{parameters[wrong].dim()}: {list(parameters[wrong].shape)}",
                     exit=Exit.RECIPE,
                     where=recipe.where(path),
-                    fix=f"give {parameters[wrong].dim()} entries, null for dims left to propagation",
+                    fix=f"one name for each of its {parameters[wrong].dim()} dims, or null for one left to propagation",
                 )
             )
         namings |= {name: Naming(tuple(d or "" for d in dims), f"a dim by {recipe.where(path)}") for name in meant}

@@ -19,6 +19,8 @@ from tpshard.parallelism.rules.table import rule_for
 aten = torch.ops.aten
 ROWS = ("slots", "sequences", "tables")
 """Inputs that attention to the cache needs besides the rows' positions."""
+PARTS = (aten.slice.Tensor, aten.select.int, aten.view_as_real.default)
+"""Operations whose result is a part of a tensor or another view of it."""
 
 
 def page_attention(graph: Graph, positions: Value, block_size: int) -> list[Value]:
@@ -71,7 +73,10 @@ def rows_of(graph: Graph, inputs: Mapping[Value, int]) -> dict[Value, int]:
         rule = rule_for(op)
         factors = {dims[dim] for dims, dim in zip(rule.operands, operand_dims) if dim is not None}
         (factor, *more), *others = factors
-        elsewhere = [dim for dims, own in zip(rule.operands, operand_dims) for i, dim in enumerate(dims) if i != own]
+        read = [
+            one for one in zip(op.operands, rule.operands, operand_dims) if one[2] is not None or not _unset(one[0])
+        ]
+        elsewhere = [dim for _, dims, own in read for i, dim in enumerate(dims) if i != own]
         after = [[i for i, dim in enumerate(dims) if dim == (factor,)] for dims in rule.results]
         apart = not more and not others and rule.has_rule and rule.kinds[factor] is Kind.PASS
         if not apart or any(factor in dim for dim in elsewhere) or any(len(places) != 1 for places in after):
@@ -82,6 +87,14 @@ def rows_of(graph: Graph, inputs: Mapping[Value, int]) -> dict[Value, int]:
             )
         row_dims.update({result: places[0] for result, places in zip(op.results, after)})
     return row_dims
+
+
+def _unset(value: Value) -> bool:
+    """Whether a value is memory without contents, or a part of such, so that all its rows are alike."""
+    op = value.producer
+    if op is None or op.target is aten.empty.memory_format:
+        return op is not None
+    return op.target in PARTS and _unset(op.operands[0])
 
 
 def take_logit_rows(graph: Graph, where: Mapping[Value, int], count: int) -> None:

@@ -252,6 +252,16 @@ def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:
             fix="leave sharding.rules.stage out",
             also=((recipe.where("pipeline"), "the pipeline"),),
         )
+    if not section.vectorized and "pp" in recipe.sharding.rules.get("stage", ()):
+        for pattern, dims in recipe.sharding.annotate.items():
+            if "stage" in dims:
+                yield Diagnostic(
+                    f"`sharding.annotate.{pattern}` names the dim `stage`, which only stacked layers have",
+                    where=recipe.where(f"sharding.annotate.{pattern}"),
+                    why="in a staged pipeline a parameter is only on the devices of its stage",
+                    fix="leave it out, or pipeline.form: vectorized",
+                    also=((recipe.where("pipeline"), "the pipeline"),),
+                )
     outside = ["sharding.rules.stage", *["sharding.rules.vocab"] * section.vectorized]
     for path, axes in _uses(recipe).items():
         if "pp" in axes and path not in outside:

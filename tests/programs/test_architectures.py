@@ -9,7 +9,10 @@ import architectures
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tpshard.models import interface
+from tpshard.parallelism.capture import capture
 from tpshard.programs import step_programs, training
+from tpshard.programs.paging import rows_of
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
@@ -174,6 +177,32 @@ def test_a_servers_step_is_transformers_own(name: str, tp: int, tmp_path: Path) 
         each = [torch.func.functional_call(own, values, (part,)).logits[0] for part in (tokens[:, :5], tokens[:, 5:])]
     torch.testing.assert_close(logits, torch.cat(each), rtol=1e-4, atol=1e-4)
     assert tp == 1 or any(c.kind == "all_reduce" for c in programs.steps[8].collectives)
+
+
+@pytest.mark.parametrize(("scores", "values"), [(6, 4), (4, 6)])
+def test_attention_of_keys_and_values_of_unequal_width_is_one_operation(scores: int, values: int) -> None:
+    """As in DeepSeek's latent attention."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 5, width, generator=generator) for width in (scores, scores, values))
+    actual, _ = interface.attend(torch.nn.Module(), q, k, v, None, documents=torch.zeros(2, 5, dtype=torch.int64))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(actual, expected.transpose(1, 2))
+
+
+def test_rows_written_into_new_memory_stay_apart() -> None:
+    """DeepSeek writes both parts of its keys into an empty tensor; memory of other rows may not be written."""
+
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty(1, 8, 6)
+        y[..., :4].copy_(x)
+        y[..., 4:].copy_(x[..., :2])
+        return y * 2
+
+    graph = capture(halves, [torch.empty(1, 8, 4)])
+    assert rows_of(graph, {graph.inputs[0]: 1})[graph.outputs[0]] == 1
+    graph = capture(lambda x: torch.arange(8).view(1, 8, 1).expand(1, 8, 4) * x, [torch.empty(1, 8, 4)])
+    with pytest.raises(ValueError, match="depends on their places"):
+        rows_of(graph, {graph.inputs[0]: 1})
 
 
 def test_a_model_whose_tokens_meet_outside_of_attention_is_not_served(tmp_path: Path) -> None:

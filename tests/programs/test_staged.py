@@ -61,6 +61,10 @@ def test_stages_rounds_and_micro_batches_are_derived() -> None:
         (["pipeline.rounds=2"], "3 `pipeline.rounds: 2` does not suit 1f1b, whose devices have one stage each"),
         (["sharding.rules.mlp=pp"], "3 `sharding.rules.mlp` shards over `pp`, the axis of the pipeline's stages"),
         (["fsdp.axis=pp"], "3 `fsdp.axis` shards over `pp`"),
+        (
+            ["sharding.rules.stage=pp", "sharding.annotate.norm.weight=[stage]"],
+            "3 `sharding.annotate.norm.weight` names the dim `stage`, which only stacked layers have",
+        ),
         (["pipeline.split=[1, 2, 1, 1]"], "4 `pipeline.split` has 5 layers in 4 stages; the model has 4 layers"),
         (["pipeline.split=[2, 2]"], "4 `pipeline.split` has 4 layers in 2 stages; the model has 4 layers for 4 stages"),
         (["model.layers=1"], "4 a pipeline needs several layers, and this model has one"),
