@@ -61,8 +61,9 @@ def ls(as_json: Json = False) -> None:
         print(json.dumps(rows, indent=2))
         return
     wide = columns(sys.stdout) or 120
+    widths = {key: max(len(row[key]) for row in rows) for key in ("name", "model", "devices")}
     for row in rows:
-        line = f"{row['name']:<16} {row['model']:<12} {row['devices']:<22} {row['about']}"
+        line = " ".join([*(row[key].ljust(width) for key, width in widths.items()), row["about"]])
         print(line if len(line) <= wide else line[: wide - 3] + "...")
 
 

@@ -80,8 +80,9 @@ def rows_of(graph: Graph, inputs: Mapping[Value, int]) -> dict[Value, int]:
         after = [[i for i, dim in enumerate(dims) if dim == (factor,)] for dims in rule.results]
         apart = not more and not others and rule.has_rule and rule.kinds[factor] is Kind.PASS
         if not apart or any(factor in dim for dim in elsewhere) or any(len(places) != 1 for places in after):
+            target = op.target if isinstance(op.target, torch._ops.OpOverload) else op.target.__name__
             raise ValueError(
-                f"`{op.name}` ({op.target}) in `{op.module or 'the model'}` lets tokens of a step see each other, or "
+                f"`{op.name}` ({target}) in `{op.module or 'the model'}` lets tokens of a step see each other, or "
                 "depends on their places in it; a server's tokens are of many sequences, which meet in "
                 "`tpshard.kernels.attention` alone"
             )
