@@ -18,7 +18,7 @@ def is_named(op: Op) -> bool:
 
 
 def is_split(op: Op) -> bool:
-    """Whether the op annotates an activation inside the function: `mesh_split(x, axes, dims_mapping)`."""
+    """Whether the op annotates an activation inside the function: `mesh_split(x, sharding)`."""
     return str(op.target) == "tpshard.mesh_split.default"
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.sharding import Sharding
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
-_library.define("mesh_split(Tensor(a) x, str[] axes, int[] dims_mapping) -> Tensor(a)")
+_library.define("mesh_split(Tensor(a) x, str sharding) -> Tensor(a)")
 _library.define("boundary(Tensor(a) x, str kind, str name) -> Tensor(a)")
 _library.define("role(Tensor(a) x, str role) -> Tensor(a)")
 _library.define("grouped(Tensor(a) x, int group) -> Tensor(a)")
@@ -21,79 +22,46 @@ def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.view(x.shape)
 
 
-class _Split(torch.autograd.Function):
-    """An identity whose gradient has the same annotation."""
+class _Annotated(torch.autograd.Function):
+    """The identity op of an annotation; its gradient has the annotation with the argument `mirrored`, if not None."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axes: list[str], mapping: list[int]) -> torch.Tensor:
-        ctx.axes, ctx.mapping = axes, mapping
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.tpshard.mesh_split(x, axes, mapping)
+    def forward(x: torch.Tensor, op: Any, arg: Any, mirrored: Any) -> torch.Tensor:  # type: ignore[override]
+        result: torch.Tensor = op(x, arg)
+        return result
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        return torch.ops.tpshard.mesh_split(grad, ctx.axes, ctx.mapping), None, None
-
-
-class _Role(torch.autograd.Function):
-    """An identity whose gradient has the same role."""
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.op, ctx.arg, ctx.mirrored = inputs
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, role: str) -> torch.Tensor:
-        ctx.role = role
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.tpshard.role(x, role)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return torch.ops.tpshard.role(grad, ctx.role), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        return grad if ctx.mirrored is None else annotate(grad, ctx.op, ctx.mirrored, ctx.arg), None, None, None
 
 
-class _Grouped(torch.autograd.Function):
-    """An identity whose gradient is in no group."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: int) -> torch.Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.tpshard.grouped(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return grad, None
-
-
-MIRRORED = {"none": "none", "forward": "backward", "backward": "forward", "both": "both"}
-"""What a barrier lets pass, and what the same barrier lets pass between the gradients."""
-
-
-class _Barrier(torch.autograd.Function):
-    """An identity whose gradient has the same barrier, seen from the other side."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, allowed: str) -> torch.Tensor:
-        ctx.allowed = allowed
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.tpshard.propagation_barrier(x, allowed)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return torch.ops.tpshard.propagation_barrier(grad, MIRRORED[ctx.allowed]), None
+def annotate(tensor: torch.Tensor, op: Any, arg: Any, mirrored: Any) -> torch.Tensor:
+    """The tensor behind an annotation's identity op with an argument; `mirrored`: the gradient's, None for no op."""
+    result: torch.Tensor = _Annotated.apply(tensor, op, arg, mirrored)  # type: ignore[no-untyped-call]
+    return result
 
 
 for _name in ("mesh_split", "boundary", "role", "grouped", "propagation_barrier"):
     _library.impl(_name, _same, "CompositeExplicitAutograd")
-_library.impl("mesh_split", _Split.apply, "Autograd")
-_library.impl("role", _Role.apply, "Autograd")
-_library.impl("grouped", _Grouped.apply, "Autograd")
-_library.impl("propagation_barrier", _Barrier.apply, "Autograd")
 
 
-def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[int]) -> torch.Tensor:
+def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[int] | str | Sharding) -> torch.Tensor:
     """Annotates a tensor and its gradient with a sharding (GSPMD, section 3.1), and returns the tensor.
 
-    `dims_mapping` has one entry per dim: -1 (replicated) or the index of a mesh axis. Outside of `partition` it does
-    nothing. Raises ValueError for an invalid mapping.
+    `dims_mapping` has one entry per dim: -1 (replicated) or the index of a mesh axis; or it is a sharding as text, such
+    as `"[{x,?} {y:(1)2}]"`, with open dims, parts of axes, several axes of one dim and priorities. Outside of
+    `partition` it does nothing. Raises ValueError for an invalid mapping or text.
     """
+    if torch._C._functorch.is_batchedtensor(tensor):
+        raise ValueError("mesh_split annotates whole tensors, not those of a manual region, or of vmap")
+    if isinstance(dims_mapping, (str, Sharding)):
+        return split_as(tensor, mesh, Sharding.of(mesh, dims_mapping, tensor.dim()))
     names = list(mesh.axes)
     mapping = list(dims_mapping)
     if len(mapping) != tensor.dim():
@@ -103,9 +71,7 @@ def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[int]) ->
     used = [i for i in mapping if i >= 0]
     if len(set(used)) != len(used):
         raise ValueError(f"dims_mapping {mapping} uses a mesh axis twice")
-    if torch._C._functorch.is_batchedtensor(tensor):
-        raise ValueError("mesh_split annotates whole tensors, not those of a manual region, or of vmap")
-    return split_as(tensor, mesh, mapping)
+    return split_as(tensor, mesh, Sharding.of(mesh, [None if i < 0 else names[i] for i in mapping], tensor.dim()))
 
 
 _groups = count()
@@ -120,7 +86,11 @@ def sharding_group(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if len(shapes) > 1:
         raise ValueError(f"tensors of one sharding group have one shape, not {', '.join(map(str, sorted(shapes)))}")
     group = next(_groups)
-    return tuple(torch.ops.tpshard.grouped(tensor, group) for tensor in tensors)
+    return tuple(annotate(tensor, torch.ops.tpshard.grouped, group, None) for tensor in tensors)
+
+
+MIRRORED = {"none": "none", "forward": "backward", "backward": "forward", "both": "both"}
+"""What a barrier lets pass, and what the same barrier lets pass between the gradients."""
 
 
 def propagation_barrier(tensor: torch.Tensor, allowed: str = "none") -> torch.Tensor:
@@ -131,16 +101,13 @@ def propagation_barrier(tensor: torch.Tensor, allowed: str = "none") -> torch.Te
     """
     if allowed not in MIRRORED:
         raise ValueError(f"a propagation barrier allows {', '.join(MIRRORED)}, not {allowed!r}")
-    return torch.ops.tpshard.propagation_barrier(tensor, allowed)
+    return annotate(tensor, torch.ops.tpshard.propagation_barrier, allowed, MIRRORED[allowed])
 
 
-OPEN = -2
-"""In a mapping: a dim that propagation may shard further."""
-
-
-def split_as(tensor: torch.Tensor, mesh: Mesh, mapping: Sequence[int]) -> torch.Tensor:
-    """`mesh_split` for a valid mapping, in which dims may be `OPEN`."""
-    return torch.ops.tpshard.mesh_split(tensor, list(mesh.axes), list(mapping))
+def split_as(tensor: torch.Tensor, mesh: Mesh, sharding: Sharding) -> torch.Tensor:
+    """`mesh_split` with a sharding of the tensor's rank, also inside of a manual region."""
+    text = sharding.show(mesh)
+    return annotate(tensor, torch.ops.tpshard.mesh_split, text, text)
 
 
 def boundary(tensor: torch.Tensor, kind: str, name: str) -> torch.Tensor:
@@ -151,4 +118,4 @@ def boundary(tensor: torch.Tensor, kind: str, name: str) -> torch.Tensor:
 
 def role(tensor: torch.Tensor, role: str) -> torch.Tensor:
     """States the role of a tensor and its gradient in a step, such as `logits`, for the plan's memory categories."""
-    return torch.ops.tpshard.role(tensor, role)
+    return annotate(tensor, torch.ops.tpshard.role, role, role)

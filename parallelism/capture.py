@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from tpshard.parallelism.canonical import canonicalize
 from tpshard.parallelism.draws import SEED
@@ -143,7 +145,7 @@ def capture(
         full[i] = _fake(leaves[i], mode)
         recorder.input(name, full[i])
     try:
-        with mode, recorder, disable_autocast_cache():
+        with mode, recorder, disable_autocast_cache(), _UncheckedOneHot():
             results, out_tree = pytree.tree_flatten(fn(*pytree.tree_unflatten(full, in_tree)))
     except DataDependentOutputException as error:
         raise ValueError(f"Python reads an element's value, which a static graph does not have: {error}") from error
@@ -156,6 +158,19 @@ def capture(
         mark([graph.seed], SEED)
     canonicalize(graph)
     return graph
+
+
+class _UncheckedOneHot(TorchFunctionMode):
+    """Computes `one_hot` as a comparison: inside a `torch.func` transform torch's own reads the data to check it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_one_hot if func is F.one_hot else func)(*args, **(kwargs or {}))
+
+
+def _one_hot(input: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    if num_classes < 0:  # as many as the data has
+        return F.one_hot(input)
+    return (input.unsqueeze(-1) == torch.arange(num_classes, device=input.device)).long()
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

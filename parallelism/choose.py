@@ -166,17 +166,21 @@ def _merge(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Ax
 
 
 def _move_axes(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) -> list[Choice]:
-    """Choices in which the axes of a factor that must be whole shard a free factor instead."""
+    """Choices in which the axes of a factor that must be whole, or is summed, shard a free factor instead.
+
+    Not for the sums of products: their operands are also read by the products of the gradients, where they lie.
+    """
+    moving = (*NEEDY, Kind.REDUCE) if not rule.flops else NEEDY
     out: list[Choice] = []
-    used = [a for cut in base.values() for a in cut.axes]
     for tensor in projected:
         for f, (axes, _) in tensor.items():
-            if rule.kinds[f] not in NEEDY or not axes or any(overlap(a, used) for a in axes):
+            if rule.kinds[f] not in moving or not axes:
                 continue
+            rest = {g: cut for g, cut in base.items() if not any(overlap(a, axes) for a in cut.axes)}
             for g, kind in enumerate(rule.kinds):
-                have = base.get(g, WHOLE)
+                have = rest.get(g, WHOLE)
                 if kind is Kind.PASS and rule.sizes[g] % (size_of(have.axes) * size_of(axes)) == 0:
-                    out.append({**base, g: Cut(merge((*have.axes, *axes)), have.grain)})
+                    out.append({**rest, g: Cut(merge((*have.axes, *axes)), have.grain)})
     if len(out) > 1:
         out.append(_spread_axes(rule, base, projected))
     return out

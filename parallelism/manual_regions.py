@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 from torch._C import _functorch as layers
 from torch.utils import _pytree as pytree
-from tpshard.parallelism.annotate import OPEN, split_as
+from tpshard.parallelism.annotate import split_as
 from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.sharding import Sharding
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -269,10 +270,10 @@ def _join(x: Tensor, entry: Entry, region: _Region) -> Tensor:
 def _anchor(x: Tensor, held: Sequence[str], whole: int | None = None, region: _Region | None = None) -> Tensor:
     """Annotates each leading dim as sharded over its axis, and dim `whole` of the part as not sharded."""
     mesh = (region or _region()).mesh
-    mapping = [list(mesh.axes).index(axis) for axis in held] + [OPEN] * (x.dim() - len(held))
+    dims: list[str | None] = [*held, *["?"] * (x.dim() - len(held))]
     if whole is not None:
-        mapping[len(held) + whole] = -1
-    return split_as(x, mesh, mapping)
+        dims[len(held) + whole] = None
+    return split_as(x, mesh, Sharding.of(mesh, dims, x.dim()))
 
 
 def _map_over_axes(

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 from tpshard.parallelism.anchors import is_anchor, is_boundary, is_grouped, is_split, output
-from tpshard.parallelism.annotate import OPEN
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.choose import Choice, choose, computable, layout_of, past_padding, with_grains
 from tpshard.parallelism.detours import detours
@@ -113,16 +112,12 @@ def mark_outputs(graph: Graph, names: Mapping[int, str] | None = None) -> None:
 
 def split_annotations(graph: Graph, mesh: Mesh) -> Mapping[Value, Annotation]:
     """The annotations from `mesh_split` calls inside the function."""
-    annotations = {}
-    for op in graph.ops:
-        if is_split(op):
-            names = op.args[1]
-            dims = ["?" if i == OPEN else None if i == -1 else names[i] for i in op.args[2]]
-            value = op.results[0]
-            annotations[value] = Annotation(
-                Sharding.of(mesh, dims, value.rank), (SourcePlace(f"mesh_split `{op.name}`"),)
-            )
-    return annotations
+    return {
+        op.results[0]: Annotation(
+            Sharding.of(mesh, op.args[1], op.results[0].rank), (SourcePlace(f"mesh_split `{op.name}`"),)
+        )
+        for op in graph.ops if is_split(op)
+    }  # fmt: skip
 
 
 def partition_graph(shardings: Shardings, latency: int = LATENCY_BYTES, apart: Sequence[str] = ()) -> Program:

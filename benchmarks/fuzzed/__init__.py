@@ -6,11 +6,11 @@ import contextlib
 import random
 
 import torch
-from tpshard.parallelism import Mesh
+from tpshard.parallelism import Mesh, mesh_split
 
 from fuzzed import arithmetic, data_movement, indexed, layer_ops, random_numbers
 from fuzzed.steps import STEPS
-from fuzzed.writer import MESHES, Case, Writer
+from fuzzed.writer import MESHES, Case, Writer, as_text, sharding
 
 
 def chain(w: Writer, rng: random.Random) -> None:
@@ -20,9 +20,27 @@ def chain(w: Writer, rng: random.Random) -> None:
     _steps(w, rng, rng.randint(3, 8))
 
 
+def linked(w: Writer, rng: random.Random) -> None:
+    """Two or three ops of different families on a mesh of three axes: each reads the results of those before it, some
+    of which have an annotation."""
+    mesh = w.mesh = Mesh(rng.choice(THREE_AXES))
+    names = [n for n in FAMILIES if n not in ("linked", "chain", *random_numbers.FAMILIES)]
+    for name in rng.sample(names, rng.randint(2, 3)):
+        FAMILIES[name](w, rng)
+        w.reuses = True
+        if w.values[-1].dtype != torch.float64:
+            w.step("double", lambda x: x.real.double() if x.is_complex() else x.double(), len(w.values) - 1)
+        i = w.pick()
+        if i is not None and rng.random() < 0.7:
+            text = as_text(rng, sharding(rng, mesh, w.values[i].dim()))
+            w.step(f"mesh_split {text}", lambda x, text=text: mesh_split(x, mesh, text), i)
+
+
+THREE_AXES: list[dict[str, int]] = [{"x": 2, "y": 2, "z": 2}, {"x": 4, "y": 2, "z": 2}, {"x": 2, "y": 3, "z": 2}]
+
 FAMILIES = {
     **data_movement.FAMILIES, **indexed.FAMILIES, **arithmetic.FAMILIES, **layer_ops.FAMILIES,
-    **random_numbers.FAMILIES, "chain": chain,
+    **random_numbers.FAMILIES, "chain": chain, "linked": linked,
 }  # fmt: skip
 
 
@@ -37,7 +55,7 @@ def case(family: str, seed: int) -> Case:
             FAMILIES[family](writer, rng)
         if not writer.steps:
             continue
-        if family != "chain":
+        if family not in ("chain", "linked"):
             tail = rng.randint(0, 3)
             if tail and writer.values[-1].dtype != torch.float64:
                 writer.step(

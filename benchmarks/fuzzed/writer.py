@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -83,6 +84,8 @@ class Writer:
     generator: torch.Generator = field(default_factory=torch.Generator)
     draws: bool = False
     """Whether a step draws random numbers."""
+    reuses: bool = False
+    """Whether new tensors are mostly elements of earlier values, not arguments."""
 
     def argument(self, tensor: Tensor) -> int:
         self.refs.append(("arg", len(self.args)))
@@ -91,7 +94,13 @@ class Writer:
         return len(self.values) - 1
 
     def floats(self, *shape: int) -> int:
-        """A new argument of normal numbers."""
+        """A new argument of normal numbers, or elements of an earlier value (see `reuses`)."""
+        i = self.pick() if self.reuses and self.rng.random() < 0.8 else None
+        if i is not None:
+            count = math.prod(shape)
+            times = -(-count // self.values[i].numel())
+            if self.step("elements", lambda x: x.reshape(-1).repeat(times)[:count].reshape(shape), i):
+                return len(self.values) - 1
         return self.argument(torch.randn(shape, generator=self.generator, dtype=torch.float64))
 
     def integers(self, below: int, *shape: int) -> int:
@@ -164,6 +173,17 @@ class Writer:
             expected = made.fn(*(a.clone() for a in made.args))
             made.out_shardings = [sharding(rng, self.mesh, r.dim()) if rng.random() < 0.6 else None for r in expected]
         return made
+
+
+def as_text(rng: random.Random, dims: Sequence[Any]) -> str:
+    """A random sharding as text, with some dims open and some priorities."""
+    texts = []
+    for dim in dims:
+        parts = [] if dim is None else [dim] if isinstance(dim, str) or isinstance(dim[1], int) else list(dim)
+        names = [part if isinstance(part, str) else f"{part[0]}:({part[1]}){part[2]}" for part in parts]
+        names += ["?"] if rng.random() < 0.5 else []
+        texts.append("{" + ",".join(names) + "}" + rng.choice(("", "", "p1", "p2")))
+    return "[" + " ".join(texts) + "]"
 
 
 def sharding(rng: random.Random, mesh: Mesh, rank: int) -> tuple[Any, ...]:

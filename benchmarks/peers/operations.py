@@ -179,7 +179,7 @@ def _where(b: Builder, call: Call, condition: Value, x: Value, y: Value) -> Any:
 def _split(b: Builder, call: Call, x: Any, *_: Any) -> Any:
     if isinstance(x, str):  # `reshard(a0: shape : before -> after)` of a plan
         raise NoSuchOp("a bare reshard")
-    return b.emit(torch.ops.tpshard.mesh_split.default, x, [], [-1] * x.rank, shape=x.shape)
+    return b.emit(torch.ops.tpshard.mesh_split.default, x, "", shape=x.shape)
 
 
 @made("propagation_barrier")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.rules import sequence
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.letters import tensors
-from tpshard.parallelism.rules.rule import Dim, Factors, Kind, Rule
+from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
 
 aten = torch.ops.aten
 
@@ -81,7 +83,7 @@ BACKWARD = "q q k v q l m -> q k v"
 
 
 def of_torch(op: Op, text: str = FORWARD) -> Rule:
-    """The rule of torch's own attention: batch, heads and, unless it is causal, queries may be sharded.
+    """The rule of torch's own attention: batch, heads and queries may be sharded; causal queries with a mask.
 
     `q[b (kv g) s d], k[b kv t d], v[b kv t d]`, and a mask that broadcasts to `[b (kv g) s t]`. The gradients of keys
     and values are summed over the queries of a group. text: the tensors of the op, by letter.
@@ -106,11 +108,29 @@ def of_torch(op: Op, text: str = FORWARD) -> Rule:
 
     spelled = {i: name for name, i in zip(operands, tensors(op)) if i is not None}
     flops = (10 if text == BACKWARD else 4) * q.numel * k.shape[2]
-    return factors.rule(
+    main = factors.rule(
         [of(spelled[i], value) for i, value in enumerate(op.operands)],
         [of(name, value) for name, value in zip(results, op.results)],
         flops=flops // (2 if causal else 1), work=(b, kv, g, s),
     )  # fmt: skip
+    if not causal:
+        return main
+
+    def local(at: LocalOp) -> Any:
+        """Attends from this device's queries: a mask hides the keys behind each, since none of them is the first."""
+        shape = (at.size(s), k.shape[2])
+        rows = at.emit(aten.arange.default, shape[0], shape=shape[:1], dtype=torch.int64)
+        rows = at.emit(aten.add.Tensor, rows, at.offset(s), shape=shape[:1], dtype=torch.int64)
+        rows = at.emit(aten.unsqueeze.default, rows, 1, shape=(shape[0], 1), dtype=torch.int64)
+        places = at.emit(aten.arange.default, shape[1], shape=shape[1:], dtype=torch.int64)
+        hidden = at.emit(aten.lt.Tensor, rows, places, shape=shape, dtype=torch.bool)
+        mask = at.emit(aten.zeros.default, list(shape), shape=shape, dtype=q.dtype)
+        mask = at.emit(aten.masked_fill.Scalar, mask, hidden, -math.inf, shape=shape, dtype=q.dtype)
+        args = [False if arg is True else arg for arg in op.args]
+        return at.with_args(*args, **{name: False for name in op.kwargs if name == "is_causal"}, attn_mask=mask)
+
+    kinds = tuple(shared if f == s else kind for f, kind in enumerate(main.kinds))
+    return replace(main, others=(replace(main, kinds=kinds, flops=flops, local=local),))
 
 
 OPS: Table = {

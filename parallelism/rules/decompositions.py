@@ -16,6 +16,18 @@ aten = torch.ops.aten
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
+def along_flattened(op: Any) -> Callable[..., Tensor]:
+    """The decomposition of argmax or argmin of all elements: along the one dim of the flattened tensor."""
+
+    def flat(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        if dim is not None or x.dim() == 0:
+            return NotImplemented
+        place: Tensor = op(x.reshape(-1), 0)
+        return place.reshape([1] * x.dim()) if keepdim else place
+
+    return flat
+
+
 def variance(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Tensor:

@@ -134,3 +134,13 @@ def test_products_keep_the_dims_that_einsum_merges() -> None:
     program = partition(lambda x, w: torch.einsum("bshd,hde->bse", x, w), [x, w], Mesh({"t": 3}), [None, ("t",)])
     assert [c.kind for c in program.collectives] == ["all_reduce"] and program.flop_efficiency == 1
     torch.testing.assert_close(program.simulate(x, w)[0], torch.einsum("bshd,hde->bse", x, w))
+
+
+def test_a_transform_of_a_function_with_one_hot_is_captured() -> None:
+    x, picked = torch.randn(4, 8), torch.randint(4, (6,))
+
+    def gradient(x: Tensor, picked: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: (torch.nn.functional.one_hot(picked, 4).to(x.dtype) @ x).square().sum())(x)
+
+    program = partition(gradient, [x, picked], Mesh({"a": 2}), [("a",), ("a",)])
+    torch.testing.assert_close(program.simulate(x, picked)[0], gradient(x, picked))

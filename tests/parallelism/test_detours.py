@@ -34,15 +34,15 @@ def test_a_weights_columns_do_not_take_the_axis_of_the_batch() -> None:
 
 
 def test_readers_that_do_not_fetch_a_table_do_not_share_its_gather() -> None:
-    """A lookup sends its rows rather than the table; the product with the same table reads it as it lies."""
+    """A lookup sends its rows rather than a larger table; the product with the same table reads it as it lies."""
 
     def scores(table: Tensor, tokens: Tensor) -> Tensor:
         return torch.nn.functional.embedding(tokens, table) @ table.t()
 
     generator = torch.Generator().manual_seed(0)
     args = [
-        torch.randn(256, 64, generator=generator, dtype=torch.float64),
-        torch.randint(0, 256, (96,), generator=generator),
+        torch.randn(1024, 64, generator=generator, dtype=torch.float64),
+        torch.randint(0, 1024, (96,), generator=generator),
     ]
     program = partition(scores, args, Mesh({"x": 4, "y": 2}), [(("y", "x"),), ("x",)], [(None, ("y", "x"))])
     assert not any(comm.value == ("arg0",) for comm in program.collectives)

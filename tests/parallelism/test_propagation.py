@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from tpshard.parallelism import Mesh, partition
+from tpshard.parallelism import Mesh, mesh_split, partition
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.chains import chain
 from tpshard.parallelism.partitioner import mark_outputs
@@ -99,3 +99,18 @@ def test_explanation_ends_at_the_annotation() -> None:
     relu = next(name for name in program.records if "relu" in name)
     assert program.sharding_of(relu) == ("a", "b")
     assert "in_shardings[0]" in program.explain(relu) and "in_shardings[1]" in program.explain(relu)
+
+
+@pytest.mark.parametrize("text", ["[{a:(1)2,?} {a:(2)2,b}]", "[{b@p1} {?}]"])
+def test_a_text_annotates_a_value_and_its_gradient_inside_a_function(text: str) -> None:
+    mesh = Mesh({"a": 4, "b": 2})
+    x, w = torch.randn(8, 6, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64)
+
+    def gradient(x: Tensor, w: Tensor) -> Tensor:
+        return torch.func.grad(lambda w: mesh_split(x @ w, mesh, text).relu().square().sum())(w)
+
+    program = partition(gradient, [x, w], mesh, [("a",), None])
+    torch.testing.assert_close(program.simulate(x, w)[0], gradient(x, w))
+    splits = [record.layout for name, record in program.records.items() if name.startswith("mesh_split")]
+    assert len(splits) == 2
+    assert all(split.dims == parse(text, mesh).dims for split in splits)

@@ -53,3 +53,11 @@ def test_what_is_exchanged_is_small() -> None:
         program = partition(fn, [logits], EIGHT, [(None, "x")])
         assert {c.kind for c in program.collectives} == {"all_gather"}
         assert sum(c.bytes for c in program.collectives) <= 8 * 64 * elements * (4 + 8)
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_the_place_of_the_largest_of_all_is_exchanged_and_not_the_tensor(keepdim: bool) -> None:
+    x = torch.randint(0, 9, (16, 32))
+    program = partition(lambda x: x.argmax(keepdim=keepdim), [x], Mesh({"x": 4}), [("x",)])
+    assert torch.equal(program.simulate(x)[0], x.argmax(keepdim=keepdim))
+    assert sum(comm.bytes for comm in program.collectives) < 100

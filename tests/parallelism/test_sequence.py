@@ -76,3 +76,20 @@ def test_parts_of_keys_add_up() -> None:
             torch.testing.assert_close(out, whole[:, rows])
     nothing, logs = part(q[:, :4], k[:, 6:], v[:, 6:], None, None, 0.5, None, 0, 6)
     assert not nothing.any() and torch.isneginf(logs).all()
+
+
+@pytest.mark.parametrize("rows", [32, 30])
+def test_torch_attention_is_causal_where_its_sequence_is_sharded(rows: int) -> None:
+    """Two heads on four devices: the queries stay sharded, and a mask hides what is behind them."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, rows, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+
+    def gradients(*args: Tensor) -> tuple[Tensor, ...]:
+        leaves = [arg.detach().requires_grad_() for arg in args]
+        out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+        return torch.autograd.grad(out.square().sum(), leaves)
+
+    by_rows = [(None, None, "x")] * 3
+    program = partition(gradients, [q, k, v], Mesh({"x": 4}), by_rows, by_rows)
+    torch.testing.assert_close(program.simulate(q, k, v), list(gradients(q, k, v)))
+    assert program.flop_efficiency > 0.9

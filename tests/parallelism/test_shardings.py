@@ -107,7 +107,7 @@ def test_text_of_a_sharding_reads_back(mesh: Mesh) -> None:
 @pytest.mark.parametrize("text", [
     "", "{x}", "[{x} {y}", "[{x} {x}]", "[{x:(1)2} {x}]", "[{x}] and more", "[{x} y]", "[{q}]", "[{?,x}]", "[{x:(1)}]",
     "[{x@pz}]", "[{x@p1}p2]", "[{x,}]", "[{x}] replicated={x}", "[{x}] unreduced=", "[{x}] unreduced={y} unreduced={z}",
-    "[{x:(1)2} {x:(1)4}]", "[[{x}]]",
+    "[{x:(1)2} {x:(1)4}]", "[[{x}]]", "[{x@p} {}]", "[{x@p1.5}]", "[{x@p1,y}]", "[{x}p]", "[{x}p-1]", "[{x:2}]",
 ])  # fmt: skip
 def test_texts_that_are_no_sharding_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="sharding") as refusal:
