@@ -380,7 +380,7 @@ CASES: dict[str, list[Case]] = {
     # identities
     "output": [of(lambda x: x, f(4, 6))],
     "tpshard.named": [call(ours.named.default, f(4, 6), "h", ["batch", "embed"])],
-    "tpshard.mesh_split": [call(ours.mesh_split.default, f(4, 6), ["x"], [-1, 0])],
+    "tpshard.mesh_split": [call(ours.mesh_split.default, f(4, 6), "[{} {x}]")],
     "tpshard.role": [call(ours.role.default, f(4, 6), "logits")],
     "tpshard.grouped": [call(ours.grouped.default, f(4, 6), 3)],
     "tpshard.propagation_barrier": [call(ours.propagation_barrier.default, f(4, 6), "forward")],
