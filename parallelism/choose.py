@@ -235,8 +235,8 @@ def _drop_hidden(choice: Choice, rule: Rule, members: Dim) -> bool:
         # parts of one axis, joined on a dim, cut it at once: with padding, elsewhere than one by one
         if not full or (joined and not even(rule.sizes[f], axes)):
             choice.pop(f, None)
-        outer = choice.get(f, WHOLE).axes
-        full = full and size_of(outer) == rule.sizes[f]
+        outer, grain = choice.get(f, WHOLE)
+        full = full and size_of(outer) == rule.sizes[f] and grain == 1
     return len(choice) < before
 
 

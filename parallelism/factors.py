@@ -163,7 +163,7 @@ def layout_of(dims: Sequence[tuple[int, ...]], cut: Mapping[int, Cut], sizes: Se
         grain = 1
         for i, f in enumerate(members):
             have = cut.get(f, WHOLE)
-            if size_of(have.axes) != sizes[f]:
+            if size_of(have.axes) != sizes[f] or have.grain > 1:
                 grain = have.grain * math.prod(sizes[g] for g in members[i + 1 :])
                 break
         grains.append(grain)

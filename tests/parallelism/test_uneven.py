@@ -133,3 +133,10 @@ def test_parts_of_an_axis_cut_an_uneven_dim_elsewhere_than_the_axis() -> None:
     assert refines(10, (*half, Axis("y", 1, 2)), half)
     steps = redistribution((10,), Layout((whole,)), Layout((half,)), 4)
     assert [s.kind for s in steps] == ["gather", "slice"] and steps[0].after.dims == ((),)
+
+
+def test_elements_are_picked_of_rows_that_are_fewer_than_the_devices() -> None:
+    """Four rows of four, flattened, on sixteen devices: the last twelve devices have none."""
+    mesh, x, picked = Mesh({"x": 4, "y": 4}), torch.randn(4, 4), torch.tensor([[1, 2], [5, 15]])
+    program = partition(lambda x: x.reshape(-1)[picked], [x], mesh, [(("x", "y"),)])
+    assert torch.equal(program.simulate(x)[0], x.reshape(-1)[picked])
