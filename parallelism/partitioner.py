@@ -20,7 +20,8 @@ from tpshard.parallelism.factors import Cut, cuts
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
 from tpshard.parallelism.local import LocalPart
 from tpshard.parallelism.lower import Emitter
-from tpshard.parallelism.mesh import Axes, Mesh, covers, difference, size_of, union, without
+from tpshard.parallelism.mesh import Axes, Mesh, difference, size_of, union, without
+from tpshard.parallelism.partial_sums import carried_sums
 from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, ValueRecord
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation, Shardings
@@ -167,7 +168,8 @@ class _Partitioner:
         self.propagated |= detours(
             self.graph, self.rule, self.choices, self.propagated, self.computed, self.s.annotated
         )
-        self.left_partial = self._choose_partial(self._choose_all(first=False))
+        natural = self._choose_all(first=False)
+        self.partial, self.left_partial = carried_sums(self.graph, self.rule, natural)
 
     def _is_fixed(self, value: Value) -> bool:
         """Whether a value is a used parameter, which stays where its annotation put it."""
@@ -235,65 +237,6 @@ class _Partitioner:
         """The layout of a partial value after its reduction: the propagated one, without losing its own axes."""
         want = with_grains(value.shape, self.propagated[value], computed)
         return want if any(want.dims) or not any(computed.dims) else computed.whole()
-
-    def _choose_partial(self, natural: dict[Value, tuple[Axes, str]]) -> dict[Value, Axes]:
-        """Chooses the values that stay partial sums after their op; returns them with the axes.
-
-        A value stays partial if its only reader is linear in it and has a result that is not larger (or is a widening
-        cast on the way to a gradient's storage). It also stays partial if its only reader is an anchor, which reduces
-        it to the anchor's layout.
-        """
-        refused: set[Value] = set()
-        while True:
-            partial: dict[Value, Axes] = {v: axes for v, (axes, kind) in natural.items() if kind == "sum"}
-            for op in self.graph.ops:
-                rule = self.rule(op)
-                if is_anchor(op) or not rule.additive or len(op.results) != 1:
-                    continue
-                added = [op.operands[i] for i in rule.additive]
-                parts = [partial.get(v, ()) if v not in refused else () for v in added]
-                if not all(parts) and not (op.results[0].rank == 0 and any(parts)):
-                    continue
-                joined = parts[0]
-                if op.results[0].rank == 0:
-                    joined = union(*parts)
-                elif any(p != joined for p in parts):
-                    continue
-                own = partial.get(op.results[0], ())
-                partial[op.results[0]] = union(own, joined)
-            newly = {v for v in partial if v not in refused and not self._may_carry(v, partial)}
-            if not newly:
-                self.partial = partial
-                return {v: axes for v, axes in partial.items() if v not in refused}
-            refused |= newly
-
-    def _may_carry(self, value: Value, partial: Mapping[Value, Axes]) -> bool:
-        """Whether a partial value may stay partial through its only reader; see `_choose_partial`."""
-        readers = set(value.users)
-        if len(readers) != 1:
-            return False
-        (op,) = readers
-        if is_anchor(op):
-            return True
-        rule = self.rule(op)
-        if len(op.results) != 1 or not {i for i, v in enumerate(op.operands) if v is value} <= set(rule.additive):
-            return False
-        result = op.results[0]
-        covered = covers(partial.get(result, ()), partial.get(value, ()))
-        if not covered or (partial.get(result) != partial.get(value) and value.rank):
-            return False
-        return result.bytes <= value.bytes or (result.numel == value.numel and self._to_storage(result))
-
-    def _to_storage(self, value: Value) -> bool:
-        """Whether only linear ops of the same size are between a value and an anchor, such as a gradient's storage."""
-        while len(set(value.users)) == 1:
-            op = value.users[0]
-            if is_anchor(op):
-                return True
-            if not self.rule(op).additive or op.results[0].numel != value.numel:
-                return False
-            value = op.results[0]
-        return False
 
     # ---- emitting -------------------------------------------------------------------------------------------
     def run(self) -> Program:
