@@ -230,10 +230,10 @@ def _drop_hidden(choice: Choice, rule: Rule, members: Dim) -> bool:
     outer: Axes = ()
     before = len(choice)
     for f in members:
-        axes = choice.get(f, WHOLE).axes
+        axes, grain = choice.get(f, WHOLE)
         joined = len(merge((*outer, *axes))) < len(outer) + len(axes)
         # parts of one axis, joined on a dim, cut it at once: with padding, elsewhere than one by one
-        if not full or (joined and not even(rule.sizes[f], axes)):
+        if not full or (joined and not even(rule.sizes[f] // grain, axes)):
             choice.pop(f, None)
         outer, grain = choice.get(f, WHOLE)
         full = full and size_of(outer) == rule.sizes[f] and grain == 1

@@ -140,3 +140,14 @@ def test_elements_are_picked_of_rows_that_are_fewer_than_the_devices() -> None:
     mesh, x, picked = Mesh({"x": 4, "y": 4}), torch.randn(4, 4), torch.tensor([[1, 2], [5, 15]])
     program = partition(lambda x: x.reshape(-1)[picked], [x], mesh, [(("x", "y"),)])
     assert torch.equal(program.simulate(x)[0], x.reshape(-1)[picked])
+
+
+def test_rows_that_are_cut_together_are_not_viewed_as_cut_one_by_one() -> None:
+    """Six rows of four on four devices are 2, 2, 2 and 0; as two rows of twelve they would be 2, 1, 2 and 1."""
+    x = torch.randn(6, 4, dtype=torch.float64)
+
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(x.reshape(24), (0, 0)).reshape(2, 12).sum(0)
+
+    program = partition(halves, [x], Mesh({"x": 4}), [("x",)])
+    torch.testing.assert_close(program.simulate(x)[0], halves(x))
