@@ -35,7 +35,7 @@ def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
 
 def complete_override(incomplete: str) -> list[tuple[str, str]]:
     """Completions of an override: the schema's keys, and after `=` the values that a key allows."""
-    from tpshard.recipes.document import completions
+    from tpshard.cli.completion import completions
 
     return completions(incomplete)
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpshard.programs.fit import misfits
 from tpshard.recipes import load as recipes
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
-from tpshard.recipes.fit import misfits
 from tpshard.recipes.schema import DEVICES
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from tpshard.cli.convert import ROOM, Out, Source
 if TYPE_CHECKING:
     from tpshard.cli.sources import SourceModel
     from tpshard.recipes.diagnostic import Exit
-    from tpshard.recipes.schema import Quantize, Recipe
+    from tpshard.recipes.schema import Recipe
+    from tpshard.recipes.serving_keys import Quantize
     from tpshard.serve.quantize_layers import Quantizer, Quantizing, Sequences
 
 

@@ -14,8 +14,8 @@ from tpshard.parallelism.cost import Cpu, Crowd, Device, Efficiency, Overhead
 from tpshard.parallelism.network import Level, Link
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
 from tpshard.recipes.nodes import Node, read, scalar
+from tpshard.recipes.schema import DEVICES
 
-BUILTIN = ("cpu", "a100-40g", "a100-80g", "h100-sxm-80g", "h100-sxm-96g", "h200", "h200-x4", "b200")
 _PREFIX = {"": 1.0, "K": 1e3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _UNITS = {
     "bytes": re.compile(r"(\d+\.?\d*(?:e\d+)?)\s*([KkMGT]?)(i?)B"),
@@ -126,7 +126,7 @@ _RATES = {name: _Key("rate", 1e8, 1e17) for name in ("bf16", "fp16", "fp32", "tf
 
 def device(name_or_file: str, where: Source | None = None) -> Device:
     """The device of a name or of a YAML file. Raises `Mistakes` (exit 3) with file, line and column."""
-    if name_or_file in BUILTIN:
+    if name_or_file in DEVICES:
         text = resources.files("tpshard.devices").joinpath(f"{name_or_file}.yaml").read_bytes()
         return parse(text, f"{name_or_file}.yaml")
     path = Path(name_or_file)
@@ -135,7 +135,7 @@ def device(name_or_file: str, where: Source | None = None) -> Device:
             f"there is no device `{name_or_file}`",
             where=where,
             why="it is neither a known name nor a file",
-            fix=f"one of {', '.join(BUILTIN)}, or a file; `tpshard doctor --measure` writes one for this machine",
+            fix=f"one of {', '.join(DEVICES)}, or a file; `tpshard doctor --measure` writes one for this machine",
         )
     return parse(path.read_bytes(), name_or_file)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from tpshard.devices.read import BUILTIN, device
+from tpshard.devices.read import device
 from tpshard.kernels import attention
 from tpshard.parallelism.network import Link
+from tpshard.recipes.schema import DEVICES
 
 OPS = attention.__name__  # importing it registers torch.ops.tpshard.attention
 
@@ -31,7 +32,7 @@ def nearest(name: str, memory: int) -> str:
     """The name of the shipped device that is most like a GPU of this name and memory; its links are assumed."""
     kinds = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
     family = next((short for long, short in kinds.items() if long in name), "h100")
-    there = [shipped for shipped in BUILTIN if shipped.startswith(family)] or ["h100-sxm-80g"]
+    there = [shipped for shipped in DEVICES if shipped.startswith(family)] or ["h100-sxm-80g"]
     return min(there, key=lambda shipped: (abs(device(shipped).memory_bytes - memory), shipped))
 
 

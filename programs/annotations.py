@@ -12,8 +12,8 @@ from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.storage import used_values
 from tpshard.parallelism.why import SourcePlace
+from tpshard.programs.patterns import matches
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
-from tpshard.recipes.patterns import matches
 from tpshard.recipes.schema import Recipe
 
 BATCH_DIMS = ("batch", "seq")

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from tpshard.parallelism.schedules import refusal
 from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.schema import Pipeline, Recipe
+from tpshard.recipes.parallel_keys import Pipeline
+from tpshard.recipes.schema import Recipe
 
 MOST_BY_DEFAULT = 8
 FILLING = 4

@@ -21,10 +21,11 @@ from tpshard.parallelism.program import Program, Spec, info
 from tpshard.parallelism.timeline import price
 from tpshard.programs import cluster
 from tpshard.programs.fsdp_units import unit_of
+from tpshard.programs.patterns import covers
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.patterns import covers
-from tpshard.recipes.schema import BucketFile, BucketSize, Recipe, RematEvery
+from tpshard.recipes.parallel_keys import BucketFile, BucketSize, RematEvery
+from tpshard.recipes.schema import Recipe
 
 Groups = buckets.Groups
 

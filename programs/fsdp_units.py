@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tpshard.recipes.patterns import covers
+from tpshard.programs.patterns import covers
 
 
 def unit_of(name: str, wrap: Iterable[str | tuple[str, ...]]) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from tpshard.models.architecture import Architecture
 from tpshard.models.plan_dims import Naming, planned
+from tpshard.programs.patterns import matches, nearest
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
-from tpshard.recipes.patterns import matches, nearest
 from tpshard.recipes.schema import Recipe
 
 _SHOWN = 4

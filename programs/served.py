@@ -24,7 +24,8 @@ from tpshard.programs.layouts import ActOrder, Arrangement, act_orders, orders_o
 from tpshard.programs.padding import shared_rows
 from tpshard.programs.setting import DTYPES, architecture, model_config
 from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.schema import Quantize, Recipe
+from tpshard.recipes.schema import Recipe
+from tpshard.recipes.serving_keys import Quantize
 
 LATEST = "latest"
 

@@ -21,7 +21,8 @@ from tpshard.programs.staged import (
     recomputed,
     table_of,
 )
-from tpshard.recipes.schema import BucketFile, Recipe, RematEvery
+from tpshard.recipes.parallel_keys import BucketFile, RematEvery
+from tpshard.recipes.schema import Recipe
 
 
 def build(setting: Setting) -> tuple[Program, StagedPrograms] | None:

@@ -1,4 +1,4 @@
-"""Documentation generated from the schema: texts of keys, JSON Schema for editors, completion for shells."""
+"""Documentation generated from the schema: the texts of keys, and JSON Schema for editors."""
 
 from __future__ import annotations
 
@@ -10,31 +10,34 @@ from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
-from tpshard.models.family import DIMS
-from tpshard.recipes import schema
+from tpshard.recipes import model_keys, parallel_keys, schema, serving_keys, training_keys
 from tpshard.recipes.checker import expected
 from tpshard.recipes.constraints import ALONE, BYTES, Constraint
 from tpshard.recipes.diagnostic import join
-from tpshard.recipes.hints import alternatives, hints, mapping_of, section_of, wholly_section
+from tpshard.recipes.hints import alternatives, hints, section_of, wholly_section
 from tpshard.recipes.section import Section, default_of
 from tpshard.recipes.write import as_data
 
 
 @cache
 def texts() -> dict[str, dict[str, str]]:
-    """For each section and key, the docstring below it in the schema's source, or else that of the key's section."""
+    """For each section and key, the docstring below it in its module's source, or else that of the key's section."""
     by_section: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        inner = {key: section_of(hint) for key, hint in hints(getattr(schema, node.name)).items()}
-        keys = {key: inspect.cleandoc(cls.__doc__ or "") for key, cls in inner.items() if cls is not None}
-        for item, after in zip(node.body, node.body[1:]):
-            match item, after:
-                case ast.AnnAssign(target=ast.Name(key)), ast.Expr(value=ast.Constant(value=str(text))):
-                    keys[key] = inspect.cleandoc(text)
-        by_section[node.name] = {key: text.replace("\n", " ") for key, text in keys.items()}
+    for module in (schema, model_keys, parallel_keys, training_keys, serving_keys):
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.ClassDef):
+                by_section[node.name] = _texts_of(node, getattr(module, node.name))
     return by_section
+
+
+def _texts_of(source: ast.ClassDef, cls: type[Section]) -> dict[str, str]:
+    inner = {key: section_of(hint) for key, hint in hints(cls).items()}
+    keys = {key: inspect.cleandoc(section.__doc__ or "") for key, section in inner.items() if section is not None}
+    for item, after in zip(source.body, source.body[1:]):
+        match item, after:
+            case ast.AnnAssign(target=ast.Name(key)), ast.Expr(value=ast.Constant(value=str(text))):
+                keys[key] = inspect.cleandoc(text)
+    return {key: text.replace("\n", " ") for key, text in keys.items()}
 
 
 def json_schema() -> dict[str, Any]:
@@ -165,51 +168,3 @@ def legal(hint: Any) -> str:
 def _plain(value: Any) -> str:
     data = as_data(value)
     return json.dumps(data).replace('"', "") if not isinstance(data, str) else data
-
-
-def completions(incomplete: str) -> list[tuple[str, str]]:
-    """Completions of an override `key.path=value`, with documentation.
-
-    Keys are completed one level at a time; after `=`, the values of a key with few of them.
-    """
-    path, equals, value = incomplete.partition("=")
-    parts = path.split(".")
-    cls: type[Section] = schema.Recipe
-    for depth, part in enumerate(parts[:-1]):
-        hint = hints(cls).get(part)
-        inner = section_of(hint) if hint is not None else None
-        if inner is None:
-            return _free(hint, ".".join(parts[: depth + 1]), parts[depth + 1 :], incomplete) if hint is not None else []
-        cls = inner
-    legal = hints(cls)
-    prefix = ".".join(parts[:-1]) + ("." if len(parts) > 1 else "")
-    if equals:
-        hint = legal.get(parts[-1])
-        return [(f"{path}={v}", "") for v in _values(hint) if v.startswith(value)] if hint is not None else []
-    matching = []
-    for key, hint in legal.items():
-        if key.startswith(parts[-1]):
-            below = wholly_section(hint) is not None or mapping_of(hint) is not None
-            matching.append((f"{prefix}{key}{'.' if below else '='}", texts().get(cls.__name__, {}).get(key, "")))
-    return matching
-
-
-def _free(hint: Any, path: str, rest: list[str], incomplete: str) -> list[tuple[str, str]]:
-    """Completions of a key with free names, by names in common use."""
-    usual = {"mesh": ("dp", "fsdp", "tp"), "serve.mesh": ("tp",), "sharding.rules": tuple(DIMS)}.get(path, ())
-    if mapping_of(hint) is None or len(rest) != 1 or "=" in incomplete:
-        return []
-    return [(f"{path}.{name}=", "") for name in usual if name.startswith(rest[0])]
-
-
-def _values(hint: Any) -> list[str]:
-    choices = []
-    for base, constraints in alternatives(hint):
-        if get_origin(base) is Literal:
-            choices += [str(choice) for choice in get_args(base)]
-        elif base is bool:
-            choices += ["true", "false"]
-        elif base is type(None):
-            choices.append("null")
-        choices += [name for limit in constraints for name in limit.names]
-    return choices

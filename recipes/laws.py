@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterator
 from tpshard.models.family import DIMS
 from tpshard.recipes.diagnostic import Diagnostic, Mistakes, suggestion
 from tpshard.recipes.mesh_sizes import misfit
-from tpshard.recipes.schema import AXES, Recipe
+from tpshard.recipes.schema import Recipe
+from tpshard.recipes.value_types import AXES
 
 Law = Callable[[Recipe], Iterator[Diagnostic]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tpshard.recipes.schema import Schedule
+from tpshard.recipes.training_keys import Schedule
 
 
 def learning_rate(step: int, schedule: Schedule, *, peak: float, steps: int) -> float:

@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from tpshard.devices.read import BUILTIN, device, parse
+from tpshard.devices.read import device, parse
 from tpshard.parallelism.cost import operation
 from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.schema import DEVICES
 
 GOOD = """schema: 1
 name: box
@@ -21,7 +22,7 @@ host:
 """
 
 
-@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.parametrize("name", DEVICES)
 def test_shipped_devices_read_and_are_plausible(name):
     actual = device(name)
     assert actual.name == name
@@ -149,7 +150,7 @@ def test_crowds_say_what_processes_lose_to_each_other():
 def test_a_file_without_skew_has_none():
     actual = parse(CROWDED.replace("skew: 3 ms, ", "").encode(), "box.yaml")
     assert actual.shared_by(4).cpu.skew_s == actual.cpu.skew_s == 0.0
-    assert all(device(name).shared_by(4).cpu.skew_s == 0.0 for name in BUILTIN)
+    assert all(device(name).shared_by(4).cpu.skew_s == 0.0 for name in DEVICES)
 
 
 def test_constants_change_what_operations_cost():

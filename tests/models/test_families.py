@@ -121,7 +121,7 @@ def test_a_leaf_that_is_not_described_is_not_made() -> None:
 
 def test_descriptions_and_recipes_need_no_torch() -> None:
     code = (
-        "import sys, tpshard.recipes.fit, tpshard.recipes.document, tpshard.models.hf_config, tpshard.cli.preflight; "
+        "import sys, tpshard.programs.fit, tpshard.recipes.document, tpshard.models.hf_config, tpshard.cli.preflight; "
     )
     assert (
         subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], check=False).returncode == 0

@@ -14,10 +14,10 @@ from tpshard.plan.make import report_of_training
 from tpshard.programs import training
 from tpshard.programs.cluster import device_of
 from tpshard.programs.equality import compare, first_difference
+from tpshard.programs.fit import misfits
 from tpshard.programs.served import served
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.fit import misfits
 from tpshard.recipes.load import loads
 
 RECIPE = """

@@ -8,8 +8,9 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from tpshard.cli.completion import completions
 from tpshard.cli.preflight import beyond
-from tpshard.recipes.document import completions, json_schema, keys, texts
+from tpshard.recipes.document import json_schema, keys, texts
 from tpshard.recipes.extends import builtins
 from tpshard.recipes.hints import hints, section_of
 from tpshard.recipes.load import load, loads

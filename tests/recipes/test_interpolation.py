@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from tpshard.programs.fit import misfits
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text, dumps
-from tpshard.recipes.fit import misfits
 from tpshard.recipes.load import load, loads
 from tpshard.recipes.schema import Recipe
 

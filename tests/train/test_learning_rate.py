@@ -6,7 +6,7 @@ import pytest
 from tpshard.programs.batching import BatchPlan, derive
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
-from tpshard.recipes.schema import Schedule
+from tpshard.recipes.training_keys import Schedule
 from tpshard.train.learning_rate import learning_rate
 
 

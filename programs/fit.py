@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from tpshard.models.config import ModelConfig
 from tpshard.models.family import DIMS, INPUTS
+from tpshard.programs.patterns import covers, matches, nearest
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Source, join
 from tpshard.recipes.fp8_fit import fp8_misfits
-from tpshard.recipes.patterns import covers, matches, nearest
-from tpshard.recipes.schema import AXES, Recipe
+from tpshard.recipes.schema import Recipe
+from tpshard.recipes.value_types import AXES
 
 
 def sizes(recipe: Recipe, c: ModelConfig) -> dict[str, int]:

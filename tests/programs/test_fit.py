@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tpshard.models.config import DTYPES, ModelConfig
 from tpshard.models.presets import PRESETS, preset
+from tpshard.programs.fit import misfits
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
-from tpshard.recipes.fit import misfits
 from tpshard.recipes.load import loads
 from tpshard.recipes.mesh_sizes import nearest_meshes
 
@@ -207,17 +207,10 @@ def test_positions_that_are_learned_have_an_end() -> None:
 def test_keys_of_the_model_are_those_of_its_configuration() -> None:
     from dataclasses import fields
 
-    from tpshard.recipes import schema
+    from tpshard.recipes import model_keys
     from tpshard.recipes.hints import hints
 
-    known = set(hints(schema.Model)) - {*schema.Model.exclusive, "dims", "args"}
-    assert known == {f.name for f in fields(ModelConfig)} - {"family"}
-    assert set(schema.Preset.__args__) == set(PRESETS)
-    assert set(schema.Dtype.__args__) == set(DTYPES)
-
-
-def test_devices_named_are_those_described() -> None:
-    from tpshard.devices.read import BUILTIN
-    from tpshard.recipes.schema import DEVICES
-
-    assert set(DEVICES) == set(BUILTIN)
+    keys = set(hints(model_keys.Model)) - {*model_keys.Model.exclusive, "dims", "args"}
+    assert keys == {f.name for f in fields(ModelConfig)} - {"family"}
+    assert set(model_keys.Preset.__args__) == set(PRESETS)
+    assert set(model_keys.Dtype.__args__) == set(DTYPES)

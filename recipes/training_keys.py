@@ -1,0 +1,141 @@
+"""The keys of a training run: data, batch, optimizer, loop, checkpoints and logs."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, ClassVar, Literal
+
+from tpshard.recipes.constraints import limits
+from tpshard.recipes.section import Section, derived
+from tpshard.recipes.value_types import Count, CountOrZero, Dtype, NonNegative, Positive, Share
+
+
+class Data(Section):
+    """Where the text comes from."""
+
+    paths: ClassVar[tuple[str, ...]] = ("source", "tokenizer")
+
+    source: str = "sample"
+    """c4, a directory or glob of C4-format *.json.gz, or sample (generated on this machine)."""
+    tokenizer: str | None = derived(default='its own for sample, else "${oc.env:TOKENIZER_DIR}"')
+    """Folder of a Hugging Face tokenizer, read when a command needs it; null: the sample's own."""
+    bad_rows: Share = 0.01
+    """Share of unreadable rows that stops the run."""
+
+
+class Batch(Section):
+    """The batch of a step. The number of micro-batches follows from it."""
+
+    global_sequences: Annotated[int, limits(least=1, most=2**30)] = 128
+    """Sequences per step, over all devices."""
+    per_device: Annotated[int, limits(least=1, most=2**20)] | None = None
+    """Sequences of one micro-batch on one data rank. Default: the largest divisor of global_sequences / data ranks up
+    to 8."""
+
+
+class Optimizer(Section):
+    """The optimizer."""
+
+    name: Literal["adamw", "lion"] = "adamw"
+    """The algorithm; lion keeps one moment of each parameter, adamw two."""
+    lr: NonNegative = 3.0e-4
+    """Peak learning rate."""
+    betas: tuple[Annotated[float, limits(least=0, below=1)], Annotated[float, limits(least=0, below=1)]] = (0.9, 0.95)
+    """Decay of the first and second moments; of lion: in the update and in the moment."""
+    eps: Positive = 1.0e-8
+    """Added to the root of the second moment; lion has none."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled decay of matrices; norms and biases are not decayed."""
+    state_dtype: Dtype = derived(default="fsdp.master_dtype")
+    """Type of the moments at rest; they are computed in fp32."""
+
+
+class Schedule(Section):
+    """The learning rate schedule."""
+
+    name: Literal["cosine", "constant"] = "cosine"
+    """Shape after the warm-up."""
+    warmup_steps: CountOrZero = derived(default="min(2000, train.steps / 10)")
+    """Steps of linear warm-up."""
+    min_lr_ratio: Share = 0.1
+    """Learning rate at the end, as a share of the peak."""
+
+
+class Train(Section):
+    """The training loop."""
+
+    steps: Count = 200_000
+    """Optimizer steps."""
+    clip_grad_norm: Positive | None = 1.0
+    """Global norm to which gradients are clipped; null: off."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """What happens if a loss or gradient is not finite; decided on all ranks alike, before any update."""
+
+
+class Evaluate(Section):
+    """Loss on held-out text."""
+
+    every_steps: CountOrZero = 500
+    """Steps between evaluations; 0: never. A run also evaluates at its end."""
+    sequences: Count = 64
+    """Held-out sequences per evaluation."""
+
+
+class Timeout(Section):
+    """Seconds after which a worker that does not answer counts as lost."""
+
+    start: Positive = 600
+    """Until the first step is done."""
+    step: Positive = 600
+    """Between steps."""
+
+
+class Launch(Section):
+    """The workers that `train` starts on one host."""
+
+    restarts: Annotated[int, limits(least=0, most=1000)] = 1
+    """How often workers are restarted from the last checkpoint after one crashed (SIGSEGV, SIGABRT, SIGBUS), at least
+    100 steps after the previous crash."""
+
+
+class Run(Section):
+    """Where a run leaves its files."""
+
+    paths: ClassVar[tuple[str, ...]] = ("dir",)
+
+    dir: str = "runs/${name}"
+    """Folder of the run, relative to the working directory; ${name} is the recipe's name, ~ and $NAME are expanded as
+    by a shell."""
+
+
+class Checkpoint(Section):
+    """Saving checkpoints and resuming from them."""
+
+    every_steps: CountOrZero = 500
+    """Steps between checkpoints; 0: none are saved."""
+    keep_last: Count = 3
+    """Number of checkpoints kept."""
+    resume: Literal["auto", "never", "force"] = "auto"
+    """auto resumes a stopped run, never refuses to continue an existing run, force resumes despite any change."""
+    on_error: Literal["warn", "stop"] = "warn"
+    """What happens if a checkpoint cannot be written."""
+
+
+class Wandb(Section):
+    """Weights & Biases; its failures never stop a run."""
+
+    project: str = "tpshard"
+    """Project of the run."""
+    entity: str | None = None
+    """Team or user; null: the login's default."""
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto is online with a login and offline without."""
+
+
+class Logging(Section):
+    """What a run logs. The first and the last step are always logged."""
+
+    every_steps: Count = 10
+    """Steps between rows of metrics.jsonl."""
+    wandb: Wandb | None = field(default_factory=Wandb)
+    """Weights & Biases; null: off."""
