@@ -166,10 +166,9 @@ class Checker:
                 message = f"`{_key(path)}` does not match any of the allowed maps"
                 return self.wrong(path, message, where or self.merged.place(path), fix=legal)
             return self.section(raw, best, path, where)
-        if (pair := mapping_of(hint)) is not None:
+        pair = (str, Any) if Any in options else mapping_of(hint)
+        if pair is not None:
             return self.mapping(raw, pair, path, where)
-        if Any in options:
-            return self.plain(raw, path, where)
         return self.mistyped(raw, self.leaf(raw, path, where), hint, path)
 
     def mapping(self, raw: dict[str, Any], pair: tuple[Any, Any], path: Path, where: Source | None) -> dict[str, Any]:
@@ -189,12 +188,10 @@ class Checker:
 
     def sequence(self, raw: list[Any], hint: Any, path: Path, where: Source | None) -> Any:
         options = [base for base, _ in alternatives(hint)]
-        if Any in options:
-            return self.plain(raw, path, where)
         shapes = [get_args(base) for base in options if get_origin(base) is tuple]
-        if not shapes:
+        if not shapes and Any not in options:
             return self.mistyped(raw, self.leaf(raw, path, where), hint, path)
-        shape = shapes[0]
+        shape = shapes[0] if shapes else (Any, Ellipsis)
         if len(shape) == 2 and shape[1] is Ellipsis:
             kinds = [shape[0]] * len(raw)
         elif len(shape) != len(raw):
@@ -204,15 +201,6 @@ class Checker:
             kinds = list(shape)
         values = [self.value(item, kind, (*path, i), where) for i, (item, kind) in enumerate(zip(raw, kinds))]
         return BAD if any(value is BAD for value in values) else tuple(values)
-
-    def plain(self, raw: Any, path: Path, where: Source | None) -> Any:
-        """Data without a schema, such as the arguments of a user's module; only ambiguous scalars are refused."""
-        if isinstance(raw, dict):
-            return self.mapping(raw, (str, Any), path, where)
-        if isinstance(raw, list):
-            values = [self.plain(item, (*path, i), where) for i, item in enumerate(raw)]
-            return BAD if any(value is BAD for value in values) else tuple(values)
-        return self.scalar(raw, self.leaf(raw, path, where), Any, path, final=where is not None)
 
     def scalar(self, raw: Any, node: Node, hint: Any, path: Path, *, final: bool) -> Any:
         """The checked scalar `raw`, written as `node`; `final` if it is no interpolation, whatever its text."""
