@@ -38,7 +38,7 @@ from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
 from tpshard.serve.weights import Weights
 
-from record import RECORDS, ROOT, Record, add_options, load, put_between
+from record import RECORDS, ROOT, PageTable, Record, add_options, close_with_table, load
 
 sys.path.insert(0, str(ROOT / "tests"))
 import architectures
@@ -47,8 +47,9 @@ from servers import lockstep, programs_of, prompts
 
 MESHES = ({"tp": 2}, {"fsdp": 2, "tp": 2}, {"dp": 2, "fsdp": 2, "tp": 2})
 BOUND = 1e-5
-PAGE = ROOT / "docs" / "transformers.md"
-BEGIN, END = "<!--gallery: python benchmarks/gallery.py --docs-->", "<!--/gallery-->"
+PLACE = PageTable(
+    ROOT / "docs" / "transformers.md", "<!--gallery: python benchmarks/gallery.py --docs-->", "<!--/gallery-->"
+)
 RECIPE = """
 name: gallery
 cluster: {device: cpu}
@@ -263,10 +264,7 @@ def main() -> None:
         recorded = [row["name"] for row in load("gallery")["rows"]]
         old = {row["name"]: row for row in load("gallery")["rows"]}
         record.rows[:] = [{**old, **fresh}[name] for name in dict.fromkeys([*recorded, *fresh])]
-    record.say(table(record.rows))
-    if options.docs:
-        put_between(PAGE, BEGIN, END, table(record.rows))
-    record.close(write=options.record, as_json=options.json)
+    close_with_table(record, table(record.rows), PLACE, options)
 
 
 if __name__ == "__main__":

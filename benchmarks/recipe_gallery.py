@@ -18,10 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from record import ROOT, Record, add_options, put_between
+from record import ROOT, PageTable, Record, add_options, close_with_table
 
-PAGE = ROOT / "docs" / "gallery.md"
-BEGIN, END = "<!--recipes: python benchmarks/recipe_gallery.py --docs-->", "<!--/recipes-->"
+PLACE = PageTable(
+    ROOT / "docs" / "gallery.md", "<!--recipes: python benchmarks/recipe_gallery.py --docs-->", "<!--/recipes-->"
+)
 COMMAND = [sys.executable, "-m", "tpshard.cli.main"]
 
 
@@ -95,10 +96,7 @@ def main() -> None:
         ran = trained(name, options.steps) if runs_on_cpu else None
         record.rows.append({"name": name, "plan": plan, "run": ran})
         record.say(json.dumps(record.rows[-1]))
-    record.say(table(record.rows))
-    if options.docs:
-        put_between(PAGE, BEGIN, END, table(record.rows))
-    record.close(write=options.record, as_json=options.json)
+    close_with_table(record, table(record.rows), PLACE, options)
 
 
 if __name__ == "__main__":

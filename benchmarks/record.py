@@ -165,6 +165,29 @@ class Record:
             self.say(f"# benchmarks/records/{self.name}.json")
 
 
+@dataclass(frozen=True)
+class PageTable:
+    """The part of a page between two comments, which a benchmark writes."""
+
+    page: Path
+    begin: str
+    end: str
+
+    def put(self, text: str) -> None:
+        """Replaces what the page has between the comments."""
+        before, rest = self.page.read_text(encoding="utf-8").split(self.begin)
+        after = rest.split(self.end)[1]
+        self.page.write_text(f"{before}{self.begin}\n\n{text}\n\n{self.end}{after}", encoding="utf-8")
+
+
+def close_with_table(record: Record, table: str, place: PageTable, options: argparse.Namespace) -> None:
+    """Prints a gallery's table, puts it into its page with `--docs`, and closes the record."""
+    record.say(table)
+    if options.docs:
+        place.put(table)
+    record.close(write=options.record, as_json=options.json)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that all benchmarks share: --json and --record."""
     parser.add_argument("--json", action="store_true", help="print only the record, as JSON")
@@ -182,12 +205,6 @@ VARIES = re.compile(r"\d[\d.,:]*|[0-9a-f]{12,}")
 
 def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def put_between(page: Path, begin: str, end: str, text: str) -> None:
-    """Replaces what a page has between two comments."""
-    before, rest = page.read_text(encoding="utf-8").split(begin)
-    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")
 
 
 def load(name: str) -> dict[str, Any]:

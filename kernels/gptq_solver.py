@@ -14,7 +14,6 @@ from torch import Tensor
 from tpshard.kernels.quantized import Quantized, group_count, group_index
 
 Order = Literal["global", "head_local", "none"]
-ORDERS: tuple[Order, ...] = ("global", "head_local", "none")
 _BLOCK = 128
 """Inputs solved before the inputs after them are updated; within a block only the block is updated."""
 _TINIEST = 2.0**-24  # the smallest fp16

@@ -74,7 +74,7 @@ def check(folder: Path) -> RunFinding:
             fix="the folder of a run, as `tpshard train` leaves it",
         )  # fmt: skip
     spread = compare.spread(folder)
-    rows = [_compare_figure(name, row, plan, spread) for name, row in comparison.items()]
+    rows = [_compare_figure(name, row, spread) for name, row in comparison.items()]
     finding = RunFinding(str(folder), plan["device"]["name"], rows)
     own = None
     with contextlib.suppress(Mistakes):
@@ -95,7 +95,7 @@ def _device(folder: Path) -> Device:
     return device_named(cluster.device if cluster is not None else compare.SHIPPED_CPU)
 
 
-def _compare_figure(name: str, row: dict[str, Any], plan: Any, spread: float) -> RunFigure:
+def _compare_figure(name: str, row: dict[str, Any], spread: float) -> RunFigure:
     error = row["error"]
     size = abs(error) if error is not None else float(row["predicted"] != row["measured"])
     if name in ("collectives", "sent_bytes"):

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 from tpshard.parallelism.flow import info_of
-from tpshard.plan.pricing import Pricing, StepPart
+from tpshard.plan.pricing import Pricing
 from tpshard.plan.units import gib, seconds
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -92,7 +92,7 @@ def _routing(pricing: Pricing, busiest: float, experts: int, capacity: float | N
     total, workspace, device = pricing.fixed_s, 0, 1.0
     for entry in pricing.parts:
         tasks = list(entry.priced.tasks)
-        for i, node in _products(entry.part, entry.priced.kernels):
+        for i, node in _products(entry.priced.kernels):
             ids, gate = (info_of(operand).specs[0] for operand in _routing_operands(node))
             own = gate.shape[0]
             load = (busiest + (own - 1) * others) / own
@@ -107,7 +107,7 @@ def _routing(pricing: Pricing, busiest: float, experts: int, capacity: float | N
     return Routing(busiest, device, total, workspace, dropped)
 
 
-def _products(part: StepPart, kernels: list[Any]) -> Iterator[tuple[int, fx.Node]]:
+def _products(kernels: list[Any]) -> Iterator[tuple[int, fx.Node]]:
     """The operations of experts among a part's kernels, with their indices."""
     for i, kernel in enumerate(kernels):
         if str(kernel.node.target) in _OPS:

@@ -31,13 +31,13 @@ def devices(recipe: Recipe) -> int | None:
     return None if -1 in recipe.mesh.values() else math.prod(recipe.mesh.values())
 
 
-def misfits(recipe: Recipe, c: ModelConfig | None, *, world: int | None = None) -> list[Diagnostic]:
+def misfits(recipe: Recipe, c: ModelConfig | None) -> list[Diagnostic]:
     """All ways in which recipe, model and mesh do not fit each other.
 
-    `c` is None for a model whose configuration is unknown. `world` is the number of devices if the machine decides it;
-    while it is unknown, axes of size -1 count as fitting.
+    `c` is None for a model whose configuration is unknown. Where the machine decides the number of devices, axes of
+    size -1 count as fitting.
     """
-    world = devices(recipe) if world is None else world
+    world = devices(recipe)
     mesh = {axis: size for axis, size in recipe.mesh.items() if size != -1}
     fixed = math.prod(mesh.values())
     whole = world is None or (world % fixed == 0 if len(mesh) < len(recipe.mesh) else world == fixed)
