@@ -35,31 +35,34 @@ from record import Record
 class Outcome(NamedTuple):
     kind: str
     """right, wrong, crash or refused."""
-    told: str = ""
+    detail: str = ""
+    """What went wrong, as one line."""
 
 
-def run(made: Case) -> Outcome:
+def run(program_case: Case) -> Outcome:
     """The outcome of a program."""
     try:
-        expected = made.expected()
+        expected = program_case.expected()
     except ValueError as error:
         return Outcome("refused", str(error))
     try:
-        program = partition(made.fn, made.args, made.mesh, made.in_shardings, made.out_shardings)
+        program = partition(
+            program_case.fn, program_case.args, program_case.mesh, program_case.in_shardings, program_case.out_shardings
+        )
     except ValueError as error:
         return Outcome("refused", str(error))
     except Exception as error:
         return Outcome("crash", _last(error))
     try:
-        got = program.simulate(*made.args)
+        got = program.simulate(*program_case.args)
     except Exception as error:
         return Outcome("crash", _last(error))
     if len(got) != len(expected):
         return Outcome("wrong", f"{len(got)} results instead of {len(expected)}")
     for i, (mine, theirs) in enumerate(zip(got, expected)):
-        told = difference(mine, theirs, closeness(program))
-        if told:
-            return Outcome("wrong", f"result {i}: {told}")
+        gap = difference(mine, theirs, closeness(program))
+        if gap:
+            return Outcome("wrong", f"result {i}: {gap}")
     return Outcome("right")
 
 
@@ -128,54 +131,56 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print every program that is not right")
     parser.add_argument("--join", nargs="+", metavar="PIECE.json", help="add up earlier runs with --json")
     parser.add_argument("--record", action="store_true", help="with --join: write the record")
-    given = parser.parse_args()
-    if given.join:
-        join(given.join, given.record)
+    options = parser.parse_args()
+    if options.join:
+        join(options.join, options.record)
         return
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    names = given.family
-    numbers = range(given.start, given.start + given.seeds)
+    names = options.family
+    numbers = range(options.start, options.start + options.seeds)
     pairs = [(names[n % len(names)], n // len(names)) for n in numbers]
-    if given.only is not None:
-        pairs = [(name, given.only) for name in names]
+    if options.only is not None:
+        pairs = [(name, options.only) for name in names]
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    told: dict[tuple[str, str], list[tuple[str, int, str]]] = defaultdict(list)
+    examples: dict[tuple[str, str], list[tuple[str, int, str]]] = defaultdict(list)
     began = time.perf_counter()
     for name, seed in pairs:
-        if time.perf_counter() - began > given.seconds:
+        if time.perf_counter() - began > options.seconds:
             break
-        made = case(name, seed)
-        outcome = run(made)
+        drawn = case(name, seed)
+        outcome = run(drawn)
         counts[name][outcome.kind] += 1
         if outcome.kind != "right":
-            group = name if outcome.kind == "wrong" else _shape_of(outcome.told)
-            told[outcome.kind, group].append((name, seed, outcome.told))
-            if given.show:
-                print(f"--- {outcome.kind}: {outcome.told}\n{made}", flush=True)
-    _report(counts, told, time.perf_counter() - began, given.start, given.json)
+            group = name if outcome.kind == "wrong" else _shape_of(outcome.detail)
+            examples[outcome.kind, group].append((name, seed, outcome.detail))
+            if options.show:
+                print(f"--- {outcome.kind}: {outcome.detail}\n{drawn}", flush=True)
+    _report(counts, examples, time.perf_counter() - began, options.start, options.json)
     if any(c["wrong"] or c["crash"] for c in counts.values()):
         raise SystemExit(1)
 
 
-def _report(counts: dict[str, Counter[str]], told: dict[Any, Any], seconds: float, start: int, as_json: bool) -> None:
+def _report(
+    counts: dict[str, Counter[str]], examples: dict[Any, Any], seconds: float, start: int, as_json: bool
+) -> None:
     total: Counter[str] = sum(counts.values(), Counter())
     if as_json:
         kinds = ("right", "wrong", "crash", "refused")
         everything = {k: total[k] for k in kinds}
-        seen = [{"kind": kind, "count": len(found), "family": found[0][0], "seed": found[0][1], "told": found[0][2]}
-                for (kind, _), found in told.items()]  # fmt: skip
+        summary = [{"kind": kind, "count": len(cases), "family": cases[0][0], "seed": cases[0][1], "told": cases[0][2]}
+                for (kind, _), cases in examples.items()]  # fmt: skip
         families = {name: {k: c[k] for k in kinds} for name, c in counts.items()}
-        told_all = {"torch": torch.__version__, "start": start, "seconds": round(seconds, 1), "total": everything}
-        print(json.dumps(told_all | {"families": families, "seen": seen}, indent=1))
+        whole = {"torch": torch.__version__, "start": start, "seconds": round(seconds, 1), "total": everything}
+        print(json.dumps(whole | {"families": families, "seen": summary}, indent=1))
         return
     print(f"{'family':<18} {'programs':>8} {'right':>7} {'wrong':>6} {'crash':>6} {'refused':>8}")
     for name, c in [*counts.items(), ("all", total)]:
         print(f"{name:<18} {sum(c.values()):>8} {c['right']:>7} {c['wrong']:>6} {c['crash']:>6} {c['refused']:>8}")
     print(f"torch {torch.__version__}, {seconds:.0f} s")
-    for (kind, _), found in sorted(told.items(), key=lambda item: (item[0][0], -len(item[1]))):
-        name, seed, what = found[0]
-        print(f"{kind} x{len(found)}, as {name} {seed}: {what[:300]}")
+    for (kind, _), cases in sorted(examples.items(), key=lambda item: (item[0][0], -len(item[1]))):
+        name, seed, what = cases[0]
+        print(f"{kind} x{len(cases)}, as {name} {seed}: {what[:300]}")
 
 
 if __name__ == "__main__":

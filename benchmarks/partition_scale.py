@@ -62,8 +62,8 @@ class Stages:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    asked = parser.parse_args()
-    record, stages = Record("partition_scale", quiet=asked.json), Stages()
+    options = parser.parse_args()
+    record, stages = Record("partition_scale", quiet=options.json), Stages()
     for name, stage in (
         ("capture", "capture"), ("propagate_stored", "propagation"), ("partition_graph", "partitioning"),
     ):  # fmt: skip
@@ -80,7 +80,7 @@ def main() -> None:
     record.figure("both.cpu", both, "s of the processor for propagation and partitioning")
     record.figure("memory", peak_gib, "GiB at the peak")
     record.say(f"within the limits of {LIMIT_S} s and {LIMIT_GIB} GiB: {both <= LIMIT_S and peak_gib <= LIMIT_GIB}")
-    record.close(write=asked.record, as_json=asked.json)
+    record.close(write=options.record, as_json=options.json)
 
 
 if __name__ == "__main__":

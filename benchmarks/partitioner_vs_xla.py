@@ -212,8 +212,8 @@ def moe_einsum(xp: Any, x: Any, router: Any, up: Any, down: Any) -> Any:
     place = (xp.cumsum(chosen, 1) - 1.0) * chosen
     mask = xp.one_hot(place, capacity) * chosen[..., None]
     sent = xp.einsum("gsec,gsd->egcd", mask, x)
-    made = xp.einsum("egcf,efd->egcd", xp.relu(xp.einsum("egcd,edf->egcf", sent, up)), down)
-    return xp.einsum("gsec,egcd->gsd", mask * gates[..., None], made)
+    computed = xp.einsum("egcf,efd->egcd", xp.relu(xp.einsum("egcd,edf->egcf", sent, up)), down)
+    return xp.einsum("gsec,egcd->gsd", mask * gates[..., None], computed)
 
 
 def moe_einsum_grads(xp: Any, x: Any, router: Any, up: Any, down: Any) -> Any:
@@ -224,8 +224,8 @@ def moe_index(xp: Any, x: Any, place: Any, up: Any, down: Any) -> Any:
     """A mixture by index: tokens are written to `place` (expert times capacity), computed per expert, and read back."""
     experts, (tokens, width) = up.shape[0], x.shape
     sent = xp.scatter_add(experts * (tokens // experts), place, x).reshape(experts, tokens // experts, width)
-    made = xp.einsum("ecf,efd->ecd", xp.relu(xp.einsum("ecd,edf->ecf", sent, up)), down)
-    return xp.take(made.reshape(tokens, width), place)
+    computed = xp.einsum("ecf,efd->ecd", xp.relu(xp.einsum("ecd,edf->ecf", sent, up)), down)
+    return xp.take(computed.reshape(tokens, width), place)
 
 
 def convolutions(xp: Any, x: Any, w1: Any, w2: Any) -> Any:
@@ -314,13 +314,13 @@ def ours(case: Case) -> tuple[dict[str, tuple[int, int]], float]:
     for arg in args:
         arg.requires_grad_(arg.is_floating_point())
     program = partition(
-        lambda *given: case.fn(Torch(mesh), *given), args, mesh, [dims for _, dims in case.args], case.out
+        lambda *inputs: case.fn(Torch(mesh), *inputs), args, mesh, [dims for _, dims in case.args], case.out
     )
-    found: dict[str, tuple[int, int]] = {}
+    totals: dict[str, tuple[int, int]] = {}
     for comm in program.collectives:
-        count, total = found.get(comm.kind, (0, 0))
-        found[comm.kind] = count + 1, total + wire_bytes(comm.kind, comm.bytes, comm.size)
-    return found, program.flop_efficiency
+        count, total = totals.get(comm.kind, (0, 0))
+        totals[comm.kind] = count + 1, total + wire_bytes(comm.kind, comm.bytes, comm.size)
+    return totals, program.flop_efficiency
 
 
 _KINDS = {
@@ -350,11 +350,11 @@ def theirs(jax: ModuleType, case: Case, folder: str) -> dict[str, tuple[int, int
     ]
     xp = Jax(jax, mesh)
 
-    def function(*given: Any) -> Any:
+    def function(*inputs: Any) -> Any:
         # jax refuses uneven arguments, XLA does not: constraints inside the function say the same
-        pinned = given if even else [xp.split(g, *dims) for g, (_, dims) in zip(given, case.args)]
-        made = case.fn(xp, *pinned)
-        return made if even or case.out is None else xp.split(made, *case.out[0])
+        pinned = inputs if even else [xp.split(g, *dims) for g, (_, dims) in zip(inputs, case.args)]
+        results = case.fn(xp, *pinned)
+        return results if even or case.out is None else xp.split(results, *case.out[0])
 
     outs = None if case.out is None or not even else [placed(d) for d in case.out]
     if outs is not None and len(outs) == 1 and not isinstance(jax.eval_shape(function, *args), (tuple, list)):
@@ -372,16 +372,16 @@ def theirs(jax: ModuleType, case: Case, folder: str) -> dict[str, tuple[int, int
 def collectives(text: str, devices: int) -> dict[str, tuple[int, int]]:
     """Counts and wire bytes of an HLO module's collectives."""
     lines = text.splitlines()
-    found: dict[str, tuple[int, int]] = {}
+    totals: dict[str, tuple[int, int]] = {}
     for line in lines:
         match = re.match(r"\s*(?:ROOT )?(%\S+) = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|"
                          r"collective-permute)\((.*?)\)", line)  # fmt: skip
         if match is None:
             continue
-        name, made, kind = _KINDS[match[3]], match[2], match[3]
+        name, type_text, kind = _KINDS[match[3]], match[2], match[3]
         size = sum(
             math.prod(int(n) for n in dims.split(",") if n) * _BYTES[dtype]
-            for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", made)
+            for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", type_text)
         )
         members = _members(line, devices)
         if kind == "reduce-scatter":
@@ -389,9 +389,9 @@ def collectives(text: str, devices: int) -> dict[str, tuple[int, int]]:
         readers = [r for r in lines if f"{match[1]}," in r.split(" = ")[-1] or f"{match[1]})" in r.split(" = ")[-1]]
         if kind == "all-reduce" and len(readers) == 1 and " dynamic-slice(" in readers[0]:
             name = "reduce_scatter"
-        n, total = found.get(name, (0, 0))
-        found[name] = n + 1, total + wire_bytes(name, size, members)
-    return found
+        n, total = totals.get(name, (0, 0))
+        totals[name] = n + 1, total + wire_bytes(name, size, members)
+    return totals
 
 
 def _members(line: str, devices: int) -> int:
@@ -406,10 +406,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="programs (default: all)")
     add_options(parser)
-    given = parser.parse_args()
-    if unknown := set(given.names) - set(CASES):
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(CASES):
         parser.error(f"no program {', '.join(sorted(unknown))}: {', '.join(CASES)}")
-    record = Record("partitioner_vs_xla", "jax", quiet=given.json)
+    record = Record("partitioner_vs_xla", "jax", quiet=options.json)
     folder = tempfile.mkdtemp(prefix="tpshard-xla-")
     os.environ["XLA_FLAGS"] = (
         f"--xla_force_host_platform_device_count=8 --xla_dump_to={folder} --xla_dump_hlo_pass_re=all-reduce-promotion"
@@ -421,7 +421,7 @@ def main() -> None:
     rows = record.rows
     record.say("MB that a device sends (2^20 bytes)")
     record.say(f"{'program':<40} {'tpshard':>8} {'XLA':>8} {'ratio':>6} {'FLOPs':>6}  collectives (tpshard | XLA)")
-    for name in given.names or CASES:
+    for name in options.names or CASES:
         row: dict[str, Any] = {"program": name}
         try:
             row["collectives"], row["flop_efficiency"] = ours(CASES[name])
@@ -441,12 +441,12 @@ def main() -> None:
         record.say(f"\nabove XLA: {len(above)} of {len(rows)}: {'; '.join(above)}")
         record.figure("programs", len(rows), "programs")
         record.figure("above-xla", len(above), "programs")
-    record.close(as_json=given.json, write=given.record)
+    record.close(as_json=options.json, write=options.record)
 
 
 def _shown(row: dict[str, Any]) -> str:
-    def kinds(found: dict[str, tuple[int, int]]) -> str:
-        return " ".join(f"{n} {kind}" for kind, (n, _) in sorted(found.items())) or "none"
+    def kinds(totals: dict[str, tuple[int, int]]) -> str:
+        return " ".join(f"{n} {kind}" for kind, (n, _) in sorted(totals.items())) or "none"
 
     if "error" in row:
         return f"{row['program']:<40} {row['error'].splitlines()[0][:100]}"

@@ -61,11 +61,11 @@ def main() -> None:
     parser.add_argument("--fails", action="store_true", help="list only the cases that do not hold")
     parser.add_argument("--json", action="store_true", help="print the cases' results as a JSON list")
     parser.add_argument("--record", action="store_true", help="write the shares into benchmarks/records")
-    given = parser.parse_args()
-    with open(given.file) as file:
+    options = parser.parse_args()
+    with open(options.file) as file:
         cases = json.load(file)
-    record = Record("peer_cases", quiet=True) if given.record else None
-    rows = [run(case) for case in cases if given.kind in (None, case["kind"])]
+    record = Record("peer_cases", quiet=True) if options.record else None
+    rows = [run(case) for case in cases if options.kind in (None, case["kind"])]
     if record is not None:
         record.rows = [{key: row[key] for key in ("id", "kind", "result", "reason")} for row in rows]
         for kind in CHECKS:
@@ -75,11 +75,11 @@ def main() -> None:
                 record.figure(f"{kind}.holds", 100 * count["holds"] / (count["holds"] + count["fails"]), "percent")
                 record.figure(f"{kind}.left-out", count["left_out"], "cases")
         record.close(write=True)
-    if given.json:
+    if options.json:
         print(json.dumps(rows, indent=1))
         return
     for row in rows:
-        if row["result"] != "holds" or not given.fails:
+        if row["result"] != "holds" or not options.fails:
             print(f"{row['result']:<9} {row['kind']:<18} {row['id']}  {row['reason'][:200]}")
     print(f"\n{'kind':<28} {'holds':>6} {'fails':>6} {'left out':>9} {'share':>7}")
     sources = {c["id"]: "XLA" if "openxla/xla" in c["source"] else "Shardy" for c in cases}

@@ -122,18 +122,18 @@ class Ours:
         return result.loss, result.grad_norm
 
     def _timed(self, function: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
-        def timed(*given: Any) -> Any:
+        def timed(*args: Any) -> Any:
             start = time.perf_counter()
-            made = function(*given)
-            note(time.perf_counter() - start, *given)
-            return made
+            result = function(*args)
+            note(time.perf_counter() - start, *args)
+            return result
 
         return timed
 
-    def _wait(self, seconds: float, *given: Any) -> None:
+    def _wait(self, seconds: float, *args: Any) -> None:
         self.waited += seconds
 
-    def _walk(self, seconds: float, *given: Any) -> None:
+    def _walk(self, seconds: float, *args: Any) -> None:
         self.walked += seconds
 
     def _compute(self, seconds: float, program: Any, task: StageTask, inputs: Any) -> None:
@@ -202,9 +202,9 @@ class Theirs:
 
     def step(self) -> tuple[float, float]:
         losses: list[Tensor] = []
-        given = (self.batch.tokens,) if self.first else ()
-        told = {"target": self.batch.targets, "losses": losses} if self.last else {}
-        self.schedule.step(*given, **told)
+        inputs = (self.batch.tokens,) if self.first else ()
+        target = {"target": self.batch.targets, "losses": losses} if self.last else {}
+        self.schedule.step(*inputs, **target)
         squares = torch.stack([p.grad.square().sum() for p in self.params if p.grad is not None]).sum()
         both = torch.stack([squares, torch.stack(losses).sum().detach() if losses else torch.zeros(())])
         dist.all_reduce(both)
@@ -244,31 +244,31 @@ def worker(options: dict[str, Any]) -> None:
                     variants[name].taken.clear()
                 context.barrier()
                 start = time.perf_counter()
-                made = variants[name].step()
+                result = variants[name].step()
                 took = torch.tensor([time.perf_counter() - start])
                 dist.all_reduce(took, dist.ReduceOp.MAX)
-                first.setdefault(name, made)
+                first.setdefault(name, result)
                 if turn >= options["warmup"]:
                     times[name].append(float(took))
                     if name in bubbles:
                         idle = 1.0 - variants[name].computed / variants[name].walked
                         bubbles[name].append(statistics.mean(context.gather(idle)))
-        found = {"times": times, "bubbles": bubbles, "first": first, "theory": {}, "predicted": {}, "split": {}}
+        measured = {"times": times, "bubbles": bubbles, "first": first, "theory": {}, "predicted": {}, "split": {}}
         for schedule in options["schedules"]:
             engine = variants[schedule]
             mean = {key: statistics.median(values) for key, values in engine.taken.items()}
             every = {key: value for part in context.gather(mean) for key, value in part.items()}
             pipeline = engine.programs.pipeline
-            found["theory"][schedule] = pipeline.table.bubble(lambda task, every=every: every[task.kind, task.stage])
-            found["predicted"][schedule] = make.price_training(engine.programs).step_s
-            found["split"][schedule] = list(pipeline.layers)
-        found["predicted"]["fsdp"] = make.price_training(variants["fsdp"].programs).step_s
+            measured["theory"][schedule] = pipeline.table.bubble(lambda task, every=every: every[task.kind, task.stage])
+            measured["predicted"][schedule] = make.price_training(engine.programs).step_s
+            measured["split"][schedule] = list(pipeline.layers)
+        measured["predicted"]["fsdp"] = make.price_training(variants["fsdp"].programs).step_s
         expected = first["fsdp"]
         for name, (loss, norm) in first.items():
             if abs(loss / expected[0] - 1) > 1e-4 or abs(norm / expected[1] - 1) > 1e-3:
                 raise SystemExit(f"{name} trains something else: loss {loss}, norm {norm}, where FSDP has {expected}")
         if context.is_main:
-            Path(options["out"]).write_text(json.dumps(found))
+            Path(options["out"]).write_text(json.dumps(measured))
 
 
 # ---- the hosts ------------------------------------------------------------------------------------------------------
@@ -289,35 +289,35 @@ def device_with(file: str, rate: str, folder: str) -> str:
     text, times = re.subn(r"(across: \{bandwidth: )[^,]+", rf"\g<1>{mbit:g} Mbit/s", Path(file).read_text())
     if times != 1:
         raise SystemExit(f"{file} has no line `across: {{bandwidth: ...`")
-    made = Path(folder) / f"measured_{rate}.yaml"
-    made.write_text(text)
-    return str(made)
+    measured = Path(folder) / f"measured_{rate}.yaml"
+    measured.write_text(text)
+    return str(measured)
 
 
 def measure(arguments: argparse.Namespace, hosts: int, rate: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, links(arguments.netlab, hosts, rate):
-        told = {
-            "worker": True, "out": f"{folder}/found.json", "device": device_with(arguments.device, rate, folder),
+        settings = {
+            "worker": True, "out": f"{folder}/measured.json", "device": device_with(arguments.device, rate, folder),
             "rounds": arguments.rounds, "warmup": arguments.warmup, "schedules": arguments.schedules,
             "sequences": arguments.sequences, "seq_len": arguments.seq_len, "micro_batches": arguments.micro_batches,
         }  # fmt: skip
-        command = [sys.executable, __file__, "--worker", json.dumps(told)]
+        command = [sys.executable, __file__, "--worker", json.dumps(settings)]
         subprocess.run([arguments.netlab, "run", "1", "--", *command], check=True)
-        found: dict[str, Any] = json.loads(Path(told["out"]).read_text())
-    return found
+        measured: dict[str, Any] = json.loads(Path(settings["out"]).read_text())
+    return measured
 
 
-def rows_of(found: dict[str, Any], hosts: int, rate: str) -> Iterator[dict[str, Any]]:
-    times = found["times"]
-    for schedule in found["theory"]:
+def rows_of(measured: dict[str, Any], hosts: int, rate: str) -> Iterator[dict[str, Any]]:
+    times = measured["times"]
+    for schedule in measured["theory"]:
         ratio = partial(_ratios, times[schedule])
         yield {
-            "hosts": hosts, "rate": rate, "schedule": schedule, "split": found["split"][schedule],
+            "hosts": hosts, "rate": rate, "schedule": schedule, "split": measured["split"][schedule],
             "step_s": statistics.median(times[schedule]), "fsdp_s": statistics.median(times["fsdp"]),
             "torch_s": statistics.median(times[f"torch {schedule}"]), "of_fsdp": ratio(times["fsdp"]),
-            "of_torch": ratio(times[f"torch {schedule}"]), "bubble": statistics.median(found["bubbles"][schedule]),
-            "bubble_of_table": found["theory"][schedule], "predicted_s": found["predicted"][schedule],
-            "fsdp_predicted_s": found["predicted"]["fsdp"],
+            "of_torch": ratio(times[f"torch {schedule}"]), "bubble": statistics.median(measured["bubbles"][schedule]),
+            "bubble_of_table": measured["theory"][schedule], "predicted_s": measured["predicted"][schedule],
+            "fsdp_predicted_s": measured["predicted"]["fsdp"],
             "more_ranks_than_cores": hosts > len(os.sched_getaffinity(0)),
         }  # fmt: skip
 

@@ -63,9 +63,9 @@ def case(family: str, seed: int) -> Case:
                 )
             _steps(writer, rng, tail)
         with contextlib.suppress(RuntimeError, NotImplementedError):  # no gradient: another program
-            made = writer.case(family, seed)
-            made.fn(*(a.clone() for a in made.args))
-            return made
+            program = writer.case(family, seed)
+            program.fn(*(a.clone() for a in program.args))
+            return program
     raise AssertionError(f"the family {family} wrote no program for the seed {seed}")
 
 
@@ -76,9 +76,9 @@ def numbered(number: int) -> Case:
 
 
 def _steps(w: Writer, rng: random.Random, count: int) -> None:
-    wanted = len(w.steps) + count
+    total = len(w.steps) + count
     for _ in range(12 * count):
-        if len(w.steps) >= wanted:
+        if len(w.steps) >= total:
             return
         i = w.pick()
         if i is not None:

@@ -204,16 +204,16 @@ def einsums(w: Writer, rng: random.Random) -> None:
     for _ in range(20):
         left = rng.sample("abcdef", rng.randint(1, 3))
         right = rng.sample("abcdef", rng.randint(1, 3))
-        known = [c for c in "abcdef" if c in left or c in right]
-        out = rng.sample(known, rng.randint(0, min(3, len(known))))
+        letters = [c for c in "abcdef" if c in left or c in right]
+        out = rng.sample(letters, rng.randint(0, min(3, len(letters))))
         operands = [left, right]
         if rng.random() < 0.25:
-            operands.append(rng.sample(known, 1))
+            operands.append(rng.sample(letters, 1))
         if rng.random() < 0.1:
             operands, out = [left], [c for c in left if rng.random() < 0.6]
         equation = f"{','.join(''.join(o) for o in operands)}->{''.join(out)}"
-        given = [w.floats(*(sizes[c] for c in o)) for o in operands]
-        if w.step(f"einsum {equation}", lambda *a, e=equation: torch.einsum(e, *a), *given):
+        tensors = [w.floats(*(sizes[c] for c in o)) for o in operands]
+        if w.step(f"einsum {equation}", lambda *a, e=equation: torch.einsum(e, *a), *tensors):
             return
 
 

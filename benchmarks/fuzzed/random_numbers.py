@@ -44,7 +44,7 @@ def drawn(w: Writer, rng: random.Random) -> None:
     """A tensor of a distribution, made like another, of a size, or written in place."""
     i = _value(w, rng, 1, 2, 2, 3, 4)
     shape = w.shape(i)
-    made: list[tuple[str, Callable[[Tensor], Any]]] = [
+    samplers: list[tuple[str, Callable[[Tensor], Any]]] = [
         ("rand_like", torch.rand_like), ("randn_like", torch.randn_like),
         ("rand", lambda x: torch.rand(shape, dtype=x.dtype)), ("randn", lambda x: torch.randn(shape)),
         ("randint", lambda x: torch.randint(-3, 7, shape)), ("randint_like", lambda x: torch.randint_like(x, 5)),
@@ -55,7 +55,7 @@ def drawn(w: Writer, rng: random.Random) -> None:
         ("log_normal_", lambda x: x.clone().log_normal_(0, 0.5)), ("geometric_", lambda x: x.clone().geometric_(0.4)),
         ("random_", lambda x: x.clone().random_(9)),
     ]  # fmt: skip
-    what, fn = rng.choice(made)
+    what, fn = rng.choice(samplers)
     w.step(what, lambda x: x + fn(x).to(x.dtype), i)
 
 

@@ -69,11 +69,11 @@ def einsum(w: Writer, rng: random.Random, i: int) -> None:
         return
     letters = "abcd"[: len(shape)]
     summed = rng.choice(letters)
-    kept = [c for c in letters if c != summed]
-    shared = [c for c in kept if rng.random() < 0.4]
+    rest = [c for c in letters if c != summed]
+    shared = [c for c in rest if rng.random() < 0.4]
     right = [summed, *shared, "z"]
     rng.shuffle(right)
-    out = [*kept, "z"]
+    out = [*rest, "z"]
     rng.shuffle(out)
     equation = f"{letters},{''.join(right)}->{''.join(out)}"
     sizes = {**dict(zip(letters, shape)), "z": rng.choice(SIZES)}

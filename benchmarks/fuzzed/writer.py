@@ -130,18 +130,18 @@ class Writer:
 
     def step(self, what: str, fn: Callable[..., Any], *operands: int) -> bool:
         """Adds a step, unless its result is empty, very large or not finite."""
-        made = fn(*(self.values[i].clone() for i in operands))
-        if made.numel() > LARGEST or made.numel() == 0 or not bool(torch.isfinite(made).all()):
+        result = fn(*(self.values[i].clone() for i in operands))
+        if result.numel() > LARGEST or result.numel() == 0 or not bool(torch.isfinite(result).all()):
             return False
-        self._keep(what, fn, operands, made)
-        if made.is_floating_point() and made.abs().max() > 50:
+        self._keep(what, fn, operands, result)
+        if result.is_floating_point() and result.abs().max() > 50:
             return self.step("tanh", lambda x: (x / 16).tanh(), len(self.values) - 1)
         return True
 
-    def _keep(self, what: str, fn: Callable[..., Any], operands: Sequence[int], made: Tensor) -> None:
+    def _keep(self, what: str, fn: Callable[..., Any], operands: Sequence[int], result: Tensor) -> None:
         self.steps.append((what, fn, [self.refs[i] for i in operands]))
         self.refs.append(("step", len(self.steps) - 1))
-        self.values.append(made.detach())
+        self.values.append(result.detach())
 
     def pick(self, rank: int | None = None, least: int = 0) -> int | None:
         """One of the float64 values, a recent one most of the time."""
@@ -166,13 +166,13 @@ class Writer:
         steps = [(what, fn, [place(*ref) for ref in of]) for what, fn, of in self.steps]
         results = range(len(used), len(used) + len(steps))
         chosen = sorted({results[-1], *rng.sample(results, min(2, len(results)))})
-        made = Case(family, seed, self.mesh, [self.args[i] for i in used], steps, chosen, rng.random() < 0.5)
-        made.draws = self.draws
-        made.in_shardings = [sharding(rng, self.mesh, a.dim()) if rng.random() < 0.8 else None for a in made.args]
+        drawn = Case(family, seed, self.mesh, [self.args[i] for i in used], steps, chosen, rng.random() < 0.5)
+        drawn.draws = self.draws
+        drawn.in_shardings = [sharding(rng, self.mesh, a.dim()) if rng.random() < 0.8 else None for a in drawn.args]
         if rng.random() < 0.5:
-            expected = made.fn(*(a.clone() for a in made.args))
-            made.out_shardings = [sharding(rng, self.mesh, r.dim()) if rng.random() < 0.6 else None for r in expected]
-        return made
+            expected = drawn.fn(*(a.clone() for a in drawn.args))
+            drawn.out_shardings = [sharding(rng, self.mesh, r.dim()) if rng.random() < 0.6 else None for r in expected]
+        return drawn
 
 
 def as_text(rng: random.Random, dims: Sequence[Any]) -> str:

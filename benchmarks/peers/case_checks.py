@@ -44,13 +44,13 @@ def _built(case: dict[str, Any], rewrite: Callable[[Graph], None] | None = None)
 
 
 def _annotations(case: dict[str, Any], named: dict[str, Value], mesh: Mesh) -> dict[Value, Annotation]:
-    found = {}
+    annotations = {}
     for name, text in case["annotations"].items():
         name = "return[0]" if name == "result" and name not in named else name
         if name not in named:
             raise NotExpressible(f"no value is named `{name}`")
-        found[named[name]] = Annotation(sharding_of(text, named[name].rank, mesh), (SourcePlace(name),))
-    return found
+        annotations[named[name]] = Annotation(sharding_of(text, named[name].rank, mesh), (SourcePlace(name),))
+    return annotations
 
 
 # ---- propagation ----------------------------------------------------------------------------------------------------
@@ -58,22 +58,24 @@ def propagation(case: dict[str, Any]) -> Answer:
     mesh = mesh_of(case)
     builder, named = _built(case)
     mode = str(case.get("engine_mode")).split(";")[0].split(" ")[0]
-    given = _annotations(case, named, mesh)
-    found = propagate(builder.graph, mesh, given, list(builder.ties.values()), loops=MODES.get(mode, LOOPS)).of
+    annotations = _annotations(case, named, mesh)
+    shardings = propagate(
+        builder.graph, mesh, annotations, list(builder.ties.values()), loops=MODES.get(mode, LOOPS)
+    ).of
     exact = "shardy" in case["source"].split(":")[0]
     got, wrong = {}, []
     for name, text in case["expected"]["shardings"].items():
         value = named[name]
-        mine, wanted = found[value], sharding_of(text, value.rank, mesh)
+        mine, theirs = shardings[value], sharding_of(text, value.rank, mesh)
         got[name] = mine.show(mesh)
         if exact:
             same = (mine.dims, mine.open, mine.replicated, mine.unreduced) == (
-                wanted.dims, wanted.open, wanted.replicated, wanted.unreduced
+                theirs.dims, theirs.open, theirs.replicated, theirs.unreduced
             )  # fmt: skip
         elif text.startswith("none") or (text == "replicated" and "barrier" in case["program"]):
             same = not mine.axes
         else:
-            same = all(starts_with(m, w) for m, w in zip(mine.dims, wanted.dims))
+            same = all(starts_with(m, w) for m, w in zip(mine.dims, theirs.dims))
         if not same:
             wrong.append(f"{name}: {mine.show(mesh)}, expected {text}")
     return not wrong, got, "; ".join(wrong)
@@ -85,8 +87,8 @@ def op_rule(case: dict[str, Any]) -> Answer:
     text = read(case["program"])
     expected = case["expected"]["rules"][-1]
     mine = joined(builder, text.calls[-1].results)
-    wanted = _rule_of(expected)
-    wrong, cheaper = mine.differs(*wanted)
+    theirs = _rule_of(expected)
+    wrong, cheaper = mine.differs(*theirs)
     got = {"rule": mine.show()} | ({"bytes and the peer's, of factors of another kind": cheaper} if cheaper else {})
     return not wrong, got, wrong
 
@@ -134,10 +136,12 @@ def reshard_plan(case: dict[str, Any]) -> Answer:
             continue
         after = layout_of(step["to"], len(shape), mesh)
         kind = {"collective_permute": "permute"}.get(step["op"], step["op"])
-        held, made = (local_bytes(shape, layout, 4) for layout in (at, after))
+        before_bytes, after_bytes = (local_bytes(shape, layout, 4) for layout in (at, after))
         moved = axes_in(step.get("axes", ""), mesh)
         members = size_of(moved) if moved else 2
-        sent = wire_bytes(kind, max(made, held * members) if kind == "all_gather" else held, members)
+        sent = wire_bytes(
+            kind, max(after_bytes, before_bytes * members) if kind == "all_gather" else before_bytes, members
+        )
         uneven = any(n % size_of(axes) for layout in (at, after) for n, axes in zip(shape, layout.dims))
         if uneven:  # pieces that do not lie one in another take more than the one collective
             sent = max(sent, _sent(redistribution(shape, at, after, 4, latency=0), shape, 4))
@@ -153,12 +157,14 @@ def reshard_plan(case: dict[str, Any]) -> Answer:
 def explicit_reshards(case: dict[str, Any]) -> Answer:
     mesh = mesh_of(case)
     builder, named = _built(case)
-    given = _annotations(case, named, mesh)
+    annotations = _annotations(case, named, mesh)
     for name, value in named.items():  # what carries no sharding is whole
-        if value not in given and not name.startswith("_"):
-            given[value] = Annotation(Sharding(((),) * value.rank, (False,) * value.rank), (SourcePlace(name),))
-    theirs = _peer_bytes(case, named, mesh, {n: layout_of_annotation(given[v]) for n, v in named.items() if v in given})
-    program = partition_graph(propagate(builder.graph, mesh, given, list(builder.ties.values())), latency=0)
+        if value not in annotations and not name.startswith("_"):
+            annotations[value] = Annotation(Sharding(((),) * value.rank, (False,) * value.rank), (SourcePlace(name),))
+    theirs = _peer_bytes(
+        case, named, mesh, {n: layout_of_annotation(annotations[v]) for n, v in named.items() if v in annotations}
+    )
+    program = partition_graph(propagate(builder.graph, mesh, annotations, list(builder.ties.values())), latency=0)
     mine = sum(wire_bytes(c.kind, c.bytes, c.size) for c in program.collectives)
     got: dict[str, Any] = {"collectives": [f"{c.kind} {c.axes} {c.bytes}" for c in program.collectives]}
     got |= {"bytes": mine, "peer_bytes": theirs}
@@ -174,69 +180,71 @@ def _peer_bytes(case: dict[str, Any], named: dict[str, Value], mesh: Mesh, layou
     in the layouts that these bring, such as a halo."""
     total = 0
     at = {name: (value, layouts[name]) for name, value in named.items() if name in layouts}
-    told: set[str] = set()
+    stated: set[str] = set()
     """Results whose layout a step has said, and not only the annotation that it must reach."""
     for step in case["expected"]["steps"]:
         if step.get("op") == "return":
             continue
         if "no" in step:  # no reshard: every op is computed as its values lie
-            made = [(n, v) for n, v in named.items() if v.producer is not None and not n.startswith("_")]
-            for _, value in made:
+            computed = [(n, v) for n, v in named.items() if v.producer is not None and not n.startswith("_")]
+            for _, value in computed:
                 total += _computed(value, dict(at.values()), dict(at.values())[value])[1]
             continue
         if step["op"] in named or "kind" in step:
             base = step["op"]
-            known = dict(at.values()) | {at[n][0]: at[n][1] for n in step["of"] if n in at}
+            layout_of_value = dict(at.values()) | {at[n][0]: at[n][1] for n in step["of"] if n in at}
             for name in (n for n in named if n == base or n.startswith(f"{base}.")):
-                wanted = (
+                result_layout = (
                     layout_of(step["result_sharding"], named[name].rank, mesh) if "result_sharding" in step else None
                 )
-                layout, sent = _computed(named[name], known, wanted)
+                layout, sent = _computed(named[name], layout_of_value, result_layout)
                 total += sent if "." not in name or name.endswith(".0") else 0
                 at[name] = (named[name], layout)
-                told.add(name)
+                stated.add(name)
             continue
         name = {"ARG0": "a0"}.get(step["of"], step["of"])
         if name not in at and "[[" in name:
             name = next(reversed([n for n in named if not n.startswith(("return", "_"))]))
         if name not in at:
             raise NotExpressible(f"a step reads `{step['of']}`")
-        value, here = at[name]
-        there = layout_of(step["to"], value.rank, mesh)
-        if step["op"] == "reshard" and value.producer is not None and name in named and name not in told:
-            here, sent = _computed(value, {v: layout for n, (v, layout) in at.items() if n != name}, None)
+        value, before = at[name]
+        after = layout_of(step["to"], value.rank, mesh)
+        if step["op"] == "reshard" and value.producer is not None and name in named and name not in stated:
+            before, sent = _computed(value, {v: layout for n, (v, layout) in at.items() if n != name}, None)
             total += sent
         if step["op"] == "all_reduce":
             members = size_of(axes_in(step["axes"].removeprefix("max"), mesh))
             total += wire_bytes(
-                "all_reduce", local_bytes(value.shape, Layout(there.dims), value.dtype.itemsize), members
+                "all_reduce", local_bytes(value.shape, Layout(after.dims), value.dtype.itemsize), members
             )
         elif step["op"] == "reshard":
-            total += _moved(value, Layout(here.dims), Layout(there.dims))
+            total += _moved(value, Layout(before.dims), Layout(after.dims))
         elif step["op"] not in ("sharded_to_unreduced", "replicated_to_unreduced", "all_slice"):
-            total += _moved(value, here, there)
-        at[step["name"]] = (value, there)
+            total += _moved(value, before, after)
+        at[step["name"]] = (value, after)
     return total
 
 
-def _moved(value: Value, here: Layout, there: Layout) -> int:
+def _moved(value: Value, before: Layout, after: Layout) -> int:
     itemsize = value.dtype.itemsize
-    return _sent(redistribution(value.shape, here, there, itemsize, latency=0), value.shape, itemsize)
+    return _sent(redistribution(value.shape, before, after, itemsize, latency=0), value.shape, itemsize)
 
 
-def _computed(value: Value, known: dict[Value, Layout], wanted: Layout | None) -> tuple[Layout, int]:
+def _computed(value: Value, layouts: dict[Value, Layout], result_layout: Layout | None) -> tuple[Layout, int]:
     """The layout in which a statement leaves its result that computes on its operands as they lie, and the bytes that
     this takes. A statement may be several ops. wanted: the result's layout, where a step says it."""
     op = value.producer
     if op is None:
-        return known.get(value, Layout(((),) * value.rank)), 0
+        return layouts.get(value, Layout(((),) * value.rank)), 0
     rule, total, homes = rule_for(op), 0, []
     for operand in op.operands:
-        layout, sent = (known[operand], 0) if operand in known else _computed(operand, known, None)
+        layout, sent = (layouts[operand], 0) if operand in layouts else _computed(operand, layouts, None)
         homes.append(layout)
         total += sent
     cuts: dict[int, Cut] = {}
-    for layout, dims in zip([*homes, *([wanted] if wanted else [])], [*rule.operands, rule.results[value.index]]):
+    for layout, dims in zip(
+        [*homes, *([result_layout] if result_layout else [])], [*rule.operands, rule.results[value.index]]
+    ):
         for factor, cut in factors.cuts(Layout(layout.dims), dims, rule.sizes).items():
             if cut.axes and factor not in cuts and not any(overlap(a, c.axes) for a in cut.axes for c in cuts.values()):
                 cuts[factor] = cut
@@ -244,8 +252,8 @@ def _computed(value: Value, known: dict[Value, Layout], wanted: Layout | None) -
         need = choose.layout_of(rule, dims, cuts, False)
         if need.dims != have.dims:  # a dim of size 1, or axes that another operand has elsewhere
             total += _moved(operand, Layout(have.dims), need)
-    made = factors.layout_of(rule.results[value.index], cuts, rule.sizes)
-    return Layout(made.dims), total + round(inside(op, rule, cuts))
+    result = factors.layout_of(rule.results[value.index], cuts, rule.sizes)
+    return Layout(result.dims), total + round(inside(op, rule, cuts))
 
 
 # ---- whole programs -------------------------------------------------------------------------------------------------

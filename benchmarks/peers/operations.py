@@ -53,12 +53,12 @@ class Builder:
         flat = [a for arg in (*args, *options.values()) for a in (arg if isinstance(arg, list) else [arg])]
         self.statement_operands = [a for a in flat if isinstance(a, Value)]
         """What the last statement reads."""
-        made = make(self, call, *args, **options)
-        found = made if isinstance(made, (list, tuple)) else [made]
+        returned = make(self, call, *args, **options)
+        results = returned if isinstance(returned, (list, tuple)) else [returned]
         names = call.results
         if len(names) == 1 and len(call.shapes) > 1:
             names = [f"{names[0]}.{i}" for i in range(len(call.shapes))]
-        for name, value, shape in zip(names, found, [*call.shapes, *[None] * len(found)]):
+        for name, value, shape in zip(names, results, [*call.shapes, *[None] * len(results)]):
             if shape is not None and value.shape != shape:
                 raise ValueError(f"`{name}` has shape {list(value.shape)}, not {list(shape)}")
             if value.producer is None or value.name in self.values:  # an identity: two names for one value
@@ -89,8 +89,8 @@ class Builder:
         name = f"op{len(self.ops)}"
         op = Op(name, target, tuple(ref(a) for a in args), kwargs, operands, [])
         if shape is None:
-            made = target(*[meta(a) for a in args], **kwargs, **({} if operands else {"device": "meta"}))
-            tensors = list(made) if isinstance(made, (list, tuple)) else [made]
+            returned = target(*[meta(a) for a in args], **kwargs, **({} if operands else {"device": "meta"}))
+            tensors = list(returned) if isinstance(returned, (list, tuple)) else [returned]
         else:
             tensors = [torch.empty(shape, device="meta")]
         op.results = [
@@ -104,20 +104,20 @@ class Builder:
 def _index_names(text: Text) -> set[str]:
     """Arguments that hold indices, found from the ops that read them."""
     index = {"gather": 1, "scatter": None, "index": 1, "embedding": 1, "index_add": 2, "index_select": 2}
-    wanted: set[str] = set()
+    names: set[str] = set()
     for call in reversed(text.calls):
         key = call.function.split("_")[0] if call.function.startswith("scatter") else call.function
         if key in index:
             at = index[key]
             place = at if at is not None else (len(call.args) - 1) // 2
             if place < len(call.args) and isinstance(call.args[place], Name):
-                wanted.add(call.args[place].text)
+                names.add(call.args[place].text)
         if call.function.startswith("dynamic_"):
-            wanted |= {a.text for a in call.options.get("start", ()) if isinstance(a, Name)}
-        if any(r in wanted for r in call.results):
+            names |= {a.text for a in call.options.get("start", ()) if isinstance(a, Name)}
+        if any(r in names for r in call.results):
             flat = [b for a in call.args for b in (a if isinstance(a, list) else [a])]
-            wanted |= {a.text for a in flat if isinstance(a, Name)}
-    return wanted
+            names |= {a.text for a in flat if isinstance(a, Name)}
+    return names
 
 
 # ---- pointwise ------------------------------------------------------------------------------------------------------
@@ -148,10 +148,10 @@ MAKERS: dict[str, Callable[..., Any]] = {
     for name in ("add", "sub", "mul", "div", "neg", "sin", "cos", "tan", "exp", "log", "sqrt", "rsqrt", "abs", "sign",
                  "floor", "ceil", "relu", "tanh", "sigmoid", "erf", "clone", "maximum", "minimum", "pow", "atan2")
 }  # fmt: skip
-MAKERS |= {name: _pointwise(known) for name, known in _SAME.items()}
+MAKERS |= {name: _pointwise(function) for name, function in _SAME.items()}
 
 
-def made(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def maker_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def add(make: Callable[..., Any]) -> Callable[..., Any]:
         MAKERS[name] = make
         return make
@@ -159,57 +159,57 @@ def made(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return add
 
 
-@made("clamp")
+@maker_of("clamp")
 def _clamp(b: Builder, call: Call, x: Value, low: Any = None, high: Any = None, **options: Any) -> Any:
     low, high = options.get("min", low), options.get("max", high)
     b.statement_operands = [low, x, high]  # StableHLO's order
     return b.emit(aten.clamp.Tensor, x, low, high)
 
 
-@made("where")
-@made("select")
+@maker_of("where")
+@maker_of("select")
 def _where(b: Builder, call: Call, condition: Value, x: Value, y: Value) -> Any:
     condition.dtype = torch.bool
     return b.emit(aten.where.self, condition, x, y)
 
 
-@made("mesh_split")
-@made("reshard")
-@made("sharding_constraint")
+@maker_of("mesh_split")
+@maker_of("reshard")
+@maker_of("sharding_constraint")
 def _split(b: Builder, call: Call, x: Any, *_: Any) -> Any:
     if isinstance(x, str):  # `reshard(a0: shape : before -> after)` of a plan
         raise NoSuchOp("a bare reshard")
     return b.emit(torch.ops.tpshard.mesh_split.default, x, "", shape=x.shape)
 
 
-@made("propagation_barrier")
+@maker_of("propagation_barrier")
 def _barrier(b: Builder, call: Call, x: Value, allowed: str = "both", **_: Any) -> Any:
     """`allowed`: the direction in which shardings still pass, which may be `both` or `none`."""
     return b.emit(torch.ops.tpshard.propagation_barrier.default, x, allowed.lower(), shape=x.shape)
 
 
-@made("shard_barrier_from")
+@maker_of("shard_barrier_from")
 def _from(b: Builder, call: Call, x: Value) -> Any:
     return _barrier(b, call, x, "backward")
 
 
-@made("shard_barrier_to")
+@maker_of("shard_barrier_to")
 def _to(b: Builder, call: Call, x: Value) -> Any:
     return _barrier(b, call, x, "forward")
 
 
 # ---- made of nothing ------------------------------------------------------------------------------------------------
-@made("constant")
+@maker_of("constant")
 def _constant(b: Builder, call: Call, *_: Any, **__: Any) -> Any:
     return b.emit(aten.full.default, list(call.shapes[0]) if call.shapes else [], 1.0)
 
 
-@made("ones")
+@maker_of("ones")
 def _ones(b: Builder, call: Call, shape: Any) -> Any:
     return b.emit(aten.ones.default, numbers(shape))
 
 
-@made("iota")
+@maker_of("iota")
 def _iota(b: Builder, call: Call, shape: Any = None, dim: int = 0, **_: Any) -> Any:
     shape = numbers(shape) if shape is not None else list(call.shapes[0])
     row = b.emit(aten.arange.default, shape[dim])
@@ -230,20 +230,20 @@ def _permuted(b: Builder, x: Value, order: Sequence[int]) -> Value:
 
 
 # ---- shapes ---------------------------------------------------------------------------------------------------------
-@made("reshape")
-@made("view")
+@maker_of("reshape")
+@maker_of("view")
 def _reshape(b: Builder, call: Call, x: Value, shape: Any = None) -> Any:
     return b.emit(aten.view.default, x, numbers(shape) if shape is not None else list(call.shapes[0]))
 
 
-@made("permute")
-@made("transpose")
+@maker_of("permute")
+@maker_of("transpose")
 def _permute(b: Builder, call: Call, x: Value, order: Any = None, **options: Any) -> Any:
     return b.emit(aten.permute.default, x, numbers(order if order is not None else options["dims"]))
 
 
-@made("broadcast")
-@made("broadcast_in_dim")
+@maker_of("broadcast")
+@maker_of("broadcast_in_dim")
 def _broadcast(b: Builder, call: Call, x: Value, dims: Any = (), to: Any = None) -> Any:
     places, shape = numbers(dims), numbers(to)
     x = _permuted(b, x, sorted(range(x.rank), key=lambda d: places[d]))
@@ -251,13 +251,13 @@ def _broadcast(b: Builder, call: Call, x: Value, dims: Any = (), to: Any = None)
     return _expanded(b, _viewed(b, x, [size.get(d, 1) for d in range(len(shape))]), shape)
 
 
-@made("cat")
-@made("concatenate")
+@maker_of("cat")
+@maker_of("concatenate")
 def _cat(b: Builder, call: Call, parts: Any, *rest: Any, dim: int = 0) -> Any:
     return b.emit(aten.cat.default, list(parts) if isinstance(parts, list) else [parts, *rest], dim)
 
 
-@made("slice")
+@maker_of("slice")
 def _slice(b: Builder, call: Call, x: Value, dims: Sequence[Any]) -> Any:
     for d, text in enumerate(dims):
         if isinstance(text, int) or re.fullmatch(r"-?\d+", str(text)):
@@ -268,13 +268,13 @@ def _slice(b: Builder, call: Call, x: Value, dims: Sequence[Any]) -> Any:
     return x
 
 
-@made("flip")
-@made("reverse")
+@maker_of("flip")
+@maker_of("reverse")
 def _flip(b: Builder, call: Call, x: Value, dims: Any) -> Any:
     return b.emit(aten.flip.default, x, numbers(dims))
 
 
-@made("pad")
+@maker_of("pad")
 def _pad(b: Builder, call: Call, x: Value, value: Any = 0, **options: Any) -> Any:
     if "lo_hi_interior" in options:
         each = [numbers(part.replace("_", " ")) for part in str(options["lo_hi_interior"]).split("x")]
@@ -291,25 +291,25 @@ def _pad(b: Builder, call: Call, x: Value, value: Any = 0, **options: Any) -> An
 
 
 # ---- products and reductions ----------------------------------------------------------------------------------------
-@made("einsum")
+@maker_of("einsum")
 def _einsum(b: Builder, call: Call, equation: str, x: Value, y: Value) -> Any:
     return b.emit(contract, x, y, equation.replace(" ", ""))
 
 
-@made("matmul")
-@made("dot")
+@maker_of("matmul")
+@maker_of("dot")
 def _matmul(b: Builder, call: Call, x: Value, y: Value, **_: Any) -> Any:
     left, right = "bmk"[-x.rank :] if x.rank > 1 else "k", "bkn"[-y.rank :] if y.rank > 1 else "k"
     return b.emit(contract, x, y, f"{left},{right}->" + "".join(dict.fromkeys(c for c in left + right if c != "k")))
 
 
-@made("reduce")
+@maker_of("reduce")
 def _reduce(b: Builder, call: Call, *args: Any, op: str = "add", dims: Any = ()) -> Any:
     inputs = args[: max(1, len(args) // 2)]
     return [_reduced(b, x, op, numbers(dims)) for x in inputs]
 
 
-@made("variadic_reduce")
+@maker_of("variadic_reduce")
 def _variadic(b: Builder, call: Call, *inputs: Any, dims: Any = ()) -> Any:
     return [_reduced(b, x, "add", numbers(dims)) for x in inputs]
 
@@ -324,7 +324,7 @@ def _reduced(b: Builder, x: Value, op: str, dims: list[int]) -> Value:
     raise NoSuchOp(f"a reduction by `{op}`")
 
 
-@made("sum")
+@maker_of("sum")
 def _sum(b: Builder, call: Call, x: Value, dim: Any = None) -> Any:
     return b.emit(aten.sum.dim_IntList, x, numbers(dim) if dim is not None else list(range(x.rank)))
 
@@ -336,14 +336,14 @@ for _name, _op in (("reduce_sum", "add"), ("reduce_max", "max"), ("reduce_min", 
 # ---- windows --------------------------------------------------------------------------------------------------------
 def _window(text: str, rank: int) -> dict[str, list[list[int]]]:
     """`size=3x2 stride=2x1 pad=1_1x0_1 ...` -> per name a list per spatial dim."""
-    found = {"size": [[1]] * rank, "stride": [[1]] * rank, "pad": [[0, 0]] * rank, "lhs_dilate": [[1]] * rank,
+    window = {"size": [[1]] * rank, "stride": [[1]] * rank, "pad": [[0, 0]] * rank, "lhs_dilate": [[1]] * rank,
              "rhs_dilate": [[1]] * rank, "rhs_reversal": [[0]] * rank}  # fmt: skip
     for name, value in re.findall(r"(\w+)=(\S+)", text):
-        found[name] = [numbers(p.replace("_", " ")) for p in value.split("x")]
-    return found
+        window[name] = [numbers(p.replace("_", " ")) for p in value.split("x")]
+    return window
 
 
-@made("reduce_window")
+@maker_of("reduce_window")
 def _reduce_window(b: Builder, call: Call, x: Value, window: Any = "", op: str = "add", stride: Any = None,
                    pad: Any = None, **_: Any) -> Any:  # fmt: skip
     if "=" not in str(window):
@@ -401,8 +401,8 @@ def _remarked(b: Builder, call: Call, x: Value, w: Value) -> str:
     return f"{left}_{right}->{out}"
 
 
-@made("conv")
-@made("convolution")
+@maker_of("conv")
+@maker_of("convolution")
 def _conv(b: Builder, call: Call, x: Value, w: Value, window: Any = "", feature_groups: int = 1, batch_groups: int = 1,
           **options: Any) -> Any:  # fmt: skip
     lhs, rhs, out = _labels(
@@ -431,10 +431,10 @@ def _conv(b: Builder, call: Call, x: Value, w: Value, window: Any = "", feature_
     product = _as_product(x, w, lhs, rhs, out, spatial, at)
     if product is not None and feature_groups == batch_groups == 1:
         equation, keeps = product  # dims of size 1 that no equation has are taken off, and put back
-        flat = (_viewed(b, v, [n for n, keep in zip(v.shape, kept) if keep]) for v, kept in zip((x, w), keeps))
-        made = b.emit(contract, *flat, equation)
-        sizes = iter(made.shape)
-        return _viewed(b, made, [next(sizes) if keep else 1 for keep in keeps[2]])
+        flat = (_viewed(b, v, [n for n, keep in zip(v.shape, flags) if keep]) for v, flags in zip((x, w), keeps))
+        result = b.emit(contract, *flat, equation)
+        sizes = iter(result.shape)
+        return _viewed(b, result, [next(sizes) if keep else 1 for keep in keeps[2]])
     if any(n != [1] for n in at["lhs_dilate"]):
         raise NoSuchOp("a convolution over dilated input")
     if rank == 0 or rank > 3:
@@ -453,12 +453,12 @@ def _conv(b: Builder, call: Call, x: Value, w: Value, window: Any = "", feature_
     if not even:
         x = b.emit(aten.constant_pad_nd.default, x, [p for pair in pads[::-1] for p in pair])
     widths = [lo for lo, _ in pads] if even else [0] * rank
-    made = b.emit(
+    result = b.emit(
         aten.convolution.default, x, w, None, [s[0] for s in at["stride"]], widths, [d[0] for d in at["rhs_dilate"]],
         False, [0] * rank, feature_groups,
     )  # fmt: skip
     order = ["b", "f", *spatial]
-    return _permuted(b, made, [order.index(c) for c in out])
+    return _permuted(b, result, [order.index(c) for c in out])
 
 
 def _as_product(
@@ -467,18 +467,18 @@ def _as_product(
     """The equation of a convolution whose windows only spell a product, as XLA writes einsums, and per tensor the dims
     that it has; None for other convolutions."""
     letter = {"b": "b", "f": "f", "i": "f", "o": "o"}
-    left, right, made = dict(zip(lhs, lhs)), dict(zip(rhs, rhs)), dict(zip(out, out))
+    left, right, result = dict(zip(lhs, lhs)), dict(zip(rhs, rhs)), dict(zip(out, out))
     for i, c in enumerate(spatial):
         n, m = x.shape[lhs.index(c)], w.shape[rhs.index(c)]
         size, stride, pad = at["size"][i][0], at["stride"][i][0], (at["pad"][i] * 2)[:2]
         dilate, reverse = at["lhs_dilate"][i][0], at["rhs_reversal"][i][0]
         if n == m == 1 and size == 1 and pad == [0, 0]:
-            left[c] = right[c] = made[c] = ""
+            left[c] = right[c] = result[c] = ""
             continue
         if n == m == size and n > 1 and stride == max(1, n - 1) and dilate == n and pad == [0, 0]:
             continue  # a batch dim
         if n == m == size and pad == [0, 0]:
-            made[c] = ""  # summed
+            result[c] = ""  # summed
         elif m == 1 and size == 1 and pad == [0, 0] and stride == 1:
             right[c] = ""  # only the left operand's
         elif n == 1 and size == m and pad == [m - 1, m - 1] and reverse:
@@ -496,7 +496,7 @@ def _as_product(
                 text += letter[c] if operand or c == "b" else "o"
         return text, keeps
 
-    parts = [spelled(lhs, left, True), spelled(rhs, right, True), spelled(out, made, False)]
+    parts = [spelled(lhs, left, True), spelled(rhs, right, True), spelled(out, result, False)]
     return f"{parts[0][0]},{parts[1][0]}->{parts[2][0]}", [keeps for _, keeps in parts]
 
 
@@ -544,9 +544,9 @@ def _indexed(slots: Sequence[Any], rank: int, windows: dict[int, int]) -> list[t
     return [*whole[:start], *(("batch", i) for i in range(rank)), *(("window", d) for d in windows), *whole[start:]]
 
 
-def _places(rank: int, windows: Sequence[int], kept: Sequence[int]) -> list[tuple[str, int]]:
+def _places(rank: int, windows: Sequence[int], window_dims: Sequence[int]) -> list[tuple[str, int]]:
     """The dims of a gather's result, or a scatter's updates: dims of x where `windows` says, else of the indices."""
-    dims, counted = iter(kept), iter(range(rank))
+    dims, counted = iter(window_dims), iter(range(rank))
     return [("window", next(dims)) if d in windows else ("batch", next(counted)) for d in range(rank)]
 
 
@@ -571,17 +571,17 @@ def _addressed(
     return _slots(b, x, starts, batches, windows, rank), rank, windows
 
 
-@made("gather")
+@maker_of("gather")
 def _gather(b: Builder, call: Call, x: Value, indices: Value, **o: Any) -> Any:
     offset, collapsed = _dims(o, "offset_dims"), _dims(o, "collapsed_slice_dims", "collapsed")
     batch, sizes = _dims(o, "operand_batching_dims"), _dims(o, "slice_sizes")
-    kept = [d for d in range(x.rank) if d not in (*collapsed, *batch)]
-    slots, rank, windows = _addressed(b, x, indices, {d: sizes[d] for d in kept}, collapsed, **o)
+    window_dims = [d for d in range(x.rank) if d not in (*collapsed, *batch)]
+    slots, rank, windows = _addressed(b, x, indices, {d: sizes[d] for d in window_dims}, collapsed, **o)
     if all(s is None for s in slots):
         raise NoSuchOp("a gather without indices")
     have = _indexed(slots, rank, windows)
-    made = b.emit(aten.index.Tensor, x, slots)
-    return _permuted(b, made, [have.index(place) for place in _places(made.rank, offset, kept)])
+    picked = b.emit(aten.index.Tensor, x, slots)
+    return _permuted(b, picked, [have.index(place) for place in _places(picked.rank, offset, window_dims)])
 
 
 def _scatter(b: Builder, call: Call, *args: Any, accumulate: bool, **o: Any) -> Any:
@@ -589,20 +589,20 @@ def _scatter(b: Builder, call: Call, *args: Any, accumulate: bool, **o: Any) -> 
     indices = args[count]
     window, inserted = _dims(o, "update_window_dims"), _dims(o, "inserted_window_dims", "inserted")
     batch = _dims(o, "input_batching_dims")
-    made = []
+    results = []
     for x, updates in zip(args[:count], args[count + 1 :]):
-        kept = [d for d in range(x.rank) if d not in (*inserted, *batch)]
-        sizes = {d: updates.shape[at] for d, at in zip(kept, window)}
+        window_dims = [d for d in range(x.rank) if d not in (*inserted, *batch)]
+        sizes = {d: updates.shape[at] for d, at in zip(window_dims, window)}
         slots, rank, windows = _addressed(b, x, indices, sizes, inserted, **o)
         if all(s is None for s in slots):
             raise NoSuchOp("a scatter without indices")
-        places = _places(updates.rank, window, kept)
+        places = _places(updates.rank, window, window_dims)
         written = _permuted(b, updates, [places.index(place) for place in _indexed(slots, rank, windows)])
-        made.append(b.emit(aten.index_put.default, x, slots, written, accumulate))
-    return made
+        results.append(b.emit(aten.index_put.default, x, slots, written, accumulate))
+    return results
 
 
-@made("dynamic_slice")
+@maker_of("dynamic_slice")
 def _dynamic_slice(b: Builder, call: Call, x: Value, start: Any = (), sizes: Any = (), **_: Any) -> Any:
     windows = {d: n for d, n in enumerate(numbers(sizes)) if n != x.shape[d]}
     slots = _slots(b, x, {d: start[d] for d in windows}, {}, windows, 0)
@@ -612,7 +612,7 @@ def _dynamic_slice(b: Builder, call: Call, x: Value, start: Any = (), sizes: Any
     return _permuted(b, b.emit(aten.index.Tensor, x, slots), [have.index(("window", d)) for d in range(x.rank)])
 
 
-@made("dynamic_update_slice")
+@maker_of("dynamic_update_slice")
 def _dynamic_update(b: Builder, call: Call, x: Value, update: Value, start: Any = (), **_: Any) -> Any:
     windows = {d: n for d, n in enumerate(update.shape) if n != x.shape[d]}
     if not windows:
@@ -627,17 +627,17 @@ MAKERS["scatter_add"] = lambda b, call, *a, **o: _scatter(b, call, *a, accumulat
 MAKERS["scatter_min"] = MAKERS["scatter_max"] = MAKERS["scatter"]
 
 
-@made("index")
+@maker_of("index")
 def _index(b: Builder, call: Call, x: Value, index: Value) -> Any:
     return b.emit(aten.index.Tensor, x, [index])
 
 
-@made("index_add")
+@maker_of("index_add")
 def _index_add(b: Builder, call: Call, x: Value, dim: int, index: Value, source: Value) -> Any:
     return b.emit(aten.index_put.default, x, [None] * dim + [index], source, True)
 
 
-@made("sort")
+@maker_of("sort")
 def _sort(b: Builder, call: Call, *inputs: Value, dim: int = -1, **_: Any) -> Any:
     values, places = b.emit(aten.sort.default, inputs[0], dim)
     if len(inputs) == 1:
@@ -645,19 +645,19 @@ def _sort(b: Builder, call: Call, *inputs: Value, dim: int = -1, **_: Any) -> An
     return [values, *(b.emit(aten.gather.default, x, dim, places) for x in inputs[1:])]
 
 
-@made("topk")
+@maker_of("topk")
 def _topk(b: Builder, call: Call, x: Value, k: int = 1, dim: int = -1, **_: Any) -> Any:
     return b.emit(aten.topk.default, x, k, dim)
 
 
 # ---- linear algebra -------------------------------------------------------------------------------------------------
-@made("linalg.cholesky")
-@made("cholesky")
+@maker_of("linalg.cholesky")
+@maker_of("cholesky")
 def _cholesky(b: Builder, call: Call, x: Value, **_: Any) -> Any:
     return b.emit(aten.linalg_cholesky_ex.default, x)[0]
 
 
-@made("triangular_solve")
+@maker_of("triangular_solve")
 def _triangular(b: Builder, call: Call, a: Value, x: Value, **_: Any) -> Any:
     left = "left_side = true" in call.remarks or "left_side" not in call.remarks
     if not re.search(r"NO_TRANSPOSE|transpose_a = false", call.remarks) and "TRANSPOSE" in call.remarks:
@@ -666,7 +666,7 @@ def _triangular(b: Builder, call: Call, a: Value, x: Value, **_: Any) -> Any:
     return b.emit(aten.linalg_solve_triangular.default, a, x, upper="lower = true" not in call.remarks, left=left)
 
 
-@made("fft")
+@maker_of("fft")
 def _fft(b: Builder, call: Call, x: Value, type: str = "FFT", length: Any = ()) -> Any:
     sizes = numbers(length)
     dims = list(range(x.rank - len(sizes), x.rank))
@@ -678,7 +678,7 @@ def _fft(b: Builder, call: Call, x: Value, type: str = "FFT", length: Any = ()) 
     return b.emit(aten._fft_c2c.default, x, dims, 2 if type == "IFFT" else 0, type == "FFT")
 
 
-@made("custom_call")
+@maker_of("custom_call")
 def _custom(b: Builder, call: Call, *args: Any, **_: Any) -> Any:
     name = (re.search(r"@([\w.]+)", call.remarks) or ["", ""])[1]
     if name == "mhlo.erf":

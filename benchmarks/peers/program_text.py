@@ -85,20 +85,20 @@ def read(program: str) -> Text:
 
 def _flat(part: str, text: Text, name: str) -> str:
     """The name of a returned expression, which gets a statement of its own where it is not a name."""
-    made = expression_of(part.strip(), text)
-    if isinstance(made, Name):
-        return made.text
-    made.results = [name]
-    text.calls.append(made)
+    returned = expression_of(part.strip(), text)
+    if isinstance(returned, Name):
+        return returned.text
+    returned.results = [name]
+    text.calls.append(returned)
     return name
 
 
 def _bare(line: str) -> Text:
     """`cat([a0: [14,257], ...])`, `a0.flip([0])  with a0: [4]`, and an optional `# -> shape`."""
     body, _, comment = line.partition("#")
-    body, _, given = body.partition("  with ")
+    body, _, arguments = body.partition("  with ")
     text = Text([], [], ["_returned0"])
-    for part in split(given):
+    for part in split(arguments):
         name, _, shape = part.partition(":")
         text.arguments.append((name.strip(), shape_of(shape)))
 
@@ -107,12 +107,12 @@ def _bare(line: str) -> Text:
         return match[1]
 
     body = re.sub(r"(\w+):\s*(\[[\d, ]*\])", argument, body)
-    made = expression_of(body.strip(), text)
-    assert isinstance(made, Call)
-    made.results = ["_returned0"]
+    returned = expression_of(body.strip(), text)
+    assert isinstance(returned, Call)
+    returned.results = ["_returned0"]
     arrow = re.search(r"->\s*(\[[\d\[\], ]*\])", comment)
-    made.shapes = shapes_of(arrow[1]) if arrow else []
-    text.calls.append(made)
+    returned.shapes = shapes_of(arrow[1]) if arrow else []
+    text.calls.append(returned)
     return text
 
 
@@ -127,8 +127,8 @@ def expression_of(source: str, text: Text) -> Any:
         return Name(source)
     constant = re.match(r"constant\s*[\[(]", source)
     if constant:
-        found = re.search(r"\[([\d, ]*)\]", source)
-        return Call([], "constant", [], {}, [shape_of(found[0]) if found else ()])
+        shape = re.search(r"\[([\d, ]*)\]", source)
+        return Call([], "constant", [], {}, [shape_of(shape[0]) if shape else ()])
     index = re.fullmatch(r"(\w+)\[(.*)\]", source)
     if index and re.fullmatch(r"\w+", index[2]) and not index[2].isdigit():
         return Call([], "index", [Name(index[1]), Name(index[2])])
@@ -151,8 +151,7 @@ def expression_of(source: str, text: Text) -> Any:
 
 
 def _operand(source: str, text: Text) -> Any:
-    made = value_of(source, text)
-    return made
+    return value_of(source, text)
 
 
 def value_of(source: str, text: Text) -> Any:
@@ -174,12 +173,12 @@ def value_of(source: str, text: Text) -> Any:
     if re.fullmatch(r"[A-Za-z_]\w*(\.\d+)?", source):
         return Name(source)
     if re.fullmatch(r"[\w.]+\(.*\)|\w+\[.*\]|.* [-+*/@] .*", source, re.DOTALL) and not source.startswith("{"):
-        made = expression_of(source, text)
-        if isinstance(made, Call):
-            made.results = [f"_nested{len(text.calls)}"]
-            text.calls.append(made)
-            return Name(made.results[0])
-        return made
+        expression = expression_of(source, text)
+        if isinstance(expression, Call):
+            expression.results = [f"_nested{len(text.calls)}"]
+            text.calls.append(expression)
+            return Name(expression.results[0])
+        return expression
     return source
 
 

@@ -128,16 +128,16 @@ def _reachable(tensors: Dims, kinds: dict[str, str]) -> Dims:
 
 def joined(builder: Builder, names: Sequence[str]) -> Joined:
     """The rule from the values that the last statement reads to the ones that it makes."""
-    made = [v for name, v in builder.values.items() if name in names or name.split(".")[0] in names]
+    results = [v for name, v in builder.values.items() if name in names or name.split(".")[0] in names]
     first = {id(v) for v in builder.inputs}
-    first |= {id(v) for name, v in builder.values.items() if v not in made and name[0] != "_"}
+    first |= {id(v) for name, v in builder.values.items() if v not in results and name[0] != "_"}
     ops = []
-    stack, seen = list(made), set()
+    stack, visited = list(results), set()
     while stack:
         value = stack.pop()
-        if id(value) in first or value.producer is None or id(value.producer) in seen:
+        if id(value) in first or value.producer is None or id(value.producer) in visited:
             continue
-        seen.add(id(value.producer))
+        visited.add(id(value.producer))
         ops.append(value.producer)
         stack.extend(value.producer.operands)
     parent: dict[tuple[int, int], tuple[int, int]] = {}
@@ -205,11 +205,11 @@ def joined(builder: Builder, names: Sequence[str]) -> Joined:
     operands = builder.statement_operands
     return Joined(
         [tensor(v) for v in operands],
-        [tensor(v) for v in made],
+        [tensor(v) for v in results],
         sizes,
         kinds,
         stuck,
-        [*operands, *made],
+        [*operands, *results],
         halos,
         reduced,
     )
@@ -223,8 +223,8 @@ def inside(op: Op, rule: Rule, choice: Choice) -> float:
         if f not in choice:
             continue
         value = tensors[window.read]
-        made = tensors[window.reader].shape[window.reader_dim] // window.scale
-        plan = halo_of(value.shape[window.dim], made, choice[f].axes, window)
+        length = tensors[window.reader].shape[window.reader_dim] // window.scale
+        plan = halo_of(value.shape[window.dim], length, choice[f].axes, window)
         held = local_bytes(value.shape, layout_of(rule, rule.tensors[window.read], choice, False), value.dtype.itemsize)
         sent += price(plan, held, 0) if plan is not None else held * (size_of(choice[f].axes) - 1)
     if any(f in choice for f in rule.mirrored):

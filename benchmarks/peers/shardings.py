@@ -28,11 +28,11 @@ def sharding_of(text: str, rank: int, mesh: Mesh) -> Sharding:
 
 
 def layout_of(text: str, rank: int, mesh: Mesh) -> Layout:
-    found = sharding_of(text, rank, mesh)
-    return Layout(found.dims, merge(sorted(found.unreduced)))
+    sharding = sharding_of(text, rank, mesh)
+    return Layout(sharding.dims, merge(sorted(sharding.unreduced)))
 
 
 def axes_in(text: str, mesh: Mesh) -> tuple[Axis, ...]:
     """All axes of a text like `{x, y:(1)2}`, in order."""
-    found = re.findall(r"(\w+)(?::\((\d+)\)(\d+))?", text)
-    return tuple(mesh.axis((n, int(p), int(s)) if p else n) for n, p, s in found if n in mesh.axes)
+    parts = re.findall(r"(\w+)(?::\((\d+)\)(\d+))?", text)
+    return tuple(mesh.axis((n, int(p), int(s)) if p else n) for n, p, s in parts if n in mesh.axes)
