@@ -109,13 +109,13 @@ def keeps_apart(name: str) -> bool:
     return "position_ids" in inspect.signature(cls.forward).parameters and bool(cls._supports_attention_backend)
 
 
-def reference(name: str, given: Mapping[str, Tensor], several: bool) -> tuple[Tensor, dict[str, Tensor]]:
+def reference(name: str, batch: Mapping[str, Tensor], several: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """The summed loss and its gradients by transformers' module and torch's cross-entropy."""
     model = own(name)
     leaves = {path: value.requires_grad_() for path, value in values(name).items()}
-    inputs = {"input_ids": given["tokens"], "use_cache": False}
+    inputs = {"input_ids": batch["tokens"], "use_cache": False}
     if several:
-        inputs["position_ids"] = given["positions"]
+        inputs["position_ids"] = batch["positions"]
     logits = torch.func.functional_call(model, leaves, (), inputs).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), given["targets"].flatten(), reduction="sum")
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), reduction="sum")
     return loss.detach(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))

@@ -21,12 +21,12 @@ def plain(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     row = torch.arange(t - s, t)
-    seen = torch.arange(t) <= row[:, None]
+    visible = torch.arange(t) <= row[:, None]
     if window is not None:
-        seen = seen & (row[:, None] - torch.arange(t) < window)
+        visible = visible & (row[:, None] - torch.arange(t) < window)
     if documents is not None:
-        seen = seen & (documents[:, t - s :, None] == documents[:, None])[:, None]
-    scores = scores.masked_fill(~seen, -torch.inf)
+        visible = visible & (documents[:, t - s :, None] == documents[:, None])[:, None]
+    scores = scores.masked_fill(~visible, -torch.inf)
     return torch.einsum("bhst,bthd->bshd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 

@@ -43,8 +43,8 @@ def quantized(name: str, place: Path) -> tuple[Path, dict[str, Tensor]]:
         coded[path] = Quantized(codes, scales, torch.full_like(scales, 8, dtype=torch.uint8), group, 4, bias)
         dense = coded[path].dequantize(torch.float32)
         values[f"{path}.weight"] = dense if turned else dense.T.contiguous()
-    taken = {f"{path}.{leaf}" for path in coded for leaf in ("weight", "bias")}
+    quantized_names = {f"{path}.{leaf}" for path in coded for leaf in ("weight", "bias")}
     settings = GPTQConfig(bits=4, group_size=16, desc_act=True)
-    dense_values = [(path, value) for path, value in values.items() if path not in taken]
+    dense_values = [(path, value) for path, value in values.items() if path not in quantized_names]
     write_folder(place, architectures.config_of(name), coded.items(), dense_values, settings)
     return place, values

@@ -41,14 +41,14 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 def arrows() -> dict[str, set[str]]:
     """The modules of tpshard that each module imports."""
-    known = files()
+    modules = files()
 
     def file_of(name: str) -> str:
-        return name if name in known else name.rpartition(".")[0]
+        return name if name in modules else name.rpartition(".")[0]
 
     return {
-        name: {file_of(one) for one in imports(ast.parse(path.read_text()))} & (known.keys() - {name})
-        for name, path in known.items()
+        name: {file_of(one) for one in imports(ast.parse(path.read_text()))} & (modules.keys() - {name})
+        for name, path in modules.items()
     }
 
 

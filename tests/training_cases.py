@@ -67,10 +67,10 @@ def train(context: Context, programs: TrainingPrograms, count: int = 3) -> dict[
     engine.initialize(SEED)
     update, sums = engine.step, []
 
-    def watched(*given: torch.Tensor) -> list[torch.Tensor]:
+    def watched(*tensors: torch.Tensor) -> list[torch.Tensor]:
         count = len(engine.ports)
-        sums[:] = [total.clone() for total in given[count : 2 * count]]
-        return update(*given)
+        sums[:] = [total.clone() for total in tensors[count : 2 * count]]
+        return update(*tensors)
 
     engine.step = watched
     plan = setting.batch

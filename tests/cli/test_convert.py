@@ -75,11 +75,11 @@ def test_a_recipe_takes_its_latest_checkpoint(workdir: Path, capsys: pytest.Capt
     assert torch.equal(logits(from_hf("before")), logits(first))
 
 
-@pytest.mark.parametrize("told", ["by the checkpoint", "by the run's recipe"])
-def test_a_checkpoint(told: str, workdir: Path) -> None:
+@pytest.mark.parametrize("source", ["by the checkpoint", "by the run's recipe"])
+def test_a_checkpoint(source: str, workdir: Path) -> None:
     blueprint = Blueprint.of("tiny", overrides=SMALL)
     model = blueprint.build(device="cpu", seed=3)
-    meta = {"model": blueprint.to_json()} if told == "by the checkpoint" else {}
+    meta = {"model": blueprint.to_json()} if source == "by the checkpoint" else {}
     folder = checkpoint(workdir / "runs" / "checkpoints", 5, model, meta)
     if not meta:
         recipe(workdir / "runs", "recipe.yaml")

@@ -21,20 +21,20 @@ H100 = Gpu(0, "NVIDIA H100 80GB HBM3", 80 * GIB, 0, "9.0", False)
 BUILD = Torch("2.13.0", "12.8", 1, ("sm_80", "sm_90"))
 
 
-def told(driver: Driver, torch: Torch, wanted: int = 1) -> str:
-    result = list(gpu_problems(driver, torch, wanted))
+def obstacles(driver: Driver, torch: Torch, devices: int = 1) -> str:
+    result = list(gpu_problems(driver, torch, devices))
     assert all(d.exit == Exit.MACHINE for d in result)
     return " | ".join(f"{d.message}: {d.why}: {d.fix}" for d in result)
 
 
 def test_a_machine_that_fits_has_no_problems() -> None:
     driver = Driver("570.10", (H100,))
-    assert told(driver, BUILD) == ""
+    assert obstacles(driver, BUILD) == ""
     assert list(busy(driver, None)) == list(kind_problems("h100-sxm-80g", driver)) == []
 
 
 @pytest.mark.parametrize(
-    ("driver", "torch", "wanted", "words"),
+    ("driver", "torch", "devices", "words"),
     [
         (Driver("", ()), Torch("2.13.0+cpu", "", 0), 8, "8 GPUs are requested, and this machine has none"),
         (Driver("570.10", ()), BUILD, 1, "the driver has none"),
@@ -57,8 +57,8 @@ def test_a_machine_that_fits_has_no_problems() -> None:
         (Driver("570.10", (Gpu(0, "H100", 80 * GIB, 0, "9.0", True),)), Torch("2", "12.8", 2), 2, "MIG slices"),
     ],
 )
-def test_each_obstacle_is_named_with_a_way_out(driver: Driver, torch: Torch, wanted: int, words: str) -> None:
-    output = told(driver, torch, wanted)
+def test_each_obstacle_is_named_with_a_way_out(driver: Driver, torch: Torch, devices: int, words: str) -> None:
+    output = obstacles(driver, torch, devices)
     assert words in output
     assert "--device cpu" in output or "smaller mesh" in output
 
@@ -167,11 +167,11 @@ def test_a_port_in_use_is_a_finding() -> None:
 
     from tpshard.cli import doctor
 
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with contextlib.suppress(OSError):  # somebody else holds it already, which is the same
-            taken.bind(("127.0.0.1", 8000))
-        taken.listen()
+            listener.bind(("127.0.0.1", 8000))
+        listener.listen()
         actual = {f.name: f for f in doctor.ports()}
     assert (actual["loopback"].state, actual["serve"].state) == ("ok", "note")
     assert "serve.port" in actual["serve"].fix

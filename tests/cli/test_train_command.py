@@ -89,8 +89,8 @@ def test_a_run_that_is_killed_and_stopped_ends_as_one_that_was_not(tmp_path: Pat
     assert not psutil.wait_procs(tree, timeout=PATIENCE)[1]
 
     stopped = start(tmp_path, "run.dir=runs/other")
-    seen = len(rows(tmp_path, "other"))
-    running_until(stopped, lambda: len(rows(tmp_path, "other")) > seen + 3)
+    steps_before = len(rows(tmp_path, "other"))
+    running_until(stopped, lambda: len(rows(tmp_path, "other")) > steps_before + 3)
     stopped.send_signal(signal.SIGTERM)
     out, err = stopped.communicate(timeout=PATIENCE)
     assert stopped.returncode == 75, err

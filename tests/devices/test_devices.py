@@ -162,8 +162,8 @@ def test_constants_change_what_operations_cost():
 
     moved = 10**9 / one.memory_bandwidth
     assert cost(one, "matmul") - cost(plain, "matmul") == pytest.approx(moved)  # at half the bandwidth
-    taken = cost(one, "stream", exponentials=10**6) - cost(one, "stream")
-    assert taken == pytest.approx(40e6 / one.stream_rate)
+    added_s = cost(one, "stream", exponentials=10**6) - cost(one, "stream")
+    assert added_s == pytest.approx(40e6 / one.stream_rate)
     computed = cost(plain, "attention", head_dim=20) - one.overhead.eager_op_s
     assert cost(one, "attention", head_dim=20) - one.overhead.eager_op_s == pytest.approx(2 * computed)
 

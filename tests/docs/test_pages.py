@@ -94,8 +94,8 @@ def test_a_law_between_keys_is_shown_by_a_recipe() -> None:
     laws = [entry for entry in entries if entry.file == "recipes/laws.py"]
     assert laws and [entry.message for entry in laws if entry.message not in shown] == []
     for text in listing.SAMPLES:
-        told = listing.printed(text)
-        assert told and all(any(e.printed(d) for e in entries) for d in told), text
+        diagnostics = listing.printed(text)
+        assert diagnostics and all(any(e.printed(d) for e in entries) for d in diagnostics), text
 
 
 @pytest.mark.parametrize("number", range(5))

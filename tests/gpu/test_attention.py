@@ -33,8 +33,8 @@ def test_forward_and_backward(
         out, lse = OP(q, k, v, documents, 0.125, window)
         runs.append([out, lse, *BACKWARD(dout, q, k, v, out, lse, documents, 0.125, window)])
     host = [x.cpu() for x in (q, k, v, dout)]
-    wanted = expected(*host, None if documents is None else documents.cpu(), 0.125, window)
-    for first, second, value in zip(*runs, wanted, strict=True):
+    reference = expected(*host, None if documents is None else documents.cpu(), 0.125, window)
+    for first, second, value in zip(*runs, reference, strict=True):
         assert torch.equal(first, second), "the same inputs give the same bits"
         torch.testing.assert_close(first.cpu().double(), value, atol=BOUND[dtype], rtol=BOUND[dtype])
 
@@ -83,13 +83,13 @@ def cache(kv: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 def test_paged(h: int, kv: int, d: int, dtype: torch.dtype, window: int | None, device: str) -> None:
     pools, new, *rest = cache(kv, d, dtype)
     q = torch.randn(1, rest[0].shape[1], h, d, generator=torch.Generator().manual_seed(1)).to(dtype)
-    wanted = paged_attention_reference(q.double(), *new.double(), *pools.double(), *rest, d**-0.5, window)
+    reference = paged_attention_reference(q.double(), *new.double(), *pools.double(), *rest, d**-0.5, window)
     there = [x.to(device) for x in rest]
     k_pool, v_pool = (x.to(device).clone() for x in pools)
     k_pool.flatten(0, 1)[there[1][0]] = 0  # the operation stores what is new
     out = paged_attention(q.to(device), *new.to(device), k_pool, v_pool, *there, window=window)
     assert torch.equal(k_pool.cpu(), pools[0])
-    torch.testing.assert_close(out.cpu().double(), wanted.double(), atol=BOUND[dtype], rtol=BOUND[dtype])
+    torch.testing.assert_close(out.cpu().double(), reference.double(), atol=BOUND[dtype], rtol=BOUND[dtype])
     for row in range(q.shape[1]):  # whatever else is in the call
         one = [x[:, row : row + 1] for x in there[:3]]
         alone = paged_attention(

@@ -15,13 +15,13 @@ pytestmark = pytest.mark.gpu
 
 
 def test_the_driver_and_torch_see_the_same() -> None:
-    driver, seen = machine.probe_driver(), machine.probe_torch()
-    assert driver.version and len(driver.gpus) >= seen.devices == torch.cuda.device_count() > 0
+    driver, torch_probe = machine.probe_driver(), machine.probe_torch()
+    assert driver.version and len(driver.gpus) >= torch_probe.devices == torch.cuda.device_count() > 0
     properties = torch.cuda.get_device_properties(0)
     assert driver.gpus[0].name == properties.name
     assert abs(driver.gpus[0].total / properties.total_memory - 1) < 0.05
-    assert list(machine.gpu_problems(driver, seen, 1)) == []
-    assert list(machine.gpu_problems(driver, seen, len(driver.gpus) + 1))
+    assert list(machine.gpu_problems(driver, torch_probe, 1)) == []
+    assert list(machine.gpu_problems(driver, torch_probe, len(driver.gpus) + 1))
 
 
 def test_nothing_is_bad(tmp_path: Path) -> None:

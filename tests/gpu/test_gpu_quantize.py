@@ -32,11 +32,11 @@ def quantized(device: str, out: Path) -> Quantizing:
 
 
 def test_a_device_quantizes_as_the_cpu_does(device: str, tmp_path: Path) -> None:
-    there, here = quantized(device, tmp_path / "there"), quantized("cpu", tmp_path / "here")
-    assert [x.name for x in there.linears] == [x.name for x in here.linears]
-    for x, y in zip(there.linears, here.linears):
+    on_gpu, on_cpu = quantized(device, tmp_path / "there"), quantized("cpu", tmp_path / "here")
+    assert [x.name for x in on_gpu.linears] == [x.name for x in on_cpu.linears]
+    for x, y in zip(on_gpu.linears, on_cpu.linears):
         assert abs(x.error / y.error - 1) < 0.02, x.name
-    assert abs(there.loss_before - here.loss_before) < 1e-3 and abs(there.loss_after - here.loss_after) < 1e-2
+    assert abs(on_gpu.loss_before - on_cpu.loss_before) < 1e-3 and abs(on_gpu.loss_after - on_cpu.loss_after) < 1e-2
     a, b = GPTQFolder(tmp_path / "there"), GPTQFolder(tmp_path / "here")
     name = "model.layers.0.self_attn.q_proj"  # the first: nothing before it differs
     same = (a.linear(name).codes == b.linear(name).codes).double().mean()

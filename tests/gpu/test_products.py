@@ -105,16 +105,16 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """Shapes that a choice measures from now on, in order."""
     from tpshard.kernels import triton_launch
 
-    seen: list[object] = []
+    products: list[object] = []
     measure = triton_launch.TileChoice._measure
 
     def noted(self: triton_launch.TileChoice, x: Tensor, packed: object, gated: bool, guesses: list[object]) -> object:
-        seen.append((x.shape[0], gated))
+        products.append((x.shape[0], gated))
         return measure(self, x, packed, gated, guesses)  # type: ignore[arg-type]
 
     monkeypatch.setattr(triton_launch.TileChoice, "_measure", noted)
     ops._choice.cache_clear()
-    yield seen
+    yield products
     ops._choice.cache_clear()
 
 
@@ -161,11 +161,11 @@ def test_a_captured_product_is_the_one_that_was_measured(rows: int, measured: li
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = both(held)
-    for x, wanted in zip((second, first, second), (expected[1], expected[0], expected[1])):
+    for x, reference in zip((second, first, second), (expected[1], expected[0], expected[1])):
         held.copy_(x)
         graph.replay()
-        assert torch.equal(out, wanted)
-        assert torch.equal(both(x), wanted)
+        assert torch.equal(out, reference)
+        assert torch.equal(both(x), reference)
     assert len(measured) == count == 2
 
 

@@ -31,8 +31,8 @@ def test_equals_plain_softmax(shape: tuple[int, ...], packed: bool, path: str, w
     forward, backward = (OP, BACKWARD) if path == "op" else (blockwise, blockwise_backward)
     out, lse = forward(q, k, v, documents, 0.3, window)
     got = [out, lse, *backward(dout, q, k, v, out, lse, documents, 0.3, window)]
-    for value, wanted, operand in zip(got, expected(q, k, v, dout, documents, 0.3, window), (q, None, q, k, v)):
-        torch.testing.assert_close(value.double(), wanted, atol=2e-5, rtol=2e-5)
+    for value, reference, operand in zip(got, expected(q, k, v, dout, documents, 0.3, window), (q, None, q, k, v)):
+        torch.testing.assert_close(value.double(), reference, atol=2e-5, rtol=2e-5)
         assert operand is None or value.shape == operand.shape
         assert value.is_contiguous()
 
@@ -45,8 +45,8 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     got = [out, lse, *BACKWARD(dout, q, k, v, out, lse, documents, 0.25)]
     tolerance = 3e-2 if dtype != torch.float64 else 1e-12
-    for value, wanted in zip(got, expected(q, k, v, dout, documents, 0.25)):
-        torch.testing.assert_close(value.double(), wanted, atol=tolerance, rtol=tolerance)
+    for value, reference in zip(got, expected(q, k, v, dout, documents, 0.25)):
+        torch.testing.assert_close(value.double(), reference, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
@@ -56,8 +56,8 @@ def test_scores_are_capped(shape: tuple[int, ...], window: int | None) -> None:
     documents = documents_of(shape[0], shape[2], 1)
     out, lse = OP(q, k, v, documents, 1.5, window, 2.0)
     got = [out, lse, *BACKWARD(dout, q, k, v, out, lse, documents, 1.5, window, 2.0)]
-    for value, wanted in zip(got, expected(q, k, v, dout, documents, 1.5, window, 2.0)):
-        torch.testing.assert_close(value, wanted, atol=1e-10, rtol=1e-10)
+    for value, reference in zip(got, expected(q, k, v, dout, documents, 1.5, window, 2.0)):
+        torch.testing.assert_close(value, reference, atol=1e-10, rtol=1e-10)
 
 
 def test_later_tokens_and_other_documents_do_not_matter() -> None:

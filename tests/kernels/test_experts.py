@@ -34,9 +34,9 @@ def plain(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, dow
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_every_expert_over_all_tokens(shape: tuple[tuple[int, ...], int, int, int, int]) -> None:
-    given = inputs(*shape)
-    leaves = [x.requires_grad_() for i, x in enumerate(given) if i != 1]
-    actual, expected = experts(*given), plain(*given)
+    tensors = inputs(*shape)
+    leaves = [x.requires_grad_() for i, x in enumerate(tensors) if i != 1]
+    actual, expected = experts(*tensors), plain(*tensors)
     torch.testing.assert_close(actual, expected)
     dout = torch.randn_like(actual)
     for ours, theirs in zip(torch.autograd.grad(actual, leaves, dout), torch.autograd.grad(expected, leaves, dout)):
@@ -79,13 +79,13 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 def test_registration() -> None:
     """Schema, fake shapes and autograd agree with the kernels; the same inputs give the same bits."""
-    given = inputs(*SHAPES[0])
-    leaves = [x if i == 1 else x.requires_grad_() for i, x in enumerate(given)]
+    tensors = inputs(*SHAPES[0])
+    leaves = [x if i == 1 else x.requires_grad_() for i, x in enumerate(tensors)]
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(OP.default, tuple(leaves), test_utils=checks)
     assert torch.equal(OP(*leaves), OP(*leaves))
     with torch.no_grad():
-        torch.library.opcheck(BACKWARD.default, (torch.ones_like(given[0]), *given), test_utils=checks[:2])
+        torch.library.opcheck(BACKWARD.default, (torch.ones_like(tensors[0]), *tensors), test_utils=checks[:2])
 
 
 def test_refuses_operands_that_do_not_fit() -> None:

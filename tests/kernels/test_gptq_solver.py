@@ -41,14 +41,14 @@ def literal_gptq(weight, hessian, settings, plan):
     h = h + torch.eye(len(h)) * settings.damp * h.diagonal().mean()
     group = plan.group[sequence]
     out = torch.empty_like(w)
-    known = {}
+    grids = {}
     for i in range(w.shape[1]):
         g = int(group[i])
-        if g not in known:
+        if g not in grids:
             members = (group == g).nonzero().flatten()
             source = weight.double()[:, sequence] if settings.static_groups else w
-            known[g] = grid(source[:, members], settings)
-        scale, zero = (t.double() for t in known[g])
+            grids[g] = grid(source[:, members], settings)
+        scale, zero = (t.double() for t in grids[g])
         code = (torch.round(w[:, i] / scale) + zero).clamp(0, 2**settings.bits - 1)
         out[:, i] = scale * (code - zero)
         if i + 1 < w.shape[1]:
@@ -69,10 +69,10 @@ def test_solver_is_gptq_by_its_definition(order, static, sym):
     weight = torch.randn(24, 192, generator=torch.Generator().manual_seed(1)) * 0.05
     settings = Settings(bits=4, group_size=40, sym=sym, static_groups=static)
     plan = ordering(h.diagonal(), settings, order)
-    found = solve(weight, h, settings, plan).dequantize(torch.float64).T
+    actual = solve(weight, h, settings, plan).dequantize(torch.float64).T
     expected = literal_gptq(weight, h, settings, plan)
     # fp32 against fp64: a rounding that falls differently changes what follows, so compare almost all values
-    same = (found - expected).abs() <= 1e-3 * expected.abs() + 1e-6
+    same = (actual - expected).abs() <= 1e-3 * expected.abs() + 1e-6
     assert same.double().mean() > 0.98
 
 
@@ -83,28 +83,28 @@ def test_identity_hessian_is_round_to_nearest(order, bits, group_size):
     weight = torch.randn(32, 96, generator=torch.Generator().manual_seed(bits)) * 0.1
     settings = Settings(bits=bits, group_size=group_size, sym=False)
     plan = ordering(torch.ones(96), settings, order, Heads(6, 3, 16))
-    found = solve(weight, torch.eye(96) * 7, settings, plan)
+    actual = solve(weight, torch.eye(96) * 7, settings, plan)
     assert torch.equal(plan.group, group_index(96, group_size))
-    for g in range(found.groups):
-        rows = (found.group == g).nonzero().flatten()
+    for g in range(actual.groups):
+        rows = (actual.group == g).nonzero().flatten()
         scales, zeros = grid(weight[:, rows], settings)
-        assert torch.equal(found.scales[g], scales) and torch.equal(found.zeros[g], zeros)
+        assert torch.equal(actual.scales[g], scales) and torch.equal(actual.zeros[g], zeros)
         nearest = (torch.round(weight[:, rows] / scales.float()[:, None]) + zeros[:, None]).clamp(0, 2**bits - 1)
-        assert torch.equal(found.codes[rows].T.float(), nearest)
+        assert torch.equal(actual.codes[rows].T.float(), nearest)
     control = round_to_nearest(weight, settings)
-    assert torch.equal(control.codes, found.codes)
+    assert torch.equal(control.codes, actual.codes)
 
 
 def test_compensation_makes_up_for_errors_of_earlier_layers():
     dense = correlated(64, rows=1024)
     g = torch.Generator().manual_seed(5)
     x = dense + 0.1 * dense @ torch.randn(64, 64, generator=g)  # an error that depends on the inputs
-    seen = Hessian(64)
-    seen.add(x, dense)
+    hessian = Hessian(64)
+    hessian.add(x, dense)
     weight = torch.randn(16, 64, generator=g)
-    better = compensate(weight, seen.mean(), seen.cross(), 1e-6)
-    wanted = dense @ weight.T
-    assert (x @ better.T - wanted).norm() < 0.02 * (x @ weight.T - wanted).norm()
+    better = compensate(weight, hessian.mean(), hessian.cross(), 1e-6)
+    target = dense @ weight.T
+    assert (x @ better.T - target).norm() < 0.02 * (x @ weight.T - target).norm()
     unharmed = Hessian(64)
     unharmed.add(dense)
     assert torch.equal(compensate(weight, unharmed.mean(), unharmed.cross(), 0.01), weight)

@@ -40,8 +40,8 @@ def test_equals_attention_over_the_whole(h: int, kv: int, d: int, window: int | 
     new = past[:, sequences[0], positions[0]].unsqueeze(1)
     k_pool, v_pool = pools.clone()
     k_pool.view(-1, kv, d)[slots[0]] = 0  # the operation stores what is new
-    told = (positions, slots, sequences, tables)
-    out = paged_attention(q, new[0], new[1], k_pool, v_pool, *told, window=window, softcap=softcap)
+    placing = (positions, slots, sequences, tables)
+    out = paged_attention(q, new[0], new[1], k_pool, v_pool, *placing, window=window, softcap=softcap)
     assert torch.equal(k_pool, pools[0]) and torch.equal(v_pool, pools[1])
     for row, (i, p) in enumerate(rows):
         keys, values = past[:, i, max(0, p + 1 - (window or p + 1)) : p + 1].repeat_interleave(h // kv, dim=2)

@@ -31,8 +31,8 @@ def test_a_folder_goes_in_by_blocks_and_out_bit_for_bit(name: str, tmp_path: Pat
         assert torch.equal(weights.block(path, (), ()), value), path
     write_folder(architecture, values.__getitem__, tmp_path / "out", dtype=torch.float32, shard_bytes=9000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-    back, told = architecture.cls.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+    back, loading = architecture.cls.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"]
     actual = dict(back.named_parameters())
     assert set(actual) == set(values) and all(torch.equal(actual[path], value) for path, value in values.items())
 
@@ -47,19 +47,19 @@ def test_a_base_models_folder_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"model.norm.weight": torch.ones(31)}, "`model.norm.weight` is [31], config.json makes it [32]"),
         ({"model.extra": torch.ones(3)}, "`model.extra` is no parameter of LlamaForCausalLM"),
         ({"model.norm.weight": torch.ones(32, dtype=torch.int32)}, "of dtype I32"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(change: dict[str, torch.Tensor], said: str, tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_are_named(change: dict[str, torch.Tensor], message: str, tmp_path: Path) -> None:
     folder = architectures.folder(tmp_path, "llama", weights=True)
     save_file(load_file(folder / "model.safetensors") | change, folder / "model.safetensors")
     with pytest.raises(ValueError) as error:
         Blueprint.of(transformers=str(folder))
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_presets_have_the_published_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ({"widht": 3}, "did you mean `width`"),
         ({"experts": 8}, "the llama family does not have `experts`"),
@@ -75,8 +75,8 @@ def test_presets_have_the_published_sizes() -> None:
     ],
     ids=str,
 )
-def test_overrides_that_make_no_model(overrides: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_overrides_that_make_no_model(overrides: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         preset("tiny", overrides)
 
 
@@ -231,7 +231,7 @@ def test_a_module_in_the_working_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "args", "said"),
+    ("path", "args", "message"),
     [
         ("users_package.Users", {}, "package:Class"),
         ("users_package:Missing", {}, "has no Missing"),
@@ -243,8 +243,8 @@ def test_a_module_in_the_working_directory(tmp_path: Path) -> None:
         ("users_package:Alone", {}, r"define forward\(tokens, documents=None, positions=None\)"),
     ],
 )
-def test_modules_that_do_not_do(users_package: str, path: str, args: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_modules_that_do_not_do(users_package: str, path: str, args: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         build_module(path, args)
 
 
@@ -297,10 +297,10 @@ def test_loss_equals_torchs(dtype: torch.dtype) -> None:
     targets = torch.randint(41, (3, 5), generator=torch.Generator().manual_seed(1))
     targets[0, :2] = -100
     loss, count = cross_entropy_sum(logits, targets)
-    wanted = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    reference = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
     assert loss.dtype == torch.float32 and int(count) == 13
-    torch.testing.assert_close(loss, wanted)
-    got, expected = (torch.autograd.grad(value * 0.7, logits)[0] for value in (loss, wanted))
+    torch.testing.assert_close(loss, reference)
+    got, expected = (torch.autograd.grad(value * 0.7, logits)[0] for value in (loss, reference))
     assert got.dtype == dtype
     torch.testing.assert_close(got, expected)
 

@@ -43,7 +43,7 @@ def test_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({}, "exactly one"),
         ({"preset": "tiny", "hf": "x"}, "exactly one"),
@@ -54,8 +54,8 @@ def test_a_folder(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_model(arguments: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_is_no_model(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Blueprint.of(**arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not the description"):
         Blueprint.from_json({"config": {"family": "llama"}})
@@ -102,5 +102,5 @@ def test_a_quantized_folder_reads_as_its_dense_weights(kind: str, tmp_path: Path
             assert torch.equal(parameter, home.take(expected[home.module]).float()), name
         else:
             close = 1e-3 if home.module in linears else 0.0
-            wanted = dense.read(name)
-            torch.testing.assert_close(parameter.detach(), wanted, atol=close, rtol=close)
+            reference = dense.read(name)
+            torch.testing.assert_close(parameter.detach(), reference, atol=close, rtol=close)

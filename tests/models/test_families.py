@@ -62,8 +62,8 @@ def test_every_parameter_has_one_place_in_a_folder(label: str) -> None:
         assert members == (list(range(shape[0])) if ".experts." in parameter else [None])
     for parts in tensors.values():
         if not parts[0][1].stack:
-            taken = [home.take(torch.arange(sum(described.shapes[name][0] for name, _ in parts))) for _, home in parts]
-            assert sorted(torch.cat(taken).tolist()) == list(range(sum(map(len, taken))))
+            rows = [home.take(torch.arange(sum(described.shapes[name][0] for name, _ in parts))) for _, home in parts]
+            assert sorted(torch.cat(rows).tolist()) == list(range(sum(map(len, rows))))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 4), (12, 6), (6, 1), (7, 1)])

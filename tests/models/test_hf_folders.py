@@ -203,7 +203,7 @@ def test_windows_of_a_configuration(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"layer_types": ["full_attention"]}, "each of 2 layers"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
@@ -212,9 +212,9 @@ def test_windows_of_a_configuration(
         ({"use_sliding_window": "yes"}, "use_sliding_window"),
     ],
 )
-def test_windows_that_make_no_sense(changes: dict[str, Any], said: str, folders: Callable[[str], Path]) -> None:
+def test_windows_that_make_no_sense(changes: dict[str, Any], message: str, folders: Callable[[str], Path]) -> None:
     raw = json.loads((folders("qwen2") / "config.json").read_text())
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         read_config(raw | changes)
 
 
@@ -476,7 +476,7 @@ def test_a_killed_writer_leaves_nothing_in_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ({"width": 20, "heads": 8}, "heads to divide"),
         ({"base": "granite-tiny", "head_dim": 8}, "heads \\* head_dim"),
@@ -485,9 +485,9 @@ def test_a_killed_writer_leaves_nothing_in_place(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_models_without_a_form(overrides: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_models_without_a_form(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
     config = preset(overrides.pop("base", "tiny"), {"layers": 1, **overrides})
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         to_hf(build(config, device="cpu"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

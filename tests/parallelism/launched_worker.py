@@ -92,7 +92,7 @@ def connected(mode: str, place: WorkerPlace, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    here = places.find(os.environ)
-    assert here is not None
+    place = places.find(os.environ)
+    assert place is not None
     arguments = sys.argv[1:] + ["."]
-    run_worker(lambda: work(arguments[0], here, Path(arguments[1])), here, describe)
+    run_worker(lambda: work(arguments[0], place, Path(arguments[1])), place, describe)

@@ -34,8 +34,8 @@ def _recorded(fn: Callable[..., Any], args: list[Tensor]) -> Seen:
             recorder.input(f"arg{i}", fake)
         with recorder:
             results = fn(*fakes)
-    kept = [op for op in recorder.graph(results).ops if entry_of(op.target).recorded != "operand"]
-    return [(op.name, op.target, [v.shape for v in op.results]) for op in kept]
+    ops = [op for op in recorder.graph(results).ops if entry_of(op.target).recorded != "operand"]
+    return [(op.name, op.target, [v.shape for v in op.results]) for op in ops]
 
 
 def _once() -> dict[Any, Callable[..., Any]]:
@@ -60,14 +60,14 @@ def _once() -> dict[Any, Callable[..., Any]]:
 def _traced(fn: Callable[..., Any], args: list[Tensor]) -> Seen:
     tracer = make_fx(fn, decomposition_table=_once(), tracing_mode="fake", _allow_non_fake_inputs=True)
     result = tracer(*_fakes(args))
-    seen = []
+    calls = []
     for node in result.graph.nodes:
-        known = isinstance(node.target, torch._ops.OpOverload) and entry_of(node.target).recorded != "operand"
-        if node.op == "call_function" and known:
+        counted = isinstance(node.target, torch._ops.OpOverload) and entry_of(node.target).recorded != "operand"
+        if node.op == "call_function" and counted:
             fake = node.meta["val"]
             result = fake if isinstance(fake, (list, tuple)) else [fake]
-            seen.append((node.name, node.target, [tuple(getattr(f, "shape", ())) for f in result]))
-    return seen
+            calls.append((node.name, node.target, [tuple(getattr(f, "shape", ())) for f in result]))
+    return calls
 
 
 def test_every_op_is_recorded_as_torch_traces_it() -> None:
@@ -97,7 +97,7 @@ def test_constants_and_changes_in_place_are_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fn", "said"),
+    ("fn", "message"),
     [
         (lambda x: x if x.sum() > 0 else -x, "reads an element's value"),
         (lambda x: x * len(x.tolist()), "reads an element's value"),
@@ -105,8 +105,8 @@ def test_constants_and_changes_in_place_are_recorded() -> None:
         (lambda x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)), "not an ATen op"),
     ],
 )
-def test_what_a_static_graph_cannot_hold_is_refused(fn: Callable[..., Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_a_static_graph_cannot_hold_is_refused(fn: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         capture(fn, [torch.empty(4)])
 
 

@@ -50,8 +50,8 @@ def drawn(x: Tensor) -> list[Tensor]:
 def test_every_mesh_draws_the_same(mesh: Mesh, lies: Any) -> None:
     x = torch.linspace(-2, 2, 360).view(9, 10, 4)
     program = partition(drawn, [x], mesh, [lies])
-    whole, found = partition(drawn, [x], ONE).simulate(x, seed=5), program.simulate(x, seed=5)
-    for i, (one, other) in enumerate(zip(whole, found, strict=True)):
+    whole, parts = partition(drawn, [x], ONE).simulate(x, seed=5), program.simulate(x, seed=5)
+    for i, (one, other) in enumerate(zip(whole, parts, strict=True)):
         assert torch.equal(one, other), i
     actual = [node for node in program.graph.nodes if node.target is RANDOM]
     assert any(node.meta["tpshard"].specs[0].shape != (9, 10, 4) for node in actual), "a device draws its part alone"

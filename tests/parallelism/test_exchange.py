@@ -58,10 +58,10 @@ class Seen(TorchDispatchMode):
 def run(context: Context, columns: int, exchange: bool | None) -> tuple[torch.Tensor, dict[str, int], int]:
     program = product(columns, context.mesh.ranks)
     local = program.local(context.rank, *arguments(columns))
-    executor, tally, seen = Executor(program, context, exchange=exchange), Tally(local), Seen()
-    with seen, tally:
+    executor, tally, recorder = Executor(program, context, exchange=exchange), Tally(local), Seen()
+    with recorder, tally:
         (result,) = executor(*local)
-    return result, dict(seen.names), tally.sent_bytes
+    return result, dict(recorder.names), tally.sent_bytes
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,8 @@ def test_a_write_is_seen_through_every_view(fn: Callable[[Tensor], object]) -> N
     expected = actual if isinstance(actual, tuple) else (actual,)
     for mesh in MESHES:
         for dims in ((None, None), ("x", None), (None, "x"), ("x", "y")):
-            known = tuple(d if d in mesh.axes else None for d in dims)
-            got = partition(fn, [x.clone()], mesh, [known]).simulate(x)
+            sharded = tuple(d if d in mesh.axes else None for d in dims)
+            got = partition(fn, [x.clone()], mesh, [sharded]).simulate(x)
             torch.testing.assert_close(tuple(got), expected)
 
 

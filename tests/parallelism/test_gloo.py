@@ -65,8 +65,8 @@ def dispatched(context: Context) -> tuple[set[str], list[Tensor]]:
 def test_ranks_dispatch_short_names_alone_and_gather_what_the_simulation_gathers(pool: Any) -> None:
     inputs = [torch.arange(16.0).reshape(4, 4) + i for i in range(3)]
     expected = gathering(2).simulate(*inputs)
-    for seen, actual in pool.run(dispatched, world=2):
-        assert {"all_gather_into_tensor_out", "wait_tensor"} <= seen <= SHORT
+    for ops, actual in pool.run(dispatched, world=2):
+        assert {"all_gather_into_tensor_out", "wait_tensor"} <= ops <= SHORT
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 

@@ -220,7 +220,9 @@ def test_a_report_that_may_be_dropped_never_waits(monkeypatch: pytest.MonkeyPatc
     received = os.read(reader, 1 << 20).splitlines()
     os.close(reader)
     os.close(writer)
-    assert [known.progress for known in map(messages.parse, received) if known] == list(range(sent)) and sent > 100
+    assert [message.progress for message in map(messages.parse, received) if message] == list(
+        range(sent)
+    ) and sent > 100
 
 
 def test_a_hanging_worker_is_named_with_what_the_others_wait_for(tmp_path: Path) -> None:

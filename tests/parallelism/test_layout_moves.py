@@ -28,8 +28,8 @@ def test_shards_become_parts_of_a_sum_without_communication() -> None:
         graph = capture(lambda x: mesh_split(x, mesh, [-1, -1]), [x])
         mark_outputs(graph)
         (split,) = (op for op in graph.ops if is_split(op))
-        given = {graph.inputs[0]: before, split.results[0]: after, graph.outputs[0]: after}
-        annotations = {value: Annotation(parse(text, mesh), (SourcePlace(text),)) for value, text in given.items()}
+        texts = {graph.inputs[0]: before, split.results[0]: after, graph.outputs[0]: after}
+        annotations = {value: Annotation(parse(text, mesh), (SourcePlace(text),)) for value, text in texts.items()}
         program = partition_graph(propagate(graph, mesh, annotations))
         assert program.collectives == []
         each = run_lockstep(program, [program.local(rank, x) for rank in range(mesh.ranks)])

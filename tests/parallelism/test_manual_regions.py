@@ -54,11 +54,11 @@ COLLECTIVES: list[tuple[Callable[[Tensor], Tensor], Any, Any, Tensor, list[str]]
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("body", "lies", "made", "expected", "kinds"), COLLECTIVES)
+@pytest.mark.parametrize(("body", "lies", "result_spec", "expected", "kinds"), COLLECTIVES)
 def test_a_collective_is_what_it_says(
-    body: Callable[[Tensor], Tensor], lies: Any, made: Any, expected: Tensor, kinds: list[str]
+    body: Callable[[Tensor], Tensor], lies: Any, result_spec: Any, expected: Tensor, kinds: list[str]
 ) -> None:
-    fn = by(body, [lies], [made])
+    fn = by(body, [lies], [result_spec])
     torch.testing.assert_close(fn(X), expected, rtol=0, atol=1e-14)
     program = partition(fn, [X], MESH, [lies or ()])
     torch.testing.assert_close(program.simulate(X)[0], expected, rtol=0, atol=1e-14)
@@ -133,7 +133,7 @@ def nested(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: by(lambda x: x, [ROWS], [None])(X), "differs along `x`, which out_shardings"),
         (lambda: by(lambda x: x, [("z",)], [None]), "names `z`, which is no axis of the manual region"),
@@ -150,8 +150,8 @@ def nested(x: Tensor) -> Tensor:
         (lambda: by(nested, [ROWS], [ROWS], ("x",))(X), "is called inside of another"),
     ],
 )  # fmt: skip
-def test_what_is_not_legal_is_refused(make: Callable[[], Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_is_not_legal_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make()
 
 

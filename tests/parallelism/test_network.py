@@ -33,12 +33,12 @@ def test_two_levels_are_inside_and_across(kind: str, over: str) -> None:
     two = device("h100-sxm-80g")
     same = with_levels(Level("inside", two.inside, devices=8), Level("across", two.across))
     mesh = {"a": 4, "b": 4, "c": 4}
-    told, actual = cost(two, mesh, over, kind), cost(same, mesh, over, kind)
-    assert actual.wire == told.wire and actual.wire_bytes == told.wire_bytes
+    expected, actual = cost(two, mesh, over, kind), cost(same, mesh, over, kind)
+    assert actual.wire == expected.wire and actual.wire_bytes == expected.wire_bytes
     if actual.algorithm == "hierarchical":  # what inside and across alone do not try
-        assert actual.seconds < told.seconds
+        assert actual.seconds < expected.seconds
     else:
-        assert actual == replace(told, level=actual.level)
+        assert actual == replace(expected, level=actual.level)
 
 
 def test_a_ring_goes_at_the_pace_of_its_slowest_level() -> None:

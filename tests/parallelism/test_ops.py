@@ -477,18 +477,18 @@ def check(case: Case) -> set[str]:
             targets |= holds(case, mesh, expected, dims)
         for i, result in enumerate(expected):
             for d in range(result.dim()):
-                wanted: list[Any] = [None] * len(expected)
-                wanted[i] = (*(None,) * d, "x")
-                targets |= holds(case, mesh, expected, None, wanted)
+                shardings: list[Any] = [None] * len(expected)
+                shardings[i] = (*(None,) * d, "x")
+                targets |= holds(case, mesh, expected, None, shardings)
     floats = [i for i, t in enumerate(case.tensors) if t.is_floating_point() and i not in case.written]
     for summed in {(i,) for i in floats} | {tuple(floats)}:
         parts = [torch.stack([t * 0.25, t * 0.75]) if i in summed else t for i, t in enumerate(case.tensors)]
 
-        def whole(*given: Tensor, summed: tuple[int, ...] = summed) -> list[Tensor]:
-            return [g.sum(0) if i in summed else g for i, g in enumerate(given)]
+        def whole(*tensors: Tensor, summed: tuple[int, ...] = summed) -> list[Tensor]:
+            return [g.sum(0) if i in summed else g for i, g in enumerate(tensors)]
 
-        def fn(*given: Tensor, whole: Any = whole) -> Any:
-            return case.fn(*whole(*given))
+        def fn(*tensors: Tensor, whole: Any = whole) -> Any:
+            return case.fn(*whole(*tensors))
 
         dims = [("x",) if i in summed else None for i in range(len(parts))]
         holds(Case(fn, parts), MESHES[0], flat((case.eager or case.fn)(*whole(*parts))), dims)

@@ -67,11 +67,11 @@ def test_collectives_stay_and_no_bit_changes(capacity: str) -> None:
     counts = [Counter((c.kind, c.axes, c.of, c.bytes) for c in program.collectives) for program in (plain, overlapped)]
     assert counts[0] == counts[1]
     generator = torch.Generator().manual_seed(0)
-    given = [
+    inputs = [
         torch.randint(0, 32, port.shape, generator=generator)
         if port.dtype == torch.int64
         else torch.randn(port.shape, generator=generator) * 0.3
         for port in plain.inputs
     ]
-    for one, other in zip(plain.simulate(*given), overlapped.simulate(*given), strict=True):
+    for one, other in zip(plain.simulate(*inputs), overlapped.simulate(*inputs), strict=True):
         assert torch.equal(one, other)

@@ -235,17 +235,17 @@ def collectives_of(program: Program, what: str) -> list[tuple[str, tuple[str, ..
 
 
 def test_each_pass_moves_only_what_it_says() -> None:
-    seen: list[tuple[str, list[tuple[str, str, int]], list[str]]] = []
+    steps: list[tuple[str, list[tuple[str, str, int]], list[str]]] = []
 
     def watch(passed: PassResult) -> None:
         nodes = [n for n in passed.program.graph.nodes if n.op == "call_function"]
-        seen.append((passed.name, events(passed.program), [n.name for n in nodes if info(n).saved]))
+        steps.append((passed.name, events(passed.program), [n.name for n in nodes if info(n).saved]))
 
     before = step_program()
     nodes = [node.name for node in before.graph.nodes]
     run([again(keep_all), in_units, *scheduled(2)], before, watch)
     assert [node.name for node in before.graph.nodes] == nodes  # a copy is changed
-    after = {name: (actual, computing) for name, actual, computing in seen}
+    after = {name: (actual, computing) for name, actual, computing in steps}
     assert list(after) == [
         "", "recompute", "in_units", "hoist_gradients", "gather_late", "prefetch", "reduce_early", "sink_waits",
     ]  # fmt: skip

@@ -94,10 +94,10 @@ def test_a_collective_says_why_as_values_and_in_words() -> None:
     (need,) = comm.why
     assert (need.kind, need.op.target, need.axis) == ("sum", "contract", "x")
     assert comm.value == (need.value,) and need.before.endswith("{U_x}")
-    assert [told.source for told in need.written_at] == ["in_shardings[0] = (None, 'x')"]
+    assert [place.source for place in need.written_at] == ["in_shardings[0] = (None, 'x')"]
     assert comm.reason.startswith(f"`{need.op.name}` sums over a sharded dim: {need.value}[")
-    told = program.explanation_of("arg0")
-    assert told.roots == need.written_at and program.explain("arg0").endswith(
+    place = program.explanation_of("arg0")
+    assert place.roots == need.written_at and program.explain("arg0").endswith(
         "annotated at in_shardings[0] = (None, 'x')"
     )
 

@@ -59,18 +59,18 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("what", "fn", "shapes", "given", "wanted", "inputs", "outputs"), CASES, ids=[c[0] for c in CASES]
+    ("what", "fn", "shapes", "arguments", "results", "inputs", "outputs"), CASES, ids=[c[0] for c in CASES]
 )
 def test_answer(
-    what: str, fn: Callable[..., Any], shapes: list[tuple[int, ...]], given: list[str | None],
-    wanted: list[str | None], inputs: list[str], outputs: list[str],
+    what: str, fn: Callable[..., Any], shapes: list[tuple[int, ...]], arguments: list[str | None],
+    results: list[str | None], inputs: list[str], outputs: list[str],
 ) -> None:  # fmt: skip
     graph = capture(fn, [torch.empty(s, device="meta") for s in shapes])
     mark_outputs(graph)
     values = [*graph.inputs, *graph.outputs]
     annotations = {
         value: Annotation(parse(text, MESH), (SourcePlace(f"line {i}"),))
-        for i, (value, text) in enumerate(zip(values, [*given, *wanted], strict=True))
+        for i, (value, text) in enumerate(zip(values, [*arguments, *results], strict=True))
         if text is not None
     }
     shardings = propagate(graph, MESH, annotations)

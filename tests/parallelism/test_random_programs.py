@@ -49,7 +49,7 @@ def test_devices_together_compute_what_one_does(part: int) -> None:
     refused = 0
     cases = [numbered(number) for number in range(part, CASES, PARTS)]
     for case in cases + [of_family(*actual) for actual in FOUND[part::PARTS]]:
-        told = str(case)
+        shown = str(case)
         try:
             expected = case.expected()
             program = _program(case)
@@ -61,29 +61,29 @@ def test_devices_together_compute_what_one_does(part: int) -> None:
             results = run_lockstep(
                 program,
                 [local_arguments(program, rank, case.args) for rank in range(case.mesh.ranks)],
-                lambda node, given, made, into=counted: into.append((node.name, _bytes_moved(node, given, made))),
+                lambda node, reads, outs, into=counted: into.append((node.name, _bytes_moved(node, reads, outs))),
             )
         except Exception as error:
-            raise AssertionError(told) from error
+            raise AssertionError(shown) from error
         for i, (port, want) in enumerate(zip(program.outputs, expected, strict=True)):
             got = join(port, case.mesh, [mine[i] for mine in results])
-            assert not difference(got, want, closeness(program)), f"{told}\nresult {i}: {got} and {want}"
+            assert not difference(got, want, closeness(program)), f"{shown}\nresult {i}: {got} and {want}"
         for dims, port in zip(case.out_shardings or (), program.outputs):
             if dims is not None:
-                assert port.layout.dims == Sharding.of(case.mesh, dims, len(port.shape)).dims, told
-        assert counted == [(node.name, comm.bytes) for node, comm in program.issues()], told
-        assert not any(port.layout.partial for port in program.outputs), told
-        _check_specs(program, results, told)
+                assert port.layout.dims == Sharding.of(case.mesh, dims, len(port.shape)).dims, shown
+        assert counted == [(node.name, comm.bytes) for node, comm in program.issues()], shown
+        assert not any(port.layout.partial for port in program.outputs), shown
+        _check_specs(program, results, shown)
     assert refused <= 0.03 * CASES / PARTS + 1
 
 
-def _check_specs(program: Program, results: list[list[Tensor]], told: str) -> None:
+def _check_specs(program: Program, results: list[list[Tensor]], shown: str) -> None:
     """The shapes that the program says are those that it has."""
     output = program.nodes[-1]
     flat = [node for node in output.args[0] if isinstance(node, fx.Node)]  # type: ignore[union-attr]
     for i, node in enumerate(flat):
-        assert info(node).specs[0].shape == tuple(results[0][i].shape), told
-        assert info(node).specs[0].dtype == results[0][i].dtype, told
+        assert info(node).specs[0].shape == tuple(results[0][i].shape), shown
+        assert info(node).specs[0].dtype == results[0][i].dtype, shown
 
 
 @pytest.mark.parametrize("seed", range(CASES, CASES + 24))
@@ -101,7 +101,7 @@ def test_propagation_keeps_its_laws(seed: int) -> None:
         for dim, axes in enumerate(annotation.sharding.dims):
             assert once.of[value].dims[dim] == axes or annotation.sharding.open[dim], case
             assert starts_with(once.of[value].dims[dim], axes), case
-    asked = {a.written_at for a in inputs.values()}
+    places = {a.written_at for a in inputs.values()}
     for value, sharding in once.of.items():
         flat: list[Axis] = list(sharding.axes)
         for i, axis in enumerate(flat):
@@ -109,7 +109,7 @@ def test_propagation_keeps_its_laws(seed: int) -> None:
         for dim, axes in enumerate(sharding.dims):
             for axis in axes:
                 last = steps_of(PropagatedReasons(once), case.mesh, value.name, dim, axis)[-1]
-                assert last.written_at in asked, (value, dim, axis, case)
+                assert last.written_at in places, (value, dim, axis, case)
     again = propagate(graph, case.mesh, {v: Annotation(s) for v, s in once.of.items()})
     assert again.of == once.of, case
 

@@ -17,9 +17,9 @@ ARGS = [torch.rand(8, 16), torch.rand(16, 32), torch.rand(32, 16)]
 
 
 def test_an_axis_that_nothing_uses_is_told_with_what_would_use_it() -> None:
-    (told,) = partition(mlp, ARGS, MESH, [("x",), None, None]).warnings
-    assert "and 1 like it: 2 devices along y compute the same, 49" in told
-    assert "nothing shards dim 1 of `mm` [8, 32]" in told
+    (warning,) = partition(mlp, ARGS, MESH, [("x",), None, None]).warnings
+    assert "and 1 like it: 2 devices along y compute the same, 49" in warning
+    assert "nothing shards dim 1 of `mm` [8, 32]" in warning
 
     def mended(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return torch.relu(mesh_split(x @ up, MESH, [0, 1])) @ down
@@ -29,8 +29,12 @@ def test_an_axis_that_nothing_uses_is_told_with_what_would_use_it() -> None:
 
 
 def test_a_dim_with_too_few_parts_is_told() -> None:
-    (told,) = partition(lambda x, y: x @ y, [torch.rand(3, 3), torch.rand(3, 3)], Mesh({"x": 4}), [None, None]).warnings
-    assert "4 devices along x compute the same, 75.0%" in told and "has fewer than 4 parts; make x smaller" in told
+    (warning,) = partition(
+        lambda x, y: x @ y, [torch.rand(3, 3), torch.rand(3, 3)], Mesh({"x": 4}), [None, None]
+    ).warnings
+    assert (
+        "4 devices along x compute the same, 75.0%" in warning and "has fewer than 4 parts; make x smaller" in warning
+    )
 
 
 def test_what_costs_little_is_not_told() -> None:

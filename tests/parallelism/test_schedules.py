@@ -85,7 +85,7 @@ def test_what_cannot_run_is_said_before_it_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("numbers", "why"),
     [
         (("1f1b", 4, 3, 1), "at least 4 micro-batches, not 3"),
         (("zero_bubble", 4, 3, 1), "at least 4 micro-batches, not 3"),
@@ -94,9 +94,9 @@ def test_what_cannot_run_is_said_before_it_runs() -> None:
         (("2f2b", 2, 4, 1), "there is no schedule `2f2b`"),
     ],
 )
-def test_numbers_that_a_schedule_cannot_have_are_refused(asked: tuple[str, int, int, int], why: str) -> None:
+def test_numbers_that_a_schedule_cannot_have_are_refused(numbers: tuple[str, int, int, int], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        make(*asked)
+        make(*numbers)
 
 
 def test_a_table_is_drawn_in_units_of_time() -> None:

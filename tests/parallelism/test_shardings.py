@@ -118,10 +118,10 @@ def test_texts_that_are_no_sharding_are_refused(text: str) -> None:
 WRONG = [5, ("x", 5), ((("x", "y"), 3),), {"x": 0}, ("q",), ("x", "x"), ("?", "x", "?", None)]
 
 
-@pytest.mark.parametrize("given", WRONG, ids=str)
-def test_what_is_no_sharding_of_an_argument_is_told_what_is(given: object) -> None:
+@pytest.mark.parametrize("sharding", WRONG, ids=str)
+def test_what_is_no_sharding_of_an_argument_is_told_what_is(sharding: object) -> None:
     with pytest.raises(ValueError, match=r"in_shardings\[0\] of `arg0` \[8, 8\]"):
-        partition(lambda x: x + 1, [torch.empty(8, 8)], Mesh({"x": 2, "y": 2}), in_shardings=[given])
+        partition(lambda x: x + 1, [torch.empty(8, 8)], Mesh({"x": 2, "y": 2}), in_shardings=[sharding])
 
 
 def test_an_argument_may_have_every_property_of_a_sharding() -> None:

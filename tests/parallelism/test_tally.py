@@ -11,12 +11,12 @@ def test_storages_count_once_and_only_while_they_live() -> None:
     tally = Tally([there])
     with tally:
         actual = there + 1
-        seen = actual.view(10, 100)
-        twice = seen * 2
+        view = actual.view(10, 100)
+        twice = view * 2
         assert tally.held_bytes == 3 * 4000
         del actual  # the view holds its storage
         assert tally.held_bytes == 3 * 4000
-        del seen
+        del view
         assert tally.held_bytes == 2 * 4000
     del twice
     assert (tally.held_bytes, tally.peak_bytes, tally.sent_bytes) == (4000, 3 * 4000, 0)

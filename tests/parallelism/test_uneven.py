@@ -100,8 +100,8 @@ def test_indices_in_the_padding_are_never_looked_up() -> None:
         same(lambda t, w: w[10 - t].exp().sum(0), [rows, table], FOUR, shardings)
 
     def update(w: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        taken = w.gather(0, (t[:, None] + 3).expand(7, 4))
-        return taken.sum(0), torch.zeros_like(w).scatter_add(0, (t[:, None] + 3).expand(7, 4), taken)
+        rows = w.gather(0, (t[:, None] + 3).expand(7, 4))
+        return rows.sum(0), torch.zeros_like(w).scatter_add(0, (t[:, None] + 3).expand(7, 4), rows)
 
     for shardings in ([("x",), None], [None, ("x",)], [(None, "x"), None]):
         same(update, [table, rows], FOUR, shardings)

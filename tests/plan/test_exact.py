@@ -136,7 +136,7 @@ def test_of_compiled_blocks_the_loss_is_priced_as_eager():
     """The vocabulary is so large that the peak is at the loss, where eager mode stores more copies of the logits."""
     overrides = ["model.vocab=65536", "mesh.tp=1", "mesh.fsdp=4", "remat=full"]
     programs = make.build_programs(Setting.of(loads(RECIPE, [*overrides, "compile=blocks", "fsdp.bucket=wrap"])))
-    eager, blocks, whole = (make.price_training(programs, seen) for seen in ("none", None, "all"))
+    eager, blocks, whole = (make.price_training(programs, compiled) for compiled in ("none", None, "all"))
     at_peak = [p.worst.memory.at_peak["logits_and_loss"] for p in (eager, blocks, whole)]
     assert at_peak[0] == at_peak[1] > at_peak[2]
     assert {k.compiled for k in blocks.parts[0].priced.kernels if k.work != "free"} == {True, False}

@@ -36,8 +36,8 @@ def test_the_edits_that_fit_are_all_needed_and_harm_as_little_as_can_be(small: P
     actual = fitting.fit(make.report(recipe, "small.yaml"), recipe)
     assert price_variant(loads(actual.recipe)).fits and actual.price.fits
     assert actual.harms == sorted(actual.harms)
-    kept = [[c for c in actual.changes if c != change] for change in actual.changes]
-    assert kept and not any(price_variant(variant(recipe, changes)).fits for changes in kept)
+    subsets = [[c for c in actual.changes if c != change] for change in actual.changes]
+    assert subsets and not any(price_variant(variant(recipe, changes)).fits for changes in subsets)
     tight(0.25)
     recipe = loads(RECIPE, [*CHANGES, "model.vocab=131072", "model.seq_len=512"])
     with pytest.raises(Mistakes) as refused:

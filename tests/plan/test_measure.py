@@ -73,16 +73,16 @@ def test_fit_recovers_costs_and_leaves_out_negative_ones() -> None:
 
 
 def test_a_slow_round_of_three_does_not_count(text: str) -> None:
-    def slower(found: Any) -> Any:
-        rows = {k: [[*row[:-1], row[-1] * 3] for row in found[k]] for k in ("matmul", "stream")}
-        ways = [[[*row[:-1], row[-1] * 3] for row in way] for way in found["attention"]]
-        overhead = {k: [3 * t for t in v] for k, v in found["overhead"].items()}
-        return found | rows | {"attention": ways, "overhead": overhead}
+    def slower(times: Any) -> Any:
+        rows = {k: [[*row[:-1], row[-1] * 3] for row in times[k]] for k in ("matmul", "stream")}
+        ways = [[[*row[:-1], row[-1] * 3] for row in way] for way in times["attention"]]
+        overhead = {k: [3 * t for t in v] for k, v in times["overhead"].items()}
+        return times | rows | {"attention": ways, "overhead": overhead}
 
     rounds = [{n: [process(n) for _ in range(n)] for n in (1, 2, 4)} for _ in range(3)]
-    rounds[1] = {n: [slower(one) for one in found] for n, found in rounds[1].items()}
-    found = {n: measure.typical([one[n] for one in rounds]) for n in (1, 2, 4)}
-    assert device_file("synthetic", "2026-01-02", CORES, 8 << 30, found) == text
+    rounds[1] = {n: [slower(one) for one in times] for n, times in rounds[1].items()}
+    typical = {n: measure.typical([one[n] for one in rounds]) for n in (1, 2, 4)}
+    assert device_file("synthetic", "2026-01-02", CORES, 8 << 30, typical) == text
     assert device_file("synthetic", "2026-01-02", CORES, 8 << 30, rounds[1]) != text
 
 

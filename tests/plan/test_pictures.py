@@ -118,7 +118,9 @@ def test_clicks_show_chains_and_tensors_and_the_wheel_zooms(report, tmp_path):
     )
     actual = page_data.data(report)
     for tensor, html in zip(actual["tensors"], shown["seen"]):
-        assert all(escape(told)[:20] in html for form in tensor["forms"] for c in form["chains"] for told in c["told"])
+        assert all(
+            escape(source)[:20] in html for form in tensor["forms"] for c in form["chains"] for source in c["told"]
+        )
         assert html.count("<svg") == len(tensor["forms"])
         assert all(ET.fromstring(drawn) is not None for drawn in re.findall(r"<svg.*?</svg>", html))
     assert all(html.count("<tr>") == 1 + len(rows) for html, rows in zip(shown["behind"], actual["collectives"]))

@@ -55,8 +55,8 @@ def test_a_second_plan_says_the_same_without_torch(small: Path, capsys: Any, mon
 
 
 def test_an_entry_is_of_all_that_a_plan_depends_on(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def entry(*overrides: str, **asked: Any) -> plan_cache.PlanEntry | None:
-        return outputs.entry(load("small.yaml", overrides), outputs.PlanOptions(**asked))
+    def entry(*overrides: str, **options: Any) -> plan_cache.PlanEntry | None:
+        return outputs.entry(load("small.yaml", overrides), outputs.PlanOptions(**options))
 
     box = small.parent / "box.yaml"
     box.write_text(DEVICE.replace("RATE", "100"))

@@ -95,8 +95,8 @@ def test_a_search_of_a_pipeline_tries_stages_and_schedules_and_none(monkeypatch)
     tried: list[str] = []
 
     def quick(recipe, **_):
-        asked = recipe.pipeline
-        tried.append("none" if asked is None else f"{asked.schedule} {recipe.mesh['pp']} x {asked.each}")
+        pipeline = recipe.pipeline
+        tried.append("none" if pipeline is None else f"{pipeline.schedule} {recipe.mesh['pp']} x {pipeline.each}")
         return search.VariantPrice(1, 1.0 / recipe.mesh.get("pp", 1), 0.0, True)
 
     monkeypatch.setattr(search, "price_variant", quick)
@@ -114,15 +114,15 @@ def test_a_search_plans_stages_schedules_and_micro_batches():
     """Each candidate is the plan of its changes, and the fastest is not slower than the best without stages."""
     recipe = loads(RECIPE, ["cluster={device: cpu, nodes: 2, devices_per_node: 1}", "mesh={fsdp: 2, tp: 1}",
                             "model.layers=4", "batch.global_sequences=8", "batch.per_device=null"])  # fmt: skip
-    found = search.search(recipe)
-    piped = [c for c in found.candidates if c.mesh.get("pp", 1) == 2]
+    actual = search.search(recipe)
+    piped = [c for c in actual.candidates if c.mesh.get("pp", 1) == 2]
     schedules = {search.variant(recipe, c.changes).pipeline.schedule for c in piped}
     assert {"1f1b", "interleaved_1f1b", "zero_bubble"} <= schedules and {c.per_device for c in piped} == {1, 2}
     for candidate in piped[:2]:
         planned = make.report(search.variant(recipe, candidate.changes), "").pricing
         assert planned.step_s == pytest.approx(candidate.price.step_s, rel=1e-9)
-    without = min(c.price.step_s for c in found.candidates if c not in piped)
-    assert found.best is not None and found.best.price.step_s <= without
+    without = min(c.price.step_s for c in actual.candidates if c not in piped)
+    assert actual.best is not None and actual.best.price.step_s <= without
 
 
 def test_machines_are_told_the_suggestions_that_people_are(small, report, monkeypatch):

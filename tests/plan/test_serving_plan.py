@@ -122,8 +122,8 @@ def serve_on_rank(context: Context, jobs: list[bytes]) -> list[tuple[dict[tuple[
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_layout_sends_on_real_ranks_what_is_planned(dtype: str, pool: Any, folders: dict[str, Path]) -> None:
     cases = [*(("head_local", layout) for layout in LAYOUTS), ("global", "tp_aware")]
-    told = {(order, layout): recipe(folders[order], layout, f"serve.dtype={dtype}") for order, layout in cases}
-    reports = {key: make.report(one, "", "decode") for key, one in told.items()}
+    recipes = {(order, layout): recipe(folders[order], layout, f"serve.dtype={dtype}") for order, layout in cases}
+    reports = {key: make.report(one, "", "decode") for key, one in recipes.items()}
     jobs = [job_of(folders[order], *changes(folders[order], layout), f"serve.dtype={dtype}") for order, layout in cases]
     results = pool.run(serve_on_rank, [job.encode() for job in jobs], world=2, mesh={"tp": 2})
     expected = torch.tensor(results[0][0][2])
@@ -186,8 +186,8 @@ def test_columns_that_pad_an_mlp_are_no_useful_work(tmp_path: Path) -> None:
     def work(report: Report) -> list[tuple[str, str, int, int]]:
         infos = [(node, info_of(node)) for node in report.pricing.parts[0].part.program.graph.nodes]
         return [
-            (here.module, op_name(node), here.flops, here.global_flops)
-            for node, here in infos if ".mlp" in here.module and "norm" not in here.module and here.flops
+            (facts.module, op_name(node), facts.flops, facts.global_flops)
+            for node, facts in infos if ".mlp" in facts.module and "norm" not in facts.module and facts.flops
         ]  # fmt: skip
 
     expected, actual = work(whole), work(padded)
@@ -238,16 +238,16 @@ def test_a_folder_that_is_not_there_is_planned_as_it_will_be_written(
     broken = folders["global"].parent / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{")
-    told = ["plan", "tiny", "--for", "decode", "--dry-run", f"serve.checkpoint={broken}", "serve.mesh.tp=1"]
-    assert tpshard(told) == 7
+    command = ["plan", "tiny", "--for", "decode", "--dry-run", f"serve.checkpoint={broken}", "serve.mesh.tp=1"]
+    assert tpshard(command) == 7
     assert "cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("device", "held"), [("h100-sxm-80g", 128 // 2 + 4 * 2), ("cpu", 128 // 2 + 4 * 4)])
 def test_four_bits_are_planned_as_four_bits(device: str, held: int, folders: dict[str, Path]) -> None:
     """An output of `down` has codes, a scale per 32 inputs, and on a CPU in bf16 also a shift."""
-    told = recipe(folders["global"], "tp_aware", "serve.mesh.tp=1", f"cluster.device={device}", "serve.dtype=bf16")
-    (port,) = [p for p in make.report(told, "", "decode").pricing.parts[0].part.program.inputs
+    served = recipe(folders["global"], "tp_aware", "serve.mesh.tp=1", f"cluster.device={device}", "serve.dtype=bf16")
+    (port,) = [p for p in make.report(served, "", "decode").pricing.parts[0].part.program.inputs
                if p.name == "layers.0.mlp.down.weight"]  # fmt: skip
     assert port.local_bytes == 64 * held
 
@@ -269,12 +269,12 @@ def with_memory(each: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("what", ["prefill", "decode"])
-@pytest.mark.parametrize(("told", "few"), [([], ""), (["serve.cache_mb=1"], "4 of 8"), (["serve.cache_mb=3"], "")])
-def test_a_plan_holds_the_cache_that_the_server_makes(what: str, told: list[str], few: str, capsys: Any) -> None:
-    asked = ["serve.requests=8", "serve.mesh.tp=2", "cluster.device=cpu", *told]
-    assert tpshard(["serve", "tiny", "--check", "--json", *asked]) == 0
+@pytest.mark.parametrize(("overrides", "few"), [([], ""), (["serve.cache_mb=1"], "4 of 8"), (["serve.cache_mb=3"], "")])
+def test_a_plan_holds_the_cache_that_the_server_makes(what: str, overrides: list[str], few: str, capsys: Any) -> None:
+    options = ["serve.requests=8", "serve.mesh.tp=2", "cluster.device=cpu", *overrides]
+    assert tpshard(["serve", "tiny", "--check", "--json", *options]) == 0
     check = json.loads(capsys.readouterr().out)
-    report = make.report(cached(*told), "", what)
+    report = make.report(cached(*overrides), "", what)
     assert report.static_bytes()["cache"] == report.pricing.worst.memory.at_peak["cache"] == check["memory"]["cache"]
     # 16 KiB hold 16 positions of 2 KV heads in 4 layers; a request has 256
     output = [warning for warning in report.warnings if "the cache" in warning]
@@ -306,7 +306,7 @@ def test_a_cache_that_leaves_no_room_is_cut_first(monkeypatch: pytest.MonkeyPatc
 
 def test_a_variant_is_priced_with_the_cache_of_all_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(12 * 2**20, monkeypatch)  # room for the requests of two layers and not of eight
-    told = cached("model.layers=8", "model.vocab=256")
-    report = make.report(told, "", "decode")
+    deep = cached("model.layers=8", "model.vocab=256")
+    report = make.report(deep, "", "decode")
     assert "holds 6 of 8" in report.warnings[0]
-    assert search.price_variant(told, "decode").needed_bytes == pytest.approx(report.pricing.needed_bytes, rel=1e-4)
+    assert search.price_variant(deep, "decode").needed_bytes == pytest.approx(report.pricing.needed_bytes, rel=1e-4)

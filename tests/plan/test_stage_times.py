@@ -55,8 +55,8 @@ def test_memory_is_what_the_schedule_holds() -> None:
     assert [s.saved_bytes for s in gpipe.stages] == [s.saved_bytes for s in one.stages]
     assert [d.held for d in gpipe.devices] == [8, 8] and [d.held for d in one.devices] == [2, 1]
     for i, (more, less) in enumerate(zip(gpipe.devices, one.devices)):
-        kept = gpipe.stages[i].saved_bytes
-        assert more.peak_bytes - less.peak_bytes == (more.held - less.held) * kept
+        saved_bytes = gpipe.stages[i].saved_bytes
+        assert more.peak_bytes - less.peak_bytes == (more.held - less.held) * saved_bytes
 
 
 def test_stages_share_the_parameters() -> None:
@@ -93,15 +93,15 @@ def test_passes_on_stages_end_in_the_step_that_is_planned() -> None:
 
 def test_a_plan_with_stages_differs_from_one_without_by_what_stages_send() -> None:
     staged, whole = planned("1f1b"), make.report(loads(RECIPE, ["mesh={pp: 1, fsdp: 2}"]), "one.yaml")
-    found = diff.diff(whole, staged)
-    kinds = {row["kind"]: row["count"] for row in found["collectives"] if row["axes"] == "pp"}
+    actual = diff.diff(whole, staged)
+    kinds = {row["kind"]: row["count"] for row in actual["collectives"] if row["axes"] == "pp"}
     assert {"send", "recv"} <= kinds.keys() and all(before == 0 for before, _ in kinds.values())
-    gathers = [row["count"] for row in found["collectives"] if row["axes"] == "fsdp" and row["kind"] == "all_gather"]
+    gathers = [row["count"] for row in actual["collectives"] if row["axes"] == "fsdp" and row["kind"] == "all_gather"]
     assert gathers and all(after == 0 for _, after in gathers)
-    step = found["figures"]["step_s"]
+    step = actual["figures"]["step_s"]
     assert (step["before"], step["after"]) == (whole.pricing.step_s, staged.pricing.step_s)
-    assert "send over pp" in diff.text(found)
-    assert "PIPELINE  none -> 1f1b, 2 stages, 8 micro-batches: " in diff.text(found)
+    assert "send over pp" in diff.text(actual)
+    assert "PIPELINE  none -> 1f1b, 2 stages, 8 micro-batches: " in diff.text(actual)
     assert diff.diff(staged, staged)["collectives"] == []
 
 
@@ -110,8 +110,8 @@ def test_a_pipeline_that_waits_is_told_schedules_that_wait_less(monkeypatch: pyt
     less = planned("zero_bubble").pricing
     assert report.pricing.pipeline is not None and less.pipeline is not None
     assert report.pricing.pipeline.bubble > 0.1 and less.pipeline.bubble < report.pricing.pipeline.bubble
-    told = list(search_pipelines.faster(report, recipe))
-    assert told == [["pipeline.schedule=interleaved_1f1b"], ["pipeline.schedule=zero_bubble"]]
+    changes = list(search_pipelines.faster(report, recipe))
+    assert changes == [["pipeline.schedule=interleaved_1f1b"], ["pipeline.schedule=zero_bubble"]]
 
     def priced(recipe: Recipe, *_: object) -> VariantPrice:
         assert recipe.pipeline is not None

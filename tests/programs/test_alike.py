@@ -37,8 +37,8 @@ def shape_of(program: Program) -> list[Any]:
     for node in program.graph.nodes:
         row: list[Any] = [node.op, fx.map_arg((node.args, node.kwargs), lambda n: at[n])]
         if node.op == "call_function":
-            here, comm = info(node), info(node).comm
-            row += [str(node.target), here.specs, here.place, here.flops, here.global_flops, here.saved]
+            facts, comm = info(node), info(node).comm
+            row += [str(node.target), facts.specs, facts.place, facts.flops, facts.global_flops, facts.saved]
             if comm is not None:
                 named = comm.value if comm.of in ("parameter", "gradient") else ()
                 row += [comm.kind, comm.refs, comm.bytes, comm.dtype, comm.of, comm.requested, named]

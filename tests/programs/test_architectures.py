@@ -54,8 +54,8 @@ def test_a_step_is_transformers_own(name: str, mesh: dict[str, int], several: bo
     actual, count, *summed = program.simulate(*values.values(), *sums, *batch.values())
     assert int(count) == int((batch["targets"] != -100).sum())
     assert float(actual) == pytest.approx(float(loss), rel=1e-5)
-    for (path, grad), found in zip(grads.items(), summed):
-        assert (found - grad).abs().max() <= 1e-5 * grad.abs().max() + 1e-6, path
+    for (path, grad), total in zip(grads.items(), summed):
+        assert (total - grad).abs().max() <= 1e-5 * grad.abs().max() + 1e-6, path
 
 
 def test_dims_come_from_the_class_from_the_recipe_or_from_propagation(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_an_unknown_folder_falls_to_transformers_and_says_so(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("more", "changes", "said"),
+    ("more", "changes", "message"),
     [
         ("", {"auto_map": {"AutoModel": "code.Model"}}, "never does"),
         ("", {"architectures": ["NoSuchForCausalLM"]}, "has no model named `NoSuchForCausalLM`"),
@@ -103,11 +103,11 @@ def test_an_unknown_folder_falls_to_transformers_and_says_so(tmp_path: Path) -> 
         (", dims: {'model.norm.weight': [mlp, embed]}", {}, "names 2 dims, and `model.norm.weight` has 1: [32]"),
     ],
 )
-def test_what_cannot_be_taken_is_said_once(more: str, changes: dict[str, object], said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_taken_is_said_once(more: str, changes: dict[str, object], message: str, tmp_path: Path) -> None:
     folder = architectures.folder(tmp_path, "llama", **changes)
     with pytest.raises(Mistakes) as error:
         training.build(setting_of(folder, {"tp": 2}, more))
-    assert len(error.value.diagnostics) == 1 and said in str(error.value)
+    assert len(error.value.diagnostics) == 1 and message in str(error.value)
     assert error.value.exit == Exit.RECIPE
 
 

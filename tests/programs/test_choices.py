@@ -24,7 +24,7 @@ batch: {global_sequences: 4}
 """
 
 
-def made(*overrides: str) -> Program:
+def program_with(*overrides: str) -> Program:
     setting = Setting.of(loads(RECIPE, overrides))
     return apply(setting, step_programs.micro_program(setting))
 
@@ -34,16 +34,18 @@ def buckets(program: Program) -> list[int]:
 
 
 def test_buckets_are_as_the_recipe_says() -> None:
-    parameters = sum(port.kind == "parameter" for port in made("fsdp.bucket=none").inputs)
-    assert buckets(made("fsdp.bucket=none")) == [1] * parameters
-    assert sorted(buckets(made("fsdp.bucket=wrap"))) == [1, 2, 9, 9]
-    assert buckets(made("fsdp.bucket={mb: 100}")) == [parameters]
-    assert sum(buckets(made("fsdp.bucket=greedy"))) == sum(buckets(made("fsdp.bucket=auto"))) == parameters
-    assert sorted(buckets(made("fsdp.bucket=[[layers.*.mlp], [output, norm]]")), reverse=True)[:2] == [6, 2]
+    parameters = sum(port.kind == "parameter" for port in program_with("fsdp.bucket=none").inputs)
+    assert buckets(program_with("fsdp.bucket=none")) == [1] * parameters
+    assert sorted(buckets(program_with("fsdp.bucket=wrap"))) == [1, 2, 9, 9]
+    assert buckets(program_with("fsdp.bucket={mb: 100}")) == [parameters]
+    assert (
+        sum(buckets(program_with("fsdp.bucket=greedy"))) == sum(buckets(program_with("fsdp.bucket=auto"))) == parameters
+    )
+    assert sorted(buckets(program_with("fsdp.bucket=[[layers.*.mlp], [output, norm]]")), reverse=True)[:2] == [6, 2]
 
 
 def test_parameters_stay_gathered_while_there_is_room() -> None:
-    roomy, tight = (made("fsdp.reshard_after_forward=auto", f"fsdp.memory_limit={n}") for n in ("1GiB", "1KiB"))
+    roomy, tight = (program_with("fsdp.reshard_after_forward=auto", f"fsdp.memory_limit={n}") for n in ("1GiB", "1KiB"))
     gathers = [sum(c.members for c in p.collectives if c.kind == "all_gather") for p in (roomy, tight)]
     assert gathers[0] < gathers[1]
 
@@ -73,25 +75,25 @@ def test_uneven_dims_give_the_same_result_and_are_told() -> None:
     program = step_programs.micro_program(setting)
     assert any("does not divide" in text for text in program.warnings)
     random = torch.Generator().manual_seed(0)
-    given = []
+    arguments = []
     for port in program.inputs:
         if port.kind == "parameter":
-            given.append(torch.randn(port.shape, generator=random, dtype=torch.float64) * 0.3)
+            arguments.append(torch.randn(port.shape, generator=random, dtype=torch.float64) * 0.3)
         elif port.kind == "gradient":
-            given.append(torch.zeros(port.shape, dtype=torch.float64))
+            arguments.append(torch.zeros(port.shape, dtype=torch.float64))
         elif port.name in ("tokens", "targets"):
-            given.append(torch.randint(0, 32, port.shape, generator=random))
+            arguments.append(torch.randint(0, 32, port.shape, generator=random))
         else:
-            given.append(torch.zeros(port.shape, dtype=torch.int64))
+            arguments.append(torch.zeros(port.shape, dtype=torch.int64))
     names = [port.name for port in program.inputs if port.kind == "parameter"]
-    params = {n: t.clone().requires_grad_() for n, t in zip(names, given)}
-    batch = dict(zip(setting.task.fields, given[-4:]))
+    params = {n: t.clone().requires_grad_() for n, t in zip(names, arguments)}
+    batch = dict(zip(setting.task.fields, arguments[-4:]))
     with float64():
         inputs = (batch["tokens"], batch["documents"], batch["positions"])
         logits = torch.func.functional_call(setting.model, params, inputs)
         loss, _ = cross_entropy_sum(logits, batch["targets"])
         grads = torch.autograd.grad(loss, list(params.values()))
-        results = program.simulate(*given)
+        results = program.simulate(*arguments)
     assert distance(results[0], loss.detach()) <= BOUND
     for name, expected, grad in zip(names, grads, results[2:], strict=True):
         assert distance(grad, expected) <= BOUND, name

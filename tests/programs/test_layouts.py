@@ -76,9 +76,9 @@ class Served:
                 elif name.startswith("layers."):
                     p.copy_(torch.randn(p.shape, generator=generator) * 0.15)
                     key = f"{name.split('.')[2]} {dims[name][1]}"
-                    seen = importance.setdefault(key, torch.rand(p.shape[1], generator=generator))
+                    inputs = importance.setdefault(key, torch.rand(p.shape[1], generator=generator))
                     heads = Heads(config.heads, config.kv_heads, config.head_dim) if dims[name][1] == "heads" else None
-                    plan = ordering(seen, settings, order, heads)
+                    plan = ordering(inputs, settings, order, heads)
                     self.quantized[name] = round_to_nearest(p, settings, plan)
                     p.copy_(self.quantized[name].dequantize(torch.float32).T)
 
@@ -94,12 +94,12 @@ class Served:
         weights = dict.fromkeys(self.quantized, settings)
         orders = act_orders(self.model, self.config, self.group)
         quantized = Quantization(settings, weights, orders, shared_rows(self.config, self.group))
-        told = recipe(f"serve.mesh.tp={tp}", f"serve.layout={layout}")
+        served_recipe = recipe(f"serve.mesh.tp={tp}", f"serve.layout={layout}")
         served = served_model(Blueprint(self.config), dtype, quantized)
-        return build_serving(ServeSetting.of(told, served, "cpu"), rows=[8])
+        return build_serving(ServeSetting.of(served_recipe, served, "cpu"), rows=[8])
 
-    def logits(self, made: ServingPrograms) -> torch.Tensor:
-        return lockstep(made, self.weights())
+    def logits(self, programs: ServingPrograms) -> torch.Tensor:
+        return lockstep(programs, self.weights())
 
     @torch.no_grad()
     def expected(self) -> torch.Tensor:
@@ -110,9 +110,9 @@ class Served:
 served = cache(lambda family, order: Served(*(MODELS | UNEVEN)[family], order))
 
 
-def gathers(made: ServingPrograms) -> list[str]:
+def gathers(programs: ServingPrograms) -> list[str]:
     """The modules before which activations are gathered for an act-order."""
-    result = [c for c in made.any.collectives if c.why[0].mixes]
+    result = [c for c in programs.any.collectives if c.why[0].mixes]
     assert all(c.kind == "all_gather" and not c.requested for c in result)
     return [c.why[0].mixes.removesuffix(".order") for c in result]
 
@@ -154,12 +154,12 @@ def test_in_every_dtype(layout: Layout, dtype: str) -> None:
 DOWN = "layers.0.mlp.down.weight"
 
 
-def groups_of_devices(made: ServingPrograms, model: Served) -> list[set[int]]:
+def groups_of_devices(programs: ServingPrograms, model: Served) -> list[set[int]]:
     """The groups whose rows of `down` each device holds."""
-    group = extend_groups(model.quantized[DOWN].group, made.shapes[DOWN][1])
-    rows = made.arrangement.rows_of(DOWN, lambda _: group)
+    group = extend_groups(model.quantized[DOWN].group, programs.shapes[DOWN][1])
+    rows = programs.arrangement.rows_of(DOWN, lambda _: group)
     assert rows is not None
-    return [set(part.tolist()) for part in group[rows].chunk(made.setting.mesh.ranks)]
+    return [set(part.tolist()) for part in group[rows].chunk(programs.setting.mesh.ranks)]
 
 
 @pytest.mark.parametrize("layout", ["naive", "tp_aware"])
@@ -224,9 +224,9 @@ def test_only_what_is_not_divided_is_padded() -> None:
 
 
 def test_what_is_left_to_do_at_run_time() -> None:
-    def reordered(made: ServingPrograms) -> list[tuple[str, int]]:
+    def reordered(programs: ServingPrograms) -> list[tuple[str, int]]:
         """The operations that permute at run time, each with its number of blocks."""
-        nodes = [(n, str(n.target)) for n in made.any.graph.nodes]
+        nodes = [(n, str(n.target)) for n in programs.any.graph.nodes]
         orders = [(n.args[1], n.args[2]) for n, name in nodes if name == "tpshard.reorder.default"]
         norms = [(n.args[2], 1) for n, name in nodes if name == "tpshard.rms_norm_permuted.default" and n.args[2]]
         return sorted((str(order).removesuffix("_order"), blocks) for order, blocks in [*orders, *norms])
@@ -277,7 +277,7 @@ def pair(between: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], layout: 
     names = ["x", "first", "bias", "second", "third.weight"]
     graph = capture(f, (x, first, bias, second, third), names)
     arrangement = arrange(graph, {"third.weight": ActOrder("")}, layout, {"third.weight": 4}, names[1:])
-    orders = [("t",) if taken.blocks == 4 else (None,) for taken in arrangement.inputs.values()]
+    orders = [("t",) if order.blocks == 4 else (None,) for order in arrangement.inputs.values()]
     shardings = [(None, None), ("t", None), ("t",), ("t", None), (None, "t"), *orders]
     program = partition_captured(graph, Mesh({"t": 4}), shardings, [(None, None)])
     values = []
@@ -285,7 +285,7 @@ def pair(between: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], layout: 
         rows, columns = arrangement.rows_of(name, lambda _: group), arrangement.columns_of(name, lambda _: group)
         value = value if rows is None else value[:, rows]
         values.append(value if columns is None else value[columns])
-    values += [arrangement.order(taken, lambda _: group) for taken in arrangement.inputs.values()]
+    values += [arrangement.order(order, lambda _: group) for order in arrangement.inputs.values()]
     return arrangement, program, program.simulate(*values)[0], f(x, first, bias, second, third)
 
 

@@ -44,19 +44,19 @@ def test_lion_trains_the_same_on_every_mesh() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "a_parameter"),
+    ("overrides", "a_parameter"),
     [((), 8), ((LION,), 4), (("optimizer.state_dtype=bf16",), 4), ((LION, "optimizer.state_dtype=bf16"), 2)],
 )
-def test_what_is_kept_is_what_is_planned(told: tuple[str, ...], a_parameter: int) -> None:
+def test_what_is_kept_is_what_is_planned(overrides: tuple[str, ...], a_parameter: int) -> None:
     """The bytes of a parameter's state are equal in the plan, on a rank, and in the estimate of `auto` choices."""
-    programs = built(*told, "mesh={}")
+    programs = built(*overrides, "mesh={}")
     report = make.report_of_training(programs)
     assert report.static_bytes()["optimizer"] == a_parameter * report.job.params
     engine = SpmdEngine(programs, alone(), lambda name, starts, sizes, **_: torch.zeros(sizes))
-    kept = {name: shard.tensor for name, shard in engine.tensors().items() if name.startswith("optimizer/")}
-    assert sum(tensor.nbytes for tensor in kept.values()) == a_parameter * report.job.params
-    assert {name: (tuple(shape), dtype) for name, (shape, dtype) in engine.expected().items() if name in kept} == {
-        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in kept.items()
+    state = {name: shard.tensor for name, shard in engine.tensors().items() if name.startswith("optimizer/")}
+    assert sum(tensor.nbytes for tensor in state.values()) == a_parameter * report.job.params
+    assert {name: (tuple(shape), dtype) for name, (shape, dtype) in engine.expected().items() if name in state} == {
+        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()
     }
     peak, bare = Chooser(programs.setting).peak(programs.micro), report.pricing.parts[0].memory
     held = sum(math.prod(port.local) for port in programs.micro.inputs if port.kind == "parameter")

@@ -66,9 +66,9 @@ def test_a_step_is_the_model(case: str) -> None:
 
 
 def test_a_server_drops_no_token_whatever_the_capacity() -> None:
-    told = replace(LLAMA, family="moe", experts=4, top_k=2, shared_experts=0, capacity=0.5)
-    whole, dropping = (build(replace(told, capacity=c), device="cpu", seed=2) for c in (None, 0.5))
-    programs = build_serving(setting(told, "serve.mesh.tp=2"), rows=[8])
+    config = replace(LLAMA, family="moe", experts=4, top_k=2, shared_experts=0, capacity=0.5)
+    whole, dropping = (build(replace(config, capacity=c), device="cpu", seed=2) for c in (None, 0.5))
+    programs = build_serving(setting(config, "serve.mesh.tp=2"), rows=[8])
     logits = lockstep(programs, weights_of(dropping))
     torch.testing.assert_close(logits, expected(whole), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(logits, expected(dropping), rtol=1e-2, atol=1e-2)
@@ -147,10 +147,10 @@ def test_the_cache_fills_what_is_left() -> None:
 
 
 def test_a_device_holds_its_part_of_an_mlp_that_tp_does_not_divide() -> None:
-    def made(mlp: int, tp: int) -> Any:
+    def sized(mlp: int, tp: int) -> Any:
         return build_serving(setting(replace(LLAMA, mlp=mlp), f"serve.mesh.tp={tp}"), rows=[8])
 
-    uneven, evenly = {tp: made(1001, tp) for tp in (1, 2, 4)}, {tp: made(1024, tp) for tp in (2, 4)}
+    uneven, evenly = {tp: sized(1001, tp) for tp in (1, 2, 4)}, {tp: sized(1024, tp) for tp in (2, 4)}
     for tp in (2, 4):
         assert uneven[tp].bytes("parameter") == evenly[tp].bytes("parameter")
     assert uneven[4].bytes("parameter") < 0.27 * uneven[1].bytes("parameter")

@@ -71,10 +71,10 @@ GPIPE, ROUNDS = ("model.layers=2", "mesh={pp: 2, tp: 2}"), (CIRCULAR,)
 )  # fmt: skip
 def test_loss_and_gradients_are_those_of_one_device(overrides: tuple[str, ...]) -> None:
     model = [o for o in overrides if o.startswith("model.")]
-    found, expected = step(*overrides), step("mesh.pp=1", "pipeline=null", *model)
-    assert found.loss == pytest.approx(expected.loss, rel=BOUND)
-    assert found.gradients.keys() == expected.gradients.keys()
-    apart = {name: distance(found.gradients[name], grad) for name, grad in expected.gradients.items()}
+    actual, expected = step(*overrides), step("mesh.pp=1", "pipeline=null", *model)
+    assert actual.loss == pytest.approx(expected.loss, rel=BOUND)
+    assert actual.gradients.keys() == expected.gradients.keys()
+    apart = {name: distance(actual.gradients[name], grad) for name, grad in expected.gradients.items()}
     assert max(apart.values()) < BOUND, apart
 
 
@@ -106,8 +106,8 @@ def test_the_plan_shows_bubble_and_stages() -> None:
     assert "PIPELINE  gpipe, vectorized, 2 stages of 1 layer, 2 micro-batches in 3 steps: 33.3% bubble" in (
         screen.screen(report)
     )
-    found = report.to_json()["pipeline"]
-    assert (found["form"], found["bubble"], found["split"]) == ("vectorized", pytest.approx(1 / 3), [1, 1])
+    actual = report.to_json()["pipeline"]
+    assert (actual["form"], actual["bubble"], actual["split"]) == ("vectorized", pytest.approx(1 / 3), [1, 1])
     lanes = stage_lanes(report)
     assert lanes is not None and len({slot.task for slot in lanes.slots}) == len(lanes.slots) == 2 * 2 * 2
     check(lanes.table)
@@ -122,7 +122,7 @@ def test_the_plan_shows_bubble_and_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "text"),
     [
         (["sharding.rules.stage=tp"], "3 `sharding.rules.stage` must be `pp`"),
         (["sharding.rules.stage=null"], "3 `sharding.rules.stage` must be `pp`"),
@@ -137,8 +137,8 @@ def test_the_plan_shows_bubble_and_stages() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_with_what_would(overrides: list[str], said: str) -> None:
+def test_what_does_not_fit_is_refused_with_what_would(overrides: list[str], text: str) -> None:
     with pytest.raises(Mistakes) as caught:
         training.build(setting(*overrides))
     (one, *_) = caught.value.diagnostics
-    assert f"{int(one.exit)} {one.message}; {one.why}; {one.fix}".startswith(said)
+    assert f"{int(one.exit)} {one.message}; {one.why}; {one.fix}".startswith(text)

@@ -50,7 +50,7 @@ def test_stages_rounds_and_micro_batches_are_derived() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["mesh.pp=1"], "3 `pipeline` needs a mesh axis `pp` for its stages; the mesh has pp 1, dp 1, fsdp 1, "),
         (
@@ -78,8 +78,8 @@ def test_stages_rounds_and_micro_batches_are_derived() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_would(overrides: list[str], said: str) -> None:
-    assert refused(*overrides).startswith(said)
+def test_what_does_not_fit_is_refused_with_what_would(overrides: list[str], message: str) -> None:
+    assert refused(*overrides).startswith(message)
 
 
 def test_a_model_without_layers_is_refused() -> None:

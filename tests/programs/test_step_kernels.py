@@ -49,7 +49,7 @@ def test_every_pass_of_a_server_keeps_the_values(family: str, tp: int, monkeypat
     count = len(every(of, Arrangement(), 8))
     results, calls = [], []
     for n in range(count + 1):
-        monkeypatch.setattr(serving, "passes", lambda *told, n=n: every(*told)[:n])
+        monkeypatch.setattr(serving, "passes", lambda *args, n=n: every(*args)[:n])
         programs = build_serving(of, rows=[8])
         results.append(lockstep(programs, weights_of(model)))
         calls.append(sum(names(programs.any).values()))
@@ -94,8 +94,8 @@ LIKES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def on_one(run: Callable[..., Tensor], *given: Tensor) -> Program:
-    return partition(run, given, Mesh({}))
+def on_one(run: Callable[..., Tensor], *args: Tensor) -> Program:
+    return partition(run, args, Mesh({}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -232,8 +232,8 @@ def test_a_gate_and_what_it_lets_through_are_one_launch(shape: str, invariant: b
         arguments.append(weight)
     done = Reference(fx.GraphModule({}, program.graph)).run(*arguments)
     expected = run(*inputs)
-    for y, wanted in zip(done, expected if isinstance(expected, tuple) else (expected,)):
-        torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+    for y, reference in zip(done, expected if isinstance(expected, tuple) else (expected,)):
+        torch.testing.assert_close(y, reference, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_in_other_groups_are_not_put_side_by_side() -> None:

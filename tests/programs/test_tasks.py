@@ -23,7 +23,7 @@ def text_rows(rows: int, length: int, vocab: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "moves"),
+    ("name", "overrides", "moves"),
     [
         ("conformer", ["model.args.layers=1", "model.seq_len=16"], {"all_reduce"}),
         ("unet", ["model.args.levels=1", "model.seq_len=8"], {"permute"}),
@@ -31,9 +31,9 @@ def text_rows(rows: int, length: int, vocab: int) -> dict[str, torch.Tensor]:
         ("dense-2d", ["model.layers=1", "model.seq_len=16", "model.width=32"], {"all_gather", "reduce_scatter"}),
     ],
 )
-def test_a_step_is_that_of_one_device(name: str, told: list[str], moves: set[str]) -> None:
+def test_a_step_is_that_of_one_device(name: str, overrides: list[str], moves: set[str]) -> None:
     """Covers batch norm over a sharded batch, group norm over a sharded depth, bidirectional attention, 2-D weights."""
-    setting = Setting.of(load(name, [*told, "batch.global_sequences=4", "batch.per_device=2"]))
+    setting = Setting.of(load(name, [*overrides, "batch.global_sequences=4", "batch.per_device=2"]))
     program = step_programs.micro_program(setting)
     assert moves <= {c.kind for c in program.collectives}
     model, task = setting.recipe.model, setting.task
@@ -48,9 +48,9 @@ def test_a_step_is_that_of_one_device(name: str, told: list[str], moves: set[str
     grads = torch.autograd.grad(loss, list(leaves.values()))
     inputs = [leaf.detach() for leaf in leaves.values()]
     with torch.no_grad():
-        made, counted, *summed = program.simulate(*inputs, *map(torch.zeros_like, inputs), *batch.values())
+        loss, counted, *summed = program.simulate(*inputs, *map(torch.zeros_like, inputs), *batch.values())
     assert int(counted) == int(count) > 0
-    assert float(made) == pytest.approx(expected, rel=1e-5)
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
     scale = max(float(grad.abs().max()) for grad in grads)
     for path, grad, actual in zip(leaves, grads, summed):
         assert (actual - grad).abs().max() <= 1e-4 * max(float(grad.abs().max()), scale / 1000), path

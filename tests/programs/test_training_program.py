@@ -177,11 +177,11 @@ def test_collectives_are_those_of_theory(mesh: str, alone: Any) -> None:
     settings = setting(mesh, "model.layers=3", *TINY)
     program = step_programs.micro_program(settings)
     alone(program.mesh.ranks)
-    seen = issued(program)
+    calls = issued(program)
     tokens, width = settings.batch.per_device * settings.seq_len, settings.config.width
     parameters = len(list(settings.model.parameters()))
     assert parameters == 9 * layers + 3
-    counted = Counter((op, short(group)) for op, group, tensor in seen if tensor.dim())
+    counted = Counter((op, short(group)) for op, group, tensor in calls if tensor.dim())
     axes = [name for name, size in settings.mesh.axes.items() if size > 1]
     expected: Counter[tuple[str, str]] = Counter()
     if "fsdp" in axes:
@@ -192,18 +192,18 @@ def test_collectives_are_those_of_theory(mesh: str, alone: Any) -> None:
     if "dp" in axes:
         expected["all_reduce", "dp"] = parameters
     assert counted == expected
-    wide = [t for op, group, t in seen if op == "all_reduce" and short(group) == "tp" and t.numel() == tokens * width]
-    per_token = [t for _, group, t in seen if short(group) == "tp" and t.numel() == tokens]
+    wide = [t for op, group, t in calls if op == "all_reduce" and short(group) == "tp" and t.numel() == tokens * width]
+    per_token = [t for _, group, t in calls if short(group) == "tp" and t.numel() == tokens]
     if "tp" in axes:
         assert (len(wide), len(per_token)) == (4 * layers + 2, 3)
-    gathered = [t for op, _, t in seen if op == "all_gather_into_tensor"]
+    gathered = [t for op, _, t in calls if op == "all_gather_into_tensor"]
     assert {t.dtype for t in gathered} <= {settings.param_dtype}
-    scalars = [t for _, _, t in seen if not t.dim()]
+    scalars = [t for _, _, t in calls if not t.dim()]
     assert len(scalars) == (2 if settings.data_axes else 0)
-    by_dp = [t for op, group, t in seen if short(group) == "dp" and t.dim()]
+    by_dp = [t for op, group, t in calls if short(group) == "dp" and t.dim()]
     shards = sum(p.local_bytes // p.dtype.itemsize for p in program.inputs if p.kind == "parameter")
     assert sum(t.numel() for t in by_dp) == (shards if by_dp else 0)
-    assert len(program.collectives) == len(seen)
+    assert len(program.collectives) == len(calls)
 
 
 def test_sequence_parallelism_exchanges_all_reduces_for_pairs(alone: Any) -> None:
@@ -227,9 +227,9 @@ def test_no_matmul_is_repeated() -> None:
     for mesh, more in (("{fsdp: 2, tp: 2}", []), ("{fsdp: 2, tp: 2}", SEQUENCE), ("{dp: 3}", [])):
         program = step_programs.micro_program(setting(mesh, *more))
         for node in program.nodes:
-            known = node.meta["tpshard"]
-            if known.saved:
-                assert known.global_flops == program.mesh.ranks * known.flops, (mesh, node, known.module)
+            facts = node.meta["tpshard"]
+            if facts.saved:
+                assert facts.global_flops == program.mesh.ranks * facts.flops, (mesh, node, facts.module)
         assert program.flop_efficiency > 0.97
 
 

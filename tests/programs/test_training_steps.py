@@ -92,8 +92,8 @@ class Trained:
 
     def assert_equals(self, expected: Trained) -> None:
         assert_close(self.gradients, expected.gradients)
-        for result, wanted in zip(self.record, expected.record, strict=True):
-            assert result == (pytest.approx(wanted[0], rel=BOUND), pytest.approx(wanted[1], rel=BOUND))
+        for result, reference in zip(self.record, expected.record, strict=True):
+            assert result == (pytest.approx(reference[0], rel=BOUND), pytest.approx(reference[1], rel=BOUND))
         assert_close(self.weights, expected.weights)
 
 

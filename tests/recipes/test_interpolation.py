@@ -232,9 +232,9 @@ def test_a_saved_recipe_keeps_interpolations_and_resolved_shows_values(monkeypat
         TINY + "name: mine\ntrain: {steps: '${oc.env:STEPS}'}\nmesh: {fsdp: '${.tp}', tp: 2}\nserve: {mesh: '${mesh}', "
         "api_key: '${oc.env:KEY,hunter2}'}\ndata: {source: '${oc.env:TEXT}'}"
     )
-    kept = yaml.safe_load(recipe.to_yaml())
-    assert kept["train"]["steps"] == "${oc.env:STEPS}" and kept["mesh"]["fsdp"] == "${.tp}"
-    assert (kept["serve"]["mesh"], kept["run"]["dir"]) == ("${mesh}", "runs/${name}")
+    saved = yaml.safe_load(recipe.to_yaml())
+    assert saved["train"]["steps"] == "${oc.env:STEPS}" and saved["mesh"]["fsdp"] == "${.tp}"
+    assert (saved["serve"]["mesh"], saved["run"]["dir"]) == ("${mesh}", "runs/${name}")
     shown = yaml.safe_load(recipe.to_yaml(resolved=True))
     assert (shown["train"]["steps"], shown["run"]["dir"]) == (12, "runs/mine")
     assert shown["mesh"] == shown["serve"]["mesh"] == {"dp": 1, "fsdp": 2, "tp": 2}

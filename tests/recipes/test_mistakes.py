@@ -174,9 +174,9 @@ def test_what_is_no_recipe_is_refused_with_its_place(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     actual = of_file(tmp_path, data)
-    told = [d for d in actual if words in d.message]
-    assert told and told[0].where is not None
-    assert told[0].where.line == line
+    matching = [d for d in actual if words in d.message]
+    assert matching and matching[0].where is not None
+    assert matching[0].where.line == line
     assert [p.name for p in tmp_path.iterdir()] == ["a.yaml"]
 
 
@@ -292,9 +292,11 @@ def test_whatever_is_written_there_is_an_answer(
         assert loads(recipe.to_yaml()) == recipe
 
 
-@pytest.mark.parametrize(("override", "said"), [("schema=2", "schema 2"), ("name=", "name"), ("schema=x", "`schema`")])
-def test_an_override_is_refused_as_a_file_is(override: str, said: str) -> None:
-    with pytest.raises(Mistakes, match=said) as caught:
+@pytest.mark.parametrize(
+    ("override", "message"), [("schema=2", "schema 2"), ("name=", "name"), ("schema=x", "`schema`")]
+)
+def test_an_override_is_refused_as_a_file_is(override: str, message: str) -> None:
+    with pytest.raises(Mistakes, match=message) as caught:
         loads("model: {preset: tiny}", [override])
     assert caught.value.exit == Exit.RECIPE and "<override 1>" in str(caught.value)
 

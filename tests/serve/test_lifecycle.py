@@ -136,10 +136,10 @@ class Process:
     """A process that runs `tpshard serve`."""
 
     def __init__(self, recipe: Path, folder: Path, *overrides: str) -> None:
-        told = [f"serve.checkpoint={folder}", "serve.port=0", "serve.cache_mb=4", *overrides]
+        changes = [f"serve.checkpoint={folder}", "serve.port=0", "serve.cache_mb=4", *overrides]
         environment = {k: v for k, v in os.environ.items() if k != "TPSHARD_API_KEY"} | {"OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            command(recipe, *told), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+            command(recipe, *changes), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
             cwd=recipe.parent,
         )  # fmt: skip
         assert self.process.stdout is not None
@@ -235,10 +235,10 @@ def denied() -> None:
 def test_what_cannot_be_served_is_refused_before_it_is_loaded(
     fails: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         code, output = fails(f"serve.checkpoint={folder}", "serve.mesh.tp=1", f"serve.port={port}")
         assert code == 5 and f"port {port}" in output and "another program" in output
     with monkeypatch.context() as patch:

@@ -74,8 +74,8 @@ def test_every_layout_gives_the_answers_of_the_dense_weights(family: str, folder
     assert not open_weights(str(folder)).quantized("layers.0.mlp.down.weight").sorted  # type: ignore[union-attr]
     for layout in LAYOUTS:
         invariant = str(layout != "naive").lower()
-        told = requests(f"serve.layout={layout}", f"serve.batch_invariant={invariant}")
-        buckets = greedy(folder_runner(folder, *told))
+        overrides = requests(f"serve.layout={layout}", f"serve.batch_invariant={invariant}")
+        buckets = greedy(folder_runner(folder, *overrides))
         assert buckets[0] == tokens
         assert buckets[1] == pytest.approx(scores, abs=1e-4)
 

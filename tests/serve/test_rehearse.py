@@ -38,14 +38,14 @@ def test_a_rehearsal_takes_the_steps_of_the_engine() -> None:
         engine.add(Sequence((number, *([0] * (prompt - 1))), Sampling(temperature=0), answer))
     while engine.busy:
         engine.step()
-    seen = []
+    steps = []
 
-    def step_s(rows: int, found: CacheReads) -> float:
-        seen.append((rows, found.blocks))
+    def step_s(rows: int, reads: CacheReads) -> float:
+        steps.append((rows, reads.blocks))
         return 1.0
 
     done = rehearse(ROOM, Traffic(prompt, answer, clients=count, count=count), step_s)
-    assert seen == runner.seen
+    assert steps == runner.seen
     assert done.preempted == engine.scheduler.preemptions > 0
     assert done.seconds == done.steps == engine.steps
 

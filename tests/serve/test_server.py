@@ -122,9 +122,9 @@ def test_a_chats_tokens_come_with_the_bytes_of_its_text(client: openai.OpenAI) -
         model="tiny", messages=messages, max_tokens=40, temperature=2, seed=1, logprobs=True
     ).choices[0]
     assert choice.logprobs and choice.logprobs.content
-    told = b"".join(bytes(entry.bytes or []) for entry in choice.logprobs.content)
-    assert told.decode(errors="replace") == choice.message.content
-    assert "�" in told.decode(errors="replace")  # or it says nothing about parts of characters
+    text = b"".join(bytes(entry.bytes or []) for entry in choice.logprobs.content)
+    assert text.decode(errors="replace") == choice.message.content
+    assert "�" in text.decode(errors="replace")  # or it says nothing about parts of characters
 
 
 def test_what_can_never_be_taken_is_no_matter_of_waiting(server: Running) -> None:

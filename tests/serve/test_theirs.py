@@ -36,8 +36,8 @@ def expected(name: str, values: dict[str, Tensor]) -> list[list[int]]:
     model = architectures.own(name)
     model.load_state_dict(values, strict=False)
     model.generation_config.eos_token_id = None
-    told: Any = {"max_new_tokens": LENGTH, "do_sample": False, "pad_token_id": 0}
-    return [model.generate(torch.tensor([p]), **told)[0, len(p) :].tolist() for p in PROMPTS]
+    options: Any = {"max_new_tokens": LENGTH, "do_sample": False, "pad_token_id": 0}
+    return [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in PROMPTS]
 
 
 def answers(url: str, ids: Callable[[Sequence[str]], list[int]]) -> list[list[int]]:
@@ -72,10 +72,10 @@ WHOLE = [(name, tp) for name in ALL for tp in (1, 2, 4) if (name, tp) not in QUI
 
 @pytest.mark.parametrize(("name", "tp"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in WHOLE)])
 def test_tokens_over_http_are_those_of_generate(name: str, tp: int, tmp_path: Path, served: Any, ids: Any) -> None:
-    wanted = expected(name, architectures.values(name))
-    assert len({token for tokens in wanted for token in tokens}) > 1, "a model that repeats one token shows nothing"
+    reference = expected(name, architectures.values(name))
+    assert len({token for tokens in reference for token in tokens}) > 1, "a model that repeats one token shows nothing"
     with running(architectures.folder(tmp_path, name, weights=True), tp, served) as url:
-        assert answers(url, ids) == wanted
+        assert answers(url, ids) == reference
         assert hits(url) >= 16
 
 

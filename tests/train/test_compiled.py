@@ -52,8 +52,8 @@ def both(context: Context, compiled: Compiled, *overrides: str) -> tuple[list[fl
     return distances(executed, eager), len(regions), len(result)
 
 
-def distances(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
-    return [float((a - b).float().norm() / b.float().norm().clamp(min=1e-9)) for a, b in zip(found, expected)]
+def distances(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
+    return [float((a - b).float().norm() / b.float().norm().clamp(min=1e-9)) for a, b in zip(actual, expected)]
 
 
 @pytest.mark.slow
@@ -65,6 +65,6 @@ def test_inductor_runs_the_same_program(pool) -> None:
 @pytest.mark.parametrize("overrides", [(), ("mesh.fsdp=1", "mesh.tp=2", "remat=full")], ids=["fsdp", "tp"])
 def test_blocks_run_the_same_program_and_alike_ones_are_compiled_once(pool, overrides: tuple[str, ...]) -> None:
     mesh = {"dp": 1, "fsdp": 1, "tp": 2} if overrides else {"dp": 1, "fsdp": 2, "tp": 1}
-    for actual, regions, made in pool.run(both, "layers", *overrides, world=2, mesh=mesh):
+    for actual, regions, compiled in pool.run(both, "layers", *overrides, world=2, mesh=mesh):
         assert max(actual) < 1e-5
-        assert made < regions / 2, "three layers"
+        assert compiled < regions / 2, "three layers"

@@ -139,7 +139,7 @@ def train(
     options: dict[str, Any] = {"seq_len": 32, "global_sequences": 8}
     loader = Loader(corpus.train, BYTES, part=plan.rows(engine.data_rank), **options)
     rows: list[dict[str, Any]] = []
-    told = Told()
+    progress = Told()
 
     def record(row: dict[str, Any]) -> None:
         rows.append(json.loads(json.dumps(row, allow_nan=False)))
@@ -148,7 +148,7 @@ def train(
 
     tokens = torch.arange(64).reshape(2, 32)
     loop = TrainingLoop(
-        recipe, context, engine, loader, plan, folder=Path(folder) / "run", record=record, progress=told,
+        recipe, context, engine, loader, plan, folder=Path(folder) / "run", record=record, progress=progress,
         held_out=[TokenBatch(tokens, tokens + 1, tokens * 0, tokens % 32, ("", ""), 0)] * 2,
     )  # fmt: skip
     try:
@@ -156,7 +156,7 @@ def train(
         outcome = loop.run()
     finally:
         loader.close()
-    return outcome, rows, told.notes, [p.detach() for p in engine.params]
+    return outcome, rows, progress.notes, [p.detach() for p in engine.params]
 
 
 @pytest.fixture
@@ -202,7 +202,10 @@ def unevaluated(context: Context, folder: str, step: int) -> tuple[list[Any], li
     assert first.exit == 75 and first.course.step == step
     then, rest, _, _ = train(context, folder, [every])
     assert then.exit == 0
-    result = [[(row["step"], row["eval_loss"]) for row in made if "eval_loss" in row] for made in (rows, some + rest)]
+    result = [
+        [(row["step"], row["eval_loss"]) for row in rows_of_run if "eval_loss" in row]
+        for rows_of_run in (rows, some + rest)
+    ]
     return result[0], result[1], len([row for row in some if "eval_loss" in row])
 
 

@@ -77,14 +77,14 @@ def test_a_lock_that_cannot_be_read_is_respected(tmp_path: Path) -> None:
 
 def test_of_many_that_find_a_dead_holder_one_gets_the_lock(tmp_path: Path) -> None:
     plant(tmp_path, started="another boot:17")
-    taken: list[RunDir] = []
+    folders: list[RunDir] = []
     refused: list[Mistakes] = []
     start = threading.Barrier(8)
 
     def run() -> None:
         start.wait()
         try:
-            taken.append(RunDir(tmp_path))
+            folders.append(RunDir(tmp_path))
         except Mistakes as mistakes:
             refused.append(mistakes)
 
@@ -93,7 +93,7 @@ def test_of_many_that_find_a_dead_holder_one_gets_the_lock(tmp_path: Path) -> No
         thread.start()
     for thread in threads:
         thread.join()
-    assert (len(taken), len(refused)) == (1, 7)
+    assert (len(folders), len(refused)) == (1, 7)
 
 
 def test_what_lies_in_it(tmp_path: Path) -> None:

@@ -76,13 +76,13 @@ def test_an_epoch_holds_every_document_once_and_in_one_piece(corpus: Corpus) -> 
     while every.epoch < 3:
         for lane, row in zip(lanes, every.next().tokens.tolist()):
             lane += row
-    seen: list[str] = []
+    read: list[str] = []
     for lane in lanes:
         documents = bytes(t if t != END else 0 for t in lane).decode().split("\0")
-        seen += documents[:-1]
+        read += documents[:-1]
     expected = {row["text"] for i in range(3) for row in texts(60, i)}
-    assert set(seen) == expected
-    assert max(seen.count(text) for text in expected) <= 5
+    assert set(read) == expected
+    assert max(read.count(text) for text in expected) <= 5
 
 
 def test_targets_documents_and_positions_keep_documents_apart(corpus: Corpus) -> None:
