@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tpshard.kernels import triton_launch as launch
-from tpshard.kernels.packed import Packed, unpacked
+from tpshard.kernels.packed import Packed, unpack
 from tpshard.kernels.triton_launch import Tile, TileChoice
 
 from record import Record, add_options
@@ -115,7 +115,7 @@ def copy_bandwidth() -> float:
 
 def relative_error(x: Tensor, packed: Packed, gated: bool, tile: Tile | None) -> float:
     """The relative error of one product against dense fp32 weights."""
-    weight = unpacked(packed).dequantize(torch.float32)
+    weight = unpack(packed).dequantize(torch.float32)
     expected = x.float() @ weight
     if gated:
         gate, up = expected.chunk(2, -1)

@@ -93,7 +93,7 @@ def load(recipe: str | None, overrides: Sequence[str] | None = None) -> Recipe:
     Raises `Mistakes` when the recipe is wrong.
     """
     from tpshard.cli.main import report
-    from tpshard.cli.preflight import checked
+    from tpshard.cli.preflight import load_checked
     from tpshard.recipes.diagnostic import Mistakes
 
     changes = list(overrides or ())
@@ -102,7 +102,7 @@ def load(recipe: str | None, overrides: Sequence[str] | None = None) -> Recipe:
         recipe = None
     if recipe is None:
         recipe = "recipe.yaml" if Path("recipe.yaml").is_file() else "quickstart"
-    loaded, warnings = checked(recipe, changes)
+    loaded, warnings = load_checked(recipe, changes)
     if warnings:
         report(Mistakes(warnings))
     return loaded

@@ -56,7 +56,7 @@ def doctor(
     from tpshard.recipes.diagnostic import Exit
 
     if measure is not None:
-        return _measured(measure, overwrite)
+        return _measure_device(measure, overwrite)
     rooms: list[Callable[[], Iterator[Finding]]] = [versions, lambda: devices(gpus), links, disk, limits, ports]
     if not no_collective:
         rooms.append(collective)
@@ -76,7 +76,7 @@ def doctor(
     return Exit.MACHINE if bad else Exit.DONE
 
 
-def _measured(out: Path, overwrite: bool) -> int:
+def _measure_device(out: Path, overwrite: bool) -> int:
     from tpshard.cli.files import refuse, write
     from tpshard.plan.measure import measure
 

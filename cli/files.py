@@ -30,7 +30,7 @@ def write(path: Path, text: str, *, overwrite: bool = False) -> None:
             os.link(aside, path)  # fails when another process was faster
             os.unlink(aside)
     except FileExistsError:
-        raise _taken(path) from None
+        raise _exists_error(path) from None
     except OSError as error:
         raise Mistakes.one(f"{path} cannot be written", exit=Exit.MACHINE, why=error.strerror or str(error)) from error
     finally:
@@ -43,10 +43,10 @@ def refuse(path: Path, overwrite: bool) -> None:
     if path.is_dir():
         raise Mistakes.one(f"{path} is a folder", exit=Exit.USAGE, fix="give the name of a file")
     if os.path.lexists(path) and not overwrite:
-        raise _taken(path)
+        raise _exists_error(path)
 
 
-def _taken(path: Path) -> Mistakes:
+def _exists_error(path: Path) -> Mistakes:
     return Mistakes.one(f"{path} exists", exit=Exit.USAGE, fix="choose another name, or --overwrite")
 
 

@@ -184,7 +184,7 @@ def plan(
         return held.exit
     changes = on_device(overrides, device)
     if what == "serve":
-        from tpshard.cli.rehearsed import Load, rehearsed
+        from tpshard.cli.rehearsed import Load, run_rehearsal
 
         if (unwritten and unwritten != ["--svg"]) or [name for name in asked_for if name != "--search"]:
             raise typer.BadParameter("a server's load has a table, --json and --svg", param_hint="--for")
@@ -193,7 +193,7 @@ def plan(
         if not all(value is None or value > 0 for value in (rate, ttft, tpot)):
             raise typer.BadParameter("nothing is answered in no time", param_hint="--rate, --ttft, --tpot")
         asked_load = Load(prompt, answer, rate, ttft, tpot, count or 1000, seed or 0)
-        return rehearsed(load(recipe, changes), asked_load, search=search, as_json=as_json, svg=svg)
+        return run_rehearsal(load(recipe, changes), asked_load, search=search, as_json=as_json, svg=svg)
     loaded = load(recipe, changes)
     other = None
     if diff is not None:
@@ -214,7 +214,7 @@ def plan(
     )  # fmt: skip
     note = partial(print, file=sys.stderr)
     entry = None if no_cache or other is not None else outputs.entry(loaded, options)
-    done = outputs.cached(loaded, options, entry, note) if entry is not None else None
+    done = outputs.cached_result(loaded, options, entry, note) if entry is not None else None
     if done is None:
         from tpshard.plan import command
 

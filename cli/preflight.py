@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tpshard.recipes.schema import Recipe
 
 
-def checked(path: str, overrides: Sequence[str] = ()) -> tuple[Recipe, list[Diagnostic]]:
+def load_checked(path: str, overrides: Sequence[str] = ()) -> tuple[Recipe, list[Diagnostic]]:
     """The recipe and its warnings. Raises `Mistakes` with all its errors."""
     examined = recipes.examine(path, overrides)
     diagnostics = list(examined.diagnostics)

@@ -25,7 +25,7 @@ class Load:
     seed: int
 
 
-def rehearsed(recipe: Recipe, load: Load, *, search: bool, as_json: bool, svg: Path | None) -> int:
+def run_rehearsal(recipe: Recipe, load: Load, *, search: bool, as_json: bool, svg: Path | None) -> int:
     """Prints the plan of the recipe's server under the load, and draws it into `svg`."""
     from tpshard.plan import save, serving_answers
     from tpshard.plan.serving_picture import draw

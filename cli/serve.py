@@ -48,7 +48,7 @@ def serve(
         return 0
     http.check_exposure(section.host, key, insecure, loaded.where("serve.host"))
     model = _model(recipe, overrides or [], loaded)
-    need = _need(loaded, stored(loaded, model))
+    need = _need(loaded, stored_model(loaded, model))
     sock = http.bind(section.host, section.port, loaded.where("serve.port"))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     print(need, file=sys.stderr)
@@ -79,10 +79,10 @@ def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> Served:
 
     if loaded.serve.checkpoint == LATEST:
         return served(loaded, _kind(loaded))
-    return stored(loaded, _model(recipe, overrides, loaded))
+    return stored_model(loaded, _model(recipe, overrides, loaded))
 
 
-def stored(loaded: Recipe, model: SourceModel) -> Served:
+def stored_model(loaded: Recipe, model: SourceModel) -> Served:
     """An existing model as it would be served: its blueprint, dtype and quantization."""
     from tpshard.programs.served import stored_model
 
@@ -189,7 +189,7 @@ def _to_wandb(loaded: Recipe, service: Service) -> Any:
     import threading
 
     section = loaded.logging.wandb
-    if section is None or section.mode == "disabled" or "logging.wandb" not in _given(loaded):
+    if section is None or section.mode == "disabled" or "logging.wandb" not in _written_keys(loaded):
         return lambda: None
     from tpshard.train.wandb_sink import WandbSink
 
@@ -215,6 +215,6 @@ def _to_wandb(loaded: Recipe, service: Service) -> Any:
     return end
 
 
-def _given(loaded: Recipe) -> set[str]:
+def _written_keys(loaded: Recipe) -> set[str]:
     """The keys that are written in the recipe or on the command line, as opposed to defaults."""
     return {key for key in ("logging.wandb",) if loaded.where(key).line}

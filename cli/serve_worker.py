@@ -49,14 +49,14 @@ def open_weights(source: str) -> Weights:
 
 def prepare(job: Job) -> tuple[ServingPrograms, Weights]:
     """The programs of a job, equal to those of the process that sent it, and their weights."""
-    from tpshard.cli.serve import stored
+    from tpshard.cli.serve import stored_model
     from tpshard.cli.sources import open_source
     from tpshard.programs.serving import ServeSetting, build_serving
     from tpshard.recipes.load import loads
 
     recipe = loads(job.recipe)
     kind = "cpu" if job.device == "cpu" else "gpu"
-    setting = ServeSetting.of(recipe, stored(recipe, open_source(job.source, modules=True)), kind)  # type: ignore[arg-type]
+    setting = ServeSetting.of(recipe, stored_model(recipe, open_source(job.source, modules=True)), kind)  # type: ignore[arg-type]
     return build_serving(setting), open_weights(job.source)
 
 

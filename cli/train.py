@@ -67,22 +67,22 @@ def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: 
 
     def body() -> int:
         from tpshard.cli.main import version
-        from tpshard.cli.preflight import checked
+        from tpshard.cli.preflight import load_checked
         from tpshard.cli.worker_errors import device_kind, visible_gpus
         from tpshard.plan import save
         from tpshard.train.training_worker import Surroundings, work
 
         # The launcher of tpshard has shown the warnings already; under another one rank 0 shows them.
         quiet = place.launcher == "tpshard" or place.rank != 0
-        loaded = checked(recipe, overrides)[0] if quiet else load(recipe, overrides)
+        loaded = load_checked(recipe, overrides)[0] if quiet else load(recipe, overrides)
         device = device_kind(loaded, visible_gpus() if loaded.cluster is None else 0)
         plan = _Plan(plan_file)
         if plan.file is not None:
             save.check(plan.file, loaded, place.world)
         planned = plan.programs if plan.file is not None else None
-        around = Surroundings(version(), device, planned, plan.screen, plan.saved, _compared, _peak)
+        around = Surroundings(version(), device, planned, plan.screen, plan.saved, _comparison, _peak)
         code = work(loaded, place, around)
-        if place.rank == 0 and (comparison := _compared(Path(loaded.run.dir))):
+        if place.rank == 0 and (comparison := _comparison(Path(loaded.run.dir))):
             print(comparison, file=sys.stderr, flush=True)
         return code
 
@@ -129,7 +129,7 @@ class _Plan:
         return save.dumps(self._of(programs), programs.setting.recipe, with_programs=False)
 
 
-def _compared(folder: Path) -> str:
+def _comparison(folder: Path) -> str:
     """The comparison of plan and run, also written to the run's folder. A failing disk does not end the training."""
     from tpshard.plan import compare
     from tpshard.recipes.diagnostic import Mistakes

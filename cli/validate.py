@@ -20,7 +20,7 @@ def validate(files: Files, as_json: Json = False) -> int:
     An argument of the form key.path=value overrides that key in all of them.
     """
     from tpshard.cli.main import report
-    from tpshard.cli.preflight import checked
+    from tpshard.cli.preflight import load_checked
     from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, dumps
 
     recipes = [name for name in files if "=" not in name]
@@ -30,7 +30,7 @@ def validate(files: Files, as_json: Json = False) -> int:
     diagnostics: dict[Diagnostic, None] = {}  # two recipes may extend the same base
     for name in recipes:
         try:
-            warnings = checked(name, overrides)[1]
+            warnings = load_checked(name, overrides)[1]
             diagnostics |= dict.fromkeys(warnings)
             if not as_json:
                 print(f"{name}: fine", file=sys.stderr)

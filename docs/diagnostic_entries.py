@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from tpshard.cli.preflight import checked
+from tpshard.cli.preflight import load_checked
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -221,7 +221,7 @@ def printed(text: str) -> tuple[Diagnostic, ...]:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("recipe.yaml").write_text(text + "\n", encoding="utf-8")
         try:
-            return tuple(checked("recipe.yaml", [])[1])
+            return tuple(load_checked("recipe.yaml", [])[1])
         except Mistakes as mistakes:
             return mistakes.diagnostics
 

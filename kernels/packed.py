@@ -151,7 +151,7 @@ def groups_of(packed: Packed) -> Tensor:
     return ((chunk + packed.first_chunk) // packed.group_chunks).to(torch.int32)
 
 
-def unpacked(packed: Packed) -> Quantized:
+def unpack(packed: Packed) -> Quantized:
     """The quantized weight that was packed: the inverse of `pack`, used to check the kernels."""
     zeros = packed.zeros
     if zeros is None:

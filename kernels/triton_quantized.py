@@ -145,7 +145,7 @@ def unpack(words, zero, BITS: tl.constexpr, CHUNK: tl.constexpr, QUADS: tl.const
 
 
 @triton.jit
-def _scaled(codes, scales, zeros, at, MIDDLE: tl.constexpr, SYMMETRIC: tl.constexpr):
+def _dequantize(codes, scales, zeros, at, MIDDLE: tl.constexpr, SYMMETRIC: tl.constexpr):
     """scales[at] * (codes - zeros[at]) in fp32, with a scale and a zero for every value."""
     steps = codes.to(tl.float32)
     if SYMMETRIC:
@@ -244,11 +244,11 @@ def matmul_kernel(
             # Groups may end at any row: each row loads its own scale and zero.
             at = tl.load(row_group + c * CHUNK + k)[None, :] * columns + column[:, None]
             values = unpack(packed, none, BITS, CHUNK, QUADS, FAST, DTYPE)
-            values = _scaled(values, scales, zeros, at, MIDDLE, SYMMETRIC).to(DTYPE)
+            values = _dequantize(values, scales, zeros, at, MIDDLE, SYMMETRIC).to(DTYPE)
             acc = _dot(values, inputs, acc, FAST, PRECISION)
             if GATED:
                 values = unpack(packed_up, none, BITS, CHUNK, QUADS, FAST, DTYPE)
-                values = _scaled(values, scales, zeros, at + N, MIDDLE, SYMMETRIC).to(DTYPE)
+                values = _dequantize(values, scales, zeros, at + N, MIDDLE, SYMMETRIC).to(DTYPE)
                 acc_up = _dot(values, inputs, acc_up, FAST, PRECISION)
         else:
             now, group = scale, (tl.minimum(c + 1, last - 1) + first_chunk) // group_chunks
@@ -318,7 +318,7 @@ def dequantize_kernel(
     if RAGGED:
         at = tl.load(row_group + k)[None, :] * N + column[:, None]
         values = unpack(packed, tl.zeros((BLOCK_N,), tl.int32), BITS, CHUNK, QUADS, FAST, DTYPE)
-        values = _scaled(values, scales, zeros, at, MIDDLE, SYMMETRIC)
+        values = _dequantize(values, scales, zeros, at, MIDDLE, SYMMETRIC)
     else:
         at = (c + first_chunk) // group_chunks * N + column
         if SYMMETRIC:

@@ -119,7 +119,7 @@ class Architecture:
             notes.append(f"dropout is not applied: {', '.join(f'{k}: {v}' for k, v in dropped.items())} in config.json")
         if getattr(config, "output_router_logits", False):
             notes.append("the router's auxiliary loss (output_router_logits) is not added to the loss")
-        if not self.attends and not own_attention.placed(model):
+        if not self.attends and not own_attention.took_place(model):
             notes.append(f"{self.cls.__name__} mixes tokens by itself: documents in one row may attend to each other")
         return notes
 

@@ -39,7 +39,7 @@ class FolderWeights:
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self.quantized = read_config(self.folder) is not None
         self.tensors = DequantizedTensors(folder) if self.quantized else hf_files.Tensors(folder)
-        self._turned = _turned(model)
+        self._turned = _transposed_names(model)
         self._home = self._homes(self._spellings(model), type(model).__name__)
         if self._home is None and self.quantized:
             reason = f"its tensors are not named as {type(model).__name__} names them"
@@ -70,13 +70,13 @@ class FolderWeights:
         return value if dtype is None else value.to(dtype)
 
     def _read(self, name: str, tensor: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        if not self._is_turned(name, tensor):
+        if not self._is_transposed(name, tensor):
             return self.tensors.block(tensor, starts, sizes)
         return self.tensors.block(tensor, starts[::-1], sizes[::-1]).T.contiguous()
 
-    def _is_turned(self, name: str, tensor: str) -> bool:
+    def _is_transposed(self, name: str, tensor: str) -> bool:
         """Whether a quantized tensor [outputs, inputs] is a parameter [inputs, outputs]."""
-        coded = isinstance(self.tensors, DequantizedTensors) and tensor in self.tensors.coded
+        coded = isinstance(self.tensors, DequantizedTensors) and tensor in self.tensors.coded_weights
         return coded and name in self._turned
 
     def module_of(self, name: str) -> str | None:
@@ -84,12 +84,12 @@ class FolderWeights:
         that the model holds [inputs, outputs]."""
         if not isinstance(self.tensors, DequantizedTensors) or self._home is None or name in self._turned:
             return None
-        return self.tensors.coded.get(self._home[name])
+        return self.tensors.coded_weights.get(self._home[name])
 
     def _spellings(self, model: nn.Module) -> dict[str, list[str]]:
         """What each parameter may be called: as the model or its base calls it, or what is tied to it."""
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
-        ties = {name: others for others in _tied(model) for name in others}
+        ties = {name: others for others in _tied_names(model) for name in others}
         return {
             name: [other for tied in ties.get(name, (name,)) for other in (tied, tied.removeprefix(prefix))]
             for name in self.shapes
@@ -111,7 +111,7 @@ class FolderWeights:
     def _check(self, model: nn.Module, homes: Mapping[str, str]) -> None:
         wrong = []
         for name, tensor in homes.items():
-            turned = self._is_turned(name, tensor)
+            turned = self._is_transposed(name, tensor)
             stored = self.tensors.shape(tensor)
             if (stored[::-1] if turned else stored) != self.shapes[name]:
                 expected = list(self.shapes[name])
@@ -119,7 +119,7 @@ class FolderWeights:
             elif self.tensors.dtype(tensor) not in hf.FLOATS:
                 wrong.append(f"`{tensor}` is of dtype {self.tensors.dtype(tensor)}, which is not supported")
         ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-        placed = set(homes.values()) | {name for others in _tied(model) for name in others}
+        placed = set(homes.values()) | {name for others in _tied_names(model) for name in others}
         placed |= {name for name, _ in model.named_buffers()}
         for tensor in self.tensors.names():
             accepted = tensor in placed or _CONSTANTS.fullmatch(tensor) or any(p.search(tensor) for p in ignored)
@@ -146,14 +146,14 @@ class FolderWeights:
         return {name: own[name].detach() for name in self.shapes}
 
 
-def _turned(model: nn.Module) -> frozenset[str]:
+def _transposed_names(model: nn.Module) -> frozenset[str]:
     """The names of the weights that a module stores as [inputs, outputs]."""
     from transformers.pytorch_utils import Conv1D
 
     return frozenset(f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Conv1D))
 
 
-def _tied(model: nn.Module) -> list[tuple[str, ...]]:
+def _tied_names(model: nn.Module) -> list[tuple[str, ...]]:
     """The names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -173,7 +173,7 @@ def initial(model: nn.Module) -> dict[str, Initial | Tensor]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
         own = {key: p for key, p in module._parameters.items() if p is not None}
-        first, second = (_begun(model, module, own, seed) for seed in (0, 1))
+        first, second = (_initial_values(model, module, own, seed) for seed in (0, 1))
         for key, parameter in own.items():
             value = first.get(key)
             if value is None or value.isnan().any():
@@ -187,7 +187,7 @@ def initial(model: nn.Module) -> dict[str, Initial | Tensor]:
     return initials
 
 
-def _begun(model: Any, module: nn.Module, own: Mapping[str, nn.Parameter], seed: int) -> dict[str, Tensor]:
+def _initial_values(model: Any, module: nn.Module, own: Mapping[str, nn.Parameter], seed: int) -> dict[str, Tensor]:
     """The values of a module's small parameters after the class's initialization; NaN if it leaves them unset."""
     small = {key: torch.full(p.shape, float("nan")) for key, p in own.items() if p.numel() <= _WHOLE}
     with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -44,7 +44,7 @@ def build_module(
     (`param_dims`), or if `forward` takes neither (tokens, documents, positions) nor the names in its attribute
     `inputs`.
     """
-    cls = imported("module", path)
+    cls = import_object("module", path)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ValueError(f"`module: {path}` is not a class of torch modules")
     try:
@@ -75,7 +75,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def imported(key: str, path: str) -> Any:
+def import_object(key: str, path: str) -> Any:
     """The object at `package.module:Class`. ValueError naming the recipe's key where it cannot be imported."""
     package, colon, attribute = path.partition(":")
     if not (colon and package and attribute):

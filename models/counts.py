@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 
-def declared(model: nn.Module) -> dict[str, int]:
+def declared_counters(model: nn.Module) -> dict[str, int]:
     """The counters of a model by module path and label, with their number of values."""
     return {
         f"{path}.{label}" if path else label: size

@@ -28,11 +28,11 @@ class DequantizedTensors(Tensors):
         self._quantized = GPTQFolder(self.folder)
         if not self._quantized.modules:
             raise ValueError(f"{self.folder} has a quantization_config, but no `qweight`")
-        self.coded = {f"{module}.weight": module for module in self._quantized.modules}
+        self.coded_weights = {f"{module}.weight": module for module in self._quantized.modules}
         """The quantized linear of each dequantized weight."""
         self._hidden = {f"{module}.{suffix}" for module in self._quantized.modules for suffix in SUFFIXES[:-1]}
         self._dense = lru_cache(maxsize=1)(self._dequantize)  # the blocks of one parameter are read in a row
-        for weight in self.coded:
+        for weight in self.coded_weights:
             if super().__contains__(weight):
                 raise ValueError(f"{self.folder} holds `{weight}` both dense and quantized")
 
@@ -40,17 +40,17 @@ class DequantizedTensors(Tensors):
         return self._quantized.linear(module).dequantize().T.contiguous()
 
     def __contains__(self, name: object) -> bool:
-        return name in self.coded or (name not in self._hidden and super().__contains__(name))
+        return name in self.coded_weights or (name not in self._hidden and super().__contains__(name))
 
     def names(self) -> list[str]:
-        return sorted([*self.coded, *(name for name in super().names() if name not in self._hidden)])
+        return sorted([*self.coded_weights, *(name for name in super().names() if name not in self._hidden)])
 
     def file(self, name: str) -> str:
-        module = self.coded.get(name)
+        module = self.coded_weights.get(name)
         return super().file(name if module is None else f"{module}.qweight")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        module = self.coded.get(name)
+        module = self.coded_weights.get(name)
         if module is None:
             return super().shape(name)
         config = self._quantized.config.of(module)
@@ -59,10 +59,10 @@ class DequantizedTensors(Tensors):
         return outputs, words * 32 // config.bits
 
     def dtype(self, name: str) -> str:
-        return "F16" if name in self.coded else super().dtype(name)
+        return "F16" if name in self.coded_weights else super().dtype(name)
 
     def block(self, name: str, starts: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
-        module = self.coded.get(name)
+        module = self.coded_weights.get(name)
         if module is None:
             return super().block(name, starts, sizes)
         cut = tuple(slice(start, start + size) for start, size in zip(starts, sizes))

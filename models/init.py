@@ -113,7 +113,7 @@ def _add_bell(block: Tensor, initial: Initial, starts: Sequence[int], key: int) 
         rows[first : first + step] += _bell(bits).mul_(initial.std).to(block.dtype)
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def _shift_right(x: Tensor, bits: int) -> Tensor:
     """x >> bits as for unsigned words (a logical shift)."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
@@ -128,17 +128,17 @@ _MIX_1, _MIX_2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 def _mix(x: Tensor) -> Tensor:
     """splitmix64's finalizer (Steele, Lea and Flood 2014) on int64 words, which wrap around."""
-    x ^= _shifted(x, 30)
+    x ^= _shift_right(x, 30)
     x *= _MIX_1
-    x ^= _shifted(x, 27)
+    x ^= _shift_right(x, 27)
     x *= _MIX_2
-    x ^= _shifted(x, 31)
+    x ^= _shift_right(x, 31)
     return x
 
 
 def _bell(bits: Tensor) -> Tensor:
     """The sum of four 16-bit uniforms, scaled to mean 0 and variance 1 in float64, exact but for the last rounding."""
     low = bits & 0x0000FFFF0000FFFF
-    pairs = low + (_shifted(bits, 16) & 0x0000FFFF0000FFFF)
-    total = (pairs & 0xFFFFFFFF) + _shifted(pairs, 32)
+    pairs = low + (_shift_right(bits, 16) & 0x0000FFFF0000FFFF)
+    total = (pairs & 0xFFFFFFFF) + _shift_right(pairs, 32)
     return (total - 2 * 65535).double().mul_(math.sqrt(3.0) / 65536)

@@ -44,7 +44,7 @@ def take_place(model: nn.Module) -> Step | None:
     return step if replaced else None
 
 
-def placed(model: nn.Module) -> bool:
+def took_place(model: nn.Module) -> bool:
     """Whether `take_place` changed modules of the model."""
     return any("forward" in vars(module) for module in model.modules())
 
@@ -59,7 +59,7 @@ def _falcon_forward(
     """hidden_states: [batch, seq, embed] -> the same"""
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
-    q, k, v = _parted(module.query_key_value(hidden_states), module.num_heads, module.num_kv_heads)
+    q, k, v = _split_columns(module.query_key_value(hidden_states), module.num_heads, module.num_kv_heads)
     q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
     return module.dense(attention(q, k, v, step.documents).flatten(2)), None
 
@@ -77,7 +77,7 @@ def _bloom_forward(
     module: Any, step: Step, steep: Tensor, hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
     """hidden_states, residual: [batch, seq, embed] -> the same; steep: [heads, head_dim and columns more]"""
-    q, k, v = _parted(module.query_key_value(hidden_states), module.num_heads, module.num_heads)
+    q, k, v = _split_columns(module.query_key_value(hidden_states), module.num_heads, module.num_heads)
     d, scale = q.shape[-1], float(module.inv_norm_factor)
     at = torch.arange(q.shape[1], device=q.device).expand(q.shape[:2]) if step.positions is None else step.positions
     coarse = at // _EXACT * _EXACT
@@ -87,7 +87,7 @@ def _bloom_forward(
     return residual + module.dense(out.flatten(2)), None
 
 
-def _parted(fused: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split_columns(fused: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Splits [batch, seq, columns], ordered by KV head, into queries, keys and values [batch, seq, heads, head_dim]."""
     each = heads // kv_heads + 2
     parts = fused.unflatten(-1, (kv_heads, each, -1))

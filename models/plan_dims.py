@@ -25,7 +25,7 @@ class Naming(NamedTuple):
     by: str
 
 
-def planned(model: nn.Module) -> dict[str, Naming]:
+def dims_of_plan(model: nn.Module) -> dict[str, Naming]:
     """The dim names of the parameters that the model's plan mentions, by parameter."""
     namings: dict[str, Naming] = {}
     plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}

@@ -93,7 +93,7 @@ def sequence_loss(routes: Routes) -> Tensor:
     return (share * scores.mean(1)).sum()
 
 
-def balanced(model: nn.Module) -> dict[str, float]:
+def balance_steps(model: nn.Module) -> dict[str, float]:
     """The biases of experts by parameter name, with their step; their gradients are the experts' token counts.
 
     A module declares one as `balanced = {"bias": 0.001}`.

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from tpshard.models.assemble import imported
+from tpshard.models.assemble import import_object
 from tpshard.models.loss import cross_entropy_sum
 
 IGNORE = -100
@@ -173,7 +173,7 @@ def task_of(name: str, seq_len: int) -> Task:
     """The task of a built-in name, or of `package:Class`. ValueError where there is none."""
     if name in TASKS:
         return TASKS[name](seq_len)
-    cls = imported("task", name)
+    cls = import_object("task", name)
     try:
         task: Task = cls(seq_len)
     except TypeError as error:

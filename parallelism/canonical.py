@@ -55,7 +55,7 @@ def remove_identities(graph: Graph) -> None:
     Nothing is written into a captured graph's values, so that a copy equals its source forever. A copy that the
     function returns stays, so that its result shares no memory with an argument.
     """
-    returned = _returned(graph)
+    returned = _returned_values(graph)
     for op in graph.ops:
         entry = entry_of(op.target)
         same_view = entry.view in (of_view, of_slice) and op.operands[0].shape == op.results[0].shape
@@ -65,7 +65,7 @@ def remove_identities(graph: Graph) -> None:
     graph.drop_dead()
 
 
-def _returned(graph: Graph) -> set[Value]:
+def _returned_values(graph: Graph) -> set[Value]:
     """The results of a graph, and the values that they are views of."""
     returned: set[Value] = set()
     for value in graph.outputs:

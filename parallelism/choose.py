@@ -57,7 +57,7 @@ def choose(
         agreed = _agree(way, projected, busy) if way is rule else None
         if agreed is not None and len(homes) == len(op.operands) and computable(op, way, agreed) == agreed:
             return way, agreed
-        for choice in _candidates(op, way, projected, busy, _reordered(way, (*homes, *targets))):
+        for choice in _candidates(op, way, projected, busy, _reorder_cuts(way, (*homes, *targets))):
             if (way, choice) not in candidates:
                 candidates.append((way, choice))
     if len(candidates) == 1:
@@ -84,7 +84,7 @@ def _candidates(
                 yield sane
 
 
-def _reordered(rule: Rule, layouts: Sequence[Layout]) -> dict[int, dict[int, Cut]]:
+def _reorder_cuts(rule: Rule, layouts: Sequence[Layout]) -> dict[int, dict[int, Cut]]:
     """For each tensor with a dim whose axes do not divide its factors one by one, the cuts of these axes in another
     order, in which they do."""
     out: dict[int, dict[int, Cut]] = {}

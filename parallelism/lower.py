@@ -150,9 +150,9 @@ class Emitter:
         n = size_of(axes)
         out = Spec((local.shape[0] * n, *local.shape[1:]), local.dtype)
         gathered = self._issue(funcol.all_gather_into_tensor.default, node, (n,), axes, out, "gather", out.bytes, why)
-        return self._joined(gathered, local.shape, step, shape)
+        return self._join(gathered, local.shape, step, shape)
 
-    def _joined(self, node: fx.Node, part: Sequence[int], step: ReshardStep, shape: tuple[int, ...]) -> fx.Node:
+    def _join(self, node: fx.Node, part: Sequence[int], step: ReshardStep, shape: tuple[int, ...]) -> fx.Node:
         """Joins the pieces [members of the group, *part] that a step received along their dims.
 
         Inner axes are joined before outer ones, and the padding of each is removed at once.
@@ -247,7 +247,7 @@ class Emitter:
         received = self._issue(
             funcol.all_to_all_single.default, whole, (sizes, sizes), axes, held, "exchange", held.bytes, why
         )
-        return self._joined(received, part, step, shape)
+        return self._join(received, part, step, shape)
 
     def _slice(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         for d in range(len(shape)):

@@ -301,7 +301,7 @@ class _Partitioner:
     def _fill_padding(self, node: fx.Node, op: Op, rule: Rule, choice: Choice, operand: int, layout: Layout) -> fx.Node:
         """Fills an operand's padding with a value that does not change the op's results (see `Rule.fill`)."""
         value = op.operands[operand]
-        for d in _padded(value.shape, layout):
+        for d in _padded_dims(value.shape, layout):
             axes, grain = layout.dims[d], layout.grain(d)
             members = [f for f in rule.operands[operand][d] if f in choice]
             # the minor-most sharded factor is the one whose last shard is padded
@@ -328,7 +328,7 @@ class _Partitioner:
                 held.update(members)
                 if i not in rule.additive or d not in zeros:
                     unclean.update(members)
-        padded = _padded(op.results[result].shape, layout)
+        padded = _padded_dims(op.results[result].shape, layout)
         return frozenset(
             d for d, members in enumerate(rule.results[result])
             if d not in padded or (held.issuperset(members) and not unclean.intersection(members))
@@ -434,7 +434,7 @@ class _Partitioner:
         return Port(value.name, value.shape, value.dtype, self.home[value], value.role or "tensor")
 
 
-def _padded(shape: Sequence[int], layout: Layout) -> list[int]:
+def _padded_dims(shape: Sequence[int], layout: Layout) -> list[int]:
     """The dims whose last shards are padded."""
     return [d for d, n in enumerate(shape) if not even(n // layout.grain(d), layout.dims[d])]
 

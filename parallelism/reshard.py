@@ -56,7 +56,7 @@ def cost(steps: Sequence[ReshardStep], shape: Sequence[int], itemsize: int, late
     for s in steps:
         before, after = (local_bytes(shape, layout, itemsize) for layout in (s.before, s.after))
         if s.kind == "exchange":
-            before = _exchanged(shape, s.before, s.after, s.parts, itemsize)
+            before = _exchange_bytes(shape, s.before, s.after, s.parts, itemsize)
         total += _price(s.kind, s.parts, before, after, latency)
     return total
 
@@ -74,7 +74,7 @@ def _price(kind: str, parts: Parts, before: int, after: int, latency: int = LATE
     return latency + moved
 
 
-def _exchanged(shape: Sequence[int], before: Layout, after: Layout, parts: Parts, itemsize: int) -> int:
+def _exchange_bytes(shape: Sequence[int], before: Layout, after: Layout, parts: Parts, itemsize: int) -> int:
     """The bytes of an all-to-all's buffer: a piece for every device of its group, the last ones padded."""
     cut = {to for _, _, to in parts}
     pieces = (
@@ -269,7 +269,7 @@ def _cheapest(
             after_bytes = held_by(after[0])
             sent = before_bytes
             if what == "exchange":
-                sent = _exchanged(shape, _layout(state, kind), _layout(after, kind), parts, itemsize)
+                sent = _exchange_bytes(shape, _layout(state, kind), _layout(after, kind), parts, itemsize)
             price = _price(what, parts, sent, after_bytes, latency)
             if last == what and what == "permute":
                 price = 0.001  # two permutes merge into one

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tpshard.plan.make import price_training, without_gc
-from tpshard.plan.report import rounded
+from tpshard.plan.report import round_figure
 from tpshard.plan.screen import gib, seconds
 from tpshard.programs import training
 from tpshard.programs.setting import Setting
@@ -59,7 +59,7 @@ def rows(setting: Setting) -> list[Row]:
 
 def to_json(table: list[Row]) -> dict[str, Any]:
     shown = [asdict(row) for row in table]
-    return {"passes": [{k: rounded(v) if isinstance(v, float) else v for k, v in row.items()} for row in shown]}
+    return {"passes": [{k: round_figure(v) if isinstance(v, float) else v for k, v in row.items()} for row in shown]}
 
 
 def text(priced_rows: list[Row]) -> str:

@@ -137,7 +137,7 @@ def read_programs(saved: save.SavedPlan, setting: Setting) -> training.TrainingP
     Raises `Mistakes` (exit 3) where they cannot be read, or their fingerprints are not those in the plan.
     """
     try:
-        programs = saved_step.unpacked(saved.step or "", setting)
+        programs = saved_step.unpack(saved.step or "", setting)
     except (ValueError, KeyError) as error:
         raise Mistakes.one(f"the programs in {saved.path} cannot be read", why=str(error), fix="plan again") from error
     if save.fingerprints(report_of_training(programs)) != dict(saved.fingerprints):

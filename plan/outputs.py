@@ -88,7 +88,9 @@ def entry(recipe: Recipe, options: PlanOptions) -> PlanEntry | None:
     return entry_of(recipe, options.source, options.what, options.suggest, options.run, options.skew)
 
 
-def cached(recipe: Recipe, options: PlanOptions, entry: PlanEntry, tell: Callable[[str], None]) -> CommandResult | None:
+def cached_result(
+    recipe: Recipe, options: PlanOptions, entry: PlanEntry, tell: Callable[[str], None]
+) -> CommandResult | None:
     """The answer from the cache, with its files written; None if the entry lacks a text.
 
     Raises `Mistakes` (exit 5) for files that cannot be written.

@@ -269,21 +269,21 @@ class Report:
                 "largest": [{"value": v, "category": c, "bytes": b} for v, c, b in memory.largest],
             },
             "time": {
-                "step_s": rounded(times.step_s),
-                "compute_s": rounded(times.compute_s),
-                "comm_s": rounded(times.comm_s),
-                "exposed_comm_s": rounded(times.exposed_s),
-                "slowed_s": rounded(times.slowed_s),
-                "idle_s": rounded(times.idle_s),
+                "step_s": round_figure(times.step_s),
+                "compute_s": round_figure(times.compute_s),
+                "comm_s": round_figure(times.comm_s),
+                "exposed_comm_s": round_figure(times.exposed_s),
+                "slowed_s": round_figure(times.slowed_s),
+                "idle_s": round_figure(times.idle_s),
                 "by_part": [
-                    {"part": p.part.name, "times": p.part.times, "seconds": rounded(p.timeline.seconds)}
+                    {"part": p.part.name, "times": p.part.times, "seconds": round_figure(p.timeline.seconds)}
                     for p in times.parts
                 ],
-                "by_work": {k: rounded(v) for k, v in self.work_seconds().items()},
+                "by_work": {k: round_figure(v) for k, v in self.work_seconds().items()},
             },
-            "tokens_per_s_per_device": rounded(self.tokens_per_s_per_device),
-            "mfu": rounded(self.mfu),
-            "flop_efficiency": rounded(self.flop_efficiency),
+            "tokens_per_s_per_device": round_figure(self.tokens_per_s_per_device),
+            "mfu": round_figure(self.mfu),
+            "flop_efficiency": round_figure(self.flop_efficiency),
             "flops_lost": self.losses,
             "bottleneck": self.bottleneck,
             "collectives": [
@@ -293,8 +293,8 @@ class Report:
                     "count": line.count,
                     "bytes": line.bytes,
                     "wire_bytes": line.wire_bytes,
-                    "time_s": rounded(line.time_s),
-                    "exposed_s": rounded(line.exposed_s),
+                    "time_s": round_figure(line.time_s),
+                    "exposed_s": round_figure(line.exposed_s),
                     "of": line.of,
                     "phase": line.phase,
                     "dtype": line.dtype,
@@ -365,7 +365,7 @@ class Report:
         return dict(sorted(held.items()))
 
 
-def rounded(value: float) -> float:
+def round_figure(value: float) -> float:
     """The value with nine significant digits, so that every machine prints the same text."""
     return float(f"{value:.9g}")
 

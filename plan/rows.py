@@ -10,7 +10,7 @@ from tpshard.parallelism.flow import info_of, op_name
 from tpshard.parallelism.program import Program, public
 from tpshard.parallelism.why import SourcePlace
 from tpshard.plan.pricing import Pricing, work_of
-from tpshard.plan.report import Tensor, rounded
+from tpshard.plan.report import Tensor, round_figure
 
 
 def pattern(name: str) -> str:
@@ -68,7 +68,7 @@ def reshards_of(pricing: Pricing) -> list[dict[str, Any]]:
             )  # fmt: skip
             row["count"] += entry.part.times
             row["bytes"] += comm.bytes * entry.part.times
-            row["time_s"] = rounded(row["time_s"] + cost.seconds * entry.part.times)
+            row["time_s"] = round_figure(row["time_s"] + cost.seconds * entry.part.times)
     return sorted(groups.values(), key=lambda row: (-row["time_s"], row["value"]))
 
 
@@ -88,7 +88,12 @@ def losses_of(pricing: Pricing, devices: int, bubble: float = 0.0) -> list[dict[
                 row[0] += round(local * (1.0 - bubble if info.place.layer else 1.0)) * entry.part.times
                 row[1] += whole * entry.part.times
     rows = [
-        {"op": op, "where": where, "efficiency": rounded(whole / (devices * local)), "wasted": devices * local - whole}
+        {
+            "op": op,
+            "where": where,
+            "efficiency": round_figure(whole / (devices * local)),
+            "wasted": devices * local - whole,
+        }
         for (op, where), (local, whole) in flops_of.items()
         if devices * local > whole * 1.0001
     ]
@@ -111,7 +116,7 @@ def buckets_of(pricing: Pricing) -> list[dict[str, Any]]:
                 "members": info.comm.members,
                 "values": ", ".join(info.comm.value),
                 "bytes": info.comm.bytes,
-                "time_s": rounded(cost.seconds),
+                "time_s": round_figure(cost.seconds),
             }
         )
     return rows

@@ -71,7 +71,7 @@ def dumps(report: Report, recipe: Recipe, *, with_programs: bool = True) -> str:
     held = {
         "schema": SCHEMA, "recipe": recipe.to_yaml(), "values": values(recipe), "versions": versions(recipe),
         "programs": fingerprints(report), "plan": report.to_json(),
-        "step": saved_step.packed(report.step) if with_programs and report.step is not None else None,
+        "step": saved_step.pack(report.step) if with_programs and report.step is not None else None,
     }  # fmt: skip
     return json.dumps(held, indent=1, sort_keys=True) + "\n"
 

@@ -59,10 +59,10 @@ def annotate(
         if value.label and any(own):
             reader.rules(annotations, value, value.label, own)
     for pattern, names in setting.recipe.sharding.annotate.items():
-        for value in reader.require(_named(graph, used, pattern), pattern, f"sharding.annotate.{pattern}"):
+        for value in reader.require(_matching_values(graph, used, pattern), pattern, f"sharding.annotate.{pattern}"):
             reader.pattern(annotations, value, pattern, names)
     for pattern, dims in setting.recipe.sharding.pin.items():
-        for value in reader.require(_named(graph, used, pattern), pattern, f"sharding.pin.{pattern}"):
+        for value in reader.require(_matching_values(graph, used, pattern), pattern, f"sharding.pin.{pattern}"):
             reader.pin(annotations, value, pattern, dims)
     if reader.mistakes:
         raise Mistakes(reader.mistakes)
@@ -84,7 +84,7 @@ def _name_dims(
             value.dims = tuple(dims)
 
 
-def _named(graph: Graph, parameters: Mapping[str, Sequence[Value]], pattern: str) -> list[Value]:
+def _matching_values(graph: Graph, parameters: Mapping[str, Sequence[Value]], pattern: str) -> list[Value]:
     """The values that a pattern matches: parameters (used, and their gradients), inputs, activations and gradients."""
     used = {id(v): name for name, values in parameters.items() for v in values}
     matching = []
@@ -149,9 +149,9 @@ class _Reader:
         rules: Mapping[str, Sequence[str]] = self.recipe.sharding.rules
         axes = [self.axes(rules.get(n, ())) if n is not None else () for n in names]
         axes = [self.fits(value, i, a, pattern, path) for i, a in enumerate(axes)]
-        annotations[value] = self.closed(value, axes, path, pattern)
+        annotations[value] = self.closed_annotation(value, axes, path, pattern)
 
-    def closed(self, value: Value, axes: Sequence[Axes], path: str, pattern: str) -> Annotation:
+    def closed_annotation(self, value: Value, axes: Sequence[Axes], path: str, pattern: str) -> Annotation:
         """An activation's annotation, applied after the parameters': it uses the axes that they leave."""
         later = (1,) * value.rank if value.producer is not None and value.label else None
         sharding = Sharding(tuple(axes), (False,) * value.rank, priority=later)
@@ -166,7 +166,7 @@ class _Reader:
         if self.ranks_differ(value, pattern, len(dims), path):
             return
         axes = [self.fits(value, i, self.axes(d), pattern, path) for i, d in enumerate(dims)]
-        annotations[value] = self.closed(value, axes, path, pattern)
+        annotations[value] = self.closed_annotation(value, axes, path, pattern)
 
     def stacked(self, value: Value, entries: int) -> bool:
         """Whether a value has the stage dim of a vectorized pipeline before the dims that have entries."""

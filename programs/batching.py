@@ -88,7 +88,7 @@ def _in_pipeline(recipe: Recipe, whole: BatchPlan, devices: int) -> BatchPlan:
     micros, per_device = pipeline.micro_batches, recipe.batch.per_device
     if micros is None:
         fits = [n for n in range(1, MOST_BY_DEFAULT + 1)
-                if each % n == 0 and not refused(pipeline, devices, each // n)]  # fmt: skip
+                if each % n == 0 and not pipeline_refusal(pipeline, devices, each // n)]  # fmt: skip
         full = [n for n in fits if each // n >= FILLING * devices]
         return replace(whole, per_device=max(full) if full else fits[0] if fits else 1)
     if each % micros or (per_device is not None and per_device * micros != each):
@@ -105,7 +105,7 @@ def _in_pipeline(recipe: Recipe, whole: BatchPlan, devices: int) -> BatchPlan:
     return replace(whole, per_device=each // micros)
 
 
-def refused(pipeline: Pipeline, devices: int, micro_batches: int) -> str:
+def pipeline_refusal(pipeline: Pipeline, devices: int, micro_batches: int) -> str:
     """Why a recipe's pipeline does not support a number of micro-batches; "" if it does."""
     return refusal(pipeline.schedule, devices, micro_batches, pipeline.each, pipeline.vectorized)
 
@@ -114,9 +114,9 @@ def check_micro_batches(recipe: Recipe, plan: BatchPlan, devices: int) -> None:
     """Raises Mistakes (exit 4) where the pipeline's schedule does not support the number of micro-batches."""
     pipeline, each = recipe.pipeline, plan.sequences_each
     assert pipeline is not None
-    if why := refused(pipeline, devices, plan.micro_batches):
+    if why := pipeline_refusal(pipeline, devices, plan.micro_batches):
         key = "pipeline.micro_batches" if pipeline.micro_batches is not None else "batch"
-        fits = [n for n in range(1, each + 1) if each % n == 0 and not refused(pipeline, devices, n)]
+        fits = [n for n in range(1, each + 1) if each % n == 0 and not pipeline_refusal(pipeline, devices, n)]
         some = ", ".join(map(str, fits[:4]))
         raise Mistakes.one(
             why, exit=Exit.FIT, where=recipe.where(key),

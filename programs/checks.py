@@ -75,10 +75,10 @@ def check_reshards(setting: Setting, programs: Iterable[Program]) -> None:
                 program.warnings.append(text)
             continue
         unasked.sort(key=lambda comm: -comm.bytes)
-        raise Mistakes([_unasked(setting, comm) for comm in unasked[:MOST]])
+        raise Mistakes([_unasked_collective(setting, comm) for comm in unasked[:MOST]])
 
 
-def _unasked(setting: Setting, comm: Collective) -> Diagnostic:
+def _unasked_collective(setting: Setting, comm: Collective) -> Diagnostic:
     value = comm.value[0]
     return Diagnostic(
         f"{comm.kind} of `{value}`, {comm.bytes / MIB:.1f} MiB, which nothing in the recipe asks for",

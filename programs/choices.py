@@ -153,7 +153,7 @@ class Chooser:
         first = buckets.first_uses(program)
         starts = sorted((at, name) for name, at in first.items())
         costs = [seconds(kernel, self.device) if info(kernel.node).phase == "forward" else 0.0 for kernel in parts]
-        sizes = {port.name: _gathered(port.shape, self.setting.param_dtype.itemsize) for port in program.inputs}
+        sizes = {port.name: _gathered_bytes(port.shape, self.setting.param_dtype.itemsize) for port in program.inputs}
         spent = {}
         for i, (at, name) in enumerate(starts):
             end = starts[i + 1][0] if i + 1 < len(starts) else len(costs)
@@ -193,7 +193,7 @@ class Chooser:
         return self.peak(program) <= self.memory
 
 
-def _gathered(shape: tuple[int, ...], itemsize: int) -> int:
+def _gathered_bytes(shape: tuple[int, ...], itemsize: int) -> int:
     n = itemsize
     for size in shape:
         n *= size

@@ -161,7 +161,7 @@ def first_difference(one: Setting, other: Setting) -> FirstDifference | None:
     """
     programs = [micro_program(setting, watched=True) for setting in (one, other)]
     vocab = vocabulary(one)
-    (values, _), (others, norm) = (_watched(s, program, vocab) for s, program in zip((one, other), programs))
+    (values, _), (others, norm) = (_watched_values(s, program, vocab) for s, program in zip((one, other), programs))
     for name, value in values.items():
         expected = others.get(name)
         if expected is None or expected.shape != value.shape or distance(value, expected) <= BOUND:
@@ -175,7 +175,7 @@ def first_difference(one: Setting, other: Setting) -> FirstDifference | None:
     return None
 
 
-def _watched(setting: Setting, program: Program, vocab: int | None) -> tuple[dict[str, Tensor], float]:
+def _watched_values(setting: Setting, program: Program, vocab: int | None) -> tuple[dict[str, Tensor], float]:
     """Every watched value of the first step's batch, whole, by name; and the norm of all gradients."""
     storage = {port.name: port.layout for port in program.inputs if port.kind == "parameter"}
     lockstep = Lockstep(TrainingPrograms(setting, program, update_program(setting, storage), storage), vocab)

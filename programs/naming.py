@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 from tpshard.models.architecture import Architecture
-from tpshard.models.plan_dims import Naming, planned
+from tpshard.models.plan_dims import Naming, dims_of_plan
 from tpshard.programs.patterns import matches, nearest
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.recipes.schema import Recipe
@@ -20,7 +20,7 @@ def of_architecture(recipe: Recipe, model: nn.Module) -> dict[str, Naming]:
 
     Raises Mistakes (exit 3) for a pattern that matches no parameter or has another number of dims.
     """
-    namings = planned(model)
+    namings = dims_of_plan(model)
     parameters = dict(model.named_parameters())
     mistakes: list[Diagnostic] = []
     for pattern, dims in recipe.model.dims.items():

@@ -27,7 +27,7 @@ def shared_rows(config: ModelConfig, group: Groups) -> int:
     return math.lcm(*(int(size.max()) for size in sizes if len(size) > 1))
 
 
-def padded(config: ModelConfig, tp: int, shared: int = 1) -> ModelConfig:
+def pad_mlp(config: ModelConfig, tp: int, shared: int = 1) -> ModelConfig:
     """`config` with an MLP that `tp` devices divide, between groups of `shared` inputs if each device can have one.
 
     Returns `config` itself if they divide it already.
@@ -40,7 +40,7 @@ def padded(config: ModelConfig, tp: int, shared: int = 1) -> ModelConfig:
 
 
 def notes(config: ModelConfig, wider: ModelConfig, ways: Callable[[str], int]) -> list[str]:
-    """Notes on padding: an MLP that `padded` made wider, and a vocabulary that every device holds whole.
+    """Notes on padding: an MLP that `pad_mlp` made wider, and a vocabulary that every device holds whole.
 
     ways: the number of devices over which a dim is sharded.
     """

@@ -17,7 +17,7 @@ from tpshard.programs.training import TrainingPrograms
 CLASSES = (DevicePrograms, Stage, StageTask, Table)
 
 
-def packed(programs: TrainingPrograms) -> str | None:
+def pack(programs: TrainingPrograms) -> str | None:
     """All that a run executes, its evaluation included: JSON (`parallelism.program_file`), compressed, in base64.
 
     None where an argument of an operation has no form in JSON: such a plan can be read, but not run.
@@ -40,7 +40,7 @@ def packed(programs: TrainingPrograms) -> str | None:
     return base64.b64encode(zlib.compress(text.encode())).decode("ascii")
 
 
-def unpacked(text: str, setting: Setting) -> TrainingPrograms:
+def unpack(text: str, setting: Setting) -> TrainingPrograms:
     """The programs in `text`, for the setting they were built for. ValueError for an invalid text."""
     try:
         data = json.loads(zlib.decompress(base64.b64decode(text, validate=True)))

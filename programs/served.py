@@ -94,7 +94,9 @@ class Quantization:
         model = architecture.build()
         stored = QuantizedModules(folder, FolderWeights(folder, architecture, model).module_of)
         weights = {name: own for name, _ in model.named_parameters() if (own := stored.settings_of(name)) is not None}
-        dims = dict.fromkeys(weights, ("", "")) | {name: named.dims for name, named in plan_dims.planned(model).items()}
+        dims = dict.fromkeys(weights, ("", "")) | {
+            name: named.dims for name, named in plan_dims.dims_of_plan(model).items()
+        }
         return Quantization(settings, weights, orders_of(dims, architecture.heads, stored.group))
 
     @staticmethod
@@ -144,7 +146,7 @@ class Served:
         """The module with this configuration, on `meta`, in its compute dtype."""
         return replace(self.blueprint, config=config, folder=None).build(dtype=DTYPES[self.dtype])
 
-    def coded(self, kind: str, arrangement: Arrangement) -> dict[str, Coded]:
+    def coded_weights(self, kind: str, arrangement: Arrangement) -> dict[str, Coded]:
         """The weights that a kind of device multiplies as codes; others are dequantized when loaded."""
         coded = {}
         for name, settings in {} if self.quantized is None else dict(self.quantized.weights).items():

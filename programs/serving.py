@@ -34,7 +34,7 @@ from tpshard.parallelism.why import SourcePlace
 from tpshard.programs import naming
 from tpshard.programs.annotations import annotate
 from tpshard.programs.layouts import Arrangement, arrange
-from tpshard.programs.padding import notes, padded
+from tpshard.programs.padding import notes, pad_mlp
 from tpshard.programs.paging import ROWS, page_attention, rows_of, take_logit_rows
 from tpshard.programs.served import Served
 from tpshard.programs.step_kernels import (
@@ -114,7 +114,7 @@ class ServeSetting:
         config, quantized = self.served.config, self.served.quantized
         if config is None or not self.padding:
             return config
-        return padded(config, self.ways("mlp"), 1 if quantized is None else quantized.shared)
+        return pad_mlp(config, self.ways("mlp"), 1 if quantized is None else quantized.shared)
 
     @cached_property
     def model(self) -> nn.Module:
@@ -243,7 +243,7 @@ def build_serving(setting: ServeSetting, rows: Sequence[int] = ()) -> ServingPro
 
 
 def _step(setting: ServeSetting, rows: int) -> tuple[Program, Arrangement]:
-    graph, arrangement = _captured(setting, rows)
+    graph, arrangement = _capture_step(setting, rows)
     mark_outputs(graph)
     names = dict.fromkeys(STEP, "batch") | {name: "parameter" for name, _ in setting.model.named_parameters()}
     names |= dict.fromkeys(arrangement.inputs, "order")
@@ -269,11 +269,11 @@ def _step(setting: ServeSetting, rows: int) -> tuple[Program, Arrangement]:
 
 def passes(setting: ServeSetting, arrangement: Arrangement, rows: int) -> list[Pass]:
     """The passes that give a step its kernels, in order."""
-    weights = setting.served.coded(setting.kind, arrangement)
+    weights = setting.served.coded_weights(setting.kind, arrangement)
     own = replace(setting, padding=False)
     wider = setting.config != own.config
     return [
-        *([count_useful(_flops(_captured(own, rows)[0]))] if wider else []),
+        *([count_useful(_flops(_capture_step(own, rows)[0]))] if wider else []),
         fold_linears,
         merge_views,
         fuse_norms,
@@ -284,7 +284,7 @@ def passes(setting: ServeSetting, arrangement: Arrangement, rows: int) -> list[P
     ]
 
 
-def _captured(setting: ServeSetting, rows: int) -> tuple[Graph, Arrangement]:
+def _capture_step(setting: ServeSetting, rows: int) -> tuple[Graph, Arrangement]:
     """The step as a graph of global shapes over a cache of one block, act-ordered weights in the recipe's layout."""
     model = setting.model
     parameters = {name: p.detach() for name, p in model.named_parameters()}

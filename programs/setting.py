@@ -18,7 +18,7 @@ from tpshard.models.hf_config import computes, folder_config
 from tpshard.models.layers import multiply_in_fp8
 from tpshard.models.plan_dims import Naming
 from tpshard.models.presets import override, preset
-from tpshard.models.routing import balanced
+from tpshard.models.routing import balance_steps
 from tpshard.models.tasks import Task, task_of
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.programs import naming
@@ -212,7 +212,7 @@ class Setting:
     @cached_property
     def balanced(self) -> dict[str, float]:
         """The balancing biases of experts with their step. They are fp32, so that their counts are exact."""
-        return balanced(self.model)
+        return balance_steps(self.model)
 
     def used_dtype(self, name: str) -> torch.dtype:
         """The dtype in which a parameter is used."""

@@ -55,7 +55,7 @@ def layers_of(setting: Setting, count: int, stages: int) -> list[int]:
     return _fair(count, stages)
 
 
-def balanced(
+def balance_stages(
     setting: Setting, even: Sequence[int], devices: int, cut: Callable[[Sequence[int]], tuple[Stage, ...]]
 ) -> tuple[list[int], tuple[Stage, ...]]:
     """Chooses the layers of each stage and returns them with the stages, which `cut` makes: the recipe's split, or else

@@ -112,7 +112,7 @@ class StackedLayers(nn.ModuleList):
         """layers: all of them, with parameters of the same names and shapes. data_ranks: among which the rows of a
         batch are divided, in order."""
         slots = (stacking.layers(slot) for slot in range(stacking.rounds * stacking.per_stage))
-        super().__init__(_stacked(layers[members[0]], stacking.stages) for members in slots)
+        super().__init__(_stack_layer(layers[members[0]], stacking.stages) for members in slots)
         self.stacking, self.data_ranks = stacking, data_ranks
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -189,7 +189,7 @@ class StackedLayers(nn.ModuleList):
         return x.unflatten(1, (self.data_ranks, -1)).transpose(0, 1).flatten(0, 2)
 
 
-def _stacked(layer: nn.Module, stages: int) -> nn.Module:
+def _stack_layer(layer: nn.Module, stages: int) -> nn.Module:
     """A copy of a layer whose parameters have a leading dim for the stages."""
     copy = deepcopy(layer)
     for module in copy.modules():
@@ -210,7 +210,7 @@ def discount(program: Program, share: float) -> None:
 
 def difference(layers: Sequence[nn.Module]) -> str:
     """How the first two unlike layers differ besides in their parameters' values; "" if all are alike."""
-    described = [_described(layer) for layer in layers]
+    described = [_description(layer) for layer in layers]
     for number, other in enumerate(described):
         for key in {**described[0], **other}:
             mine, theirs = described[0].get(key, "nothing"), other.get(key, "nothing")
@@ -219,7 +219,7 @@ def difference(layers: Sequence[nn.Module]) -> str:
     return ""
 
 
-def _described(layer: nn.Module) -> dict[str, object]:
+def _description(layer: nn.Module) -> dict[str, object]:
     """The parameters' shapes and the plain attributes of a layer's modules, by path."""
     described: dict[str, object] = {}
     for path, module in layer.named_modules():

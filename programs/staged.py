@@ -77,7 +77,7 @@ class StagedPrograms:
     def evaluation(self) -> tuple[Stage, ...]:
         """The forward stages of an evaluation, built on first use."""
         whole = step_programs.evaluate_program(self.setting, self.storage)
-        return tuple(_finished(self.setting, stage) for stage in cut(whole, self.axis, self.layers))
+        return tuple(_finish(self.setting, stage) for stage in cut(whole, self.axis, self.layers))
 
     @cached_property
     def share(self) -> Program:
@@ -89,7 +89,7 @@ class StagedPrograms:
         scalars = [torch.empty((), dtype=d, device="meta") for d in (torch.float32, torch.int64)]
         graph = capture(step, scalars, ["loss", "count"])
         mark_outputs(graph)
-        annotations = {value: summed(self.axis, value) for value in graph.inputs}
+        annotations = {value: summed_annotation(self.axis, value) for value in graph.inputs}
         annotations |= {value: whole(value) for value in graph.outputs}
         return partition_graph(propagate(graph, self.setting.mesh, annotations))
 
@@ -124,13 +124,13 @@ def build(setting: Setting, make_micro: step_programs.MicroMaker = alike.micro) 
         base = make_micro(setting)
     storage = {p.name: p.layout for p in base.inputs if p.kind == "parameter"}
     layers = layers_of(setting, len(blocks_of(base)), table.stages)
-    again = recomputed(setting, base, make_micro)
+    again = recompute_uncut(setting, base, make_micro)
 
     def stages_of(layers: Sequence[int]) -> tuple[Stage, ...]:
         return finished_stages(setting, again, table, layers)
 
     layers, stages = balanced(setting, layers, table.devices, stages_of)
-    held = [_held(table, stages, device, list(storage)) for device in range(table.devices)]
+    held = [_names_on(table, stages, device, list(storage)) for device in range(table.devices)]
     noted = sum(p.shape[0] for p in again.outputs[2 + len(storage) :])
     devices = tuple(device_programs(setting, storage, base, held, i, noted) for i in range(table.devices))
     return again, StagedPrograms(setting, axis_of(setting), table, tuple(layers), stages, devices, storage)
@@ -143,7 +143,7 @@ def axis_of(setting: Setting) -> Axis:
     return axis
 
 
-def recomputed(setting: Setting, base: Program, make_micro: step_programs.MicroMaker) -> Program:
+def recompute_uncut(setting: Setting, base: Program, make_micro: step_programs.MicroMaker) -> Program:
     """The micro-batch's program before it is cut into stages: with the recipe's gathering, reducing and recomputation.
     `base` is the program without them."""
     fsdp, whole = setting.recipe.fsdp, base
@@ -164,7 +164,7 @@ def finished_stages(setting: Setting, again: Program, table: Table, layers: Sequ
             f"the model cannot be cut into stages: {error}", exit=Exit.FIT, where=setting.recipe.where("pipeline"),
             fix="leave `pipeline` out, or another model",
         ) from error  # fmt: skip
-    return tuple(_finished(setting, stage) for stage in cuts)
+    return tuple(_finish(setting, stage) for stage in cuts)
 
 
 def device_programs(
@@ -196,12 +196,12 @@ def table_of(setting: Setting) -> Table:
     return make(section.schedule, axis.size, setting.batch.micro_batches, section.each)
 
 
-def _finished(setting: Setting, stage: Stage) -> Stage:
+def _finish(setting: Setting, stage: Stage) -> Stage:
     """Bucketed and scheduled: backward programs by the buckets of the forward one, which reads all parameters."""
-    return _passed(stage, scheduling(setting, _chosen(setting, stage)))
+    return _run_passes(stage, scheduling(setting, _choices_of(setting, stage)))
 
 
-def _chosen(setting: Setting, stage: Stage) -> Choices:
+def _choices_of(setting: Setting, stage: Stage) -> Choices:
     @cache
     def program_with(chosen: Choices) -> Program:
         return run(scheduling(setting, chosen), stage.forward)
@@ -212,7 +212,7 @@ def _chosen(setting: Setting, stage: Stage) -> Choices:
     return chosen._replace(buckets=(*chosen.buckets, *alone))
 
 
-def _passed(stage: Stage, passes: Sequence[Pass]) -> Stage:
+def _run_passes(stage: Stage, passes: Sequence[Pass]) -> Stage:
     backward = tuple(run(passes, program) for program in stage.backward)
     return replace(stage, forward=run(passes, stage.forward), backward=backward)
 
@@ -230,22 +230,22 @@ class PassedStages(NamedTuple):
 def between_passes(setting: Setting, again: Program, pipeline: StagedPrograms) -> Iterator[PassedStages]:
     """The stages of `again`, the micro-batch's program recomputed, as they are cut and after each pass on them."""
     stages = cut(again, pipeline.axis, pipeline.layers, split_backward=pipeline.table.splits_backward)
-    lists = [scheduling(setting, _chosen(setting, stage)) for stage in stages]
+    lists = [scheduling(setting, _choices_of(setting, stage)) for stage in stages]
     yield PassedStages("recompute", 0.0, replace(pipeline, stages=stages))
     for each in zip(*lists):
         started = time.perf_counter()
-        stages = tuple(_passed(stage, [one]) for stage, one in zip(stages, each))
+        stages = tuple(_run_passes(stage, [one]) for stage, one in zip(stages, each))
         first = each[0].func if isinstance(each[0], partial) else each[0]
         yield PassedStages(first.__name__, time.perf_counter() - started, replace(pipeline, stages=stages))
 
 
-def _held(table: Table, stages: Sequence[Stage], device: int, names: Sequence[str]) -> tuple[str, ...]:
+def _names_on(table: Table, stages: Sequence[Stage], device: int, names: Sequence[str]) -> tuple[str, ...]:
     mine = {name for stage in table.stages_of(device) for name in stages[stage].parameters}
     return tuple(name for name in names if name in mine)
 
 
 # ---- what a device runs once a step ----------------------------------------------------------------------------------
-def summed(axis: Axis, value: Value) -> Annotation:
+def summed_annotation(axis: Axis, value: Value) -> Annotation:
     """The annotation of an input that is summed over the devices of the pipeline."""
     none: tuple[Any, ...] = ((),) * value.rank
     return Annotation(
@@ -257,7 +257,7 @@ def whole(value: Value) -> Annotation:
     return Annotation(Sharding(((),) * value.rank, (False,) * value.rank), (SourcePlace("the same on all devices"),))
 
 
-def stored(storage: Mapping[str, Layout], name: str) -> Annotation:
+def stored_annotation(storage: Mapping[str, Layout], name: str) -> Annotation:
     layout = storage[name]
     return Annotation(Sharding(layout.dims, (False,) * len(layout.dims)), (SourcePlace("how it is stored"),))
 
@@ -287,8 +287,8 @@ def totals_program(
     for op in graph.ops:
         op.place = Place(phase="update")
     mark_outputs(graph)
-    annotations = {value: stored(storage, name) for value, name in zip(graph.inputs, names)}
-    annotations |= {value: summed(axis, value) for value in graph.inputs[len(names) :]}
+    annotations = {value: stored_annotation(storage, name) for value, name in zip(graph.inputs, names)}
+    annotations |= {value: summed_annotation(axis, value) for value in graph.inputs[len(names) :]}
     annotations |= {value: whole(value) for value in graph.outputs}
     mark(graph.inputs[: len(names)], "gradient")
     mark([*graph.inputs[len(names) :], *graph.outputs], "scalar")
@@ -296,7 +296,7 @@ def totals_program(
 
 
 def _update(setting: Setting, storage: Mapping[str, Layout], axis: Axis, names: Sequence[str]) -> Program:
-    return step_programs.update_program(setting, storage, names, squares=lambda value: summed(axis, value))
+    return step_programs.update_program(setting, storage, names, squares=lambda value: summed_annotation(axis, value))
 
 
 def exchange_program(

@@ -11,14 +11,14 @@ from tpshard.parallelism.stages import Stage
 from tpshard.parallelism.stretch import stretch_program
 from tpshard.programs.alike import STACK, few_layers, micro
 from tpshard.programs.setting import Setting
-from tpshard.programs.splitting import balanced, layers_of
+from tpshard.programs.splitting import balance_stages, layers_of
 from tpshard.programs.staged import (
     DevicePrograms,
     StagedPrograms,
     axis_of,
     device_programs,
     finished_stages,
-    recomputed,
+    recompute_uncut,
     table_of,
 )
 from tpshard.recipes.parallel_keys import BucketFile, RematEvery
@@ -44,7 +44,7 @@ def build(setting: Setting) -> tuple[Program, StagedPrograms] | None:
     cut = _Alike(setting, few)
     if cut.built(even) >= config.layers:
         return None
-    layers, stages = balanced(setting, even, table.devices, cut.stages)
+    layers, stages = balance_stages(setting, even, table.devices, cut.stages)
     names = [name for name, _ in setting.model.named_parameters()]
     ports = {p.name: p.layout for p in few.inputs if p.kind == "parameter"}
     storage = {name: ports[_in_few(name)] for name in names}
@@ -95,7 +95,7 @@ class _Alike:
         config = self.setting.config
         assert config is not None
         shorter = replace(self.setting, config=replace(config, layers=self.built(split)))
-        again = recomputed(shorter, micro(shorter), micro)
+        again = recompute_uncut(shorter, micro(shorter), micro)
         head, *inner, tail = finished_stages(shorter, again, self.table, [first, *between, last])
         kinds = dict(zip(between, inner))
         all_stages = [head, *(kinds[count] for count in split[1:-1]), tail]

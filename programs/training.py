@@ -63,7 +63,7 @@ class TrainingPrograms:
     @cached_property
     def counted(self) -> dict[str, int]:
         """The model's counters in the order of the last output of `micro`, with their number of values."""
-        return counts.declared(self.setting.model)
+        return counts.declared_counters(self.setting.model)
 
     @property
     def names(self) -> list[str]:

@@ -169,7 +169,7 @@ class Checker:
         pair = (str, Any) if Any in options else mapping_of(hint)
         if pair is not None:
             return self.mapping(raw, pair, path, where)
-        return self.mistyped(raw, self.leaf(raw, path, where), hint, path)
+        return self.refuse_type(raw, self.leaf(raw, path, where), hint, path)
 
     def mapping(self, raw: dict[str, Any], pair: tuple[Any, Any], path: Path, where: Source | None) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -190,7 +190,7 @@ class Checker:
         options = [base for base, _ in alternatives(hint)]
         shapes = [get_args(base) for base in options if get_origin(base) is tuple]
         if not shapes and Any not in options:
-            return self.mistyped(raw, self.leaf(raw, path, where), hint, path)
+            return self.refuse_type(raw, self.leaf(raw, path, where), hint, path)
         shape = shapes[0] if shapes else (Any, Ellipsis)
         if len(shape) == 2 and shape[1] is Ellipsis:
             kinds = [shape[0]] * len(raw)
@@ -217,7 +217,7 @@ class Checker:
                 self.mistakes.append(to_be_given(path, node.source))
             return BAD
         if (read_as := trap(node)) is not None:
-            return self.trapped(node, read_as, [str] if Any in bases else bases, path)
+            return self.refuse_ambiguous(node, read_as, [str] if Any in bases else bases, path)
         if Any in bases:
             return raw
         alone = next((base for base, constraints in options if ALONE in constraints), None)
@@ -228,7 +228,7 @@ class Checker:
             return BAD if value is BAD else (value,)
         fits = [(value, c) for base, c in options if (value := _as(raw, base, c)) is not BAD]
         if not fits:
-            return self.mistyped(raw, node, hint, path)
+            return self.refuse_type(raw, node, hint, path)
         value, constraints = fits[0]
         if isinstance(value, float) and not math.isfinite(value):
             return self.wrong(path, f"`{key}: {node.text}` is not finite", node.source, f"must be {_legal(options)}")
@@ -269,7 +269,7 @@ class Checker:
         checked = self.value(value, hint, path, source)
         return Pending(node.text, path, source) if isinstance(checked, str) and environment.read else checked
 
-    def trapped(self, node: Node, read_as: str, bases: list[Any], path: Path) -> _Bad:
+    def refuse_ambiguous(self, node: Node, read_as: str, bases: list[Any], path: Path) -> _Bad:
         digits = node.text.lstrip("+-0").isdigit()
         if bool in bases:
             fix = "write true or false"
@@ -282,7 +282,7 @@ class Checker:
         message = f"unquoted `{node.text}` is read as {read_as} by YAML 1.1"
         return self.wrong(path, message, node.source, f"`{_key(path)}`", fix)
 
-    def mistyped(self, raw: Any, node: Node, hint: Any, path: Path) -> _Bad:
+    def refuse_type(self, raw: Any, node: Node, hint: Any, path: Path) -> _Bad:
         key, options = _key(path), alternatives(hint)
         why = f"must be {_legal(options)}"
         if isinstance(raw, dict | list):

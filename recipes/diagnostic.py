@@ -116,10 +116,10 @@ def dumps(diagnostics: Sequence[Diagnostic]) -> str:
 
 def printable(text: str) -> str:
     """`text` with control characters escaped, so that another person's recipe cannot control the terminal."""
-    return re.sub(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]", _escaped, text)
+    return re.sub(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]", _escape, text)
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _escape(match: re.Match[str]) -> str:
     return match.group().encode("unicode_escape").decode("ascii")
 
 

@@ -47,10 +47,12 @@ def _climb(path: Path, tree: Node, roots: list[Path], chain: list[Path], recorde
     base = _base(path, node, roots, chain)
     if any(_same(base, earlier) for earlier in chain):
         raise Mistakes.one(
-            f"`extends` is circular: {_shown([*chain, base])}", where=node.source, why="back to the start"
+            f"`extends` is circular: {_chain_text([*chain, base])}", where=node.source, why="back to the start"
         )
     if len(chain) >= MAX_CHAIN:
-        raise Mistakes.one(f"`extends` has a chain of more than {MAX_CHAIN} files: {_shown(chain)}", where=node.source)
+        raise Mistakes.one(
+            f"`extends` has a chain of more than {MAX_CHAIN} files: {_chain_text(chain)}", where=node.source
+        )
     return [*_climb(base, _read(base, (node.source, chain), recorded), roots, [*chain, base], recorded), rest]
 
 
@@ -61,7 +63,7 @@ def _base(path: Path, node: Node, roots: list[Path], chain: list[Path]) -> Path:
             return builtins()[name]
         close = suggestion(name, builtins())
         raise Mistakes.one(
-            f"there is no shipped recipe `{name}` to extend: {_shown(chain)} -> {name}",
+            f"there is no shipped recipe `{name}` to extend: {_chain_text(chain)} -> {name}",
             where=node.source,
             why="not found",
             fix=f"did you mean {close}?"
@@ -72,7 +74,7 @@ def _base(path: Path, node: Node, roots: list[Path], chain: list[Path]) -> Path:
     inside = base.resolve()
     if os.path.isabs(name) or not any(inside.is_relative_to(root) for root in roots):
         raise Mistakes.one(
-            f"`extends: {name}` leads out of the recipe's tree: {_shown(chain)} -> {name}",
+            f"`extends: {name}` leads out of the recipe's tree: {_chain_text(chain)} -> {name}",
             where=node.source,
             why="absolute" if os.path.isabs(name) else "outside of " + " and ".join(dict.fromkeys(map(str, roots))),
             fix="extend a file beside the recipe, or a shipped recipe by its name",
@@ -98,13 +100,13 @@ def _same(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
 
 
-def _shown(chain: list[Path]) -> str:
+def _chain_text(chain: list[Path]) -> str:
     return " -> ".join(map(str, chain))
 
 
 def _read(path: Path, extending: tuple[Source, list[Path]] | None, recorded: list[Diagnostic]) -> Node:
     where = extending[0] if extending else None
-    chain = f": {_shown([*extending[1], path])}" if extending else ""
+    chain = f": {_chain_text([*extending[1], path])}" if extending else ""
     try:
         if not path.is_file():
             raise FileNotFoundError

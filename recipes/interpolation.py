@@ -44,7 +44,7 @@ class Environment:
 
 
 @contextmanager
-def only_allowed() -> Iterator[Environment]:
+def allowed_resolvers() -> Iterator[Environment]:
     """A context in which OmegaConf has only the allowed resolvers; yields the environment variables they read."""
     reads = Environment()
     with _LOCK, warnings.catch_warnings():
@@ -131,7 +131,7 @@ def size(raw: Any, path: Path, sizes: dict[Path, int]) -> int:
     return sizes[path]
 
 
-def mentioned(raw: Any, path: Path) -> list[Path]:
+def dependencies(raw: Any, path: Path) -> list[Path]:
     """All keys that the value at a path depends on, each once, nearest first."""
     keys: list[Path] = []
     todo = [path]
@@ -155,7 +155,7 @@ def cause(
         keys = keys_in(raw, chain[-1])
         if again := next((key for key in keys if key in chain), None):
             return _circle(chain[chain.index(again) :], place)
-        broken = next((key for key in keys if _given(raw, key, place) and fails(key)), None)
+        broken = next((key for key in keys if _is_written(raw, key, place) and fails(key)), None)
         if broken is None or broken in chain:
             break
         chain.append(broken)
@@ -180,7 +180,7 @@ def to_be_given(path: Path, where: Source, also: tuple[tuple[Source, str], ...] 
     return Diagnostic(f"`{dotted(path)}` must be given", where=where, why="`???` means no value", fix=fix, also=also)
 
 
-def _given(raw: Any, path: Path, place: Callable[[Path], Source]) -> bool:
+def _is_written(raw: Any, path: Path, place: Callable[[Path], Source]) -> bool:
     """Whether the text at a path was written by the user, and may itself be wrong."""
     text = or_none(raw, path)
     return isinstance(text, str) and (text != "???" or place(path).line > 0)

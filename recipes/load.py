@@ -48,7 +48,7 @@ def load(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = ())
 def loads(text: str, overrides: Sequence[str] = (), *, file: str = "<text>") -> Recipe:
     """The recipe in `text`; `file` is its name in error messages. Its default name is `recipe`."""
     recorded: list[Diagnostic] = []
-    return _sound(_examined(extends.layers_of_text(text, file, recorded), overrides, "recipe", recorded))
+    return _sound(_examine_layers(extends.layers_of_text(text, file, recorded), overrides, "recipe", recorded))
 
 
 def changed(recipe: Recipe, changes: Sequence[str]) -> Recipe:
@@ -69,7 +69,7 @@ def examine(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = 
     """
     path = find(os.fspath(path_or_builtin))
     recorded: list[Diagnostic] = []
-    return _examined(extends.layers(path, recorded), overrides, _name_of(path), recorded)
+    return _examine_layers(extends.layers(path, recorded), overrides, _name_of(path), recorded)
 
 
 def in_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
@@ -117,7 +117,7 @@ def _sound(examined: Examined) -> Recipe:
     return examined.recipe
 
 
-def _examined(layers: list[Node], overrides: Sequence[str], name: str, recorded: list[Diagnostic]) -> Examined:
+def _examine_layers(layers: list[Node], overrides: Sequence[str], name: str, recorded: list[Diagnostic]) -> Examined:
     from tpshard.recipes.merge import Merged, shell_paths
 
     merged = Merged()
@@ -205,16 +205,16 @@ def _override(text: str, number: int) -> Node:
         leaf = compose(rest[0], file, shown=text, offset=len(key) + 1, mapping=False)
     else:  # a shell's `key=` is empty text, not null
         leaf = Node("scalar", Source(file, 1, len(key) + 1, text, 1))
-    return _nested(parts, leaf, Recipe, where)
+    return _nest(parts, leaf, Recipe, where)
 
 
-def _nested(parts: list[str], leaf: Node, hint: Any, where: Source) -> Node:
+def _nest(parts: list[str], leaf: Node, hint: Any, where: Source) -> Node:
     """Wraps a leaf in the maps of its path. In a map with free keys the rest of the path is one key (`layers.*.up`)."""
     inner = section_of(hint)
     if inner is not None and (len(parts) == 1 or parts[0] not in hints(inner)):
         name, value = parts[0], leaf
     elif inner is not None:
-        name, value = parts[0], _nested(parts[1:], leaf, hints(inner)[parts[0]], where)
+        name, value = parts[0], _nest(parts[1:], leaf, hints(inner)[parts[0]], where)
     elif mapping_of(hint) is not None:
         name, value = ".".join(parts), leaf
     else:

@@ -16,9 +16,9 @@ from tpshard.recipes.interpolation import (
     ERRORS,
     MAX_COMPLETED,
     Environment,
+    allowed_resolvers,
     cause,
-    mentioned,
-    only_allowed,
+    dependencies,
     or_none,
     size,
     unreadable,
@@ -86,7 +86,7 @@ class Merged:
 
     def completed(self, path: Path) -> tuple[Any, Environment, Exception | None]:
         """(the value at a path with interpolations resolved, the environment variables it read, the error if any)."""
-        with only_allowed() as environment:
+        with allowed_resolvers() as environment:
             try:
                 return value_at(self.config, path), environment, None
             except ERRORS as error:
@@ -96,7 +96,7 @@ class Merged:
         """The value at a path as written, with `~` and `$NAME` in paths as interpolations."""
         return written_at(self.raw, path)
 
-    def bounded(self) -> None:
+    def check_size(self) -> None:
         """Raises `Mistakes` for interpolations that expand without end."""
         sizes: dict[Path, int] = {}
         if size(self.raw, (), sizes) > MAX_COMPLETED:
@@ -111,7 +111,7 @@ class Merged:
 
     def origins(self, path: Path) -> tuple[tuple[Source, str], ...]:
         """The places of the values that the one at `path` depends on."""
-        return tuple((self.place(p), f"the value of `{dotted(p)}`") for p in mentioned(self.raw, path))
+        return tuple((self.place(p), f"the value of `{dotted(p)}`") for p in dependencies(self.raw, path))
 
     def why(self, path: Path, environment: Environment) -> tuple[Path, Diagnostic]:
         """The mistake that prevents resolving the value at a path, and the path of that mistake."""
@@ -125,7 +125,7 @@ class Merged:
         assert isinstance(merged, DictConfig)
         self.config = merged
         self.__dict__.pop("raw", None)
-        self.bounded()
+        self.check_size()
 
     def _make_way(self, over: Node, hint: Any, path: Path, below: Any) -> None:
         """Removes what the layer replaces as a whole, and expands interpolated maps that it changes."""

@@ -69,7 +69,7 @@ class Section:
         if name[0] != "_":
             config = object.__getattribute__(self, "__dict__").get("_config")
             if config is not None and waits(value):
-                return completed(value, config)
+                return resolve(value, config)
         return value
 
     def stored(self) -> dict[str, Any]:
@@ -91,17 +91,17 @@ def waits(value: Any) -> bool:
     return any(map(waits, value)) if isinstance(value, tuple) else isinstance(value, Pending)
 
 
-def completed(value: Any, config: Any) -> Any:
+def resolve(value: Any, config: Any) -> Any:
     """`value` completed from the environment. Raises `Mistakes` for an unset variable without default."""
     if isinstance(value, Mapping):
-        return {key: completed(item, config) for key, item in value.items()}
+        return {key: resolve(item, config) for key, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(completed(item, config) for item in value)
+        return tuple(resolve(item, config) for item in value)
     if not isinstance(value, Pending):
         return value
     from tpshard.recipes import interpolation
 
-    with interpolation.only_allowed() as environment:
+    with interpolation.allowed_resolvers() as environment:
         try:
             text = interpolation.value_at(config, value.path)
         except interpolation.ERRORS as error:

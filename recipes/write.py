@@ -29,20 +29,20 @@ def to_yaml(recipe: Section, resolved: bool = False, pins: Mapping[str, Any] | N
 def as_data(value: Any, name: str = "", resolved: bool = False) -> Any:
     """A recipe or a part of it as maps, lists and scalars; unset keys whose default is null are omitted."""
     if isinstance(value, Section):
-        items = (value.stored() | (_known(value) if resolved else {})).items()
+        items = (value.stored() | (_resolved_values(value) if resolved else {})).items()
         fields = type(value).__dataclass_fields__
         left_out = {k for k, v in items if (v is None and fields[k].default is None) or k in value._unsaved}
         return {k: as_data(v, k, resolved) for k, v in items if k not in left_out}
     if isinstance(value, Mapping):
         return {k: as_data(v, k, resolved) for k, v in value.items()}
     if looks_secret(name) and value is not None and not isinstance(value, bool):
-        return masked(value)
+        return mask(value)
     if isinstance(value, tuple | list):
         return [as_data(item) for item in value]
     return str(value) if isinstance(value, str) else value
 
 
-def _known(section: Section) -> dict[str, Any]:
+def _resolved_values(section: Section) -> dict[str, Any]:
     """The values of a section that depend on no unset environment variable."""
     values = {}
     for key in section.stored():
@@ -67,7 +67,7 @@ def looks_secret(key: str) -> bool:
     return any(_SECRET.fullmatch(word.lower()) for word in words)
 
 
-def masked(value: Any) -> Any:
+def mask(value: Any) -> Any:
     """An interpolation without its default; anything else is hidden."""
     if isinstance(value, str) and (match := re.fullmatch(r"\$\{(oc\.env:[A-Za-z0-9_]+)(,.*)?\}", value, re.DOTALL)):
         return f"${{{match[1]}{',' + MASK if match[2] else ''}}}"

@@ -292,7 +292,7 @@ CHAT: dict[str, Check] = _SHARED | {
 
 def completion(body: Mapping[str, Any]) -> Order:
     """The order of a body of /v1/completions."""
-    fields = _checked(body, COMPLETION, ("model", "prompt"))
+    fields = _check(body, COMPLETION, ("model", "prompt"))
     if fields.get("best_of", fields.get("n", 1)) != fields.get("n", 1):
         raise Refused("`best_of` other than `n` is not supported", param="best_of")
     order = _order(fields, fields.get("logprobs"), fields.get("max_tokens"))
@@ -303,7 +303,7 @@ def completion(body: Mapping[str, Any]) -> Order:
 
 def chat(body: Mapping[str, Any]) -> Order:
     """The order of a body of /v1/chat/completions."""
-    fields = _checked(body, CHAT, ("model", "messages"))
+    fields = _check(body, CHAT, ("model", "messages"))
     if "top_logprobs" in fields and not fields.get("logprobs"):
         raise Refused("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
     if "max_tokens" in fields and "max_completion_tokens" in fields:
@@ -315,7 +315,7 @@ def chat(body: Mapping[str, Any]) -> Order:
     return order
 
 
-def _checked(body: Mapping[str, Any], table: Mapping[str, Check], needed: tuple[str, ...]) -> dict[str, Any]:
+def _check(body: Mapping[str, Any], table: Mapping[str, Check], needed: tuple[str, ...]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for key, value in body.items():
         check = table.get(key)

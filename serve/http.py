@@ -130,7 +130,7 @@ class Patience(H11Protocol):
             self.transport.close()
 
 
-def configured(app: App, limits: Limits) -> uvicorn.Config:
+def server_config(app: App, limits: Limits) -> uvicorn.Config:
     """uvicorn's configuration for the app."""
     return uvicorn.Config(
         app, http=Patience, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=limits.header_s,
@@ -139,7 +139,7 @@ def configured(app: App, limits: Limits) -> uvicorn.Config:
 
 
 async def _run(app: App, service: Service, sock: socket.socket, announce: Callable[[], None]) -> int:
-    server = uvicorn.Server(configured(app, service.limits))
+    server = uvicorn.Server(server_config(app, service.limits))
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
@@ -164,7 +164,7 @@ async def _run(app: App, service: Service, sock: socket.socket, announce: Callab
         log.info("ending: running requests have %g s", service.limits.grace_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(service.limits.grace_s):
-                while not (service.idle and _sent(server)):
+                while not (service.idle and _is_idle(server)):
                     await asyncio.sleep(0.02)
     waiting.cancel()
     await asyncio.to_thread(service.close)
@@ -176,6 +176,6 @@ async def _run(app: App, service: Service, sock: socket.socket, announce: Callab
     return Exit.INTERRUPTED if received[:1] == [signal.SIGINT] else Exit.DONE
 
 
-def _sent(server: uvicorn.Server) -> bool:
+def _is_idle(server: uvicorn.Server) -> bool:
     """Whether no connection is in the middle of an answer."""
     return not server.server_state.tasks

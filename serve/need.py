@@ -43,7 +43,7 @@ class Need:
         setting, served = self.programs.setting, self.programs.setting.served
         described = {"kernels": ", ".join(f"{count} {name}" for name, count in kernels(self.programs.any).items())}
         if served.quantized is not None:
-            how = "" if served.coded(setting.kind, self.programs.arrangement) else ", dequantized when loaded"
+            how = "" if served.coded_weights(setting.kind, self.programs.arrangement) else ", dequantized when loaded"
             meaning = _meaning(self.programs.arrangement, setting.recipe.serve.layout)
             described["quantized weights"] = f"{served.quantized}{how}; {meaning}"
         return described

@@ -164,7 +164,7 @@ class Quantizer:
                 if name in streams:
                     streams[name] = [_through(layer, x) for x in streams[name]]
             layer.to("meta")
-            yield from self._joined(quantized)
+            yield from self._join(quantized)
         if self.held_out:
             before, self.report.held_out_tokens = self._loss(streams["dense"])
             after, _ = self._loss(streams["quantized"])
@@ -261,7 +261,7 @@ class Quantizer:
         c = self.config
         return Heads(c.heads, c.kv_heads, c.head_dim) if dims.get("weight", ())[1:] == ("heads",) else None
 
-    def _joined(self, quantized: Mapping[str, Quantized]) -> Iterator[tuple[str, Quantized]]:
+    def _join(self, quantized: Mapping[str, Quantized]) -> Iterator[tuple[str, Quantized]]:
         """The linears as the folder stores them: those that share a matrix side by side, in its order of outputs."""
         shared: dict[str, list[tuple[str, Home]]] = {}
         for name in quantized:

@@ -118,7 +118,7 @@ class Ranks:
                 if got == kind:
                     missing.discard(rank)
             if self._workers.settled or (self._workers.troubled and not self._workers.living):
-                self._lost()
+                self._raise_lost()
             if not ready and missing:
                 self._look(min(missing), left, seconds)
 
@@ -133,7 +133,7 @@ class Ranks:
         if left <= 0:
             self._end(f"rank {rank} did not answer within {seconds:g} s; the workers were ended")
 
-    def _lost(self) -> None:
+    def _raise_lost(self) -> None:
         verdict = self._workers.verdict()
         assert verdict is not None, "there was trouble"
         self._end(f"rank {verdict.rank} was lost: {verdict.cause}")

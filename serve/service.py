@@ -86,11 +86,11 @@ class Service:
     @property
     def limit(self) -> int:
         """The maximal number of tokens of a sequence. Raises Unavailable before the first runner is ready."""
-        return self._known().limit
+        return self._ready_engine().limit
 
     @property
     def vocab(self) -> int:
-        return self._known().runner.vocab
+        return self._ready_engine().runner.vocab
 
     @property
     def ready(self) -> bool:
@@ -140,7 +140,7 @@ class Service:
             self._thread.join(timeout=30)
 
     # ---- in the engine's thread ----------------------------------------------------------------------------
-    def _known(self) -> Engine:
+    def _ready_engine(self) -> Engine:
         if self._engine is None:
             raise Unavailable()
         return self._engine

@@ -143,13 +143,13 @@ class Writer:
     def add(self, token: int, last: bool = False) -> str:
         """Adds a token and returns the text that became final; with `last`, all remaining text."""
         self.tokens.append(token)
-        return self._give(self._grown(last), last)
+        return self._give(self._new_text(last), last)
 
     def end(self) -> str:
         """Returns the text that was held back, after the last token."""
-        return self._give(self._grown(True), True)
+        return self._give(self._new_text(True), True)
 
-    def _grown(self, last: bool) -> str:
+    def _new_text(self, last: bool) -> str:
         written = self.tokenizer.decode(self.tokens[self._start : self._read])
         whole = self.tokenizer.decode(self.tokens[self._start :])
         if len(whole) <= len(written) or (whole.endswith("�") and not last and len(self.tokens) - self._read < 8):

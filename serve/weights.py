@@ -70,23 +70,25 @@ class Filler:
         if port.held is None:
             return self._dense(port, port.name, place)
         if port.held.form == "onednn":
-            return _packed(self._dense(port, port.held.of[0], place))
-        parts = [self._coded(port, name, place) for name in port.held.of]
+            return _pack(self._dense(port, port.held.of[0], place))
+        parts = [self._read_coded(port, name, place) for name in port.held.of]
         return prepare(parts[0] if len(parts) == 1 else concatenate(parts), self.device)
 
     def _dense(self, port: Port, name: str, place: Sequence[tuple[int, int]]) -> Tensor:
         """A block of a parameter, with outputs and inputs in the program's order."""
         if self.weights.quantized(name) is not None:
-            return self._coded(port, name, place).dequantize(torch.float32).T.to(self.device, port.dtype).contiguous()
+            return (
+                self._read_coded(port, name, place).dequantize(torch.float32).T.to(self.device, port.dtype).contiguous()
+            )
         (start, size), *rest = place
         columns = self.arrangement.columns_of(name, self._group)
         if columns is None:
-            value = self._stored(name, place)
+            value = self._read_dense(name, place)
         else:
-            value = self._stored(name, ((0, len(columns)), *rest))[columns[start : start + size]]
+            value = self._read_dense(name, ((0, len(columns)), *rest))[columns[start : start + size]]
         return value.to(self.device, port.dtype).contiguous()
 
-    def _stored(self, name: str, place: Sequence[tuple[int, int]]) -> Tensor:
+    def _read_dense(self, name: str, place: Sequence[tuple[int, int]]) -> Tensor:
         """A block of a parameter, with zeros beyond what is stored."""
         there = [max(0, min(size, n - start)) for n, (start, size) in zip(self.weights.shapes[name], place)]
         if 0 in there:
@@ -94,7 +96,7 @@ class Filler:
         missing = [x for (_, size), got in zip(reversed(place), reversed(there)) for x in (0, size - got)]
         return F.pad(self.weights.block(name, [start for start, _ in place], there), missing)
 
-    def _coded(self, port: Port, name: str, place: Sequence[tuple[int, int]]) -> Quantized:
+    def _read_coded(self, port: Port, name: str, place: Sequence[tuple[int, int]]) -> Quantized:
         """A block of a quantized parameter, in the program's order."""
         whole = self.weights.quantized(name)
         assert whole is not None, f"{name} is not quantized"
@@ -114,6 +116,6 @@ def _cut(order: Tensor | None, part: tuple[int, int]) -> Tensor:
     return torch.arange(start, start + size) if order is None else order[start : start + size]
 
 
-def _packed(value: Tensor) -> Tensor:
+def _pack(value: Tensor) -> Tensor:
     """The tensor packed by the CPU's library, where this machine supports it."""
     return linear.pack(value) if linear.can_pack(value.dtype) else value

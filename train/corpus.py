@@ -55,7 +55,7 @@ class LocalFile:
     name: str
 
     def open(self) -> BinaryIO:
-        return _decompressed(self.name, cast(BinaryIO, self.path.open("rb")))
+        return _open_decompressed(self.name, cast(BinaryIO, self.path.open("rb")))
 
     def fingerprint(self) -> str:
         with self.path.open("rb") as file:
@@ -77,7 +77,7 @@ class HubFile:
     def open(self) -> BinaryIO:
         from datasets.utils.file_utils import xopen
 
-        return _decompressed(self.name, cast(BinaryIO, xopen(self.url, "rb")))
+        return _open_decompressed(self.name, cast(BinaryIO, xopen(self.url, "rb")))
 
     def fingerprint(self) -> str:
         return ""
@@ -296,7 +296,7 @@ def _hub(repo: str, config: str, where: Source | None) -> Corpus:
     return _split(repo, files, where)
 
 
-def _decompressed(name: str, file: BinaryIO) -> BinaryIO:
+def _open_decompressed(name: str, file: BinaryIO) -> BinaryIO:
     return cast(BinaryIO, _Gzip(file)) if name.endswith(".gz") else file
 
 

@@ -25,7 +25,7 @@ from tpshard.train.learning_rate import learning_rate
 from tpshard.train.made import MadeRows, StepBatch
 from tpshard.train.progress import Progress
 from tpshard.train.restore import SavedCheckpoint, newest
-from tpshard.train.stream import Loader, merged
+from tpshard.train.stream import Loader, merge_states
 from tpshard.train.training_engine import StepResult, TrainingEngine
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class TrainingLoop:
         if self.recipe.checkpoint.every_steps and self.course.step != self._saved_step and self.course.step:
             self.save()
         done = self.course.step >= steps and not self._evaluation_due()
-        return self._ended(0 if done else code or self.context.stop())
+        return self._finish(0 if done else code or self.context.stop())
 
     def _evaluation_due(self) -> bool:
         """Whether the last step is due for evaluation and not evaluated yet."""
@@ -179,7 +179,7 @@ class TrainingLoop:
             return False
         return course.step % every == 0 or course.step == self.recipe.train.steps
 
-    def _ended(self, code: int) -> Outcome:
+    def _finish(self, code: int) -> Outcome:
         out = self.outcome
         out.exit, out.seconds, out.skipped = Exit(code), time.monotonic() - self._began, self.guard.skipped
         if out.rates:
@@ -270,7 +270,7 @@ class TrainingLoop:
         mine = self.loader.state_dict()
         parts = self.context.gather({key: mine[key] for key in ("step", "global_sequences", "tokenizer", "lanes")})
         meta = {
-            "course": vars(self.course), "data": {**mine, **merged(parts)}, "seed": self.recipe.seed,
+            "course": vars(self.course), "data": {**mine, **merge_states(parts)}, "seed": self.recipe.seed,
             "name": self.recipe.name, "model": self.model, "mesh": dict(self.context.mesh.axes),
             "attempt": self.attempt,
         }  # fmt: skip

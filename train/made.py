@@ -44,7 +44,7 @@ class MadeRows:
         """This rank's rows of the next step."""
         first = self.step * self.recipe.batch.global_sequences
         self.step += 1
-        return _made(self.task, [first + row for row in self.part], self.recipe.seed)
+        return _draw(self.task, [first + row for row in self.part], self.recipe.seed)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, as JSON."""
@@ -75,7 +75,7 @@ def held_out_rows(
     task: Task, recipe: Recipe, numbers: Sequence[int], each: int, per_device: int
 ) -> Iterator[MadeBatch]:
     """Micro-batches of `each` held-out rows by their numbers; missing rows are padding without targets."""
-    batch = _made(task, [held_out(number) for number in numbers], recipe.seed)
+    batch = _draw(task, [held_out(number) for number in numbers], recipe.seed)
     whole = -(-each // per_device) * per_device
     blank = {name: torch.zeros(field.shape, dtype=field.dtype) for name, field in task.fields.items()}
     blank["targets"] += IGNORE
@@ -89,7 +89,7 @@ def held_out_rows(
         yield filled.rows(start, start + per_device)
 
 
-def _made(task: Task, numbers: Sequence[int], seed: int) -> MadeBatch:
+def _draw(task: Task, numbers: Sequence[int], seed: int) -> MadeBatch:
     if not numbers:
         empty = {key: torch.zeros(0, *field.shape, dtype=field.dtype) for key, field in task.fields.items()}
         return MadeBatch(empty, ())

@@ -80,21 +80,21 @@ class PipelineEngine(State):
 
     def update(self, lr: float, number: int) -> StepResult:
         before = self.mail.sent_bytes
-        with self._counted():
+        with self._counting():
             row = self.pipeline.table.rows[self.place]
             params = self.params if self.gather is None else self.gather(*self.params)
             walk = self._walk(self.pipeline.stages, params, self._batches, row)
             del params
             self.sums = [walk.sums[name] for name in self.sum_names]
             sums = self.sums if self.reduce is None else self.reduce(*self.sums)
-            sums = self._exchanged(sums)
+            sums = self._exchange_sums(sums)
             losses, counts, noted = self._scalars(walk)
             squares, losses, counts, *noted = self.totals(*sums, losses, counts, *noted)
             scalars = (losses.sum(), counts.sum(), self._scalar(lr), self._scalar(number), squares)
             results = self.step(*self.params, *sums, *chain(*self.moments), *scalars)
         if self._steps == COUNTED - 1:
             self._sent_between = self.mail.sent_bytes - before
-        norm, finite = self._updated(results)
+        norm, finite = self._store_update(results)
         self._batches.clear()
         return self._result(losses, counts, norm, finite, noted[0] if noted else None)
 
@@ -126,7 +126,7 @@ class PipelineEngine(State):
     def send(self, task: StageTask, port: Port, value: Tensor) -> None:
         """Called when the task's program has started to send the value."""
 
-    def _exchanged(self, sums: list[Tensor]) -> list[Tensor]:
+    def _exchange_sums(self, sums: list[Tensor]) -> list[Tensor]:
         """The gradient sums, with those of shared parameters added up over their devices."""
         if self.exchange is None:
             return sums

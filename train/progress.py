@@ -47,11 +47,11 @@ class Lines:
     def step(self, row: Mapping[str, Any], *, logged: bool) -> None:
         step, now = int(row["step"]), time.monotonic()
         if logged:
-            self.note(f"step {step}/{self.steps}  {measures(row)}{self._left(step, now)}")
+            self.note(f"step {step}/{self.steps}  {measures(row)}{self._time_left(step, now)}")
         if self._first is None or step <= self._first[0]:
             self._first = step, now
 
-    def _left(self, step: int, now: float) -> str:
+    def _time_left(self, step: int, now: float) -> str:
         if self._first is None or step <= self._first[0]:
             return ""
         return f"  {duration((now - self._first[1]) / (step - self._first[0]) * (self.steps - step))} left"
@@ -92,7 +92,7 @@ class Bar:
         self._bar.stop()
 
 
-def watched(steps: int, done: int, *, main: bool) -> Progress:
+def progress_for(steps: int, done: int, *, main: bool) -> Progress:
     """The display for this rank and this stderr."""
     if not main:
         return Silent()

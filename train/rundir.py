@@ -36,11 +36,11 @@ class Holder:
 
     @staticmethod
     def this() -> Holder:
-        return Holder(os.getpid(), socket.gethostname(), _started(os.getpid()))
+        return Holder(os.getpid(), socket.gethostname(), _start_time(os.getpid()))
 
     def is_gone(self) -> bool:
         """Whether the process has certainly ended. Processes of other hosts are never certain."""
-        return self.host == socket.gethostname() and _started(self.pid) != self.started
+        return self.host == socket.gethostname() and _start_time(self.pid) != self.started
 
 
 class RunDir:
@@ -210,7 +210,7 @@ def _read(path: Path) -> Holder | None:
         return None
 
 
-def _started(pid: int) -> str:
+def _start_time(pid: int) -> str:
     """Boot time and start time of a living process; "" for an ended one (or a zombie)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -118,7 +118,7 @@ def documents(stdlib: Path | None = None) -> Iterator[tuple[str, str]]:
             yield f"{module}\n\n{text}", module
         for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                parts = list(_described(node, module))
+                parts = list(_docstrings(node, module))
                 if parts:
                     yield "\n\n".join(parts), f"{module}.{node.name}"
 
@@ -131,7 +131,7 @@ def _topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
                     yield value.value, f"pydoc_data.topics.{key.value!s}"
 
 
-def _described(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, prefix: str) -> Iterator[str]:
+def _docstrings(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, prefix: str) -> Iterator[str]:
     name = f"{prefix}.{node.name}"
     text = ast.get_docstring(node)
     if isinstance(node, ast.ClassDef):
@@ -139,7 +139,7 @@ def _described(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, pref
             yield f"class {name}\n\n{text}"
         for inner in node.body:
             if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                yield from _described(inner, node.name)
+                yield from _docstrings(inner, node.name)
     elif text:
         yield f"{name}({ast.unparse(node.args)})\n\n{text}"
 

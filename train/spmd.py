@@ -34,7 +34,7 @@ class SpmdEngine(State):
         """Parameters gathered once for all micro-batches of the step; None before."""
 
     def accumulate(self, batch: StepBatch, seed: int) -> None:
-        with self._counted():
+        with self._counting():
             if self.gather is not None and self._used is None:
                 self._used = self.gather(*self.params)
             params = self.params if self._used is None else self._used
@@ -49,11 +49,11 @@ class SpmdEngine(State):
         losses = torch.stack([loss for loss, _ in self._sums])
         counts = torch.stack([count for _, count in self._sums])
         scalars = (losses.sum(), counts.sum(), self._scalar(lr), self._scalar(number))
-        with self._counted():
+        with self._counting():
             sums = self.sums if self.reduce is None else self.reduce(*self.sums)
             self._used = None
             results = self.step(*self.params, *sums, *chain(*self.moments), *scalars)
-        norm, finite = self._updated(results)
+        norm, finite = self._store_update(results)
         counted = torch.stack(self._counts).sum(0) if self._counts else None
         self._sums.clear()
         self._counts.clear()

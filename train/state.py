@@ -98,7 +98,7 @@ class State:
         unseen = self.compiled != "none" or self._steps < COUNTED
         return None if self._tally is None or unseen else self._tally.peak_bytes
 
-    def _counted(self) -> AbstractContextManager[object]:
+    def _counting(self) -> AbstractContextManager[object]:
         """A context that counts the bytes sent and held, if this step is the counted one."""
         if self._steps != COUNTED - 1:
             return nullcontext()
@@ -107,7 +107,7 @@ class State:
         return self._tally
 
     # ---- what a step comes to --------------------------------------------------------------------------------
-    def _updated(self, results: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def _store_update(self, results: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Stores an update's results; returns the gradient norm and whether all was finite."""
         self._steps += 1
         count = len(self.params)
@@ -150,7 +150,7 @@ class State:
     def _prefixes(self) -> list[str]:
         return [f"{OPTIMIZER}{name}/" for name in self.state_names]
 
-    def _named(self) -> Iterator[tuple[str, Port, Tensor]]:
+    def _named_tensors(self) -> Iterator[tuple[str, Port, Tensor]]:
         """(prefix of the name in checkpoints, port, tensor) of every parameter and moment."""
         for prefix, tensors in (("", self.params), *zip(self._prefixes(), self.moments)):
             for port, tensor in zip(self.ports, tensors):
@@ -175,16 +175,16 @@ class State:
         return None if stacking is None else stacking.members(port.name)
 
     def tensors(self) -> dict[str, Shard]:
-        return dict(pair for named in self._named() for pair in self.saved(*named))
+        return dict(pair for named in self._named_tensors() for pair in self.saved(*named))
 
     def expected(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
         return {
             prefix + name: (self.programs.setting.shape_in_layer(port.name, port.shape), tensor.dtype)
-            for prefix, port, tensor in self._named() for name in self._members(port) or [port.name]
+            for prefix, port, tensor in self._named_tensors() for name in self._members(port) or [port.name]
         }  # fmt: skip
 
     def load(self, read: ReadBlock) -> None:
-        for prefix, port, tensor in self._named():
+        for prefix, port, tensor in self._named_tensors():
             self._fill(prefix, port, tensor, read)
 
     def initialize(self, seed: int) -> None:

@@ -95,7 +95,7 @@ class Loader:
         assert all(0 <= row < global_sequences for row in self.part), (self.part, global_sequences)
         self.seed, self.once = seed, once
         self.bad = BadRows(text, bad_rows)
-        self.order = sorted(range(len(text.files)), key=lambda i: _mixed(seed, text.files[i].name))
+        self.order = sorted(range(len(text.files)), key=lambda i: _hash(seed, text.files[i].name))
         self.chains = _chain_count(global_sequences, len(text.files))
         self.epoch = 0
         self._ahead: queue.Queue[tuple[TokenBatch, dict[str, Any]] | BaseException] | None = None
@@ -270,7 +270,7 @@ class Loader:
         return differences
 
 
-def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The state of all rows, from the states of every rank at the same step.
 
     Raises:
@@ -312,5 +312,5 @@ def _chain_count(lanes: int, files: int) -> int:
     )
 
 
-def _mixed(seed: int, name: str) -> bytes:
+def _hash(seed: int, name: str) -> bytes:
     return hashlib.sha256(f"{seed}:{name}".encode()).digest()

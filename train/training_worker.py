@@ -31,7 +31,7 @@ from tpshard.train.corpus import Corpus, open_text
 from tpshard.train.loop import Outcome, Row, TrainingLoop, summary
 from tpshard.train.made import MadeRows, StepBatch, held_out_rows
 from tpshard.train.pipelined import PipelineEngine
-from tpshard.train.progress import Progress, duration, short, watched
+from tpshard.train.progress import Progress, duration, progress_for, short
 from tpshard.train.records import Records
 from tpshard.train.rundir import RunDir
 from tpshard.train.spmd import SpmdEngine
@@ -108,7 +108,7 @@ def _train(
     data_rank = context.mesh.linear_index(setting.data_axes, context.rank)
     loader, held_out = _data(setting, data_rank, folder)
     plan = setting.batch
-    programs = programs or _built(setting, context)
+    programs = programs or _build_programs(setting, context)
     blueprint = _blueprint(recipe)
     engine = engine_of(programs, context, blueprint.initial_block)
     assert engine.data_rank == data_rank, "the program shards its batch over the axes that the recipe names"
@@ -218,7 +218,7 @@ class _Notes(logging.Handler):
 
 @contextlib.contextmanager
 def _display(recipe: Recipe, context: Context) -> Iterator[Progress]:
-    progress = watched(recipe.train.steps, 0, main=context.is_main)
+    progress = progress_for(recipe.train.steps, 0, main=context.is_main)
     notes = _Notes(progress)
     logging.getLogger("tpshard").addHandler(notes)
     try:
@@ -252,7 +252,7 @@ def _blueprint(recipe: Recipe) -> Blueprint:
         raise Mistakes.one(str(error), where=recipe.where("model")) from error
 
 
-def _built(setting: Setting, context: Context) -> TrainingPrograms:
+def _build_programs(setting: Setting, context: Context) -> TrainingPrograms:
     """The programs of this run, the same on all ranks."""
     context.watchdog.doing = Doing("building the programs")
     if context.is_main:

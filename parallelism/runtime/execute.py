@@ -80,13 +80,13 @@ class Executor:
         if node.target is send:
             return self.mail.start(value, node)
         mail = self.mail
-        return self._watched(node, lambda: mail.wait(value))
+        return self._watch_wait(node, lambda: mail.wait(value))
 
     def wait(self, started: Tensor, node: fx.Node) -> Tensor:
         """Waits for a collective, which the watchdog can name."""
-        return self._watched(node, lambda: funcol.wait_tensor.default(started))
+        return self._watch_wait(node, lambda: funcol.wait_tensor.default(started))
 
-    def _watched(self, node: fx.Node, wait: Callable[[], Tensor]) -> Tensor:
+    def _watch_wait(self, node: fx.Node, wait: Callable[[], Tensor]) -> Tensor:
         """Runs a wait, counts its seconds, and lets the watchdog know the node that it is for."""
         self.context.watchdog.doing = node
         begun = time.perf_counter()

@@ -62,7 +62,7 @@ def test_a_bug_is_1_and_asks_for_a_report(monkeypatch: pytest.MonkeyPatch, capsy
     def broken(*_: object) -> None:
         raise RuntimeError("oh")
 
-    monkeypatch.setattr("tpshard.cli.preflight.checked", broken)
+    monkeypatch.setattr("tpshard.cli.preflight.load_checked", broken)
     assert main.run(["validate", "tiny", "serve.api_key=hunter2"]) == Exit.BUG
     printed = capsys.readouterr().err
     assert "RuntimeError: oh" in printed and "a bug in tpshard" in printed
@@ -73,7 +73,7 @@ def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tpshard.cli.preflight.checked", interrupted)
+    monkeypatch.setattr("tpshard.cli.preflight.load_checked", interrupted)
     assert main.run(["validate", "tiny"]) == Exit.INTERRUPTED
     assert "Traceback" not in capsys.readouterr().err
 

@@ -167,7 +167,7 @@ def test_a_disk_that_refuses_the_comparison_ends_no_training(monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(compare, "record", refuse)
-    assert "No space left on device" in train._compared(tmp_path)
+    assert "No space left on device" in train._comparison(tmp_path)
 
 
 def test_a_run_that_is_there_is_not_touched_when_asked_so(tmp_path: Path) -> None:

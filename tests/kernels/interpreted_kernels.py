@@ -11,7 +11,7 @@ from tpshard.kernels import fp8, fp8_launch
 from tpshard.kernels import triton_launch as launch
 from tpshard.kernels.norm import rms_norm
 from tpshard.kernels.optimizer_steps import adamw_formula, lion_formula
-from tpshard.kernels.packed import pack, unpacked
+from tpshard.kernels.packed import pack, unpack
 from tpshard.kernels.quantized import Quantized, group_count, group_index, reference_matmul
 from tpshard.kernels.triton_launch import Tile
 
@@ -39,7 +39,7 @@ def linear(inputs, outputs, bits=4, group_size=64, order=True, sym=False, bias=F
 
 def check(weight, rows, dtype, tile, gated=False, quads=False):
     packed = pack(weight.to(DEVICE), quads)
-    back = unpacked(packed)
+    back = unpack(packed)
     assert torch.equal(back.codes.cpu(), weight.codes) and torch.equal(back.group.cpu(), weight.group)
     x = torch.randn(rows, weight.inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
     expected = reference_matmul(x.double(), weight)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tpshard.kernels.norm import NORM
-from tpshard.kernels.packed import pack, unpacked
+from tpshard.kernels.packed import pack, unpack
 from tpshard.kernels.quantized import Quantized, concatenate, extend_groups, group_count, group_index
 
 
@@ -54,7 +54,7 @@ def test_linears_lie_side_by_side_only_where_their_groups_agree():
         one, two = (dataclasses.replace(linear(seed=seed), group=group) for seed in (1, 2))
         both = pack(concatenate([one, two]))
         assert both.columns == 128
-        assert torch.equal(unpacked(both).dequantize(), torch.cat([one.dequantize(), two.dequantize()], 1))
+        assert torch.equal(unpack(both).dequantize(), torch.cat([one.dequantize(), two.dequantize()], 1))
     for other in (linear(group_size=64), dataclasses.replace(linear(), group=ragged), linear(bits=3)):
         with pytest.raises(ValueError, match="same g_idx"):
             concatenate([linear(), other])

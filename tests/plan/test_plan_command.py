@@ -68,7 +68,7 @@ def test_a_saved_plan_holds_the_programs_that_it_tells_of(report, tmp_path):
     actual = make.read_programs(save.read(str(file)), report.step.setting)
     assert make.report_of_training(actual, "small.yaml").to_json() == report.to_json()
     held = json.loads(file.read_text())
-    for step in (held["step"][:-40], "AAAA", saved_step.packed(dataclasses.replace(actual, micro=actual.update))):
+    for step in (held["step"][:-40], "AAAA", saved_step.pack(dataclasses.replace(actual, micro=actual.update))):
         file.write_text(json.dumps(held | {"step": step}))
         with pytest.raises(Mistakes, match=r"the programs in \S+ (cannot be read|are not those that it names)"):
             make.read_programs(save.read(str(file)), report.step.setting)

@@ -33,7 +33,7 @@ from tpshard.programs.layouts import (
     arrange,
     planned_orders,
 )
-from tpshard.programs.padding import padded, shared_rows
+from tpshard.programs.padding import pad_mlp, shared_rows
 from tpshard.programs.served import Quantization
 from tpshard.programs.served import Served as served_model
 from tpshard.programs.serving import ServeSetting, ServingPrograms, build_serving
@@ -212,11 +212,11 @@ def test_padded_weights_are_zero_beyond_the_model() -> None:
 
 def test_only_what_is_not_divided_is_padded() -> None:
     wide = replace(LLAMA, mlp=231 * 128)
-    assert [padded(wide, tp, 128).mlp // 128 for tp in (1, 2, 4, 8)] == [231, 232, 232, 232]
-    assert padded(LLAMA, 8, 8) is LLAMA and padded(LLAMA, 8) is LLAMA and padded(wide, 2) is wide
-    assert padded(replace(LLAMA, mlp=84), 1, 8).mlp == 84
-    assert padded(replace(LLAMA, mlp=100), 8).mlp == 256  # dense
-    assert padded(LLAMA, 4, 64) is LLAMA  # merge_blocks groups than devices: cut within them
+    assert [pad_mlp(wide, tp, 128).mlp // 128 for tp in (1, 2, 4, 8)] == [231, 232, 232, 232]
+    assert pad_mlp(LLAMA, 8, 8) is LLAMA and pad_mlp(LLAMA, 8) is LLAMA and pad_mlp(wide, 2) is wide
+    assert pad_mlp(replace(LLAMA, mlp=84), 1, 8).mlp == 84
+    assert pad_mlp(replace(LLAMA, mlp=100), 8).mlp == 256  # dense
+    assert pad_mlp(LLAMA, 4, 64) is LLAMA  # merge_blocks groups than devices: cut within them
     shared = {8: served("llama, 10.5 groups", "head_local").group, 1: lambda name: None}
     assert all(shared_rows(LLAMA, group) == size for size, group in shared.items())
     layers = {"layers.0.mlp.down.weight": 8, "layers.1.mlp.down.weight": 12}  # which `dynamic` may say

@@ -38,9 +38,9 @@ def everything(program: Program) -> tuple[object, ...]:
 def test_the_programs_of_a_run_are_read_as_they_were_written(changes: list[str]) -> None:
     setting = Setting.of(loads(RECIPE, changes))
     programs = training.build(setting)
-    text = saved_step.packed(programs)
+    text = saved_step.pack(programs)
     assert text is not None
-    read = saved_step.unpacked(text, setting)
+    read = saved_step.unpack(text, setting)
     assert read.fingerprints == programs.fingerprints and read.storage == programs.storage
     for one, other in ((programs.micro, read.micro), (programs.update, read.update)):
         assert everything(one) == everything(other)
@@ -48,7 +48,7 @@ def test_the_programs_of_a_run_are_read_as_they_were_written(changes: list[str])
     if programs.pipeline is not None:
         assert read.pipeline is not None and read.pipeline.table == programs.pipeline.table
         assert read.pipeline.layers == programs.pipeline.layers
-    assert saved_step.packed(read) == text
+    assert saved_step.pack(read) == text
 
 
 def test_a_program_that_was_read_computes_the_same_bits() -> None:

@@ -14,7 +14,7 @@ from servers import lockstep, setting, weights_of
 from torch import Tensor, fx
 from tpshard.kernels.gptq_config import GPTQConfig
 from tpshard.kernels.norm import NORM
-from tpshard.kernels.packed import Packed, pack, unpacked
+from tpshard.kernels.packed import Packed, pack, unpack
 from tpshard.kernels.quantized import Quantized, concatenate, group_index
 from tpshard.kernels.quantized_linear import quantized_gate, quantized_linear
 from tpshard.models import build
@@ -180,7 +180,7 @@ class Reference(fx.Interpreter):
         if target not in (quantized_linear, quantized_gate):
             return super().call_function(target, args, kwargs)
         x, weight, _ = args
-        y = x @ unpacked(weight).dequantize(x.dtype)
+        y = x @ unpack(weight).dequantize(x.dtype)
         if target is quantized_linear:
             return y
         gate, up = y.chunk(2, -1)

@@ -21,7 +21,7 @@ from tpshard.models import build
 from tpshard.models.config import ModelConfig
 from tpshard.serve.app import Server, make_app
 from tpshard.serve.chat import ChatTemplate
-from tpshard.serve.http import bind, configured
+from tpshard.serve.http import bind, server_config
 from tpshard.serve.metrics import Metrics
 from tpshard.serve.runner import ProgramRunner
 from tpshard.serve.service import Limits, Service
@@ -101,7 +101,7 @@ def serving(make: Callable[[], Runner], folder: Path, limits: Limits, key: str |
     template = ChatTemplate(tokenizer.chat_template, tokenizer.special)
     sock = bind("127.0.0.1", 0)
     app = make_app(Server("tiny", service, tokenizer, template), key)
-    server = uvicorn.Server(configured(app, limits))
+    server = uvicorn.Server(server_config(app, limits))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     try:

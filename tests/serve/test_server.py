@@ -330,7 +330,7 @@ class Failing:
 
     def __init__(self, runner: ProgramRunner, failures: list[BaseException]) -> None:
         self.runner, self.failures = runner, failures
-        self.closed = False
+        self.closed_annotation = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
@@ -341,7 +341,7 @@ class Failing:
         return self.runner.step(batch)
 
     def close(self) -> None:
-        self.closed = True
+        self.closed_annotation = True
 
 
 def test_a_lost_worker_fails_its_requests_at_once_and_is_replaced(runner: ProgramRunner, served: Any) -> None:
@@ -367,7 +367,7 @@ def test_a_lost_worker_fails_its_requests_at_once_and_is_replaced(runner: Progra
         assert status == 503 and not held.is_set()  # before another one is there
         assert error["type"] == "server_error"
         assert starting.wait(PATIENCE)
-        assert actual[0].closed
+        assert actual[0].closed_annotation
         assert web.get(server.url + "/health").status_code == 503
         assert web.get(server.url + "/ready").status_code == 503
         assert refused(server, json=BODY)[0] == 503

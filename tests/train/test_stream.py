@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.train.corpus import Corpus, LocalFile, open_text
 from tpshard.train.lanes import IGNORE
-from tpshard.train.stream import Loader, TokenBatch, held_out_batches, merged
+from tpshard.train.stream import Loader, TokenBatch, held_out_batches, merge_states
 
 SEQ, ROWS = 48, 12
 
@@ -57,7 +57,7 @@ def test_the_stream_is_the_same_on_any_number_of_data_ranks_and_after_any_resume
         for _ in range(count):
             assert same(together([each.next() for each in loaders]), expected[step]), (ranks, step)
             step += 1
-        state = json.loads(json.dumps(merged([each.state_dict() for each in loaders])))
+        state = json.loads(json.dumps(merge_states([each.state_dict() for each in loaders])))
     assert step == 60
 
 
@@ -233,7 +233,7 @@ def test_ranks_at_different_steps_cannot_be_merged(corpus: Corpus) -> None:
     a, b = (loader(corpus, part) for part in split(2))
     a.next()
     with pytest.raises(Mistakes, match="different steps"):
-        merged([a.state_dict(), b.state_dict()])
+        merge_states([a.state_dict(), b.state_dict()])
 
 
 def test_held_out_batches_are_the_text_once_then_padding(corpus: Corpus) -> None:
