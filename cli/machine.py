@@ -52,6 +52,7 @@ class Gpu:
 
     @property
     def free(self) -> int:
+        """Free memory in bytes."""
         return self.total - self.used
 
 

@@ -1,4 +1,4 @@
-"""Shared by commands that start workers: the text of a worker's error, and the number and kind of devices."""
+"""The text of a worker's error, and the number and kind of devices, for the commands that start workers."""
 
 from __future__ import annotations
 

@@ -219,15 +219,18 @@ class Hessian:
         self.rows = 0
 
     def add(self, x: Tensor, dense: Tensor | None = None) -> None:
+        """Adds calibration inputs x, and what they would be in the dense model (default: x itself)."""
         rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
         self.sum.addmm_(rows.T, rows)
         self.crossed.addmm_((rows if dense is None else dense.reshape(rows.shape).to(torch.float32)).T, rows)
         self.rows += len(rows)
 
     def mean(self) -> Tensor:
+        """The mean of x x^T, fp32 [inputs, inputs]."""
         return self.sum / max(self.rows, 1)
 
     def cross(self) -> Tensor:
+        """The mean of d x^T, fp32 [inputs, inputs]."""
         return self.crossed / max(self.rows, 1)
 
 

@@ -43,6 +43,7 @@ class Int4:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(t.nbytes for t in (self.codes, self.scales, self.take) if t is not None)
 
 

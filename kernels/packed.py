@@ -43,10 +43,12 @@ class Packed:
 
     @property
     def columns(self) -> int:
+        """Number of outputs."""
         return self.words.shape[1]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors."""
         held = (self.words, self.scales, self.zeros, self.row_group, self.bias)
         return sum(t.nbytes for t in held if t is not None)
 

@@ -30,14 +30,17 @@ class Quantized:
 
     @property
     def inputs(self) -> int:
+        """Number of inputs (rows of `codes`)."""
         return self.codes.shape[0]
 
     @property
     def outputs(self) -> int:
+        """Number of outputs (columns of `codes`)."""
         return self.codes.shape[1]
 
     @property
     def groups(self) -> int:
+        """Number of groups of inputs that share a scale."""
         return self.scales.shape[0]
 
     @property

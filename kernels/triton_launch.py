@@ -242,6 +242,7 @@ class TileChoice:
         self.milliseconds: dict[tuple[object, ...], dict[Tile | None, float]] = {}
 
     def tile(self, x: Tensor, packed: Packed, gated: bool) -> Tile | None:
+        """The fastest tile for a product of this size, measured at its first use; None where another way is faster."""
         key = self.key(x, packed, gated)
         if key not in self.choices:
             multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count

@@ -135,10 +135,12 @@ class ModelConfig:
 
     @property
     def balanced_by_bias(self) -> bool:
+        """Whether each expert has a bias that balances the load, and is stepped by its token count."""
         return self.balance == "bias"
 
     @property
     def described(self) -> Family:
+        """The description of the config's family."""
         return FAMILIES[self.family]
 
     def window_of(self, layer: int) -> int | None:

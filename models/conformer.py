@@ -84,6 +84,7 @@ class Conformer(nn.Module):
         self.output = Linear(width, classes, ("vocab", "embed"))
 
     def forward(self, frames: Tensor) -> Tensor:
+        """frames [batch, seq, features] -> logits [batch, seq, classes]."""
         x = self.embed(frames)
         for block in self.layers:
             x = block(x)

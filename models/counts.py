@@ -24,7 +24,7 @@ def note(module: nn.Module, **values: Tensor) -> None:
 
 
 def take(model: nn.Module) -> list[Tensor]:
-    """The counters of the last forward pass, each flattened, in the order of `declared`. Resets them."""
+    """The counters of the last forward pass, each flattened, in the order of `declared_counters`. Resets them."""
     counted = []
     for module in model.modules():
         if hasattr(module, "counted"):

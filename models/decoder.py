@@ -32,6 +32,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = parts.perhaps("q_norm"), parts.perhaps("k_norm")
 
     def forward(self, x: Tensor, turn: Rotation | None, documents: Tensor | None) -> Tensor:
+        """x [batch, seq, embed]; `turn` applies rotary positions, `documents` [batch, seq] mask attention."""
         q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -57,6 +58,7 @@ class Block(nn.Module):
         self.mlp = MLPS[parts.config.described.mlp](parts.inside("mlp"))
 
     def forward(self, x: Tensor, turn: Rotation | None, documents: Tensor | None) -> Tensor:
+        """x [batch, seq, embed] -> [batch, seq, embed]."""
         x = x + self.attention(self.attention_norm(x), turn, documents)
         x = name(x, "residual", "batch", "seq", "embed")
         x = x + self.mlp(self.mlp_norm(x))

@@ -68,6 +68,7 @@ class Encoder(nn.Module):
         self.norm, self.output = LayerNorm(width, 1e-5), Linear(width, vocab, ("vocab", "embed"))
 
     def forward(self, tokens: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
+        """Token ids, documents and positions [batch, seq] -> logits [batch, seq, vocab]."""
         x = self.tok_embed(tokens) + self.pos_embed(positions)
         for block in self.layers:
             x = block(x, documents)

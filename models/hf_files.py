@@ -74,6 +74,7 @@ class Tensors:
         return name in self._home
 
     def names(self) -> list[str]:
+        """The names of all tensors of the folder, sorted."""
         return sorted(self._home)
 
     def file(self, name: str) -> str:

@@ -23,6 +23,7 @@ class SwiGLU(nn.Module):
         self.gate, self.up, self.down = map(parts, ("gate", "up", "down"))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, embed] -> [batch, seq, embed]."""
         hidden = name(F.silu(self.gate(x)) * self.up(x), "hidden", "batch", "seq", "mlp")
         return self.down(hidden)  # type: ignore[no-any-return]
 
@@ -35,6 +36,7 @@ class GELU(nn.Module):
         self.up, self.down = map(parts, ("up", "down"))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, embed] -> [batch, seq, embed]."""
         hidden = name(F.gelu(self.up(x), approximate="tanh"), "hidden", "batch", "seq", "mlp")
         return self.down(hidden)  # type: ignore[no-any-return]
 
@@ -59,6 +61,7 @@ class MoE(nn.Module):
         self.shared = SwiGLU(parts.inside("shared")) if c.shared_experts else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, embed] -> [batch, seq, embed]."""
         c = self.config
         routes = route(x, self.router.weight, self.router.bias, c)  # type: ignore[arg-type]
         load = routes.chosen.sum((0, 1, 2))

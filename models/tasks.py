@@ -81,6 +81,7 @@ class MaskedLanguageModel(LanguageModel):
     """
 
     def chosen(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The masked positions, bool [batch, seq]: 15% of the tokens with a target, by a hash of token and position."""
         mixed = batch["tokens"] * 2654435761 + batch["positions"] * 805459861
         return ((mixed >> 12) % 100 < 15) & (batch["targets"] != IGNORE)
 

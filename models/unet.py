@@ -69,6 +69,7 @@ class UNet3D(nn.Module):
             self.initial_std |= {f"down.{i}.weight": (8 * a) ** -0.5, f"up.{i}.weight": b**-0.5}
 
     def forward(self, volume: Tensor) -> Tensor:
+        """volume [batch, channel, depth, height, width] -> logits [batch, classes, depth, height, width]."""
         x, skipped = self.enter(volume), []
         for down, inner in zip(self.down, self.inner):
             skipped.append(x)

@@ -75,6 +75,7 @@ class Value:
 
     @property
     def numel(self) -> int:
+        """Number of elements of the whole value."""
         n = 1
         for size in self.shape:
             n *= size
@@ -82,6 +83,7 @@ class Value:
 
     @property
     def bytes(self) -> int:
+        """Bytes of the whole value."""
         return self.numel * self.dtype.itemsize
 
     def __repr__(self) -> str:

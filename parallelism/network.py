@@ -48,6 +48,7 @@ class Level:
 
     @property
     def between_hosts(self) -> bool:
+        """Whether the level joins hosts, not devices of a host."""
         return self.devices == 0
 
     @property
@@ -99,6 +100,7 @@ class Span:
 
     @property
     def wire(self) -> Wire:
+        """Whether the group's members are on one host, on several, or it has one member."""
         return "none" if self.members <= 1 else "across" if self.hosts > 1 else "inside"
 
 
@@ -111,6 +113,7 @@ class Topology:
 
     @property
     def hosts(self) -> int:
+        """Number of hosts."""
         return -(-self.mesh.ranks // self.per_host)
 
     def span(self, refs: Axes) -> Span:

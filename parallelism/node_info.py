@@ -69,6 +69,7 @@ class Spec:
 
     @cached_property
     def bytes(self) -> int:
+        """Bytes of a device's tensor."""
         n = self.dtype.itemsize
         for size in self.shape:
             n *= size
@@ -144,6 +145,7 @@ class Port:
 
     @property
     def local(self) -> tuple[int, ...]:
+        """The shape of a device's shard."""
         return local_shape(self.shape, self.layout)
 
     @property

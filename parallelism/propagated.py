@@ -41,6 +41,7 @@ class Conflict:
 
     @property
     def bytes(self) -> int:
+        """Bytes of the whole value."""
         return self.value.bytes
 
 

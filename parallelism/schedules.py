@@ -61,9 +61,11 @@ class Table:
         return any(task.kind == "W" for row in self.rows for task in row)
 
     def device_of(self, stage: int) -> int:
+        """The device, along the pipeline's axis, that has a stage."""
         return stage % self.devices
 
     def stages_of(self, device: int) -> range:
+        """The stages of a device."""
         return range(device, self.stages, self.devices)
 
     def needs(self, task: StageTask) -> Iterator[StageTask]:

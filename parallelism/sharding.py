@@ -63,6 +63,7 @@ class Sharding:
 
     @staticmethod
     def unknown(rank: int) -> Sharding:
+        """A sharding of a tensor of `rank` dims, without axes and open for propagation."""
         return Sharding(((),) * rank, (True,) * rank)
 
     @staticmethod
@@ -94,6 +95,7 @@ class Sharding:
 
     @property
     def axes(self) -> Axes:
+        """All axes that shard a dim, in the order of the dims."""
         return tuple(axis for dim in self.dims for axis in dim)
 
     @property
@@ -102,6 +104,7 @@ class Sharding:
         return (*self.replicated, *self.unreduced)
 
     def with_dim(self, dim: int, axes: Axes) -> Sharding:
+        """The sharding with other axes on one dim."""
         return replace(self, dims=(*self.dims[:dim], axes, *self.dims[dim + 1 :]))
 
     def show(self, mesh: Mesh | None = None) -> str:
@@ -237,6 +240,7 @@ class Layout(NamedTuple):
 
     @property
     def axes(self) -> Axes:
+        """All axes that shard a dim, in the order of the dims."""
         return tuple(axis for dim in self.dims for axis in dim)
 
     def show(self, mesh: Mesh | None = None) -> str:

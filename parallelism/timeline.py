@@ -184,6 +184,7 @@ class Priced:
     slowdown: dict[str, float]
 
     def run(self) -> Timeline:
+        """The simulated timeline of the tasks."""
         return simulate(self.tasks, self.slowdown)
 
 

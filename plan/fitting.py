@@ -31,6 +31,7 @@ class Harm(enum.IntEnum):
 
     @property
     def words(self) -> str:
+        """The cost of a change, as a sentence for the user."""
         return (
             "the same operations; when and how much is gathered changes",
             "slower: more is computed, or sent",

@@ -97,6 +97,7 @@ class Forecast:
 
     @property
     def device_hours(self) -> float:
+        """Devices x hours of the whole run."""
         return self.devices * self.total_s / 3600
 
     def to_json(self) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class PricedPart:
 
     @property
     def seconds(self) -> float:
+        """Seconds of all runs of the part in a step."""
         return self.timeline.seconds * self.part.times
 
 
@@ -92,22 +93,27 @@ class Pricing:
 
     @property
     def step_s(self) -> float:
+        """Seconds of a step."""
         return (self.pipeline.step_s if self.pipeline is not None else self._sum("seconds")) + self.fixed_s
 
     @property
     def compute_s(self) -> float:
+        """Seconds of a step in which the device computes."""
         return self._sum("compute_s") + self.fixed_s
 
     @property
     def comm_s(self) -> float:
+        """Seconds of a step in which a collective is in flight."""
         return self._sum("comm_s")
 
     @property
     def exposed_s(self) -> float:
+        """Seconds of a step in which the device only waits for communication."""
         return self._sum("exposed_s")
 
     @property
     def slowed_s(self) -> float:
+        """Seconds by which communication slows down computation that runs at the same time."""
         return self._sum("slowed_s")
 
     @property
@@ -119,6 +125,7 @@ class Pricing:
 
     @property
     def peak_bytes(self) -> int:
+        """Peak memory of a step on one device, in bytes."""
         return self.worst.memory.peak_bytes
 
     @property

@@ -121,6 +121,7 @@ class Report:
     # ---- figures --------------------------------------------------------------------------------------------------
     @property
     def devices(self) -> int:
+        """Number of devices of the mesh."""
         n = 1
         for size in self.job.mesh.values():
             n *= size
@@ -128,6 +129,7 @@ class Report:
 
     @property
     def fits(self) -> bool:
+        """Whether a step fits the device's memory."""
         return self.pricing.needed_bytes <= self.pricing.device.memory_bytes
 
     @property
@@ -137,10 +139,12 @@ class Report:
 
     @property
     def tokens_per_s_per_device(self) -> float:
+        """Tokens of a step / (step time x devices)."""
         return self.job.tokens / self.pricing.step_s / self.devices if self.pricing.step_s else 0.0
 
     @property
     def peak_rate(self) -> float:
+        """FLOP/s of a device in the compute dtype, by its data sheet."""
         return self.pricing.device.rate(self.job.dtype)
 
     @property
@@ -150,6 +154,7 @@ class Report:
 
     @property
     def flop_efficiency(self) -> float:
+        """FLOPs of one device's program / those that all devices together execute; below 1 for repeated work."""
         local, whole = self.pricing.flops(recompute=False)
         return whole / (self.devices * local) if local else 1.0
 
@@ -161,6 +166,7 @@ class Report:
 
     @property
     def bottleneck(self) -> str:
+        """What takes most of a step's time, as a phrase."""
         times = self.pricing
         work = self.work_seconds()
         shares = {

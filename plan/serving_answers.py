@@ -110,6 +110,7 @@ class ServeAnswers:
 
     @property
     def fitting(self) -> int:
+        """Number of requests whose prompt and answer fit into the cache at once."""
         return self.server.fitting(self.traffic.prompt + self.traffic.answer)
 
     @property

@@ -110,6 +110,7 @@ class Piped:
         return self.step_s - mine.busy_s - mine.once_s
 
     def to_json(self) -> dict[str, Any]:
+        """The pipeline as `plan --json` prints it."""
         table = self.table
         return {
             "schedule": table.schedule,

@@ -70,6 +70,7 @@ class PricedServer:
 
     @property
     def ranks(self) -> int:
+        """Number of devices of the server."""
         return self.programs.setting.mesh.ranks
 
     @property
@@ -79,6 +80,7 @@ class PricedServer:
 
     @property
     def listed(self) -> list[dict[str, Any]]:
+        """Row counts and fingerprints of the step's programs."""
         return self.programs.listed
 
     def fitting(self, tokens: int) -> int:

@@ -29,7 +29,8 @@ class Annotated(Protocol):
     @property
     def config(self) -> ModelConfig | None: ...
     @property
-    def dims(self) -> Mapping[str, tuple[str, ...]]: ...
+    def dims(self) -> Mapping[str, tuple[str, ...]]:
+        """The dim names of each parameter."""
 
 
 def annotate(

@@ -135,6 +135,7 @@ class Chooser:
         self.memory = limit if limit is not None else int(self.device.memory_bytes * (1 - RESERVE))
 
     def seconds(self, program: Program) -> float:
+        """Seconds of one run of a program on the recipe's device."""
         return price(program, self.device, self.per_host, compiled=self.compiled).run().seconds
 
     def kernels(self, program: Program) -> list[Kernel]:

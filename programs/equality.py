@@ -52,6 +52,7 @@ class Compared:
 
     @property
     def largest(self) -> Distance:
+        """The tensor that differs most."""
         return max(self.distances, key=lambda d: d.apart)
 
     @property

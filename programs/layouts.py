@@ -50,7 +50,7 @@ class ActOrder:
 
 @dataclass(frozen=True)
 class RowOrder:
-    """An order in a program: that of the rows of `weight`, within `blocks` equal parts."""
+    """The order in which a program has the rows of `weight`, sorted within each of `blocks` equal parts."""
 
     weight: str
     blocks: int

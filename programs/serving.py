@@ -126,6 +126,7 @@ class ServeSetting:
 
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:
+        """The dim names of each parameter."""
         if self.served.blueprint.architecture is not None:
             return {name: named.dims for name, named in naming.of_architecture(self.recipe, self.model).items()}
         return param_dims(self.model)
@@ -200,6 +201,7 @@ class ServingPrograms:
 
     @property
     def vocab(self) -> int:
+        """Number of logits per row."""
         return self.any.outputs[0].shape[-1]
 
     @property

@@ -207,6 +207,7 @@ class Setting:
 
     @property
     def master_dtype(self) -> torch.dtype:
+        """dtype of stored parameters and optimizer state."""
         return DTYPES[self.recipe.fsdp.master_dtype]
 
     @cached_property
@@ -234,18 +235,22 @@ class Setting:
 
     @property
     def param_dtype(self) -> torch.dtype:
+        """dtype in which parameters are gathered and used."""
         return DTYPES[self.recipe.fsdp.param_dtype]
 
     @property
     def reduce_dtype(self) -> torch.dtype:
+        """dtype in which gradients are reduced."""
         return DTYPES[self.recipe.fsdp.reduce_dtype]
 
     @property
     def seq_len(self) -> int:
+        """Tokens per sequence."""
         return self.recipe.model.seq_len
 
     @property
     def fsdp_axis(self) -> Axis | None:
+        """The mesh axis that shards stored parameters; None without one of size above 1."""
         name = self.recipe.fsdp.axis
         return self.mesh.axis(name) if name in self.mesh.axes and self.mesh.axes[name] > 1 else None
 

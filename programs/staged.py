@@ -109,6 +109,7 @@ class StagedPrograms:
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
+        """A hash of each of the pipeline's programs, and of its schedule, by name."""
         table = hashlib.sha256(repr(self.table.rows).encode()).hexdigest()
         fingerprints = {f"program of {what}": program.fingerprint for what, program in self.programs.items()}
         return {"schedule": table} | fingerprints

@@ -66,6 +66,7 @@ class Checker:
         """Paths whose interpolation is already reported."""
 
     def wrong(self, path: Path, message: str, where: Source, why: str = "", fix: str = "") -> _Bad:
+        """Records a mistake and marks the path as refused; returns BAD."""
         self.bad.add(_key(path))
         self.mistakes.append(Diagnostic(message, where=where, why=why, fix=fix))
         return BAD
@@ -124,6 +125,7 @@ class Checker:
         return checked
 
     def note(self, path: Path, where: Source | None) -> None:
+        """Records the places of a key and its value."""
         if where is not None:
             self.places[_key(path)] = where, where
         elif path in self.merged.places:
@@ -137,6 +139,7 @@ class Checker:
         return as_node(raw, where or self.merged.place(path))
 
     def unknown(self, path: Path, legal: list[str], where: Source | None) -> None:
+        """Records an unknown key, with the likeliest key that was meant."""
         name, key = str(path[-1]), _key(path)
         close = suggestion(name, legal)
         if len(path) == 1 and name == "extends":
@@ -150,6 +153,7 @@ class Checker:
         self.wrong(path, f"unknown key `{key}`", where or self.merged.key_place(path), fix=fix)
 
     def value(self, raw: Any, hint: Any, path: Path, where: Source | None = None) -> Any:
+        """The checked value of a hint's type, or BAD."""
         if isinstance(raw, dict):
             return self.map(raw, hint, path, where)
         if isinstance(raw, list):
@@ -157,6 +161,7 @@ class Checker:
         return self.scalar(raw, self.leaf(raw, path, where), hint, path, final=where is not None)
 
     def map(self, raw: dict[str, Any], hint: Any, path: Path, where: Source | None) -> Any:
+        """A section, or a map with free keys, of the type that `hint` allows."""
         options = [base for base, _ in alternatives(hint)]
         sections = [base for base in options if isinstance(base, type) and issubclass(base, Section)]
         if sections:
@@ -172,6 +177,7 @@ class Checker:
         return self.refuse_type(raw, self.leaf(raw, path, where), hint, path)
 
     def mapping(self, raw: dict[str, Any], pair: tuple[Any, Any], path: Path, where: Source | None) -> dict[str, Any]:
+        """A map with free keys; `pair` has the types of its keys and values."""
         values: dict[str, Any] = {}
         for key, item in raw.items():
             inside = (*path, key)
@@ -187,6 +193,7 @@ class Checker:
         return values
 
     def sequence(self, raw: list[Any], hint: Any, path: Path, where: Source | None) -> Any:
+        """A list as a tuple, each item checked."""
         options = [base for base, _ in alternatives(hint)]
         shapes = [get_args(base) for base in options if get_origin(base) is tuple]
         if not shapes and Any not in options:
@@ -270,6 +277,7 @@ class Checker:
         return Pending(node.text, path, source) if isinstance(checked, str) and environment.read else checked
 
     def refuse_ambiguous(self, node: Node, read_as: str, bases: list[Any], path: Path) -> _Bad:
+        """Records a scalar that YAML 1.1 and 1.2 read differently; `read_as` is the reading of 1.1."""
         digits = node.text.lstrip("+-0").isdigit()
         if bool in bases:
             fix = "write true or false"
@@ -283,6 +291,7 @@ class Checker:
         return self.wrong(path, message, node.source, f"`{_key(path)}`", fix)
 
     def refuse_type(self, raw: Any, node: Node, hint: Any, path: Path) -> _Bad:
+        """Records a value of the wrong type, with the likeliest fix."""
         key, options = _key(path), alternatives(hint)
         why = f"must be {_legal(options)}"
         if isinstance(raw, dict | list):

@@ -64,6 +64,7 @@ class Mistakes(Exception):
         fix: str = "",
         also: tuple[tuple[Source, str], ...] = (),
     ) -> Mistakes:
+        """An exception with a single mistake."""
         return cls([Diagnostic(message, exit, where, why, fix, "error", also)])
 
     @property

@@ -79,7 +79,7 @@ def unreadable(text: str) -> str | None:
 def value_at(config: DictConfig, path: Path) -> Any:
     """The value with all interpolations resolved, as maps, lists and scalars.
 
-    Raises one of `ERRORS`. Call it inside `only_allowed`.
+    Raises one of `ERRORS`. Call it inside `allowed_resolvers`.
     """
     value: Any = reduce(lambda inside, key: inside[key], path, config)
     return OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value

@@ -34,6 +34,7 @@ class Node:
     entries: tuple[tuple[Node, Node], ...] = ()
 
     def get(self, key: str) -> Node | None:
+        """The value of a key of a map; None if it has no such key."""
         return next((value for name, value in self.entries if name.text == key), None)
 
 

@@ -111,10 +111,12 @@ class Answer:
 
     @property
     def done(self) -> bool:
+        """Whether all choices are finished."""
         return all(c.finish is not None for c in self.choices)
 
     @property
     def prompt_tokens(self) -> int:
+        """Tokens of all prompts of the request."""
         return sum(len(c.sequence.prompt) for c in self.choices[:: self.order.n])
 
     def take(self, event: Event) -> Choice | None:
@@ -128,6 +130,7 @@ class Answer:
         return choice
 
     def usage(self) -> dict[str, Any]:
+        """The `usage` object of the API: tokens of prompts, answers and both."""
         completed = sum(c.counted for c in self.choices)
         return {
             "prompt_tokens": self.prompt_tokens,

@@ -47,10 +47,12 @@ class BlockPool:
 
     @property
     def free(self) -> int:
+        """Number of blocks that hold nothing."""
         return len(self._free)
 
     @property
     def cached(self) -> int:
+        """Number of blocks that no sequence uses, kept for prompts with the same prefix."""
         return len(self._cached)
 
     @property

@@ -39,6 +39,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
+        """Whether a sequence is running or waiting."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def add(self, sequence: Sequence) -> None:

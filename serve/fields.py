@@ -33,6 +33,7 @@ class Refused(ValueError):
         self.status, self.kind, self.retry_after = status, kind, retry_after
 
     def body(self) -> dict[str, Any]:
+        """The error as the API's JSON object."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 

@@ -45,6 +45,7 @@ class Metrics:
         self._engine = engine
 
     def event(self, event: Event, now: float) -> None:
+        """Counts a token, and the request that it may finish; `now` is in seconds of the monotonic clock."""
         s = event.sequence
         if event.token is not None:
             last = self._last.get(s.id)
@@ -58,6 +59,7 @@ class Metrics:
             self.ended(s.id, s.arrived, event.finish)
 
     def ended(self, number: int, arrived: float, reason: str) -> None:
+        """Counts a finished request and its duration; `arrived` is in seconds of the monotonic clock."""
         self._last.pop(number, None)
         self.whole.observe(time.monotonic() - arrived)
         self.finished.labels(reason).inc()

@@ -26,6 +26,7 @@ class Need:
 
     @property
     def cache_bytes(self) -> int:
+        """Bytes of the KV cache on one device, with the block that padding writes to."""
         return (self.blocks + 1) * self.programs.bytes("cache")
 
     @property

@@ -53,6 +53,7 @@ class Sequences:
     positions: Tensor | None = None
 
     def split(self, rows: int) -> list[Sequences]:
+        """The sequences in parts of at most `rows`."""
         parts = [None if t is None else t.split(rows) for t in (self.documents, self.positions)]
         return [
             Sequences(tokens, targets, *(None if p is None else p[i] for p in parts))

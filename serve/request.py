@@ -74,6 +74,7 @@ class Sequence:
 
     @property
     def answer(self) -> list[int]:
+        """The tokens generated so far."""
         return self.tokens[len(self.prompt) :]
 
     @property
@@ -88,6 +89,7 @@ class Sequence:
 
     @property
     def done(self) -> bool:
+        """Whether the sequence is finished."""
         return self.finish is not None
 
 

@@ -49,6 +49,7 @@ class Scheduler:
         self.prefix_hit_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
+        """Queues a sequence."""
         self.waiting.append(sequence)
 
     def schedule(self) -> list[Slice]:

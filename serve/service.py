@@ -90,18 +90,22 @@ class Service:
 
     @property
     def vocab(self) -> int:
+        """Number of logits per row. Raises Unavailable while no engine is loaded."""
         return self._ready_engine().runner.vocab
 
     @property
     def ready(self) -> bool:
+        """Whether new requests are accepted."""
         return self.state == "ready" and not self.draining
 
     @property
     def healthy(self) -> bool:
+        """Whether the engine is loaded and its thread runs."""
         return self.state == "ready" and self._thread.is_alive()
 
     @property
     def idle(self) -> bool:
+        """Whether no request is open or waiting."""
         return not self._open and not self._inbox
 
     def check(self, sequences: int) -> None:

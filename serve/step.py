@@ -36,6 +36,7 @@ class StepInput:
             raise ValueError("a step's tokens, positions, slots and sequences differ in length")
 
     def encode(self) -> bytes:
+        """The step as bytes, for the workers' channel."""
         rows, (m, w) = len(self.tokens), self.tables.shape
         parts = (self.tokens, self.positions, self.slots, self.sequences, self.tables, self.logit_rows)
         return _HEAD.pack(_MAGIC, rows, m, w, len(self.logit_rows)) + b"".join(

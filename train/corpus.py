@@ -40,7 +40,8 @@ class TextFile(Protocol):
     """One file of JSON lines."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The file's name in errors and in the order of files."""
 
     def open(self) -> BinaryIO:
         """The file's bytes, decompressed if gzip."""
@@ -58,6 +59,7 @@ class LocalFile:
         return _open_decompressed(self.name, cast(BinaryIO, self.path.open("rb")))
 
     def fingerprint(self) -> str:
+        """The file's size and a hash of its first and last 64 KiB."""
         with self.path.open("rb") as file:
             size = file.seek(0, io.SEEK_END)
             file.seek(0)
@@ -80,6 +82,7 @@ class HubFile:
         return _open_decompressed(self.name, cast(BinaryIO, xopen(self.url, "rb")))
 
     def fingerprint(self) -> str:
+        """Always empty: the hub's files are not read to compare them."""
         return ""
 
 
@@ -99,12 +102,14 @@ class TextSource:
     """Whether tpshard made and verified the files, so that they are not read before the first step."""
 
     def keeps(self, text: str) -> bool:
+        """Whether a document belongs to this split."""
         if self.part == "all":
             return True
         held_out = hashlib.sha256(text.encode()).digest()[-1] % HELD_OUT == 0
         return held_out == (self.part == "held_out")
 
     def mistake(self, message: str, *, why: str = "", fix: str = "") -> Mistakes:
+        """An error (exit 6) at the place of the recipe that names the source."""
         return Mistakes.one(message, exit=Exit.DATA, where=self.where, why=why, fix=fix)
 
 
@@ -193,6 +198,7 @@ class BadRows:
         """The first unreadable row: file, line, fault."""
 
     def see(self, file: TextFile, row: TextRow) -> None:
+        """Counts a row; the first unreadable one is logged, and too many stop the run."""
         self.rows_read += 1
         if row.text is not None:
             return
@@ -204,6 +210,7 @@ class BadRows:
         self._judge(max(self.rows_read, 1000))
 
     def file_ended(self) -> None:
+        """Judges the share of unreadable rows at the end of a file."""
         if self.bad:
             self._judge(self.rows_read)
 

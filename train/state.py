@@ -69,14 +69,17 @@ class State:
     # ---- which part of the data is this rank's ---------------------------------------------------------------
     @property
     def data_ranks(self) -> int:
+        """Number of parts of a batch."""
         return self.programs.setting.batch.data_ranks
 
     @property
     def data_rank(self) -> int:
+        """The part of a batch that this rank reads, from 0."""
         return self.context.mesh.linear_index(self.batch_ports[0].layout.dims[0], self.context.rank)
 
     @property
     def exposed_comm_s(self) -> float | None:
+        """Seconds spent waiting for communication since the last reading; None where it cannot be measured."""
         if self.context.device.type != "cpu" or self.compiled == "all":  # the compiler's code waits unobserved
             return None
         waited = sum(e.waited_s for e in self.executors)
@@ -86,10 +89,12 @@ class State:
 
     @property
     def sent_bytes(self) -> int | None:
+        """Bytes that this rank sends per step, as counted in an early step; None before it is counted."""
         return None if self._tally is None or self._steps < COUNTED else self._tally.sent_bytes
 
     @property
     def collectives(self) -> int | None:
+        """Collectives that this rank issues per step, as counted; None before they are counted."""
         return None if self._tally is None or self._steps < COUNTED else self._tally.collectives
 
     @property

@@ -133,11 +133,11 @@ class Loader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last returned batch, as JSON, for this rank's rows. See `merged`."""
+        """The position after the last returned batch, as JSON, for this rank's rows. See `merge_states`."""
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any], *, force: bool = False) -> None:
-        """Continues at the position `state` (of all rows: see `merged`), on any mesh.
+        """Continues at the position `state` (of all rows: see `merge_states`), on any mesh.
 
         With `force` the text starts over where the state does not fit, instead of raising.
 

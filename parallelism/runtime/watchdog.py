@@ -89,6 +89,7 @@ class Watchdog:
                 return
 
     def stall_text(self) -> str:
+        """The message of a stalled rank: for how long, in which operation, and all stacks."""
         doing = self.describe(self.doing)
         return f"rank {self.rank} made no progress for {self.limit_s:g} s in step {self.step}, in {doing}"
 

@@ -65,6 +65,7 @@ class Worker:
 
     @property
     def said_why(self) -> bool:
+        """Whether the worker reported why it failed or stalled."""
         return any(r.kind in ("failed", "secondary", "stalled") for r in self.reports)
 
     @property
@@ -178,6 +179,7 @@ class Workers:
     # ---- while they run -----------------------------------------------------------------------------------
     @property
     def living(self) -> list[Worker]:
+        """The workers that have not ended."""
         return [worker for worker in self.all if worker.died == 0]
 
     @property
