@@ -43,6 +43,17 @@ def test_an_exercise_does_what_it_says(page: Path, tmp_path: Path) -> None:
             write(checkout, text)
 
 
+FILES = {"op": 1, "pass": 2, "model-family": 2, "device": 1, "command": 2}
+"""Files of the rooms that an addition touches, without its test."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_an_addition_touches_few_files(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    touched = {*re.findall(r"^--- (\S+)$", text, re.MULTILINE), *re.findall(r"^# (\S+/\S+\.\w+)$", text, re.MULTILINE)}
+    assert len([file for file in touched if not file.startswith("tests/")]) == FILES[page.stem], touched
+
+
 def write(checkout: Path, text: str) -> None:
     """Writes a new file, which the block's first line names."""
     name, _, rest = text.partition("\n")
