@@ -53,7 +53,7 @@ def quantize(
     _refuse(source)
     model, recipe = _open(source, overrides or ())
     if Path(model.name).resolve() == out.resolve():
-        raise Mistakes.one(f"{out} is the source", exit=Exit.USAGE, fix="choose another name")
+        raise Mistakes.one(f"{out} is the folder of the model itself", exit=Exit.USAGE, fix="choose another name")
     keep_apart(model, out)
     quantizer = _quantizer(model, recipe, text, seq_len, nearest, static_groups, damp)
     report = _write(quantizer, model, out, overwrite)
@@ -138,7 +138,9 @@ def _quantizer(
             step=_progress,
         )
     except ValueError as error:
-        raise Mistakes.one(f"{model.name} cannot be quantized this way", exit=Exit.FIT, why=str(error)) from error
+        raise Mistakes.one(
+            f"{model.name} cannot be quantized with these settings", exit=Exit.FIT, why=str(error)
+        ) from error
 
 
 def _text(

@@ -49,9 +49,9 @@ def open_source(
     model = _open(source, overrides, modules)
     if model.blueprint.architecture is not None and not (theirs or modules):
         raise Mistakes.one(
-            f"{model.name} is a {model.blueprint.architecture.model_type}, which transformers' own class computes",
+            f"{model.name} is a {model.blueprint.architecture.model_type}, computed by transformers' own class",
             exit=Exit.FIT,
-            why="it can be trained, served and converted, but not quantized",
+            why="such a model can be trained, served and converted, but not quantized",
         )
     return model
 
@@ -74,7 +74,9 @@ def _open(source: str, overrides: Sequence[str], modules: bool) -> SourceModel:
 def keep_apart(model: SourceModel, out: Path) -> None:
     """Raises `Mistakes` (exit 2) where writing to `out` would replace a folder that holds the model."""
     if out.resolve() in Path(model.name).resolve().parents:
-        raise Mistakes.one(f"{out} holds the source, {model.name}", exit=Exit.USAGE, fix="choose another name")
+        raise Mistakes.one(
+            f"{out} contains the model that is read, {model.name}", exit=Exit.USAGE, fix="choose another name"
+        )
 
 
 def _none(overrides: Sequence[str], source: str) -> None:
@@ -151,9 +153,7 @@ def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool) -> Sour
             Blueprint.from_json(checkpoint.meta["model"]) if "model" in checkpoint.meta else blueprint_of(recipe)
         )
     except ValueError as error:
-        raise Mistakes.one(
-            f"{folder} does not say which model it is of", exit=Exit.CHECKPOINT, why=str(error)
-        ) from error
+        raise Mistakes.one(f"{folder} does not describe its model", exit=Exit.CHECKPOINT, why=str(error)) from error
     if blueprint.module is not None and not modules:
         raise Mistakes.one(
             f"{folder} holds a module of your own, {blueprint.module}",

@@ -65,7 +65,7 @@ def override(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
     for key in overrides:
         if key not in names:
             choices = f"it has {', '.join(sorted(names))}"
-            raise Contradiction(f"a model has no number `{key}`{_similar(key, names)}; {choices}", key)
+            raise Contradiction(f"a model's configuration has no field `{key}`{_similar(key, names)}; {choices}", key)
     changes = dict(overrides)
     scaling = changes.get("rope_scaling")
     if isinstance(scaling, Mapping):
@@ -74,7 +74,7 @@ def override(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
         except TypeError:
             choices = ", ".join(f.name for f in fields(RopeScaling))
             received = ", ".join(map(str, scaling))
-            raise Contradiction(f"`rope_scaling` takes {choices}, not {received}", "rope_scaling") from None
+            raise Contradiction(f"`rope_scaling` has the keys {choices}, not {received}", "rope_scaling") from None
     return replace(config, **changes)
 
 

@@ -142,7 +142,7 @@ def read_programs(saved: save.SavedPlan, setting: Setting) -> training.TrainingP
         raise Mistakes.one(f"the programs in {saved.path} cannot be read", why=str(error), fix="plan again") from error
     if save.fingerprints(report_of_training(programs)) != dict(saved.fingerprints):
         raise Mistakes.one(
-            f"the programs in {saved.path} are not those that it names", why="the fingerprints differ",
+            f"the programs in {saved.path} differ from those that its plan describes", why="the fingerprints differ",
             fix="plan again",
         )  # fmt: skip
     return programs

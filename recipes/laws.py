@@ -148,7 +148,7 @@ def known_logical_axes(recipe: Recipe) -> Iterator[Diagnostic]:
             if name not in DIMS and name not in recipe.sharding.rules:
                 close = suggestion(name, [*DIMS, *recipe.sharding.rules])
                 yield Diagnostic(
-                    f"the logical axis `{name}` has no rule and is not a dim of the model",
+                    f"the dim name `{name}` has no rule and is not a dim of the model",
                     where=recipe.where(f"sharding.annotate.{pattern}"),
                     why="the annotation would have no effect",
                     fix=f"did you mean {close}?" if close else f"add a rule: {name}: tp",

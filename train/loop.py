@@ -313,7 +313,7 @@ class TrainingLoop:
         else:
             saved = f"step {back_to} is saved" if self._saved_step else "nothing is saved"
             raise Mistakes.one(
-                f"{what}: the run stops before it is used",
+                f"{what}; the run stops before this update is applied",
                 exit=Exit.NONFINITE,
                 where=self.recipe.where("train.on_nonfinite"),
                 why=why or f"the policy is {self.guard.policy}; {saved}; the batch is listed in {account}",

@@ -100,6 +100,8 @@ def _draw(task: Task, numbers: Sequence[int], seed: int) -> MadeBatch:
         if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != field.dtype:
             got = "nothing" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
             raise Mistakes.one(
-                f"the task gives {got} for its field `{name}`", exit=Exit.DATA, why=f"{list(shape)} of {field.dtype}"
+                f"the task's rows have {got} in the field `{name}`",
+                exit=Exit.DATA,
+                why=f"the field is {list(shape)} of {field.dtype}",
             )
     return MadeBatch(tensors, tuple(f"row {number}" for number in numbers))

@@ -70,7 +70,9 @@ def test_a_saved_plan_holds_the_programs_that_it_tells_of(report, tmp_path):
     held = json.loads(file.read_text())
     for step in (held["step"][:-40], "AAAA", saved_step.pack(dataclasses.replace(actual, micro=actual.update))):
         file.write_text(json.dumps(held | {"step": step}))
-        with pytest.raises(Mistakes, match=r"the programs in \S+ (cannot be read|are not those that it names)"):
+        with pytest.raises(
+            Mistakes, match=r"the programs in \S+ (cannot be read|differ from those that its plan describes)"
+        ):
             make.read_programs(save.read(str(file)), report.step.setting)
 
 

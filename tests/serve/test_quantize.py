@@ -150,7 +150,7 @@ def test_the_command_writes_reports_and_never_replaces(folder, tmp_path, capsys)
         assert words in capsys.readouterr().err
     assert (out / "config.json").read_bytes() == before
     assert command(folder, folder, *settings, "--overwrite") == 2  # input = output
-    assert "is the source" in capsys.readouterr().err
+    assert "is the folder of the model itself" in capsys.readouterr().err
     assert command(out, tmp_path / "again") == 4
     assert "already quantized" in capsys.readouterr().err
     assert command(folder, tmp_path / "bad", "quantize.order=head_local", "quantize.group_size=24",
