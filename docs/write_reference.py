@@ -130,8 +130,8 @@ def exit_codes() -> str:
 def diagnostics() -> str:
     """Every diagnostic: what, exit code, why and fix; with a recipe that shows it where one can."""
     parts = [
-        "# Diagnostics\n\nAll errors and warnings about a user's input, by the part of tpshard that reports them. `…` stands for a name or a "
-        "number. The exit code is 3 where an entry says nothing else. A diagnostic "
+        "# Diagnostics\n\nAll errors and warnings about a user's input, by the part of tpshard that reports them. "
+        "`…` stands for a name or a number. The exit code is 3 where an entry says nothing else. A diagnostic "
         "names its place as `file:line:col`; `--json` prints the same as data. "
         "[Exit codes](exit-codes.md) says what the codes mean.\n"
     ]
