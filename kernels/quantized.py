@@ -110,7 +110,7 @@ class Quantized:
             bias=None if self.bias is None else self.bias[columns],
         )
 
-    def padded(self, inputs: int, outputs: int) -> Quantized:
+    def pad(self, inputs: int, outputs: int) -> Quantized:
         """The linear padded to more inputs and outputs, whose weights are exactly 0 in every layout.
 
         Added groups and outputs have scale 0. Inputs added to a group (see `extend_groups`) have its zero as code.

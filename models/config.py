@@ -210,10 +210,6 @@ class ModelConfig:
         """The dims of every activation that the model names."""
         return {path: named.dims for path, named in self._all(self.described.activations) if self._has(named)}
 
-    def cached(self, ways: int = 1) -> int:
-        """Numbers per token that a server's KV cache holds on each of `ways` devices, over all layers."""
-        return 2 * self.layers * max(1, self.kv_heads // ways) * self.head_dim
-
     def _says(self, flag: bool | str) -> bool:
         return flag if isinstance(flag, bool) else bool(getattr(self, flag))
 

@@ -80,16 +80,16 @@ class MaskedLanguageModel(LanguageModel):
     The choice depends on token and position alone, so that a row is masked alike on every mesh and in every epoch.
     """
 
-    def chosen(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def masked_positions(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The masked positions, bool [batch, seq]: 15% of the tokens with a target, by a hash of token and position."""
         mixed = batch["tokens"] * 2654435761 + batch["positions"] * 805459861
         return ((mixed >> 12) % 100 < 15) & (batch["targets"] != IGNORE)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        return torch.where(self.chosen(batch), 0, batch["tokens"]), batch["documents"], batch["positions"]
+        return torch.where(self.masked_positions(batch), 0, batch["tokens"]), batch["documents"], batch["positions"]
 
     def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return cross_entropy_sum(output, torch.where(self.chosen(batch), batch["tokens"], IGNORE))
+        return cross_entropy_sum(output, torch.where(self.masked_positions(batch), batch["tokens"], IGNORE))
 
 
 class Frames:

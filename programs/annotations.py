@@ -143,7 +143,7 @@ class _Reader:
         self, annotations: dict[Value, Annotation], value: Value, pattern: str, names: Sequence[str | None]
     ) -> None:
         path = f"sharding.annotate.{pattern}"
-        if self.stacked(value, len(names)):
+        if self.has_stage_dim(value, len(names)):
             names = ["stage", *names]
         if self.ranks_differ(value, pattern, len(names), path):
             return
@@ -162,14 +162,14 @@ class _Reader:
         self, annotations: dict[Value, Annotation], value: Value, pattern: str, dims: Sequence[Sequence[str]]
     ) -> None:
         path = f"sharding.pin.{pattern}"
-        if self.stacked(value, len(dims)):
+        if self.has_stage_dim(value, len(dims)):
             dims = [self.recipe.sharding.rules.get("stage", ()), *dims]
         if self.ranks_differ(value, pattern, len(dims), path):
             return
         axes = [self.fits(value, i, self.axes(d), pattern, path) for i, d in enumerate(dims)]
         annotations[value] = self.closed_annotation(value, axes, path, pattern)
 
-    def stacked(self, value: Value, entries: int) -> bool:
+    def has_stage_dim(self, value: Value, entries: int) -> bool:
         """Whether a value has the stage dim of a vectorized pipeline before the dims that have entries."""
         pipeline = self.recipe.pipeline
         return pipeline is not None and pipeline.vectorized and value.rank == entries + 1

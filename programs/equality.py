@@ -186,7 +186,7 @@ def _watched_values(setting: Setting, program: Program, vocab: int | None) -> tu
     sums = [torch.zeros(p.shape, dtype=torch.float64) for p in program.inputs[count : 2 * count]]
     with float64():
         arguments = [
-            *(lockstep.stacked(name, params) for name in lockstep.names),
+            *(lockstep.stack(name, params) for name in lockstep.names),
             *sums,
             *batch,
         ]

@@ -41,7 +41,7 @@ class Lockstep:
         count, random = len(self.names), torch.Generator().manual_seed(seed)
         single = {n: torch.randn(p.shape, generator=random, dtype=torch.float64) * 0.2
                   for n, p in self.setting.single.named_parameters()}  # fmt: skip
-        whole = [self.stacked(port.name, single) for port in self.ports[:count]]
+        whole = [self.stack(port.name, single) for port in self.ports[:count]]
         moments = [port for port in self.ports if port.kind == "optimizer"]
         zeros = [torch.zeros(p.shape, dtype=torch.float64) for p in moments]
         self.params = self.local(whole, self.ports[:count])
@@ -66,7 +66,7 @@ class Lockstep:
         stacking = self.setting.stacking
         return None if stacking is None else stacking.members(name)
 
-    def stacked(self, name: str, single: Mapping[str, Tensor]) -> Tensor:
+    def stack(self, name: str, single: Mapping[str, Tensor]) -> Tensor:
         """A parameter of the programs, from those of single layers."""
         members = self._members(name)
         return single[name] if members is None else torch.stack([single[member] for member in members])

@@ -100,7 +100,7 @@ class Quantization:
         return Quantization(settings, weights, orders_of(dims, architecture.heads, stored.group))
 
     @staticmethod
-    def planned(section: Quantize, config: ModelConfig) -> Quantization:
+    def of_recipe(section: Quantize, config: ModelConfig) -> Quantization:
         """The quantization that `tpshard quantize` would write for this section of a recipe."""
         settings = GPTQConfig(
             bits=section.bits, group_size=section.group_size, sym=section.sym, desc_act=section.order != "none"
@@ -215,7 +215,7 @@ def served(recipe: Recipe, kind: str) -> Served:
         return Served(blueprint, serving_dtype(recipe, None, str(recipe.model.dtype), kind))
     layout_given = any(recipe.where(key).line for key in ("quantize", "serve.layout"))
     if recipe.serve.checkpoint != LATEST and not folder.exists() and layout_given:
-        planned = Quantization.planned(recipe.quantize, own)
+        planned = Quantization.of_recipe(recipe.quantize, own)
         note = f"{folder} does not exist yet: planned as `tpshard quantize` would write it"
         return Served(Blueprint(own), serving_dtype(recipe, planned, "fp16", kind), planned, note)
     return Served(Blueprint(own), serving_dtype(recipe, None, own.dtype, kind))

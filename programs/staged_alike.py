@@ -42,7 +42,7 @@ def build(setting: Setting) -> tuple[Program, StagedPrograms] | None:
     table, axis = table_of(setting), axis_of(setting)
     even = layers_of(setting, config.layers, table.stages)
     cut = _Alike(setting, few)
-    if cut.built(even) >= config.layers:
+    if cut.built_layers(even) >= config.layers:
         return None
     layers, stages = balance_stages(setting, even, table.devices, cut.stages)
     names = [name for name, _ in setting.model.named_parameters()]
@@ -85,7 +85,7 @@ class _Alike:
         """The numbers of layers of the first stage, of each kind of middle stage, and of the last."""
         return split[0], sorted(set(split[1:-1])), split[-1]
 
-    def built(self, split: Sequence[int]) -> int:
+    def built_layers(self, split: Sequence[int]) -> int:
         """The number of layers of the model from which a split is cut."""
         first, between, last = self._counts(split)
         return first + sum(between) + last
@@ -94,7 +94,7 @@ class _Alike:
         first, between, last = self._counts(split)
         config = self.setting.config
         assert config is not None
-        shorter = replace(self.setting, config=replace(config, layers=self.built(split)))
+        shorter = replace(self.setting, config=replace(config, layers=self.built_layers(split)))
         again = recompute_uncut(shorter, micro(shorter), micro)
         head, *inner, tail = finished_stages(shorter, again, self.table, [first, *between, last])
         kinds = dict(zip(between, inner))

@@ -67,7 +67,7 @@ class _Edited:
         """Removes an input that nothing reads."""
         del self.ports[feed]
 
-    def done(self) -> Program:
+    def finish(self) -> Program:
         """The edited program without unused nodes."""
         for source, _ in self.further:
             if not source.users:
@@ -104,7 +104,7 @@ def merge_views(program: Program) -> Program:
         assert isinstance(source, fx.Node)
         if shape_of(source) == shape_of(node):
             node.replace_all_uses_with(source)
-    return edited.done()
+    return edited.finish()
 
 
 def fold_linears(program: Program) -> Program:
@@ -129,7 +129,7 @@ def fold_linears(program: Program) -> Program:
                 moves = replace(info(node), flops=0, global_flops=0, saved=False)
                 flat = edited.put(user, aten.reshape.default, (product, list(shape_of(node))), moves)
                 user.replace_input_with(node, flat)
-    return edited.done()
+    return edited.finish()
 
 
 def fix_rows(kind: str) -> Pass:
@@ -149,7 +149,7 @@ def fix_rows(kind: str) -> Pass:
                 continue
             port = edited.ports[weight]
             node.args = (rows, edited.hold(weight, Held("onednn", port.local_bytes, (port.name,))))
-        return edited.done()
+        return edited.finish()
 
     return fix_rows
 
@@ -163,7 +163,7 @@ def count_useful(flops: Mapping[str, int]) -> Pass:
             facts = info(node)
             if facts.global_flops:
                 node.meta[INFO] = replace(facts, global_flops=flops.get(facts.origin, facts.global_flops))
-        return edited.done()
+        return edited.finish()
 
     return count_useful
 
@@ -176,7 +176,7 @@ def fuse_norms(program: Program) -> Program:
         if (operands := _norm(node)) is not None:
             norm = edited.put(node, NORM, operands, info(node))
             node.replace_all_uses_with(norm)
-    return edited.done()
+    return edited.finish()
 
 
 def _norm(node: fx.Node) -> tuple[Any, ...] | None:
@@ -209,7 +209,7 @@ def store_norms_in_order(program: Program) -> Program:
             continue
         x, weight, _, eps = norm.args
         node.replace_all_uses_with(edited.put(node, NORM, (x, weight, node.args[1], eps), info(norm)))
-    return edited.done()
+    return edited.finish()
 
 
 # ---- quantized weights ----------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def quantize(weights: Mapping[str, Coded], kind: str, invariant: bool) -> Pass:
             weight = edited.hold(node.args[1], Held(form, held, (port.name,)))  # type: ignore[arg-type]
             node.target = int4_linear if kind == "cpu" else quantized_linear
             node.args = (node.args[0], weight) if kind == "cpu" else (node.args[0], weight, invariant)
-        return edited.done()
+        return edited.finish()
 
     return quantize
 
@@ -260,6 +260,6 @@ def join_gates(weights: Mapping[str, Coded]) -> Pass:
             fused = edited.put(node, quantized_gate, (x, both, invariant), like)
             node.replace_all_uses_with(fused)
             edited.drop(up.args[1])
-        return edited.done()
+        return edited.finish()
 
     return join_gates

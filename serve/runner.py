@@ -44,7 +44,7 @@ class ProgramRunner:
     def step(self, batch: StepInput) -> Tensor:
         """Logits [logit_rows, vocab] in fp32 on the CPU, the same bits on every rank."""
         size = self._programs.fitting(len(batch.tokens))
-        b = batch.padded(size, self._programs.setting.logit_rows(size))
+        b = batch.pad(size, self._programs.setting.logit_rows(size))
         brought = {
             "tokens": b.tokens[None], "positions": b.positions[None], "slots": b.slots[None],
             "sequences": b.sequences[None], "tables": b.tables, "logit_rows": b.logit_rows,

@@ -55,7 +55,7 @@ class StepInput:
         t, p, s, q, tables, last = np.split(flat, np.cumsum([rows, rows, rows, rows, m * w]))
         return StepInput(t, p, s, q, tables.reshape(m, w), last)
 
-    def padded(self, rows: int, logit_rows: int) -> StepInput:
+    def pad(self, rows: int, logit_rows: int) -> StepInput:
         """The step padded to more rows; padding writes to block 0 and attends only to itself."""
         more = rows - len(self.tokens)
         fill = np.zeros(more, dtype=np.int64)

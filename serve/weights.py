@@ -102,7 +102,7 @@ class Filler:
         assert whole is not None, f"{name} is not quantized"
         columns, rows = self.arrangement.columns_of(name, self._group), self.arrangement.rows_of(name, self._group)
         outputs, inputs = self.shapes[name]
-        own = whole.padded(inputs, outputs).take_columns(_cut(columns, place[0])).take_rows(_cut(rows, place[1]))
+        own = whole.pad(inputs, outputs).take_columns(_cut(columns, place[0])).take_rows(_cut(rows, place[1]))
         return replace(own, bias=None)  # the bias is a parameter of its own
 
     def _group(self, name: str) -> Tensor | None:

@@ -77,7 +77,7 @@ def prompts(rows: int = 8) -> StepInput:
     places, sequences = [*range(5), *range(3)], [0] * 5 + [1] * 3
     slots = [(s + 1) * 16 + p for s, p in zip(sequences, places)]
     whole = [np.array(x) for x in (np.arange(8) * 7 % 64, places, slots, sequences)]
-    return StepInput(*whole, tables=np.array([[1], [2]]), logit_rows=np.arange(8)).padded(rows, 8)
+    return StepInput(*whole, tables=np.array([[1], [2]]), logit_rows=np.arange(8)).pad(rows, 8)
 
 
 def lockstep(programs: ServingPrograms, weights: Weights, blocks: int = 2) -> torch.Tensor:

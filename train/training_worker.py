@@ -295,10 +295,10 @@ def _held_out(corpus: Corpus, tokenizer: TextTokenizer, setting: Setting, data_r
         part=rows, bad_rows=recipe.data.bad_rows,
     )  # fmt: skip
     for start in range(0, each, plan.per_device):
-        yield padded(batch.rows(start, start + plan.per_device), plan)
+        yield pad_micro_batch(batch.rows(start, start + plan.per_device), plan)
 
 
-def padded(batch: TokenBatch, plan: BatchPlan) -> TokenBatch:
+def pad_micro_batch(batch: TokenBatch, plan: BatchPlan) -> TokenBatch:
     """A micro-batch padded to its full number of rows, without targets."""
     missing, length = plan.per_device - batch.tokens.shape[0], batch.tokens.shape[1]
     if not missing:

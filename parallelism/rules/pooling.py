@@ -84,7 +84,7 @@ def max_pool(rank: int) -> Callable[[Op], Rule]:
             sizes = pool.sliding
             kernel = spread(geometry[0], rank)
             baseed = at.several(
-                op.target, node, kernel, sizes.stride, sizes.padded(at), spread(geometry[3], rank), ceil,
+                op.target, node, kernel, sizes.stride, sizes.padding_of(at), spread(geometry[3], rank), ceil,
                 like=[(at.shape(), out.dtype), (at.shape(), INDEX)],
             )  # fmt: skip
             window = at.shape_of(node)[pool.lead :]
@@ -110,7 +110,7 @@ def max_pool_backward(rank: int) -> Callable[[Op], Rule]:
             like = at.emit(aten.new_empty.default, at.inputs[1], shape, shape=shape)
             indices = pool.convert_indices(at, at.inputs[2], 3, x.shape[pool.lead :], shape[pool.lead :], -1)
             baseient = at.emit(
-                op.target, at.inputs[0], like, *op.args[2:4], pool.sliding.padded(at), *op.args[5:7], indices,
+                op.target, at.inputs[0], like, *op.args[2:4], pool.sliding.padding_of(at), *op.args[5:7], indices,
                 shape=shape,
             )  # fmt: skip
             return at.fold(baseient, 3, 0)
@@ -139,7 +139,7 @@ def average_pool(rank: int) -> Callable[[Op], Rule]:
             if not any(pool.sliding.cut(at)):
                 return at.same()
             at.inputs[0] = at.window(0)
-            return at.with_args(*op.args[:2], pool.sliding.stride, pool.sliding.padded(at), *op.args[4:])
+            return at.with_args(*op.args[:2], pool.sliding.stride, pool.sliding.padding_of(at), *op.args[4:])
 
         base = pool.factors.rule([pool.x], [pool.out], additive=(0,), local=local)
         return replace(base, windows=pool.sliding.windows(0, 1, 0.0))
@@ -159,7 +159,7 @@ def average_pool_backward(rank: int) -> Callable[[Op], Rule]:
                 return at.same()
             shape = pool.window(at, at.operand_shape(1), at.operand_shape(0))
             like = at.emit(aten.new_empty.default, at.inputs[1], shape, shape=shape)
-            rest = (*op.args[2:4], pool.sliding.padded(at), *op.args[5:])
+            rest = (*op.args[2:4], pool.sliding.padding_of(at), *op.args[5:])
             return at.fold(at.emit(op.target, at.inputs[0], like, *rest, shape=shape), 2, 0)
 
         base = pool.factors.rule([pool.out, pool.x], [pool.x], additive=(0,), local=local)

@@ -65,7 +65,7 @@ class Sliding:
         """Whether each spatial dim is sharded."""
         return [f is not None and bool(at.axes(f)) for f in self.factors]
 
-    def padded(self, at: LocalOp, padding: Sequence[int] | None = None) -> list[int]:
+    def padding_of(self, at: LocalOp, padding: Sequence[int] | None = None) -> list[int]:
         """The padding of a device's own call: none where a dim is sharded, since its window includes the padding."""
         return [0 if cut else n for cut, n in zip(self.cut(at), padding or self.padding)]
 
@@ -142,8 +142,8 @@ def sliding_over(op: Op, summed: bool = False) -> Rule:
         for f in (channels.i, *(sliding.factors if summed else ())):
             if isinstance(bias, Ref) and f is not None and at.axes(f):  # added only once to the partial sum
                 at.inputs[2] = at.emit(aten.mul.Tensor, at.inputs[2], at.first(f), shape=at.operand_shape(2))
-        padding = sliding.padded(at)
-        rest = (op.args[3], padding, op.args[5], transposed, sliding.padded(at, more), at.size(channels.g))
+        padding = sliding.padding_of(at)
+        rest = (op.args[3], padding, op.args[5], transposed, sliding.padding_of(at, more), at.size(channels.g))
         if not transposed or not any(sliding.cut(at)):
             at.inputs[0] = at.window(0, 1 if summed else None)
             return at.with_args(*op.args[:3], *rest)
@@ -178,7 +178,7 @@ def convolution_backward(op: Op) -> Rule:
 
     def local(at: LocalOp) -> Any:
         at.inputs[read] = at.window(read, reader)
-        padding, more = channels.sliding.padded(at), channels.sliding.padded(at, spread(op.args[8], x.rank - 2))
+        padding, more = channels.sliding.padding_of(at), channels.sliding.padding_of(at, spread(op.args[8], x.rank - 2))
         return at.with_args(
             *op.args[:3], None, op.args[4], padding, *op.args[6:8], more, at.size(channels.g), op.args[10]
         )

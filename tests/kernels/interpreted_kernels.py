@@ -103,7 +103,7 @@ def test_ragged_groups_of_a_rank_that_sorts_alone():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_padding_multiplies_to_zero(sym, dtype):
     weight = linear(160, 48, group_size=64, sym=sym, bias=True)
-    packed = check(weight.padded(320, 96), 3, dtype, Tile(16, 32, 2))  # fills a group, and two more
+    packed = check(weight.pad(320, 96), 3, dtype, Tile(16, 32, 2))  # fills a group, and two more
     assert packed.row_group is None and (packed.zeros is None) == sym
     x = torch.randn(3, 320, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     y, cut = (launch.matmul(part, packed, False, Tile(16, 32, 2)) for part in (x, x * (torch.arange(320) < 160).to(x)))

@@ -30,11 +30,11 @@ def linear(inputs=128, outputs=64, bits=4, group_size=32, order=False, bias=Fals
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (3, 64), (4, -1), (8, 40)])
 def test_padding_multiplies_to_zero(bits, group_size):
     weight = linear(bits=bits, group_size=group_size)
-    wider = weight.padded(320, 96).check()
+    wider = weight.pad(320, 96).check()
     dense = wider.dequantize()
     assert torch.equal(dense[:128, :64], weight.dequantize())
     assert dense.count_nonzero() == weight.dequantize().count_nonzero() and wider.sorted
-    assert weight.padded(128, 64) is weight
+    assert weight.pad(128, 64) is weight
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -42,7 +42,7 @@ def test_padding_fills_the_last_group(symmetric):
     weight = linear(inputs=144, bits=4, group_size=64, order=True, sort=False)
     if symmetric:
         weight = dataclasses.replace(weight, zeros=torch.full_like(weight.zeros, 8))
-    wider = weight.padded(320, 64)
+    wider = weight.pad(320, 64)
     assert torch.bincount(wider.group).tolist() == [64] * 5 and wider.symmetric == symmetric
     assert torch.equal(wider.group, extend_groups(weight.group, 320))
     assert not wider.dequantize()[144:].any() and torch.equal(wider.dequantize()[:144], weight.dequantize())

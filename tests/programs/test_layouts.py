@@ -177,7 +177,7 @@ def test_shards_are_cut_between_groups(family: str, layout: Layout) -> None:
 
 def test_what_is_added_must_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: other values in the padding change the logits."""
-    model, zeros = served("llama, 11 groups", "head_local"), Quantized.padded
+    model, zeros = served("llama, 11 groups", "head_local"), Quantized.pad
 
     def spoiled(self: Quantized, inputs: int, outputs: int) -> Quantized:
         values = zeros(self, inputs, outputs)
@@ -187,7 +187,7 @@ def test_what_is_added_must_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
     logits = model.step("tp_aware", 2)
     torch.testing.assert_close(model.logits(logits), model.expected(), rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(Quantized, "padded", spoiled)
+    monkeypatch.setattr(Quantized, "pad", spoiled)
     with pytest.raises(AssertionError, match="not close"):
         torch.testing.assert_close(model.logits(logits), model.expected(), rtol=1e-4, atol=1e-4)
 

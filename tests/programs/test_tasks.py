@@ -92,7 +92,7 @@ def test_about_15_of_100_tokens_are_masked_and_no_other_counts() -> None:
     batch["targets"] = batch["targets"].clone()
     batch["targets"][:, 7] = IGNORE
     task = MaskedLanguageModel(64)
-    chosen = task.chosen(batch)
+    chosen = task.masked_positions(batch)
     assert 0.13 < float(chosen.float().mean()) < 0.17 and not chosen[:, 7].any()
     assert torch.equal(task.inputs(batch)[0] != batch["tokens"], chosen & (batch["tokens"] != 0))
     perfect = torch.nn.functional.one_hot(batch["tokens"], 2048).float() * 100
