@@ -39,7 +39,9 @@ def titles(page: Path) -> set[str]:
 
 WRITTEN = ("gallery.md", "plan_accuracy.md")
 """Pages with tables that a benchmark writes from its record."""
-MEASURED = re.compile(r"(?<!\w)\d[\d.,]* ?([nuµm]?s|min|h|%|(k |M )?tokens/s|[KMG]i?B/s|[MGT]bit/s|TFLOP/s)(?![\w/])")
+MEASURED = re.compile(
+    r"(?<!\w)\d[\d.,]* ?([nuµm]?s|min|h|%|(k |M )?tokens/s|[KMGT]i?B(/s)?|[MGT]bit/s|TFLOP/s)(?![\w/])"
+)
 """A number with the sign of a unit. Limits and settings are in words: "30 seconds", "two percent"."""
 
 
@@ -54,7 +56,8 @@ def test_no_page_has_a_typed_measurement() -> None:
     pages = [page for page in PAGES if page.name not in WRITTEN and "reference" not in page.parts]
     assert {page.name: typed for page in pages if (typed := typed_measurements(page.read_text("utf-8")))} == {}
     assert typed_measurements("8.7<!--plan_speed:8b.cpu--> s and `4 us`") == []
-    assert typed_measurements("it took 8.7 s, 5% more\n```\nstep 700 ms\n```") == ["8.7 s", "5%", "700 ms"]
+    text = "it took 8.7 s, 5% more, and 2.5 GiB\n```\nstep 700 ms\n```"
+    assert typed_measurements(text) == ["8.7 s", "5%", "2.5 GiB", "700 ms"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
