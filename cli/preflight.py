@@ -25,7 +25,7 @@ def load_checked(path: str, overrides: Sequence[str] = ()) -> tuple[Recipe, list
     examined = recipes.examine(path, overrides)
     diagnostics = list(examined.diagnostics)
     if examined.sound("cluster", "mesh", "model", "sharding", "batch", "fsdp.wrap", "fsdp.bucket", "fsdp.axis"):
-        diagnostics = recipes.in_order([*diagnostics, *beyond(examined.recipe)])
+        diagnostics = recipes.in_order([*diagnostics, *model_errors(examined.recipe)])
     if examined.sound("cluster.device"):
         diagnostics = recipes.in_order([*diagnostics, *device_file(examined.recipe)])
     if any(d.severity == "error" for d in diagnostics):
@@ -46,7 +46,7 @@ def device_file(recipe: Recipe) -> tuple[Diagnostic, ...]:
     return ()
 
 
-def beyond(recipe: Recipe) -> list[Diagnostic]:
+def model_errors(recipe: Recipe) -> list[Diagnostic]:
     """The errors of a valid recipe that depend on its model's numbers."""
     try:
         config = configuration(recipe)

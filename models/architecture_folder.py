@@ -50,7 +50,7 @@ class FolderWeights:
             self._loaded = self._load()
 
     @staticmethod
-    def there(folder: str | os.PathLike[str]) -> bool:
+    def has_weights(folder: str | os.PathLike[str]) -> bool:
         """Whether a folder has weights. ValueError where it has only pickles."""
         place = Path(folder)
         if (place / hf_files.SINGLE).exists() or (place / hf_files.INDEX).exists():

@@ -67,7 +67,7 @@ class Blueprint:
             if overrides:
                 raise ValueError(f"a `transformers` model has no overrides; remove {', '.join(overrides)}")
             read = Architecture.of(folder)
-            weights = FolderWeights(folder, read, read.build()) if FolderWeights.there(folder) else None
+            weights = FolderWeights(folder, read, read.build()) if FolderWeights.has_weights(folder) else None
             return Blueprint(architecture=read, weights=weights)
         source = HFFolder(hf)
         config = presets.override(source.config, overrides or {})

@@ -172,7 +172,7 @@ class ModelConfig:
     def leaves(self) -> dict[str, Leaf]:
         """Every module with parameters by path, in the order of a forward pass, with `bias` as a bool."""
         described = self._all(self.described.leaves)
-        expanded = {path: replace(leaf, bias=self._says(leaf.bias)) for path, leaf in described if self._has(leaf)}
+        expanded = {path: replace(leaf, bias=self._flag(leaf.bias)) for path, leaf in described if self._has(leaf)}
         if self.tie_embeddings:
             del expanded["output"]
         return expanded
@@ -210,7 +210,7 @@ class ModelConfig:
         """The dims of every activation that the model names."""
         return {path: named.dims for path, named in self._all(self.described.activations) if self._has(named)}
 
-    def _says(self, flag: bool | str) -> bool:
+    def _flag(self, flag: bool | str) -> bool:
         return flag if isinstance(flag, bool) else bool(getattr(self, flag))
 
     def _has(self, what: Leaf | Named) -> bool:

@@ -29,7 +29,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim, self.window = parts.config.head_dim, parts.config.window_of(layer)
         self.wq, self.wk, self.wv, self.wo = map(parts, ("wq", "wk", "wv", "wo"))
-        self.q_norm, self.k_norm = parts.perhaps("q_norm"), parts.perhaps("k_norm")
+        self.q_norm, self.k_norm = parts.optional("q_norm"), parts.optional("k_norm")
 
     def forward(self, x: Tensor, turn: Rotation | None, documents: Tensor | None) -> Tensor:
         """x [batch, seq, embed]; `turn` applies rotary positions, `documents` [batch, seq] mask attention."""
@@ -75,10 +75,10 @@ class Decoder(nn.Module):
         # 0.02 costs `tiny` 0.5 nats after 60 steps; a table that is also the head must not saturate the softmax
         std = c.width**-0.5 if c.tie_embeddings else 0.3
         self.tok_embed = parts("tok_embed", std=std)
-        self.pos_embed = parts.perhaps("pos_embed", std=std / 2)
+        self.pos_embed = parts.optional("pos_embed", std=std / 2)
         self.layers = nn.ModuleList(Block(parts.inside(f"layers.{i}"), i) for i in range(c.layers))
         self.norm = parts("norm")
-        self.output = parts.perhaps("output")
+        self.output = parts.optional("output")
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Logits [batch, seq, vocab]. documents: [batch, seq] ids; tokens attend only within their document.

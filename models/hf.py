@@ -196,7 +196,7 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
         if os.path.lexists(source / name):
             if name == "tokenizer_config.json":
                 hf_json.refuse_code(hf_json.read_json(source, name), source / name)
-            shutil.copyfile(hf_json.inside(source, name), target / name)
+            shutil.copyfile(hf_json.file_inside(source, name), target / name)
             copied.append(name)
     return copied
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from tpshard.models.hf_json import inside, read_json
+from tpshard.models.hf_json import file_inside, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -56,7 +56,7 @@ class Tensors:
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
-            path = inside(self.folder, file)
+            path = file_inside(self.folder, file)
             if not path.is_file():
                 raise ValueError(f"{self.folder / file} is missing")
             with self._named(file):

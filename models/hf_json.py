@@ -20,7 +20,7 @@ TOKENIZER = (
 _LARGEST_JSON = 256 << 20
 
 
-def inside(folder: Path, name: str) -> Path:
+def file_inside(folder: Path, name: str) -> Path:
     """The file `name` of `folder`. ValueError if it is not a plain name, or a link that leads out of the folder.
 
     Links of the hub's cache into the `blobs` folder beside the snapshot are allowed.
@@ -40,7 +40,7 @@ def inside(folder: Path, name: str) -> Path:
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """The JSON object in file `name`. ValueError if it holds anything else, OSError if it cannot be read."""
-    path = inside(folder, name)
+    path = file_inside(folder, name)
     if path.stat().st_size > _LARGEST_JSON:
         raise ValueError(f"{folder / name} is {path.stat().st_size} bytes, too large for a configuration")
     try:

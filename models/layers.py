@@ -98,7 +98,7 @@ class Parts:
     def inside(self, name: str) -> Parts:
         return Parts(self.config, f"{self.place}{name}.")
 
-    def perhaps(self, name: str, *, std: float = 0.0) -> nn.Module | None:
+    def optional(self, name: str, *, std: float = 0.0) -> nn.Module | None:
         """The module of that name, or None where the configuration has none."""
         return self(name, std=std) if self.place + name in self.config.leaves else None
 

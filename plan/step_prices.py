@@ -37,7 +37,7 @@ class StepPrices:
         """Seconds of a step with this many rows, padded to the next size; padding reads a block of its own."""
         size = next(n for n in self.steps if n >= rows)
         by_row = (cached.by_row * rows + size - rows) / size
-        (b0, b1, b), (r0, r1, r) = _between(cached.blocks), _between(by_row)
+        (b0, b1, b), (r0, r1, r) = _bracket(cached.blocks), _bracket(by_row)
         low = (1 - r) * self._at(size, b0, r0) + r * self._at(size, b0, r1)
         high = (1 - r) * self._at(size, b1, r0) + r * self._at(size, b1, r1)
         return (1 - b) * low + b * high
@@ -51,7 +51,7 @@ class StepPrices:
         return self._seconds[key]
 
 
-def _between(value: float) -> tuple[int, int, float]:
+def _bracket(value: float) -> tuple[int, int, float]:
     """(lower, upper, relative position between them) of the powers of `APART` around a value."""
     power = math.floor(math.log(max(1.0, value), APART) + 1e-9)
     low, high = APART**power, APART ** (power + 1)

@@ -107,7 +107,7 @@ def _in_pipeline(recipe: Recipe, whole: BatchPlan, devices: int) -> BatchPlan:
 
 def pipeline_refusal(pipeline: Pipeline, devices: int, micro_batches: int) -> str:
     """Why a recipe's pipeline does not support a number of micro-batches; "" if it does."""
-    return refusal(pipeline.schedule, devices, micro_batches, pipeline.each, pipeline.vectorized)
+    return refusal(pipeline.schedule, devices, micro_batches, pipeline.stages_per_device, pipeline.vectorized)
 
 
 def check_micro_batches(recipe: Recipe, plan: BatchPlan, devices: int) -> None:

@@ -104,7 +104,7 @@ def compare(one: Setting, other: Setting, steps: int = 1) -> Compared:
     for number in range(1, steps + 1):
         a, b = (training.step() for training in runs)
         losses.append((a.loss, b.loss))
-        distances += [Distance(name, number, apart) for name, apart in _apart(a, b).items()]
+        distances += [Distance(name, number, apart) for name, apart in _distances(a, b).items()]
         least = CANCELLED * BOUND * _norm(b.gradients.values())
         rounding |= {name for name, gradient in b.gradients.items() if gradient.norm() <= least}
     weights = [training.weights() for training in runs]
@@ -117,7 +117,7 @@ def _run(programs: TrainingPrograms, vocab: int | None) -> Lockstep:
     return Lockstep(programs, vocab) if programs.pipeline is None else StagedLockstep(programs, vocab)
 
 
-def _apart(one: StepValues, other: StepValues) -> dict[str, float]:
+def _distances(one: StepValues, other: StepValues) -> dict[str, float]:
     def scalars(step: StepValues) -> dict[str, Tensor]:
         values = {"loss": step.loss, "gradient norm": step.grad_norm}
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
@@ -167,7 +167,7 @@ def first_difference(one: Setting, other: Setting) -> FirstDifference | None:
         expected = others.get(name)
         if expected is None or expected.shape != value.shape or distance(value, expected) <= BOUND:
             continue
-        maker = _made_by(programs[0], name)
+        maker = _producer_of(programs[0], name)
         apart = distance(value, expected, 0.0 if maker[-1] == "forward" else CANCELLED * norm)
         if apart > BOUND:
             return FirstDifference(
@@ -196,7 +196,7 @@ def _watched_values(setting: Setting, program: Program, vocab: int | None) -> tu
     return watched, _norm(results[2 : 2 + count])
 
 
-def _made_by(program: Program, name: str) -> tuple[str, str, str]:
+def _producer_of(program: Program, name: str) -> tuple[str, str, str]:
     """Op, module and phase of the node that computes a value."""
     for node in program.graph.nodes:
         if node.op == "call_function" and info(node).origin == name and info(node).comm is None:

@@ -73,7 +73,7 @@ def architecture(recipe: Recipe) -> Architecture | None:
             kind = Architecture.of(folder).model_type
             raise ValueError(f"tpshard has no family for {kind}; change `{changed[0]}` in its config.json instead")
         described = Architecture.of(folder)
-        if FolderWeights.there(folder):  # refuses pickles
+        if FolderWeights.has_weights(folder):  # refuses pickles
             FolderWeights(folder, described, described.build(), values=False)
         return described
     except (ValueError, OSError) as error:
@@ -148,9 +148,9 @@ class Setting:
                 fix="form: staged, for any model with repeated layers; or a preset without experts, or `model.hf` with "
                 "a folder of model_type llama, mistral, qwen2, qwen3 or gpt_bigcode",
             )  # fmt: skip
-        layers, stages = list(self.single.get_submodule(LAYERS).children()), axis.size * section.each
+        layers, stages = list(self.single.get_submodule(LAYERS).children()), axis.size * section.stages_per_device
         if len(layers) % stages:
-            fits = [n for n in range(2, len(layers) + 1) if len(layers) % (n * section.each) == 0]
+            fits = [n for n in range(2, len(layers) + 1) if len(layers) % (n * section.stages_per_device) == 0]
             less = len(layers) // stages * stages
             raise Mistakes.one(
                 f"{stages} stages do not divide the {len(layers)} layers of the model", exit=Exit.FIT,
@@ -163,7 +163,7 @@ class Setting:
                 "`pipeline.form: vectorized` needs layers that differ only in their weights", exit=Exit.FIT,
                 where=self.recipe.where("pipeline.form"), why=why, fix="form: staged",
             )  # fmt: skip
-        return Stacking(axis.size, section.each, len(layers) // stages, self.divided.micro_batches)
+        return Stacking(axis.size, section.stages_per_device, len(layers) // stages, self.divided.micro_batches)
 
     def shape_in_layer(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a parameter in checkpoints: of one that is stacked, that of a single layer's."""

@@ -75,7 +75,7 @@ def balance_stages(
         times_of = {key: _seconds(stage, chooser) for key, stage in different.items()}
         times = [times_of[id(stage.forward)] for stage in stages]
         tried[split] = max(sum(t.all for t in times[device::devices]) for device in range(devices)), stages
-        layers, before, after = _whole(times)
+        layers, before, after = _layer_seconds(times)
         split = tuple(balance(layers, before, after, devices, rounds))
     best = min(tried, key=lambda split: tried[split][0])
     return list(best), tried[best][1]
@@ -116,7 +116,7 @@ def _seconds(stage: Stage, chooser: Chooser) -> _StageTimes:
     return times
 
 
-def _whole(stage_times: Sequence[_StageTimes]) -> tuple[list[float], float, float]:
+def _layer_seconds(stage_times: Sequence[_StageTimes]) -> tuple[list[float], float, float]:
     """Seconds of (every layer, the work before the first, the work after the last)."""
     seconds = [value for t in stage_times for value in t.layers]
     kinds: list[tuple[float, list[int]]] = []

@@ -146,7 +146,7 @@ class StackedLayers(nn.ModuleList):
             if turns[-1] is not None and turns[-1][1] == how.rounds - 1:
                 results.append(y.unsqueeze(1))
         finished = torch.where(place.unsqueeze(-1) == how.stages - 1, torch.cat(results, 1), 0.0)
-        return self._whole(finished.sum(0))
+        return self._join_micros(finished.sum(0))
 
     def _layers(
         self, x: Tensor, turns: Sequence[tuple[int, int] | None], rounds: Tensor, context: Sequence[Any],
@@ -184,7 +184,7 @@ class StackedLayers(nn.ModuleList):
         ranks, micros = self.data_ranks, self.stacking.micro_batches
         return x.unflatten(0, (ranks, micros, -1)).transpose(0, 1).flatten(1, 2)
 
-    def _whole(self, x: Tensor) -> Tensor:
+    def _join_micros(self, x: Tensor) -> Tensor:
         """Inverse of `_micros`."""
         return x.unflatten(1, (self.data_ranks, -1)).transpose(0, 1).flatten(0, 2)
 

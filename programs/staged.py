@@ -90,7 +90,7 @@ class StagedPrograms:
         graph = capture(step, scalars, ["loss", "count"])
         mark_outputs(graph)
         annotations = {value: summed_annotation(self.axis, value) for value in graph.inputs}
-        annotations |= {value: whole(value) for value in graph.outputs}
+        annotations |= {value: replicated_annotation(value) for value in graph.outputs}
         return partition_graph(propagate(graph, self.setting.mesh, annotations))
 
     @property
@@ -194,7 +194,7 @@ def table_of(setting: Setting) -> Table:
     section, axis = setting.recipe.pipeline, axis_of(setting)
     assert section is not None
     check_micro_batches(setting.recipe, setting.batch, axis.size)
-    return make(section.schedule, axis.size, setting.batch.micro_batches, section.each)
+    return make(section.schedule, axis.size, setting.batch.micro_batches, section.stages_per_device)
 
 
 def _finish(setting: Setting, stage: Stage) -> Stage:
@@ -254,7 +254,7 @@ def summed_annotation(axis: Axis, value: Value) -> Annotation:
     )
 
 
-def whole(value: Value) -> Annotation:
+def replicated_annotation(value: Value) -> Annotation:
     return Annotation(Sharding(((),) * value.rank, (False,) * value.rank), (SourcePlace("the same on all devices"),))
 
 
@@ -290,7 +290,7 @@ def totals_program(
     mark_outputs(graph)
     annotations = {value: stored_annotation(storage, name) for value, name in zip(graph.inputs, names)}
     annotations |= {value: summed_annotation(axis, value) for value in graph.inputs[len(names) :]}
-    annotations |= {value: whole(value) for value in graph.outputs}
+    annotations |= {value: replicated_annotation(value) for value in graph.outputs}
     mark(graph.inputs[: len(names)], "gradient")
     mark([*graph.inputs[len(names) :], *graph.outputs], "scalar")
     return partition_graph(propagate(graph, setting.mesh, annotations))

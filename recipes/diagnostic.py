@@ -96,7 +96,7 @@ def as_json(diagnostics: Sequence[Diagnostic]) -> list[dict[str, Any]]:
             **_place(d.where),
             "why": d.why,
             "fix": d.fix,
-            "also": [{**_place(source), "why": words} for source, words in _further(d)],
+            "also": [{**_place(source), "why": words} for source, words in _other_places(d)],
         }
         for d in diagnostics
     ]
@@ -124,7 +124,7 @@ def _escape(match: re.Match[str]) -> str:
     return match.group().encode("unicode_escape").decode("ascii")
 
 
-def _further(d: Diagnostic) -> list[tuple[Source, str]]:
+def _other_places(d: Diagnostic) -> list[tuple[Source, str]]:
     """All places of the mistake except the first, each once."""
     pairs = [*d.also, *(d.where.origins if d.where else ())]
     return [pair for i, pair in enumerate(pairs) if pair[0] not in [source for source, _ in pairs[:i]]]
@@ -148,7 +148,7 @@ def _block(d: Diagnostic, color: bool, width: int) -> str:
 
     lines = [f"{paint(d.severity, d.severity)}: {printable(d.message)}"]
     places = [(d.where, d.why)] if d.where else []
-    places += _further(d)
+    places += _other_places(d)
     gutter = max([len(str(source.line)) for source, _ in places], default=1)
     for number, (source, words) in enumerate(places):
         arrow = "-->" if number == 0 else ":::"

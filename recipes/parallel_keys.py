@@ -115,7 +115,7 @@ class Pipeline(Section):
     plan's prices of layers, embedding, head and loss."""
 
     @property
-    def each(self) -> int:
+    def stages_per_device(self) -> int:
         """Stages per device."""
         return self.rounds or (2 if self.schedule in ("circular", "interleaved_1f1b") else 1)
 

@@ -127,7 +127,7 @@ def number(least: float, most: float) -> Check:
     return check
 
 
-def whole(least: int, most: int) -> Check:
+def whole_number(least: int, most: int) -> Check:
     def check(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise Refused(f"is not a whole number: {_show(value)}")
@@ -176,7 +176,7 @@ def token_ids(most: int) -> Check:
     def check(value: Any) -> tuple[int, ...]:
         if not isinstance(value, list) or len(value) > most:
             raise Refused(f"is not a list of up to {most} token ids")
-        return tuple(whole(0, 2**31 - 1)(v) for v in value)
+        return tuple(whole_number(0, 2**31 - 1)(v) for v in value)
 
     return check
 
@@ -201,7 +201,7 @@ def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
         raise Refused(f"is not 1 to {MAX_PROMPTS} prompts")
     out: list[str | tuple[int, ...]] = []
     for v in many:
-        token = partial(_within, "has a token that", whole(0, 2**31 - 1))
+        token = partial(_within, "has a token that", whole_number(0, 2**31 - 1))
         out.append(tuple(map(token, v)) if isinstance(v, list) else text(v))
         if not out[-1]:
             raise Refused("is empty")
@@ -255,17 +255,17 @@ def response_format(value: Any) -> None:
 
 _SHARED: dict[str, Check] = {
     "model": text,
-    "max_tokens": whole(0, 2**31 - 1),
+    "max_tokens": whole_number(0, 2**31 - 1),
     "temperature": number(0, 2),
     "top_p": number(1e-6, 1),
-    "top_k": whole(-1, 2**31 - 1),
+    "top_k": whole_number(-1, 2**31 - 1),
     "min_p": number(0, 1),
     "repetition_penalty": number(0.01, 100),
     "presence_penalty": number(-2, 2),
     "frequency_penalty": number(-2, 2),
     "logit_bias": biases,
-    "seed": whole(-(2**63), 2**63 - 1),
-    "n": whole(1, MAX_N),
+    "seed": whole_number(-(2**63), 2**63 - 1),
+    "n": whole_number(1, MAX_N),
     "stop": stops,
     "stop_token_ids": token_ids(64),
     "ignore_eos": flag,
@@ -276,15 +276,15 @@ _SHARED: dict[str, Check] = {
 COMPLETION: dict[str, Check] = _SHARED | {
     "prompt": prompts,
     "echo": flag,
-    "logprobs": whole(0, MAX_LOGPROBS),
-    "best_of": whole(1, MAX_N),
+    "logprobs": whole_number(0, MAX_LOGPROBS),
+    "best_of": whole_number(1, MAX_N),
     "suffix": only(""),
 }
 CHAT: dict[str, Check] = _SHARED | {
     "messages": messages,
-    "max_completion_tokens": whole(1, 2**31 - 1),
+    "max_completion_tokens": whole_number(1, 2**31 - 1),
     "logprobs": flag,
-    "top_logprobs": whole(0, MAX_LOGPROBS),
+    "top_logprobs": whole_number(0, MAX_LOGPROBS),
     "response_format": response_format,
     "store": only(False),
     "service_tier": only("auto", "default"),

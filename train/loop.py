@@ -295,7 +295,7 @@ class TrainingLoop:
         back_to = self._saved_step or 0
         decision, why = self.guard.decide(back_to)
         account = self._account(step, result, batch, decision)
-        what = f"step {step}: {nonfinite.what(result.loss, result.grad_norm)}"
+        what = f"step {step}: {nonfinite.describe(result.loss, result.grad_norm)}"
         if decision == "skip":
             self.progress.note(f"warning: {what}; skipped, the parameters are as before (see {account})")
             self.course.step = step

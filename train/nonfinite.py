@@ -48,6 +48,6 @@ def suspects(losses: Sequence[float], micro_batches: int) -> list[int]:
     return [i for i, loss in enumerate(losses) if not math.isfinite(loss)] or list(range(micro_batches))
 
 
-def what(loss: float, grad_norm: float) -> str:
+def describe(loss: float, grad_norm: float) -> str:
     """Loss and gradient norm as text for a message."""
     return f"loss {loss:g}, gradient norm {grad_norm:g}"

@@ -114,7 +114,7 @@ def test_a_number_that_a_family_does_not_read_is_refused() -> None:
 
 def test_a_leaf_that_is_not_described_is_not_made() -> None:
     parts = Parts(PRESETS["granite-tiny"]).inside("layers.0.mlp")
-    assert parts.perhaps("gate") is None and parts.perhaps("up") is not None
+    assert parts.optional("gate") is None and parts.optional("up") is not None
     with pytest.raises(KeyError):
         parts("gate")
 

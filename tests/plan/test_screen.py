@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
-from tpshard.cli.preflight import beyond
+from tpshard.cli.preflight import model_errors
 from tpshard.parallelism.why import SourcePlace
 from tpshard.plan import command, describe, diff, make, screen
 from tpshard.plan.report import Tensor
@@ -62,7 +62,7 @@ def test_the_names_of_the_screen_are_what_patterns_match(report):
 def wrong_with(name, rank):
     """The error of a pattern for a tensor with a number of dims."""
     recipe = loads(RECIPE, [f"sharding.annotate={{{name}: [{', '.join(['null'] * rank)}]}}"])
-    return [result for result in beyond(recipe) if result.severity == "error"]
+    return [result for result in model_errors(recipe) if result.severity == "error"]
 
 
 def test_json_has_the_names_that_others_rely_on(report):

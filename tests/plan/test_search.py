@@ -96,7 +96,9 @@ def test_a_search_of_a_pipeline_tries_stages_and_schedules_and_none(monkeypatch)
 
     def quick(recipe, **_):
         pipeline = recipe.pipeline
-        tried.append("none" if pipeline is None else f"{pipeline.schedule} {recipe.mesh['pp']} x {pipeline.each}")
+        tried.append(
+            "none" if pipeline is None else f"{pipeline.schedule} {recipe.mesh['pp']} x {pipeline.stages_per_device}"
+        )
         return search.VariantPrice(1, 1.0 / recipe.mesh.get("pp", 1), 0.0, True)
 
     monkeypatch.setattr(search, "price_variant", quick)

@@ -38,7 +38,7 @@ def refused(*overrides: str) -> str:
 def test_stages_rounds_and_micro_batches_are_derived() -> None:
     settings = setting()
     assert settings.recipe.pipeline is not None
-    assert settings.recipe.pipeline.each == 1 and table_of(settings).stages == 4
+    assert settings.recipe.pipeline.stages_per_device == 1 and table_of(settings).stages == 4
     assert (settings.batch.micro_batches, settings.batch.per_device) == (16, 2), (
         "four for each stage, as large as can be"
     )

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 from tpshard.cli.completion import completions
-from tpshard.cli.preflight import beyond
+from tpshard.cli.preflight import model_errors
 from tpshard.recipes.document import json_schema, keys, texts
 from tpshard.recipes.extends import builtins
 from tpshard.recipes.hints import hints, section_of
@@ -50,7 +50,7 @@ def test_shipped_recipes_are_all_there() -> None:
 def test_a_shipped_recipe_holds(name: str) -> None:
     recipe = load(name)
     assert recipe.name == name
-    assert [d for d in beyond(recipe) if d.severity == "error"] == []
+    assert [d for d in model_errors(recipe) if d.severity == "error"] == []
     assert recipe.cluster is not None or name == "tiny"
     assert loads(recipe.to_yaml()) == recipe
     text = builtins()[name].read_text()
