@@ -59,7 +59,7 @@ def changed(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     if recipe._origin is None:
         return loads(recipe.to_yaml(), changes, file=recipe.name)
     layers, overrides, name = recipe._origin
-    return _sound(_examined(list(layers), [*overrides, *changes], name, []))
+    return _sound(_examine_layers(list(layers), [*overrides, *changes], name, []))
 
 
 def examine(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Examined:
