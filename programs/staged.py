@@ -31,7 +31,7 @@ from tpshard.programs.checks import check_reshards, traceable
 from tpshard.programs.choices import Choices, choose
 from tpshard.programs.passes import apply, remat, scheduling
 from tpshard.programs.setting import DTYPES, Setting
-from tpshard.programs.splitting import balanced, layers_of
+from tpshard.programs.splitting import balance_stages, layers_of
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 aten = torch.ops.aten
@@ -130,7 +130,7 @@ def build(setting: Setting, make_micro: step_programs.MicroMaker = alike.micro) 
     def stages_of(layers: Sequence[int]) -> tuple[Stage, ...]:
         return finished_stages(setting, again, table, layers)
 
-    layers, stages = balanced(setting, layers, table.devices, stages_of)
+    layers, stages = balance_stages(setting, layers, table.devices, stages_of)
     held = [_names_on(table, stages, device, list(storage)) for device in range(table.devices)]
     noted = sum(p.shape[0] for p in again.outputs[2 + len(storage) :])
     devices = tuple(device_programs(setting, storage, base, held, i, noted) for i in range(table.devices))
