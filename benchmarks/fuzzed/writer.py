@@ -96,11 +96,10 @@ class Writer:
     def floats(self, *shape: int) -> int:
         """A new argument of normal numbers, or elements of an earlier value (see `reuses`)."""
         i = self.pick() if self.reuses and self.rng.random() < 0.8 else None
-        if i is not None:
-            count = math.prod(shape)
-            times = -(-count // self.values[i].numel())
-            if self.step("elements", lambda x: x.reshape(-1).repeat(times)[:count].reshape(shape), i):
-                return len(self.values) - 1
+        count = math.prod(shape)
+        fits = i is not None and self.values[i].numel() >= count  # repeated elements would tie in sorts
+        if i is not None and fits and self.step("elements", lambda x: x.reshape(-1)[:count].reshape(shape), i):
+            return len(self.values) - 1
         return self.argument(torch.randn(shape, generator=self.generator, dtype=torch.float64))
 
     def integers(self, below: int, *shape: int) -> int:

@@ -243,7 +243,7 @@ OPS: Table = {
     aten.contiguous: Entry(view=strides.dense),
     strides.dense_exactly: Entry(view=strides.dense),
     strides.dense_last: Entry(view=strides.last_dense),
-    aten.view_as_complex: letters("...P->...", linear="0", view=strides.of_pairs, dense="all"),
+    aten.view_as_complex: letters("...P->...", linear="0", view=strides.of_pairs, dense="exactly"),
     aten.view_as_real: letters("...->...P", linear="0", view=strides.into_pairs),
     "prim.device": answered,
 }

@@ -101,8 +101,10 @@ def last_dense(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape
 
 
 def dense_exactly(x: Tensor) -> Tensor:
-    """Returns the tensor, or a copy if its strides are not those of a contiguous one, also in dims of size 1."""
-    return x if x.stride() == contiguous(tuple(x.shape)) else x.clone(memory_format=torch.contiguous_format)
+    """Returns the tensor, or a copy if its strides are not those of a contiguous one, also in dims of size 1, or if it
+    starts at an odd element of its storage, where complex numbers do not."""
+    dense = x.stride() == contiguous(tuple(x.shape)) and x.storage_offset() % 2 == 0
+    return x if dense else x.clone(memory_format=torch.contiguous_format)
 
 
 def dense_last(x: Tensor) -> Tensor:
