@@ -190,6 +190,11 @@ def put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate:
     return torch.where(mask, x + value if accumulate else value, x)
 
 
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Computes stack by concatenating along a new dim, so that all dims keep their shardings."""
+    return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
+
+
 def slice_backward(
     grad: Tensor, sizes: Sequence[int], dim: int, start: int | None, stop: int | None, step: int
 ) -> Tensor:

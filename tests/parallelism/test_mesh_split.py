@@ -1,0 +1,32 @@
+"""`mesh_split` annotates a dim with one mesh axis or several, and refuses what no mesh has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tpshard.parallelism import Mesh, mesh_split, partition
+
+MESH = Mesh({"a": 2, "b": 2})
+
+
+def test_several_axes_shard_one_dim() -> None:
+    program = partition(lambda x: mesh_split(x, MESH, "[{} {b,a}]") * 2, [torch.empty(4, 8)], MESH)
+    assert program.records["mul"].layout.dims == ((), (MESH.axis("b"), MESH.axis("a")))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "why"), [([0, 0], "twice"), ([2, -1], "does not have"), ([0], "1 entries")]
+)
+def test_a_mapping_that_does_not_fit_is_refused(mapping: list[int], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        mesh_split(torch.empty(4, 8), MESH, mapping)
+
+
+def test_stacked_tensors_keep_their_shardings() -> None:
+    """Whole matrices on each device take one all-to-all of the stack."""
+
+    def whole(*matrices: torch.Tensor) -> torch.Tensor:
+        return mesh_split(torch.stack(matrices), MESH, [0, -1, -1])
+
+    program = partition(whole, [torch.empty(4, 8)] * 2, MESH, in_shardings=[["a", None]] * 2)
+    assert [c.kind for c in program.collectives] == ["all_to_all"]
