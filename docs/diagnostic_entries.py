@@ -185,6 +185,7 @@ SAMPLES = (
     "model: {preset: tiny}\nmesh: {tp: 8}",
     "model: {preset: granite-tiny, seq_len: 100000}",
     "model: {preset: tiny}\nschedule: {warmup_steps: 500}\ntrain: {steps: 100}",
+    "model: {preset: tiny}\noptimizer: {name: lion, momentum: 0.9}",
     "model: {preset: tiny-moe, experts: 8, top_k: 99}",
     "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: gpipe, form: vectorized}\n"
     "sharding: {rules: {stage: tp}}",

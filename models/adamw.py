@@ -6,7 +6,7 @@ al. 2013).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,6 +35,8 @@ class Treatment:
     balance: float = 0.0
     """Not 0 for the bias of a mixture's experts. Its gradient is then the number of tokens of each expert, and each
     step lowers it by this much for experts above the mean and raises it for those below."""
+    orthogonal: bool = False
+    """Whether it is a matrix of a layer, or a stack of them, that Muon moves."""
 
 
 class Updated(NamedTuple):
@@ -49,12 +51,14 @@ class Updated(NamedTuple):
     """Whether loss and norm are finite, a boolean scalar. If not, every value is the old one."""
 
 
-def treatments(shapes: Mapping[str, Sequence[int]], balanced: Mapping[str, float]) -> dict[str, Treatment]:
+def treatments(
+    shapes: Mapping[str, Sequence[int]], balanced: Mapping[str, float], orthogonal: Container[str] = ()
+) -> dict[str, Treatment]:
     """The Treatment of each parameter by name: matrices are decayed; norms, biases and other vectors are not.
 
-    balanced: the biases of experts by name, with their step.
+    balanced: the biases of experts by name, with their step. orthogonal: the names of the matrices that Muon moves.
     """
-    return {n: Treatment(decay=len(shape) >= 2, balance=balanced.get(n, 0.0)) for n, shape in shapes.items()}
+    return {n: Treatment(len(shape) >= 2, balanced.get(n, 0.0), n in orthogonal) for n, shape in shapes.items()}
 
 
 def gradient_squares(grads: Sequence[Tensor], count: Tensor, treated: Sequence[Treatment]) -> Tensor:

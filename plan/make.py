@@ -16,7 +16,7 @@ from tpshard.plan.pricing import Pricing, StepPart, price_parts, priced_pipeline
 from tpshard.plan.report import PlannedJob, Report
 from tpshard.programs import cluster, saved_step, training
 from tpshard.programs.choices import compiled_by
-from tpshard.programs.setting import DTYPES, STATES, Setting, devices_of
+from tpshard.programs.setting import Setting, devices_of
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.schema import Recipe
@@ -69,8 +69,9 @@ def report(
 
 def forecast_of(report: Report, recipe: Recipe, conditions: Conditions) -> Forecast:
     """The forecast of a whole run whose training step is planned."""
-    moments = len(STATES[recipe.optimizer.name]) * DTYPES[recipe.optimizer.state_dtype].itemsize
-    saved = report.job.params * (DTYPES[recipe.fsdp.master_dtype].itemsize + moments)
+    setting = Setting.of(recipe, devices_of(recipe))
+    sizes = {name: p.numel() for name, p in setting.model.named_parameters()}
+    saved = report.job.params * setting.master_dtype.itemsize + setting.moment_bytes(sizes)
     return forecast(
         report.pricing.step_s, report.job.tokens, recipe.train.steps, report.devices, report.job.nodes, saved,
         recipe.checkpoint.every_steps, report.provenance["time"], conditions,

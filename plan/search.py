@@ -247,9 +247,9 @@ class _Search:
     def state_bytes(self) -> int:
         """Bytes of all parameters, their gradients and their moments, on all devices together."""
         setting = Setting.of(self.recipe, devices_of(self.recipe))
-        moments = len(setting.state_names) * setting.state_dtype.itemsize
-        each = setting.master_dtype.itemsize + DTYPES[self.recipe.fsdp.accumulate.dtype].itemsize + moments
-        return each * sum(p.numel() for p in setting.single.parameters())
+        each = setting.master_dtype.itemsize + DTYPES[self.recipe.fsdp.accumulate.dtype].itemsize
+        sizes = {name: p.numel() for name, p in setting.model.named_parameters()}
+        return each * sum(sizes.values()) + setting.moment_bytes(sizes)
 
     def least_remat(self, mesh: Mapping[str, int], per_device: int, more: Sequence[str] = ()) -> Candidate | None:
         """Finds the least recomputation with which a variant fits, and keeps it; None where none fits."""

@@ -143,8 +143,8 @@ class Chooser:
 
     def peak(self, program: Program) -> int:
         """Peak bytes of the step, including the optimizer's moments of every parameter."""
-        elements = sum(math.prod(port.local) for port in program.inputs if port.kind == "parameter")
-        moments = elements * len(self.setting.state_names) * self.setting.state_dtype.itemsize
+        elements = {port.name: math.prod(port.local) for port in program.inputs if port.kind == "parameter"}
+        moments = self.setting.moment_bytes(elements)
         return liveness(program, self.kernels(program), always={"optimizer": moments}).peak_bytes
 
     # ---- buckets --------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,8 +28,8 @@ from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.fp8_fit import fp8_misfits
 from tpshard.recipes.schema import Recipe
 
-STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",)}
-"""Optimizer -> its moments of each parameter, as checkpoints call them."""
+STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "muon": ("exp_avg", "exp_avg_sq")}
+"""Optimizer -> its moments, as checkpoints call them; muon has no `exp_avg_sq` of the matrices that it moves."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -230,8 +230,38 @@ class Setting:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The optimizer's moments of each parameter."""
+        """The optimizer's moments."""
         return STATES[self.recipe.optimizer.name]
+
+    def moments(self, names: Iterable[str]) -> list[tuple[str, str]]:
+        """(moment, parameter) for everything that the optimizer keeps of these parameters, moment by moment."""
+        both, squared = list(names), "exp_avg_sq"
+        return [(state, n) for state in self.state_names for n in both if state != squared or n not in self.orthogonal]
+
+    def moment_bytes(self, elements: Mapping[str, int]) -> int:
+        """Bytes of the moments of parameters with these numbers of elements."""
+        return sum(elements[name] for _, name in self.moments(elements)) * self.state_dtype.itemsize
+
+    @cached_property
+    def orthogonal(self) -> frozenset[str]:
+        """The parameters that Muon moves by orthogonal matrices: the matrices of repeated layers, and experts' stacks.
+
+        Raises Mistakes for a model without any.
+        """
+        if self.recipe.optimizer.name != "muon":
+            return frozenset()
+        tables = {f"{path}.weight" for path, module in self.model.named_modules() if isinstance(module, nn.Embedding)}
+        names = frozenset(
+            name for name, p in self.model.named_parameters()
+            if any(part.isdigit() for part in name.split(".")) and name not in tables
+            and (len(self.shape_in_layer(name, p.shape)) == 2 or (p.dim() == 3 and "expert" in self.dims.get(name, ())))
+        )  # fmt: skip
+        if not names:
+            raise Mistakes.one(
+                "`optimizer.name: muon` moves matrices of repeated layers; this model has none", exit=Exit.FIT,
+                where=self.recipe.where("optimizer.name"), fix="adamw, or lion",
+            )  # fmt: skip
+        return names
 
     @property
     def param_dtype(self) -> torch.dtype:

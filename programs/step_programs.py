@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,11 +12,12 @@ from tpshard.models import counts
 from tpshard.models.adamw import AdamW, adamw_update, treatments
 from tpshard.models.assemble import evaluating
 from tpshard.models.lion import Lion, lion_update
-from tpshard.parallelism.annotate import boundary, role
+from tpshard.models.muon import Muon, muon_update
+from tpshard.parallelism.annotate import boundary, role, split_as
 from tpshard.parallelism.capture import Trail, capture
 from tpshard.parallelism.draws import step_seed
 from tpshard.parallelism.graph import Graph, Place, Value, mark
-from tpshard.parallelism.partitioner import mark_outputs, partition_graph
+from tpshard.parallelism.partitioner import mark_outputs, partition_graph, split_annotations
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
@@ -230,6 +232,21 @@ def _partition(
     return program
 
 
+def _shared(setting: Setting, layout: Layout, matrices: Tensor) -> Tensor:
+    """Matrices [n, rows, columns] of parameters with one layout, annotated so that devices hold whole ones.
+
+    They are sharded over as many mesh axes as there are matrices for: first those that shard the parameters.
+    """
+    sizes, over = setting.mesh.axes, list[str]()
+    staged = setting.pipeline_axis if setting.stacking is None else None  # its devices update different parameters
+    for axis in dict.fromkeys([*(axis.name for dim in layout.dims for axis in dim), *sizes]):
+        enough = math.prod(sizes[name] for name in over) >= matrices.shape[0]
+        if not enough and sizes[axis] > 1 and (staged is None or axis != staged.name):
+            over.append(axis)
+    sharding = Sharding.of(setting.mesh, [tuple(over), None, None], 3)
+    return split_as(matrices, setting.mesh, sharding) if over else matrices
+
+
 def update_program(
     setting: Setting, storage: Mapping[str, Layout], names: Sequence[str] | None = None,
     *, squares: Callable[[Value], Annotation] | None = None,
@@ -240,51 +257,61 @@ def update_program(
     annotates it.
     """
     o, most = setting.recipe.optimizer, setting.recipe.train.clip_grad_norm
-    betas, states = (o.betas[0], o.betas[1]), setting.state_names
+    betas = (o.betas[0], o.betas[1])
     params = _parameters(setting, names)
     names = list(params)
-    treated = treatments({n: setting.shape_in_layer(n, p.shape) for n, p in params.items()}, setting.balanced)
+    shapes = {n: setting.shape_in_layer(n, p.shape) for n, p in params.items()}
+    treated = treatments(shapes, setting.balanced, setting.orthogonal)
     sums_dtype = DTYPES[setting.recipe.fsdp.accumulate.dtype]
-    count = len(names)
+    count, kept = len(names), setting.moments(names)
 
     def step(*flat: Tensor) -> Any:
-        p, g, *moments = (list(flat[i * count : (i + 1) * count]) for i in range(2 + len(states)))
-        loss, tokens, lr, update, *all_squares = flat[(2 + len(states)) * count :]
+        p, g = list(flat[:count]), list(flat[count : 2 * count])
+        rest = iter(flat[2 * count :])
+        moments = {state: [next(rest) for other, _ in kept if other == state] for state in setting.state_names}
+        loss, tokens, lr, update, *all_squares = rest
         how, squares = [treated[n] for n in names], all_squares[0] if all_squares else None
         if o.name == "lion":
             lion = Lion(betas, o.weight_decay, most)
-            moved = lion_update(p, g, moments[0], loss, tokens, lr, treated=how, config=lion, squares=squares)
+            moved = lion_update(p, g, *moments.values(), loss, tokens, lr, treated=how, config=lion, squares=squares)
             return [*moved.params, *moved.exp_avg, moved.grad_norm, moved.finite]
-        updated = adamw_update(
-            p, g, moments[0], moments[1], loss, tokens, lr, update, treated=how,
-            config=AdamW(betas, o.eps, o.weight_decay, most), squares=squares,
-        )  # fmt: skip
+        adamw = AdamW(betas, o.eps, o.weight_decay, most)
+        if o.name == "muon":
+            updated = muon_update(
+                p, g, *moments.values(), loss, tokens, lr, update, treated=how, squares=squares,
+                config=Muon(adamw, o.momentum, setting.param_dtype), alike=[storage[n].dims for n in names],
+                spread=lambda matrices, i: _shared(setting, storage[names[i]], matrices),
+            )  # fmt: skip
+        else:
+            updated = adamw_update(
+                p, g, *moments.values(), loss, tokens, lr, update, treated=how, config=adamw, squares=squares
+            )
         return [*updated.params, *updated.exp_avg, *updated.exp_avg_sq, updated.grad_norm, updated.finite]
 
-    def like(dtype: torch.dtype) -> list[Tensor]:
-        return [torch.empty_like(p, dtype=dtype) for p in params.values()]
+    def like(dtype: torch.dtype, names: Iterable[str]) -> list[Tensor]:
+        return [torch.empty_like(params[name], dtype=dtype) for name in names]
 
     dtypes = [torch.float32, torch.int64, *[torch.float32] * (3 if squares else 2)]
     scalars = [torch.empty((), dtype=dtype, device="meta") for dtype in dtypes]
-    moments = [moment for _ in states for moment in like(setting.state_dtype)]
-    arguments = [*params.values(), *like(sums_dtype), *moments, *scalars]
-    labels = [*names, *(f"{n}.{k}" for k in ("grad_sum", *states) for n in names),
+    moments = like(setting.state_dtype, (name for _, name in kept))
+    arguments = [*params.values(), *like(sums_dtype, names), *moments, *scalars]
+    labels = [*names, *(f"{n}.grad_sum" for n in names), *(f"{n}.{state}" for state, n in kept),
               "loss_sum", "count", "lr", "update", *["squares"] * (squares is not None)]  # fmt: skip
     graph = capture(step, arguments, labels)
     for op in graph.ops:
         op.place = Place(phase="update")
     mark_outputs(graph)
-    annotations = {}
-    for i, value in enumerate(graph.inputs[: (2 + len(states)) * count]):
-        name = names[i % count]
-        annotations[value] = _annotation(storage[name], "how it is stored")
-        mark([value], ("parameter", "gradient")[i // count] if i < 2 * count else "optimizer")
+    annotations = dict(split_annotations(graph, setting.mesh))
+    stored = [*names, *(name for _, name in kept)]
+    for values, places in ((graph.inputs, [*names, *stored]), (graph.outputs, stored)):
+        for value, name in zip(values, places):
+            annotations[value] = _annotation(storage[name], "how it is stored")
+    for i, value in enumerate(graph.inputs[: 2 * count + len(kept)]):
+        mark([value], ("parameter", "gradient", "optimizer")[min(i // count, 2)])
+    for i, value in enumerate(graph.outputs[: count + len(kept)]):
+        mark([value], "parameter" if i < count else "optimizer")
     if squares is not None:
         annotations[graph.inputs[-1]] = squares(graph.inputs[-1])
-    for i, value in enumerate(graph.outputs[: (1 + len(states)) * count]):
-        name = names[i % count]
-        annotations[value] = _annotation(storage[name], "how it is stored")
-        mark([value], "parameter" if i < count else "optimizer")
     program = partition_graph(propagate(graph, setting.mesh, annotations))
-    program.donated = {i: i if i < count else i + count for i in range((1 + len(states)) * count)}
+    program.donated = {i: i if i < count else i + count for i in range(count + len(kept))}
     return program

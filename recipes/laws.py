@@ -9,6 +9,7 @@ from tpshard.models.family import DIMS
 from tpshard.recipes.diagnostic import Diagnostic, Mistakes, suggestion
 from tpshard.recipes.mesh_sizes import misfit
 from tpshard.recipes.schema import Recipe
+from tpshard.recipes.training_keys import Optimizer
 from tpshard.recipes.value_types import AXES
 
 Law = Callable[[Recipe], Iterator[Diagnostic]]
@@ -204,6 +205,17 @@ def steps_hold_warmup(recipe: Recipe) -> Iterator[Diagnostic]:
         )
 
 
+def optimizer_reads(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Warns of settings that belong to another optimizer."""
+    unread = {"adamw": ("momentum",), "lion": ("eps", "momentum"), "muon": ()}
+    for key in unread[recipe.optimizer.name]:
+        if getattr(recipe.optimizer, key) != getattr(Optimizer, key):
+            yield Diagnostic(
+                f"`optimizer.{key}` has no effect", where=recipe.where(f"optimizer.{key}"),
+                why=f"{recipe.optimizer.name} does not use it", severity="warning",
+            )  # fmt: skip
+
+
 def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires a mesh axis `pp` for a pipeline's stages, which shards nothing else."""
     section, size = recipe.pipeline, recipe.mesh.get("pp", 1)
@@ -286,5 +298,6 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (known_logical_axes, ("sharding.rules", "sharding.annotate", "model.module")),
     (axis_once, ("sharding",)),
     (steps_hold_warmup, ("schedule.warmup_steps", "train.steps")),
+    (optimizer_reads, ("optimizer",)),
     (pipeline_has_stages, ("pipeline", "mesh", "sharding.rules", "sharding.pin", "fsdp.axis")),
 )

@@ -36,12 +36,16 @@ class Batch(Section):
 class Optimizer(Section):
     """The optimizer."""
 
-    name: Literal["adamw", "lion"] = "adamw"
-    """The algorithm; lion keeps one moment of each parameter, adamw two."""
+    name: Literal["adamw", "lion", "muon"] = "adamw"
+    """The algorithm. adamw keeps two moments of each parameter, lion one; muon keeps one of the layers' matrices and
+    updates all other parameters as adamw does."""
     lr: NonNegative = 3.0e-4
     """Peak learning rate."""
     betas: tuple[Annotated[float, limits(least=0, below=1)], Annotated[float, limits(least=0, below=1)]] = (0.9, 0.95)
-    """Decay of the first and second moments; of lion: in the update and in the moment."""
+    """Decay of the first and second moments; of lion: in the update and in the moment; of muon: for parameters that are
+    no matrices of a layer."""
+    momentum: Annotated[float, limits(least=0, below=1)] = 0.95
+    """Decay of muon's moment of matrices; adamw and lion have `betas` only."""
     eps: Positive = 1.0e-8
     """Added to the root of the second moment; lion has none."""
     weight_decay: NonNegative = 0.1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from tpshard.parallelism.schedules import StageTask
 from tpshard.parallelism.stages import Stage
 from tpshard.parallelism.stepping import Walk, neighbour, program_of
 from tpshard.programs.training import TrainingPrograms
+from tpshard.train.checkpoint import OPTIMIZER
 from tpshard.train.made import StepBatch
 from tpshard.train.state import COUNTED, InitialBlock, State
 from tpshard.train.training_engine import StepResult
@@ -67,9 +67,11 @@ class PipelineEngine(State):
 
     def expected(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
         """Global shape and dtype of every tensor of all stages."""
-        dtypes = {"": self.params[0].dtype, **dict.fromkeys(self._prefixes(), self.moments[0][0].dtype)}
-        ports = [port for port in self.programs.micro.inputs if port.kind == "parameter"]
-        return {prefix + port.name: (port.shape, dtype) for prefix, dtype in dtypes.items() for port in ports}
+        setting = self.programs.setting
+        shapes = {port.name: port.shape for port in self.programs.micro.inputs if port.kind == "parameter"}
+        params = {name: (shape, self.params[0].dtype) for name, shape in shapes.items()}
+        kept = setting.moments(shapes)
+        return params | {f"{OPTIMIZER}{state}/{name}": (shapes[name], setting.state_dtype) for state, name in kept}
 
     def accumulate(self, batch: StepBatch, seed: int) -> None:
         self._batches.append(self._named_batch(batch, seed))
@@ -91,7 +93,7 @@ class PipelineEngine(State):
             losses, counts, noted = self._scalars(walk)
             squares, losses, counts, *noted = self.totals(*sums, losses, counts, *noted)
             scalars = (losses.sum(), counts.sum(), self._scalar(lr), self._scalar(number), squares)
-            results = self.step(*self.params, *sums, *chain(*self.moments), *scalars)
+            results = self.step(*self.params, *sums, *self.moments, *scalars)
         if self._steps == COUNTED - 1:
             self._sent_between = self.mail.sent_bytes - before
         norm, finite = self._store_update(results)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import torch
 from torch import Tensor
 from tpshard.parallelism.runtime.context import Context
@@ -52,7 +50,7 @@ class SpmdEngine(State):
         with self._counting():
             sums = self.sums if self.reduce is None else self.reduce(*self.sums)
             self._used = None
-            results = self.step(*self.params, *sums, *chain(*self.moments), *scalars)
+            results = self.step(*self.params, *sums, *self.moments, *scalars)
         norm, finite = self._store_update(results)
         counted = torch.stack(self._counts).sum(0) if self._counts else None
         self._sums.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -49,12 +48,11 @@ class State:
         count = len(sums)
         self.ports = update.inputs[:count]
         self.batch_ports = [port for port in programs.micro.inputs if port.kind == "batch"]
-        moments = [port for port in update.inputs if port.kind == "optimizer"]
-        self.state_names = programs.setting.state_names
+        self.kept = programs.setting.moments(port.name for port in self.ports)
+        """(moment, parameter) of each moment."""
         self.params = self._zeros(self.ports)
         self.sums = self._zeros(sums)
-        self.moments = [self._zeros(moments[i * count : (i + 1) * count]) for i in range(len(self.state_names))]
-        """Per moment a tensor for each parameter."""
+        self.moments = self._zeros([port for port in update.inputs if port.kind == "optimizer"])
         self._steps = 0
         self._tally: Tally | None = None
         self.flops_per_sequence = flops(programs.micro) // self.batch_ports[0].shape[0]
@@ -108,7 +106,7 @@ class State:
         if self._steps != COUNTED - 1:
             return nullcontext()
         if self._tally is None:
-            self._tally = Tally([*self.params, *self.sums, *chain(*self.moments)])
+            self._tally = Tally([*self.params, *self.sums, *self.moments])
         return self._tally
 
     # ---- what a step comes to --------------------------------------------------------------------------------
@@ -117,7 +115,7 @@ class State:
         self._steps += 1
         count = len(self.params)
         self.params = list(results[:count])
-        self.moments = [list(results[i * count : (i + 1) * count]) for i in range(1, 1 + len(self.moments))]
+        self.moments = list(results[count : count + len(self.moments)])
         for total in self.sums:
             total.zero_()
         norm, finite = results[-2:]
@@ -152,14 +150,12 @@ class State:
             yield tensor.to(self.context.device)
 
     # ---- state -----------------------------------------------------------------------------------------------
-    def _prefixes(self) -> list[str]:
-        return [f"{OPTIMIZER}{name}/" for name in self.state_names]
-
     def _named_tensors(self) -> Iterator[tuple[str, Port, Tensor]]:
-        """(prefix of the name in checkpoints, port, tensor) of every parameter and moment."""
-        for prefix, tensors in (("", self.params), *zip(self._prefixes(), self.moments)):
-            for port, tensor in zip(self.ports, tensors):
-                yield prefix, port, tensor
+        """(prefix of the name in checkpoints, port of the parameter, tensor) of every parameter and moment."""
+        ports = {port.name: port for port in self.ports}
+        yield from (("", port, tensor) for port, tensor in zip(self.ports, self.params))
+        for (state, name), tensor in zip(self.kept, self.moments, strict=True):
+            yield f"{OPTIMIZER}{state}/", ports[name], tensor
 
     def saved(self, prefix: str, port: Port, tensor: Tensor) -> Iterator[tuple[str, Shard]]:
         """This rank's part of a tensor as checkpoints name it: a stacked one is a tensor for each layer."""
@@ -195,9 +191,8 @@ class State:
     def initialize(self, seed: int) -> None:
         for port, tensor in zip(self.ports, self.params):
             self._fill("", port, tensor, partial(self.initial_block, seed=seed, dtype=port.dtype))
-        for moments in self.moments:
-            for tensor in moments:
-                tensor.zero_()
+        for tensor in self.moments:
+            tensor.zero_()
 
     def _fill(self, prefix: str, port: Port, tensor: Tensor, read: Callable[..., Tensor]) -> None:
         """Reads this rank's part of a tensor, by the names, starts and sizes of its blocks in checkpoints."""

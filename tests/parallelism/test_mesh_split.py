@@ -14,9 +14,7 @@ def test_several_axes_shard_one_dim() -> None:
     assert program.records["mul"].layout.dims == ((), (MESH.axis("b"), MESH.axis("a")))
 
 
-@pytest.mark.parametrize(
-    ("mapping", "why"), [([0, 0], "twice"), ([2, -1], "does not have"), ([0], "1 entries")]
-)
+@pytest.mark.parametrize(("mapping", "why"), [([0, 0], "twice"), ([2, -1], "does not have"), ([0], "1 entries")])
 def test_a_mapping_that_does_not_fit_is_refused(mapping: list[int], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         mesh_split(torch.empty(4, 8), MESH, mapping)

@@ -28,14 +28,16 @@ batch: {global_sequences: 8}
 compile: eager
 """
 LION = "optimizer.name=lion"
+MUON = "optimizer.name=muon"
 
 
 def built(*overrides: str) -> training.TrainingPrograms:
     return training.build(Setting.of(loads(RECIPE, overrides)))
 
 
-def test_lion_trains_the_same_on_every_mesh() -> None:
-    one, four = (Lockstep(built(LION, f"mesh={mesh}"), 32) for mesh in ("{}", "{fsdp: 2, tp: 2}"))
+@pytest.mark.parametrize("optimizer", [LION, MUON])
+def test_an_optimizer_trains_the_same_on_every_mesh(optimizer: str) -> None:
+    one, four = (Lockstep(built(optimizer, f"mesh={mesh}"), 32) for mesh in ("{}", "{fsdp: 2, tp: 2}"))
     for _ in range(3):
         actual, expected = four.step(), one.step()
         assert actual.loss == pytest.approx(expected.loss, rel=BOUND)
@@ -43,24 +45,37 @@ def test_lion_trains_the_same_on_every_mesh() -> None:
     assert all(distance(tensor, weights[name]) <= BOUND for name, tensor in four.weights().items())
 
 
+def test_muon_exchanges_matrices_once_in_each_direction() -> None:
+    """Those of one shape and layout together: wq; wo; wk and wv; gate and up; down. None is computed twice."""
+    programs = built(MUON, "model.layers=4", "mesh={fsdp: 2, tp: 2}")
+    kinds = [c.kind for c in programs.update.collectives if c.bytes > 8]
+    assert kinds == ["all_to_all"] * 10, kinds
+    assert not programs.update.warnings
+
+
 @pytest.mark.parametrize(
-    ("overrides", "a_parameter"),
-    [((), 8), ((LION,), 4), (("optimizer.state_dtype=bf16",), 4), ((LION, "optimizer.state_dtype=bf16"), 2)],
-)
-def test_what_is_kept_is_what_is_planned(overrides: tuple[str, ...], a_parameter: int) -> None:
-    """The bytes of a parameter's state are equal in the plan, on a rank, and in the estimate of `auto` choices."""
+    ("overrides", "a_parameter", "a_matrix"),
+    [
+        ((), 8, 8), ((LION,), 4, 4), (("optimizer.state_dtype=bf16",), 4, 4),
+        ((LION, "optimizer.state_dtype=bf16"), 2, 2), ((MUON,), 8, 4),
+    ],
+)  # fmt: skip
+def test_what_is_state_is_what_is_planned(overrides: tuple[str, ...], a_parameter: int, a_matrix: int) -> None:
+    """The bytes of the moments are equal in the plan, on a rank, and in the estimate of `auto` choices."""
     programs = built(*overrides, "mesh={}")
     report = make.report_of_training(programs)
-    assert report.static_bytes()["optimizer"] == a_parameter * report.job.params
+    sizes = {port.name: math.prod(port.local) for port in programs.micro.inputs if port.kind == "parameter"}
+    in_layers = {name for name in sizes if "layers." in name and "norm" not in name}
+    held = sum(size * (a_matrix if name in in_layers else a_parameter) for name, size in sizes.items())
+    assert report.static_bytes()["optimizer"] == held
     engine = SpmdEngine(programs, alone(), lambda name, starts, sizes, **_: torch.zeros(sizes))
     state = {name: shard.tensor for name, shard in engine.tensors().items() if name.startswith("optimizer/")}
-    assert sum(tensor.nbytes for tensor in state.values()) == a_parameter * report.job.params
+    assert sum(tensor.nbytes for tensor in state.values()) == held
     assert {name: (tuple(shape), dtype) for name, (shape, dtype) in engine.expected().items() if name in state} == {
         name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()
     }
     peak, bare = Chooser(programs.setting).peak(programs.micro), report.pricing.parts[0].memory
-    held = sum(math.prod(port.local) for port in programs.micro.inputs if port.kind == "parameter")
-    assert bare.at_peak["optimizer"] == a_parameter * held and peak == bare.peak_bytes
+    assert bare.at_peak["optimizer"] == held and peak == bare.peak_bytes
 
 
 def update_inputs(programs: training.TrainingPrograms) -> list[torch.Tensor]:
