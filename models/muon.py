@@ -63,8 +63,8 @@ def muon_update(
     norm, finite, scale = clipped(squares, loss_sum, count, config.adamw.clip_grad_norm)
     others = [i for i, how in enumerate(treated) if not how.orthogonal]
     rest = adamw_update(
-        *([values[i] for i in others] for values in (params, grads, exp_avg)), exp_avg_sq, loss_sum, count, lr, update,
-        treated=[treated[i] for i in others], config=config.adamw, squares=squares,
+        [params[i] for i in others], [grads[i] for i in others], [exp_avg[i] for i in others], exp_avg_sq, loss_sum,
+        count, lr, update, treated=[treated[i] for i in others], config=config.adamw, squares=squares,
     )  # fmt: skip
     new_params, new_moments = dict(zip(others, rest.params)), dict(zip(others, rest.exp_avg))
     groups: dict[Hashable, list[int]] = defaultdict(list)
@@ -72,7 +72,8 @@ def muon_update(
         if how.orthogonal:  # stacks of matrices, such as those of experts, are groups by themselves
             groups[(params[i].shape, alike[i] if alike else None) if params[i].dim() == 2 else i].append(i)
     for group in groups.values():
-        moments, directions = {}, []
+        moments: dict[int, Tensor] = {}
+        directions: list[Tensor] = []
         for i in group:
             g, m = grads[i].to(torch.float32) * scale, exp_avg[i].to(torch.float32)
             moments[i] = m + (g - m) * (1.0 - config.momentum)

@@ -268,23 +268,24 @@ def update_program(
     def step(*flat: Tensor) -> Any:
         p, g = list(flat[:count]), list(flat[count : 2 * count])
         rest = iter(flat[2 * count :])
-        moments = {state: [next(rest) for other, _ in kept if other == state] for state in setting.state_names}
+        moments = {s: [next(rest) for state, _ in kept if state == s] for s in setting.state_names}
+        exp_avg, exp_avg_sq = moments["exp_avg"], moments.get("exp_avg_sq", [])
         loss, tokens, lr, update, *all_squares = rest
         how, squares = [treated[n] for n in names], all_squares[0] if all_squares else None
         if o.name == "lion":
             lion = Lion(betas, o.weight_decay, most)
-            moved = lion_update(p, g, *moments.values(), loss, tokens, lr, treated=how, config=lion, squares=squares)
+            moved = lion_update(p, g, exp_avg, loss, tokens, lr, treated=how, config=lion, squares=squares)
             return [*moved.params, *moved.exp_avg, moved.grad_norm, moved.finite]
         adamw = AdamW(betas, o.eps, o.weight_decay, most)
         if o.name == "muon":
             updated = muon_update(
-                p, g, *moments.values(), loss, tokens, lr, update, treated=how, squares=squares,
+                p, g, exp_avg, exp_avg_sq, loss, tokens, lr, update, treated=how, squares=squares,
                 config=Muon(adamw, o.momentum, setting.param_dtype), alike=[storage[n].dims for n in names],
                 spread=lambda matrices, i: _shared(setting, storage[names[i]], matrices),
             )  # fmt: skip
         else:
             updated = adamw_update(
-                p, g, *moments.values(), loss, tokens, lr, update, treated=how, config=adamw, squares=squares
+                p, g, exp_avg, exp_avg_sq, loss, tokens, lr, update, treated=how, config=adamw, squares=squares
             )
         return [*updated.params, *updated.exp_avg, *updated.exp_avg_sq, updated.grad_norm, updated.finite]
 
