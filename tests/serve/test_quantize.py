@@ -190,7 +190,7 @@ def test_a_folder_that_holds_the_source_is_never_replaced(name, folder, tmp_path
     source = tmp_path / "run" / "model"
     shutil.copytree(folder, source)
     assert run([name, str(source), str(tmp_path / "run"), "--overwrite"]) == 2
-    assert f"holds the source, {source}" in capsys.readouterr().err
+    assert f"contains the model that is read, {source}" in capsys.readouterr().err
     assert sorted(p.name for p in source.iterdir()) == sorted(p.name for p in folder.iterdir())
 
 
