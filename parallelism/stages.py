@@ -9,6 +9,7 @@ pipeline's axis.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -196,7 +197,9 @@ class _Cutter:
                 to = reach.get(node, MANY) if set(home.stages) & set(theirs.stages) else MANY
                 reach[operand] = to if reach.get(operand, to) == to else MANY
         for node, home in self.home.items():
-            if home.run == "B":
+            if home.run == "B" and node.target is operator.getitem:  # one of several results of an op
+                self.home[node] = self.home[node.all_input_nodes[0]]
+            elif home.run == "B":
                 self.home[node] = home._replace(run="I" if reach.get(node, MANY) == MANY else "W")
 
     # ---- what crosses ------------------------------------------------------------------------------------------------

@@ -90,6 +90,8 @@ def micro_program(
             with trail.inside(Place(name.rpartition(".")[0])):
                 used[name] = boundary(param.to(setting.used_dtype(name)), "parameter", name).requires_grad_()
         loss, count = _forward(setting, trail, used, batch)
+        counted = counts.take(setting.model)
+        counters = [torch.cat(counted)] if counted else []
         with trail.backward(loss):
             grads = torch.autograd.grad(loss, [used[n] for n in names], materialize_grads=True)
         added = []
@@ -98,8 +100,7 @@ def micro_program(
                 if not unreduced:
                     grad = boundary(grad.to(setting.reduced_dtype(name)), "gradient", name)
                 added.append(sums[name] + grad.to(sums[name].dtype))
-        counted = counts.take(setting.model)
-        return loss.detach(), count, added, [torch.cat(counted)] if counted else []
+        return loss.detach(), count, added, counters
 
     params = _parameters(setting)
     if gathered:

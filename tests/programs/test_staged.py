@@ -5,11 +5,15 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
+from tpshard.parallelism.float64 import BOUND, distance
 from tpshard.plan import make
 from tpshard.programs import training
+from tpshard.programs.lockstep import Lockstep
 from tpshard.programs.setting import Setting
 from tpshard.programs.splitting import layers_of
 from tpshard.programs.staged import table_of
+from tpshard.programs.staged_lockstep import StagedLockstep
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
 
@@ -141,3 +145,18 @@ def test_all_ranks_compare_every_program_and_the_schedule() -> None:
         programs.fingerprints
     )
     assert programs.fingerprints.keys() - {"schedule"} == {f"program of {what}" for what in programs.pipeline.programs}
+
+
+@pytest.mark.parametrize(
+    "overrides", [("model.capacity=1.0", "pipeline.schedule=1f1b"), ("pipeline.schedule=zero_bubble",)]
+)
+def test_experts_in_stages_count_their_tokens_as_on_one_device(overrides: tuple[str, ...]) -> None:
+    sizes = ("model={preset: tiny-moe, layers: 2, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32, "
+             "seq_len: 8, experts: 4, top_k: 2, balance: loss}")  # fmt: skip
+    batch = "batch={global_sequences: 4, per_device: 2}"
+    one = Lockstep(training.build(setting(sizes, batch, "mesh={pp: 1}", "pipeline=null", *overrides[:-1])), 32)
+    two = StagedLockstep(training.build(setting(sizes, batch, "mesh={pp: 2}", *overrides)), 32)
+    actual, expected = two.step(), one.step()
+    assert actual.loss == pytest.approx(expected.loss, rel=BOUND)
+    assert all(distance(actual.gradients[name], grad) <= BOUND for name, grad in expected.gradients.items())
+    assert torch.equal(sum(parts[0] for parts in two.counted), sum(parts[0] for parts in one.counted))
