@@ -190,6 +190,8 @@ SAMPLES = (
     "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: gpipe, form: vectorized}\n"
     "sharding: {rules: {stage: tp}}",
     "model: {preset: tiny}\npipeline: {schedule: 1f1b}",
+    "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b}\n"
+    "sharding: {rules: {stage: pp}, annotate: {norm.weight: [stage]}}",
     "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b, stages: 4}",
     "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b, rounds: 2}",
     "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b}\nsharding: {rules: {mlp: pp}}",

@@ -18,7 +18,7 @@ import json, sys
 sys.path.insert(0, {here!r})
 from c4_files import bytes_tokenizer
 from tpshard.recipes.diagnostic import Mistakes
-from tpshard.train.stream import Loader, held_out_batches, merged
+from tpshard.train.stream import Loader, held_out_batches, merge_states
 from tpshard.train.corpus import open_text
 try:
     out = dict()
@@ -31,7 +31,7 @@ try:
         half = [loader(range(0, 4)), loader(range(4, 8))]
         for _ in range(3):
             for each in half: each.next()
-        state = merged([each.state_dict() for each in half])
+        state = merge_states([each.state_dict() for each in half])
         again = loader()
         again.load_state_dict(state)
         held_out = held_out_batches(corpus.held_out, bytes_tokenizer(), seq_len=32, global_sequences=4, batches=2)
