@@ -172,6 +172,7 @@ SAMPLES = (
     "model: {preset: tiny}\nmesh: {fsdp: 2}\nsharding: {rules: {mlp: tpp}}",
     "model: {preset: tiny}\nmesh: {fsdp: 2, expert: 4}",
     "model: {preset: tiny}\nsharding: {rules: {mpl: tp}}",
+    "model: {preset: tiny}\nsharding: {priority: {embed: 1}}",
     "model: {preset: tiny}\nsharding: {annotate: {tokens: [batch, frames]}}",
     "model: {preset: tiny}\nsharding: {rules: {mlp: [tp, tp]}}",
     "model: {preset: tiny}\nsharding: {pin: {output.weight: [tp, tp]}}",

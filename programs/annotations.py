@@ -134,7 +134,12 @@ class _Reader:
         by = f", {by}" if by else ""
         sources = tuple(self.source_of(f"sharding.rules.{d}", f"{d}: {_show(rules[d])}{by}") for d in ruled)
         axes = [self.fits(value, i, a, name, f"sharding.rules.{dims[i]}") for i, a in enumerate(axes)]
-        annotations[value] = Annotation(Sharding(tuple(axes), opened), sources)
+        annotations[value] = Annotation(Sharding(tuple(axes), opened, priority=self.priority(dims, 0)), sources)
+
+    def priority(self, names: Sequence[str | None], default: int) -> tuple[int, ...] | None:
+        """The priority of each dim, by its name; None if all are 0."""
+        numbers = tuple(self.recipe.sharding.priority.get(name or "", default) for name in names)
+        return numbers if any(numbers) else None
 
     def source_of(self, path: str, says: str) -> SourcePlace:
         return source_of(self.recipe, path, says)
@@ -150,12 +155,17 @@ class _Reader:
         rules: Mapping[str, Sequence[str]] = self.recipe.sharding.rules
         axes = [self.axes(rules.get(n, ())) if n is not None else () for n in names]
         axes = [self.fits(value, i, a, pattern, path) for i, a in enumerate(axes)]
-        annotations[value] = self.closed_annotation(value, axes, path, pattern)
+        annotations[value] = self.closed_annotation(value, axes, path, pattern, names)
 
-    def closed_annotation(self, value: Value, axes: Sequence[Axes], path: str, pattern: str) -> Annotation:
-        """An activation's annotation, applied after the parameters': it uses the axes that they leave."""
-        later = (1,) * value.rank if value.producer is not None and value.label else None
-        sharding = Sharding(tuple(axes), (False,) * value.rank, priority=later)
+    def closed_annotation(
+        self, value: Value, axes: Sequence[Axes], path: str, pattern: str, names: Sequence[str | None]
+    ) -> Annotation:
+        """The annotation of all dims of a value, with their names.
+
+        An activation's is by default applied after the parameters': it uses the axes that they leave.
+        """
+        priority = self.priority(names, int(value.producer is not None and bool(value.label)))
+        sharding = Sharding(tuple(axes), (False,) * value.rank, priority=priority)
         return Annotation(sharding, (self.source_of(path, pattern),))
 
     def pin(
@@ -167,7 +177,7 @@ class _Reader:
         if self.ranks_differ(value, pattern, len(dims), path):
             return
         axes = [self.fits(value, i, self.axes(d), pattern, path) for i, d in enumerate(dims)]
-        annotations[value] = self.closed_annotation(value, axes, path, pattern)
+        annotations[value] = self.closed_annotation(value, axes, path, pattern, (None,) * value.rank)
 
     def has_stage_dim(self, value: Value, entries: int) -> bool:
         """Whether a value has the stage dim of a vectorized pipeline before the dims that have entries."""

@@ -156,6 +156,19 @@ def known_logical_axes(recipe: Recipe) -> Iterator[Diagnostic]:
                 )
 
 
+def priorities_of_rules(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires that every dim with a priority has a rule."""
+    for name in recipe.sharding.priority:
+        if name not in recipe.sharding.rules:
+            close = suggestion(name, [*recipe.sharding.rules])
+            yield Diagnostic(
+                f"the dim `{name}` has a priority but no rule",
+                where=recipe.where(f"sharding.priority.{name}"),
+                why="the priority would have no effect",
+                fix=f"did you mean {close}?" if close else f"add a rule: {name}: tp",
+            )
+
+
 def axis_once(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires that a mesh axis shards a tensor only once: in a rule, in a pin, and in the rules of an annotation."""
     rules = recipe.sharding.rules
@@ -296,6 +309,7 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (known_axes, ("mesh", "sharding.rules", "sharding.pin", "fsdp.axis")),
     (used_axes, ("mesh", "sharding.rules", "sharding.pin", "fsdp.axis", "pipeline")),
     (known_logical_axes, ("sharding.rules", "sharding.annotate", "model.module")),
+    (priorities_of_rules, ("sharding.rules", "sharding.priority")),
     (axis_once, ("sharding",)),
     (steps_hold_warmup, ("schedule.warmup_steps", "train.steps")),
     (optimizer_reads, ("optimizer",)),

@@ -23,6 +23,10 @@ class ShardingSection(Section):
     If the mesh has an axis `ep`, the defaults also have {batch: [dp, fsdp, ep], expert: ep}."""
     annotate: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     """Dim names for parameters or activations by name pattern; null: left to propagation."""
+    priority: Mapping[str, Annotated[int, limits(least=0, most=100)]] = field(default_factory=dict)
+    """For each dim name that has a rule, the round of propagation in which the rule takes part, as `p1` in the text of
+    `mesh_split`: where shardings conflict, the lower number wins. Default: 0 for parameters and the batch, 1 for
+    activations."""
     pin: Mapping[str, tuple[Axes, ...]] = field(default_factory=dict)
     """Exact mesh axes per dim by name pattern, as the paper's dims_mapping, without rules; null: replicated."""
     on_uneven: Literal["error", "pad"] = "error"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tpshard.models.loss import cross_entropy_sum
 from tpshard.parallelism.float64 import BOUND, distance, float64
+from tpshard.parallelism.graph import Value
 from tpshard.parallelism.program import Program
+from tpshard.parallelism.propagated import Annotation
 from tpshard.programs import step_programs, training
+from tpshard.programs.annotations import annotate
 from tpshard.programs.passes import apply
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -74,6 +78,11 @@ def test_uneven_dims_give_the_same_result_and_are_told() -> None:
     setting = Setting.of(loads(RECIPE, overrides))
     program = step_programs.micro_program(setting)
     assert any("does not divide" in text for text in program.warnings)
+    check_loss_and_gradients(setting, program)
+
+
+def check_loss_and_gradients(setting: Setting, program: Program) -> None:
+    """Requires that a simulated micro-step has the loss and the gradients of the whole model, in float64."""
     random = torch.Generator().manual_seed(0)
     arguments = []
     for port in program.inputs:
@@ -97,6 +106,41 @@ def test_uneven_dims_give_the_same_result_and_are_told() -> None:
     assert distance(results[0], loss.detach()) <= BOUND
     for name, expected, grad in zip(names, grads, results[2:], strict=True):
         assert distance(grad, expected) <= BOUND, name
+
+
+def test_rules_of_later_priority_take_the_axes_that_earlier_ones_leave() -> None:
+    """Batch and hidden columns compete for one axis: what wins is moved less, and the step computes the same."""
+    rules = ["mesh.fsdp=1", "mesh.tp=2", "sharding.rules={batch: tp, heads: tp, mlp: tp, vocab: tp}"]
+    programs = {}
+    for priority in ("{}", "{heads: 0, batch: 0}", "{batch: 1}"):
+        setting = Setting.of(loads(RECIPE, [*rules, f"sharding.priority={priority}"]))
+        programs[priority] = step_programs.micro_program(setting)
+        check_loss_and_gradients(setting, programs[priority])
+    default, same, later = programs.values()
+    assert same.fingerprint == default.fingerprint
+
+    def activations_moved(program: Program) -> int:
+        return sum(c.bytes for c in program.collectives if c.kind == "all_to_all")
+
+    assert activations_moved(later) < activations_moved(default)
+
+
+def test_an_annotation_takes_the_priorities_of_its_dims(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A priority of an activation's dim replaces 1, the default of activations."""
+    texts: set[str] = set()
+
+    def recording(*args: Any, **kwargs: Any) -> dict[Value, Annotation]:
+        annotations = annotate(*args, **kwargs)
+        texts.update(a.sharding.show() for v, a in annotations.items() if v.label.endswith(".residual"))
+        return annotations
+
+    monkeypatch.setattr(step_programs, "annotate", recording)
+    rules = ["mesh.fsdp=1", "mesh.tp=2", "sharding.rules={seq_sp: tp}",
+             "sharding.annotate={layers.*.residual: [batch, seq_sp, embed]}"]  # fmt: skip
+    for priority, text in {"{}": "[{}p1 {tp}p1 {}p1]", "{seq_sp: 0}": "[{}p1 {tp}p0 {}p1]"}.items():
+        texts.clear()
+        step_programs.micro_program(Setting.of(loads(RECIPE, [*rules, f"sharding.priority={priority}"])))
+        assert texts == {text}
 
 
 TABLE = """

@@ -146,6 +146,8 @@ def test_a_rule_or_annotation_for_a_dim_that_does_not_exist_is_told() -> None:
     assert actual.fix == "did you mean heads?"
     (actual,) = law("mesh: {tp: 2}\nsharding: {rules: {heads: tp}, annotate: {layers.*.residual: [batch, sq, embed]}}")
     assert actual.fix == "did you mean seq?"
+    (actual,) = law("mesh: {tp: 2}\nsharding: {rules: {heads: tp}, priority: {haeds: 1}}")
+    assert actual.fix == "did you mean heads?" and "a priority but no rule" in actual.message
     assert loads("model: {module: 'a:B'}\nsharding: {rules: {channels: tp}}").sharding.rules == {"channels": ("tp",)}
 
 
