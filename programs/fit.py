@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from tpshard.models.config import ModelConfig
 from tpshard.models.family import DIMS, INPUTS
+from tpshard.programs.fp8_fit import fp8_misfits
 from tpshard.programs.patterns import covers, matches, nearest
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Source, join
-from tpshard.recipes.fp8_fit import fp8_misfits
 from tpshard.recipes.schema import Recipe
 from tpshard.recipes.value_types import AXES
 

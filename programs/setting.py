@@ -23,9 +23,9 @@ from tpshard.models.tasks import Task, task_of
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.programs import naming
 from tpshard.programs.batching import BatchPlan, check_micro_batches, derive
+from tpshard.programs.fp8_fit import fp8_misfits
 from tpshard.programs.stacked_layers import LAYERS, StackedLayers, Stacking, difference
 from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.fp8_fit import fp8_misfits
 from tpshard.recipes.schema import Recipe
 
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "muon": ("exp_avg", "exp_avg_sq")}
