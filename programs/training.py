@@ -12,6 +12,7 @@ from tpshard.parallelism.program import Program
 from tpshard.parallelism.sharding import Layout
 from tpshard.programs import alike, staged
 from tpshard.programs.checks import check_reshards, traceable
+from tpshard.programs.cluster import check_fp8
 from tpshard.programs.passes import apply
 from tpshard.programs.setting import Setting
 from tpshard.programs.staged import StagedPrograms
@@ -80,6 +81,7 @@ def build(
     `watch` sees the programs with the micro-batch's as each pass leaves it. `make` replaces `alike.micro`; `update`
     replaces `update_program`, where the model is not in stages.
     """
+    check_fp8(setting.recipe)
     make = make or alike.micro
     if setting.recipe.staged:
         return of_stages(setting, *staged.build(setting, make))

@@ -10,7 +10,7 @@ from tpshard.kernels import fp8
 from tpshard.models.presets import preset
 from tpshard.parallelism.program import info
 from tpshard.parallelism.rules import fp8_rule
-from tpshard.plan.make import report_of_training
+from tpshard.plan.make import report, report_of_training
 from tpshard.programs import training
 from tpshard.programs.cluster import device_of
 from tpshard.programs.equality import compare, first_difference
@@ -107,9 +107,11 @@ def test_what_does_not_fit_is_refused_with_its_place() -> None:
 
 def test_devices_and_servers_without_fp8_say_so() -> None:
     with pytest.raises(Mistakes, match="a100-80g cannot multiply fp8") as refused:
-        device_of(loads(RECIPE, ["cluster.device=a100-80g"]))
+        training.build(Setting.of(loads(RECIPE, ["cluster.device=a100-80g"])))
     assert "h100-sxm-80g" in str(refused.value.diagnostics[0].fix)
     assert device_of(loads(RECIPE, ["cluster.device=h200"]))[0].rate("float8_e4m3fn") > 1.9e15
     with pytest.raises(Mistakes, match="a server does not multiply in fp8"):
         served(loads(RECIPE), "gpu")
-    assert served(loads(RECIPE, ["serve.dtype=bf16"]), "gpu").dtype == "bf16"
+    served_in_bf16 = loads(RECIPE, ["cluster.device=a100-80g", "serve.dtype=bf16"])
+    assert served(served_in_bf16, "gpu").dtype == "bf16"
+    assert report(served_in_bf16, "", "decode").fits
