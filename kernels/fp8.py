@@ -61,7 +61,7 @@ class Side(NamedTuple):
     """Whether its summed dims come first."""
 
 
-class Plan(NamedTuple):
+class Contraction(NamedTuple):
     """An equation such as `bsk,nk->bsn`, taken apart."""
 
     sides: tuple[Side, Side]
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
     """The summed dims, by letter; blocks lie along the last."""
 
 
-def plan_of(equation: str) -> Plan:
+def contraction_of(equation: str) -> Contraction:
     """Takes an equation apart. ValueError unless the summed dims come first or last in each operand, in one order."""
     inputs, out = equation.split("->")
     left, right = inputs.split(",")
@@ -82,7 +82,7 @@ def plan_of(equation: str) -> Plan:
         sides.append(Side(rows, dims != rows + summed))
     if out != sides[0].rows + sides[1].rows:
         raise ValueError(f"`{equation}` is not a product of two matrices")
-    return Plan((sides[0], sides[1]), summed)
+    return Contraction((sides[0], sides[1]), summed)
 
 
 def sizes_of(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> dict[str, int]:
@@ -90,13 +90,13 @@ def sizes_of(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> dict[str,
     left, right = equation.split("->")[0].split(",")
     sizes = dict(zip(right, b)) | dict(zip(left, a))
     fit = len(left) == len(a) and len(right) == len(b) and all(sizes[c] == n for c, n in zip(right, b))
-    if not fit or sizes[plan_of(equation).summed[-1]] % BLOCK:
+    if not fit or sizes[contraction_of(equation).summed[-1]] % BLOCK:
         raise ValueError(f"fp8_product: {list(a)} and {list(b)} do not fit `{equation}` in blocks of {BLOCK}")
     return sizes
 
 
 def _product(a: Tensor, b: Tensor, equation: str) -> Tensor:
-    sizes, (sides, _) = sizes_of(equation, tuple(a.shape), tuple(b.shape)), plan_of(equation)
+    sizes, (sides, _) = sizes_of(equation, tuple(a.shape), tuple(b.shape)), contraction_of(equation)
     parts = []
     for x, side in zip((a, b), sides):
         rows = math.prod(sizes[c] for c in side.rows)

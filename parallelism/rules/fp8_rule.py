@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tpshard.kernels.fp8 import MULTIPLY, QUANTIZE, VALUES, plan_of, sizes_of
+from tpshard.kernels.fp8 import MULTIPLY, QUANTIZE, VALUES, contraction_of, sizes_of
 from tpshard.kernels.fp8_blocks import BLOCK
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules.entry import Entry, Table
@@ -21,13 +21,13 @@ def fp8_product(op: Op) -> Rule:
     """
     equation = op.args[2]
     a, b = op.operands
-    plan = plan_of(equation)
+    contraction = contraction_of(equation)
     sizes = sizes_of(equation, a.shape, b.shape)
     factors = Factors()
     dims: dict[str, Dim] = {}
     for c, size in sizes.items():
-        kind = Kind.REDUCE if c in plan.summed else Kind.PASS
-        blocked = c == plan.summed[-1]
+        kind = Kind.REDUCE if c in contraction.summed else Kind.PASS
+        blocked = c == contraction.summed[-1]
         dims[c] = (factors.new(size // BLOCK if blocked else size, kind),)
         if blocked:
             dims[c] += (factors.new(BLOCK, Kind.WHOLE),)
@@ -44,13 +44,13 @@ def fp8_product(op: Op) -> Rule:
 def _local(at: LocalOp) -> Any:
     """Quantizes both operands along the contraction, each in one kernel, and multiplies them."""
     equation, wide = at.op.args[2], torch.promote_types(at.op.operands[0].dtype, torch.float32)
-    plan = plan_of(equation)
+    contraction = contraction_of(equation)
     parts: list[Any] = []
     shape = []
-    for index, side in enumerate(plan.sides):
+    for index, side in enumerate(contraction.sides):
         letters = equation.split("->")[0].split(",")[index]
         local = dict(zip(letters, at.operand_shape(index)))
-        rows, summed = (product([local[c] for c in some]) for some in (side.rows, plan.summed))
+        rows, summed = (product([local[c] for c in some]) for some in (side.rows, contraction.summed))
         matrix = (summed, rows) if side.transposed else (rows, summed)
         node = at.inputs[index]
         if at.operand_shape(index) != matrix:

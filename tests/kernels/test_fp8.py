@@ -72,7 +72,7 @@ def test_sizes_that_are_not_whole_blocks_are_refused(x: tuple[int, ...], w: tupl
 @pytest.mark.parametrize("equation", ["abk,nk->anb", "akb,nk->abn", "ak,nk->akn"])
 def test_only_products_of_two_matrices_are_taken(equation: str) -> None:
     with pytest.raises(ValueError, match="not a product of two matrices"):
-        fp8.plan_of(equation)
+        fp8.contraction_of(equation)
 
 
 @pytest.mark.parametrize("capability", [89, 90, 100])
