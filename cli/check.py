@@ -40,29 +40,26 @@ def check(
     from tpshard.programs import equality
     from tpshard.programs.setting import Setting
     from tpshard.recipes.diagnostic import Exit, Mistakes
+    from tpshard.recipes.load import changed
 
     if not against:
         raise typer.BadParameter("name the other recipe, such as --against mesh.tp=2", param_hint="--against")
-    changes = list(overrides or ())
-    pair = [load(recipe, changes), load(recipe, [*changes, *against])]
+    pair = [load(recipe, overrides), load(recipe, [*(overrides or ()), *against])]
     if pair[0] == pair[1]:
         raise Mistakes.one(
             f"`--against {' '.join(against)}` changes nothing: both recipes are the same", exit=Exit.USAGE,
             why="a map is merged key by key, so that an empty one changes nothing" if "{}" in " ".join(against) else "",
             fix="name another value of a key, such as --against mesh.tp=1",
         )  # fmt: skip
-    changes += widened(pair[0], pair[1])
-    pair = [load(recipe, changes), load(recipe, [*changes, *against])]
+    wide = wide_dtypes(*pair)
+    pair = [changed(each, wide) for each in pair]
     settings = [Setting.of(each) for each in pair]
     print(f"training {steps} step{'s' * (steps > 1)} on both, all ranks in this process", file=sys.stderr)
     compared = equality.compare(settings[0], settings[1], steps)
     first = None
     if not compared.equal:
         print("they differ: comparing every value of one batch", file=sys.stderr)
-        whole = [
-            Setting.of(load(recipe, [*more, *_at_once(setting)]))
-            for more, setting in zip((changes, [*changes, *against]), settings)
-        ]
+        whole = [Setting.of(changed(each, _at_once(setting))) for each, setting in zip(pair, settings)]
         first = equality.first_difference(whole[0], whole[1])
     if as_json:
         import json
@@ -82,7 +79,7 @@ _DTYPES = (
 )
 
 
-def widened(one: Recipe, other: Recipe) -> list[str]:
+def wide_dtypes(one: Recipe, other: Recipe) -> list[str]:
     """The overrides that let both recipes compute in float64, which replaces fp32, where they agree on less.
 
     Rounding to bf16 or fp16 would hide what the two compute differently.

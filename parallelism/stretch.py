@@ -135,16 +135,16 @@ class _Stretch:
 
     def _compare_read(self, mine: fx.Node, theirs: fx.Node) -> None:
         """Compares the operands of a node and its twin: they must be equal, or correspond in the next layer."""
-        here, there = self.layer[mine], self.layer[theirs]
-        if mine is theirs and here not in (COMPARED, REPEATED, LAST):
+        layer, layer_of_theirs = self.layer[mine], self.layer[theirs]
+        if mine is theirs and layer not in (COMPARED, REPEATED, LAST):
             return
-        if here is None or there != here + 1:
+        if layer is None or layer_of_theirs != layer + 1:
             raise _Unlike
-        if here == COMPARED and self.twin.get(mine) is not theirs:
+        if layer == COMPARED and self.twin.get(mine) is not theirs:
             raise _Unlike
-        if here == REPEATED and self.back.setdefault(theirs, mine) is not mine:
+        if layer == REPEATED and self.back.setdefault(theirs, mine) is not mine:
             raise _Unlike
-        if here != COMPARED and self._specs(mine) != self._specs(theirs):
+        if layer != COMPARED and self._specs(mine) != self._specs(theirs):
             raise _Unlike
 
     def _check_readers(self) -> None:

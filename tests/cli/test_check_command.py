@@ -37,6 +37,13 @@ def test_a_difference_ends_with_1(
     assert "here: " in printed.out and "there: " in printed.out and "comparing every value" in printed.err
 
 
+def test_rounding_to_half_precision_is_no_difference(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sums of bf16 gradients in another order differ by more than float64's rounding; `check` widens them."""
+    half = [f"fsdp.{key}_dtype=bf16" for key in ("param", "reduce")]
+    assert main.run(["check", recipe, *half, "--against", "mesh.fsdp=1"]) == Exit.DONE
+    assert "They are the same" in capsys.readouterr().out
+
+
 def test_without_another_recipe_it_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["check", recipe]) == Exit.USAGE
     assert "--against mesh.tp=2" in capsys.readouterr().err
