@@ -57,28 +57,30 @@ def name(x: Tensor, label: str, *dims: str) -> Tensor:
 
 
 def param_dims(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The dims of every parameter, by its name in `model.named_parameters()`; tied parameters once, by their first
-    name.
+    """The dims of the parameters that the model's modules name, by name in `model.named_parameters()`; tied parameters
+    once, by their first name.
 
-    ValueError lists the parameters whose dims no module names, or names wrongly.
+    ValueError lists the dims that name no parameter, or another number of dims than it has.
     """
     named: dict[str, tuple[str, ...]] = {}
-    for path, module in model.named_modules():
-        for local, dims in getattr(module, "dims", {}).items():
-            named[f"{path}.{local}" if path else local] = tuple(dims)
+    parameters: dict[str, nn.Parameter | None] = {}  # None: left out by its module, as by `bias=False`
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        named |= {prefix + local: tuple(dims) for local, dims in getattr(module, "dims", {}).items()}
+        parameters |= {prefix + local: parameter for local, parameter in module._parameters.items()}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
     dims_of: dict[str, tuple[str, ...]] = {}
     wrong: list[str] = []
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name not in named:
-            wrong.append(f"`{parameter_name}` (shape {list(parameter.shape)}) has no named dims")
-        elif len(named[parameter_name]) != parameter.dim():
-            wrong.append(f"`{parameter_name}` has {parameter.dim()} dims, {named[parameter_name]} are named")
-        else:
-            dims_of[parameter_name] = named[parameter_name]
+    for label, dims in named.items():
+        parameter = parameters.get(label)
+        if label not in parameters:
+            wrong.append(f"`{label}` has named dims and is no parameter")
+        elif parameter is not None and len(dims) != parameter.dim():
+            wrong.append(f"`{label}` has {parameter.dim()} dims, {dims} are named")
+        elif parameter is not None:
+            dims_of.setdefault(first[id(parameter)], dims)
     if wrong:
         raise ValueError(
-            "; ".join(wrong)
-            + '. Give the module that owns it `dims`, such as self.dims = {"weight": ("mlp", "embed")}, '
-            "or use tpshard.models.layers.Linear(..., dims=...)"
+            "; ".join(wrong) + '. A module names dims by `dims`, such as self.dims = {"weight": ("mlp", "embed")}'
         )
-    return dims_of
+    return {name: dims_of[name] for name in first.values() if name in dims_of}

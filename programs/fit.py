@@ -126,6 +126,13 @@ class _Fit:
                     why=f"its dims are [{', '.join(shape)}]",
                     fix=f"give {len(shape)} entries" + (", or a narrower pattern" if len(wrong) < len(matched) else ""),
                 )
+        if self.recipe.model.dims:
+            yield Diagnostic(
+                f"`model.dims` has no effect on a model of tpshard's family {self.c.family}",
+                where=self.recipe.where("model.dims"),
+                why="the family names its dims itself",
+                fix="sharding.annotate names the dims of any tensor; or model.transformers, or model.module",
+            )
         yield from self.units()
 
     def units(self) -> Iterator[Diagnostic]:

@@ -1,4 +1,4 @@
-"""The dim names of transformers' models, and notes for the user on how such a model is treated."""
+"""The dim names of a model's parameters, and notes for the user on how the model is treated."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 from tpshard.models.architecture import Architecture
+from tpshard.models.dims import param_dims
 from tpshard.models.plan_dims import Naming, dims_of_plan
 from tpshard.programs.patterns import matches, nearest
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
@@ -15,12 +16,16 @@ from tpshard.recipes.schema import Recipe
 _SHOWN = 4
 
 
-def of_architecture(recipe: Recipe, model: nn.Module) -> dict[str, Naming]:
-    """Dim names from the class's plan, overridden by the recipe's `model.dims`; other dims are left to propagation.
+def dim_names(recipe: Recipe, model: nn.Module, architecture: Architecture | None) -> dict[str, Naming]:
+    """Dim names from transformers' plan for the class, or from the modules themselves, overridden by the recipe's
+    `model.dims`; other parameters are left to propagation.
 
     Raises Mistakes (exit 3) for a pattern that matches no parameter or has another number of dims.
     """
-    namings = dims_of_plan(model)
+    if architecture is not None:
+        namings = dims_of_plan(model)
+    else:
+        namings = {name: Naming(dims, "") for name, dims in param_dims(model).items()}
     parameters = dict(model.named_parameters())
     mistakes: list[Diagnostic] = []
     for pattern, dims in recipe.model.dims.items():
@@ -54,19 +59,21 @@ def of_architecture(recipe: Recipe, model: nn.Module) -> dict[str, Naming]:
     return namings
 
 
-def notes(recipe: Recipe, architecture: Architecture, model: nn.Module, named: Mapping[str, Naming]) -> list[str]:
+def notes(
+    recipe: Recipe, architecture: Architecture | None, model: nn.Module, named: Mapping[str, Naming]
+) -> list[str]:
     """Notes: the class that computes, the parameters left to propagation, and differences from its original
     training."""
     sentences = []
     name = type(model).__name__
-    if recipe.model.transformers is None:
+    if architecture is not None and recipe.model.transformers is None:
         sentences.append(f"tpshard has no family for {architecture.model_type}: transformers' {name} computes it")
     free = _patterns([n for n, _ in model.named_parameters() if not any(named.get(n, Naming((), "")).dims)])
     if free:
         sentences.append(
             f"nothing names the dims of {_some(free)} of {name}: their shardings are inferred (model.dims)"
         )
-    return sentences + architecture.notes(model)
+    return sentences + ([] if architecture is None else architecture.notes(model))
 
 
 def _patterns(names: Sequence[str] | Mapping[str, object]) -> list[str]:

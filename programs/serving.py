@@ -126,10 +126,11 @@ class ServeSetting:
 
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:
-        """The dim names of each parameter."""
-        if self.served.blueprint.architecture is not None:
-            return {name: named.dims for name, named in naming.of_architecture(self.recipe, self.model).items()}
-        return param_dims(self.model)
+        """The dim names of the parameters that have some."""
+        if self.served.config is not None:  # the recipe's `model.dims` are of another model
+            return param_dims(self.model)
+        named = naming.dim_names(self.recipe, self.model, self.served.blueprint.architecture)
+        return {name: naming.dims for name, naming in named.items()}
 
     @property
     def invariant(self) -> bool:

@@ -13,7 +13,6 @@ from tpshard.models.architecture import Architecture
 from tpshard.models.architecture_folder import FolderWeights
 from tpshard.models.assemble import build_module
 from tpshard.models.config import ModelConfig
-from tpshard.models.dims import param_dims
 from tpshard.models.hf_config import computes, folder_config
 from tpshard.models.layers import multiply_in_fp8
 from tpshard.models.plan_dims import Naming
@@ -185,14 +184,12 @@ class Setting:
 
     @cached_property
     def named(self) -> dict[str, Naming]:
-        """The dim names of each parameter and their source; for transformers' models only the named ones."""
-        if self.architecture is not None:
-            return naming.of_architecture(self.recipe, self.model)
-        return {name: Naming(dims, "") for name, dims in param_dims(self.model).items()}
+        """The dim names of the parameters that have some, and their source."""
+        return naming.dim_names(self.recipe, self.model, self.architecture)
 
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:
-        """The dim names of each parameter."""
+        """The dim names of the parameters that have some."""
         return {name: named.dims for name, named in self.named.items()}
 
     @property
@@ -203,7 +200,7 @@ class Setting:
     @cached_property
     def notes(self) -> list[str]:
         """Notes for the user on how the model is treated."""
-        return naming.notes(self.recipe, self.architecture, self.model, self.named) if self.architecture else []
+        return naming.notes(self.recipe, self.architecture, self.model, self.named)
 
     @property
     def master_dtype(self) -> torch.dtype:

@@ -49,13 +49,6 @@ def one_model(recipe: Recipe) -> Iterator[Diagnostic]:
         )
     if model.stored()["args"] and "module" not in named:
         yield Diagnostic("`model.args` are for `model.module`", where=recipe.where("model.args"), why="no module here")
-    if model.dims and (model.preset is not None or model.module is not None):
-        yield Diagnostic(
-            "`model.dims` is only for `model.transformers`",
-            where=recipe.where("model.dims"),
-            why="other models name their dims themselves",
-            fix="sharding.annotate names the dims of any tensor",
-        )
     for key in model.overrides() if model.stored()["transformers"] is not None else ():
         yield Diagnostic(
             f"`model.{key}` changes a dimension, which only tpshard's own models allow",

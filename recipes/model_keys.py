@@ -43,10 +43,10 @@ class Model(Section):
     transformers: str | None = None
     """A folder with a config.json, with or without safetensors, whose model transformers' own class computes."""
     dims: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
-    """Dim names of a `transformers` model by parameter pattern, in addition to its class's; null: left to
+    """Dim names by parameter pattern, for `transformers` and `module`, in addition to the class's; null: left to
     propagation."""
     module: Annotated[str, form(r"[\w.]+:[\w.]+", "package:Class")] | None = None
-    """Your own module that names its dims, as package:Class."""
+    """Your own module, as package:Class."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of `module`."""
     seq_len: Annotated[int, limits(least=1, most=2**26)] = derived(

@@ -96,6 +96,9 @@ def test_a_folders_configuration_is_checked_like_a_preset(workdir: Path, capsys:
     (workdir / "model" / "config.json").write_text(json.dumps(config))
     assert run(["validate", "--json", "a.yaml"]) == Exit.FIT
     assert diagnostics(capsys)[0]["why"] == "6 heads, 2 KV heads"
+    (workdir / "a.yaml").write_text("model: {hf: model, dims: {model.norm.weight: [embed]}}\n")
+    assert run(["validate", "--json", "a.yaml"]) == Exit.RECIPE
+    assert "has no effect on a model of tpshard's family llama" in diagnostics(capsys)[0]["message"]
     (workdir / "model" / "config.json").write_text("{")
     assert run(["validate", "--json", "a.yaml"]) == Exit.RECIPE
 

@@ -187,10 +187,11 @@ class Alone(nn.Module):
         return tokens
 
 
-class Nameless(nn.Module):
+class Misnamed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(3, 4)
+        self.dims = {"inner.bias": ("mlp", "embed"), "inner.wieght": ("mlp", "embed")}
 
 
 class Buffered(Users):
@@ -238,7 +239,11 @@ def test_a_module_in_the_working_directory(tmp_path: Path) -> None:
         ("no_such_package:Users", {}, "no_such_package"),
         ("users_package:tokens_of", {}, "not a class"),
         ("users_package:Users", {"colour": 1}, "does not take these args"),
-        ("users_package:Nameless", {}, r"`inner.weight` \(shape \[4, 3\]\) has no named dims; `inner.bias`"),
+        (
+            "users_package:Misnamed",
+            {},
+            r"`inner.bias` has 1 dims, .*; `inner.wieght` has named dims and is no parameter",
+        ),
         ("users_package:Buffered", {}, "buffer.*running"),
         ("users_package:Alone", {}, r"define forward\(tokens, documents=None, positions=None\)"),
     ],
