@@ -67,15 +67,18 @@ class Depth:
         return re.sub(rf"(?<=`{re.escape(self.stack)}\.){LAST}(?=[.`])", str(self.layers - 1), text)
 
     def names_a_layer(self, text: str) -> bool:
+        """Whether a text quotes a name inside the stack, such as "`layers.3.mlp`"."""
         return re.search(rf"`{re.escape(self.stack)}\.\d", text) is not None
 
     def place(self, place: Place, by: int | None) -> Place:
+        """A place moved by a number of layers."""
         layer = place.layer
         if by and layer is not None and layer.stack == self.stack:
             layer = layer._replace(number=layer.number + by)
         return place._replace(module=self.shift_name(place.module, by), layer=layer)
 
     def through(self, op: Through, by: int | None) -> Through:
+        """A step of a chain of reasons, moved by a number of layers."""
         return op._replace(name=self.shift_name(op.name, by), module=self.shift_name(op.module, by))
 
     def info(self, info: Info, by: int | None) -> Info:

@@ -94,10 +94,13 @@ class Reasons:
 
 
 def what_moves(value: Value, reader: Op) -> Role:
-    """The role of a value that is resharded: parameter or gradient at a boundary, else logits, loss, scalar or
-    activation."""
+    """The role of a value that is resharded: parameter or gradient at a boundary, else logits, loss, scalar,
+    optimizer (computed in an update) or activation."""
     if is_boundary(reader):
         return "gradient" if reader.args[1] == "gradient" else "parameter"
     if value.role in ("logits", "loss"):
         return value.role
-    return "scalar" if value.rank == 0 else "activation"
+    if value.rank == 0:
+        return "scalar"
+    updating = value.producer is not None and value.producer.place.phase == "update"
+    return "optimizer" if updating else "activation"

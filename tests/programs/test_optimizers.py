@@ -48,8 +48,8 @@ def test_an_optimizer_trains_the_same_on_every_mesh(optimizer: str) -> None:
 def test_muon_exchanges_matrices_once_in_each_direction() -> None:
     """Those of one shape and layout together: wq; wo; wk and wv; gate and up; down. None is computed twice."""
     programs = built(MUON, "model.layers=4", "mesh={fsdp: 2, tp: 2}")
-    kinds = [c.kind for c in programs.update.collectives if c.bytes > 8]
-    assert kinds == ["all_to_all"] * 10, kinds
+    exchanges = [(c.kind, c.of) for c in programs.update.collectives if c.bytes > 8]
+    assert exchanges == [("all_to_all", "optimizer")] * 10, exchanges
     assert not programs.update.warnings
 
 
