@@ -31,7 +31,7 @@ ROOMS = {
     "serve": "Serving",
 }
 """Folder of the code -> heading on the page, in the order of the page."""
-CALLS = {"Diagnostic": 0, "one": 0, "mistake": 0, "wrong": 0, "Contradiction": 0}
+CALLS = {"Diagnostic": 0, "one": 0, "mistake": 0, "wrong": 0, "Contradiction": 0, "_violation": 2}
 """Function that makes a diagnostic -> position of its message."""
 FILLED = "…"
 
@@ -69,20 +69,23 @@ def _of_file(room: str, path: Path) -> Iterator[Entry]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    last = 0
     for call in sorted(calls, key=lambda call: call.lineno):
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
         if name not in CALLS or not call.args or (name == "wrong" and len(call.args) < 2):
             continue
         around = [f for f in functions if f.lineno <= call.lineno <= (f.end_lineno or f.lineno)]
         inner = max(around, key=lambda f: f.lineno, default=None)
-        texts = Texts(inner)
+        texts = Texts(inner, last + 1, call.end_lineno or call.lineno)
+        last = call.end_lineno or call.lineno
         position = CALLS[name]
         if name == "wrong" and getattr(call.args[1], "attr", "") != "source":
             position = 1  # wrong(path, message, source, ...) of the checker; that of the parser has no path
         if name == "wrong" and texts.all(call.args[position]) == [FILLED]:
             continue
         keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-        rest = dict(zip(("why", "fix"), call.args[position + 2 :])) if name == "wrong" else {}
+        behind = {"wrong": 2, "_violation": 1}.get(name, len(call.args))
+        rest = dict(zip(("why", "fix"), call.args[position + behind :]))
         for message in texts.all(call.args[position]):
             if len(message.replace(FILLED, "").split()) < 2:
                 continue  # the text comes from elsewhere
@@ -97,23 +100,33 @@ def _of_file(room: str, path: Path) -> Iterator[Entry]:
             )
 
 
+def _assign(values: dict[str, list[ast.expr]], target: ast.expr, value: ast.expr) -> None:
+    """Adds an assignment's value to those of its variable, or of each of its variables."""
+    if isinstance(target, ast.Name):
+        values.setdefault(target.id, []).append(value)
+    elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        for part, of in zip(target.elts, value.elts, strict=True):
+            _assign(values, part, of)
+
+
 class Texts:
     """The texts that an expression of a function may be: constants, f-strings, both sides of a condition, and local
-    variables that hold one of these."""
+    variables that hold one of these.
 
-    def __init__(self, function: ast.FunctionDef | None):
-        self.locals: dict[str, list[ast.expr]] = {}
+    Of a variable that is assigned between the lines `first` and `last`, other assignments do not count: they are for
+    another diagnostic.
+    """
+
+    def __init__(self, function: ast.FunctionDef | None, first: int, last: int):
+        everywhere: dict[str, list[ast.expr]] = {}
+        near: dict[str, list[ast.expr]] = {}
         for node in ast.walk(function) if function else ():
             if isinstance(node, ast.Assign):
                 for target in node.targets:
-                    self._assign(target, node.value)
-
-    def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        if isinstance(target, ast.Name):
-            self.locals.setdefault(target.id, []).append(value)
-        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-            for part, of in zip(target.elts, value.elts, strict=True):
-                self._assign(part, of)
+                    _assign(everywhere, target, node.value)
+                    if first <= node.lineno <= last:
+                        _assign(near, target, node.value)
+        self.locals = everywhere | near
 
     def all(self, node: ast.expr, depth: int = 0) -> list[str]:
         """The templates that the expression may be, each once; a computed text is `…`."""

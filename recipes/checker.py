@@ -253,19 +253,19 @@ class Checker:
         Text that depends on the environment is kept as written; anything else must be known now.
         """
         key = _key(path)
-        value, environment, error = self.merged.completed(path)
-        bases = [base for base, _ in alternatives(hint)]
+        resolved = self.merged.resolved(path)
+        value, bases = resolved.value, [base for base, _ in alternatives(hint)]
         may_be_text = str in bases or Any in bases
-        if error is not None:
-            if environment.unset and may_be_text:
+        if resolved.error is not None:
+            if resolved.unset and may_be_text:
                 return Pending(node.text, path, node.source)
             self.bad.add(key)
-            at, mistake = self.merged.why(path, environment)
+            at, mistake = self.merged.why(resolved, path)
             if at not in self.reported and dotted(at) not in self.bad - {key}:
                 self.mistakes.append(mistake)
             self.reported.add(at)
             return BAD
-        source = replace(node.source, origins=self.merged.origins(path))
+        source = replace(node.source, origins=self.merged.origins(resolved, path))
         if key in self.places:
             self.places[key] = (self.places[key][0], source)
         if set(bases) <= {str, type(None)} and type(value) in (int, float):
@@ -274,7 +274,7 @@ class Checker:
             number = replace(as_node(value, source), plain=True)
             return self.scalar(scalar(number), number, hint, path, final=True)
         checked = self.value(value, hint, path, source)
-        return Pending(node.text, path, source) if isinstance(checked, str) and environment.read else checked
+        return Pending(node.text, path, source) if isinstance(checked, str) and resolved.read else checked
 
     def refuse_ambiguous(self, node: Node, read_as: str, bases: list[Any], path: Path) -> _Bad:
         """Records a scalar that YAML 1.1 and 1.2 read differently; `read_as` is the reading of 1.1."""

@@ -16,6 +16,7 @@ from functools import reduce
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.base import Container, Node
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from tpshard.recipes.diagnostic import Diagnostic, Source, suggestion
@@ -24,44 +25,94 @@ from tpshard.recipes.nodes import Path, dotted
 ALLOWED = ("oc.env", "oc.decode", "oc.select", "oc.dict.keys", "oc.dict.values")
 """Resolvers that a recipe may use. Others of OmegaConf, such as `oc.coerce`, import modules."""
 
-MAX_COMPLETED = 2_000
-"""The maximal number of interpolations of a recipe after expansion."""
+MAX_RESOLVED = 2_000
+"""The maximal number of interpolations that are resolved for one recipe."""
 
 ERRORS = (OmegaConfBaseException, RecursionError, LookupError, AttributeError, TypeError, ValueError)
 """The errors that OmegaConf raises for an interpolation that cannot be resolved."""
 
 _RESOLVER = re.compile(r"\$\{\s*([A-Za-z_][\w.-]*)\s*:")
-_KEY = re.compile(r"\$\{\s*(\.*)([^${}:]+?)\s*\}")
 _LOCK = threading.RLock()
 
 
 @dataclass
-class Environment:
-    """The environment variables that resolving a value read, and those that are unset and required."""
+class Resolved:
+    """A value with its interpolations resolved, or the error, and what OmegaConf read on the way."""
 
+    value: Any = None
+    error: Exception | None = None
     read: list[str] = field(default_factory=list)
+    """Environment variables."""
     unset: list[str] = field(default_factory=list)
+    """Environment variables that are not set and have no default."""
+    keys: list[tuple[int, Path]] = field(default_factory=list)
+    """Other keys of the recipe, each with the length of the chain of keys that leads to it."""
+    broken: list[Path] = field(default_factory=list)
+    """The keys that lead from the value to the error, each named by the one before it."""
+    count: int = 0
+    """Number of interpolations of keys."""
+
+
+def resolve_at(config: DictConfig, path: Path) -> Resolved:
+    """The value at a path as maps, lists and scalars, with all interpolations resolved by OmegaConf."""
+    with _traced(path) as (resolved, chain):
+        try:
+            value: Any = reduce(lambda inside, key: inside[key], path, config)
+            chain.clear()  # what the values inside a map name is not recorded
+            is_tree = OmegaConf.is_config(value)
+            resolved.value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if is_tree else value
+        except ERRORS as error:
+            resolved.error = error
+    return resolved
 
 
 @contextmanager
-def allowed_resolvers() -> Iterator[Environment]:
-    """A context in which OmegaConf has only the allowed resolvers; yields the environment variables they read."""
-    reads = Environment()
+def _traced(path: Path) -> Iterator[tuple[Resolved, list[Path]]]:
+    """A context in which OmegaConf has only the allowed resolvers, and in which what it reads is recorded.
+
+    Yields the record and the chain of keys that are being resolved, from the value at `path` to the innermost.
+    """
+    resolved, chain = Resolved(), [path]
+    resolvers, follow = BaseContainer._resolvers, Container._resolve_node_interpolation
+
+    def read_environment(root: Any, parent: Any, node: Any, args: tuple[Any, ...], words: tuple[str, ...]) -> Any:
+        resolved.read.append(str(args[0]))
+        if len(args) == 1 and str(args[0]) not in os.environ:
+            resolved.unset.append(str(args[0]))
+        return resolvers["oc.env"](root, parent, node, args, words)
+
+    def follow_key(parent: Container, inter_key: Any, **caches: Any) -> Node:
+        resolved.count += 1
+        if resolved.count > MAX_RESOLVED:
+            raise RecursionError
+        if not chain:
+            return follow(parent, inter_key, **caches)
+        dots = inter_key.relative_dots
+        start = _path_of(parent)[: 1 - dots or None] if dots else ()
+        chain.append((*start, *inter_key.parts))
+        resolved.keys.append((len(chain), chain[-1]))
+        try:
+            return follow(parent, inter_key, **caches)
+        except BaseException:
+            resolved.broken = resolved.broken or list(chain)
+            raise
+        finally:
+            chain.pop()
+
     with _LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about an empty default, `${oc.env:NAME,}`
-        every = BaseContainer._resolvers
-
-        def environment(root: Any, parent: Any, node: Any, args: tuple[Any, ...], words: tuple[str, ...]) -> Any:
-            reads.read.append(str(args[0]))
-            if len(args) == 1 and str(args[0]) not in os.environ:
-                reads.unset.append(str(args[0]))
-            return every["oc.env"](root, parent, node, args, words)
-
-        BaseContainer._resolvers = {n: every[n] for n in ALLOWED if n in every} | {"oc.env": environment}
+        BaseContainer._resolvers = {n: resolvers[n] for n in ALLOWED} | {"oc.env": read_environment}
+        Container._resolve_node_interpolation = follow_key  # type: ignore[method-assign, assignment]
         try:
-            yield reads
+            yield resolved, chain
         finally:
-            BaseContainer._resolvers = every
+            BaseContainer._resolvers = resolvers
+            Container._resolve_node_interpolation = follow  # type: ignore[method-assign]
+
+
+def _path_of(container: Container) -> Path:
+    parent = container._get_parent_container()
+    return () if parent is None else (*_path_of(parent), container._key())
 
 
 def unreadable(text: str) -> str | None:
@@ -76,24 +127,12 @@ def unreadable(text: str) -> str | None:
     return None
 
 
-def value_at(config: DictConfig, path: Path) -> Any:
-    """The value with all interpolations resolved, as maps, lists and scalars.
-
-    Raises one of `ERRORS`. Call it inside `allowed_resolvers`.
-    """
-    value: Any = reduce(lambda inside, key: inside[key], path, config)
-    return OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
-
-
 def written_at(raw: Any, path: Path) -> Any:
     """The value at a path of plain data. Raises LookupError if there is none."""
     for key in path:
-        if isinstance(raw, list) and str(key).isdigit():
-            raw = raw[int(key)]
-        elif isinstance(raw, dict):
-            raw = raw[key]
-        else:
+        if not isinstance(raw, list if isinstance(key, int) else dict):
             raise LookupError(key)
+        raw = raw[key]  # type: ignore[index]
     return raw
 
 
@@ -105,85 +144,54 @@ def or_none(raw: Any, path: Path) -> Any:
         return None
 
 
-def keys_in(raw: Any, path: Path) -> list[Path]:
-    """The keys to which the text at a path refers, as absolute paths."""
-    text = or_none(raw, path)
-    keys: list[Path] = []
-    for dots, key in _KEY.findall(text) if isinstance(text, str) else ():
-        at: Path = path[: len(path) - len(dots)] if dots else ()
-        for part in re.findall(r"[^.\[\]]+", key):
-            inside = or_none(raw, at)
-            if isinstance(inside, str):
-                break  # the key is itself an interpolation, which is followed later
-            at = (*at, int(part) if isinstance(inside, list) and part.isdigit() else part)
-        keys.append(at)
-    return keys
-
-
-def size(raw: Any, path: Path, sizes: dict[Path, int]) -> int:
-    """The number of interpolations to resolve for the value at a path. `sizes` caches earlier results."""
-    if path not in sizes:
-        sizes[path] = 0  # for a circle, which `cause` reports
-        value = or_none(raw, path)
-        inside = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-        keys = keys_in(raw, path)
-        sizes[path] = len(keys) + sum(size(raw, key, sizes) for key in keys + [(*path, key) for key in inside])
-    return sizes[path]
-
-
-def dependencies(raw: Any, path: Path) -> list[Path]:
-    """All keys that the value at a path depends on, each once, nearest first."""
-    keys: list[Path] = []
-    todo = [path]
-    while todo:
-        for key in keys_in(raw, todo.pop(0)):
-            if key not in (path, *keys) and or_none(raw, key) is not None:
-                keys.append(key)
-                todo.append(key)
-    return keys
-
-
-def cause(
-    raw: Any, path: Path, place: Callable[[Path], Source], fails: Callable[[Path], Exception | None]
-) -> tuple[Path, Diagnostic]:
-    """The mistake that prevents resolving the value at a path, and the path of that mistake.
-
-    The mistake may be in a value that this one refers to. `fails` resolves the value at a path and returns its error.
-    """
-    chain = [path]
-    while True:
-        keys = keys_in(raw, chain[-1])
-        if again := next((key for key in keys if key in chain), None):
-            return _circle(chain[chain.index(again) :], place)
-        broken = next((key for key in keys if _is_written(raw, key, place) and fails(key)), None)
-        if broken is None or broken in chain:
+def path_in(raw: Any, key: Path) -> Path:
+    """The path that an interpolated key names in plain data, up to text, which may itself be an interpolation."""
+    path: Path = ()
+    for part in key:
+        inside = or_none(raw, path)
+        if isinstance(inside, str):
             break
-        chain.append(broken)
-    at = chain[-1]
+        path = (*path, int(part) if isinstance(inside, list) and str(part).isdigit() else part)
+    return path
+
+
+def mistake(resolved: Resolved, path: Path, raw: Any, place: Callable[[Path], Source]) -> tuple[Path, Diagnostic]:
+    """The mistake that prevents resolving the value at a path, and the path of the wrong text, which may be another."""
+    chain = [path_in(raw, key) for key in resolved.broken] or [path]
+    *before, at = chain
+    if at in before:
+        return _circle(list(dict.fromkeys(chain[chain.index(at) :])), place)
+    text, missing = or_none(raw, at), None
+    named = isinstance(text, str) and ("${" in text or (text == "???" and place(at).line > 0))
+    if before and (not named or len(at) < len(resolved.broken[-1])):
+        missing, at = at if text in (None, "???") else None, before.pop()
+    also = tuple((place(p), "needed here") for p in before)
+    if resolved.unset:
+        return at, unset(resolved.unset[0], place(at), also)
     text = or_none(raw, at)
-    also = tuple((place(p), "needed here") for p in chain[:-1])
-    missing = next((key for key in keys if or_none(raw, key) in (None, "???")), None)
     if text == "???":
         return at, to_be_given(at, place(at), also)
-    if missing is not None:
-        message, why = f"`{dotted(at)}: {text}` refers to `{dotted(missing)}`", "that key has no value"
-        close = suggestion(dotted(missing), (dotted(p) for p in _all(raw) if p not in (at, missing)))
-    else:
-        message, why = f"`{dotted(at)}: {text}` cannot be resolved", str(fails(at) or "").partition("\n")[0]
-        close = ""
-    return at, Diagnostic(message, where=place(at), why=why, fix=f"did you mean `{close}`?" if close else "", also=also)
+    if missing is None:
+        why = str(resolved.error).partition("\n")[0]
+        return at, Diagnostic(f"`{dotted(at)}: {text}` cannot be resolved", where=place(at), why=why, also=also)
+    close = suggestion(dotted(missing), (dotted(p) for p in _all(raw) if p not in (at, missing)))
+    message, fix = f"`{dotted(at)}: {text}` refers to `{dotted(missing)}`", f"did you mean `{close}`?" if close else ""
+    return at, Diagnostic(message, where=place(at), why="that key has no value", fix=fix, also=also)
 
 
-def to_be_given(path: Path, where: Source, also: tuple[tuple[Source, str], ...] = ()) -> Diagnostic:
+Places = tuple[tuple[Source, str], ...]
+
+
+def to_be_given(path: Path, where: Source, also: Places = ()) -> Diagnostic:
     """The mistake for a value that is still OmegaConf's `???`."""
     fix = "give it in a recipe that extends this one, or as an override"
     return Diagnostic(f"`{dotted(path)}` must be given", where=where, why="`???` means no value", fix=fix, also=also)
 
 
-def _is_written(raw: Any, path: Path, place: Callable[[Path], Source]) -> bool:
-    """Whether the text at a path was written by the user, and may itself be wrong."""
-    text = or_none(raw, path)
-    return isinstance(text, str) and (text != "???" or place(path).line > 0)
+def unset(name: str, where: Source | None, also: Places = ()) -> Diagnostic:
+    """The mistake for a value that needs an unset environment variable."""
+    fix = f"export {name}=..., or give a default: ${{oc.env:{name},default}}"
+    return Diagnostic(f"the environment variable {name} is not set", where=where, why="needed now", fix=fix, also=also)
 
 
 def _all(raw: Any, path: Path = ()) -> Iterator[Path]:
@@ -201,9 +209,3 @@ def _circle(paths: list[Path], place: Callable[[Path], Source]) -> tuple[Path, D
     also = tuple((place(path), "and here") for path in rest)
     fix = "give one of them a value of its own" if rest else "give it a value"
     return first, Diagnostic(f"circular interpolation: {words}", where=place(first), fix=fix, also=also)
-
-
-def unset(name: str, where: Source | None) -> Diagnostic:
-    """The mistake for a value that needs an unset environment variable."""
-    fix = f"export {name}=..., or give a default: ${{oc.env:{name},default}}"
-    return Diagnostic(f"the environment variable {name} is not set", where=where, why="needed now", fix=fix)

@@ -3,7 +3,8 @@ keys are valid, so that a mistake is reported only once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Literal
 
 from tpshard.models.family import DIMS
 from tpshard.recipes.diagnostic import Diagnostic, Mistakes, suggestion
@@ -32,30 +33,31 @@ def touches(keys: tuple[str, ...], bad: Collection[str]) -> bool:
     return any(b == k or b.startswith(k + ".") or k.startswith(b + ".") for k in keys for b in bad)
 
 
+def _violation(
+    recipe: Recipe, key: str, message: str, why: str = "", fix: str = "", also: Mapping[str, str] | None = None,
+    severity: Literal["error", "warning"] = "error",
+) -> Diagnostic:  # fmt: skip
+    """A mistake at a key's place. `also` has a note for each of the other keys to show."""
+    others = tuple((recipe.where(other), note) for other, note in (also or {}).items())
+    return Diagnostic(message, where=recipe.where(key), why=why, fix=fix, severity=severity, also=others)
+
+
 def one_model(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires exactly one of preset, hf, transformers and module; args only for a module."""
-    model = recipe.model
-    named = [key for key in model.exclusive if model.stored()[key] is not None]
+    model, stored = recipe.model, recipe.model.stored()
+    named = [key for key in model.exclusive if stored[key] is not None]
     if not named:
         fix = "preset: tiny, or hf: FOLDER, or transformers: FOLDER, or module: package:Class"
-        yield Diagnostic("`model` names no model", where=recipe.where("model"), fix=fix)
+        yield _violation(recipe, "model", "`model` names no model", fix=fix)
     if len(named) > 1:
-        yield Diagnostic(
-            f"`model` names {len(named)} models",
-            where=recipe.where(f"model.{named[1]}"),
-            why="one too many",
-            fix=f"keep one of {', '.join(named)}",
-            also=((recipe.where(f"model.{named[0]}"), "the other"),),
-        )
-    if model.stored()["args"] and "module" not in named:
-        yield Diagnostic("`model.args` are for `model.module`", where=recipe.where("model.args"), why="no module here")
-    for key in model.overrides() if model.stored()["transformers"] is not None else ():
-        yield Diagnostic(
-            f"`model.{key}` changes a dimension, which only tpshard's own models allow",
-            where=recipe.where(f"model.{key}"),
-            why="a `transformers` model is defined by its config.json",
-            fix="change config.json",
-        )
+        message, fix = f"`model` names {len(named)} models", f"keep one of {', '.join(named)}"
+        yield _violation(recipe, f"model.{named[1]}", message, "one too many", fix, {f"model.{named[0]}": "the other"})
+    if stored["args"] and "module" not in named:
+        yield _violation(recipe, "model.args", "`model.args` are for `model.module`", "no module here")
+    for key in model.overrides() if stored["transformers"] is not None else ():
+        message = f"`model.{key}` changes a dimension, which only tpshard's own models allow"
+        why = "a `transformers` model is defined by its config.json"
+        yield _violation(recipe, f"model.{key}", message, why, "change config.json")
 
 
 def one_rest(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -63,12 +65,8 @@ def one_rest(recipe: Recipe) -> Iterator[Diagnostic]:
     for path, mesh in (("mesh", recipe.mesh), ("serve.mesh", recipe.serve.mesh)):
         rest = [axis for axis, size in mesh.items() if size == -1]
         if len(rest) > 1:
-            yield Diagnostic(
-                f"{len(rest)} axes of `{path}` are -1",
-                where=recipe.where(f"{path}.{rest[1]}"),
-                why="only one axis can take the remaining devices",
-                also=((recipe.where(f"{path}.{rest[0]}"), "the first"),),
-            )
+            message, why = f"{len(rest)} axes of `{path}` are -1", "only one axis can take the remaining devices"
+            yield _violation(recipe, f"{path}.{rest[1]}", message, why, also={f"{path}.{rest[0]}": "the first"})
 
 
 def mesh_on_cluster(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -83,10 +81,9 @@ def mesh_on_cluster(recipe: Recipe) -> Iterator[Diagnostic]:
 
 def _uses(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     """The mesh axes that each rule, each pin and `fsdp.axis` names, by key."""
-    uses = {f"sharding.rules.{name}": axes for name, axes in recipe.sharding.rules.items()}
-    uses |= {
-        f"sharding.pin.{name}": tuple(a for dim in dims for a in dim) for name, dims in recipe.sharding.pin.items()
-    }
+    rules, pins = recipe.sharding.rules, recipe.sharding.pin
+    uses = {f"sharding.rules.{name}": axes for name, axes in rules.items()}
+    uses |= {f"sharding.pin.{name}": tuple(a for dim in dims for a in dim) for name, dims in pins.items()}
     return uses | {"fsdp.axis": (recipe.fsdp.axis,)}
 
 
@@ -96,12 +93,10 @@ def known_axes(recipe: Recipe) -> Iterator[Diagnostic]:
         for axis in dict.fromkeys(axes):
             if axis not in recipe.mesh and axis not in AXES:
                 close = suggestion(axis, recipe.mesh)
-                yield Diagnostic(
-                    f"`{path}` uses the mesh axis `{axis}`, which does not exist",
-                    where=recipe.where(path),
-                    why=f"the mesh has {', '.join(recipe.mesh)}",
-                    fix=f"did you mean {close}?" if close else f"add it: mesh: {{..., {axis}: 2}}",
-                    also=((recipe.where("mesh"), "the mesh"),),
+                message = f"`{path}` uses the mesh axis `{axis}`, which does not exist"
+                fix = f"did you mean {close}?" if close else f"add it: mesh: {{..., {axis}: 2}}"
+                yield _violation(
+                    recipe, path, message, f"the mesh has {', '.join(recipe.mesh)}", fix, {"mesh": "the mesh"}
                 )
 
 
@@ -113,13 +108,11 @@ def used_axes(recipe: Recipe) -> Iterator[Diagnostic]:
         return  # a misspelt axis would be reported twice
     for axis, size in recipe.mesh.items():
         if axis not in used and not (axis in ("pp", "dp", "fsdp", "tp") and size == 1):
-            yield Diagnostic(
-                f"nothing uses the mesh axis `{axis}`",
-                where=recipe.where(f"mesh.{axis}"),
-                why="its devices would all compute the same",
-                fix="add pipeline: {schedule: 1f1b}" if axis == "pp" else
-                f"name it in sharding.rules, sharding.pin or fsdp.axis, as in rules: {{batch: [dp, fsdp, {axis}]}}",
-            )  # fmt: skip
+            fix = f"name it in sharding.rules, sharding.pin or fsdp.axis, as in rules: {{batch: [dp, fsdp, {axis}]}}"
+            if axis == "pp":
+                fix = "add pipeline: {schedule: 1f1b}"
+            message = f"nothing uses the mesh axis `{axis}`"
+            yield _violation(recipe, f"mesh.{axis}", message, "its devices would all compute the same", fix)
 
 
 def known_logical_axes(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -131,21 +124,17 @@ def known_logical_axes(recipe: Recipe) -> Iterator[Diagnostic]:
     for name in recipe.sharding.rules:
         if name not in DIMS and name not in annotated:
             close = suggestion(name, [*DIMS, *annotated])
-            yield Diagnostic(
-                f"no tensor has a dim called `{name}`",
-                where=recipe.where(f"sharding.rules.{name}"),
-                why="the rule would have no effect",
-                fix=f"did you mean {close}?" if close else f"dims are {', '.join(DIMS)}, or those in annotate",
-            )
+            fix = f"did you mean {close}?" if close else f"dims are {', '.join(DIMS)}, or those in annotate"
+            message = f"no tensor has a dim called `{name}`"
+            yield _violation(recipe, f"sharding.rules.{name}", message, "the rule would have no effect", fix)
     for pattern, names in recipe.sharding.annotate.items():
         for name in filter(None, names):
             if name not in DIMS and name not in recipe.sharding.rules:
                 close = suggestion(name, [*DIMS, *recipe.sharding.rules])
-                yield Diagnostic(
-                    f"the dim name `{name}` has no rule and is not a dim of the model",
-                    where=recipe.where(f"sharding.annotate.{pattern}"),
-                    why="the annotation would have no effect",
-                    fix=f"did you mean {close}?" if close else f"add a rule: {name}: tp",
+                fix = f"did you mean {close}?" if close else f"add a rule: {name}: tp"
+                message = f"the dim name `{name}` has no rule and is not a dim of the model"
+                yield _violation(
+                    recipe, f"sharding.annotate.{pattern}", message, "the annotation would have no effect", fix
                 )
 
 
@@ -154,12 +143,9 @@ def priorities_of_rules(recipe: Recipe) -> Iterator[Diagnostic]:
     for name in recipe.sharding.priority:
         if name not in recipe.sharding.rules:
             close = suggestion(name, [*recipe.sharding.rules])
-            yield Diagnostic(
-                f"the dim `{name}` has a priority but no rule",
-                where=recipe.where(f"sharding.priority.{name}"),
-                why="the priority would have no effect",
-                fix=f"did you mean {close}?" if close else f"add a rule: {name}: tp",
-            )
+            fix = f"did you mean {close}?" if close else f"add a rule: {name}: tp"
+            message = f"the dim `{name}` has a priority but no rule"
+            yield _violation(recipe, f"sharding.priority.{name}", message, "the priority would have no effect", fix)
 
 
 def axis_once(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -167,48 +153,35 @@ def axis_once(recipe: Recipe) -> Iterator[Diagnostic]:
     rules = recipe.sharding.rules
     for name, axes in rules.items():
         for axis in sorted({a for a in axes if axes.count(a) > 1}):
-            yield Diagnostic(
-                f"`{axis}` occurs twice in the rule for `{name}`", where=recipe.where(f"sharding.rules.{name}")
-            )
+            yield _violation(recipe, f"sharding.rules.{name}", f"`{axis}` occurs twice in the rule for `{name}`")
     for pattern, dims in recipe.sharding.pin.items():
         flat = [axis for dim in dims for axis in dim]
         for axis in sorted({a for a in flat if flat.count(a) > 1}):
-            yield Diagnostic(
-                f"`{axis}` occurs twice in the pin of `{pattern}`",
-                where=recipe.where(f"sharding.pin.{pattern}"),
-                why="an axis shards only one dim of a tensor",
-            )
+            message, why = f"`{axis}` occurs twice in the pin of `{pattern}`", "an axis shards only one dim of a tensor"
+            yield _violation(recipe, f"sharding.pin.{pattern}", message, why)
     for pattern, names in recipe.sharding.annotate.items():
         name_of: dict[str, str] = {}
         for name in filter(None, names):
             for axis in dict.fromkeys(rules.get(name, ())):
-                if axis in name_of:
-                    first = name_of[axis]
-                    twice = f"`{first}` twice" if first == name else f"`{first}` and `{name}`"
-                    yield Diagnostic(
-                        f"`{pattern}` would be sharded over `{axis}` twice",
-                        where=recipe.where(f"sharding.annotate.{pattern}"),
-                        why=f"{twice} are both sharded over {axis}"
-                        if first != name
-                        else f"{twice}, sharded over {axis}",
-                        fix="give one of its dims another rule, or null here",
-                        also=tuple(
-                            (recipe.where(f"sharding.rules.{n}"), f"{n} -> {', '.join(rules[n])}")
-                            for n in dict.fromkeys((first, name))
-                        ),
-                    )
-                else:
+                if axis not in name_of:
                     name_of[axis] = name
+                    continue
+                first = name_of[axis]
+                pair = dict.fromkeys((first, name))
+                why = f"`{first}` and `{name}` are both sharded over {axis}"
+                if first == name:
+                    why = f"`{first}` twice, sharded over {axis}"
+                message = f"`{pattern}` would be sharded over `{axis}` twice"
+                fix = "give one of its dims another rule, or null here"
+                also = {f"sharding.rules.{n}": f"{n} -> {', '.join(rules[n])}" for n in pair}
+                yield _violation(recipe, f"sharding.annotate.{pattern}", message, why, fix, also)
 
 
 def steps_hold_warmup(recipe: Recipe) -> Iterator[Diagnostic]:
-    if recipe.schedule.warmup_steps > recipe.train.steps:
-        yield Diagnostic(
-            f"{recipe.schedule.warmup_steps:,} steps of warm-up in a run of {recipe.train.steps:,}",
-            where=recipe.where("schedule.warmup_steps"),
-            why="the peak is never reached",
-            severity="warning",
-        )
+    warmup, steps = recipe.schedule.warmup_steps, recipe.train.steps
+    if warmup > steps:
+        message = f"{warmup:,} steps of warm-up in a run of {steps:,}"
+        yield _violation(recipe, "schedule.warmup_steps", message, "the peak is never reached", severity="warning")
 
 
 def optimizer_reads(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -216,85 +189,70 @@ def optimizer_reads(recipe: Recipe) -> Iterator[Diagnostic]:
     unread = {"adamw": ("momentum",), "lion": ("eps", "momentum"), "muon": ()}
     for key in unread[recipe.optimizer.name]:
         if getattr(recipe.optimizer, key) != getattr(Optimizer, key):
-            yield Diagnostic(
-                f"`optimizer.{key}` has no effect", where=recipe.where(f"optimizer.{key}"),
-                why=f"{recipe.optimizer.name} does not use it", severity="warning",
-            )  # fmt: skip
+            message, why = f"`optimizer.{key}` has no effect", f"{recipe.optimizer.name} does not use it"
+            yield _violation(recipe, f"optimizer.{key}", message, why, severity="warning")
 
 
 def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:
-    """Requires a mesh axis `pp` for a pipeline's stages, which shards nothing else."""
+    """Requires a mesh axis `pp` for a pipeline's stages, of their number."""
     section, size = recipe.pipeline, recipe.mesh.get("pp", 1)
+    stages = section.stages if section is not None else None
+    if section is not None and size == 1:
+        why = "the mesh has " + ", ".join(f"{axis} {n}" for axis, n in recipe.mesh.items())
+        fix = f"mesh: {{pp: {stages or 2}, ...}}"
+        yield _violation(recipe, "pipeline", "`pipeline` needs a mesh axis `pp` for its stages", why, fix)
+    elif stages is not None and size != -1 and stages != size:
+        message = f"`pipeline.stages: {stages}` must be the size of `mesh.pp`"
+        why, fix = f"stages are along the axis, which has {size} devices", f"pipeline.stages: {size}, or leave it out"
+        yield _violation(recipe, "pipeline.stages", message, why, fix, {"mesh": "the mesh"})
+
+
+def pipeline_form_and_schedule(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires that a pipeline's schedule has its rounds, and that its schedule and split suit its form."""
+    section = recipe.pipeline
     if section is None:
         return
-    stages = section.stages
-    if size == 1:
-        yield Diagnostic(
-            "`pipeline` needs a mesh axis `pp` for its stages",
-            where=recipe.where("pipeline"),
-            why="the mesh has " + ", ".join(f"{axis} {n}" for axis, n in recipe.mesh.items()),
-            fix=f"mesh: {{pp: {stages or 2}, ...}}",
-        )
-    elif stages is not None and size != -1 and stages != size:
-        yield Diagnostic(
-            f"`pipeline.stages: {stages}` must be the size of `mesh.pp`",
-            where=recipe.where("pipeline.stages"),
-            why=f"stages are along the axis, which has {size} devices",
-            fix=f"pipeline.stages: {size}, or leave it out",
-            also=((recipe.where("mesh"), "the mesh"),),
-        )
-    if section.rounds is not None and section.rounds > 1 and section.schedule not in ("circular", "interleaved_1f1b"):
-        yield Diagnostic(
-            f"`pipeline.rounds: {section.rounds}` does not suit {section.schedule}, whose devices have one stage each",
-            where=recipe.where("pipeline.rounds"),
-            fix="schedule: interleaved_1f1b or circular",
-        )
-    if section.vectorized and section.schedule not in ("gpipe", "circular"):
-        yield Diagnostic(
-            f"`pipeline.form: vectorized` does not suit {section.schedule}",
-            where=recipe.where("pipeline.form"),
-            why="its backward pass is that of all steps together, after their forward pass",
-            fix="schedule: gpipe or circular, or form: staged",
-            also=((recipe.where("pipeline.schedule"), "the schedule"),),
-        )
+    schedule = section.schedule
+    if section.rounds is not None and section.rounds > 1 and schedule not in ("circular", "interleaved_1f1b"):
+        message = f"`pipeline.rounds: {section.rounds}` does not suit {schedule}, whose devices have one stage each"
+        yield _violation(recipe, "pipeline.rounds", message, fix="schedule: interleaved_1f1b or circular")
+    if section.vectorized and schedule not in ("gpipe", "circular"):
+        message = f"`pipeline.form: vectorized` does not suit {schedule}"
+        why = "its backward pass is that of all steps together, after their forward pass"
+        fix, also = "schedule: gpipe or circular, or form: staged", {"pipeline.schedule": "the schedule"}
+        yield _violation(recipe, "pipeline.form", message, why, fix, also)
     if section.vectorized and section.split is not None:
-        yield Diagnostic(
-            "`pipeline.split` does not suit `form: vectorized`, whose stages have equally many layers",
-            where=recipe.where("pipeline.split"),
-            fix="leave pipeline.split out, or form: staged",
-            also=((recipe.where("pipeline.form"), "the form"),),
-        )
-    if section.vectorized and recipe.sharding.rules.get("stage") != ("pp",):
-        yield Diagnostic(
-            "`sharding.rules.stage` must be `pp`, the axis of the pipeline's stages",
-            where=recipe.where("sharding.rules.stage"),
-            fix="leave sharding.rules.stage out",
-            also=((recipe.where("pipeline"), "the pipeline"),),
-        )
-    if not section.vectorized and "pp" in recipe.sharding.rules.get("stage", ()):
-        for pattern, dims in recipe.sharding.annotate.items():
-            if "stage" in dims:
-                yield Diagnostic(
-                    f"`sharding.annotate.{pattern}` names the dim `stage`, which only stacked layers have",
-                    where=recipe.where(f"sharding.annotate.{pattern}"),
-                    why="in a staged pipeline a parameter is only on the devices of its stage",
-                    fix="leave it out, or pipeline.form: vectorized",
-                    also=((recipe.where("pipeline"), "the pipeline"),),
-                )
+        message = "`pipeline.split` does not suit `form: vectorized`, whose stages have equally many layers"
+        fix, also = "leave pipeline.split out, or form: staged", {"pipeline.form": "the form"}
+        yield _violation(recipe, "pipeline.split", message, fix=fix, also=also)
+
+
+def stages_have_their_axis(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires that `pp` shards the stages of a pipeline and nothing else."""
+    section, also = recipe.pipeline, {"pipeline": "the pipeline"}
+    if section is None:
+        return
+    stage = recipe.sharding.rules.get("stage", ())
+    if section.vectorized and stage != ("pp",):
+        message = "`sharding.rules.stage` must be `pp`, the axis of the pipeline's stages"
+        yield _violation(recipe, "sharding.rules.stage", message, fix="leave sharding.rules.stage out", also=also)
+    for pattern, dims in recipe.sharding.annotate.items():
+        if "stage" in dims and "pp" in stage and not section.vectorized:
+            message = f"`sharding.annotate.{pattern}` names the dim `stage`, which only stacked layers have"
+            why = "in a staged pipeline a parameter is only on the devices of its stage"
+            fix = "leave it out, or pipeline.form: vectorized"
+            yield _violation(recipe, f"sharding.annotate.{pattern}", message, why, fix, also)
     outside = ["sharding.rules.stage", *["sharding.rules.vocab"] * section.vectorized]
     for path, axes in _uses(recipe).items():
         if "pp" in axes and path not in outside:
-            yield Diagnostic(
-                f"`{path}` shards over `pp`, the axis of the pipeline's stages",
-                where=recipe.where(path),
-                why="a parameter is only on the devices of its stage, and every stage reads the whole micro-batch",
-                fix=f"{path}: [{', '.join(axis for axis in axes if axis != 'pp')}]"
-                if len(axes) > 1
-                else "another axis",
-                also=((recipe.where("pipeline"), "the pipeline"),),
-            )
+            others = [axis for axis in axes if axis != "pp"]
+            message = f"`{path}` shards over `pp`, the axis of the pipeline's stages"
+            why = "a parameter is only on the devices of its stage, and every stage reads the whole micro-batch"
+            fix = f"{path}: [{', '.join(others)}]" if len(axes) > 1 else "another axis"
+            yield _violation(recipe, path, message, why, fix, also)
 
 
+PIPELINE = ("pipeline", "mesh", "sharding.rules", "sharding.pin", "fsdp.axis")
 LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (one_model, ("model",)),
     (one_rest, ("mesh", "serve.mesh")),
@@ -306,5 +264,7 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (axis_once, ("sharding",)),
     (steps_hold_warmup, ("schedule.warmup_steps", "train.steps")),
     (optimizer_reads, ("optimizer",)),
-    (pipeline_has_stages, ("pipeline", "mesh", "sharding.rules", "sharding.pin", "fsdp.axis")),
+    (pipeline_has_stages, PIPELINE),
+    (pipeline_form_and_schedule, PIPELINE),
+    (stages_have_their_axis, PIPELINE),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, replace
+from dataclasses import MISSING
 from functools import cached_property, reduce
 from typing import Any
 
@@ -13,17 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from tpshard.recipes.diagnostic import Diagnostic, Mistakes, Source
 from tpshard.recipes.hints import hints, mapping_of, section_of
 from tpshard.recipes.interpolation import (
-    ERRORS,
-    MAX_COMPLETED,
-    Environment,
-    allowed_resolvers,
-    cause,
-    dependencies,
+    MAX_RESOLVED,
+    Resolved,
+    mistake,
     or_none,
-    size,
+    path_in,
+    resolve_at,
     unreadable,
-    unset,
-    value_at,
     written_at,
 )
 from tpshard.recipes.nodes import Node, Path, as_node, dotted, scalar
@@ -42,6 +38,8 @@ class Merged:
         """For each path, the key and value nodes written there last."""
         self.mistakes: list[Diagnostic] = []
         self.bad: set[Path] = set()
+        self.count = 0
+        """Number of interpolations that were resolved."""
 
     @cached_property
     def raw(self) -> Any:
@@ -84,63 +82,49 @@ class Merged:
         """The place where the key of a path was written."""
         return self.places[path][0].source if path in self.places else self.place(path)
 
-    def completed(self, path: Path) -> tuple[Any, Environment, Exception | None]:
-        """(the value at a path with interpolations resolved, the environment variables it read, the error if any)."""
-        with allowed_resolvers() as environment:
-            try:
-                return value_at(self.config, path), environment, None
-            except ERRORS as error:
-                return None, environment, error
+    def resolved(self, path: Path) -> Resolved:
+        """The value at a path with interpolations resolved. Raises `Mistakes` for those that expand without end."""
+        resolved = resolve_at(self.config, path)
+        self.count += resolved.count
+        if self.count > MAX_RESOLVED:
+            message = f"`{dotted(path)}` expands to too many interpolations"
+            why = f"more than {MAX_RESOLVED:,} interpolations after expansion"
+            raise Mistakes.one(message, where=self.place(path), why=why)
+        return resolved
 
     def written(self, path: Path) -> Any:
         """The value at a path as written, with `~` and `$NAME` in paths as interpolations."""
         return written_at(self.raw, path)
 
-    def check_size(self) -> None:
-        """Raises `Mistakes` for interpolations that expand without end."""
-        sizes: dict[Path, int] = {}
-        if size(self.raw, (), sizes) > MAX_COMPLETED:
-            texts = [path for path in sizes if isinstance(or_none(self.raw, path), str)]
-            at = min(
-                (p for p in texts if sizes[p] > MAX_COMPLETED),
-                key=sizes.__getitem__,
-                default=max(texts, key=sizes.__getitem__),
-            )
-            why = f"more than {MAX_COMPLETED:,} interpolations after expansion"
-            raise Mistakes.one(f"`{dotted(at)}` expands to too many interpolations", where=self.place(at), why=why)
+    def origins(self, resolved: Resolved, path: Path) -> tuple[tuple[Source, str], ...]:
+        """The places of the values that the one at `path` depends on, nearest first."""
+        keys = [path_in(self.raw, key) for _, key in sorted(resolved.keys, key=lambda pair: pair[0])]
+        others = [key for key in dict.fromkeys(keys) if key != path and or_none(self.raw, key) is not None]
+        return tuple((self.place(key), f"the value of `{dotted(key)}`") for key in others)
 
-    def origins(self, path: Path) -> tuple[tuple[Source, str], ...]:
-        """The places of the values that the one at `path` depends on."""
-        return tuple((self.place(p), f"the value of `{dotted(p)}`") for p in dependencies(self.raw, path))
-
-    def why(self, path: Path, environment: Environment) -> tuple[Path, Diagnostic]:
+    def why(self, resolved: Resolved, path: Path) -> tuple[Path, Diagnostic]:
         """The mistake that prevents resolving the value at a path, and the path of that mistake."""
-        at, mistake = cause(self.raw, path, self.place, lambda p: self.completed(p)[2])
-        if environment.unset:
-            return at, replace(unset(environment.unset[0], mistake.where), also=mistake.also)
-        return at, mistake
+        return mistake(resolved, path, self.raw, self.place)
 
     def _merge(self, values: dict[str, Any]) -> None:
         merged = OmegaConf.unsafe_merge(self.config, values)  # unsafe: the config is not copied first
         assert isinstance(merged, DictConfig)
         self.config = merged
         self.__dict__.pop("raw", None)
-        self.check_size()
 
     def _make_way(self, over: Node, hint: Any, path: Path, below: Any) -> None:
         """Removes what the layer replaces as a whole, and expands interpolated maps that it changes."""
         inner = section_of(hint)
         pair = mapping_of(hint) if inner is None else None
         mergeable = over.kind == "map" and (inner is not None or pair is not None)
-        if mergeable and isinstance(below, str) and isinstance(value := self.completed(path)[0], dict):
+        if mergeable and isinstance(below, str) and isinstance(value := self.resolved(path).value, dict):
             key_source, source = (node.source for node in self.places[path])
             for key, item in value.items():
                 self.places[(*path, key)] = Node("scalar", key_source, key), as_node(item, source)
             self.put(path, value)
             below = value
         if not mergeable or not isinstance(below, dict):
-            if isinstance(below, dict | list) or over.kind != "scalar":
-                self.drop(path)
+            self.drop(path)
             return
         names = {key.text for key, _ in over.entries}
         exclusive = getattr(inner, "exclusive", ())
@@ -175,7 +159,7 @@ class Merged:
             fix = 'write "${oc.env:NAME,default}" or "${key.path}"; a default with signs in it needs quotes of its own'
             self.mistakes.append(Diagnostic(message, where=node.source, why=why, fix=fix))
             self.bad.add(keys)
-            return "???"
+            text = "???"
         if text == "???":
             missing.append(path)
         return text

@@ -99,14 +99,12 @@ def resolve(value: Any, config: Any) -> Any:
         return tuple(resolve(item, config) for item in value)
     if not isinstance(value, Pending):
         return value
-    from tpshard.recipes import interpolation
+    from tpshard.recipes.interpolation import resolve_at, unset
 
-    with interpolation.allowed_resolvers() as environment:
-        try:
-            text = interpolation.value_at(config, value.path)
-        except interpolation.ERRORS as error:
-            if environment.unset:
-                raise Mistakes([interpolation.unset(environment.unset[0], value.source)]) from None
-            why = str(error).partition("\n")[0]
-            raise Mistakes.one(f"`{value}` cannot be resolved", where=value.source, why=why) from None
-    return None if text is None else str(text)
+    resolved = resolve_at(config, value.path)
+    if resolved.error is not None and resolved.unset:
+        raise Mistakes([unset(resolved.unset[0], value.source)])
+    if resolved.error is not None:
+        why = str(resolved.error).partition("\n")[0]
+        raise Mistakes.one(f"`{value}` cannot be resolved", where=value.source, why=why)
+    return None if resolved.value is None else str(resolved.value)

@@ -124,6 +124,29 @@ def test_a_key_without_a_value_is_one_mistake_however_many_need_it() -> None:
     assert "`train.steps` must be given" in refused.value.diagnostics[0].message
 
 
+def test_a_key_whose_name_is_interpolated_is_named_where_it_is_missing() -> None:
+    (actual,) = wrong("seed: '${model.${name}}'\nname: sead")
+    assert actual.message == "`seed: ${model.${name}}` refers to `model.sead`"
+    assert places(actual) == ["r.yaml:2:7"]
+
+
+def test_the_first_mistake_on_the_way_is_reported() -> None:
+    args = "{a: '${.b}', b: '${mesh.x}${.b}'}"
+    with pytest.raises(Mistakes) as caught:
+        loads(f"model: {{module: 'a:B', args: {args}}}", file="r.yaml")
+    (actual,) = caught.value.diagnostics
+    assert actual.message == "`model.args.b: ${mesh.x}${.b}` refers to `mesh.x`"
+    assert places(actual) == ["r.yaml:1:46", "r.yaml:1:34"]
+
+
+def test_an_override_replaces_what_an_interpolation_made_a_list() -> None:
+    recipe = loads(
+        TINY + "mesh: {tp: 2}\noptimizer: {betas: '${oc.decode:\"[0.5, 0.6]\"}'}", ["optimizer.betas=[0.1, 0.2]"]
+    )
+    assert recipe.optimizer.betas == (0.1, 0.2)
+    assert loads(TINY, ["serve.mesh.tp=${oc.dict.values:mesh}", "serve.mesh.tp=2"]).serve.mesh == {"tp": 2}
+
+
 def test_an_interpolated_section_has_no_derived_defaults() -> None:
     (mistake,) = wrong("schedule: '${oc.decode:\"{name: constant}\"}'")
     assert mistake.message == "the key `schedule.warmup_steps` is missing" and places(mistake)[0] == "r.yaml:2:11"
