@@ -114,7 +114,8 @@ class Architecture:
         """Differences from the authors' training: no dropout, no auxiliary losses, documents that see each other."""
         notes = []
         config = self.config.get_text_config()
-        dropped = {k: v for k, v in config.to_dict().items() if k.endswith(("dropout", "pdrop")) and v}
+        rates = {k: v for k, v in config.to_dict().items() if k.endswith(("dropout", "pdrop")) and v}
+        dropped = {k: v for k, v in rates.items() if not k.startswith("classifier")}
         if dropped:
             notes.append(f"dropout is not applied: {', '.join(f'{k}: {v}' for k, v in dropped.items())} in config.json")
         if getattr(config, "output_router_logits", False):
@@ -155,7 +156,7 @@ class Architecture:
         if "input_ids" not in takes or "labels" not in takes or model.get_output_embeddings() is None:  # type: ignore[operator]
             raise ValueError(f"{type(model).__name__} is not a causal language model")
         further = {"use_cache": False} if "use_cache" in takes else {}
-        step = None if self.attends else own_attention.take_place(model)
+        step = None if self.attends else own_attention.take_place(model, interface.NAME)
 
         def renamed(tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> dict[str, Any]:
             named: dict[str, Any] = {"input_ids": tokens, **further}

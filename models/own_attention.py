@@ -1,11 +1,12 @@
-"""tpshard's attention operation for classes without transformers' attention interface: Falcon and Bloom.
+"""tpshard's attention operation for classes that do not use transformers' attention interface, or use only part of it.
 
-Bloom adds to each score a slope per head times the key's position (ALiBi, Press et al. 2022). That is a product too:
-queries get extra columns with the slope, keys get extra columns with their position.
+Bloom, MPT and some Falcons add to each score a slope per head times the key's position (ALiBi, Press et al. 2022). Keys
+get extra columns with these numbers, and queries get ones there.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.kernels.attention import attention
 
-_EXACT = 256
-"""Integers up to this are exact in bf16: a position is written as a multiple of it, and the rest."""
 _COLUMNS = 8
-"""Extra columns per head for positions: fast kernels need multiples of this."""
+"""Extra columns per head for ALiBi: fast kernels need multiples of this."""
 
 
 @dataclass
@@ -30,61 +29,138 @@ class Step:
     positions: Tensor | None = None
 
 
-def take_place(model: nn.Module) -> Step | None:
-    """Replaces the attention of Falcon's and Bloom's modules by tpshard's operation.
+def take_place(model: nn.Module, interface: str) -> Step | None:
+    """Replaces the attention of the modules in `_OWN` by tpshard's operation, registered with transformers as
+    `interface`.
 
     Returns the `Step` that they read, or None if the model has no such modules.
     """
     step, replaced = Step(), False
     for module in model.modules():
-        forward = _OWN.get(type(module).__name__)
-        replacement = None if forward is None else forward(module, step)
-        if replacement is not None:
-            module.forward, replaced = replacement, True
+        replacements = _OWN.get(type(module).__name__)
+        for method, replacement in replacements(module, step, interface).items() if replacements else ():
+            setattr(module, method, replacement)
+            replaced = True
     return step if replaced else None
 
 
 def took_place(model: nn.Module) -> bool:
     """Whether `take_place` changed modules of the model."""
-    return any("forward" in vars(module) for module in model.modules())
+    return any(vars(module).keys() & {"forward", "_attn"} for module in model.modules())
 
 
-def _falcon(module: Any, step: Step) -> Callable[..., Any] | None:
-    return None if module.config.alibi else partial(_falcon_forward, module, step)
+Replacements = dict[str, Callable[..., Any]]
+"""New methods of a module, by name."""
+
+
+def _without_documents(module: Any, step: Step, interface: str) -> Replacements:
+    """Of a class that uses the interface, but whose layers pass it no `documents`."""
+    module.config = copy.copy(module.config)
+    module.config._attn_implementation = interface
+    own = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **{**kwargs, "attention_mask": None, "documents": step.documents})
+
+    return {"forward": forward}
+
+
+def _written_out(module: Any, step: Step, _: str) -> Replacements:
+    """Of a class whose method `_attn` computes attention of [batch, heads, seq, head_dim]."""
+    scale = 1.0 / float(getattr(module, "scale_attn", 1.0))
+    window = module.config.window_size if getattr(module, "attention_type", "") == "local" else None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:
+        q, k, v = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
+        return attention(q, k, v, step.documents, scale, window).transpose(1, 2), None
+
+    return {"_attn": attend}
+
+
+def _falcon(module: Any, step: Step, _: str) -> Replacements:
+    slopes = None
+    if module.config.alibi:
+        from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+
+        slopes = _slopes(build_alibi_tensor, module.num_heads).bfloat16()  # the class rounds slopes and products so
+    return {"forward": partial(_falcon_forward, module, step, slopes)}
 
 
 def _falcon_forward(
-    module: Any, step: Step, hidden_states: Tensor, *_: Any, position_embeddings: tuple[Tensor, Tensor], **__: Any
+    module: Any,
+    step: Step,
+    slopes: Tensor | None,
+    hidden_states: Tensor,
+    *_: Any,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **__: Any,
 ) -> tuple[Tensor, None]:
-    """hidden_states: [batch, seq, embed] -> the same"""
+    """hidden_states: [batch, seq, embed] -> the same; slopes: [heads], or None for rotary positions."""
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
     q, k, v = _split_columns(module.query_key_value(hidden_states), module.num_heads, module.num_kv_heads)
-    q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
-    return module.dense(attention(q, k, v, step.documents).flatten(2)), None
+    if slopes is None:
+        assert position_embeddings is not None
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
+        out = attention(q, k, v, step.documents)
+    else:
+        scale = float(module.inv_norm_factor)
+        out = _alibi(q, k, v, step, lambda positions: (slopes.to(q.device) * positions).float() * scale, scale)
+    return module.dense(out.flatten(2)), None
 
 
-def _bloom(module: Any, step: Step) -> Callable[..., Any]:
+def _bloom(module: Any, step: Step, _: str) -> Replacements:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-    with torch.device("cpu"):
-        slopes = build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), module.num_heads, torch.float32)[:, 0, 1:]
-        steep = (slopes / module.inv_norm_factor).expand(-1, 2)
-        return partial(_bloom_forward, module, step, F.pad(steep, (module.head_dim, _COLUMNS - 2)))
+    return {"forward": partial(_bloom_forward, module, step, _slopes(build_alibi_tensor, module.num_heads))}
 
 
 def _bloom_forward(
-    module: Any, step: Step, steep: Tensor, hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any
+    module: Any, step: Step, slopes: Tensor, hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """hidden_states, residual: [batch, seq, embed] -> the same; steep: [heads, head_dim and columns more]"""
+    """hidden_states, residual: [batch, seq, embed] -> the same; slopes: [heads]"""
     q, k, v = _split_columns(module.query_key_value(hidden_states), module.num_heads, module.num_heads)
-    d, scale = q.shape[-1], float(module.inv_norm_factor)
-    at = torch.arange(q.shape[1], device=q.device).expand(q.shape[:2]) if step.positions is None else step.positions
-    coarse = at // _EXACT * _EXACT
-    places = F.pad(torch.stack([coarse, at - coarse], -1).to(q.dtype), (d, _COLUMNS - 2))
-    q, k, v = (F.pad(x, (0, _COLUMNS)) for x in (q, k, v))
-    out = attention(q + steep.to(q.device, q.dtype), k + places[:, :, None], v, step.documents, scale)[..., :d]
+    scale = float(module.inv_norm_factor)
+    out = _alibi(q, k, v, step, lambda positions: (slopes.to(q.device) * positions).to(q.dtype), scale)
     return residual + module.dense(out.flatten(2)), None
+
+
+def _mpt(module: Any, step: Step, _: str) -> Replacements:
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    with torch.device("cpu"):
+        steps = build_mpt_alibi_tensor(module.n_heads, 2)[:, 0]  # [heads, 2], relative to the last position
+    return {"forward": partial(_mpt_forward, module, step, steps[:, 1] - steps[:, 0])}
+
+
+def _mpt_forward(module: Any, step: Step, slopes: Tensor, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+    """hidden_states: [batch, seq, embed] -> the same; slopes: [heads]"""
+    fused = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    q, k, v = (part.unflatten(-1, (module.n_heads, -1)) for part in fused.chunk(3, dim=2))
+    out = _alibi(q, k, v, step, lambda positions: slopes.to(q.device) * positions, float(module.softmax_scale))
+    return module.out_proj(out.flatten(2)), None
+
+
+def _slopes(build_alibi_tensor: Callable[[Tensor, int, torch.dtype], Tensor], heads: int) -> Tensor:
+    """The slopes [heads] by a class's own function."""
+    with torch.device("cpu"):
+        return build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), heads, torch.float32)[:, 0, 1]
+
+
+def _alibi(q: Tensor, k: Tensor, v: Tensor, step: Step, bias_at: Callable[[Tensor], Tensor], scale: float) -> Tensor:
+    """Attention with a bias per key and head, which `bias_at` computes for positions [batch, seq, 1]."""
+    k, v = (x if x.shape[2] == q.shape[2] else x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    rows = q.shape[:2]
+    positions = torch.arange(rows[1], device=q.device).expand(rows) if step.positions is None else step.positions
+    bias = bias_at(positions[..., None]).float() / scale  # [batch, seq, heads]
+    coarse = bias.to(q.dtype)  # in bf16 two columns hold twice as many digits
+    d, columns = q.shape[-1], torch.stack([coarse, (bias - coarse.float()).to(q.dtype)], -1)
+    ones = F.pad(torch.ones(2, dtype=q.dtype, device=q.device), (d, _COLUMNS - 2))
+    q, k, v = (F.pad(x, (0, _COLUMNS)) for x in (q, k, v))
+    k = k + F.pad(columns, (d, _COLUMNS - 2))
+    return attention(q + ones, k, v, step.documents, scale)[..., :d]
 
 
 def _split_columns(fused: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,8 +170,13 @@ def _split_columns(fused: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Te
     return parts[..., :-2, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :]
 
 
-_OWN: dict[str, Callable[[Any, Step], Callable[..., Any] | None]] = {
-    "FalconAttention": _falcon,
+_OWN: dict[str, Callable[[Any, Step, str], Replacements]] = {
     "BloomAttention": _bloom,
+    "CodeGenAttention": _written_out,
+    "FalconAttention": _falcon,
+    "GPTJAttention": _written_out,
+    "GPTNeoSelfAttention": _written_out,
+    "MptAttention": _mpt,
+    "StableLmAttention": _without_documents,
 }
-"""For each class of module, its new forward; None to leave it unchanged."""
+"""For each class of module, its new methods."""

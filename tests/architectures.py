@@ -36,7 +36,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["FalconForCausalLM"], **_GPT, "hidden_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 4, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": False,
     },
+    "falcon_alibi": {
+        "model_type": "falcon", "architectures": ["FalconForCausalLM"], **_GPT, "hidden_size": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True, "multi_query": False, "parallel_attn": False,
+    },
     "bloom": {"architectures": ["BloomForCausalLM"], **_GPT, "hidden_size": 32},
+    "mpt": {
+        "architectures": ["MptForCausalLM"], "vocab_size": VOCAB, "d_model": 32, "n_heads": 4, "n_layers": 2,
+        "max_seq_len": 64, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "gptj": {"architectures": ["GPTJForCausalLM"], **_GPT, "n_embd": 32, "n_positions": 64, "rotary_dim": 4},
+    "codegen": {"architectures": ["CodeGenForCausalLM"], **_GPT, "n_embd": 32, "n_positions": 64, "rotary_dim": 4},
+    "gpt_neo": {
+        "architectures": ["GPTNeoForCausalLM"], "vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]], "window_size": 5, "max_position_embeddings": 64,
+        "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "stablelm": {"architectures": ["StableLmForCausalLM"], **_LLAMA},
     "mixtral": {"architectures": ["MixtralForCausalLM"], **_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {"architectures": ["Qwen2MoeForCausalLM"], **_LLAMA, **_MOE, "shared_expert_intermediate_size": 16},
     "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], **_LLAMA, **_MOE, "head_dim": 8},

@@ -42,6 +42,9 @@ def setting_of(folder: Path, mesh: dict[str, int], more: str = "", key: str = "t
         ("qwen3_moe", {"fsdp": 2, "tp": 2}, False),
         ("falcon", {"fsdp": 2, "tp": 2}, False),
         ("bloom", {"tp": 2}, False),
+        ("mpt", {"tp": 2}, False),
+        ("gpt_neo", {"fsdp": 2, "tp": 2}, False),
+        ("stablelm", {"tp": 2}, False),
     ],
 )
 def test_a_step_is_transformers_own(name: str, mesh: dict[str, int], several: bool, tmp_path: Path) -> None:
@@ -153,6 +156,12 @@ def test_a_model_that_looks_at_values_is_refused_with_its_line(tmp_path: Path, m
         ("bloom", 2),
         ("mixtral", 2),
         ("gpt2", 1),
+        ("falcon_alibi", 2),
+        ("mpt", 1),
+        ("gptj", 2),
+        ("codegen", 1),
+        ("gpt_neo", 2),
+        ("stablelm", 2),
     ],
 )
 def test_a_servers_step_is_transformers_own(name: str, tp: int, tmp_path: Path) -> None:
