@@ -11,7 +11,10 @@ and take a step each in turn, so that what else the machine does meets them alik
 from the same weights on the same batch, with clipping by the global norm and AdamW, and recomputes nothing; the losses
 of the first step have to agree. A step's time is the slowest rank's, from a barrier to the end of its update.
 
-Where there are more hosts than cores, stages that should wait for each other compete for cores instead: rows say so.
+The bubble is the share of the ranks' time in the schedule that they do not compute. Beside it stand that of the table
+with the measured times of the tasks (`table`), the same if what a task sends arrives as late as planned (`sends`), and
+the plan's own (`plan`). Where there are more hosts than cores, stages that should wait for each other compete for cores
+instead: rows say so, and of the three only the plan knows of it.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ SEED, RATE = 3, 1e-3
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved_1f1b": "ScheduleInterleaved1F1B"}
 RECIPE = """
 name: hosts
-cluster: {{device: {device}, nodes: {hosts}, devices_per_node: 1}}
+cluster: {{device: {device}, nodes: 1, devices_per_node: {hosts}}}
 mesh: {mesh}
 model: {{preset: tiny, layers: 8, width: 256, heads: 8, kv_heads: 8, head_dim: 32, mlp: 704, seq_len: {seq}}}
 batch: {{global_sequences: {sequences}{per_device}}}
@@ -253,16 +256,25 @@ def worker(options: dict[str, Any]) -> None:
                     if name in bubbles:
                         idle = 1.0 - variants[name].computed / variants[name].walked
                         bubbles[name].append(statistics.mean(context.gather(idle)))
-        measured = {"times": times, "bubbles": bubbles, "first": first, "theory": {}, "predicted": {}, "split": {}}
+        measured = {"times": times, "bubbles": bubbles, "first": first, "split": {}, "tasks": {}, "planned": {},
+                    "bubbles_of_table": {}}  # fmt: skip
         for schedule in options["schedules"]:
             engine = variants[schedule]
             mean = {key: statistics.median(values) for key, values in engine.taken.items()}
             every = {key: value for part in context.gather(mean) for key, value in part.items()}
-            pipeline = engine.programs.pipeline
-            measured["theory"][schedule] = pipeline.table.bubble(lambda task, every=every: every[task.kind, task.stage])
-            measured["predicted"][schedule] = make.price_training(engine.programs).step_s
+            pipeline, price = engine.programs.pipeline, make.price_training(engine.programs)
+            late = max(stage.late_s for stage in price.pipeline.stages)
+            table, seconds = pipeline.table, lambda task, every=every: every[task.kind, task.stage]
+            measured["bubbles_of_table"][schedule] = [
+                table.bubble(seconds), table.bubble(seconds, lambda task, late=late: late)
+            ]  # fmt: skip
+            measured["planned"][schedule] = [price.step_s, price.pipeline.bubble]
+            measured["tasks"][schedule] = [
+                [kind, stage, took, price.pipeline.stages[stage].seconds[kind]]
+                for (kind, stage), took in sorted(every.items())
+            ]
             measured["split"][schedule] = list(pipeline.layers)
-        measured["predicted"]["fsdp"] = make.price_training(variants["fsdp"].programs).step_s
+        measured["planned"]["fsdp"] = make.price_training(variants["fsdp"].programs).step_s
         expected = first["fsdp"]
         for name, (loss, norm) in first.items():
             if abs(loss / expected[0] - 1) > 1e-4 or abs(norm / expected[1] - 1) > 1e-3:
@@ -282,13 +294,24 @@ def links(netlab: str, hosts: int, rate: str) -> Iterator[None]:
 
 
 def device_with(file: str, rate: str, folder: str) -> str:
-    """A device file with links between hosts of a rate; the shipped CPU stays as it is where none is given."""
+    """A device file of this machine with links of a rate between its processes; "cpu" if none is given.
+
+    The hosts share the machine's cores, so they are priced as processes of one host, which contend as measured, but
+    with a link each. Sending takes the cores' time by the byte, so a slower link keeps fewer of them busy.
+    """
     if not file:
         return "cpu"
-    mbit = float(re.sub(r"[a-z]", "", rate)) * (1000 if "g" in rate else 1)
-    text, times = re.subn(r"(across: \{bandwidth: )[^,]+", rf"\g<1>{mbit:g} Mbit/s", Path(file).read_text())
-    if times != 1:
-        raise SystemExit(f"{file} has no line `across: {{bandwidth: ...`")
+    link = float(re.sub(r"[a-z]", "", rate)) * (1e9 if "g" in rate else 1e6) / 8
+
+    def linked(match: re.Match[str]) -> str:
+        before, sent, between, busy = match.groups()
+        share = float(busy) * min(1.0, link / (float(sent) * 1e9))
+        return f"{before}{link / 1e9:g} GB/s{between}{share:.3g}"
+
+    crowd = r"(?m)^(    \d+: \{.*bandwidth: )([\d.e+-]+) GB/s(.*slowdown: )([\d.e+-]+)"
+    text, times = re.subn(crowd, linked, Path(file).read_text())
+    if not times:
+        raise SystemExit(f"{file} has no `crowds` with `bandwidth` and `slowdown`, which `doctor --measure` writes")
     measured = Path(folder) / f"measured_{rate}.yaml"
     measured.write_text(text)
     return str(measured)
@@ -309,15 +332,18 @@ def measure(arguments: argparse.Namespace, hosts: int, rate: str) -> dict[str, A
 
 def rows_of(measured: dict[str, Any], hosts: int, rate: str) -> Iterator[dict[str, Any]]:
     times = measured["times"]
-    for schedule in measured["theory"]:
+    for schedule in measured["tasks"]:
         ratio = partial(_ratios, times[schedule])
         yield {
             "hosts": hosts, "rate": rate, "schedule": schedule, "split": measured["split"][schedule],
             "step_s": statistics.median(times[schedule]), "fsdp_s": statistics.median(times["fsdp"]),
             "torch_s": statistics.median(times[f"torch {schedule}"]), "of_fsdp": ratio(times["fsdp"]),
             "of_torch": ratio(times[f"torch {schedule}"]), "bubble": statistics.median(measured["bubbles"][schedule]),
-            "bubble_of_table": measured["theory"][schedule], "predicted_s": measured["predicted"][schedule],
-            "fsdp_predicted_s": measured["predicted"]["fsdp"],
+            "bubble_of_table": measured["bubbles_of_table"][schedule][0],
+            "bubble_with_sends": measured["bubbles_of_table"][schedule][1],
+            "bubble_planned": measured["planned"][schedule][1], "predicted_s": measured["planned"][schedule][0],
+            "fsdp_predicted_s": measured["planned"]["fsdp"],
+            "tasks": measured["tasks"][schedule],  # kind, stage, seconds measured, seconds planned
             "more_ranks_than_cores": hosts > len(os.sched_getaffinity(0)),
         }  # fmt: skip
 
@@ -346,7 +372,7 @@ def main() -> None:
         worker(json.loads(arguments.worker))
         return
     record = Record("pipeline", quiet=arguments.json)
-    heads = ("torch", "FSDP", "/torch", "/FSDP", "bubble", "table")
+    heads = ("torch", "FSDP", "/torch", "/FSDP", "bubble", "table", "sends", "plan")
     record.say(f"hosts     link schedule             step {' '.join(head.rjust(7) for head in heads)} predicted")
     for hosts, rate in itertools.product(arguments.hosts, arguments.rates):
         for row in rows_of(measure(arguments, hosts, rate), hosts, rate):
@@ -356,8 +382,8 @@ def main() -> None:
             record.say(
                 f"{hosts:>5} {rate:>8} {row['schedule']:<17} {row['step_s']:>7.3f} {row['torch_s']:>7.3f} "
                 f"{row['fsdp_s']:>7.3f} {torch_.median:>7.2f} {fsdp.median:>7.2f} {row['bubble']:>7.2f} "
-                f"{row['bubble_of_table']:>7.2f} {row['predicted_s']:>9.3f}"
-                + (" more ranks than cores" if row["more_ranks_than_cores"] else "")
+                f"{row['bubble_of_table']:>7.2f} {row['bubble_with_sends']:>7.2f} {row['bubble_planned']:>7.2f} "
+                f"{row['predicted_s']:>9.3f}" + (" more ranks than cores" if row["more_ranks_than_cores"] else "")
             )
     record.close(write=arguments.record, as_json=arguments.json)
 

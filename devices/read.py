@@ -18,10 +18,10 @@ from tpshard.recipes.schema import DEVICES
 
 _PREFIX = {"": 1.0, "K": 1e3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _UNITS = {
-    "bytes": re.compile(r"(\d+\.?\d*(?:e\d+)?)\s*([KkMGT]?)(i?)B"),
-    "bandwidth": re.compile(r"(\d+\.?\d*(?:e\d+)?)\s*([kMGT]?)(i?)(B|bit)/s"),
-    "rate": re.compile(r"(\d+\.?\d*(?:e\d+)?)\s*([GTP])(i?)FLOP/s"),
-    "time": re.compile(r"(\d+\.?\d*(?:e-?\d+)?)\s*(s|ms|us|ns)"),
+    "bytes": re.compile(r"(\d+\.?\d*(?:e[+]?\d+)?)\s*([KkMGT]?)(i?)B"),
+    "bandwidth": re.compile(r"(\d+\.?\d*(?:e[+]?\d+)?)\s*([kMGT]?)(i?)(B|bit)/s"),
+    "rate": re.compile(r"(\d+\.?\d*(?:e[+]?\d+)?)\s*([GTP])(i?)FLOP/s"),
+    "time": re.compile(r"(\d+\.?\d*(?:e[+-]?\d+)?)\s*(s|ms|us|ns)"),
 }
 
 
@@ -74,6 +74,7 @@ _CROWD = {
     "skew": _Key("time", 0.0, 1.0, 0.0),
     "spread": _Key("ratio", 0.0, 1.0, 0.0),
     "slowdown": _Key("share", 0.0, 0.95, -1.0),
+    "message": _Key("time", 0.0, 1.0, 0.0),
 }
 _EFFICIENCY = {
     "matmul": _Key("share", 0.01, 1.0, 0.75),

@@ -41,6 +41,8 @@ class Crowd:
     """Delay of the last member of a collective, as a share of the compute time since the previous one."""
     slowdown: float | None = None
     """Share of its compute rate that a process loses during a collective; None: `inside`'s."""
+    message_s: float = 0.0
+    """Seconds of a core that sending and receiving one message between two processes takes each of them."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,9 @@ class Cpu:
     spread: float = 0.0
     """Delay of the last member of a collective, as a share of the compute time since the previous one; set from
     `crowds` for a process's share."""
+    message_s: float = 0.0
+    """Seconds of a core that sending and receiving one message takes each of two processes; set from `crowds` for a
+    process's share."""
     crowds: Mapping[int, Crowd] = field(default_factory=dict)
     """The contention by number of processes on a host; between two entries the smaller one counts."""
 
@@ -174,9 +179,21 @@ class Device:
                 view_s=own.view_s * overhead,
                 skew_s=crowd.skew_s * more,
                 spread=crowd.spread,
+                message_s=crowd.message_s,
                 crowds={},
             ),
         )
+
+    def with_own_core(self, processes: int) -> Device:
+        """`shared_by(processes)` as one of them finds it while no more of them compute than the host has cores."""
+        mine, cores = self.shared_by(processes), max(1, self.cpu.cores)
+        if self.kind != "cpu" or processes <= cores:
+            return mine
+        few = self.shared_by(cores)
+        return replace(
+            mine, rates=few.rates, memory_bandwidth=few.memory_bandwidth, overhead=few.overhead,
+            cpu=replace(mine.cpu, growth=few.cpu.growth, view_s=few.cpu.view_s),
+        )  # fmt: skip
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of a matrix product in `dtype`; if the device has no rate for it, the next wider dtype's."""

@@ -125,9 +125,14 @@ class Table:
     def _missing(self, task: StageTask, ended: Mapping[StageTask, float]) -> str:
         return " and ".join(str(n) for n in self.needs(task) if n not in ended)
 
-    def bubble(self, seconds: Callable[[StageTask], float]) -> float:
-        """The share of the devices' time between the first task's start and the last one's end that they wait."""
-        slots = self.timetable(seconds)
+    def bubble(
+        self, seconds: Callable[[StageTask], float], late: Callable[[StageTask], float] = lambda task: 0.0
+    ) -> float:
+        """The share of the devices' time between the first task's start and the last one's end that they wait.
+
+        seconds, late: as for `timetable`.
+        """
+        slots = self.timetable(seconds, late)
         busy, last = sum(slot.end - slot.start for slot in slots), max(slot.end for slot in slots)
         return 1.0 - busy / (self.devices * last) if last else 0.0
 

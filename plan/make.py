@@ -48,9 +48,9 @@ def price_training(programs: training.TrainingPrograms, compiled: Compiled | Non
     """Prices a training step of built programs. `compiled` overrides the recipe's setting."""
     device, _, per_host = cluster.device_of(programs.setting.recipe)
     if programs.pipeline is not None:
-        mine, chosen = device.shared_by(per_host), compiled or compiled_by(programs.setting.recipe)
-        piped = stage_times.price_pipeline(programs.pipeline, mine, per_host, chosen)
-        return priced_pipeline(piped, mine, programs.setting.mesh, per_host)
+        chosen = compiled or compiled_by(programs.setting.recipe)
+        piped = stage_times.price_pipeline(programs.pipeline, device, per_host, chosen)
+        return priced_pipeline(piped, device.shared_by(per_host), programs.setting.mesh, per_host)
     return price_parts(training_parts(programs, compiled), device, per_host, processes=per_host, trains=True)
 
 

@@ -159,6 +159,8 @@ class Communicating:
     """The delay of the last member, as a share of the compute time since the previous collective."""
     slowdown: float
     """The share of the cores that a large collective keeps busy."""
+    message_s: float
+    """Seconds of a core that one message to another process and one from it take."""
     error: float
 
 
@@ -180,7 +182,10 @@ def communicating(results: Sequence[Result], local: float) -> Communicating:
             busy.append(share)
     fitted = fit(rows)
     skew, hop, byte, spread = fitted.costs
-    return Communicating(skew, hop, 1 / max(byte, 1e-13), spread, min(0.95, _middle(busy)), fitted.error)
+    message_s = max(0.0, _middle(t for entry in results for t in entry["message"]))
+    return Communicating(
+        skew, hop, 1 / max(byte, 1e-13), min(1.0, spread), min(0.95, _middle(busy)), message_s, fitted.error
+    )
 
 
 def _hops(kind: str, members: int) -> float:
@@ -290,7 +295,7 @@ def device_file(name: str, today: str, cores: int, memory: int, results_of: dict
             parts |= {
                 "bandwidth": f"{sends[n].bandwidth / 1e9:.4g} GB/s", "latency": f"{sends[n].latency_s * 1e6:.4g} us",
                 "skew": f"{sends[n].skew_s * 1e6:.4g} us", "spread": f"{sends[n].spread:.3g}",
-                "slowdown": f"{sends[n].slowdown:.3g}",
+                "slowdown": f"{sends[n].slowdown:.3g}", "message": f"{sends[n].message_s * 1e6:.4g} us",
             }  # fmt: skip
         return f"    {n}: {{{', '.join(f'{key}: {value}' for key, value in parts.items())}}}"
 

@@ -41,6 +41,9 @@ HEADS = ((8, 256, 8, 16), (4, 256, 8, 32), (2, 512, 8, 64), (1, 512, 8, 128))
 ELEMENTS = (1 << 16, 1 << 18, 1 << 20, 1 << 21)
 FRESH_BYTES = 1 << 24
 COMM_BYTES = (64, 1 << 16, 1 << 20, 1 << 22)
+MESSAGE_BYTES = 1 << 17
+MESSAGES, MESSAGE_PIECES = 16, 8
+"""Messages of one timing, and units of computation for each."""
 PIECES = 12
 """Units of computation before some of the collectives; the others follow one unit."""
 LEAST_S = 0.04
@@ -263,6 +266,33 @@ def communications(crowd: int, cores: int) -> Callable[[Clock], list[list[Any]]]
     return measure
 
 
+def messages(crowd: int) -> Callable[[Clock], list[float]]:
+    """Measures the seconds of a core that one message to another process and one from it take, in pairs of processes.
+
+    A process computes while its messages travel, as a stage of a pipeline does. Besides the issuing thread, those of
+    the library work, which find the caches cold.
+    """
+    rank = dist.get_rank()
+    a, b = torch.randn(128, 256), torch.randn(256, 1024)
+    sent, received = torch.ones(MESSAGE_BYTES // 4), torch.empty(MESSAGE_BYTES // 4)
+
+    def spent(peer: int | None) -> float:
+        begun = time.process_time()
+        for _ in range(MESSAGES):
+            works: list[Any] = [] if peer is None else [dist.irecv(received, peer), dist.isend(sent, peer)]
+            for _ in range(MESSAGE_PIECES):
+                torch.mm(a, b)
+            for work in works:
+                work.wait()
+        return (time.process_time() - begun) / MESSAGES
+
+    def measure(_: Clock) -> list[float]:
+        peer = rank ^ 1
+        return [spent(peer) - spent(None) for _ in range(4)] if peer < crowd else []
+
+    return measure
+
+
 def _collectives(group: str, members: int) -> dict[str, Callable[[Tensor], Tensor]]:
     wait = funcol.wait_tensor.default
 
@@ -295,9 +325,9 @@ def main(folder: str, rank: int, cores: int, rounds: int, crowds: list[int]) -> 
             "matmul": products(), "attention": attentions(), "stream": streams(), "overhead": overheads(),
             "loop": loops(),
         }  # fmt: skip
-        parts = {crowd: {**alike, "comm": communications(crowd, cores)} for crowd in crowds}
+        parts = {crowd: {**alike, "comm": communications(crowd, cores), "message": messages(crowd)} for crowd in crowds}
         for i in range(rounds):
-            for name in (*alike, "comm"):
+            for name in (*alike, "comm", "message"):
                 for crowd in crowds:
                     threads = max(1, cores // crowd)
                     dist.barrier()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tpshard.parallelism.cost import CommCost, Device, collective
 from tpshard.parallelism.flow import info_of
@@ -44,6 +44,11 @@ class PricedPart:
     def seconds(self) -> float:
         """Seconds of all runs of the part in a step."""
         return self.timeline.seconds * self.part.times
+
+    @property
+    def heap(self) -> HeapRun:
+        """What a run does to the heap of a process on a CPU."""
+        return heap_run(self.memory)
 
 
 @dataclass
@@ -218,12 +223,14 @@ def price_parts(
         memory = liveness(part.program, priced.kernels, always=part.always)
         done.append(PricedPart(part, priced, priced.run(), memory))
     loop = _looping(mine, parts[0].program.mesh, per_host) if trains else 0.0
-    return Pricing(mine, done, loop + _growing(done, mine))
+    grown = grown_bytes([done_part.heap for done_part in done for _ in range(done_part.part.times)])
+    return Pricing(mine, done, loop + growing_s(grown, mine))
 
 
 def priced_pipeline(piped: Piped, device: Device, mesh: Mesh, per_host: int) -> Pricing:
     """Prices a training step in stages, from its priced tasks. `device` is that of one process."""
-    return Pricing(device, piped.parts, _looping(device, mesh, per_host) + _growing(piped.parts, device), piped)
+    grown = piped.devices[piped.slowest].grown_bytes
+    return Pricing(device, piped.parts, _looping(device, mesh, per_host) + growing_s(grown, device), piped)
 
 
 def _looping(device: Device, mesh: Mesh, per_host: int) -> float:
@@ -232,28 +239,50 @@ def _looping(device: Device, mesh: Mesh, per_host: int) -> float:
     return device.overhead.step_s + collective(device, Topology(mesh, per_host), "all_reduce", everyone, 8).seconds
 
 
+# ---- memory that a CPU's system provides --------------------------------------------------------------------------
 LARGEST = 1 << 25
 """Bytes above which glibc maps each result anew instead of taking it from the heap."""
 
 
-def _growing(parts: Sequence[PricedPart], device: Device) -> float:
-    """Seconds per step that a CPU's system takes to provide memory which glibc had returned to it.
+class HeapRun(NamedTuple):
+    """What one run of a program does to the heap of glibc, in bytes."""
 
-    After a program the end of the heap is free, and glibc keeps twice the largest result of it. A result too large for
-    the heap is mapped anew whenever it is computed.
+    peak: int
+    """On the heap at the run's peak."""
+    after: int
+    """On the heap after the run: activations that later programs read."""
+    mapped: int
+    """Of results that are too large for the heap."""
+    largest: int
+    """Of the largest result on the heap."""
+
+
+def heap_run(memory: Memory) -> HeapRun:
+    """The run of a program with this memory, which leaves nothing on the heap."""
+    large = [size for _, kind, size in memory.largest if size > LARGEST and kind not in _STAYING]
+    peak = memory.peak_bytes - sum(memory.at_peak.get(kind, 0) for kind in _STAYING) - sum(large)
+    mapped = sum(size for size in memory.results if size > LARGEST)
+    return HeapRun(peak, 0, mapped, max((size for size in memory.results if size <= LARGEST), default=0))
+
+
+def grown_bytes(runs: Sequence[HeapRun]) -> int:
+    """Bytes per step that the system provides anew for the programs that a process runs one after the other.
+
+    glibc returns the free end of the heap to the system, except for twice the largest result. So the heap grows where a
+    run needs more than is in use and free. A result that is too large for the heap is mapped anew whenever it is
+    computed.
     """
-    if not device.cpu.growth:
-        return 0.0
-    results = [size for part in parts for size in part.memory.results]
-    stays = 2 * max((size for size in results if size <= LARGEST), default=0)
-    total = 0
-    for part in parts:
-        memory = part.memory
-        heap = memory.peak_bytes - sum(memory.at_peak.get(kind, 0) for kind in _STAYING)
-        heap -= sum(size for _, kind, size in memory.largest if size > LARGEST and kind not in _STAYING)
-        mapped = sum(size for size in memory.results if size > LARGEST)
-        total += part.part.times * (max(0, heap - stays) + mapped)
-    return total / device.cpu.growth
+    free = 2 * max((run.largest for run in runs), default=0)
+    total, end = 0, free
+    for run in runs:
+        total += max(0, run.peak - end) + run.mapped
+        end = min(max(end, run.peak), run.after + free)
+    return total
+
+
+def growing_s(grown: int, device: Device) -> float:
+    """Seconds that a CPU's system takes to provide memory."""
+    return grown / device.cpu.growth if device.cpu.growth else 0.0
 
 
 _STAYING = ("parameters", "gradients", "optimizer", "cache")

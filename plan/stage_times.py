@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tpshard.parallelism import core_turns
+from tpshard.parallelism.core_turns import host_shares
 from tpshard.parallelism.cost import Device
 from tpshard.parallelism.flow import info_of
 from tpshard.parallelism.fusion import Compiled
@@ -14,7 +16,7 @@ from tpshard.parallelism.program import Program
 from tpshard.parallelism.schedules import Slot, StageTask, Table
 from tpshard.parallelism.stepping import program_of
 from tpshard.parallelism.timeline import Priced, Timeline, price
-from tpshard.plan.pricing import PricedPart, StepPart
+from tpshard.plan.pricing import HeapRun, PricedPart, StepPart, grown_bytes, heap_run
 from tpshard.programs.staged import StagedPrograms
 
 NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
@@ -44,12 +46,14 @@ class DevicePrice:
     """The price of one position on the pipeline's axis."""
 
     busy_s: float
-    """Seconds of its tasks in the schedule, without waiting."""
+    """Seconds of its tasks in the schedule, without waiting for others or for a core."""
     once_s: float
     """Seconds of the work done once per step: the update and its inputs."""
     peak_bytes: int
     held: int
     """The maximal number of (micro-batch, stage) pairs whose activations it holds."""
+    grown_bytes: int
+    """Bytes per step that the system provides anew (see `pricing.grown_bytes`); of interest on a CPU."""
 
 
 @dataclass
@@ -89,7 +93,7 @@ class Piped:
     @property
     def bubble(self) -> float:
         """The share of the devices' time in the schedule that they wait for other stages."""
-        busy = sum(device.busy_s for device in self.devices)
+        busy = sum(slot.end - slot.start for slot in self.slots)
         return 1.0 - busy / (len(self.devices) * self.seconds) if self.seconds else 0.0
 
     @property
@@ -105,7 +109,7 @@ class Piped:
 
     @property
     def idle_s(self) -> float:
-        """Seconds that the slowest device waits for others."""
+        """Seconds that the slowest device waits for others, or for a core."""
         mine = self.devices[self.slowest]
         return self.step_s - mine.busy_s - mine.once_s
 
@@ -140,9 +144,13 @@ class Piped:
         }  # fmt: skip
 
 
-def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, compiled: Compiled) -> Piped:
-    """Prices every program once, then simulates the schedule with these times."""
-    table = pipeline.table
+def price_pipeline(pipeline: StagedPrograms, whole: Device, per_host: int, compiled: Compiled) -> Piped:
+    """Prices every program once, then simulates the schedule with these times.
+
+    whole: the device before processes share it. On a CPU with more processes than cores, a task's seconds are those on
+    a core of its own, and the schedule has the turns that stages take.
+    """
+    table, device = pipeline.table, whole.with_own_core(per_host)
     runs: dict[tuple[str, int], tuple[Priced, Timeline]] = {}
     priced_programs: dict[int, tuple[Priced, Timeline]] = {}
     for stage in pipeline.stages:
@@ -150,7 +158,7 @@ def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, comp
             program = program_of(pipeline.stages, StageTask(kind, stage.index, 0))
             if id(program) not in priced_programs:  # stages that are alike may share their programs
                 priced = price(program, device, per_host, compiled=compiled)
-                priced_programs[id(program)] = (priced, priced.run())
+                priced_programs[id(program)] = (priced, _with_messages(priced, device))
             runs[kind, stage.index] = priced_programs[id(program)]
 
     def seconds(task: StageTask) -> float:
@@ -159,7 +167,12 @@ def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, comp
     def send_delay(task: StageTask) -> float:
         return _send_delay(*runs[task.kind, task.stage])
 
-    slots = table.timetable(seconds, send_delay)
+    cores = device.cpu.cores
+    if device.kind == "cpu" and 0 < cores < per_host:
+        shares = host_shares(pipeline.stages[0].forward.mesh, pipeline.axis, per_host)
+        slots = core_turns.timetable(table, seconds, send_delay, shares, cores)
+    else:
+        slots = table.timetable(seconds, send_delay)
     stages, devices, worst, parts_of = [], [], [], []
     for stage in pipeline.stages:
         of_stage = {kind: run for (kind, index), run in runs.items() if index == stage.index}
@@ -173,10 +186,10 @@ def price_pipeline(pipeline: StagedPrograms, device: Device, per_host: int, comp
             )
         )  # fmt: skip
     for i in range(table.devices):
-        parts, peak = _device(pipeline, i, runs, device, per_host, compiled)
+        parts, peak, grown = _device(pipeline, i, runs, whole.shared_by(per_host), per_host, compiled)
         apart = sum(p.seconds for p in parts if p.part.name in ONCE)
-        busy = sum(slot.end - slot.start for slot in slots if table.device_of(slot.task.stage) == i)
-        devices.append(DevicePrice(busy, apart, peak.memory.peak_bytes, table.most_held(i)))
+        busy = sum(seconds(task) for task in table.rows[i])
+        devices.append(DevicePrice(busy, apart, peak.memory.peak_bytes, table.most_held(i), grown))
         worst.append(peak)
         parts_of.append(parts)
     flops = [_flops(stage.programs) for stage in pipeline.stages]
@@ -197,19 +210,23 @@ ONCE = ("gather", "reduce", "exchange", "totals", "update")
 def _device(
     pipeline: StagedPrograms, place: int, runs: Mapping[tuple[str, int], tuple[Priced, Timeline]], device: Device,
     per_host: int, compiled: Compiled,
-) -> tuple[list[PricedPart], PricedPart]:  # fmt: skip
-    """The programs that one device runs in a step, and the one in which its memory peaks."""
+) -> tuple[list[PricedPart], PricedPart, int]:  # fmt: skip
+    """The programs that one device runs in a step, the one in which its memory peaks, and the bytes that its heap grows
+    by (see `pricing.grown_bytes`)."""
     table, mine = pipeline.table, pipeline.devices[place]
     rest = {HELD[kind]: _of_kind(mine.update, kind) for kind in ("parameter", "gradient", "optimizer")}
     if mine.gather is not None:
         rest["parameters"] += _of_kind(mine.gather, "parameter", outputs=True)
     parts, tallest = [], None
     held = dict.fromkeys(((s, m) for s in table.stages_of(place) for m in range(table.micro_batches)), 0)
+    held_bytes = 0  # the sum of all
     own: dict[tuple[str, int], int] = {}
     first: dict[tuple[str, int], PricedPart] = {}
+    heap: dict[tuple[str, int], HeapRun] = {}
+    heap_runs = []
     for task in table.rows[place]:
         key, program = (task.kind, task.stage), program_of(pipeline.stages, task)
-        others = sum(held.values()) - held[task.stage, task.micro]
+        others = held_bytes - held[task.stage, task.micro]
         inside = _of_kind(program, "saved")
         if key not in first:
             priced, timeline = runs[key]
@@ -217,6 +234,8 @@ def _device(
             part = StepPart(name, program, table.micro_batches, _bytes_beside(rest, program, others), compiled)
             memory = liveness(program, priced.kernels, always=part.always)
             own[key] = memory.peak_bytes - others
+            run = heap_run(memory)
+            heap[key] = run._replace(peak=run.peak - others)
             first[key] = PricedPart(part, priced, _without_last_sends(timeline), memory)
             parts.append(first[key])
         more = max(0, held[task.stage, task.micro] - inside)  # saved for W while I runs
@@ -228,7 +247,9 @@ def _device(
         if task.kind == "I":
             later = program_of(pipeline.stages, task._replace(kind="W"))
             after = _of_kind(later, "saved")
+        held_bytes += after - held[task.stage, task.micro]
         held[task.stage, task.micro] = after
+        heap_runs.append(heap[key]._replace(peak=heap[key].peak + others + more, after=held_bytes))
     assert tallest is not None
     _, key, others = tallest
     chosen = first[key]
@@ -240,7 +261,8 @@ def _device(
         part = StepPart(name, once, 1, _bytes_beside(rest, once, 0), compiled)
         memory = liveness(once, priced.kernels, always=part.always)
         parts.append(PricedPart(part, priced, _without_last_sends(priced.run()), memory))
-    return parts, max([peak_part, *parts], key=lambda p: p.memory.peak_bytes)
+        heap_runs.append(parts[-1].heap)
+    return parts, max([peak_part, *parts], key=lambda p: p.memory.peak_bytes), grown_bytes(heap_runs)
 
 
 def _run_once(pipeline: StagedPrograms, place: int) -> Iterator[tuple[str, Program]]:
@@ -268,6 +290,22 @@ def _flops(programs: tuple[Program, ...]) -> tuple[int, int]:
     """FLOPs of all devices (without recomputation, with it)."""
     nodes = [info_of(node) for program in programs for node in program.graph.nodes]
     return sum(n.global_flops for n in nodes if n.phase != "recompute"), sum(n.global_flops for n in nodes)
+
+
+def _with_messages(priced: Priced, device: Device) -> Timeline:
+    """The timeline of a program, which its messages delay: on a CPU they take time of the core that computes."""
+    timeline = priced.run()
+    comms = [info_of(kernel.node).comm for kernel in priced.kernels]
+    ends = sum(comm is not None and comm.kind in ("send", "recv") for comm in comms)
+    taken = ends * device.cpu.message_s / 2
+    if not taken or not timeline.at:
+        return timeline
+    return replace(
+        timeline, seconds=timeline.seconds + taken, slowed_s=timeline.slowed_s + taken,
+        at=[*timeline.at[:-1], timeline.at[-1] + taken],
+        events=[event if event.end <= timeline.at[-1] else event._replace(end=event.end + taken)
+                for event in timeline.events],
+    )  # fmt: skip
 
 
 def _until_handed_over(timeline: Timeline) -> float:

@@ -16,7 +16,7 @@ from tpshard.parallelism.transfer import recv, send
 
 def transfers(program: Program) -> list[fx.Node]:
     """The nodes of a program that send or receive."""
-    return [node for node in program.graph.nodes if node.target in (send, recv)]
+    return program.cached("transfers", lambda: [node for node in program.graph.nodes if node.target in (send, recv)])
 
 
 class Mail:

@@ -147,6 +147,13 @@ def test_crowds_say_what_processes_lose_to_each_other():
     assert actual.shared_by(3).inside.latency_s == pytest.approx(1.5 * 4e-6)  # taking turns
 
 
+def test_numbers_may_have_exponents_of_either_sign():
+    """A measurement on a busy machine writes 3.7e+04 us."""
+    text = CROWDED.replace("skew: 3 ms", "skew: 3.7e+04 us, message: 4e-04 s")
+    busy = parse(text.encode(), "box.yaml").shared_by(4)
+    assert (busy.cpu.skew_s, busy.cpu.message_s) == (pytest.approx(3.7e-2), pytest.approx(4e-4))
+
+
 def test_a_file_without_skew_has_none():
     actual = parse(CROWDED.replace("skew: 3 ms, ", "").encode(), "box.yaml")
     assert actual.shared_by(4).cpu.skew_s == actual.cpu.skew_s == 0.0

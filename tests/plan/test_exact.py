@@ -12,7 +12,7 @@ import torch
 from small_recipe import RECIPE
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.devices.read import device
-from tpshard.parallelism.cost import Cpu, collective
+from tpshard.parallelism.cost import Cpu, Crowd, collective
 from tpshard.parallelism.exchange import sent_as
 from tpshard.parallelism.fusion import kernels
 from tpshard.parallelism.liveness import liveness
@@ -189,6 +189,35 @@ def test_memory_is_handed_out_anew_above_what_stays_on_the_heap(monkeypatch, lar
     }
     heap = 0 if mapped else 3 * 4096 - 2 * 4096
     assert times == {1: pytest.approx((heap + mapped * 4096) / 1e3), 2: pytest.approx(2 * times[1]), 0: 0.0}
+
+
+def test_the_heap_grows_only_above_what_is_in_use_or_free():
+    def run(peak: int, after: int = 0, mapped: int = 0) -> pricing.HeapRun:
+        return pricing.HeapRun(peak, after, mapped, largest=10)
+
+    assert pricing.grown_bytes([run(100)]) == 80, "twice the largest result stays free from the step before"
+    assert pricing.grown_bytes([run(100)] * 3) == 3 * 80
+    assert pricing.grown_bytes([run(15), run(20)]) == 0
+    ahead = [run(100 * i + 150, 100 * i + 100) for i in range(4)]  # each leaves 100 for the backward passes
+    back = [run(100 * i + 170, 100 * i) for i in reversed(range(4))]
+    # 130, then each time 150 above 100 of which 20 are free; of the backward passes the first alone needs more
+    assert pricing.grown_bytes(ahead) == 130 + 3 * 130
+    assert pricing.grown_bytes([*ahead, *back]) == 130 + 3 * 130 + 50 + 3 * 50
+    assert pricing.grown_bytes([run(20, mapped=7)] * 2) == 14
+
+
+def test_stages_on_fewer_cores_have_a_cores_speed_for_themselves():
+    box = replace(
+        device("cpu"),
+        cpu=Cpu(
+            cores=2, view_s=1e-6, crowds={1: Crowd(), 2: Crowd(compute=0.9), 4: Crowd(0.8, overhead=2.0, skew_s=1)}
+        ),
+    )
+    four, own, two = box.shared_by(4), box.with_own_core(4), box.shared_by(2)
+    assert box.with_own_core(2) == two
+    assert (own.rates, own.overhead, own.cpu.view_s) == (two.rates, two.overhead, two.cpu.view_s)
+    assert (own.inside, own.memory_bytes, own.cpu.skew_s) == (four.inside, four.memory_bytes, four.cpu.skew_s)
+    assert own.rates["fp32"] > 2 * four.rates["fp32"]
 
 
 def test_plans_for_serving_hold_a_cache(report):

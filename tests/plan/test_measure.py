@@ -20,7 +20,7 @@ EXPONENTIAL = 1.2e-9
 SOFTMAX, ATTENTION, BACK = 24.0, 40e9, 35e9
 OP, VIEW = 4e-6, 6e-6
 HOP, SENT, SKEW, SPREAD = 2e-4, 0.9e9, {2: 5e-4, 4: 3e-3}, {2: 0.04, 4: 0.07}
-LOOP = 6e-3
+LOOP, MESSAGE = 6e-3, 4e-4
 
 
 def process(n: int) -> dict[str, Any]:
@@ -50,6 +50,7 @@ def process(n: int) -> dict[str, Any]:
              + (b / STREAM * lost if k == "all_reduce" else 0.0) + before * SPREAD[n], 0.7 if before < 0.01 else 0.1]
             for k, m, b in kinds for before in ((2e-3, 3e-2) if m == n else (2e-3,))
         ] if n > 1 else [],
+        "message": [MESSAGE * n, MESSAGE * n, 9 * MESSAGE] if n > 1 else [],
         "loop": [LOOP, LOOP, 9 * LOOP],
     }  # fmt: skip
 
@@ -102,6 +103,8 @@ def test_constants_come_back_from_synthetic_measurements(machine: Device) -> Non
     assert two.cpu.exponential / two.memory_bandwidth == pytest.approx(EXPONENTIAL, rel=0.02)
     assert (two.cpu.skew_s, two.cpu.spread) == (pytest.approx(SKEW[2], rel=0.05), pytest.approx(SPREAD[2], rel=0.05))
     assert two.overhead.step_s == pytest.approx(LOOP)
+    assert (two.cpu.message_s, machine.shared_by(4).cpu.message_s) == pytest.approx((2 * MESSAGE, 4 * MESSAGE))
+    assert machine.with_own_core(4).cpu.message_s == pytest.approx(4 * MESSAGE)
 
 
 def test_four_processes_on_two_cores_take_turns_and_lose_some(machine: Device) -> None:

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
 import pytest
-from tpshard.plan import between, diff, make, page, pictures, save, screen, search_pipelines, suggest, trace
+from tpshard.devices import read
+from tpshard.parallelism.cost import Cpu, Crowd
+from tpshard.plan import (
+    between,
+    diff,
+    make,
+    page,
+    pictures,
+    save,
+    screen,
+    search_pipelines,
+    suggest,
+    trace,
+)
 from tpshard.plan.report import Report
 from tpshard.plan.search import VariantPrice
+from tpshard.plan.stage_times import Piped, price_pipeline
+from tpshard.programs import training
 from tpshard.programs.setting import Setting, devices_of
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
@@ -57,6 +73,38 @@ def test_memory_is_what_the_schedule_holds() -> None:
     for i, (more, less) in enumerate(zip(gpipe.devices, one.devices)):
         saved_bytes = gpipe.stages[i].saved_bytes
         assert more.peak_bytes - less.peak_bytes == (more.held - less.held) * saved_bytes
+
+
+def test_activations_of_a_micro_batch_grow_the_heap_once() -> None:
+    """However many micro-batches a schedule holds, their activations are new memory once, not in every task."""
+    for schedule in ("gpipe", "1f1b"):
+        actual = planned(schedule).pricing.pipeline
+        assert actual is not None
+        for stage, priced in zip(actual.stages, actual.devices):
+            assert 8 * stage.saved_bytes < priced.grown_bytes < 8 * 2 * stage.saved_bytes
+
+
+def test_stages_take_turns_on_the_cores_of_a_host_and_messages_take_time_of_them() -> None:
+    setting = Setting.of(loads(RECIPE, ["mesh.pp=4", "pipeline.schedule=1f1b"]))
+    programs = training.build(setting).pipeline
+    assert programs is not None
+    base = read.device("cpu")
+
+    def priced(cores: int, message_s: float = 0.0) -> Piped:
+        crowds = {1: Crowd(), 4: Crowd(compute=4 / cores, memory=4 / cores, overhead=1.0, message_s=message_s)}
+        machine = replace(base, cpu=Cpu(cores=cores, crowds=crowds))
+        return price_pipeline(programs, machine, 4, "none")
+
+    four, two = priced(4), priced(2)
+    assert [d.busy_s for d in two.devices] == pytest.approx([d.busy_s for d in four.devices], rel=0.5)
+    assert two.seconds >= sum(d.busy_s for d in two.devices) / 2 and two.seconds < 2 * four.seconds
+    assert two.bubble < four.bubble, "who waits leaves its core to others"
+    more = priced(4, message_s=1.0)
+    # of one micro-batch: an inner stage receives and sends in both directions, the first and the last stage in one
+    for stage, (before, after) in enumerate(zip(four.stages, more.stages)):
+        messages = 2 if stage in (0, 3) else 4
+        assert sum(after.seconds.values()) - sum(before.seconds.values()) == pytest.approx(messages / 2)
+        assert after.late_s == pytest.approx(before.late_s)
 
 
 def test_stages_share_the_parameters() -> None:
