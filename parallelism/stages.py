@@ -323,9 +323,9 @@ class _Cutter:
         names = {port.name: i for i, port in enumerate(inputs)}
         outputs: list[tuple[fx.Node, Port]] = []
         donated: dict[int, int] = {}
-        feeds = list(self.port)
+        feeds, own = list(self.port), set(part.own)
         for i, (result, port) in enumerate(zip(self.results, self.program.outputs, strict=True)):
-            if result not in part.own:
+            if result not in own:
                 continue
             source = self.program.donated.get(i)
             if source is not None:

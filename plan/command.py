@@ -159,7 +159,9 @@ def _answer_search(
     code = Exit.DONE if winner else Exit.FIT
     if options.as_json:
         rows = [{**(row := dataclasses.asdict(c)), "found": row.pop("price")} for c in result.candidates]
-        answer = {"candidates": rows, "refused": result.refused, "recipe": winner or None}
+        answer = {
+            "candidates": rows, "refused": result.refused, "untried": result.untried, "recipe": winner or None
+        }  # fmt: skip
         return CommandResult(json.dumps(answer, indent=1) + "\n", code)
     return CommandResult(search.text(result, recipe), code)
 

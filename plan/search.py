@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from tpshard.plan import make, search_pipelines, server
 from tpshard.plan.report import Edit, Report
+from tpshard.plan.search_bounds import Bounds
 from tpshard.plan.units import gib, seconds
 from tpshard.programs import cluster
-from tpshard.programs.setting import DTYPES, Setting, devices_of
+from tpshard.programs.setting import Setting, devices_of
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import changed
@@ -167,6 +167,11 @@ def _served_smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
         yield [f"serve.mesh.tp={max(tp, most)}", "serve.requests=1"]
 
 
+MOST_LAYERS = 1_600
+"""Layers that a search builds, of all variants together: 50 variants of a model with 32 layers."""
+UNPRICED = VariantPrice(0, 0.0, 0.0, False)
+
+
 # ---- search ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Candidate:
@@ -196,6 +201,8 @@ class SearchResult:
     """Variants that contradict themselves (divisibility) or exceed the memory."""
     closest: Candidate | None = None
     """The smallest of the variants that exceed the memory."""
+    untried: list[str] = field(default_factory=list)
+    """Variants that were not built, because the search had built `MOST_LAYERS` layers."""
 
     @property
     def best(self) -> Candidate | None:
@@ -205,8 +212,9 @@ class SearchResult:
 def search(recipe: Recipe, say: Callable[[str], None] | None = None) -> SearchResult:
     """Tries meshes, micro-batches and recomputation on the recipe's devices; returns those that fit, fastest first.
 
-    Recomputation is increased only until the step fits, the micro-batch only while it fits. Raises `Mistakes` if an
-    error in the recipe itself prevents pricing.
+    Recomputation is increased only until the step fits, the micro-batch only while it fits. Variants that cannot fit,
+    by their bound (`search_bounds`), are not built, nor those beyond `MOST_LAYERS`, which `untried` lists. Raises
+    `Mistakes` if an error in the recipe itself prevents pricing.
     """
     tried = _Search(recipe, say or (lambda _: None))
     whole = [] if recipe.pipeline is None else ["pipeline=null"]
@@ -233,23 +241,11 @@ def _per_device(recipe: Recipe, mesh: Mapping[str, int]) -> list[int]:
 class _Search:
     def __init__(self, recipe: Recipe, tell: Callable[[str], None]):
         self.recipe, self.tell, self.variants, self.result = recipe, tell, Variants(), SearchResult()
+        self.bounds, self.layers_left = Bounds(recipe), MOST_LAYERS
 
     def stores(self, mesh: Mapping[str, int]) -> bool:
         """Whether a device could hold its share of parameters, gradients and moments, if all axes but dp divide it."""
-        recipe = self.recipe
-        named = {axis for dim, axes in recipe.sharding.rules.items() if dim != "batch" for axis in axes}
-        if "dp" in named or recipe.fsdp.axis == "dp" or recipe.sharding.pin:
-            return True
-        share = self.state_bytes / math.prod(size for axis, size in mesh.items() if axis != "dp")
-        return share <= cluster.device_of(recipe)[0].memory_bytes
-
-    @cached_property
-    def state_bytes(self) -> int:
-        """Bytes of all parameters, their gradients and their moments, on all devices together."""
-        setting = Setting.of(self.recipe, devices_of(self.recipe))
-        each = setting.master_dtype.itemsize + DTYPES[self.recipe.fsdp.accumulate.dtype].itemsize
-        sizes = {name: p.numel() for name, p in setting.model.named_parameters()}
-        return each * sum(sizes.values()) + setting.moment_bytes(sizes)
+        return self.bounds.state(dict(mesh)) <= cluster.device_of(self.recipe)[0].memory_bytes
 
     def least_remat(self, mesh: Mapping[str, int], per_device: int, more: Sequence[str] = ()) -> Candidate | None:
         """Finds the least recomputation with which a variant fits, and keeps it; None where none fits."""
@@ -258,8 +254,11 @@ class _Search:
             self.tell(f"{_sizes(mesh)}: parameters, gradients and moments alone exceed the memory")
             return None
         for remat in ("none", "selective", "full"):
-            candidate = _price_candidate(self.recipe, dict(mesh), remat, per_device, self.variants, more)
             what = [_sizes(mesh), *_pipeline_words(more), f"remat {remat} per_device {per_device}"]
+            unpriced = Candidate(dict(mesh), remat, per_device, UNPRICED, 0.0, more=tuple(more))
+            if self._is_ruled_out(unpriced, " ".join(what)):
+                continue
+            candidate = _price_candidate(self.recipe, unpriced, self.variants)
             if candidate is None or not candidate.price.fits:
                 outcome = "refused" if candidate is None else f"does not fit, {gib(_needed(candidate))}"
                 self.tell(f"{' '.join(what)}: {outcome}")
@@ -271,8 +270,31 @@ class _Search:
             return candidate
         return None
 
+    def _is_ruled_out(self, unpriced: Candidate, what: str) -> bool:
+        """Whether a variant is not built: it exceeds the memory by its bound, or too many layers were built already.
+
+        Where nothing fits yet, full recomputation is always built, so that the search ends with a figure.
+        """
+        try:
+            changed = variant(self.recipe, unpriced.changes)
+            least, layers = self.bounds.needed(changed, unpriced.mesh), self.bounds.layers_built(changed)
+        except Mistakes:
+            return False  # pricing says that it is refused
+        if least > cluster.device_of(changed)[0].memory_bytes and (self.result.candidates or unpriced.remat != "full"):
+            self.tell(f"{what}: does not fit, at least {gib(least)}; not built")
+            self.result.refused += 1
+            return True
+        if layers > self.layers_left:
+            self.tell(f"{what}: not tried")
+            self.result.untried.append(what)
+            return True
+        self.layers_left -= layers
+        return False
+
     def pipelines(self) -> None:
         """Tries pipelines: every number of stages in place of data ranks, for the two fastest sizes of tp.
+
+        Many stages come first: they have few layers, and are built fast.
 
         The two fastest of these are tried with other schedules and larger micro-batches.
         """
@@ -286,7 +308,7 @@ class _Search:
         first_fits: list[Candidate] = []
         for tp in widths[:2]:
             whole = next(mesh for mesh in every if mesh.get("tp", 1) == tp and mesh.get("dp", 1) == 1)
-            for stages in search_pipelines.sizes(recipe, layers, whole["fsdp"]):
+            for stages in reversed(search_pipelines.sizes(recipe, layers, whole["fsdp"])):
                 mesh = {"pp": 1} | whole | {"pp": stages, "fsdp": whole["fsdp"] // stages}
                 for once in [()] if fixed else [search_pipelines.ONCE, ()]:
                     if not _per_device(recipe, mesh):
@@ -322,10 +344,8 @@ def meshes(recipe: Recipe) -> Iterator[dict[str, int]]:
                 yield {**fixed, "dp": dp, "fsdp": left // (tp * dp), "tp": tp}
 
 
-def _price_candidate(
-    recipe: Recipe, mesh: dict[str, int], remat: str, per_device: int, variants: Variants, more: Sequence[str]
-) -> Candidate | None:
-    unpriced = Candidate(mesh, remat, per_device, VariantPrice(0, 0.0, 0.0, False), 0.0, more=tuple(more))
+def _price_candidate(recipe: Recipe, unpriced: Candidate, variants: Variants) -> Candidate | None:
+    """The candidate with its price; None where it contradicts itself."""
     try:
         candidate = variant(recipe, unpriced.changes)
         price = price_variant(candidate, variants=variants)
@@ -357,6 +377,8 @@ def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
             f"{gib(c.price.needed_bytes):>10} {seconds(c.price.step_s):>10} {c.tokens_per_s_per_device:>12.0f}"
             f"{'  ' + ', '.join(_pipeline_words(c.more)) if c.more else ''}"
         )
+    if result.untried:
+        lines.append(f"   not tried, after {MOST_LAYERS:,} layers of variants: {'; '.join(result.untried)}")
     if result.best is not None:
         lines += ["", "# the fastest, as a recipe", winner(result, recipe).rstrip()]
     elif result.closest is not None:

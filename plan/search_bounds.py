@@ -1,0 +1,123 @@
+"""What the search knows of a variant before it builds it: the least memory that it needs, and its layers to build.
+
+The memory is a proven bound, not a price: that of the state, if all devices share it, and of the activations that a
+device holds at once. A layer's activations are those of a model with few layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tpshard.parallelism.depth import COMPARED, REPEATED
+from tpshard.parallelism.fusion import kernels
+from tpshard.parallelism.liveness import liveness
+from tpshard.parallelism.passes.run import run
+from tpshard.parallelism.program import info
+from tpshard.programs import cluster
+from tpshard.programs.alike import STACK, few_layers
+from tpshard.programs.choices import compiled_by
+from tpshard.programs.passes import remat
+from tpshard.programs.setting import DTYPES, Setting, devices_of
+from tpshard.programs.splitting import layers_of
+from tpshard.programs.staged import table_of
+from tpshard.recipes.diagnostic import Mistakes
+from tpshard.recipes.schema import Recipe
+
+DEEP = 40
+"""Layers of a model from which on a few layers are built first: a shallower model is priced as fast itself."""
+
+
+@dataclass
+class Bounds:
+    """The bounds of a recipe's variants; keeps the activations of a layer by what they depend on."""
+
+    recipe: Recipe
+    _by_layer: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of all parameters, their gradients and their moments, on all devices together."""
+        setting = Setting.of(self.recipe, devices_of(self.recipe))
+        each = setting.master_dtype.itemsize + DTYPES[self.recipe.fsdp.accumulate.dtype].itemsize
+        sizes = {name: p.numel() for name, p in setting.model.named_parameters()}
+        return each * sum(sizes.values()) + setting.moment_bytes(sizes)
+
+    def state(self, mesh: dict[str, int]) -> int:
+        """The least bytes of state per device: those if all axes but dp divide it; 0 where others might."""
+        recipe = self.recipe
+        named = {axis for dim, axes in recipe.sharding.rules.items() if dim != "batch" for axis in axes}
+        if "dp" in named or recipe.fsdp.axis == "dp" or recipe.sharding.pin:
+            return 0
+        return self.state_bytes // math.prod(size for axis, size in mesh.items() if axis != "dp")
+
+    def needed(self, variant: Recipe, mesh: dict[str, int]) -> int:
+        """The least bytes that a device needs for a variant. Raises `Mistakes` for one that contradicts itself."""
+        device = cluster.device_of(variant)[0]
+        held = self.state(mesh) + self._activations(Setting.of(variant, devices_of(variant)))
+        return int(held * device.reserved) + device.context_bytes
+
+    def _activations(self, setting: Setting) -> int:
+        """The least bytes of activations that the device which holds most has at once."""
+        config, pipeline = setting.config, setting.recipe.pipeline
+        if config is None or config.layers < DEEP or (pipeline is not None and pipeline.vectorized):
+            return 0
+        each = self._of_layer(setting)
+        if not setting.recipe.staged:
+            return config.layers * each
+        table = table_of(setting)
+        pairs = [table.most_held(device) for device in range(table.devices)]
+        if table.rounds > 1:  # a stage has a layer or more
+            return max(pairs) * each
+        # if each device had a share of the layers as large as the others' times what it holds, the most would be least
+        return int(config.layers * each / sum(1 / most for most in pairs))
+
+    def _of_layer(self, setting: Setting) -> int:
+        """Bytes of activations of one layer and micro-batch: what is alive after one more layer of a shallow model.
+
+        They depend on the sequences of a micro-batch, recomputation, and the axes other than those of data and stages.
+        """
+        recipe = setting.recipe
+        rules = {axis for dim, axes in recipe.sharding.rules.items() if dim != "batch" for axis in axes}
+        data = {axis for axis in ("pp", "dp", "fsdp") if axis not in rules}
+        axes = {axis: size for axis, size in setting.mesh.axes.items() if axis not in data}
+        key = repr((axes, recipe.remat, setting.batch.per_device, recipe.fsdp.reshard_after_forward, recipe.staged))
+        if key not in self._by_layer:
+            self._by_layer[key] = _activations_of_layer(setting)
+        return self._by_layer[key]
+
+    def layers_built(self, variant: Recipe) -> int:
+        """The number of layers that are built to price a variant: equal stages of a pipeline are built once."""
+        setting = Setting.of(variant, devices_of(variant))
+        config = setting.config
+        if config is None:
+            return DEEP
+        if not variant.staged:
+            return config.layers
+        try:
+            split = layers_of(setting, config.layers, table_of(setting).stages)
+        except Mistakes:
+            return 0
+        return min(config.layers, split[0] + sum(set(split[1:-1])) + split[-1])
+
+
+def _activations_of_layer(setting: Setting) -> int:
+    few = few_layers(setting)
+    if few is None:
+        return 0
+    program = run([remat(setting, setting.recipe.fsdp.reshard_after_forward is not False)], few)
+    # what a stage saves is handed from program to program, as the interpreter does, whatever compiles these
+    compiled = "none" if setting.recipe.staged else compiled_by(setting.recipe)
+    memory = liveness(program, kernels(program, compiled=compiled))
+    held = memory.by_category.get("activations", [])
+    ends: dict[int, int] = {}
+    for i, node in enumerate(program.nodes):
+        place = info(node).place
+        for layer in (COMPARED, REPEATED):
+            if place.phase == "forward" and place.module.startswith(f"{STACK}.{layer}."):
+                ends[layer] = i
+    return max(0, held[ends[REPEATED]] - held[ends[COMPARED]]) if held and len(ends) == 2 else 0
+
+
+__all__ = ["Bounds"]

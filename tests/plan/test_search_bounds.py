@@ -1,0 +1,68 @@
+"""The search leaves out what cannot fit without building it, and only that."""
+
+from __future__ import annotations
+
+import pytest
+from tpshard.plan import search, search_bounds
+from tpshard.plan.search_bounds import Bounds
+from tpshard.programs.setting import Setting
+from tpshard.programs.variants import Variants
+from tpshard.recipes.load import changed, loads
+
+RECIPE = """
+name: deep
+cluster: {device: cpu, nodes: 4, devices_per_node: 1}
+mesh: {fsdp: 4}
+model: {preset: tiny, layers: 8, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64, vocab: 64, seq_len: 64}
+batch: {global_sequences: 32}
+compile: eager
+"""
+CASES = [
+    ("{fsdp: 4}", "null", "none", "eager"),
+    ("{fsdp: 2, tp: 2}", "null", "full", "inductor"),
+    ("{pp: 2, fsdp: 2}", "{schedule: 1f1b}", "none", "inductor"),
+    ("{pp: 4, fsdp: 1}", "{schedule: gpipe}", "none", "eager"),
+    ("{pp: 2, fsdp: 2}", "{schedule: interleaved_1f1b, rounds: 2}", "full", "eager"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "pipeline", "remat", "compiled"), CASES)
+def test_a_bound_is_below_the_price_and_not_far(monkeypatch, mesh, pipeline, remat, compiled) -> None:
+    monkeypatch.setattr(search_bounds, "DEEP", 6)
+    recipe = loads(RECIPE)
+    variant = changed(recipe, [f"mesh={mesh}", f"pipeline={pipeline}", f"remat={remat}", f"compile={compiled}",
+                               "batch.per_device=2"])  # fmt: skip
+    priced = search.price_variant(variant, variants=Variants()).needed_bytes
+    least = Bounds(recipe).needed(variant, dict(Setting.of(variant).mesh.axes))
+    assert least <= priced
+    if remat == "none":
+        assert least > 0.4 * priced
+
+
+def test_a_pipelines_price_builds_its_first_last_and_one_middle_stage() -> None:
+    bounds, recipe = Bounds(loads(RECIPE)), loads(RECIPE)
+    assert bounds.layers_built(recipe) == 8
+    staged = changed(recipe, ["mesh={pp: 4, fsdp: 1}", "pipeline={schedule: 1f1b}", "batch.per_device=1"])
+    assert bounds.layers_built(staged) == 6
+    assert bounds.layers_built(changed(staged, ["model.layers=1"])) == 0, "pricing refuses it"
+
+
+def test_what_cannot_fit_is_not_built_and_what_is_too_much_is_listed(monkeypatch) -> None:
+    monkeypatch.setattr(search_bounds, "DEEP", 6)
+    monkeypatch.setattr(search, "MOST_LAYERS", 22)
+    built: list[tuple[int, str]] = []
+
+    def price(recipe, **_):
+        built.append((recipe.mesh.get("pp", 1), recipe.remat))
+        return search.VariantPrice(1, 1.0, 0.0, True)
+
+    monkeypatch.setattr(search, "price_variant", price)
+    monkeypatch.setattr(Bounds, "needed", lambda self, variant, mesh: 1 << 60 if variant.remat == "none" else 0)
+    notes: list[str] = []
+    result = search.search(loads(RECIPE), notes.append)
+    assert built and all(remat == "selective" for _, remat in built)
+    assert sum({1: 8, 2: 8, 4: 6}[stages] for stages, _ in built) <= 22
+    assert result.untried and any("not built" in note for note in notes)
+    stages = [pp for pp, _ in built if pp > 1]
+    assert stages == sorted(stages, reverse=True)
+    assert "not tried, after 22 layers of variants: " in search.text(result, loads(RECIPE))
