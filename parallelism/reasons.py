@@ -37,6 +37,7 @@ class Reasons:
             mixes = reader.operands[mixing].name if mixing is not None else ""
         axis, written_at = "", tuple[SourcePlace, ...]()
         for moved, source, _ in step.parts:
+            requested = requested or self.asked_on_the_way(value, reader, moved)
             written_at, annotated = self.root(value, source, moved)
             if not written_at:
                 written_at, annotated = self.any_root(value, moved)
@@ -48,6 +49,21 @@ class Reasons:
         need = Demand(kind, through(by), value.name, before, after, mixes, axis, written_at)
         name = reader.args[2] if of in ("parameter", "gradient") else value.name
         return {"why": (need,), "value": (name,), "of": of, "requested": requested}
+
+    def asked_on_the_way(self, value: Value, reader: Op, axis: Axis) -> bool:
+        """Whether an annotated activation between a value and its reader, such as a named view of it, has the axis."""
+        for operand in reader.operands:
+            between: list[Value] = []
+            while operand is not value and operand.producer is not None and len(operand.producer.operands) == 1:
+                between.append(operand)
+                operand = operand.producer.operands[0]
+            if operand is value and any(
+                is_named(one.producer) and overlap(axis, axes) and self.root(one, dim, axis)[1]  # type: ignore[arg-type]
+                for one in between
+                for dim, axes in enumerate(self.s.of[one].dims)
+            ):
+                return True
+        return False
 
     def root(self, value: Value, dim: int, axis: Axis) -> tuple[tuple[SourcePlace, ...], bool]:
         """The annotation from which an axis of a dim comes, and whether it annotates an activation.

@@ -61,6 +61,14 @@ def test_the_shared_expert_is_computed_while_tokens_travel(capacity: str, phase:
     assert {node for some in hidden for node in some}.issuperset(shared)
 
 
+@pytest.mark.parametrize(("capacity", "kinds"), [("2.0", {"all_to_all"}), ("null", {"all_gather", "reduce_scatter"})])
+def test_tokens_travel_as_the_page_says(capacity: str, kinds: set[str]) -> None:
+    """With a capacity dispatch and combine are one exchange each way, which the experts' rule asks for."""
+    moved = [c for c in programs(capacity)[0].collectives if c.axes == ("ep",) and c.of == "activation"]
+    assert {c.kind for c in moved} == kinds
+    assert capacity == "null" or (len(moved) == 4 and all(c.requested for c in moved))
+
+
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_collectives_stay_and_no_bit_changes(capacity: str) -> None:
     plain, overlapped = programs(capacity)
