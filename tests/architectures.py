@@ -66,14 +66,15 @@ def config_of(name: str) -> dict[str, Any]:
     return {"model_type": name, **CONFIGS[name]}
 
 
-def folder(place: Path, name: str, *, weights: bool = False, **changes: Any) -> Path:
-    """A folder with a config.json, and with random weights as transformers saves them."""
+def folder(place: Path, name: str, *, weights: bool | Mapping[str, Tensor] = False, **changes: Any) -> Path:
+    """A folder with a config.json, and with random or given weights as transformers saves them."""
     place.mkdir(parents=True, exist_ok=True)
     if weights:
         model = own(name)
         with torch.no_grad():
-            for parameter, value in zip(model.parameters(), values(name).values()):
-                parameter.copy_(value)
+            stored = values(name) if weights is True else weights
+            for path, parameter in model.named_parameters():
+                parameter.copy_(stored[path])
         model.save_pretrained(place)
         changes = {**json.loads((place / "config.json").read_text()), **changes}
     (place / "config.json").write_text(json.dumps({**config_of(name), **changes}))
