@@ -31,9 +31,9 @@ _library.define(
     "float scale, int? window=None, float? softcap=None) -> (Tensor, Tensor, Tensor)"
 )
 
-PARTS = attention_parts.__name__
-"""The module of the partial-sequence operations; importing it here registers them together with these."""
 ATTENTION = torch.ops.tpshard.attention.default
+ATTENTION_PART = attention_parts.PART
+ATTENTION_PART_BACKWARD = attention_parts.PART_BACKWARD
 
 
 def attention(

@@ -30,6 +30,9 @@ _library.define(
     "float? softcap=None) -> (Tensor, Tensor, Tensor)"
 )
 
+PART = torch.ops.tpshard.attention_part.default
+PART_BACKWARD = torch.ops.tpshard.attention_part_backward.default
+
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, query_documents: Tensor | None, key_documents: Tensor | None, scale: float,

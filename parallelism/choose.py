@@ -12,7 +12,7 @@ from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.mesh import Axes, Axis, merge, overlap, size_of, starts_with
 from tpshard.parallelism.reshard import LATENCY_BYTES, cost, redistribution
 from tpshard.parallelism.rules.rule import Dim, Kind, Rule, Window
-from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size
+from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size, padded_behind
 
 aten = torch.ops.aten
 FLOPS_PER_BYTE = 1000.0
@@ -213,7 +213,10 @@ def computable(op: Op, rule: Rule, choice: Choice) -> Choice:
             continue
         fitting: list[Axis] = []
         for axis in axes:
-            if rule.even and not even(rule.sizes[f] // grain, (*fitting, axis)):
+            size = rule.sizes[f] // grain
+            if rule.even and not even(size, (*fitting, axis)):
+                break
+            if f in rule.trailing and not padded_behind(size, (*fitting, axis)):
                 break
             fitting.append(axis)
         if fitting:

@@ -328,5 +328,11 @@ def even(size: int, axes: Sequence[Axis]) -> bool:
     return size % size_of(axes) == 0
 
 
+def padded_behind(size: int, axes: Axes) -> bool:
+    """Whether all padding of a dim of `size` lies behind its last element, as that of a single axis does."""
+    part = local_size(size, axes)
+    return even(size, axes) or starts(size, axes) == tuple(range(0, part * size_of(axes), part))
+
+
 def local_bytes(shape: Sequence[int], layout: Layout, itemsize: int) -> int:
     return math.prod(local_shape(shape, layout)) * itemsize

@@ -39,7 +39,7 @@ def attention(op: Op) -> Rule:
         [queries, keys, values, *documents], [((b,), (s,), (kv, g), (dv,)), ((b,), (kv, g), (s,))],
         flops=flops, work=(b, kv, g),
     )  # fmt: skip
-    return replace(main, others=sequence.forward(op, flops)) if t == s and dv == d else main
+    return replace(main, others=sequence.forward(op, flops, _call(op, 4))) if t == s and dv == d else main
 
 
 def attention_backward(op: Op) -> Rule:
@@ -63,7 +63,12 @@ def attention_backward(op: Op) -> Rule:
         [queries, queries, keys, keys, queries, lse, *documents], [queries, keys, keys],
         flops=flops, work=(b, kv, g),
     )  # fmt: skip
-    return replace(main, others=sequence.backward(op, flops)) if k.shape[1] == q.shape[1] else main
+    return replace(main, others=sequence.backward(op, flops, _call(op, 7))) if k.shape[1] == q.shape[1] else main
+
+
+def _call(op: Op, first: int) -> sequence.Call:
+    """The op's arguments scale, window and softcap, of which `first` is the first."""
+    return sequence.Call(*(*op.args[first:], None, None)[:3])
 
 
 def _products(op: Op, q: Value, k: Value, window: int) -> int:
@@ -113,24 +118,12 @@ def of_torch(op: Op, text: str = FORWARD) -> Rule:
         [of(name, value) for name, value in zip(results, op.results)],
         flops=flops // (2 if causal else 1), work=(b, kv, g, s),
     )  # fmt: skip
-    if not causal:
+    if not causal or len(op.operands) > len(operands) - 1:  # torch allows no mask beside is_causal
         return main
-
-    def local(at: LocalOp) -> Any:
-        """Attends from this device's queries: a mask hides the keys behind each, since none of them is the first."""
-        shape = (at.size(s), k.shape[2])
-        rows = at.emit(aten.arange.default, shape[0], shape=shape[:1], dtype=torch.int64)
-        rows = at.emit(aten.add.Tensor, rows, at.offset(s), shape=shape[:1], dtype=torch.int64)
-        rows = at.emit(aten.unsqueeze.default, rows, 1, shape=(shape[0], 1), dtype=torch.int64)
-        places = at.emit(aten.arange.default, shape[1], shape=shape[1:], dtype=torch.int64)
-        hidden = at.emit(aten.lt.Tensor, rows, places, shape=shape, dtype=torch.bool)
-        mask = at.emit(aten.zeros.default, list(shape), shape=shape, dtype=q.dtype)
-        mask = at.emit(aten.masked_fill.Scalar, mask, hidden, -math.inf, shape=shape, dtype=q.dtype)
-        args = [False if arg is True else arg for arg in op.args]
-        return at.with_args(*args, **{name: False for name in op.kwargs if name == "is_causal"}, attn_mask=mask)
-
-    kinds = tuple(shared if f == s else kind for f, kind in enumerate(main.kinds))
-    return replace(main, others=(replace(main, kinds=kinds, flops=flops, local=local),))
+    scale = op.kwargs.get("scale")
+    call = sequence.Call(1 / math.sqrt(q.shape[3]) if scale is None else scale, heads_first=True)
+    ways = sequence.backward if text == BACKWARD else sequence.forward
+    return replace(main, others=ways(op, main.flops, call))
 
 
 OPS: Table = {

@@ -105,6 +105,8 @@ class Rule:
     """Factors that it does not propagate: a sharding of the operand's dim would not suit the result's."""
     even: bool = False
     """Whether it cannot handle padding, so that its factors are divided evenly or not at all."""
+    trailing: tuple[int, ...] = ()
+    """Factors whose padding must all lie behind the last element."""
     fills: tuple[tuple[int, float], ...] = ()
     """Pairs (operand, the value that its padding must hold), as for lookup indices and divisors."""
     guarded: tuple[int, ...] = ()

@@ -1,18 +1,43 @@
-"""Alternative rules of attention over a sharded sequence, besides moving the axes to heads by two all-to-alls.
+"""Alternative rules of causal attention over a sharded sequence, besides moving the axes to heads by two all-to-alls.
 
 Every device keeps its queries. Either it gathers all keys and values, or these rotate in a ring while the device
-computes with those it has (Liu et al. 2023): the same bytes, overlapped with computation, and never all in memory.
+computes with those it has (Liu et al. 2023): the same bytes, overlapped with computation, and never all in memory. Both
+are for tpshard's attention and for torch's.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tpshard.kernels.attention import ATTENTION_PART, ATTENTION_PART_BACKWARD
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.rules.rule import Dim, Exchange, Factors, Kind, LocalOp, Rule
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Call:
+    """How an op calls causal attention: its settings, and the order of its dims."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    heads_first: bool = False
+    """Whether heads come before the sequence, as in torch's attention: `q[b h s d]`, not `q[b s h d]`."""
+
+    def order(self, b: Any, s: Any, heads: Any, d: Any) -> tuple[Any, ...]:
+        """Four dims in the op's order."""
+        return (b, heads, s, d) if self.heads_first else (b, s, heads, d)
+
+    def turn(self, at: LocalOp, node: Any) -> Any:
+        """A node in the op's order of dims in tpshard's order, or the other way round."""
+        if not self.heads_first:
+            return node
+        a, b, c, d = at.shape_of(node)
+        return at.emit(aten.transpose.int, node, 1, 2, shape=(a, c, b, d), dtype=at.dtype_of(node))
 
 
 class _Factors:
@@ -21,18 +46,19 @@ class _Factors:
     They are batch, queries, KV heads, query heads per KV head, and head dim.
     """
 
-    def __init__(self, q: Value, k: Value):
-        self.all = Factors()
-        self.b, self.s = self.all.new(q.shape[0]), self.all.new(q.shape[1])
-        self.kv, self.g = self.all.new(k.shape[2]), self.all.new(q.shape[2] // k.shape[2])
-        self.d = self.all.new(q.shape[3], Kind.WHOLE)
+    def __init__(self, q: Value, k: Value, call: Call):
+        (b, s, heads, d), kv_heads = call.order(*q.shape), call.order(*k.shape)[2]
+        self.call, self.all = call, Factors()
+        self.b, self.s = self.all.new(b), self.all.new(s)
+        self.kv, self.g = self.all.new(kv_heads), self.all.new(heads // kv_heads)
+        self.d = self.all.new(d, Kind.WHOLE)
         self.work = (self.b, self.s, self.kv, self.g)
 
     def queries(self) -> tuple[Dim, ...]:
-        return (self.b,), (self.s,), (self.kv, self.g), (self.d,)
+        return self.call.order((self.b,), (self.s,), (self.kv, self.g), (self.d,))
 
     def keys(self, t: int) -> tuple[Dim, ...]:
-        return (self.b,), (t,), (self.kv,), (self.d,)
+        return self.call.order((self.b,), (t,), (self.kv,), (self.d,))
 
     def lse(self) -> tuple[Dim, ...]:
         return (self.b,), (self.kv, self.g), (self.s,)
@@ -41,84 +67,86 @@ class _Factors:
         return (self.b,), (t,)
 
 
-def forward(op: Op, flops: int) -> tuple[Rule, ...]:
+def forward(op: Op, flops: int, call: Call) -> tuple[Rule, ...]:
     """The rules of attention over a sharded sequence, by gathered keys and by a ring.
 
-    The op is attention(q, k, v, documents, scale, window, softcap) -> out, lse.
+    The operands are q, k, v and maybe documents, the results out and lse. A ring needs as many keys as queries.
     """
-    return _forward(op, flops, ring=False), _forward(op, flops, ring=True)
+    q, k = op.operands[:2]
+    same_length = call.order(*q.shape)[1] == call.order(*k.shape)[1]
+    return tuple(_forward(op, flops, call, ring) for ring in ((False, True) if same_length else (False,)))
 
 
-def backward(op: Op, flops: int) -> tuple[Rule, ...]:
+def backward(op: Op, flops: int, call: Call) -> tuple[Rule, ...]:
     """The rules of attention's gradient over a sharded sequence, by gathered keys and by a ring.
 
-    The op is attention_backward(dout, q, k, v, out, lse, documents, scale, window, softcap) -> dq, dk, dv.
+    The operands are dout, q, k, v, out, lse and maybe documents, the results dq, dk and dv.
     """
-    return _backward(op, flops, ring=False), _backward(op, flops, ring=True)
+    q, k = op.operands[1:3]
+    same_length = call.order(*q.shape)[1] == call.order(*k.shape)[1]
+    return tuple(_backward(op, flops, call, ring) for ring in ((False, True) if same_length else (False,)))
 
 
-def _forward(op: Op, flops: int, ring: bool) -> Rule:
+def _forward(op: Op, flops: int, call: Call, ring: bool) -> Rule:
     q, k = op.operands[:2]
-    dims = _Factors(q, k)
-    t = dims.s if ring else dims.all.new(k.shape[1], Kind.WHOLE)
-    scale, window, softcap = _settings(op, 4)
+    dims = _Factors(q, k, call)
+    t = dims.s if ring else dims.all.new(call.order(*k.shape)[1], Kind.WHOLE)
 
     def local(at: LocalOp) -> Any:
         if not at.axes(dims.s):
             return at.same()
-        keys, values, *rest = at.inputs[1:]
+        queries, keys, values = (call.turn(at, node) for node in at.inputs[:3])
+        rest = at.inputs[3:]
         first, members = at.offset(dims.s), at.members(dims.s)
         own = _own_documents(at, dims.s, rest, ring)
-        like = [(at.shape(i), at.dtype(i)) for i in (0, 1)]
+        like = [(at.shape_of(queries), at.dtype(0)), (at.shape(1), at.dtype(1))]
 
         def part(behind: int, moving: list[Any]) -> list[Any]:
             first_key = at.pick(dims.s, [((p - behind) % members) * at.size(dims.s) for p in range(members)])
             theirs = moving[2] if rest else None
             return at.several(
-                torch.ops.tpshard.attention_part.default, at.inputs[0], *moving[:2], own, theirs, scale, window, first,
-                first_key if ring else 0, softcap, like=like, work=1 / members if ring else 1.0,
+                ATTENTION_PART, queries, *moving[:2], own, theirs, call.scale, call.window, first,
+                first_key if ring else 0, call.softcap, like=like, work=1 / members if ring else 1.0,
             )  # fmt: skip
 
-        if not ring:
-            return part(0, [keys, values, *rest])
         moving = [keys, values, *rest]
         out, lse = part(0, moving)
-        for behind in range(1, members):
+        for behind in range(1, members if ring else 1):
             moving = [at.shift(node, dims.s) for node in moving]
             out, lse = _merge_partial(at, out, lse, *part(behind, moving))
-        return [out, lse]
+        return [call.turn(at, out), lse]
 
     operands = [dims.queries(), dims.keys(t), dims.keys(t), *[dims.documents(t)] * (len(op.operands) - 3)]
     return dims.all.rule(
-        operands, [dims.queries(), dims.lse()], flops=flops, work=dims.work, local=local, even=True,
-        exchanged=_rotation(op.operands[1:], dims.s) if ring else (),
+        operands, [dims.queries(), dims.lse()], flops=flops, work=dims.work, local=local,
+        **_of_ring(dims, op.operands[1:], PADDED_KEYS) if ring else {},
     )  # fmt: skip
 
 
-def _backward(op: Op, flops: int, ring: bool) -> Rule:
-    _, q, k = op.operands[:3]
-    dims = _Factors(q, k)
-    t = dims.s if ring else dims.all.new(k.shape[1], Kind.WHOLE)
+def _backward(op: Op, flops: int, call: Call, ring: bool) -> Rule:
+    q, k = op.operands[1:3]
+    dims = _Factors(q, k, call)
+    t = dims.s if ring else dims.all.new(call.order(*k.shape)[1], Kind.WHOLE)
     dims.all.kinds[dims.g] = Kind.REDUCE
     if not ring:
         dims.all.kinds[dims.s] = Kind.REDUCE  # every device has its queries' share of all keys' gradients
-    scale, window, softcap = _settings(op, 7)
 
     def local(at: LocalOp) -> Any:
         if not at.axes(dims.s):
             return at.same()
-        grad, q, keys, values, out, lse, *rest = at.inputs
+        grad, q, keys, values, out = (call.turn(at, node) for node in at.inputs[:5])
+        lse, *rest = at.inputs[5:]
         first, members = at.offset(dims.s), at.members(dims.s)
         own = _own_documents(at, dims.s, rest, ring)
         wide = torch.promote_types(at.dtype(1), torch.float32)
-        like = [(at.shape(0), at.dtype(0)), (at.shape(1), wide), (at.shape(2), wide)]
+        like = [(at.shape_of(q), at.dtype(0)), (at.shape_of(keys), wide), (at.shape_of(values), wide)]
 
         def part(behind: int, moving: list[Any]) -> list[Any]:
             first_key = at.pick(dims.s, [((p - behind) % members) * at.size(dims.s) for p in range(members)])
             theirs = moving[2] if rest else None
             return at.several(
-                torch.ops.tpshard.attention_part_backward.default, grad, q, *moving[:2], out, lse, own, theirs, scale,
-                window, first, first_key if ring else 0, softcap, like=like, work=1 / members if ring else 1.0,
+                ATTENTION_PART_BACKWARD, grad, q, *moving[:2], out, lse, own, theirs, call.scale, call.window, first,
+                first_key if ring else 0, call.softcap, like=like, work=1 / members if ring else 1.0,
             )  # fmt: skip
 
         moving = [keys, values, *rest]
@@ -133,26 +161,31 @@ def _backward(op: Op, flops: int, ring: bool) -> Rule:
             )
         if ring:  # from the last device that added to them back to their own
             dk, dv = (at.shift(node, dims.s) for node in (dk, dv))
-        return [dq, *(_cast(at, node, at.shape(i), at.dtype(i)) for i, node in ((1, dk), (2, dv)))]
+        return [call.turn(at, _cast(at, node, at.dtype(i))) for i, node in enumerate((dq, dk, dv))]
 
     queries, keys = dims.queries(), dims.keys(t)
     operands = [queries, queries, keys, keys, queries, dims.lse(), *[dims.documents(t)] * (len(op.operands) - 6)]
     sent = [*op.operands[2:4], *op.operands[2:4], *op.operands[6:]]
     return dims.all.rule(
-        operands, [queries, keys, keys], flops=flops, work=dims.work, local=local, even=True,
-        exchanged=_rotation(sent, dims.s) if ring else (),
+        operands, [queries, keys, keys], flops=flops, work=dims.work, local=local,
+        **_of_ring(dims, sent, PADDED_GRADIENTS) if ring else {},
     )  # fmt: skip
 
 
-def _settings(op: Op, first: int) -> tuple[float, int | None, float | None]:
-    """The arguments scale, window and softcap of an op; scale is argument `first`."""
-    scale, window, softcap = (*op.args[first:], None, None)[:3]
-    return scale, window, softcap
+PADDED_KEYS = ((1, 0.0), (2, 0.0))
+"""What the padding of k and v holds in a ring: every query hides it, but garbage times a weight of 0 may be NaN."""
+PADDED_GRADIENTS = tuple((operand, 0.0) for operand in range(6))
+"""What the padding of dout, q, k, v, out and lse holds in a ring: padded queries add nothing to dk and dv."""
 
 
-def _rotation(values: list[Value], factor: int) -> tuple[Exchange, ...]:
-    """The exchange of a ring: every device sends its shard of these values to the next one, until all have all."""
-    return (Exchange(factor, sum(value.bytes for value in values), len(values), rotating=True),)
+def _of_ring(dims: _Factors, sent: list[Value], fills: tuple[tuple[int, float], ...]) -> dict[str, Any]:
+    """The facts about a ring in which every device sends its shard of these values to the next, until all have all.
+
+    Shards of equal length follow each other, so that a device knows the positions of the keys that it receives. The
+    padding behind the last key is hidden from all queries.
+    """
+    exchange = Exchange(dims.s, sum(value.bytes for value in sent), len(sent), rotating=True)
+    return {"exchanged": (exchange,), "trailing": (dims.s,), "fills": fills}
 
 
 def _own_documents(at: LocalOp, factor: int, rest: list[Any], ring: bool) -> Any:
@@ -162,9 +195,10 @@ def _own_documents(at: LocalOp, factor: int, rest: list[Any], ring: bool) -> Any
     (documents,) = rest
     if ring:
         return documents
-    shape = (at.shape_of(documents)[0], at.size(factor))
-    dtype = at.dtype_of(documents)
-    return at.emit(aten.narrow.default, documents, 1, at.offset(factor), at.size(factor), shape=shape, dtype=dtype)
+    (b, t), dtype, size = at.shape_of(documents), at.dtype_of(documents), at.size(factor)
+    if size * at.members(factor) > t:  # queries behind the last one have no document
+        documents = at.emit(aten.constant_pad_nd.default, documents, [0, size], -1, shape=(b, t + size), dtype=dtype)
+    return at.emit(aten.narrow.default, documents, 1, at.offset(factor), size, shape=(b, size), dtype=dtype)
 
 
 def _merge_partial(at: LocalOp, out: Any, lse: Any, more: Any, more_lse: Any) -> tuple[Any, Any]:
@@ -180,10 +214,10 @@ def _merge_partial(at: LocalOp, out: Any, lse: Any, more: Any, more_lse: Any) ->
         return at.emit(aten.mul.Tensor, share, weight, shape=at.shape_of(out), dtype=wide)
 
     combined = at.emit(aten.add.Tensor, weigh(out, lse), weigh(more, more_lse), shape=at.shape_of(out), dtype=wide)
-    return _cast(at, combined, at.shape_of(out), dtype), total
+    return _cast(at, combined, dtype), total
 
 
-def _cast(at: LocalOp, node: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+def _cast(at: LocalOp, node: Any, dtype: torch.dtype) -> Any:
     if at.dtype_of(node) == dtype:
         return node
-    return at.emit(aten._to_copy.default, node, shape=shape, dtype=dtype)
+    return at.emit(aten._to_copy.default, node, shape=at.shape_of(node), dtype=dtype)
