@@ -5,8 +5,10 @@
 
 Each program is one op of a family with a random tail, half of them with gradients, on a random mesh, with random
 shardings of arguments and results: uneven sizes, parts of axes, several axes on one dim. `refused` is a ValueError
-before anything runs, counted by its reason; `crash` is any other exception. Programs that draw random numbers are
-compared with their own unsharded program, since eager mode draws others. Exits with 1 if a program is wrong or crashed.
+before anything runs, counted by its reason; `crash` is any other exception. `tied` differs from eager mode only in
+elements that another order of equal elements changes in eager mode too, as `topk` may return any of them. Programs that
+draw random numbers are compared with their own unsharded program, since eager mode draws others. Exits with 1 if a
+program is wrong or crashed.
 `--family NAME --only SEED --show` repeats one program. `--join` adds up what earlier runs printed with `--json`, and
 `--record` writes it to benchmarks/records/fuzz.json.
 """
@@ -29,14 +31,18 @@ import torch
 from tpshard.parallelism import Program, partition
 
 from fuzzed import FAMILIES, Case, case
+from fuzzed.ties import only_ties
 from record import Record
 
 
 class Outcome(NamedTuple):
     kind: str
-    """right, wrong, crash or refused."""
+    """One of `KINDS`."""
     detail: str = ""
     """What went wrong, as one line."""
+
+
+KINDS = ("right", "tied", "wrong", "crash", "refused")
 
 
 def run(program_case: Case) -> Outcome:
@@ -59,10 +65,12 @@ def run(program_case: Case) -> Outcome:
         return Outcome("crash", _last(error))
     if len(got) != len(expected):
         return Outcome("wrong", f"{len(got)} results instead of {len(expected)}")
+    close = closeness(program)
     for i, (mine, theirs) in enumerate(zip(got, expected)):
-        gap = difference(mine, theirs, closeness(program))
+        gap = difference(mine, theirs, close)
         if gap:
-            return Outcome("wrong", f"result {i}: {gap}")
+            tied = only_ties(program_case, got, expected, close)
+            return Outcome("tied" if tied else "wrong", f"result {i}: {gap}")
     return Outcome("right")
 
 
@@ -112,7 +120,7 @@ def join(paths: list[str], write: bool) -> None:
         total.update(piece["total"])
         record.rows.append({"torch": piece["torch"], "start": piece["start"], "seconds": piece["seconds"],
                             **piece["total"], "seen": piece["seen"]})  # fmt: skip
-    for kind in ("right", "wrong", "crash", "refused"):
+    for kind in KINDS:
         record.figure(kind, total[kind], "programs")
     record.figure("programs", total.total(), "programs")
     record.figure("families", len(FAMILIES), "families")
@@ -152,7 +160,7 @@ def main() -> None:
         outcome = run(drawn)
         counts[name][outcome.kind] += 1
         if outcome.kind != "right":
-            group = name if outcome.kind == "wrong" else _shape_of(outcome.detail)
+            group = name if outcome.kind in ("wrong", "tied") else _shape_of(outcome.detail)
             examples[outcome.kind, group].append((name, seed, outcome.detail))
             if options.show:
                 print(f"--- {outcome.kind}: {outcome.detail}\n{drawn}", flush=True)
@@ -166,17 +174,16 @@ def _report(
 ) -> None:
     total: Counter[str] = sum(counts.values(), Counter())
     if as_json:
-        kinds = ("right", "wrong", "crash", "refused")
-        everything = {k: total[k] for k in kinds}
+        everything = {k: total[k] for k in KINDS}
         summary = [{"kind": kind, "count": len(cases), "family": cases[0][0], "seed": cases[0][1], "told": cases[0][2]}
                 for (kind, _), cases in examples.items()]  # fmt: skip
-        families = {name: {k: c[k] for k in kinds} for name, c in counts.items()}
+        families = {name: {k: c[k] for k in KINDS} for name, c in counts.items()}
         whole = {"torch": torch.__version__, "start": start, "seconds": round(seconds, 1), "total": everything}
         print(json.dumps(whole | {"families": families, "seen": summary}, indent=1))
         return
-    print(f"{'family':<18} {'programs':>8} {'right':>7} {'wrong':>6} {'crash':>6} {'refused':>8}")
+    print(f"{'family':<18} {'programs':>8}" + "".join(f"{kind:>8}" for kind in KINDS))
     for name, c in [*counts.items(), ("all", total)]:
-        print(f"{name:<18} {sum(c.values()):>8} {c['right']:>7} {c['wrong']:>6} {c['crash']:>6} {c['refused']:>8}")
+        print(f"{name:<18} {sum(c.values()):>8}" + "".join(f"{c[kind]:>8}" for kind in KINDS))
     print(f"torch {torch.__version__}, {seconds:.0f} s")
     for (kind, _), cases in sorted(examples.items(), key=lambda item: (item[0][0], -len(item[1]))):
         name, seed, what = cases[0]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.rules import sequence
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.letters import tensors
-from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
+from tpshard.parallelism.rules.rule import Dim, Factors, Kind, Rule
 
 aten = torch.ops.aten
 
