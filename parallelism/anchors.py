@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from tpshard.parallelism.graph import Op
+from tpshard.parallelism.graph import Graph, Op, Value
+from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.propagated import Annotation
+from tpshard.parallelism.sharding import Sharding
+from tpshard.parallelism.why import SourcePlace
 
 
 def output(x: Any) -> Any:
@@ -40,3 +45,13 @@ def is_role(op: Op) -> bool:
 def is_anchor(op: Op) -> bool:
     """Whether the op's result has exactly the sharding of its annotation."""
     return op.target is output or is_split(op) or is_boundary(op)
+
+
+def split_annotations(graph: Graph, mesh: Mesh) -> Mapping[Value, Annotation]:
+    """The annotations from `mesh_split` calls inside the function."""
+    return {
+        op.results[0]: Annotation(
+            Sharding.of(mesh, op.args[1], op.results[0].rank), (SourcePlace(f"mesh_split `{op.name}`"),)
+        )
+        for op in graph.ops if is_split(op)
+    }  # fmt: skip

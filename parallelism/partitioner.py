@@ -6,13 +6,12 @@ Partial sums are kept while that pays, decided once per value for all its reader
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from tpshard.parallelism.anchors import is_anchor, is_boundary, is_grouped, is_split, output
+from tpshard.parallelism.anchors import is_anchor, is_boundary, is_grouped, output, split_annotations
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.choose import Choice, choose, computable, layout_of, past_padding, with_grains
 from tpshard.parallelism.detours import detours
@@ -29,8 +28,9 @@ from tpshard.parallelism.propagated_reasons import PropagatedReasons
 from tpshard.parallelism.reasons import Reasons
 from tpshard.parallelism.repeated import Work
 from tpshard.parallelism.reshard import LATENCY_BYTES, cost, redistribution
-from tpshard.parallelism.rules.rule import Kind, Rule
+from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.rules.table import entry_of
+from tpshard.parallelism.shard_padding import ShardPadding
 from tpshard.parallelism.sharding import Layout, Sharding, even, local_shape, replicated
 from tpshard.parallelism.why import SourcePlace
 
@@ -111,16 +111,6 @@ def mark_outputs(graph: Graph, names: Mapping[int, str] | None = None) -> None:
     graph.refresh_users()
 
 
-def split_annotations(graph: Graph, mesh: Mesh) -> Mapping[Value, Annotation]:
-    """The annotations from `mesh_split` calls inside the function."""
-    return {
-        op.results[0]: Annotation(
-            Sharding.of(mesh, op.args[1], op.results[0].rank), (SourcePlace(f"mesh_split `{op.name}`"),)
-        )
-        for op in graph.ops if is_split(op)
-    }  # fmt: skip
-
-
 def partition_graph(shardings: Shardings, latency: int = LATENCY_BYTES, apart: Sequence[str] = ()) -> Program:
     """Partitions a propagated graph into the program of one device.
 
@@ -153,8 +143,7 @@ class _Partitioner:
         """Values that are partial sums when their op computes them, with the axes."""
         self.left_partial: dict[Value, Axes] = {}
         """Values that stay partial until a later op or anchor, with the axes."""
-        self.zeros: dict[fx.Node, frozenset[int]] = {}
-        """Dims whose padding is known to be 0."""
+        self.padding = ShardPadding(self.emitter)
         self.propagated = {v: Layout(s.dims) for v, s in shardings.of.items()}
 
     # ---- deciding: factor shardings of ops, and which sums stay partial ---------------------------------------
@@ -244,7 +233,7 @@ class _Partitioner:
         for value in self.graph.inputs:
             layout = self.home[value].as_sum(self.s.of[value].unreduced)
             node = self.emitter.input(value.name, local_shape(value.shape, layout), value.dtype)
-            self.zeros[node] = frozenset(range(value.rank))
+            self.padding.zeros[node] = frozenset(range(value.rank))
             self.copies[value] = {layout: node}
             self.home[value] = layout
         for name, (value, _) in self.graph.constants.items():
@@ -276,7 +265,7 @@ class _Partitioner:
             need = layout_of(rule, dims, choice, False)
             if carried and i in rule.additive:
                 need = need.as_sum(carried)
-            inputs.append(self._fill_padding(self.get(value, need, op), op, rule, choice, i, need))
+            inputs.append(self.padding.fill(self.get(value, need, op), op, rule, choice, i, need))
         self._at(op, op.results[0])
         local = LocalPart(self.emitter, op, rule, choice, inputs)
         nodes = self._emit_local(local)
@@ -286,7 +275,7 @@ class _Partitioner:
             layout = layout_of(rule, dims, choice, True)
             if carried:
                 layout = layout.as_sum(union(layout.partial, carried))
-            self.zeros[node] = self._zeros(op, rule, inputs, i, layout)
+            self.padding.note_result(node, op, rule, inputs, i, layout)
             self.copies[result] = {layout: node}
             self.home[result] = layout
             if layout.partial and result not in self.left_partial:
@@ -297,42 +286,6 @@ class _Partitioner:
             elif (pinned := self._pinned_layout(result)) is not None and pinned != layout and not layout.partial:
                 self.get(result, pinned, op)
                 self.home[result] = pinned
-
-    def _fill_padding(self, node: fx.Node, op: Op, rule: Rule, choice: Choice, operand: int, layout: Layout) -> fx.Node:
-        """Fills an operand's padding with a value that does not change the op's results (see `Rule.fill`)."""
-        value = op.operands[operand]
-        for d in _padded_dims(value.shape, layout):
-            axes, grain = layout.dims[d], layout.grain(d)
-            members = [f for f in rule.operands[operand][d] if f in choice]
-            # the minor-most sharded factor is the one whose last shard is padded
-            fill = rule.fill(operand, members[-1])
-            zeros = self.zeros.get(node, frozenset())
-            if fill is None or (fill == 0 and d in zeros):
-                continue
-            if abs(fill) == math.inf and not value.dtype.is_floating_point:
-                limits = torch.iinfo(value.dtype)
-                fill = limits.max if fill > 0 else limits.min
-            mask = self.emitter.padding(axes, value.shape[d], grain, value.rank, d)
-            spec = Spec(local_shape(value.shape, layout), value.dtype)
-            node = self.emitter.call(aten.masked_fill.Scalar, (node, mask, fill), [spec])
-            self.zeros[node] = zeros | {d} if fill == 0 else zeros - {d}
-        return node
-
-    def _zeros(self, op: Op, rule: Rule, inputs: Sequence[fx.Node], result: int, layout: Layout) -> frozenset[int]:
-        """The dims of a result whose padding is 0, because the padding of its linear operands is 0."""
-        unclean = {f for f, kind in enumerate(rule.kinds) if kind is Kind.PERMUTE}
-        held: set[int] = set()
-        for i, (node, dims) in enumerate(zip(inputs, rule.operands)):
-            zeros = self.zeros.get(node, frozenset())
-            for d, members in enumerate(dims):
-                held.update(members)
-                if i not in rule.additive or d not in zeros:
-                    unclean.update(members)
-        padded = _padded_dims(op.results[result].shape, layout)
-        return frozenset(
-            d for d, members in enumerate(rule.results[result])
-            if d not in padded or (held.issuperset(members) and not unclean.intersection(members))
-        )  # fmt: skip
 
     def _at(self, op: Op, value: Value) -> None:
         """Sets the origin of the following nodes to `op` and `value`."""
@@ -358,11 +311,11 @@ class _Partitioner:
         node = copies[source]
         self._at(reader, value)
         for step in steps:
-            zeros = self.zeros.get(node, frozenset())
+            zeros = self.padding.zeros.get(node, frozenset())
             node = self.emitter.step(node, step, value.shape, **self.reasons.why(value, step, reader))
             # a step that divides anew pads with 0; padding that existed before stays as it was
             before = (even(n // step.grain(d), step.before.dims[d]) for d, n in enumerate(value.shape))
-            self.zeros[node] = frozenset(d for d, clean in enumerate(before) if clean or d in zeros)
+            self.padding.zeros[node] = frozenset(d for d, clean in enumerate(before) if clean or d in zeros)
         copies[layout] = node
         return node
 
@@ -385,7 +338,7 @@ class _Partitioner:
             return None
         node = self.get(source, need, reader)
         (view,) = self._emit_local(LocalPart(self.emitter, op, rule, choice, [node]))
-        self.zeros[view] = self._zeros(op, rule, [node], 0, layout)
+        self.padding.note_result(view, op, rule, [node], 0, layout)
         return view
 
     def _emit_local(self, local: LocalPart) -> list[fx.Node]:
@@ -432,11 +385,6 @@ class _Partitioner:
 
     def _port(self, value: Value) -> Port:
         return Port(value.name, value.shape, value.dtype, self.home[value], value.role or "tensor")
-
-
-def _padded_dims(shape: Sequence[int], layout: Layout) -> list[int]:
-    """The dims whose last shards are padded."""
-    return [d for d, n in enumerate(shape) if not even(n // layout.grain(d), layout.dims[d])]
 
 
 def _drop_dead(graph: fx.Graph) -> None:

@@ -7,36 +7,32 @@ aggressive > basic. It works in both directions, through the whole training grap
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from tpshard.parallelism.anchors import output
-from tpshard.parallelism.factors import FactorAxes, extension, parts, unproject
+from tpshard.parallelism.factors import unproject
 from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.mesh import (
     Axes,
     Axis,
     Mesh,
-    common_prefix,
     difference,
     overlap,
     remainder,
-    size_of,
     starts_with,
-    without,
 )
 from tpshard.parallelism.propagated import Annotation, Cause, Conflict, Shardings
-from tpshard.parallelism.rules.rule import Direction, Kind, Rule
+from tpshard.parallelism.propagation_step import Edge, EdgeChange, EdgeVisit, Tie, directions
+from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.rules.table import entry_of, rule_for
 from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.why import TIE, Through, through
 
 
 class Loop(NamedTuple):
-    """An inner loop of propagation: the ops that take part (level 0 to 4, see `_directions`), and its strategy."""
+    """An inner loop of propagation: the ops that take part (level 0 to 4, see `directions`), and its strategy."""
 
     level: int
     aggressive: bool
@@ -44,45 +40,6 @@ class Loop(NamedTuple):
 
 LOOPS = tuple(Loop(level, aggressive) for level in range(5) for aggressive in (False, True))
 """The loops of every user priority, each run to a fixpoint."""
-
-
-class Tie:
-    """Values with one common sharding: a parameter, its gradient, its optimizer state."""
-
-    name = "tie"
-    target = "tie"
-
-    def __init__(self, values: Sequence[Value]):
-        self.operands: list[Value] = []
-        self.results = list(values)
-        rank = values[0].rank
-        dims = tuple((i,) for i in range(rank))
-        self.rule = Rule((), (dims,) * len(values), values[0].shape, (Kind.PASS,) * rank, priority=0)
-
-
-@dataclass(eq=False)
-class Edge:
-    """An op (or tie) as propagation sees it: its tensors and their factors."""
-
-    op: Op | Tie
-    rule: Rule
-    tensors: list[Value]
-    form: int
-    """Equal for edges that propagation cannot distinguish, such as those of equal layers."""
-    pointwise: bool
-    directions: tuple[tuple[Direction, ...], ...]
-    """The direction per level and factor."""
-
-
-class EdgeChange(NamedTuple):
-    """The changes that a visit of an edge makes, independent of the names of its tensors."""
-
-    factors: tuple[tuple[int, dict[int, Axes]], ...]
-    """Changes as (tensor, its axes per factor)."""
-    sources: dict[tuple[int, int], int]
-    """The tensor from which the axes of each (tensor, factor) came."""
-    conflicts: tuple[tuple[int, Axes, Axes], ...]
-    """Conflicts as (tensor, axes it did not get, axes that prevented it)."""
 
 
 def propagate(
@@ -95,23 +52,6 @@ def propagate(
     them. loops: the inner loops, for tests of a single one.
     """
     return _Propagation(graph, mesh, annotations, ties, rules, loops).run()
-
-
-def _directions(rule: Rule, single_use: bool, broadcasts: bool) -> tuple[tuple[Direction, ...], ...]:
-    """The direction in which an op propagates each factor, for each level; higher levels include the lower ones.
-
-    0: pass-through ops whose operands have no other reader. 1: all pass-through ops. 2: factors that pass through, of
-    any op; broadcasts only backward. 3: all factors. 4: broadcasts forward too.
-    """
-    backward = Direction.BACKWARD if broadcasts else Direction.BOTH
-    passing = tuple(backward if kind is Kind.PASS else Direction.NONE for kind in rule.kinds)
-    levels = [(Direction.NONE,) * len(rule.kinds)] * 2 + [passing]
-    levels += [(backward,) * len(rule.kinds), (Direction.BOTH,) * len(rule.kinds)]
-    if rule.priority == 0 and not broadcasts:
-        at = 0 if single_use else 1
-        levels[at:] = [(Direction.BOTH,) * len(rule.kinds)] * (5 - at)
-    allowed = [Direction.NONE if f in rule.blocked else rule.direction for f in range(len(rule.kinds))]
-    return tuple(tuple(map(operator.and_, level, allowed)) for level in levels)
 
 
 class _Propagation:
@@ -148,10 +88,10 @@ class _Propagation:
             entry = entry_of(op.target)
             pointwise = rule.priority == 0 and entry.view is None
             single = all(len(v.users) <= 1 or not v.rank for v in op.operands)
-            directions = _directions(rule, single, entry.broadcasts)
-            signature = (rule.operands, rule.results, rule.sizes, pointwise, directions)
+            ways = directions(rule, single, entry.broadcasts)
+            signature = (rule.operands, rule.results, rule.sizes, pointwise, ways)
             form = self.forms.setdefault(signature, len(self.forms))
-            edge = Edge(op, rule, [*op.operands, *op.results], form, pointwise, directions)
+            edge = Edge(op, rule, [*op.operands, *op.results], form, pointwise, ways)
             self.edges.append(edge)
         self.results = [edge for edge in self.edges if edge.op.target is output]
         self.ties: dict[Value, Edge] = {v: e for e in self.edges if isinstance(e.op, Tie) for v in e.tensors}
@@ -268,7 +208,7 @@ class _Propagation:
     def _change_of(self, edge: Edge, shardings: list[Sharding], loop: Loop) -> EdgeChange | None:
         if not any(axes for s in shardings for axes in s.dims):
             return None
-        step = _Step(edge, shardings, loop)
+        step = EdgeVisit(edge, shardings, loop.level)
         (step.aggressive if loop.aggressive else step.basic)()
         changed = tuple(
             (t, {f: part.axes for f, part in new.items()})
@@ -301,112 +241,6 @@ class _Propagation:
                 for axis in difference(factors[f], old):
                     self.causes.setdefault((value, dim), []).append((axis, cause))
             changed.append(value)
-
-
-class _Step:
-    """A visit of one edge: propagates axes between its tensors, factor by factor."""
-
-    def __init__(self, edge: Edge, shardings: list[Sharding], loop: Loop):
-        rule = edge.rule
-        self.edge, self.sizes, self.count = edge, rule.sizes, len(rule.operands)
-        self.barred = [s.barred for s in shardings]
-        self.before = [parts(s.dims, s.open, dims, rule.sizes) for s, dims in zip(shardings, rule.tensors)]
-        self.parts = [dict(p) for p in self.before]
-        self.directions = edge.directions[loop.level]
-        self.sources: dict[tuple[int, int], int] = {}
-        self.conflicts: list[tuple[int, Axes, Axes]] = []
-
-    def basic(self) -> None:
-        """Gives all tensors, for each factor, the axes on which they agree, up to the first conflict in any tensor."""
-        for f in range(len(self.sizes)):
-            axes = self.compatible(f)
-            for t in range(len(self.parts)) if axes else ():
-                others = self.others(t, f)
-                if f in self.parts[t]:
-                    axes = extension(self.parts[t][f], axes, self.sizes[f], (*self.barred[t], *others))
-                else:
-                    axes = without(axes, others)
-            for t in range(len(self.parts)) if axes else ():
-                self.expand(t, f, axes)
-
-    def aggressive(self) -> None:
-        """Gives every tensor the axes that it can have, whatever the others can; results before operands.
-
-        Of factors that compete for an axis wins the one with the largest source tensor, then (for pointwise ops) the
-        most axes, the lowest tensor and the lowest factor.
-        """
-        candidates = [self.compatible(f) for f in range(len(self.sizes))]
-        if not any(candidates):
-            return
-        volumes = [size_of_factors(self.sizes, p) for p in self.parts]
-
-        def rank(f: int) -> tuple[int, int, int, int]:
-            sources = [t for t, p in enumerate(self.parts) if f in p and starts_with(p[f].axes, candidates[f])]
-            source = max(sources, key=lambda t: (volumes[t], -t), default=-1)
-            axes = size_of(candidates[f]) if self.edge.pointwise else 0
-            return (-volumes[source] if sources else 1, -axes, source, f)
-
-        order = sorted((f for f in range(len(self.sizes)) if candidates[f]), key=rank)
-        for t in (*range(self.count, len(self.parts)), *range(self.count)):
-            for f in order:
-                part = self.parts[t].get(f)
-                if part is None:
-                    continue
-                free = extension(part, candidates[f], self.sizes[f], self.barred[t])
-                if free == part.axes or not starts_with(free, part.axes):
-                    continue
-                others = self.others(t, f)
-                axes = extension(part, free, self.sizes[f], others)
-                if axes != free:
-                    self.conflicts.append((t, remainder(free, axes), others))
-                if self.edge.pointwise and t < self.count:  # an operand is never sharded more than its result
-                    for result in self.parts[self.count :]:
-                        if f in result and result[f].axes != axes and starts_with(axes, result[f].axes):
-                            axes = result[f].axes
-                self.expand(t, f, axes)
-
-    def compatible(self, f: int) -> Axes:
-        """The longest list of axes of a factor, from the outermost, on which its tensors agree.
-
-        In a one-directional step only the source tensors extend it; the others may shorten it.
-        """
-        direction = self.directions[f]
-        if direction is Direction.NONE:
-            return ()
-        operands, results = self.parts[: self.count], self.parts[self.count :]
-        agreed: Axes = ()
-        grows = True
-        for group in (results, operands) if direction is Direction.BACKWARD else (operands, results):
-            for tensor in group:
-                if f not in tensor:
-                    continue
-                mine = tensor[f].axes
-                shared = common_prefix(agreed, mine)
-                if shared == agreed:
-                    agreed = mine if grows else agreed
-                elif shared != mine:
-                    agreed, grows = shared, False
-            grows = grows and direction is Direction.BOTH
-        return agreed
-
-    def others(self, t: int, f: int) -> Axes:
-        """The axes of a tensor's other factors."""
-        return tuple(a for g, part in self.parts[t].items() if g != f for a in (*part.axes, *part.overflow))
-
-    def expand(self, t: int, f: int, axes: Axes) -> None:
-        """Extends the axes of a tensor's factor, and records the tensor that they come from."""
-        part = self.parts[t].get(f)
-        if part is None or axes == part.axes or not starts_with(axes, part.axes):
-            return
-        self.parts[t][f] = part._replace(axes=axes)
-        self.sources[(t, f)] = next(
-            s for s, p in enumerate(self.before) if s != t and f in p and starts_with(p[f].axes, axes)
-        )
-
-
-def size_of_factors(sizes: Sequence[int], tensor: Mapping[int, FactorAxes]) -> int:
-    """The number of elements of a tensor, from its factors."""
-    return math.prod(sizes[f] for f in tensor)
 
 
 def _through(op: Op | Tie) -> Through:

@@ -13,11 +13,12 @@ from tpshard.models.adamw import AdamW, adamw_update, treatments
 from tpshard.models.assemble import evaluating
 from tpshard.models.lion import Lion, lion_update
 from tpshard.models.muon import Muon, muon_update
+from tpshard.parallelism.anchors import split_annotations
 from tpshard.parallelism.annotate import boundary, role, split_as
 from tpshard.parallelism.capture import Trail, capture
 from tpshard.parallelism.draws import step_seed
 from tpshard.parallelism.graph import Graph, Place, Value, mark
-from tpshard.parallelism.partitioner import mark_outputs, partition_graph, split_annotations
+from tpshard.parallelism.partitioner import mark_outputs, partition_graph
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from tpshard.parallelism import Mesh, partition
-from tpshard.parallelism.canonical import contract
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.recorder import Recorder, decompositions
+from tpshard.parallelism.rules.contraction import contract
 from tpshard.parallelism.rules.table import entry_of
 
 from fuzzed import numbered

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tpshard.kernels.experts import experts
 from tpshard.parallelism import Mesh, Program, partition
 
 MESHES = [Mesh({"x": 2}), Mesh({"x": 3}), Mesh({"x": 2, "y": 2})]
@@ -131,3 +132,14 @@ def test_kernels_get_operands_as_they_need_them() -> None:
 
     for mesh, dim in itertools.product(MESHES, range(3)):
         same(fn, [x], mesh, [tuple("x" if d == dim else None for d in range(3))])
+
+
+def test_experts_without_capacity_send_what_room_for_every_routing_would() -> None:
+    """Each device's 16 tokens may all choose experts of any device: 4 x 16 rows, as the gather has."""
+    x, ids = normal(64, 6), torch.randint(0, 8, (64, 2), generator=torch.Generator().manual_seed(0))
+    gate, up, down = normal(8, 40, 6), normal(8, 40, 6, seed=1), normal(8, 6, 40, seed=2)
+    args = [x, ids, normal(64, 2, seed=3), gate, up, down]
+    program = partition(experts, args, Mesh({"x": 4}), [("x",)] * 6, [("x",)])
+    torch.testing.assert_close(program.simulate(*args)[0], experts(*args), rtol=1e-10, atol=1e-10)
+    assert sorted(c.kind for c in program.collectives) == ["all_gather"] * 3 + ["reduce_scatter"]
+    assert sorted(c.bytes for c in program.collectives)[-2:] == [x.nbytes, x.nbytes]

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, fx
 from tpshard.parallelism import Mesh, Program, partition
+from tpshard.parallelism.anchors import split_annotations
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.chains import chain as steps_of
 from tpshard.parallelism.mesh import Axis, starts_with
-from tpshard.parallelism.partitioner import mark_outputs, split_annotations
+from tpshard.parallelism.partitioner import mark_outputs
 from tpshard.parallelism.program import info
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
